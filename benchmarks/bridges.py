@@ -20,10 +20,10 @@ import psutil
 from benchmarks.harness import config_of, main_in_ranks, model_folder, model_name, rank_parser
 from benchmarks.roofline import barrier, seconds_of
 from benchmarks.sync import bare_seconds, slowest_median
-from colocated_grpo.launch.arguments import Launch
 from colocated_grpo.policy.model import read_model_config
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.runtime.distributed import World
+from colocated_grpo.runtime.program import Launch
 from colocated_grpo.runtime.supervision import StopRequest
 from colocated_grpo.servers.engine_servers import EngineServers, plan_servers
 from colocated_grpo.settings.schema import Config
@@ -67,7 +67,9 @@ def _measure_bridge(
         os.environ |= world.from_main(lambda: _start_server(config, world, options, scratch, stack))
         servers = connect(config, world, stop)
         policy = Policy(config, read_model_config(config.model, folder), folder, world)
-        engines = build_remote(config, servers, policy, read_model_files(config, world), scratch, world, stop)
+        engines = build_remote(
+            config, servers, policy, read_model_files(config.model, world, config.policy.lora), scratch, world, stop
+        )
         first = seconds_of(engines.sync.sync, world.device, repeats=1, warmup=0, align=lambda: barrier(world.device))[0]
         engines.engine.weights_changed(policy.version)
         repeats = 2 if bridge == "restart" else options.repeats

@@ -17,7 +17,7 @@ from colocated_grpo.evaluation.evaluator import EvaluationSet
 from colocated_grpo.runtime.text_part import weight_files
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.tools.evaluation_run import Evaluation, prepare_evaluation
-from colocated_grpo.tools.subject import Subject, with_subject
+from colocated_grpo.tools.subject import ModelSubject, with_subject
 from colocated_grpo.types import JsonObject
 
 TEMPERATURES = {"sampled": 1.0, "greedy": 0.0}
@@ -65,7 +65,7 @@ def scoring_config(start: Path, tasks: Sequence[LearnTask], prompts: int) -> Con
         # Always awake. The cache has a fixed size, which does not depend on other processes on the device.
         engine={"sleep": False, "kv_cache_memory_bytes": CACHE_BYTES},
     )
-    return with_subject(config, Subject(model=str(start)))
+    return with_subject(config, ModelSubject(model=str(start)))
 
 
 def _set_name(task: LearnTask, sampling: str) -> str:

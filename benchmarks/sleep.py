@@ -35,7 +35,7 @@ from colocated_grpo.settings import Config
 from colocated_grpo.types import JsonObject
 
 if TYPE_CHECKING:
-    from colocated_grpo.rollout.vllm.engine import VLLMEngine
+    from colocated_grpo.rollout.vllm.vllm_engine import VLLMEngine
 
 GIB = 1 << 30
 PROBE = [1, 2, 3, 4]

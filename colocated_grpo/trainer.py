@@ -85,7 +85,7 @@ def train(run: Run) -> str:
             with (
                 run.choreography.training_phase(),
                 profiled(profile_folder(run, step)),
-                out_of_memory_in_one_line(config),
+                out_of_memory_in_one_line(config.batch.max_tokens_per_micro_batch),
             ):
                 metrics = update(run, with_logprobs(run, batch), staleness_of(groups, run.policy.version))
             row |= reduce(metrics, run.world.sum_, run.world.max_)

@@ -15,7 +15,7 @@ from colocated_grpo.callbacks import RunState, check_callbacks
 from colocated_grpo.environments.registry import check_names
 from colocated_grpo.errors import AlreadyReported, RunError
 from colocated_grpo.launch.cli import checked, explain_os_error, record_ending
-from colocated_grpo.runtime.descriptors import raise_descriptor_limit
+from colocated_grpo.runtime.program import raise_descriptor_limit
 from colocated_grpo.runtime.run_folder import CHECKPOINTS, complete_checkpoints
 from colocated_grpo.runtime.verdict import RUN_ERROR
 from colocated_grpo.settings.errors import ConfigError

@@ -76,7 +76,7 @@ def build_run(
     """
     tracker = make_tracker(folder, output, config.tracking, is_main=world.is_main)
     with output.phase("reading the model's settings and tokenizer"):
-        model = read_model_files(config, world)
+        model = read_model_files(config.model, world, config.policy.lora)
         opponent_folder = fetch_opponent(config, world)
         check_engine(config, model, world)
     with output.phase("reading data, rewards and environments"):
@@ -193,7 +193,7 @@ def build_serving(
     from colocated_grpo.assembly.serving import Serving
 
     keep = partial(files.write_atropos_batch, folder) if config.atropos.keep_last_batch else lambda items: None
-    limits = limits_of(config, model)
+    limits = limits_of(model, config.max_sequence_tokens, config.seed)
     serving = Serving(config, config.atropos, folder, inbox, model.tokenizer, limits, world, note, keep)
     resources.callback(serving.close)
     return serving

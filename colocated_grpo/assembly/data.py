@@ -37,6 +37,7 @@ from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.generation import ModelConfig, RolloutConfig
 from colocated_grpo.settings.inputs import is_inline
 from colocated_grpo.settings.schema import Config
+from colocated_grpo.settings.training import LoRAConfig
 from colocated_grpo.tracking import NullTracker, Tracker
 from colocated_grpo.types import JsonObject
 
@@ -67,44 +68,44 @@ class Data:
     evaluated: Evaluated
 
 
-def read_model_files(config: Config, world: World) -> ModelFiles:
-    """Collective: rank 0 downloads the model if its name is not a folder."""
-    folder = fetch_model(config.model, world)
-    hf_config = read_model_config(config.model, folder)
-    tokenizer = load_tokenizer(config, folder)
+def read_model_files(settings: ModelConfig, world: World, lora: LoRAConfig | None = None) -> ModelFiles:
+    """Collective: rank 0 downloads the model if its name is not a folder. lora: settings of a trained adapter."""
+    folder = fetch_model(settings, world)
+    hf_config = read_model_config(settings, folder)
+    tokenizer = load_tokenizer(settings, folder)
     return ModelFiles(
         folder=folder,
         hf_config=hf_config,
         tokenizer=tokenizer,
         stop_token_ids=stop_token_ids(tokenizer, folder),
-        shape=shape_of(config_json_in(folder)) | adapter_shape(config.policy.lora),
+        shape=shape_of(config_json_in(folder)) | adapter_shape(lora),
     )
 
 
-def limits_of(config: Config, model: ModelFiles, max_tokens_setting: str = LENGTH_KEYS) -> Limits:
+def limits_of(model: ModelFiles, max_tokens: int, seed: int, max_tokens_setting: str = LENGTH_KEYS) -> Limits:
     """Limits for requests over HTTP. max_tokens_setting: name of what decides the longest sequence."""
     return Limits(
-        max_tokens=config.max_sequence_tokens,
+        max_tokens=max_tokens,
         longest_token=longest_token(model.tokenizer),
         vocab_size=model.hf_config.get_text_config().vocab_size,
         stop_token_ids=model.stop_token_ids,
-        seed=config.seed,
+        seed=seed,
         max_tokens_setting=max_tokens_setting,
     )
 
 
-def load_tokenizer(config: Config, folder: Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of `folder` with the config's chat template. Raises ConfigError if it is not usable."""
+def load_tokenizer(model: ModelConfig, folder: Path) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of `folder` with the configured chat template. Raises ConfigError if it is not usable."""
     try:
-        tokenizer = _read_tokenizer(config.model, folder)
-        template = config.model.chat_template
+        tokenizer = _read_tokenizer(model, folder)
+        template = model.chat_template
         if template is not None:
             tokenizer.chat_template = template if is_inline(template) else Path(template).read_text(encoding="utf-8")
         elif tokenizer.chat_template is None and (folder / PROCESSOR_TEMPLATE).is_file():
             entries = json.loads((folder / PROCESSOR_TEMPLATE).read_text(encoding="utf-8"))
             tokenizer.chat_template = entries.get("chat_template")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.name={config.model.name!r}: no usable tokenizer: {in_one_line(error)}") from error
+        raise ConfigError(f"model.name={model.name!r}: no usable tokenizer: {in_one_line(error)}") from error
     return tokenizer
 
 
@@ -129,9 +130,9 @@ def _without_mistral_common(model: ModelConfig, folder: Path) -> PreTrainedToken
     return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
-def read_tokenizer(config: Config) -> PreTrainedTokenizerBase:
+def read_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     """Return the tokenizer alone: no weights are downloaded. Raises ConfigError where it cannot be read."""
-    return load_tokenizer(config, fetch_tokenizer(config.model))
+    return load_tokenizer(model, fetch_tokenizer(model))
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> tuple[int, ...]:
@@ -174,7 +175,8 @@ def listen_to_agents(config: Config, data: Data, model: ModelFiles, resources: E
     # Imported here: the web framework would delay the start of every other run.
     from colocated_grpo.assembly.agents import listen_for_agents
 
-    server = listen_for_agents(data.environments.open_episodes, config, model.tokenizer, limits_of(config, model))
+    limits = limits_of(model, config.max_sequence_tokens, config.seed)
+    server = listen_for_agents(data.environments.open_episodes, config, model.tokenizer, limits)
     resources.callback(server.close)
 
 

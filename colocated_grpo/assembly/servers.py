@@ -14,8 +14,8 @@ from colocated_grpo.assembly.data import ModelFiles
 from colocated_grpo.assembly.engines import Engines
 from colocated_grpo.phases import WeightSync
 from colocated_grpo.policy.export import AdapterExport, ModelExport
-from colocated_grpo.policy.loading import engine_dtype
 from colocated_grpo.policy.masters import adopt
+from colocated_grpo.policy.model_loader import engine_dtype
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.server_variables import KEY_VARIABLE, URLS_VARIABLE
@@ -62,7 +62,7 @@ def _required_dtype(config: Config, device: torch.device) -> str | None:
     """Return the type that the servers' weights must have; None: any, as they are cast on their way."""
     if config.engine.dtype == "auto" and config.engine.bridge != "shared":
         return None
-    return str(engine_dtype(config, device)).removeprefix("torch.")
+    return str(engine_dtype(config.engine, config.policy, device)).removeprefix("torch.")
 
 
 def _prepare(config: Config, dtype: str | None, server: EngineServer, info: JsonObject) -> None:

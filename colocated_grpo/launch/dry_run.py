@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from colocated_grpo.errors import RunError
-from colocated_grpo.launch.cli import error_text, library_environment, set_up_logging
+from colocated_grpo.runtime.program import error_text, library_environment, set_up_logging
 from colocated_grpo.runtime.verdict import USAGE_ERROR
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.schema import Config
@@ -46,12 +46,12 @@ def problems_of(config: Config) -> list[str]:
     from colocated_grpo.assembly.evaluation import draw_evaluated, import_answers
     from colocated_grpo.environments.build import build_environments
     from colocated_grpo.policy.checkpoint_files import fetch_tokenizer
-    from colocated_grpo.policy.loading import check_model
+    from colocated_grpo.policy.model_loader import check_model
 
     try:
         folder = fetch_tokenizer(config.model)
-        check_model(config, folder)
-        tokenizer = load_tokenizer(config, folder)
+        check_model(config.model, folder)
+        tokenizer = load_tokenizer(config.model, folder)
         environments = build_environments(config, tokenizer)
         import_answers(config.evaluation)
         if environments.trained:

@@ -20,10 +20,10 @@ from colocated_grpo.losses.parts import weighted_mean
 from colocated_grpo.metrics import Metrics, Stat
 from colocated_grpo.policy.context_parallel import with_group_sums
 from colocated_grpo.policy.load_balancing import LoadBalancing
-from colocated_grpo.policy.loading import build_weights, compute_dtype
 from colocated_grpo.policy.logprobs import linear_loss
 from colocated_grpo.policy.masters import Weights
 from colocated_grpo.policy.model import PackedLM, compiler_errors_in_one_line
+from colocated_grpo.policy.model_loader import ModelLoader
 from colocated_grpo.policy.optimizers import LocalShardOptimizer, OptimizerOffload, build_optimizer, learning_rate
 from colocated_grpo.runtime.distributed import World, whole
 from colocated_grpo.settings.losses import LossConfig
@@ -56,12 +56,13 @@ class Policy:
     """
 
     def __init__(self, config: Config, hf_config: PretrainedConfig, folder: Path, world: World) -> None:
-        self.weights = build_weights(config, hf_config, folder, world)
+        loader = ModelLoader(config, hf_config, folder, world)
+        self.weights = loader.weights()
         self.model = self.weights.model
         self.device = world.device
         self.context = world.context
         assert config.policy.context_parallel == (1 if world.context is None else world.context.size)
-        self.dtype = compute_dtype(config, world.device)
+        self.dtype = loader.dtype
         self.optimizer = build_optimizer(self.parameters().values(), config.policy.optimizer, config.policy.lr)
         self.version = 0
         """Completed optimizer steps."""

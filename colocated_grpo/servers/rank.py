@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import sys
 
-from colocated_grpo.launch.cli import library_environment, prepare_streams, set_up_logging
-from colocated_grpo.runtime.imports import frozen_imports
+from colocated_grpo.runtime.program import frozen_imports, library_environment, prepare_streams, set_up_logging
 from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, run_program
-from colocated_grpo.servers.options import parse, settings
+from colocated_grpo.servers.options import parse, within_model
 from colocated_grpo.servers.restarts import resumed
 
 
@@ -23,11 +22,11 @@ def main() -> int:
     from colocated_grpo.settings.errors import ConfigError
 
     try:
-        config = settings(options)
+        options = within_model(options)
         with frozen_imports():
             from colocated_grpo.servers.server import serve
 
-        return serve(config, options)
+        return serve(options)
     except (ConfigError, RunError) as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)

@@ -36,7 +36,7 @@ class Family:
 
     @property
     def architecture(self) -> str:
-        """Name in `tools.make_model.ARCHITECTURES`."""
+        """Name in `tools.shapes.ARCHITECTURES`."""
         return self.model_type.removesuffix("_text")
 
 

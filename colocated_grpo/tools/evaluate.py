@@ -14,19 +14,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from colocated_grpo.launch.cli import (
+from colocated_grpo.runtime.program import (
     OneLineParser,
+    environment_problem,
+    frozen_imports,
     library_environment,
     prepare_streams,
+    rank_environment,
     set_up_logging,
 )
-from colocated_grpo.launch.rank_variables import environment_problem, rank_environment
-from colocated_grpo.runtime.imports import frozen_imports
 from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, run_program
 
 if TYPE_CHECKING:
     from colocated_grpo.settings.schema import Config
-    from colocated_grpo.tools.subject import Subject
+    from colocated_grpo.tools.subject import ModelSubject
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -75,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def settings(subject: Subject, config_file: str | None, overrides: Sequence[str]) -> Config:
+def settings(subject: ModelSubject, config_file: str | None, overrides: Sequence[str]) -> Config:
     """Return the config with the model, one engine per rank, and every set due, else the held-out prompts.
 
     Raises ConfigError.

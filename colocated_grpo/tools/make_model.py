@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 import yaml
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -24,43 +26,65 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from colocated_grpo.environments.registry import EPISODES, build_episode, build_task
-from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
-from colocated_grpo.tools.episode_teacher import EpisodeTeacher, TeachableEpisode
-from colocated_grpo.tools.shapes import SHAPES, TINY, Shape
-from colocated_grpo.tools.warm_start import EVAL_PROMPTS, TaskTeacher, Teacher, WarmStart, warm_start
+from colocated_grpo.tools.shapes import ARCHITECTURES, SHAPES, TINY, Shape
+from colocated_grpo.tools.warm_start import (
+    EVAL_PROMPTS,
+    EpisodeTeacher,
+    TaskTeacher,
+    TeachableEpisode,
+    Teacher,
+    WarmStart,
+    warm_start,
+)
 
 SIZES = ("hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "max_positions")
 OVERRIDES = ("architecture", *SIZES)
 DEFAULTS = WarmStart()
 
-ARCHITECTURES = {
-    "llama": "llama",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "gemma": "gemma",
-    "gemma2": "gemma2",
-    "gemma3": "gemma3_text",
-    "mistral": "mistral",
-    "gpt2": "gpt2",
-    "gemma4": "gemma4_text",
-    "deepseek_v3": "deepseek_v3",
-    "gpt_oss": "gpt_oss",
-    "glm4": "glm4",
-    "glm4_moe": "glm4_moe",
-    "mixtral": "mixtral",
-    "olmoe": "olmoe",
-    "qwen2_moe": "qwen2_moe",
-    "qwen3_5": "qwen3_5_text",
-    "qwen3_5_moe": "qwen3_5_moe_text",
-    "qwen3_moe": "qwen3_moe",
-    "qwen3_next": "qwen3_next",
-    "granite": "granite",
-    "ministral3": "ministral3",
-    "olmo3": "olmo3",
-    "phi3": "phi3",
-    "smollm3": "smollm3",
-}
-"""Name of a model family -> transformers' model_type."""
+PAD, BOS, END, UNKNOWN = "<|pad|>", "<|begin|>", "<|end|>", "<|unknown|>"
+ROLES = ["system", "user", "assistant"]
+CHARACTERS = ["\n", "\t", *map(chr, range(ord(" "), ord("~") + 1))]
+
+# A role token opens a turn and <|end|>, the end-of-sequence token, closes it: a user prompt has three extra tokens.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
+    "{{ raise_exception('unknown role ' ~ message['role'] ~ ': system, user or assistant') }}"
+    "{% endif %}"
+    "{{ '<|' ~ message['role'] ~ '|>' ~ message['content'] ~ '<|end|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def build_char_tokenizer(vocab_size: int | None = None, max_length: int = 2048) -> PreTrainedTokenizerFast:
+    """Return a fast Hugging Face tokenizer that decodes encoded printable ASCII to the same text.
+
+    `vocab_size` pads the vocabulary with unused tokens, so that every id a wider model can sample can be decoded.
+    Raises ValueError if it is smaller than the alphabet.
+    """
+    special = [PAD, BOS, END, UNKNOWN, *(f"<|{role}|>" for role in ROLES)]
+    tokens = special + CHARACTERS
+    if vocab_size is not None:
+        if vocab_size < len(tokens):
+            raise ValueError(f"vocab_size={vocab_size} is smaller than the {len(tokens)} tokens of the alphabet")
+        tokens = tokens + [f"<|unused {index}|>" for index in range(len(tokens), vocab_size)]
+    # BPE without merges never joins characters and, unlike a word-level model, needs no pre-tokenizer.
+    backend = Tokenizer(BPE({token: index for index, token in enumerate(tokens)}, [], unk_token=UNKNOWN))
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=END,
+        unk_token=UNKNOWN,
+        additional_special_tokens=special[len(special) - len(ROLES) :],
+        model_max_length=max_length,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
 
 
 def build_model(

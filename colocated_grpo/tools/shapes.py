@@ -1,9 +1,38 @@
-"""Model sizes by name. Imports no library, so that command lines can list them without a delay."""
+"""Model families and sizes by name. Imports no library, so that command lines can list them without a delay."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+
+ARCHITECTURES = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gemma": "gemma",
+    "gemma2": "gemma2",
+    "gemma3": "gemma3_text",
+    "mistral": "mistral",
+    "gpt2": "gpt2",
+    "gemma4": "gemma4_text",
+    "deepseek_v3": "deepseek_v3",
+    "gpt_oss": "gpt_oss",
+    "glm4": "glm4",
+    "glm4_moe": "glm4_moe",
+    "mixtral": "mixtral",
+    "olmoe": "olmoe",
+    "qwen2_moe": "qwen2_moe",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+    "qwen3_moe": "qwen3_moe",
+    "qwen3_next": "qwen3_next",
+    "granite": "granite",
+    "ministral3": "ministral3",
+    "olmo3": "olmo3",
+    "phi3": "phi3",
+    "smollm3": "smollm3",
+}
+"""Name of a model family -> transformers' model_type."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -11,7 +40,7 @@ class Shape:
     """Family and sizes of a decoder, named as in the Llama family. gpt2 ignores kv_heads and head_dim."""
 
     architecture: str = "qwen3"
-    """A key of `tools.make_model.ARCHITECTURES`."""
+    """A key of `ARCHITECTURES`."""
     hidden: int = 128
     layers: int = 4
     heads: int = 4

@@ -7,13 +7,18 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from colocated_grpo.servers.engine_servers import LORA_RANKS
 from colocated_grpo.settings.adapter_files import CONFIG_FILE as ADAPTER_CONFIG
 from colocated_grpo.settings.config_file import load_config
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.schema import Config
+
+if TYPE_CHECKING:
+    from colocated_grpo.rollout.vllm.spec import EngineSpec
+    from colocated_grpo.rollout.vllm.vllm_engine import VLLMEngine
+    from colocated_grpo.runtime.distributed import World
 
 RUN_CONFIG = "config.yaml"
 EXPORTS = ("best_model", "best_adapter", "final_model", "final_adapter")
@@ -22,7 +27,7 @@ _EXPORT_OF_STEP = re.compile(r"(?:adapter_)?step_(\d+)")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class ModelSubject:
     """A model, and the settings that come with it."""
 
     model: str
@@ -39,7 +44,7 @@ class Subject:
         return str(self.adapter or self.model)
 
 
-def subject_of(name: str) -> Subject:
+def subject_of(name: str) -> ModelSubject:
     """Return what `name` means: a run folder stands for its best export, else its final one, else its newest.
 
     Raises ConfigError.
@@ -49,10 +54,10 @@ def subject_of(name: str) -> Subject:
     if run_config.is_file() and not (folder / "config.json").exists():
         return replace(subject_of(str(_exported(folder))), run_config=run_config)
     if not (folder / ADAPTER_CONFIG).is_file():
-        return Subject(model=name)
+        return ModelSubject(model=name)
     try:
         saved = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-        return Subject(model=saved["base_model_name_or_path"], adapter=folder.absolute(), rank=saved["r"])
+        return ModelSubject(model=saved["base_model_name_or_path"], adapter=folder.absolute(), rank=saved["r"])
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"MODEL={name!r}: {ADAPTER_CONFIG} names no base model and rank ({error!r})") from None
 
@@ -70,7 +75,7 @@ def _exported(run: Path) -> Path:
     return steps[max(steps)]
 
 
-def read_settings(subject: Subject, path: str | Path, overrides: Sequence[str]) -> Config:
+def read_settings(subject: ModelSubject, path: str | Path, overrides: Sequence[str]) -> Config:
     """Return the settings of a config file for the subject's model in one engine per rank. Raises ConfigError.
 
     The base of an adapter may be overridden: the folder may have moved since.
@@ -79,9 +84,9 @@ def read_settings(subject: Subject, path: str | Path, overrides: Sequence[str]) 
     return with_subject(load_config(path, [*model, *overrides] if subject.adapter else [*overrides, *model]), subject)
 
 
-def with_subject(config: Config, subject: Subject) -> Config:
-    """Return the config for engines that load the subject's weights from disk. Raises ConfigError."""
-    arguments: dict[str, Any] = {"load_format": "auto", "use_tqdm_on_load": False, **config.engine.args}
+def with_subject(config: Config, subject: ModelSubject) -> Config:
+    """Return the config for engines of the subject in this process, without a policy. Raises ConfigError."""
+    arguments: dict[str, Any] = {"use_tqdm_on_load": False, **config.engine.args}
     if subject.adapter is not None:
         fitting = [rank for rank in LORA_RANKS if rank >= subject.rank]
         if not fitting:
@@ -94,3 +99,21 @@ def with_subject(config: Config, subject: Subject) -> Config:
             "weights": "copied",
         }
     )
+
+
+def subject_engine(spec: EngineSpec, adapter: Path | None, world: World) -> VLLMEngine:
+    """Return an engine with the model's weights from disk, and the adapter beside them. Raises RunError. Collective.
+
+    spec: of a config of `with_subject`.
+    """
+    # Imported here: a wrong name of a model is reported before the engine's libraries are imported.
+    from colocated_grpo.errors import RunError
+    from colocated_grpo.rollout.vllm.vllm_engine import VLLMEngine
+
+    engine = VLLMEngine(replace(spec, reads_weights=True), world)
+    if adapter is not None:
+        try:
+            engine.adapters.load(adapter.name, str(adapter))
+        except ValueError as error:
+            raise RunError(str(error)) from None
+    return engine

@@ -93,7 +93,7 @@ def build_engine(model: str) -> LLM:
     """Return an engine with random weights; the first `sync` writes the policy's.
 
     Beyond: CUDA graphs, a KV cache sized from what a training step leaves free, and an engine that sleeps while the
-    policy trains (rollout/vllm/engine.py, phases.py). Here engine and policy sit side by side in memory.
+    policy trains (rollout/vllm/vllm_engine.py, phases.py). Here engine and policy sit side by side in memory.
     """
     if DEVICE == "cpu":
         # The CPU backend repacks linear weights and drops the originals, so there is nothing left to write into.

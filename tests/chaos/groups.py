@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from http.client import HTTPConnection
 from typing import Any
 
-from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
+from colocated_grpo.tools.make_model import build_char_tokenizer
 from colocated_grpo.tracking import files
 from colocated_grpo.types import JsonObject
 from tests.chaos.trial import Trial

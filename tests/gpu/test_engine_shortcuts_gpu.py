@@ -9,7 +9,7 @@ import pytest
 
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings.families import FAMILIES, Family
-from colocated_grpo.tools.models_page import shortcuts
+from docs.models_page import shortcuts
 from tests.gpu.test_families_gpu import FAMILIES as SMALL_MODELS
 from tests.support.engines import Pair, request_of
 from tests.support.ranks import run_on_ranks

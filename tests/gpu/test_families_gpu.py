@@ -9,8 +9,7 @@ import pytest
 
 from benchmarks.workload import MAX_PROMPT_TOKENS, TASK
 from colocated_grpo.policy.routing import WEIGHTS
-from colocated_grpo.tools.make_model import ARCHITECTURES
-from colocated_grpo.tools.shapes import TINY
+from colocated_grpo.tools.shapes import ARCHITECTURES, TINY
 from colocated_grpo.tracking import files
 from tests.support.composites import TEXT_PARTS, make_composite
 from tests.support.families import HYBRIDS, MINISTRAL3, SETTINGS

@@ -11,7 +11,7 @@ from colocated_grpo.environments.base import Episode
 from colocated_grpo.environments.chat import ChatCodec, Conversation
 from colocated_grpo.environments.prompts import PromptEncoder
 from colocated_grpo.environments.rewards.scoring import as_score
-from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
+from colocated_grpo.tools.make_model import build_char_tokenizer
 from colocated_grpo.types import Completion, Rollout
 
 TOKENIZER = build_char_tokenizer()

@@ -19,7 +19,7 @@ from colocated_grpo.rollout.prompt_queue import DynamicDispatch, Job
 from colocated_grpo.servers.agent_app import create_agent_app
 from colocated_grpo.servers.limits import Limits
 from colocated_grpo.servers.text_codec import TextCodec
-from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
+from colocated_grpo.tools.make_model import build_char_tokenizer
 from colocated_grpo.types import Completion, Group, Prompt
 from colocated_grpo.web.server import ServerThread
 from tests.support.fakes import FakeEngine

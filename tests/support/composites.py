@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
-from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
-from colocated_grpo.tools.make_model import model_config
+from colocated_grpo.tools.make_model import build_char_tokenizer, model_config
 from colocated_grpo.tools.shapes import Shape
 from tests.support.families import GEMMA4, MINISTRAL3, MIXED_WINDOWS, SETTINGS, UNTIED
 from tests.support.small_policy import INIT_STD, SHAPE

@@ -7,8 +7,7 @@ from dataclasses import replace
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
-from colocated_grpo.tools.make_model import model_config
+from colocated_grpo.tools.make_model import build_char_tokenizer, model_config
 from colocated_grpo.tools.shapes import SHAPES
 
 TOKENIZER = build_char_tokenizer()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedTokenizerFast
 
-from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
+from colocated_grpo.tools.make_model import build_char_tokenizer
 
 TEMPLATE = (
     "{% if tools %}<|system|>"

@@ -12,7 +12,7 @@ import pytest
 from colocated_grpo.environments.adapters.textarena_turns import TextArenaTurns
 from colocated_grpo.environments.build import build_environments
 from colocated_grpo.settings import Config
-from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
+from colocated_grpo.tools.make_model import build_char_tokenizer
 from colocated_grpo.types import Completion, Group
 from tests.support.small_policy import rollout_of
 

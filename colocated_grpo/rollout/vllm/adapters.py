@@ -14,7 +14,7 @@ from colocated_grpo.runtime.checksums import exported_damage, exported_digest
 from colocated_grpo.types import JsonObject
 
 
-class Adapters:
+class VLLMAdapters:
     """The adapter of all requests that an engine receives from now on; none at first."""
 
     def __init__(self, engine: LLMEngine) -> None:

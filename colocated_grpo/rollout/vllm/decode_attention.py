@@ -24,7 +24,7 @@ MOST_QUERY_HEADS = 16
 """Query heads for each key-value head. They are the rows of one tile."""
 
 
-class Shape(NamedTuple):
+class LaunchShape(NamedTuple):
     """Launch settings of one program, which walks through one sequence."""
 
     tile: int
@@ -38,10 +38,10 @@ class Shape(NamedTuple):
         return self.stages * self.tile * 2 * USUAL_HEAD_SIZE * 2
 
 
-FOR_FEW = Shape(tile=128, warps=4, stages=2)
+FOR_FEW = LaunchShape(tile=128, warps=4, stages=2)
 
 
-def shape_for(programs: int, shared_memory: int) -> Shape:
+def shape_for(programs: int, shared_memory: int) -> LaunchShape:
     """The fastest shape for this number of programs, measured in docs/results/decode_launches_1xh200.json.
 
     Few programs need large tiles, so that enough reads are in flight. Many small programs balance the device better.
@@ -52,8 +52,8 @@ def shape_for(programs: int, shared_memory: int) -> Shape:
     if programs < 512 and shared_memory >= FOR_FEW.shared_memory:
         return FOR_FEW
     if programs < 1536:
-        return Shape(tile=32, warps=2, stages=3)
-    return Shape(tile=32, warps=1, stages=3)
+        return LaunchShape(tile=32, warps=2, stages=3)
+    return LaunchShape(tile=32, warps=1, stages=3)
 
 
 def make_attention(vllm_attention: Callable[..., Any], count_use: Callable[[], None]) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ from vllm.inputs.engine import TokensInput
 from vllm.logprobs import Logprob
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -23,7 +24,7 @@ Finished = list[tuple[str, Completion]]
 """Request names with their whole completions."""
 
 
-class Requests(Protocol):
+class EngineRequests(Protocol):
     """Requests that run in one engine, by name."""
 
     def add(self, name: str, token_ids: list[int], params: SamplingParams, adapter: LoRARequest | None) -> str:
@@ -41,6 +42,11 @@ class Requests(Protocol):
     def abort(self, names: Collection[str]) -> None: ...
 
 
+def scheduler_of(engine: LLMEngine) -> Scheduler:
+    """Return the scheduler of an engine whose core runs in this process."""
+    return engine.engine_core.engine_core.scheduler  # pyrefly: ignore[missing-attribute]
+
+
 class CoreRequests:
     """Requests that bypass vLLM's output processor: token ids in, token ids out.
 
@@ -51,9 +57,9 @@ class CoreRequests:
 
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, _RunningRequest] = {}
         self._deltas: list[tuple[str, TokenDelta]] = []
-        scheduler = engine.engine_core.engine_core.scheduler  # pyrefly: ignore[missing-attribute]  # in-process client
+        scheduler = scheduler_of(engine)
         self._steady = SteadyDecode(scheduler) if is_supported(scheduler) else None
 
     def add(self, name: str, token_ids: list[int], params: SamplingParams, adapter: LoRARequest | None) -> str:
@@ -64,7 +70,7 @@ class CoreRequests:
         )
         processor.assign_request_id(request)
         streams = params.output_kind is RequestOutputKind.DELTA
-        self._running[request.request_id] = _Running(name, [], [], streams)
+        self._running[request.request_id] = _RunningRequest(name, [], [], streams)
         self._engine.engine_core.add_request(request)
         return request.request_id
 
@@ -83,7 +89,7 @@ class CoreRequests:
                 finished.append((request.name, request.completion(chunk.finish_reason, policy_version)))
         return finished
 
-    def _append(self, chunk: Chunk) -> _Running | None:
+    def _append(self, chunk: Chunk) -> _RunningRequest | None:
         """Append the chunk's tokens to its request, and return it; None if it was aborted in the meantime."""
         request = self._running.get(chunk.request_id)
         if request is None:
@@ -106,7 +112,7 @@ class CoreRequests:
             del self._running[request_id]
 
 
-class _Running(NamedTuple):
+class _RunningRequest(NamedTuple):
     name: str
     token_ids: list[int]
     logprobs: list[np.ndarray]

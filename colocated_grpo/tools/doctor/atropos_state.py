@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
-from colocated_grpo.atropos.client import AtroposClient, trainer_of
+from colocated_grpo.atropos.client import AtroposClient, TrainerSettings
 from colocated_grpo.atropos.rows import GroupReader
 from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.servers.origins import Origins
 from colocated_grpo.settings.atropos import AtroposSourceConfig
-from colocated_grpo.settings.schema import Config
 from colocated_grpo.web.client import JsonClient, RequestRejected, Unavailable
 
 SECONDS = 5.0
@@ -35,13 +33,13 @@ class AtroposState:
     """Sequences of the latest group that a run would drop, by reason."""
 
 
-def read_state(config: Config, atropos: AtroposSourceConfig, vocab_size: int | None) -> AtroposState:
-    """vocab_size: None if unknown."""
+def read_state(
+    atropos: AtroposSourceConfig, trainer: TrainerSettings, max_tokens: int, vocab_size: int | None
+) -> AtroposState:
+    """trainer: the run's registration. max_tokens: of a sequence. vocab_size: None if unknown."""
     variable = atropos.api_key_variable
     key = os.environ.get(variable) if variable else None
-    client = AtroposClient(
-        atropos.url, trainer_of(config, Path()), may_reset=atropos.reset, timeout=SECONDS, api_key=key
-    )
+    client = AtroposClient(atropos.url, trainer, may_reset=atropos.reset, timeout=SECONDS, api_key=key)
     try:
         status = client.status()
         latest = JsonClient(atropos.url, timeout=SECONDS, api_key=key).get("/latest_example")
@@ -55,24 +53,24 @@ def read_state(config: Config, atropos: AtroposSourceConfig, vocab_size: int | N
     tokens = latest.get("tokens") if isinstance(latest, dict) else None
     if not isinstance(tokens, list) or not tokens:
         return AtroposState(conflict=conflict, waiting=waiting)
-    dropped = _dropped(latest, config, atropos, vocab_size)
+    dropped = _dropped(latest, _reader(atropos, max_tokens), vocab_size)
     return AtroposState(conflict=conflict, waiting=waiting, group_size=len(tokens), dropped=dropped)
 
 
-def _dropped(group: object, config: Config, atropos: AtroposSourceConfig, vocab_size: int | None) -> Counter[str]:
+def _dropped(group: object, reader: GroupReader, vocab_size: int | None) -> Counter[str]:
     """Read a group as a run does. Returns the dropped sequences by reason."""
     # Placeholder tokens have a fixed length, which may exceed the run's limits: look for them without limits.
-    unlimited = replace(_reader(config, atropos), max_tokens=UNLIMITED)
-    limited = replace(_reader(config, atropos), vocab_size=vocab_size or UNLIMITED)
+    unlimited = replace(reader, max_tokens=UNLIMITED)
+    limited = replace(reader, vocab_size=vocab_size or UNLIMITED)
     dropped = unlimited.read([group], 0, 0).dropped
     return dropped if dropped[DUMMY] else limited.read([group], 0, 0).dropped
 
 
-def _reader(config: Config, atropos: AtroposSourceConfig) -> GroupReader:
+def _reader(atropos: AtroposSourceConfig, max_tokens: int) -> GroupReader:
     return GroupReader(
         source=atropos.name,
         vocab_size=UNLIMITED,
-        max_tokens=config.max_sequence_tokens,
+        max_tokens=max_tokens,
         recompute_logprobs=atropos.missing_logprobs == "recompute",
         origins=Origins(1),
         decode=lambda tokens: "",

@@ -8,21 +8,18 @@ possible micro-batch with every block recomputed: what does not fit by this arit
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from math import ceil
+from typing import Any
 
+from colocated_grpo.settings.model_sizes import DTYPE_BYTES, ENGINE_RESERVE, Sizes
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.training import LoRAConfig
-from colocated_grpo.tools.doctor.parameters import Sizes
 
 MASTER = GRADIENT = 4
 OPTIMIZER_STATE = {"adamw": 8, "adamw_8bit": 2, "adafactor": 0}
 """Optimizer -> bytes of state per trained parameter."""
-BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-STATE_BYTES = 4
-"""Bytes of a number in a recurrent state, as in rollout/vllm/kv_budget.py."""
-ENGINE_RESERVE = 6 << 30
-"""Memory that an engine on a GPU keeps free for its activations and CUDA graphs, as in rollout/vllm/kv_budget.py."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,13 +32,9 @@ class Placement:
     """Memory of one GPU; of the whole machine on the CPU."""
     nodes: int = 1
 
-    def shards(self, config: Config) -> int:
-        """Return the number of ranks that together hold the model."""
-        return self.ranks // self.nodes if config.policy.replicate == "nodes" else self.ranks
-
 
 @dataclass(frozen=True, kw_only=True)
-class Footprint:
+class RankMemory:
     """Bytes of one rank."""
 
     training: int
@@ -56,51 +49,156 @@ class Footprint:
         return max(self.training, self.generating)
 
 
-def footprint(config: Config, sizes: Sizes, place: Placement) -> Footprint:
-    trained, adapter = trained_parameters(config, sizes), adapter_parameters(config.policy.lora, sizes)
-    compute, ranks = compute_bytes(config, place), place.shards(config)
-    state = OPTIMIZER_STATE[config.policy.optimizer.type]
-    frozen = compute * (sizes.total - trained)
-    base = compute * adapted_parameters(config.policy.lora, sizes)
-    reference = MASTER * sizes.total if _has_reference(config) else 0
-    # Sharded, and what every rank has of an adapter.
-    weights = (MASTER * trained + frozen + reference) // ranks + MASTER * adapter
-    gradients = GRADIENT * (trained // ranks + adapter)
-    moments = state * (trained // ranks + adapter)
-    host = 0
-    resident = weights + moments
-    if config.policy.cpu_offload:
-        host, resident, gradients = resident + gradients, 0, 0
-    if config.policy.lora is not None and config.policy.lora.base_on_host:
-        host += base // ranks
-    else:
-        resident += base // ranks
-    if config.opponent is not None:
-        host += compute * sizes.total // ranks
-    away = moments if config.policy.offload_optimizer and not config.policy.cpu_offload else 0
-    engine = _engine_weights(config, sizes, place)
-    training = resident + gradients + _gathered(config, sizes, place, compute) + _activations(config, sizes, compute)
-    if _engine_stays(config, place):
-        training += engine
-    generating = resident - away + _generation(config, sizes, place, engine)
-    return Footprint(training=training, generating=generating, host=host + away)
+@dataclass(frozen=True)
+class RunSizes:
+    """A run whose memory and disk space are counted."""
 
+    config: Config
+    sizes: Sizes
+    place: Placement
 
-def compute_bytes(config: Config, place: Placement) -> int:
-    dtype = config.policy.compute_dtype
-    return (2 if place.on_gpu else 4) if dtype == "auto" else BYTES[dtype]
+    def footprint(self) -> RankMemory:
+        policy, sizes, compute, shards = self.config.policy, self.sizes, self.compute_bytes, self._shards
+        state = OPTIMIZER_STATE[policy.optimizer.type]
+        frozen = compute * (sizes.total - self.trained)
+        base = compute * adapted_parameters(policy.lora, sizes)
+        kl = self.config.loss.kl
+        has_reference = kl.coef > 0 and kl.target == "reference" and policy.lora is None
+        reference = MASTER * sizes.total if has_reference else 0
+        # Sharded, and what every rank has of an adapter.
+        weights = (MASTER * self.trained + frozen + reference) // shards + MASTER * self.adapter
+        gradients = GRADIENT * (self.trained // shards + self.adapter)
+        moments = state * (self.trained // shards + self.adapter)
+        host = 0
+        resident = weights + moments
+        if policy.cpu_offload:
+            host, resident, gradients = resident + gradients, 0, 0
+        if policy.lora is not None and policy.lora.base_on_host:
+            host += base // shards
+        else:
+            resident += base // shards
+        if self.config.opponent is not None:
+            host += compute * sizes.total // shards
+        away = moments if policy.offload_optimizer and not policy.cpu_offload else 0
+        engine = self._engine_weights()
+        training = resident + gradients + self._gathered() + self._activations()
+        if not self.place.on_gpu or not self.config.engine.sleep or self.config.sync_frequency > 1:
+            training += engine  # stays on the device while the policy trains
+        return RankMemory(training=training, generating=resident - away + self._generation(engine), host=host + away)
 
+    @cached_property
+    def compute_bytes(self) -> int:
+        dtype = self.config.policy.compute_dtype
+        return (2 if self.place.on_gpu else 4) if dtype == "auto" else DTYPE_BYTES[dtype]
 
-def engine_bytes(config: Config, place: Placement) -> int:
-    return compute_bytes(config, place) if config.engine.dtype == "auto" else BYTES[config.engine.dtype]
+    @cached_property
+    def engine_bytes(self) -> int:
+        dtype = self.config.engine.dtype
+        return self.compute_bytes if dtype == "auto" else DTYPE_BYTES[dtype]
 
+    @cached_property
+    def trained(self) -> int:
+        """Trained parameters of the model itself."""
+        policy = self.config.policy
+        if policy.lora is not None:
+            return 0
+        chosen = self.sizes.chosen(policy.train_layers)
+        return self.sizes.total if policy.train_layers is None else sum(block.total for block in chosen)
 
-def trained_parameters(config: Config, sizes: Sizes) -> int:
-    """Return the number of trained parameters of the model itself."""
-    if config.policy.lora is not None:
-        return 0
-    layers = config.policy.train_layers
-    return sizes.total if layers is None else sum(block.total for block in sizes.chosen(layers))
+    @cached_property
+    def adapter(self) -> int:
+        """Parameters of the adapter's factors."""
+        return adapter_parameters(self.config.policy.lora, self.sizes)
+
+    @property
+    def _shards(self) -> int:
+        """Ranks that together hold the model."""
+        return self.place.ranks // (self.place.nodes if self.config.policy.replicate == "nodes" else 1)
+
+    def _gathered(self) -> int:
+        """Return the bytes of gathered weights: all on one rank, else two blocks and what lies outside the blocks."""
+        policy, sizes = self.config.policy, self.sizes
+        partly_frozen = policy.lora is not None or policy.train_layers is not None
+        if partly_frozen and (self.place.ranks == 1 or self.config.weights == "shared"):
+            return self.compute_bytes * self.trained  # no FSDP: frozen weights are used where they are
+        if self._shards == 1 and not policy.cpu_offload:
+            return self.compute_bytes * sizes.total
+        return self.compute_bytes * (sizes.outside + 2 * sizes.largest.total)
+
+    def _activations(self) -> int:
+        """Return the bytes of a micro-batch: the inputs of all blocks, one block's own, and a chunk's logits twice."""
+        config, sizes = self.config, self.sizes
+        size = config.batch.max_tokens_per_micro_batch
+        tokens = ceil(config.max_sequence_tokens / config.policy.context_parallel) if size == "auto" else size
+        own = max(block.activations(sizes.hidden) for block in sizes.blocks)
+        per_token = self.compute_bytes * (len(sizes.blocks) * sizes.hidden + own)
+        return tokens * per_token + 2 * 4 * min(tokens, config.policy.logprob_chunk_tokens) * sizes.vocab
+
+    def _engine_weights(self) -> int:
+        engine = self.config.engine
+        if self.config.weights == "shared" or engine.placement == "server":
+            return 0
+        return self.engine_bytes * self.sizes.total // engine.tensor_parallel_size
+
+    def _generation(self, weights: int) -> int:
+        """Return the bytes of the engine: weights, the KV cache of one sequence or as configured, and its reserve."""
+        engine = self.config.engine
+        if engine.placement == "server":
+            return 0
+        cache = engine.kv_cache_memory_bytes or self.kv_bytes_per_sequence()
+        if self.place.on_gpu and engine.gpu_memory_utilization is not None and engine.kv_cache_memory_bytes is None:
+            return max(weights + cache, int(engine.gpu_memory_utilization * self.place.device_bytes))
+        return weights + cache + (ENGINE_RESERVE if self.place.on_gpu else 0)
+
+    def kv_bytes_per_sequence(self) -> int:
+        """Return the bytes of a sequence of full length in the KV cache of one rank, with its recurrent states."""
+        engine, itemsize = self.config.engine, self.engine_bytes
+        tokens, ranks = engine.max_model_len or self.config.max_sequence_tokens, engine.tensor_parallel_size
+        return tokens * self.sizes.kv_bytes_per_token(itemsize, ranks) + self.sizes.state_bytes(itemsize, ranks)
+
+    def run_folder_bytes(self) -> int:
+        """Return the bytes of the checkpoints that exist at the same time, and of all exports."""
+        settings, steps = self.config.checkpoint, self.config.training_steps
+        one = (MASTER + OPTIMIZER_STATE[self.config.policy.optimizer.type]) * (self.trained + self.adapter)
+        saves = (steps // settings.every if settings.every else 0) + settings.final
+        exports = (steps // settings.export_every if settings.export_every else 0) + settings.final
+        best = self.config.evaluation.keep_best is not None  # one checkpoint and one export more
+        # A new checkpoint is complete before the oldest one is deleted.
+        return one * (min(saves, settings.keep_last + 1) + best) + (exports + best) * self._export_bytes()
+
+    def _export_bytes(self) -> int:
+        settings = self.config.checkpoint
+        dtype = settings.export_dtype
+        model = self.sizes.total * (self.compute_bytes if dtype == "auto" else DTYPE_BYTES[dtype])
+        if self.config.policy.lora is None:
+            return model
+        return MASTER * self.adapter + (model if settings.export_merged else 0)
+
+    def smaller(self) -> dict[str, RunSizes]:
+        """Return settings that save memory, and the run with each; those that are set already are left out."""
+        policy, engine = self.config.policy, self.config.engine
+        lora = policy.lora or LoRAConfig()
+        changes: dict[str, dict[str, Any]] = {}
+        if policy.lora is None:
+            changes["--policy.offload_optimizer true"] = {"offload_optimizer": True}
+            changes["--policy.lora {}"] = {"lora": lora, "cpu_offload": False}
+            changes["--policy.cpu_offload true"] = {"cpu_offload": True}
+        else:
+            on_host = lora.model_copy(update={"base_on_host": True})
+            changes["--policy.lora.base_on_host true"] = {"lora": on_host}
+        if policy.replicate is not None:
+            changes["--policy.replicate null"] = {"replicate": None}
+        if engine.gpu_memory_utilization is not None:
+            changes["--engine.gpu_memory_utilization null"] = {"gpu_memory_utilization": None}
+        if engine.kv_cache_memory_bytes is not None:
+            changes["--engine.kv_cache_memory_bytes null"] = {"kv_cache_memory_bytes": None}
+        if not engine.sleep:
+            changes["--engine.sleep true"] = {"sleep": True}
+        return {setting: self._with(setting.split(".")[0][2:], change) for setting, change in changes.items()}
+
+    def _with(self, section: str, change: dict[str, Any]) -> RunSizes:
+        changed = getattr(self.config, section).model_copy(update=change)
+        return replace(self, config=self.config.model_copy(update={section: changed}))
 
 
 def adapter_parameters(lora: LoRAConfig | None, sizes: Sizes) -> int:
@@ -119,84 +217,3 @@ def _adapted(lora: LoRAConfig, sizes: Sizes) -> Iterator[tuple[int, int]]:
     everything = isinstance(targets, str) or not set(targets) <= known
     for block in sizes.chosen(lora.layers):
         yield from (shape for name, shape in block.linear.items() if everything or name in targets)
-
-
-def _has_reference(config: Config) -> bool:
-    kl = config.loss.kl
-    return kl.coef > 0 and kl.target == "reference" and config.policy.lora is None
-
-
-def _shares_engine(config: Config) -> bool:
-    return config.weights == "shared"
-
-
-def _gathered(config: Config, sizes: Sizes, place: Placement, compute: int) -> int:
-    """Return the bytes of gathered weights: all on one rank, else two blocks and what lies outside the blocks."""
-    partly_frozen = config.policy.lora is not None or config.policy.train_layers is not None
-    if partly_frozen and (place.ranks == 1 or _shares_engine(config)):
-        return compute * trained_parameters(config, sizes)  # no FSDP: frozen weights are used where they are
-    if place.shards(config) == 1 and not config.policy.cpu_offload:
-        return compute * sizes.total
-    return compute * (sizes.outside + 2 * sizes.largest.total)
-
-
-def _activations(config: Config, sizes: Sizes, compute: int) -> int:
-    """Return the bytes of one micro-batch: the inputs of all blocks, one block's own, and a chunk's logits twice."""
-    size = config.batch.max_tokens_per_micro_batch
-    tokens = ceil(config.max_sequence_tokens / config.policy.context_parallel) if size == "auto" else size
-    own = max(block.activations(sizes.hidden) for block in sizes.blocks)
-    per_token = compute * (len(sizes.blocks) * sizes.hidden + own)
-    return tokens * per_token + 2 * 4 * min(tokens, config.policy.logprob_chunk_tokens) * sizes.vocab
-
-
-def _engine_weights(config: Config, sizes: Sizes, place: Placement) -> int:
-    if _shares_engine(config) or config.engine.placement == "server":
-        return 0
-    return engine_bytes(config, place) * sizes.total // config.engine.tensor_parallel_size
-
-
-def _engine_stays(config: Config, place: Placement) -> bool:
-    """True if the engine's weights stay on the device while the policy trains."""
-    return not place.on_gpu or not config.engine.sleep or config.sync_frequency > 1
-
-
-def _generation(config: Config, sizes: Sizes, place: Placement, weights: int) -> int:
-    """Return the bytes of the engine: weights, the KV cache of one sequence or as configured, and its reserve."""
-    engine = config.engine
-    if engine.placement == "server":
-        return 0
-    cache = engine.kv_cache_memory_bytes or kv_bytes_per_sequence(config, sizes, place)
-    if place.on_gpu and engine.gpu_memory_utilization is not None and engine.kv_cache_memory_bytes is None:
-        return max(weights + cache, int(engine.gpu_memory_utilization * place.device_bytes))
-    return weights + cache + (ENGINE_RESERVE if place.on_gpu else 0)
-
-
-def kv_bytes_per_sequence(config: Config, sizes: Sizes, place: Placement) -> int:
-    """Return the bytes of a sequence of full length in the KV cache of one rank, with its recurrent states."""
-    tokens, itemsize = config.engine.max_model_len or config.max_sequence_tokens, engine_bytes(config, place)
-    parts = [block.attention for block in sizes.blocks]
-    ranks = config.engine.tensor_parallel_size
-    keys = sum(max(part.kv_width // ranks, sizes.head_size) for part in parts if part.kv_width)
-    states = sum(part.window * part.channels * itemsize + part.state * STATE_BYTES for part in parts)
-    return 2 * keys * itemsize * tokens + states // ranks
-
-
-def run_folder_bytes(config: Config, sizes: Sizes, place: Placement) -> int:
-    """Return the bytes of the checkpoints that exist at the same time, and of all exports."""
-    trained, adapter = trained_parameters(config, sizes), adapter_parameters(config.policy.lora, sizes)
-    one = (MASTER + OPTIMIZER_STATE[config.policy.optimizer.type]) * (trained + adapter)
-    every, settings = config.checkpoint.every, config.checkpoint
-    saves = (config.training_steps // every if every else 0) + settings.final
-    exports = (config.training_steps // settings.export_every if settings.export_every else 0) + settings.final
-    best = config.evaluation.keep_best is not None  # one checkpoint and one export more
-    # A new checkpoint is complete before the oldest one is deleted.
-    checkpoints = min(saves, settings.keep_last + 1) + best
-    return one * checkpoints + (exports + best) * _export_bytes(config, sizes, place, adapter)
-
-
-def _export_bytes(config: Config, sizes: Sizes, place: Placement, adapter: int) -> int:
-    dtype = config.checkpoint.export_dtype
-    model = sizes.total * (compute_bytes(config, place) if dtype == "auto" else BYTES[dtype])
-    if config.policy.lora is None:
-        return model
-    return MASTER * adapter + (model if config.checkpoint.export_merged else 0)

@@ -17,18 +17,29 @@ from tempfile import TemporaryDirectory
 import psutil
 
 from colocated_grpo.launch.arguments import DEFAULT_MASTER_PORT
-from colocated_grpo.launch.launcher import python_path
-from colocated_grpo.settings.schema import Config
-from colocated_grpo.tools.doctor.results import Finding, failed, ok, skipped
-from colocated_grpo.tools.doctor.subject import Subject
+from colocated_grpo.runtime.program import python_path
+from colocated_grpo.tools.doctor.subject import Finding, Subject, failed, ok, skipped
 
 COLLECTIVE_SECONDS = 60
+# One of two processes that sum a tensor as ranks of a run do. Its arguments: RANK {gloo,nccl} FILE, a new file.
+ALL_REDUCE = """
+import sys, datetime, torch, torch.distributed as dist
+rank, backend, file = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+wait = datetime.timedelta(seconds=30)
+dist.init_process_group(backend, store=dist.FileStore(file, 2), rank=rank, world_size=2, timeout=wait)
+numbers = torch.full((1 << 20,), float(rank + 1), device=device)
+dist.all_reduce(numbers)
+right = bool((numbers == 3).all())
+dist.destroy_process_group()
+sys.exit(None if right else "the sum over both ranks is not 3")
+"""
 PORT_FIX = "lsof -i :{port} and stop that process, or set {setting} to another port"
 
 
-def check_ports(subject: Subject, config: Config) -> Finding:
+def check_ports(subject: Subject) -> Finding:
     """Bind the ports on which the run will listen."""
-    ports = list(listening_ports(subject, config))
+    ports = list(listening_ports(subject))
     for setting, host, port in ports:
         if reason := _cannot_listen(host, port):
             holder = _holder(port)
@@ -38,9 +49,9 @@ def check_ports(subject: Subject, config: Config) -> Finding:
     )
 
 
-def listening_ports(subject: Subject, config: Config) -> Iterator[tuple[str, str, int]]:
+def listening_ports(subject: Subject) -> Iterator[tuple[str, str, int]]:
     """Yield (setting, host, port) for each port that this node of the run listens on."""
-    launch = subject.launch
+    launch, config = subject.launch, subject.run
     if launch.master_port is not None and launch.node_rank == 0:
         yield "--master-port", "", launch.master_port
     if config.atropos is not None and launch.node_rank == 0:
@@ -138,7 +149,7 @@ def all_reduce(backend: str, environment: dict[str, str]) -> str | None:
 
 
 def _start(rank: int, backend: str, store: Path, log: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "colocated_grpo.tools.doctor.all_reduce", str(rank), backend, str(store)]
+    command = [sys.executable, "-c", ALL_REDUCE, str(rank), backend, str(store)]
     with log.open("wb") as output:
         return subprocess.Popen(command, env=environment, stdout=output, stderr=output, cwd=os.sep)
 

@@ -1,25 +1,205 @@
-"""The subject of all checks: this machine, and the run that a command line describes."""
+"""The subject of all checks: this machine, and the run that a command line describes; and the findings about them.
+
+GPUs are those that nvidia-smi reports. torch and transformers are imported in a process of their own, because a broken
+build must not end the doctor.
+"""
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import metadata
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from packaging.utils import canonicalize_name
 
+from colocated_grpo.atropos.client import trainer_of
 from colocated_grpo.launch.arguments import Launch
 from colocated_grpo.settings.adapter_files import with_adapter_settings
 from colocated_grpo.settings.config_json import read_config_json, text_part
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.tools.doctor.atropos_state import AtroposState, read_state
-from colocated_grpo.tools.doctor.gpus import Gpu, GpuListing, list_gpus, visible
-from colocated_grpo.tools.doctor.imports import Imports, import_libraries
+
+Status = Literal["ok", "warning", "failed", "skipped"]
+GIB = 1 << 30
+SMI_SECONDS = 10
+FIELDS = ("index", "name", "memory.total", "memory.used", "driver_version")
+MIB = 1 << 20
+IMPORT_SECONDS = 60
+# Prints one line of JSON for each import that succeeds; a crash loses only the later ones.
+IMPORTS = """
+import json, torch
+cuda = torch.version.cuda
+devices = torch.cuda.device_count() if cuda and torch.cuda.is_available() else 0
+print(json.dumps({"torch": torch.__version__, "cuda": cuda, "devices": devices}), flush=True)
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedModel
+print(json.dumps({"transformers": transformers.__version__}), flush=True)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Result of a check. `fix` is empty unless the status is warning or failed."""
+
+    status: Status
+    detail: str
+    fix: str = ""
+
+
+def ok(detail: str) -> Finding:
+    return Finding("ok", detail)
+
+
+def skipped(detail: str) -> Finding:
+    return Finding("skipped", detail)
+
+
+def warning(detail: str, fix: str) -> Finding:
+    return Finding("warning", detail, fix)
+
+
+def failed(detail: str, fix: str) -> Finding:
+    return Finding("failed", detail, fix)
+
+
+def failed_line(line: str, fix: str) -> Finding:
+    """Return a failure for an error line of the form `key=value: what is wrong; what to do`.
+
+    fix: used where the line does not say what to do.
+    """
+    wrong, _, remedy = line.partition("; ")
+    return failed(wrong, remedy or fix)
+
+
+def gib(size: float) -> str:
+    return f"{size / GIB:.3g} GiB"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    index: int
+    name: str
+    total: int | None
+    """Bytes. None where nvidia-smi may not read it, as in some containers with a part of a GPU (MIG)."""
+    used: int | None
+    """Bytes, of all processes."""
+    driver: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuListing:
+    """The GPUs of this machine, or the reason why they cannot be listed."""
+
+    gpus: tuple[Gpu, ...] = ()
+    error: str | None = None
+    """The message of nvidia-smi; None if it is not installed."""
+
+
+def list_gpus() -> GpuListing:
+    try:
+        return parse_listing(*_query(FIELDS))
+    except FileNotFoundError:
+        return GpuListing()
+    except subprocess.TimeoutExpired:
+        return GpuListing(error=f"nvidia-smi did not answer within {SMI_SECONDS} s")
+    except OSError as error:
+        return GpuListing(error=f"nvidia-smi cannot be started ({error.strerror})")
+
+
+def fabric_states() -> list[str]:
+    """Return the state of the NVSwitch fabric for each GPU; empty where nvidia-smi does not report it."""
+    try:
+        code, output = _query(("fabric.state",))
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [line.strip(" []") for line in output.splitlines()] if code == 0 else []
+
+
+def _query(fields: Sequence[str]) -> tuple[int, str]:
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_SECONDS)
+    return done.returncode, done.stdout.strip() or done.stderr.strip()
+
+
+def parse_listing(code: int, output: str) -> GpuListing:
+    """Parse the exit code and the output of nvidia-smi for `FIELDS`."""
+    rows = [[cell.strip() for cell in line.split(",")] for line in output.splitlines()]
+    if code or not all(len(row) == len(FIELDS) and row[0].isdigit() for row in rows):
+        return GpuListing(error=" ".join(output.split()) or f"nvidia-smi exited with code {code}")
+    return GpuListing(gpus=tuple(_gpu(row) for row in rows))
+
+
+def _gpu(row: Sequence[str]) -> Gpu:
+    index, name, total, used, driver = row
+    return Gpu(index=int(index), name=name, total=_bytes(total), used=_bytes(used), driver=driver)
+
+
+def _bytes(text: str) -> int | None:
+    return int(text) * MIB if text.isdigit() else None
+
+
+def visible(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> tuple[Gpu, ...]:
+    """Return the GPUs that CUDA_VISIBLE_DEVICES selects by number; as many as it names if it uses ids."""
+    setting, by_number = environment.get("CUDA_VISIBLE_DEVICES"), {str(gpu.index): gpu for gpu in gpus}
+    if setting is None:
+        return tuple(gpus)
+    chosen = [device.strip() for device in setting.split(",") if device.strip()]
+    if any(device.startswith(("GPU-", "MIG-")) for device in chosen):
+        return tuple(gpus[: len(chosen)])
+    # CUDA ignores an invalid number and everything after it.
+    return tuple(by_number[device] for device in takewhile(by_number.__contains__, chosen))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Imports:
+    torch: str | None = None
+    """Version; None if the import failed."""
+    cuda: str | None = None
+    """CUDA version of the torch build; None for a CPU build."""
+    devices: int = 0
+    """GPUs that torch can use."""
+    transformers: str | None = None
+    error: str = ""
+    """Root cause of the first import that failed."""
+
+
+def import_libraries(environment: Mapping[str, str]) -> Imports:
+    """Import torch, then transformers."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", IMPORTS],
+            env=dict(environment),
+            capture_output=True,
+            text=True,
+            timeout=IMPORT_SECONDS,
+        )
+    except subprocess.TimeoutExpired as expired:
+        output = expired.stdout or b""
+        text = output.decode(errors="replace") if isinstance(output, bytes) else output
+        return _read_imports(text, f"not finished after {IMPORT_SECONDS} s")
+    return _read_imports(done.stdout, root_cause(done.stderr) or f"the process ended with code {done.returncode}")
+
+
+def root_cause(log: str) -> str:
+    """Return the first exception of a traceback, which later ones were raised from; else the last line."""
+    lines = log.strip().splitlines()
+    exceptions = (line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line))
+    return next(exceptions, lines[-1] if lines else "")
+
+
+def _read_imports(output: str, error: str) -> Imports:
+    found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    values = {name: value for part in found for name, value in part.items()}
+    return Imports(**values, error="" if "transformers" in values else error)
 
 
 @dataclass(frozen=True)
@@ -41,6 +221,12 @@ class Subject:
     environment: Mapping[str, str] = field(repr=False)
     package_folders: tuple[str, ...] = field(default_factory=lambda: tuple(sys.path))
     """Folders in which installed packages are looked up."""
+
+    @property
+    def run(self) -> Config:
+        """The config. Only for checks of a run, which are left out without one."""
+        assert self.config is not None
+        return self.config
 
     @cached_property
     def listing(self) -> GpuListing:
@@ -73,12 +259,12 @@ class Subject:
             return ModelFacts(error=str(error))
 
     @cached_property
-    def resolved(self) -> Config | None:
+    def resolved(self) -> Config:
         """The config with the settings of the adapter that policy.lora.init names, where it can be read."""
         try:
-            return None if self.config is None else with_adapter_settings(self.config)
+            return with_adapter_settings(self.run)
         except ConfigError:
-            return self.config
+            return self.run
 
     @cached_property
     def atropos(self) -> AtroposState | None:
@@ -86,7 +272,8 @@ class Subject:
         if self.config is None or self.config.atropos is None:
             return None
         vocab_size = text_part(self.model.json or {}).get("vocab_size")
-        return read_state(self.config, self.config.atropos, vocab_size)
+        trainer = trainer_of(self.config, Path())
+        return read_state(self.config.atropos, trainer, self.config.max_sequence_tokens, vocab_size)
 
     @property
     def ranks(self) -> int:

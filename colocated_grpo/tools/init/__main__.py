@@ -6,25 +6,30 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
+import yaml
 
 from colocated_grpo.environments.rows.readers import READERS
 from colocated_grpo.errors import RunError
 from colocated_grpo.launch.arguments import visible_gpus
-from colocated_grpo.launch.cli import OneLineParser, prepare_streams, set_up_logging
+from colocated_grpo.runtime.program import OneLineParser, prepare_streams, set_up_logging
 from colocated_grpo.runtime.verdict import USAGE_ERROR
 from colocated_grpo.settings.config_file import read_config
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.inputs import check_inputs
 from colocated_grpo.tools.doctor.footprint import Placement
-from colocated_grpo.tools.doctor.gpus import list_gpus, visible
-from colocated_grpo.tools.doctor.results import GIB
-from colocated_grpo.tools.init.page import config_text
-from colocated_grpo.tools.init.plan import make_plan
+from colocated_grpo.tools.doctor.subject import GIB, gib, list_gpus, visible
+from colocated_grpo.tools.init.choices import Choices, make_plan
+from colocated_grpo.tools.init.sizes import Memory, learning_rate
+
+WIDTH = 110
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -88,6 +93,118 @@ def _placement(options: argparse.Namespace) -> Placement:
             "use the CPU with --gpus 0"
         )
     return Placement(ranks=options.gpus, on_gpu=True, device_bytes=memory)
+
+
+@dataclass(frozen=True)
+class Setting:
+    key: str
+    value: Any
+    why: str = ""
+
+
+Section = Sequence[Setting]
+
+
+def config_text(plan: Choices, heading: Sequence[str], folder: Path) -> str:
+    """Return YAML. heading: comment lines at the top. folder: of the config file, beside which files are named."""
+    changes: dict[str, Any] = {} if plan.memory is None else dict(plan.memory.changes)
+    policy, engine = changes.pop("policy", {}), changes.pop("engine", {})
+    rate, rate_why = learning_rate(plan.sizes, plan.memory)
+    batch, lengths = plan.batch, plan.lengths
+    sections: Mapping[str, Section] = {
+        "rollout": [
+            Setting("prompts_per_step", batch.prompts, batch.why),
+            Setting("group_size", batch.group, "completions of a prompt, whose rewards are compared with each other"),
+            Setting("max_prompt_tokens", lengths.prompt, lengths.prompt_why),
+            Setting("max_completion_tokens", lengths.completion, lengths.completion_why),
+        ],
+        "policy": [Setting("lr", rate, rate_why), *(Setting(key, value) for key, value in policy.items())],
+        "engine": [Setting(key, value) for key, value in engine.items()],
+        "evaluation": [Setting("every", max(1, batch.steps // 10), "steps between evaluations on held-out rows")],
+        "checkpoint": [Setting("every", max(1, batch.steps // 4), "steps; a stopped run continues with --resume auto")],
+    }
+    top = [Setting(key, value, "policy and engine use one copy of the weights") for key, value in changes.items()]
+    blocks = [
+        [f"# {line}" for line in heading],
+        _lines(_model(plan, folder), ""),
+        ["environments:", *(line for setting in _environment(plan, folder) for line in _entry_lines(setting))],
+        *(_lines(setting, "") for setting in [Setting("training_steps", batch.steps, batch.steps_why), *top]),
+        *(
+            [f"{name}:", *(line for setting in section for line in _lines(setting, "  "))]
+            for name, section in sections.items()
+            if section
+        ),
+    ]
+    return "\n\n".join("\n".join(block) for block in blocks) + "\n"
+
+
+def _model(plan: Choices, folder: Path) -> Setting:
+    name = _beside(plan.model, folder) if Path(plan.model).is_dir() else plan.model
+    if plan.sizes is None or plan.memory is None:
+        return Setting("model", name, "the sizes are unknown: colocated-grpo doctor cannot check the memory either")
+    return Setting("model", name, f"{_count(plan.sizes.total)} parameters. {_memory(plan.place, plan.memory)}")
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e9:.3g} B" if parameters >= 1e9 else f"{parameters / 1e6:.3g} M"
+
+
+def _environment(plan: Choices, folder: Path) -> Section:
+    reward = plan.reward
+    section = [
+        Setting("type", "dataset"),
+        Setting("name", _beside(plan.data, folder), f"{plan.rows:,} rows"),
+        Setting("prompt_column", plan.column),
+        Setting("rewards", [_beside(reward.name, folder)], reward.why),
+    ]
+    if reward.rename is not None:
+        section.append(Setting("columns", {reward.rename[0]: reward.rename[1]}, "the name that the reward reads"))
+    if reward.system_prompt is not None:
+        section.append(Setting("system_prompt", reward.system_prompt, "asks for the form that the reward reads"))
+    return section
+
+
+def _entry_lines(setting: Setting) -> list[str]:
+    """Return the lines of a setting of the only entry of a list. `type` comes first, after the dash."""
+    return [f"  - type: {setting.value}"] if setting.key == "type" else _lines(setting, "    ")
+
+
+def _lines(setting: Setting, indent: str) -> list[str]:
+    comment = [f"{indent}# {line}" for line in textwrap.wrap(setting.why, WIDTH - len(indent))]
+    return [*comment, f"{indent}{setting.key}: {_scalar(setting.value)}"]
+
+
+def _scalar(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True, sort_keys=False)
+    return text.removesuffix("...\n").strip()
+
+
+def _memory(place: Placement, memory: Memory) -> str:
+    need = memory.need
+    host = f", and {gib(need.host)} of host memory" if need.host else ""
+    where = f"each GPU of {gib(place.device_bytes)}" if place.on_gpu else "the CPU"
+    text = (
+        f"By arithmetic, {where} needs at least {gib(need.training)} while training and {gib(need.generating)} while "
+        f"generating{host}: {memory.why}."
+    )
+    if place.on_gpu:
+        text += (
+            f" What is left holds the KV cache of {memory.sequences:,} full sequences; a run sizes cache and "
+            "micro-batches by the free memory that it finds."
+        )
+    return text
+
+
+def _beside(name: str, folder: Path) -> str:
+    """Return the name of a file or of 'file.py:function' as written beside the config, in `folder`."""
+    file, separator, wanted = name.rpartition(":") if ".py:" in name else (name, "", "")
+    if not os.path.exists(file) or os.path.isabs(file):
+        return name
+    relative = os.path.relpath(file, folder)
+    # A folder without a dot in front could also be a name on the Hub.
+    return (relative if Path(file).is_file() or relative[0] == "." else f"./{relative}") + separator + wanted
 
 
 if __name__ == "__main__":

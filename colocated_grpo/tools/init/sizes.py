@@ -8,12 +8,12 @@ from math import ceil
 from typing import Any
 
 from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.settings.model_sizes import Sizes
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.training import LEARNING_RATE, PolicyConfig
-from colocated_grpo.tools.doctor.footprint import Footprint, Placement, footprint, kv_bytes_per_sequence
-from colocated_grpo.tools.doctor.model_checks import FULL, memory_fix
-from colocated_grpo.tools.doctor.parameters import Sizes
-from colocated_grpo.tools.doctor.results import gib
+from colocated_grpo.tools.doctor.footprint import Placement, RankMemory, RunSizes
+from colocated_grpo.tools.doctor.model_checks import FULL, fits, memory_fix
+from colocated_grpo.tools.doctor.subject import gib
 
 PROMPT_STEP = 32
 """Prompt limits are multiples of this."""
@@ -32,7 +32,7 @@ class Lengths:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch:
+class BatchSizes:
     prompts: int
     group: int
     steps: int
@@ -47,7 +47,7 @@ class Memory:
     changes: dict[str, Any]
     """Sections of the config: {"policy": {"offload_optimizer": True}}."""
     why: str
-    need: Footprint
+    need: RankMemory
     sequences: int
     """Sequences of full length in the KV cache at a time."""
 
@@ -72,7 +72,7 @@ def lengths_of(prompts: Sequence[int], answers: Sequence[int], positions: int | 
     return Lengths(prompt=prompt, completion=completion, prompt_why=prompt_why, completion_why=completion_why)
 
 
-def batch_of(rows: int, gpus: int) -> Batch:
+def batch_of(rows: int, gpus: int) -> BatchSizes:
     """rows: of the data, a tenth of which is held out."""
     train = rows - min(rows // 10, 64)
     wanted, group = (max(32, 16 * gpus), 16) if gpus else (8, 8)
@@ -82,7 +82,7 @@ def batch_of(rows: int, gpus: int) -> Batch:
     steps = max(MIN_STEPS, min(MAX_STEPS, ceil(PASSES * train / prompts)))
     passes = steps * prompts / train
     steps_why = f"{passes:.3g} passes over {train:,} rows; the other {rows - train} are held out for evaluation"
-    return Batch(prompts=prompts, group=group, steps=steps, why=why, steps_why=steps_why)
+    return BatchSizes(prompts=prompts, group=group, steps=steps, why=why, steps_why=steps_why)
 
 
 def learning_rate(sizes: Sizes | None, memory: Memory | None) -> tuple[float, str]:
@@ -101,16 +101,15 @@ def fit_memory(config: Config, sizes: Sizes, heads: int, place: Placement, host_
     host = host_bytes // place.ranks
     device = place.device_bytes if place.on_gpu else host
     for changes, why in _candidates(place.ranks, place.on_gpu, _tensor_parallel_sizes(heads, place)):
-        changed = Config.model_validate(_merged(config.model_dump(), changes))
-        need = footprint(changed, sizes, place)
-        if need.device <= FULL * device and need.host <= FULL * host:
-            one = kv_bytes_per_sequence(changed, sizes, place)
-            sequences = 1 + max(0, device - need.generating) // one
+        run = RunSizes(Config.model_validate(_merged(config.model_dump(), changes)), sizes, place)
+        if fits(run, host, FULL):
+            need = run.footprint()
+            sequences = 1 + max(0, device - need.generating) // run.kv_bytes_per_sequence()
             return Memory(changes=changes, why=why, need=need, sequences=sequences)
     what = f"{place.ranks} GPUs of {gib(device)}" if place.on_gpu else f"{gib(device)} of memory"
     raise ConfigError(
         f"model.name={config.model.name!r}: does not fit on {what} with any setting; it would with "
-        f"{memory_fix(config, sizes, place, host_bytes, place.ranks)}"
+        f"{memory_fix(RunSizes(config, sizes, place), host)}"
     )
 
 

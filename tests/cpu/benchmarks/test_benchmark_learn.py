@@ -22,7 +22,7 @@ from benchmarks.learn_run import StepRecorder, Work, our_settings
 from benchmarks.learn_tasks import CALL, GYM, TASKS, Shop, Sums, chats, price, score_chat, task_of
 from benchmarks.learn_trl import TRLSetup, add_tools, trl_arguments
 from colocated_grpo import Trainer
-from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
+from colocated_grpo.tools.make_model import build_char_tokenizer
 from colocated_grpo.types import JsonObject
 from tests.support.training_runs import tiny_model
 

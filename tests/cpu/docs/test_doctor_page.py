@@ -6,12 +6,12 @@ import re
 
 import pytest
 
-from colocated_grpo.tools.doctor.checks import MACHINE, RUN
-from colocated_grpo.tools.doctor.footprint import ENGINE_RESERVE
+from colocated_grpo.runtime.vllm_version import ENGINES
+from colocated_grpo.settings.model_sizes import ENGINE_RESERVE
+from colocated_grpo.tools.doctor.__main__ import MACHINE, RUN
 from colocated_grpo.tools.doctor.machine import MIN_DRIVER, MIN_SHARED_MEMORY
 from colocated_grpo.tools.doctor.model_checks import FULL
-from colocated_grpo.tools.doctor.packages import ENGINES
-from colocated_grpo.tools.doctor.results import GIB
+from colocated_grpo.tools.doctor.subject import GIB
 from tests.support.paths import ROOT
 
 PAGE = (ROOT / "docs/troubleshooting.md").read_text()

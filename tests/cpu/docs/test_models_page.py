@@ -8,8 +8,8 @@ import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as MODULES
 
 from colocated_grpo.settings.families import FAMILIES, OLDEST_VLLM
-from colocated_grpo.tools.make_model import ARCHITECTURES
-from colocated_grpo.tools.models_page import PAGE, with_tables
+from colocated_grpo.tools.shapes import ARCHITECTURES
+from docs.models_page import PAGE, with_tables
 from tests.cpu.rollout.vllm.test_patches import OLDEST, SOURCES
 from tests.support.families import SETTINGS
 from tests.support.paths import ROOT
@@ -18,7 +18,7 @@ TEXT = PAGE.read_text()
 
 
 def test_the_tables_are_those_of_the_code():
-    assert with_tables(TEXT) == TEXT, "run python -m colocated_grpo.tools.models_page"
+    assert with_tables(TEXT) == TEXT, "run python -m docs.models_page"
 
 
 def test_every_family_of_the_table_is_tested_and_every_tested_family_is_in_the_table():

@@ -6,11 +6,11 @@ from pydantic import BaseModel
 
 from colocated_grpo.settings.errors import sections
 from colocated_grpo.settings.schema import Config
-from colocated_grpo.tools.settings_page import PAGE, page
+from docs.settings_page import PAGE, page
 
 
 def test_the_page_of_settings_is_generated_from_the_schema():
-    assert PAGE.read_text() == page(), "run python -m colocated_grpo.tools.settings_page"
+    assert PAGE.read_text() == page(), "run python -m docs.settings_page"
 
 
 def models_in(model: type[BaseModel]) -> set[type[BaseModel]]:

@@ -13,7 +13,7 @@ from colocated_grpo.environments.build import build_environments
 from colocated_grpo.settings.errors import dotted, setting_names
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.sources import DatasetSourceConfig
-from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
+from colocated_grpo.tools.make_model import build_char_tokenizer
 from colocated_grpo.types import Completion
 from tests.support.config_text import config_error, load
 from tests.support.paths import ROOT

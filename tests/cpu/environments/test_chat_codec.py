@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from colocated_grpo.environments.chat import ChatCodec
-from colocated_grpo.tools.char_tokenizer import CHARACTERS, build_char_tokenizer
+from colocated_grpo.tools.make_model import CHARACTERS, build_char_tokenizer
 
 CHATML = (
     "{% for message in messages %}"

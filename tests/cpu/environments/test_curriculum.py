@@ -16,7 +16,7 @@ from colocated_grpo.environments.rows.row_filter import difficulties
 from colocated_grpo.settings import Config
 from colocated_grpo.settings.rules import check
 from colocated_grpo.settings.sources import ColumnCurriculumConfig
-from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
+from colocated_grpo.tools.make_model import build_char_tokenizer
 from tests.cpu.environments.test_solved import group_of
 from tests.support.config_text import config_error
 

@@ -10,7 +10,7 @@ import pytest
 from colocated_grpo.environments.build import BUILDERS, build_environments
 from colocated_grpo.environments.registry import KINDS, find
 from colocated_grpo.settings.schema import Config
-from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
+from colocated_grpo.tools.make_model import build_char_tokenizer
 
 GUESTS = ("adapters", "agents.programs", "rows", "tasks", "town", "turns")
 NAMES = [(kind, name) for kind in KINDS for name in (*KINDS[kind].built_in, *KINDS[kind].adapters)]

@@ -13,7 +13,7 @@ from colocated_grpo.environments.build import build_environments
 from colocated_grpo.launch.dry_run import problems_of
 from colocated_grpo.settings import Config
 from colocated_grpo.settings.inputs import check_inputs
-from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
+from colocated_grpo.tools.make_model import build_char_tokenizer
 from tests.support.config_text import config_error, load
 from tests.support.templates import CODE
 from tests.support.training_runs import tiny_model

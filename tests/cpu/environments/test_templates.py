@@ -14,7 +14,7 @@ from colocated_grpo.environments.chat import ChatCodec, Conversation
 from colocated_grpo.servers.limits import Limits
 from colocated_grpo.servers.text_codec import TextCodec
 from colocated_grpo.settings import Config
-from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
+from colocated_grpo.tools.make_model import build_char_tokenizer
 from colocated_grpo.types import Completion, Score
 from tests.support.config_text import config_error, load
 from tests.support.templates import CODE, TEMPLATE, WEATHER, tool_tokenizer

@@ -18,9 +18,8 @@ from colocated_grpo.environments.prompts import PromptEncoder
 from colocated_grpo.environments.registry import build_episode
 from colocated_grpo.environments.rewards.scoring import as_score
 from colocated_grpo.environments.tasks.tool_use import ToolError, calculate, search
-from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
-from colocated_grpo.tools.episode_teacher import EpisodeTeacher
-from colocated_grpo.tools.warm_start import IGNORE_INDEX, WarmStart
+from colocated_grpo.tools.make_model import build_char_tokenizer
+from colocated_grpo.tools.warm_start import IGNORE_INDEX, EpisodeTeacher, WarmStart
 from colocated_grpo.types import Completion, Rollout, Score
 
 TOKENIZER = build_char_tokenizer()

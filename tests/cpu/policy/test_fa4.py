@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from transformers import AutoConfig, PretrainedConfig
 
 from colocated_grpo.batching import build_micro_batch
-from colocated_grpo.policy import attention, attention_kernels, fa2, fa4, loading
+from colocated_grpo.policy import attention, attention_kernels, fa2, fa4, model_loader
 from colocated_grpo.policy.attention import PACKED, PACKED_FA4, implementation_for
 from colocated_grpo.policy.attention_kernels import Runs, attend_fa4, attend_padded, has_fa4
 from tests.support.small_policy import config_of, policy_of, sequence_of
@@ -105,7 +105,7 @@ def test_a_failed_compilation_or_comparison_falls_back_and_is_logged_once(hopper
 def test_on_cpu_a_policy_built_for_it_scores_like_any_other(world, model_folder, monkeypatch):
     config, micro_batch = config_of(model_folder()), build_micro_batch([sequence_of(5), sequence_of(9)])
     usual = policy_of(config, world).score(micro_batch)
-    monkeypatch.setattr(loading, "implementation_for", lambda *_, **__: PACKED_FA4)
+    monkeypatch.setattr(model_loader, "implementation_for", lambda *_, **__: PACKED_FA4)
     built = policy_of(config, world)
     assert built.model.lm.config._attn_implementation == PACKED_FA4
     assert torch.equal(built.score(micro_batch), usual)

@@ -22,7 +22,7 @@ from colocated_grpo.rollout.episodes import EpisodeRunner
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.prompt_queue import Dispatch, DynamicDispatch, Job, ReplicatedDispatch, StaticDispatch
 from colocated_grpo.runtime.distributed import World
-from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
+from colocated_grpo.tools.make_model import build_char_tokenizer
 from colocated_grpo.types import Group, Prompt, Rollout
 from tests.support.fakes import FakeEngine, SumScorer, completion_of, text_of
 from tests.support.ranks import run_on_ranks, single_rank_world

@@ -17,14 +17,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.workload import MAX_PROMPT_TOKENS, TASK
-from colocated_grpo.launch.cli import library_environment
 from colocated_grpo.runtime.checksums import CHECKSUMS_FILE
 from colocated_grpo.runtime.distributed import World
-from colocated_grpo.settings import Config
+from colocated_grpo.runtime.program import library_environment
 from colocated_grpo.settings.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from colocated_grpo.tools import compare_runs
 from colocated_grpo.tracking import files
-from tests.support.engines import PROBE, prefill_logprobs
+from tests.support.engines import PROBE, prefill_logprobs, reading_spec
 from tests.support.ranks import run_on_ranks, start_module
 from tests.support.training_runs import (
     ForkedRun,
@@ -163,11 +162,9 @@ def test_the_merged_model_computes_what_peft_computes_with_the_adapter(merged, p
 def scores_with_vllms_own_adapter(world: World, folder: Path, adapter: Path) -> dict[str, list[float]]:
     """Return vLLM's log-probabilities of PROBE without and with the adapter, which it computes beside the base."""
     os.environ.update(library_environment("INFO"))
-    from colocated_grpo.rollout.vllm.engine import VLLMEngine
+    from colocated_grpo.rollout.vllm.vllm_engine import VLLMEngine
 
-    arguments = {"load_format": "auto", "enable_lora": True, "max_lora_rank": RANK}
-    config = Config.model_validate(settings(folder, engine={"sleep": False, "args": arguments}))
-    engine = VLLMEngine(config, folder, torch.float32, world)
+    engine = VLLMEngine(reading_spec(folder, enable_lora=True, max_lora_rank=RANK), world)
     scores = {"base": prefill_logprobs(engine, PROBE)}
     engine.weights_changed(1)
     engine.adapters.load("trained", str(adapter))

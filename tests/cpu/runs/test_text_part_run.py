@@ -16,18 +16,18 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from vllm import ModelRegistry
 
 from benchmarks.workload import MAX_PROMPT_TOKENS, TASK
-from colocated_grpo.launch.cli import library_environment
-from colocated_grpo.rollout.vllm.text_part import register_class
+from colocated_grpo.rollout.vllm.vllm_arguments import register_class
 from colocated_grpo.runtime.distributed import World
+from colocated_grpo.runtime.program import library_environment
 from colocated_grpo.settings import Config
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.tools import compare_runs
-from colocated_grpo.tools.models_page import PAGE
 from colocated_grpo.tools.shapes import TINY
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.hub import card
+from docs.models_page import PAGE
 from tests.support.composites import TEXT_PARTS, make_composite, whole_model
-from tests.support.engines import PROBE, Pair, prefill_logprobs
+from tests.support.engines import PROBE, Pair, prefill_logprobs, reading_spec
 from tests.support.families import HYBRIDS
 from tests.support.ranks import run_on_ranks, start_module
 from tests.support.serve_process import ServeProcess
@@ -94,10 +94,9 @@ def logprobs_of(model: PreTrainedModel) -> list[float]:
 def engine_scores(world: World, folder: Path) -> dict[str, Any]:
     """Return how an engine scores PROBE that reads the checkpoint, and whether one that is synced agrees."""
     os.environ.update(library_environment("INFO"))
-    from colocated_grpo.rollout.vllm.engine import VLLMEngine
+    from colocated_grpo.rollout.vllm.vllm_engine import VLLMEngine
 
-    config = Config.model_validate(settings(folder, engine={"sleep": False, "args": {"load_format": "auto"}}))
-    reading = VLLMEngine(config, folder, torch.float32, world)
+    reading = VLLMEngine(reading_spec(folder), world)
     scores = prefill_logprobs(reading, PROBE)
     built = sum(parameter.numel() for parameter in reading.model.parameters())
     reading.close()

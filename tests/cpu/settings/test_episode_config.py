@@ -13,7 +13,7 @@ from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.inputs import check_inputs
 from colocated_grpo.settings.rules import check
 from colocated_grpo.settings.schema import Config
-from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
+from colocated_grpo.tools.make_model import build_char_tokenizer
 
 TOKENIZER = build_char_tokenizer()
 

@@ -29,9 +29,8 @@ from colocated_grpo.settings.model_support import (
     refusals,
     verdict,
 )
-from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
-from colocated_grpo.tools.make_model import ARCHITECTURES, model_config
-from colocated_grpo.tools.shapes import TINY
+from colocated_grpo.tools.make_model import build_char_tokenizer, model_config
+from colocated_grpo.tools.shapes import ARCHITECTURES, TINY
 from tests.support.families import GEMMA4, SETTINGS
 
 MODELS = Path(transformers.__file__).parent / "models"

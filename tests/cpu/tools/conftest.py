@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from colocated_grpo.tools.doctor import subject
-from colocated_grpo.tools.doctor.imports import Imports, import_libraries
+from colocated_grpo.tools.doctor.subject import Imports, import_libraries
 
 _known: dict[str, Imports] = {}
 """Value of PYTHONPATH -> imports of this test session."""

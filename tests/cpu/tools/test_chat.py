@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -113,6 +114,7 @@ def test_a_system_message_without_a_chat_template_is_rejected_before_the_model_i
     model = shutil.copytree(tiny_model(), tmp_path / "model")
     (model / "chat_template.jinja").unlink()
     monkeypatch.setattr(chat, "exit_on_stop_signals", lambda ending: None)
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # `main` sets the variables of a rank
     capsys.readouterr()
     assert chat.main([str(model), "--system", "be brief"]) == 2
     line = "error: --system: this model has no chat template; set one with --model.chat_template FILE"
@@ -130,5 +132,6 @@ def test_a_system_message_without_a_chat_template_is_rejected_before_the_model_i
 )
 def test_what_cannot_be_loaded_is_one_line(arguments, line, capsys, monkeypatch):
     monkeypatch.setattr(chat, "exit_on_stop_signals", lambda ending: None)
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # `main` sets the variables of a rank
     assert chat.main(arguments) == 2
     assert capsys.readouterr().err.startswith(f"error: {line}")

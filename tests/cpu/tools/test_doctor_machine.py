@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from colocated_grpo.tools.doctor.gpus import Gpu, GpuListing, list_gpus, parse_listing, visible
 from colocated_grpo.tools.doctor.machine import (
     check_driver,
     check_gpu_memory,
@@ -20,6 +19,7 @@ from colocated_grpo.tools.doctor.machine import (
     missing_interfaces,
 )
 from colocated_grpo.tools.doctor.network import check_collective, check_hostnames, check_ports, collective_fix
+from colocated_grpo.tools.doctor.subject import Gpu, GpuListing, list_gpus, parse_listing, visible
 from tests.support.config_text import load
 from tests.support.doctor import TWO_H200, fake_nvidia_smi, python_on_small_disk, subject_of
 
@@ -160,18 +160,18 @@ def test_a_taken_port_is_reported_with_its_process():
         port, other = taken.getsockname()[1], free.getsockname()[1]
         free.close()
         config = load(ATROPOS.replace("PORT", str(other)).replace("MORE", str(port)), alone=True)
-        found = check_ports(subject_of(config), config)
+        found = check_ports(subject_of(config))
     assert found.status == "failed"
     assert f"--environments.0.server.more_ports.0={port}: address already in use" in found.detail
     assert f"process {os.getpid()}" in found.detail
     assert f"lsof -i :{port}" in found.fix
-    assert check_ports(subject_of(config), config).detail == f"free: {other}, {port}"
+    assert check_ports(subject_of(config)).detail == f"free: {other}, {port}"
 
 
 def test_the_master_port_is_checked_on_node_0_only():
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        found = [check_ports(subject_of(nodes=2, node_rank=node, master_port=port), load()).status for node in (0, 1)]
+        found = [check_ports(subject_of(load(), nodes=2, node_rank=node, master_port=port)).status for node in (0, 1)]
     assert found == ["failed", "skipped"]
 
 

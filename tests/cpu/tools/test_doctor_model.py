@@ -9,13 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from colocated_grpo.rollout.vllm import kv_budget
-from colocated_grpo.tools.doctor.footprint import (
-    ENGINE_RESERVE,
-    Placement,
-    footprint,
-    run_folder_bytes,
-)
+from colocated_grpo.settings.model_sizes import ENGINE_RESERVE, sizes_of
+from colocated_grpo.tools.doctor.footprint import Placement, RunSizes
 from colocated_grpo.tools.doctor.model_checks import (
     check_disk,
     check_memory,
@@ -23,8 +18,7 @@ from colocated_grpo.tools.doctor.model_checks import (
     check_model_files,
     judge_memory,
 )
-from colocated_grpo.tools.doctor.parameters import sizes_of
-from colocated_grpo.tools.doctor.results import GIB
+from colocated_grpo.tools.doctor.subject import GIB
 from tests.support.config_text import load
 from tests.support.doctor import TWO_H200, fake_nvidia_smi, python_on_small_disk, subject_of
 from tests.support.real_sizes import config_json
@@ -51,7 +45,7 @@ SHORT = "rollout: {max_prompt_tokens: 512, max_completion_tokens: 512}\n"
 def test_training_takes_the_documented_bytes_per_parameter_over_all_ranks(text, bytes_per_parameter):
     """The difference between 2 and 4 ranks is a quarter of what is sharded."""
     sizes = sizes_of(config_json())
-    two, four = (footprint(load(text), sizes, replace(H100, ranks=ranks)).training for ranks in (2, 4))
+    two, four = (RunSizes(load(text), sizes, replace(H100, ranks=ranks)).footprint().training for ranks in (2, 4))
     # An adapter leaves the embeddings and the output layer out, which are 15 % of this model.
     assert (two - four) * 4 / sizes.total == pytest.approx(bytes_per_parameter, rel=0.16, abs=1e-6)
 
@@ -59,16 +53,16 @@ def test_training_takes_the_documented_bytes_per_parameter_over_all_ranks(text, 
 def test_replicas_on_nodes_take_the_memory_of_a_run_on_one_node():
     sizes = sizes_of(config_json())
     two_nodes = replace(H100, ranks=8, nodes=2)
-    replicated = footprint(load("policy: {replicate: nodes}"), sizes, two_nodes)
-    assert replicated == footprint(load(""), sizes, replace(H100, ranks=4))
-    assert replicated.training > footprint(load(""), sizes, two_nodes).training
+    replicated = RunSizes(load("policy: {replicate: nodes}"), sizes, two_nodes).footprint()
+    assert replicated == RunSizes(load(""), sizes, replace(H100, ranks=4)).footprint()
+    assert replicated.training > RunSizes(load(""), sizes, two_nodes).footprint().training
 
 
 @pytest.mark.parametrize(("text", "expected"), [("", 18), ("policy: {lora: {}}", 4)])
 def test_shared_weights_take_the_documented_bytes_per_parameter(text, expected):
     sizes = sizes_of(config_json())
     config = load(f"weights: shared\nbatch: {{max_tokens_per_micro_batch: 64}}\n{text}\n", *TINY_SEQUENCES)
-    assert footprint(config, sizes, H100).training / sizes.total == pytest.approx(expected, rel=0.16)
+    assert RunSizes(config, sizes, H100).footprint().training / sizes.total == pytest.approx(expected, rel=0.16)
 
 
 TINY_SEQUENCES = ("--rollout.max_prompt_tokens", "32", "--rollout.max_completion_tokens", "32")
@@ -80,56 +74,57 @@ TINY_SEQUENCES = ("--rollout.max_prompt_tokens", "32", "--rollout.max_completion
 )
 def test_the_engine_adds_its_weights_while_it_generates(text, more):
     sizes = sizes_of(config_json())
-    alone = footprint(load(f"engine: {{placement: server}}\n{SHORT}"), sizes, replace(H100, ranks=4))
-    beside = footprint(load(text + "\n" + SHORT), sizes, replace(H100, ranks=4))
+    alone = RunSizes(load(f"engine: {{placement: server}}\n{SHORT}"), sizes, replace(H100, ranks=4)).footprint()
+    beside = RunSizes(load(text + "\n" + SHORT), sizes, replace(H100, ranks=4)).footprint()
     added = beside.generating - alone.generating - ENGINE_RESERVE
     assert added / sizes.total == pytest.approx(more, rel=0.03)
     assert beside.training - alone.training == (2 * sizes.total if "sleep" in text else 0)
 
 
-def test_the_reserve_of_the_engine_is_the_one_that_the_engine_keeps():
-    assert ENGINE_RESERVE == kv_budget.ENGINE_RESERVE
-
-
 def test_offloading_the_optimizer_frees_its_state_while_the_engine_generates():
     sizes, place = sizes_of(config_json()), replace(H100, ranks=4)
-    plain, offloaded = (footprint(load(text), sizes, place) for text in ("", "policy: {offload_optimizer: true}"))
+    plain, offloaded = (
+        RunSizes(load(text), sizes, place).footprint() for text in ("", "policy: {offload_optimizer: true}")
+    )
     assert plain.generating - offloaded.generating == offloaded.host == 8 * (sizes.total // 4)
     assert plain.training == offloaded.training
 
 
 def test_a_model_that_is_too_large_fails_with_settings_that_fit():
     sizes = sizes_of(config_json())
-    found = judge_memory(load(SHORT), sizes, H100, 1024 * GIB, 1)
+    found = judge_memory(RunSizes(load(SHORT), sizes, H100), 1024 * GIB, 1)
     assert found.status == "failed"
     assert found.detail.startswith("8.19 B parameters on 1 GPUs: 139 GiB while training, ")
     assert "--policy.lora {} (" in found.fix and "--policy.cpu_offload true (" in found.fix
     assert " 2 such GPUs" in found.fix and "offload_optimizer" not in found.fix
-    assert judge_memory(load(SHORT, "--policy.lora", "{}"), sizes, H100, 64 * GIB, 1).status == "ok"
-    assert judge_memory(load(SHORT), sizes, replace(H100, ranks=4), 64 * GIB, 4).status == "ok"
+    assert judge_memory(RunSizes(load(SHORT, "--policy.lora", "{}"), sizes, H100), 64 * GIB, 1).status == "ok"
+    assert judge_memory(RunSizes(load(SHORT), sizes, replace(H100, ranks=4)), 64 * GIB, 4).status == "ok"
 
 
 def test_host_memory_must_hold_what_is_offloaded():
     sizes, config = sizes_of(config_json()), load(SHORT, "--policy.cpu_offload", "true")
-    assert judge_memory(config, sizes, H100, 1024 * GIB, 1).status == "ok"
-    found = judge_memory(config, sizes, H100, 64 * GIB, 1)
+    assert judge_memory(RunSizes(config, sizes, H100), 1024 * GIB, 1).status == "ok"
+    found = judge_memory(RunSizes(config, sizes, H100), 64 * GIB, 1)
     assert found.status == "failed"
     assert "122 GiB of 64 GiB host memory" in found.detail
 
 
 def test_a_fixed_share_for_the_engine_must_leave_room_for_the_trainer():
     sizes = sizes_of(config_json("qwen3-1.7b"))
-    found = judge_memory(load(SHORT, "--engine.gpu_memory_utilization", "0.9"), sizes, H100, 64 * GIB, 1)
+    found = judge_memory(RunSizes(load(SHORT, "--engine.gpu_memory_utilization", "0.9"), sizes, H100), 64 * GIB, 1)
     assert found.status == "failed"
     assert "--engine.gpu_memory_utilization null (" in found.fix
-    assert judge_memory(load(SHORT, "--engine.gpu_memory_utilization", "0.4"), sizes, H100, 64 * GIB, 1).status == "ok"
+    assert (
+        judge_memory(RunSizes(load(SHORT, "--engine.gpu_memory_utilization", "0.4"), sizes, H100), 64 * GIB, 1).status
+        == "ok"
+    )
 
 
 def test_checkpoints_and_exports_are_counted():
     sizes = sizes_of(config_json())
 
     def size(*overrides: str) -> float:
-        return run_folder_bytes(load("", "--training_steps", "100", *overrides), sizes, H100) / sizes.total
+        return RunSizes(load("", "--training_steps", "100", *overrides), sizes, H100).run_folder_bytes() / sizes.total
 
     assert size() == pytest.approx(3 * 12 + 2), "three checkpoints of 12 bytes a parameter, one export of 2"
     assert size("--checkpoint.every", "0") == pytest.approx(12 + 2)
@@ -152,20 +147,20 @@ def huge(tmp_path) -> Path:
 def test_a_model_larger_than_memory_and_disk_fails(huge, tmp_path, monkeypatch):
     config = config_of(huge, output_dir=str(tmp_path / "not" / "there"))
     subject = subject_of(config)
-    assert check_model(subject, config).status == "ok"
-    assert check_memory(subject, config).status == "failed"
-    found = check_disk(subject, config)
+    assert check_model(subject).status == "ok"
+    assert check_memory(subject).status == "failed"
+    found = check_disk(subject)
     assert found.status == "failed"
     assert found.detail.endswith(f"are free in {tmp_path}")
     fake_nvidia_smi(tmp_path, monkeypatch, TWO_H200)
-    assert "of 140 GiB each" in check_memory(subject_of(config, gpus=2), config).detail
+    assert "of 140 GiB each" in check_memory(subject_of(config, gpus=2)).detail
 
 
 def test_a_disk_that_is_too_small_fails(model_folder, tmp_path):
     code = (
         "from colocated_grpo.tools.doctor.model_checks import check_disk\n"
         "from colocated_grpo.settings.config_file import load_config\nfrom tests.support.doctor import subject_of\n"
-        "config = load_config({path!r})\nprint(check_disk(subject_of(config), config).status)"
+        "config = load_config({path!r})\nprint(check_disk(subject_of(config)).status)"
     )
     file, output = tmp_path / "x.yaml", tmp_path / "runs"
     output.mkdir()
@@ -184,20 +179,20 @@ def model(model_folder, tmp_path) -> Path:
 def test_a_complete_folder_passes(model):
     config = config_of(model)
     for check in (check_model, check_model_files, check_memory, check_disk):
-        assert check(subject_of(config), config).status == "ok", check
+        assert check(subject_of(config)).status == "ok", check
 
 
 def test_truncated_and_missing_files_are_found(model):
     config, weights = config_of(model), model / "model.safetensors"
     size = weights.stat().st_size
     weights.write_bytes(weights.read_bytes()[:-100])
-    found = check_model_files(subject_of(config), config)
+    found = check_model_files(subject_of(config))
     assert found.detail == f"model.safetensors has {size - 100:,} bytes of {size:,}"
     (model / "tokenizer.json").unlink()
     index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
     weights.write_bytes(b"<html>not found</html>")
-    found = check_model_files(subject_of(config), config)
+    found = check_model_files(subject_of(config))
     assert found.status == "failed"
     for part in ("1 of 2 weight files are missing, first model-00002", "no valid header", "no tokenizer"):
         assert part in found.detail
@@ -206,7 +201,7 @@ def test_truncated_and_missing_files_are_found(model):
 def test_a_model_that_does_not_exist_fails_once(tmp_path):
     config = config_of(tmp_path / "none")
     subject = subject_of(config)
-    found = check_model(subject, config)
+    found = check_model(subject)
     assert found.detail == f"model.name='{tmp_path}/none': no such folder"
     for check in (check_model_files, check_memory, check_disk):
-        assert check(subject, config).status == "skipped"
+        assert check(subject).status == "skipped"

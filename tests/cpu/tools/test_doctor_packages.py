@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from colocated_grpo.tools.doctor.packages import (
+from colocated_grpo.tools.doctor.machine import (
     check_optional_packages,
     check_packages,
     check_torch,
@@ -99,7 +99,7 @@ def test_missing_and_old_requirements_are_found(tmp_path):
 
 def test_optional_packages_are_needed_by_their_settings_only(tmp_path):
     def check(text: str):
-        return check_optional_packages(subject_of(packages=tmp_path), load(text))
+        return check_optional_packages(subject_of(load(text), packages=tmp_path))
 
     install(tmp_path, "tensorboard", "2.20.0")
     found = check("policy: {optimizer: {type: adamw_8bit}}\ntracking: {tensorboard: true}\n")
@@ -112,7 +112,7 @@ def test_optional_packages_are_needed_by_their_settings_only(tmp_path):
 def test_flash_attention_4_without_its_compiler_is_a_warning(tmp_path, monkeypatch):
     fake_nvidia_smi(tmp_path, monkeypatch, TWO_H200)
     install(tmp_path, "vllm", "0.26.0")
-    found = check_optional_packages(subject_of(packages=tmp_path, gpus=2), load())
+    found = check_optional_packages(subject_of(load(), packages=tmp_path, gpus=2))
     assert (found.status, found.fix) == ("warning", "pip install nvidia-cutlass-dsl")
     install(tmp_path, "nvidia-cutlass-dsl", "4.4.0")
-    assert check_optional_packages(subject_of(packages=tmp_path, gpus=2), load()).status == "ok"
+    assert check_optional_packages(subject_of(load(), packages=tmp_path, gpus=2)).status == "ok"

@@ -15,11 +15,10 @@ from rich.console import Console
 from colocated_grpo.runtime.checksums import sealed
 from colocated_grpo.runtime.run_folder import CHECKPOINTS, MODEL_SHAPE, STATE_FILE
 from colocated_grpo.settings.errors import ConfigError
-from colocated_grpo.tools.doctor import checks, imports, network
-from colocated_grpo.tools.doctor.__main__ import main, print_report
-from colocated_grpo.tools.doctor.checks import MACHINE, RUN, bounded, examine
-from colocated_grpo.tools.doctor.results import Result, failed, ok, warning
+from colocated_grpo.tools.doctor import network, subject
+from colocated_grpo.tools.doctor.__main__ import MACHINE, MAX_SECONDS, RUN, bounded, examine, main, print_report
 from colocated_grpo.tools.doctor.run_checks import check_files, check_run_folder, check_settings, check_wandb, damaged
+from colocated_grpo.tools.doctor.subject import failed, ok, warning
 from tests.support.config_text import load
 from tests.support.doctor import subject_of
 from tests.support.paths import ROOT
@@ -62,7 +61,7 @@ def test_missing_files_and_functions_are_found(model_folder, tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     dataset = {"type": "dataset", "name": "questions.jsonl", "rewards": ["no_such_reward"]}
     config = config_of(model_folder(), environments=[dataset])
-    found = check_files(subject_of(config), config)
+    found = check_files(subject_of(config))
     assert found.status == "failed"
     assert "questions.jsonl': no such file" in found.detail
     assert "no_such_reward" in found.detail
@@ -70,7 +69,7 @@ def test_missing_files_and_functions_are_found(model_folder, tmp_path, monkeypat
 
 def test_a_missing_model_is_left_to_its_own_check(tmp_path):
     config = config_of(tmp_path / "none")
-    assert check_files(subject_of(config), config).status == "ok"
+    assert check_files(subject_of(config)).status == "ok"
 
 
 # Run folder
@@ -87,7 +86,7 @@ def saved_run(folder: Path, **record) -> Path:
 
 
 def check_resumed_run(config, resume: str | None):
-    return check_run_folder(subject_of(config, resume=resume), config)
+    return check_run_folder(subject_of(config, resume=resume))
 
 
 def test_a_run_that_exists_is_not_overwritten(model_folder, tmp_path):
@@ -144,7 +143,7 @@ def test_online_tracking_needs_a_key(tmp_path):
     config, home = load("", "--tracking.wandb", "online"), {"HOME": str(tmp_path), "WANDB_API_KEY": "", "NETRC": ""}
 
     def check(**variables: str):
-        return check_wandb(subject_of(config, environment={**home, **variables}), config)
+        return check_wandb(subject_of(config, environment={**home, **variables}))
 
     found = check()
     assert found.detail == "tracking.wandb=online: no key for api.wandb.ai"
@@ -154,7 +153,7 @@ def test_online_tracking_needs_a_key(tmp_path):
     assert check(WANDB_BASE_URL="https://wandb.example.org").status == "failed"
     assert check(WANDB_BASE_URL="https://wandb.example.org", WANDB_API_KEY="x").status == "ok"
     assert check(WANDB_MODE="offline").status == "skipped"
-    assert check_wandb(subject_of(), load()).status == "skipped"
+    assert check_wandb(subject_of(load())).status == "skipped"
 
 
 # The command
@@ -189,9 +188,9 @@ def test_without_a_config_only_the_machine_is_checked(monkeypatch):
     for name in MACHINE:
         if name != "settings":
             monkeypatch.setitem(MACHINE, name, lambda subject: ok("fine"))
-    results = list(examine(subject_of()))
-    assert [result.name for result in results] == list(MACHINE)
-    assert results[-1].detail == "no --config: only the machine is checked"
+    findings = dict(examine(subject_of()))
+    assert list(findings) == list(MACHINE)
+    assert findings["settings"].detail == "no --config: only the machine is checked"
 
 
 def test_a_check_that_raises_or_hangs_is_a_failure_of_that_check():
@@ -209,8 +208,8 @@ def test_a_check_that_raises_or_hangs_is_a_failure_of_that_check():
 
 def test_results_are_printed_on_one_line_each_with_their_fix(capsys):
     results = [
-        Result("gpus", *fields(warning("a\x1b[31m\nlong " + "x" * 200, "do this"))),
-        Result("x", *fields(ok("b"))),
+        ("gpus", warning("a\x1b[31m\nlong " + "x" * 200, "do this")),
+        ("x", ok("b")),
     ]
     print_report(results, Console())
     lines = capsys.readouterr().out.splitlines()
@@ -221,14 +220,10 @@ def test_results_are_printed_on_one_line_each_with_their_fix(capsys):
     assert lines[3] == "1 ok, 1 warning, 0 failed, 0 skipped"
 
 
-def fields(finding) -> tuple[str, str, str]:
-    return finding.status, finding.detail, finding.fix
-
-
 def test_a_terminal_gets_colours(capsys):
-    print_report([Result("gpus", *fields(failed("a", "b")))], Console(force_terminal=True, color_system="standard"))
+    print_report([("gpus", failed("a", "b"))], Console(force_terminal=True, color_system="standard"))
     assert "\x1b[1;31mfailed" in capsys.readouterr().out
 
 
 def test_every_check_has_a_limit_above_those_of_its_processes():
-    assert max(imports.SECONDS, network.COLLECTIVE_SECONDS) < checks.MAX_SECONDS
+    assert max(subject.IMPORT_SECONDS, network.COLLECTIVE_SECONDS) < MAX_SECONDS

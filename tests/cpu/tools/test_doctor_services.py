@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from colocated_grpo.settings.schema import Config
-from colocated_grpo.tools.doctor.services import (
+from colocated_grpo.tools.doctor.run_checks import (
     check_atropos_api,
     check_atropos_environments,
     check_atropos_logprobs,
@@ -64,12 +64,12 @@ def atropos_config(url: str, **settings) -> Config:
 def statuses(url: str, **settings) -> dict[str, str]:
     config = atropos_config(url, **settings)
     subject = subject_of(config)
-    return {name: check(subject, config).status for name, check in ATROPOS_CHECKS.items()}
+    return {name: check(subject).status for name, check in ATROPOS_CHECKS.items()}
 
 
 def finding(name: str, url: str, **settings):
     config = atropos_config(url, **settings)
-    return ATROPOS_CHECKS[name](subject_of(config), config)
+    return ATROPOS_CHECKS[name](subject_of(config))
 
 
 def test_a_server_that_does_not_respond_is_one_failure():
@@ -152,7 +152,7 @@ def server_config(*urls: str, **engine) -> Config:
 
 def check_servers(*urls: str, environment: dict[str, str] | None = None, **engine):
     config = server_config(*urls, **engine)
-    return check_engine_servers(subject_of(config, environment=environment), config)
+    return check_engine_servers(subject_of(config, environment=environment))
 
 
 def test_an_engine_server_that_returns_logprobs_passes():
@@ -197,7 +197,7 @@ def test_the_file_of_shared_weights_is_looked_up_as_documented(tmp_path, monkeyp
     config = server_config("http://localhost:9001", bridge="shared")
 
     def check(**variables: str):
-        return check_weight_bridge(subject_of(config, environment=variables), config)
+        return check_weight_bridge(subject_of(config, environment=variables))
 
     assert "vllm_bridge_config.json: No such file or directory" in check().detail
     (tmp_path / "vllm_bridge_config.json").write_text('{"param_mappings": {}}')
@@ -206,7 +206,7 @@ def test_the_file_of_shared_weights_is_looked_up_as_documented(tmp_path, monkeyp
     folder.mkdir()
     (folder / "vllm_bridge_config.json").write_text(json.dumps({"param_mappings": {"lm_head.weight": {}}}))
     assert check(LOGDIR=str(folder)).detail == f"{folder}/vllm_bridge_config.json: 1 parameters"
-    assert check_weight_bridge(subject_of(config), server_config()).status == "skipped"
+    assert check_weight_bridge(subject_of(server_config())).status == "skipped"
 
 
 # Environments
@@ -216,7 +216,7 @@ def test_an_environment_that_does_not_answer_is_found():
     def check(url: str):
         entry = {"type": "episode", "name": "openenv", "args": {"url": url}}
         config = Config.model_validate({"model": {"name": "none"}, "environments": [entry]})
-        return check_environments(subject_of(config), config)
+        return check_environments(subject_of(config))
 
     with raw_server(response(b'{"status": "healthy"}')) as url:
         assert check(url).detail == "1 servers respond"

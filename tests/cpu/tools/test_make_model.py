@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from jinja2.exceptions import TemplateError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from colocated_grpo.tools.char_tokenizer import CHARACTERS, END, build_char_tokenizer
-from colocated_grpo.tools.episode_teacher import EpisodeTeacher
 from colocated_grpo.tools.make_model import (
     ARCHITECTURES,
+    CHARACTERS,
+    END,
+    build_char_tokenizer,
     build_model,
     main,
     make_model,
@@ -25,6 +26,7 @@ from colocated_grpo.tools.shapes import SHAPES, SMALL, TINY
 from colocated_grpo.tools.warm_start import (
     CHECK_EVERY,
     IGNORE_INDEX,
+    EpisodeTeacher,
     TaskTeacher,
     WarmStart,
     supervised_batch,

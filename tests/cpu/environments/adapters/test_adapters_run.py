@@ -11,7 +11,7 @@ import yaml
 from colocated_grpo.environments.build import build_environments
 from colocated_grpo.environments.registry import KINDS
 from colocated_grpo.settings.schema import Config
-from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
+from colocated_grpo.tools.make_model import build_char_tokenizer
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.files import read_games
 from tests.support.openenv_server import Server

@@ -16,7 +16,7 @@ from colocated_grpo.environments.adapters.tossim import ToSSim
 from colocated_grpo.environments.build import build_environments
 from colocated_grpo.runtime import signing
 from colocated_grpo.settings import Config
-from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
+from colocated_grpo.tools.make_model import build_char_tokenizer
 from colocated_grpo.types import Completion, Group
 from tests.support.paths import SUPPORT
 from tests.support.saved_runs import Attack

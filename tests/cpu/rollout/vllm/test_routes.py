@@ -16,7 +16,7 @@ from colocated_grpo.environments.chat import ChatCodec, Conversation
 from colocated_grpo.policy.blocks import blocks_of
 from colocated_grpo.rollout.engine import Request
 from colocated_grpo.runtime.distributed import World
-from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
+from colocated_grpo.tools.make_model import build_char_tokenizer
 from colocated_grpo.types import Completion, Prompt, Score
 from tests.support.engines import PROBE, Pair, request_of
 from tests.support.families import LARGE_STATES, SETTINGS

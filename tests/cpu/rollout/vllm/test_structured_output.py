@@ -15,7 +15,7 @@ from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.rules import check, remarks
 from colocated_grpo.settings.schema import Config
-from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
+from colocated_grpo.tools.make_model import build_char_tokenizer
 from tests.support.engines import Pair, request_of
 from tests.support.ranks import run_on_ranks
 from tests.support.training_runs import tiny_model

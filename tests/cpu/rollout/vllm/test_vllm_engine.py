@@ -16,7 +16,7 @@ import torch.distributed as dist
 from colocated_grpo.rollout.engine import TokenDelta
 from colocated_grpo.rollout.vllm import patches
 from colocated_grpo.runtime.distributed import World
-from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
+from colocated_grpo.tools.make_model import build_char_tokenizer
 from colocated_grpo.types import Completion
 from tests.support.engines import PROBE, Pair, request_of
 from tests.support.ranks import run_on_ranks

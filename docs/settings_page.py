@@ -1,4 +1,4 @@
-"""Write docs/settings.md from the schema: python -m colocated_grpo.tools.settings_page"""
+"""Write docs/settings.md from the schema: python -m docs.settings_page"""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pydantic_core import PydanticUndefined
 from colocated_grpo.settings.errors import sections, show
 from colocated_grpo.settings.schema import Config
 
-PAGE = Path(__file__).parents[2] / "docs/settings.md"
+PAGE = Path(__file__).resolve().parent / "settings.md"
 HEADING = """\
 # Settings
 
-<!-- Written by python -m colocated_grpo.tools.settings_page from the docstrings in colocated_grpo/settings/. -->
+<!-- Written by python -m docs.settings_page from the docstrings in colocated_grpo/settings/. -->
 
 A config is a YAML file with the keys below. On the command line a setting has its dotted name: `--policy.lr 2e-6`,
 `--environments.0.weight 2`. Names of TRL and of older trainers are [translated](guides/from_trl.md). `--dry-run` checks

@@ -1,4 +1,4 @@
-"""Writes the tables of models into docs/models.md: `python -m colocated_grpo.tools.models_page`."""
+"""Writes the tables of models into docs/models.md: `python -m docs.models_page`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from colocated_grpo.settings.config_json import MODULES, TRAINED_AS
 from colocated_grpo.settings.families import FAMILIES, Family, family_of
 from colocated_grpo.settings.model_support import RULES
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/models.md"
+PAGE = Path(__file__).resolve().parent / "models.md"
 COLUMNS = (
     "Family",
     "`model_type`",
@@ -32,7 +32,7 @@ def with_tables(text: str) -> str:
     tables = {"families": family_table(), "refused": refused_table(), "text parts": text_part_table()}
     for name, rows in tables.items():
         begin, end = (
-            f"<!-- {name}: written by python -m colocated_grpo.tools.models_page -->",
+            f"<!-- {name}: written by python -m docs.models_page -->",
             f"<!-- end of {name} -->",
         )
         before, found, rest = text.partition(begin)

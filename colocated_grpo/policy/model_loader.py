@@ -1,0 +1,154 @@
+"""Load a checkpoint onto this rank: for training all weights, some blocks or an adapter, or for scoring only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+from transformers import PretrainedConfig
+
+from colocated_grpo.policy import linear_attention
+from colocated_grpo.policy.attention import implementation_for
+from colocated_grpo.policy.blocks import blocks_of
+from colocated_grpo.policy.checkpoint_files import CheckpointReader
+from colocated_grpo.policy.load_balancing import LoadBalancing
+from colocated_grpo.policy.masters import ShardedWeights, UnshardedWeights, Weights, allocate
+from colocated_grpo.policy.model import (
+    PackedLM,
+    build_empty,
+    freeze,
+    prepare_blocks,
+    read_model_config,
+    require_input_gradients,
+    shard,
+    transformer_blocks,
+)
+from colocated_grpo.policy.routing import RoutingReplay
+from colocated_grpo.policy.shards import load_shards, read_from, read_parameters, stored_names
+from colocated_grpo.runtime.distributed import World
+from colocated_grpo.settings.generation import EngineConfig, ModelConfig
+from colocated_grpo.settings.schema import Config
+from colocated_grpo.settings.training import LoRAConfig, PolicyConfig
+
+DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
+
+
+def dtype_of(setting: DtypeName, *, auto: torch.dtype) -> torch.dtype:
+    """Return the torch dtype of a setting. auto: the dtype for 'auto'."""
+    return auto if setting == "auto" else getattr(torch, setting)
+
+
+def compute_dtype(setting: DtypeName, device: torch.device) -> torch.dtype:
+    """Return the type of weights and activations in forward and backward passes. setting: policy.compute_dtype."""
+    return dtype_of(setting, auto=torch.bfloat16 if device.type == "cuda" else torch.float32)
+
+
+def engine_dtype(engine: EngineConfig, policy: PolicyConfig, device: torch.device) -> torch.dtype:
+    """Return the type of the engine's weights and computation."""
+    return dtype_of(engine.dtype, auto=compute_dtype(policy.compute_dtype, device))
+
+
+def check_model(settings: ModelConfig, folder: Path) -> None:
+    """Raise ConfigError if the model in `folder` cannot be built, or if a local checkpoint does not fit it.
+
+    Allocates no parameters. folder: may lack the weights of a Hub model, which are not downloaded.
+    """
+    hf_config = read_model_config(settings, folder)
+    model = build_empty(hf_config, chunk_tokens=1, trust_remote_code=settings.trust_remote_code)
+    transformer_blocks(model.lm)
+    if Path(settings.name).is_dir():
+        stored_names(CheckpointReader(folder), model.hf_parameters(), model.lm.base_model_prefix)
+
+
+class ModelLoader:
+    """Loads the checkpoint in a folder as a run trains or scores it. Collective."""
+
+    def __init__(self, config: Config, hf_config: PretrainedConfig, folder: Path, world: World) -> None:
+        self._policy = config.policy
+        self._trust_remote_code = config.model.trust_remote_code
+        self._longest = config.max_sequence_tokens
+        self._seed = config.seed
+        self._hf_config, self._folder, self._world = hf_config, folder, world
+        self.dtype = compute_dtype(config.policy.compute_dtype, world.device)
+        # With one rank, FSDP2 would hold frozen weights twice: as a shard and gathered.
+        partly_frozen = config.policy.lora is not None or config.policy.train_layers is not None
+        frozen_on_device = partly_frozen and world.size == 1 and not config.policy.cpu_offload
+        self._without_fsdp = config.shares_weights is not None or frozen_on_device
+
+    def weights(self) -> Weights:
+        """Return the weights that the run trains."""
+        policy = self._policy
+        if policy.lora is not None:
+            return self._adapter(policy.lora)
+        model = self._empty()
+        if policy.train_layers is not None:
+            freeze(model, self.dtype, policy.train_layers)
+        self._prepare_blocks(model)
+        if coefficient := policy.load_balancing:  # an adapter has none: it freezes the routers
+            model.balancing = LoadBalancing(model, model.lm.config.model_type, coefficient, self._world.device)
+        if self._without_fsdp:
+            return UnshardedWeights(model, self._folder, self._world.device, self.dtype)
+        self._load_sharded(model, offloaded=policy.cpu_offload)
+        return ShardedWeights(model)
+
+    def model(self, *, offloaded: bool) -> PackedLM:
+        """Return the model with FSDP2. offloaded: keep it in host memory between uses."""
+        model = self._empty()
+        self._prepare_blocks(model)
+        self._load_sharded(model, offloaded=offloaded)
+        return model
+
+    def _adapter(self, lora: LoRAConfig) -> Weights:
+        """Load the base with adapters. Raises ConfigError, before it allocates device memory, if they do not fit."""
+        # Imported here: PEFT takes seconds to import, and only adapters need it.
+        from colocated_grpo.policy.lora.files import read_factors
+        from colocated_grpo.policy.lora.targets import insert_adapters
+        from colocated_grpo.policy.lora.weights import AdapterWeights
+
+        device, model = self._world.device, self._empty()
+        freeze(model, self.dtype)
+        insert_adapters(model.lm, transformer_blocks(model.lm), lora)
+        factors = read_factors(lora, model)
+        self._prepare_blocks(model)
+        if self._without_fsdp:
+            allocate(model, device, self.dtype)
+            read_parameters(model.hf_parameters(), model.lm.base_model_prefix, self._folder)
+        else:
+            self._load_sharded(model, offloaded=False)
+        return AdapterWeights(model, factors, device, self._seed, base_on_host=lora.base_on_host)
+
+    def _empty(self) -> PackedLM:
+        """Build the model with its buffers, and with parameters without storage.
+
+        Raises ConfigError, before device memory is allocated, if the checkpoint lacks tensors or has other shapes.
+        """
+        policy, device = self._policy, self._world.device
+        model = build_empty(
+            self._hf_config,
+            policy.logprob_chunk_tokens,
+            trust_remote_code=self._trust_remote_code,
+            attention=implementation_for(
+                self._hf_config, self.dtype, device, longest=self._longest, context_parallel=policy.context_parallel
+            ),
+        )
+        if device.type == "cuda" and not model.shares_prefixes:
+            linear_attention.kernel()  # raises before device memory is allocated
+        reader, prefix = CheckpointReader(self._folder), model.lm.base_model_prefix
+        stored_names(reader, model.hf_parameters(), prefix)
+        read_from(reader, model.hf_buffers(), prefix)
+        return model
+
+    def _prepare_blocks(self, model: PackedLM) -> None:
+        """Prepare the blocks for checkpointing, compilation and routing replay as configured."""
+        policy, device = self._policy, self._world.device
+        compiled = device.type == "cuda" if policy.compile == "auto" else policy.compile
+        prepare_blocks(model, checkpointed=policy.gradient_checkpointing is True, compiled=compiled)
+        if policy.routing_replay:
+            model.replay = RoutingReplay(blocks_of(model), model.lm.config, device)
+        if compiled and policy.lora is not None and (policy.lora.layers is None or 0 in policy.lora.layers):
+            require_input_gradients(model)
+
+    def _load_sharded(self, model: PackedLM, *, offloaded: bool) -> None:
+        shard(model, self._world.mesh, self.dtype, offloaded=offloaded)
+        load_shards(model, self._folder, self._world.device, offloaded=offloaded)
