@@ -31,6 +31,7 @@ from colocated_grpo.atropos.exchange import (
     ScoredGroup,
     UnknownEnvironment,
 )
+from colocated_grpo.atropos.reader import Overrides
 from colocated_grpo.runtime.descriptors import raise_descriptor_limit
 from colocated_grpo.settings.addresses import is_loopback
 from colocated_grpo.types import JsonObject
@@ -52,9 +53,7 @@ GROUPS = Shape(values=MAX_BODY_BYTES, containers=1 << 20, strings=1 << 18, depth
 """Bounds of a request body. Numbers are not limited here: they are parsed one sequence at a time."""
 MAX_SEQUENCES = 1 << 14
 MAX_ROW_NUMBERS = 1 << 20
-"""Numbers of one sequence. Bounds the memory for the objects of one row."""
-MAX_SETTINGS_BYTES = 1 << 20
-"""Length of `scores`, `overrides`, `group_overrides` and `generation_params`."""
+"""Numbers of one sequence, and scores. Bounds the memory for the objects of one row."""
 GZIP_MIN_BYTES = 1000
 GZIP_LEVEL = 1
 """Higher levels take several times as long."""
@@ -76,9 +75,9 @@ class PostedGroup(Struct):
     advantages: Rows | None = None
     ref_logprobs: Rows | None = None
     inference_logprobs: Rows | None = None
-    generation_params: Raw = ABSENT
-    overrides: Raw = ABSENT
-    group_overrides: Raw = ABSENT
+    generation_params: Overrides | None = None
+    overrides: Annotated[list[Overrides], Meta(max_length=MAX_SEQUENCES)] | None = None
+    group_overrides: Overrides | None = None
     images: Raw = ABSENT
     """Kept as true if there are any."""
     env_id: int | None = None
@@ -90,9 +89,7 @@ ROWS: dict[str, msgspec.json.Decoder[Any]] = {
     **dict.fromkeys(("advantages", "ref_logprobs", "inference_logprobs"), msgspec.json.Decoder(list[float])),
 }
 SCORES = msgspec.json.Decoder(Annotated[list[float | bool], Meta(max_length=MAX_SEQUENCES)])
-SETTINGS = msgspec.json.Decoder(dict[str, Any] | None)
 EMPTY_GROUP = {name: [] for name in [*ROWS, "scores", "generation_params", "messages", "images"]}
-OVERRIDES = msgspec.json.Decoder(Annotated[list[dict[str, Any]], Meta(max_length=MAX_SEQUENCES)] | None)
 
 
 def read_group(posted: PostedGroup) -> ScoredGroup:
@@ -102,30 +99,19 @@ def read_group(posted: PostedGroup) -> ScoredGroup:
     """
     for name, decoder in ROWS.items():
         for index, row in enumerate(getattr(posted, name) or []):
-            text = bytes(row)
-            if text.count(b",") >= MAX_ROW_NUMBERS:
-                raise InvalidGroup(f"{name}: a sequence has more than {MAX_ROW_NUMBERS} numbers")
-            _parsed(f"{name}: sequence {index}", text, decoder)
-    scores = _small("scores", posted.scores, SCORES)
+            _parsed(f"{name}: sequence {index}", row, decoder)
+    scores = [float(score) for score in _parsed("scores", posted.scores, SCORES)]  # atroposlib accepts true and false
+    has_images = bytes(posted.images).strip(b"[]{}nul, \t\r\n") != b""
     kept = msgspec.structs.replace(
-        posted,
-        scores=Raw(msgspec.json.encode([float(score) for score in scores])),  # atroposlib accepts true and false
-        generation_params=Raw(msgspec.json.encode(_small("generation_params", posted.generation_params, SETTINGS))),
-        overrides=Raw(msgspec.json.encode(_small("overrides", posted.overrides, OVERRIDES))),
-        group_overrides=Raw(msgspec.json.encode(_small("group_overrides", posted.group_overrides, SETTINGS))),
-        images=Raw(b"true") if bytes(posted.images).strip(b"[]{}nul, \t\r\n") else ABSENT,
+        posted, scores=Raw(msgspec.json.encode(scores)), images=Raw(b"true") if has_images else ABSENT
     )
     return ScoredGroup(len(posted.tokens), posted.env_id, (msgspec.json.encode(kept)[:-1] + NOT_KEPT,))
 
 
-def _small(name: str, text: Raw, decoder: msgspec.json.Decoder[T]) -> T:
-    """Parse a column that has no number for each token."""
-    if len(memoryview(text)) > MAX_SETTINGS_BYTES:
-        raise InvalidGroup(f"{name}: more than {MAX_SETTINGS_BYTES} bytes")
-    return _parsed(name, bytes(text), decoder)
-
-
-def _parsed(name: str, text: bytes, decoder: msgspec.json.Decoder[T]) -> T:
+def _parsed(name: str, row: Raw, decoder: msgspec.json.Decoder[T]) -> T:
+    text = bytes(row)
+    if text.count(b",") >= MAX_ROW_NUMBERS:
+        raise InvalidGroup(f"{name}: more than {MAX_ROW_NUMBERS} numbers")
     try:
         return decoder.decode(text)
     except msgspec.MsgspecError as error:

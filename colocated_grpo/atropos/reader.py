@@ -41,7 +41,7 @@ MISSING_LOGPROBS = "missing_logprobs"
 Token = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 
 
-class Overrides(Struct):
+class Overrides(Struct, omit_defaults=True):
     """The entries that count of `overrides`, `generation_params` and `group_overrides`."""
 
     temperature: float | None = None

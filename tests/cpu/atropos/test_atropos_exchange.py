@@ -159,7 +159,9 @@ def test_fields_that_no_trainer_reads_are_not_kept(fresh, name):
     assert kept.get(name) is (True if name == "images" else None), "of images only that there are some"
 
 
-@pytest.mark.parametrize("column", ['"tokens": [[%s]]', '"overrides": [{"a": %s}]', '"generation_params": {"a": %s}'])
+@pytest.mark.parametrize(
+    "column", ['"tokens": [[%s]]', '"overrides": [{"temperature": %s}]', '"images": [], "env_id": %s']
+)
 def test_a_group_that_the_trainer_cannot_parse_is_rejected(fresh, column):
     body = '{"masks": [[1]], "scores": [0], "tokens": [[1]], ' + column % HUGE + "}"
     assert call(fresh.url + "/scored_data", body.encode())[0] == 422
