@@ -172,13 +172,11 @@ class Exchange:
         """
         for group in groups:
             env = self._env(group.env_id)
-            if env is None or group.size in (0, env.settings.group_size):
+            if env is None or group.size == 0:
                 self._check_size(group.size)
             elif group.size > env.settings.group_size:
-                raise InvalidGroup(
-                    f"a group of {group.size} sequences can never be served: environment {env.env_id} has registered "
-                    f"a group size of {env.settings.group_size}"
-                )
+                sizes = f"environment {env.env_id} has registered a group size of {env.settings.group_size}"
+                raise InvalidGroup(f"a group of {group.size} sequences can never be served: {sizes}")
         if self._excess(groups):  # incomplete groups, which may never be completed, make room for whole ones
             for env in self._envs:
                 env.parts.clear()
@@ -190,10 +188,10 @@ class Exchange:
 
     def _excess(self, groups: Iterable[ScoredGroup]) -> str | None:
         """Return which limit the queue would exceed with these groups; None if it would not."""
-        new = _volume(groups)
+        new, waiting = _volume(groups), self._waiting
         for unit, limit in self._limits.items():
-            if self._waiting[unit] + new[unit] > limit:
-                return f"{self._waiting[unit]} {unit} are waiting for the trainer; the limit is {limit}"
+            if waiting[unit] + new[unit] > limit:
+                return f"{waiting[unit]} {unit} are waiting for the trainer; the limit is {limit}"
         return None
 
     def _check_size(self, size: int) -> None:
@@ -208,12 +206,15 @@ class Exchange:
 
     def _post(self, group: ScoredGroup) -> JsonObject:
         env, self.latest = self._env(group.env_id), group.texts[-1]
+        if env is not None and group.size < env.settings.group_size:
+            return self._post_part(env, group)
+        self._enqueue(env, group)
+        return {"status": "received"}
+
+    def _enqueue(self, env: RegisteredEnvironment | None, group: ScoredGroup) -> None:
+        self._queue.append(group)
         if env is not None:
             env.vain_requests = 0
-            if group.size < env.settings.group_size:
-                return self._post_part(env, group)
-        self._queue.append(group)
-        return {"status": "received"}
 
     def _post_part(self, env: RegisteredEnvironment, part: ScoredGroup) -> JsonObject:
         env.parts.append(part)
@@ -222,7 +223,7 @@ class Exchange:
         chosen = choose_parts([each.size for each in env.parts], env.settings.group_size)
         if chosen:
             texts = tuple(text for position in chosen for text in env.parts[position].texts)
-            self._queue.append(ScoredGroup(env.settings.group_size, env.env_id, texts))
+            self._enqueue(env, ScoredGroup(env.settings.group_size, env.env_id, texts))
         env.parts = [each for position, each in enumerate(env.parts) if position not in chosen]
         return {"status": "buffered", "buffer_size": sum(each.size for each in env.parts)}
 

@@ -217,13 +217,19 @@ def test_a_run_continues_from_the_adapter(adapted, gemma, tmp_path):
     assert row["grad_norm"] > 0
 
 
-@pytest.mark.parametrize("bridge", ["broadcast", "restart"])
-def test_a_server_gives_the_result_of_a_colocated_run(server, alone, gemma, adapted, tmp_path, bridge):
+def test_a_server_gives_the_result_of_a_colocated_run(server, alone, gemma, adapted, tmp_path):
     """After the adapter's run: a server whose base model was changed takes no adapters."""
-    run = train(tmp_path, work(gemma, engine=served(server, bridge)))
+    run = train(tmp_path, work(gemma, engine=served(server, "broadcast")))
     assert max(row["mismatch/plain"] for row in run.rows(files.TRAIN)) < CLOSE
     ours, theirs = (load_file(each.folder / "final_model/model.safetensors") for each in (run, alone))
     assert max((ours[name] - theirs[name]).abs().max().item() for name in theirs) < 2e-4
+
+
+def test_a_server_is_restarted_with_the_text_model(server, alone, gemma, adapted, tmp_path):
+    run = train(tmp_path, work(gemma, engine=served(server, "restart"), training_steps=2))
+    rows, expected = run.rows(files.TRAIN), alone.rows(files.TRAIN)
+    assert max(row["mismatch/plain"] for row in rows) < CLOSE
+    assert [row["reward"] for row in rows] == [row["reward"] for row in expected[:2]], "sampled with the same weights"
 
 
 def test_one_copy_of_the_weights_is_trained_in_the_engine_server(gemma, tmp_path):
