@@ -12,7 +12,6 @@ from typing import cast
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from colocated_grpo.assembly.evaluation import Evaluated, read_evaluated
-from colocated_grpo.assembly.user_code import Guarded, GuardedEpisode, GuardedScorer
 from colocated_grpo.environments import Environments, build_environments
 from colocated_grpo.environments.build import PlayedByAgents
 from colocated_grpo.environments.chat import ChatCodec
@@ -190,21 +189,17 @@ def build_collector(
     model: ModelFiles,
     world: World,
     stop: StopRequest,
-    guarded: Guarded,
 ) -> Collector:
     rollout, codec = config.rollout, ChatCodec(model.tokenizer)
     environments, sets, agents = data.environments, data.evaluated.sources, data.agents
     played = {**environments.episodes, **sets.episodes, **{name: one.episode for name, one in agents.items()}}
     scored = {**environments.scorers, **sets.scorers}
-    guarded_episodes = {name: GuardedEpisode(episode, guarded) for name, episode in played.items()}
     limits = {name: one.limits for name, one in agents.items()}
-    episodes = EpisodeRunner(
-        guarded_episodes, codec, inbox, seed=config.seed, tool_timeout=rollout.tool_timeout, agents=limits
-    )
+    episodes = EpisodeRunner(played, codec, inbox, seed=config.seed, tool_timeout=rollout.tool_timeout, agents=limits)
     return Collector(
         driver,
         episodes,
-        {name: GuardedScorer(scorer, guarded) for name, scorer in scored.items()},
+        scored,
         codec.message_text,
         world,
         build_dispatch(config, world),

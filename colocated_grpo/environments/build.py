@@ -18,8 +18,7 @@ from colocated_grpo.environments.dataset import DatasetRows
 from colocated_grpo.environments.episodes import build_episode
 from colocated_grpo.environments.prompts import PromptEncoder
 from colocated_grpo.environments.rewards.functions import build_rewards
-from colocated_grpo.environments.rewards.placement import start_workers
-from colocated_grpo.environments.rewards.scorer import RewardScorer
+from colocated_grpo.environments.rewards.scorer import RewardScorer, start_workers
 from colocated_grpo.environments.rewards.scoring import TaskScorer
 from colocated_grpo.environments.row_filter import Keep, load_filter
 from colocated_grpo.environments.solved import UnsolvedItems

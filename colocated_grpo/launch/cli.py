@@ -31,9 +31,10 @@ from colocated_grpo.runtime.program import (
     set_up_logging,
 )
 from colocated_grpo.runtime.signals import exit_on_stop_signals
-from colocated_grpo.runtime.verdict import FINISHED_SUFFIX, RECORDED_SUFFIX, RUN_ERROR, USAGE_ERROR, mark, report
+from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, leave, report
 
 if TYPE_CHECKING:
+    from colocated_grpo.runtime.joining import Joined
     from colocated_grpo.settings.loading import LoadedConfig
     from colocated_grpo.settings.schema import Config
     from colocated_grpo.tracking import RunOutput
@@ -187,7 +188,6 @@ def _import_trainer() -> Callable[..., None]:
 def _run(config: Config, resume: str | None, name: str, output: RunOutput) -> int:
     """Train and return an exit code. Errors that the user can act on become one line; all are recorded."""
     from colocated_grpo.errors import AlreadyReported
-    from colocated_grpo.launch.joining import join_ranks
 
     try:
         joined = join_ranks(output)
@@ -196,7 +196,7 @@ def _run(config: Config, resume: str | None, name: str, output: RunOutput) -> in
         train(config, joined, resume=resume, name=name, output=output)
     except AlreadyReported:
         output.close()
-        mark(RECORDED_SUFFIX)
+        leave(recorded=True)
         logging.getLogger(__name__).debug("another rank failed first; the error of this rank:", exc_info=True)
         return RUN_ERROR
     except BaseException as error:
@@ -207,8 +207,17 @@ def _run(config: Config, resume: str | None, name: str, output: RunOutput) -> in
             raise
         report(code, lines)
         return code
-    mark(FINISHED_SUFFIX)
+    leave(finished=True)
     return 0
+
+
+def join_ranks(output: RunOutput) -> Joined:
+    """Wait for the other ranks, before the trainer is imported. Collective. Stop signals keep their handlers."""
+    from colocated_grpo.runtime.joining import join
+    from colocated_grpo.tracking.ending import leave_with_other_rank
+
+    with output.phase("waiting for the other ranks"):
+        return join(before_exit=partial(leave_with_other_rank, output))
 
 
 def record_ending(output: RunOutput, error: BaseException, run_folders: Sequence[str | None]) -> tuple[int, list[str]]:

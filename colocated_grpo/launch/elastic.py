@@ -20,7 +20,7 @@ from torch.distributed.run import parse_args, run
 from colocated_grpo.launch.rendezvous import use_loopback
 from colocated_grpo.runtime.addresses import wait_for_listener
 from colocated_grpo.runtime.signals import stop_signals
-from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, report, verdict_written
+from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, first_report, report
 
 AGENT_LOGGER = "torch.distributed.elastic.multiprocessing.api"
 """Name of the logger that reports how each process ended."""
@@ -34,7 +34,7 @@ NO_FILE = "<N/A>"
 
 @record
 def main() -> None:
-    logging.getLogger(AGENT_LOGGER).addFilter(lambda log: not (verdict_written() or log.msg.startswith(REPEATED)))
+    logging.getLogger(AGENT_LOGGER).addFilter(lambda log: first_report() is None and not log.msg.startswith(REPEATED))
     arguments = parse_args(sys.argv[1:])
     use_loopback(arguments)
     if arguments.nnodes.isdecimal() and int(arguments.nnodes) > 1:
@@ -43,7 +43,7 @@ def main() -> None:
     try:
         run(arguments)
     except ChildFailedError as error:
-        if verdict_written():
+        if first_report() is not None:
             sys.exit(RUN_ERROR)
         if (line := explain_killed_ranks(error.failures)) is None:
             raise

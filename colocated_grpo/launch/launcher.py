@@ -10,6 +10,7 @@ import os
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -19,8 +20,7 @@ from typing import TYPE_CHECKING, TextIO
 from colocated_grpo.errors import ConfigError
 from colocated_grpo.launch.arguments import read_launch, run_parser, visible_gpus
 from colocated_grpo.launch.cli import default_config_note
-from colocated_grpo.launch.ending import STARTING, ending, stop_action
-from colocated_grpo.runtime.processes import run_command, scratch_folder
+from colocated_grpo.runtime.processes import SAVING, STOP_RANKS, StopAction, run_command, scratch_folder
 from colocated_grpo.runtime.program import (
     LOG_LEVEL_VARIABLE,
     Launch,
@@ -29,7 +29,14 @@ from colocated_grpo.runtime.program import (
     prepare_streams,
     python_path,
 )
-from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, VERDICT_VARIABLE
+from colocated_grpo.runtime.verdict import (
+    RUN_ERROR,
+    USAGE_ERROR,
+    VERDICT_VARIABLE,
+    Verdict,
+    read_verdicts,
+    write_verdict,
+)
 from colocated_grpo.servers.engine_servers import EngineServers, ServerPlan, plan_servers
 
 if TYPE_CHECKING:
@@ -45,6 +52,9 @@ SHUTDOWN_SECONDS = 600
 # The path of a Unix socket has at most 107 characters, of which vLLM needs 37.
 MAX_SOCKET_FOLDER = 70
 TRAINER_LOG = "trainer.log"
+STARTING = b"\nstopping during start-up, before the first step\n"
+START_SECONDS = 5.0
+"""Time in which ranks must end that have not begun to train. One that is blocked in a library receives no signal."""
 LOOPBACK = "lo"
 """Linux' name of the interface that only this machine reaches."""
 
@@ -238,16 +248,37 @@ def banner(launch: Launch, command: Sequence[str], servers: ServerPlan | None, m
 
 def _run(command: Sequence[str], environment: Mapping[str, str], redirect: Path | None) -> int:
     with scratch_folder() as folder:
-        verdict = folder / "verdict"
         # torchrun's log folder and the sockets of tensor-parallel engines would otherwise stay behind in /tmp.
-        inside = {"PET_LOG_DIR": str(folder), **environment, VERDICT_VARIABLE: str(verdict)}
+        inside = {"PET_LOG_DIR": str(folder), **environment, VERDICT_VARIABLE: str(folder)}
         if len(str(folder)) <= MAX_SOCKET_FOLDER:
             inside.setdefault("VLLM_RPC_BASE_PATH", str(folder))
-        code, lines = ending(run_command(command, inside, redirect, stop_action(verdict)), verdict)
+        code = run_command(command, inside, redirect, stop_action(folder))
+        verdicts = read_verdicts(folder) if folder.is_dir() else None
+    if code == 0 and any(verdict.finished and not verdict.stopped for verdict in verdicts or ()):
+        return 0
+    from colocated_grpo.tracking.ending import ending
+
+    code, lines = ending(code, verdicts)
     if lines:
         with suppress(OSError):
-            _show(lines, redirect, sys.stderr)
+            _show("\n".join(lines), redirect, sys.stderr)
     return code
+
+
+def stop_action(folder: Path) -> StopAction:
+    """Return the effect of the first stop signal: a run that trains saves a checkpoint, one that starts just ends.
+
+    folder: of the verdicts.
+    """
+
+    def begin(number: int) -> tuple[bytes, float | None]:
+        if any(verdict.training for verdict in read_verdicts(folder)):
+            return SAVING, None
+        # Keeps torchrun from reporting the ranks that end: this line is all there is to say.
+        write_verdict(folder / "launcher.json", Verdict(code=128 + number, reported=time.time()))
+        return STARTING, START_SECONDS
+
+    return StopAction(begin=begin, targets=STOP_RANKS.targets)
 
 
 def _show(text: str, redirect: Path | None, console: TextIO) -> None:

@@ -7,15 +7,15 @@ from contextlib import suppress
 from pathlib import Path
 
 from colocated_grpo.assembly.run import build_run, describe, note_unusual_resume
-from colocated_grpo.assembly.user_code import user_code_limit
 from colocated_grpo.environments.chat import ChatCodec
 from colocated_grpo.errors import RunError
 from colocated_grpo.runtime.distributed import derive_seed, seed_everything, use_deterministic_kernels
 from colocated_grpo.runtime.joining import Joined
 from colocated_grpo.runtime.rank_process import RankProcess
 from colocated_grpo.runtime.run_folder import choose_run_folder, lock_folder, removed_if_unused
-from colocated_grpo.runtime.verdict import FOLDER_SUFFIX, STOPPED_SUFFIX, TRAINING_SUFFIX, mark
-from colocated_grpo.settings.schema import Config
+from colocated_grpo.runtime.verdict import leave
+from colocated_grpo.settings.schema import Config, RolloutConfig
+from colocated_grpo.settings.sources import AgentSourceConfig, EpisodeSourceConfig
 from colocated_grpo.tracking import RunOutput
 from colocated_grpo.tracking.ending import FAILED, STOPPED
 from colocated_grpo.trainer import settle_garbage_collector, train
@@ -36,15 +36,28 @@ def main(config: Config, joined: Joined, *, resume: str | None, name: str, outpu
 
 def start_rank(config: Config, joined: Joined, output: RunOutput) -> RankProcess:
     """Build the process group of the ranks. Stop signals keep their handlers. Collective."""
+    sources = [*config.environments, *(entry.source for entry in config.evaluation.sets)]
     if config.deterministic:
         use_deterministic_kernels()
     with output.phase("connecting the ranks"):
         return RankProcess(
             joined,
-            *user_code_limit(config),
+            *user_code_limit(config.rollout, sources),
             replicate_nodes=config.policy.replicate == "nodes",
             context_parallel=config.policy.context_parallel,
         )
+
+
+def user_code_limit(rollout: RolloutConfig, sources: Sequence[object]) -> tuple[float, str]:
+    """Return for how many seconds user code may block a rank, and the setting that says so, for error lines.
+
+    The longer of rollout.reward_timeout and, with episodes or agents, rollout.tool_timeout.
+    """
+    limits = {"rollout.reward_timeout": rollout.reward_timeout}
+    if any(isinstance(entry, EpisodeSourceConfig | AgentSourceConfig) for entry in sources):
+        limits["rollout.tool_timeout"] = rollout.tool_timeout
+    name = max(limits, key=lambda name: limits[name])
+    return limits[name], f"{name}={limits[name]:g}"
 
 
 def train_on(
@@ -67,15 +80,14 @@ def train_on(
         folder = world.from_main(lambda: lock_folder(choose_run_folder(config, resume, name)))
         with removed_if_unused(folder):
             output.folder = folder
-            mark(FOLDER_SUFFIX, str(folder))
-            resources, guarded = process.resources, process.guard.armed
-            run = build_run(config, folder, world, process.stop, output, resources, guarded, callbacks)
+            leave(folder=str(folder))
+            run = build_run(config, folder, world, process.stop, output, process.resources, callbacks)
         run.tracker.start(run.config, describe(run), run.start, ChatCodec(run.model.tokenizer).transcript)
         if resume is not None:
             note_unusual_resume(run)
         settle_garbage_collector()
         output.trains = True
-        mark(TRAINING_SUFFIX)
+        leave(training=True)
         on_start()
         try:
             outcome = train(run)
@@ -90,7 +102,7 @@ def train_on(
         if outcome == STOPPED and (reasons := list(filter(None, world.gather_objects(process.stop.reason)))):
             raise RunError(f"{reasons[0]}; the run has saved a checkpoint, from which --resume auto continues")
         if outcome == STOPPED:
-            mark(STOPPED_SUFFIX)
+            leave(stopped=True)
     except BaseException as error:
         if (shown := process.failure(error)) is error:
             raise

@@ -1,4 +1,4 @@
-"""This process as a rank: process group, stop request, watchdog and guard process, and their end."""
+"""This process as a rank: process group, stop request, watchdog and limit of user code, and their end."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from contextlib import ExitStack
 
 import torch.distributed as dist
 
-from colocated_grpo.runtime.blocking_code import BlockingCodeReporter
 from colocated_grpo.runtime.distributed import init_world, with_context
 from colocated_grpo.runtime.joining import Joined
-from colocated_grpo.runtime.rank_guard import RankGuard
+from colocated_grpo.runtime.user_code import UserCodeWatch
+from colocated_grpo.runtime.verdict import stacks_file
 
 
 class RankProcess:
@@ -40,12 +40,11 @@ class RankProcess:
                 raise
             raise shown from error
         self.stop = joined.stop
-        self.guard = RankGuard(user_code_seconds, setting)
         self.failure = joined.failure
         """Makes the other ranks exit, and returns the exception to raise for an error of this rank's run."""
         self._watchdog = joined.watchdog
         warn = logging.getLogger(__name__).warning
-        self._blocking_code = BlockingCodeReporter(warn, stop_requested=self.stop.requested)
+        self._user_code = UserCodeWatch(user_code_seconds, setting, warn, stacks=stacks_file())
         self.resources = ExitStack()
         """Resources that the run has opened. Closed at the end of a run without errors, and by `abandon`."""
 
@@ -70,6 +69,5 @@ class RankProcess:
             dist.destroy_process_group()
 
     def _release(self) -> None:
-        self._blocking_code.close()
-        self.guard.close()
+        self._user_code.close()
         self.stop.close()

@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Sequence
 
-from colocated_grpo.runtime.verdict import report, verdict_written
+from colocated_grpo.runtime.verdict import first_report, report
 
 
 def stop_signals() -> list[signal.Signals]:
@@ -25,7 +25,7 @@ def exit_on_stop_signals(ending: Callable[[], str]) -> None:
 
     def on_signal(number: int, _frame: object) -> None:
         line = ending()
-        if not verdict_written() and os.environ.get("RANK", "0") == "0":  # one line, not one for each rank
+        if first_report() is None and os.environ.get("RANK", "0") == "0":  # one line, not one for each rank
             report(128 + number, [line])
         os._exit(128 + number)
 

@@ -27,7 +27,7 @@ OF_THE_USER = {"IPython", "mlflow", "swanlab", "trackio"}
 """Imported in a notebook, or for a tracker whose package the user has installed."""
 WITH_CUDA = {"fla", "triton"}
 """Come with the CUDA builds of torch or are installed beside them. What imports them is imported on GPUs only."""
-WORKER = "environments/rewards/math_worker.py"
+WORKER = "environments/rewards/code_runner.py"
 """A program of its own, started for the reward math_verify alone."""
 
 

@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
+import random
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Self
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from colocated_grpo.environments.rewards.builtin import Completions, completion_texts
-from colocated_grpo.environments.rewards.judge.answers import DEFAULT_PARSE, fill, last_score, places, plain_text
-from colocated_grpo.environments.rewards.judge.budget import Budget
-from colocated_grpo.environments.rewards.judge.cache import ScoreCache, request_key
-from colocated_grpo.environments.rewards.judge.endpoint import BudgetSpent, Endpoint, Retries
 from colocated_grpo.environments.rewards.scoring import NoReward
 from colocated_grpo.settings.base import FileName, NonNegative, Positive, Section
-from colocated_grpo.web.client import JsonClient
+from colocated_grpo.web.client import JsonClient, RequestRejected, Unavailable
+
+RETRIED_STATUS = {408, 409, 425, 429}
+"""4xx responses that are about the moment, not about the request. All 5xx responses are retried too."""
+MAX_WAIT = 10.0
+"""Longest wait in seconds before a retry."""
+PLACE = re.compile(r"\{\{|\}\}|\{(\w+)\}")
+DEFAULT_PARSE = r"(?i)\bscore\b\W{0,9}(-?\d+(?:\.\d+)?)"
+"""Matches `Score: 7`, `**Score**: 0.5` and `{"score": 1}`."""
+SHOWN_CHARACTERS = 80
 
 Outcome = float | NoReward | None
 """A score; why there is none; None if the budget is spent."""
@@ -162,3 +174,149 @@ class Judge(Section):
         if not low <= score <= high or math.isinf(score):
             raise NoReward(f"the judge's score {score:g} is outside bounds={[low, high]}")
         return score
+
+
+class BudgetSpent(Exception):
+    """The budget allows no further request."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Retries:
+    """How often a failed request is sent again, and after how many seconds at first; the wait doubles."""
+
+    count: int
+    backoff: float
+
+    def wait(self, attempt: int) -> float:
+        """Return a random wait, so that requests that were refused together do not come back together."""
+        return min(MAX_WAIT, self.backoff * 2**attempt) * random.uniform(0.5, 1.0)
+
+
+class Endpoint:
+    """Sends requests from a bounded number of threads. A wait before a retry holds none of them."""
+
+    def __init__(self, client: JsonClient, path: str, *, concurrency: int, retries: Retries) -> None:
+        self._client = client
+        self._path = path
+        self._retries = retries
+        self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="judge")
+
+    async def ask(self, body: object, take: Callable[[], bool]) -> object:
+        """Return the JSON of the response. Raises BudgetSpent if `take`, called before each attempt, returns False.
+
+        Raises NoReward if no attempt succeeds.
+        """
+        attempt = 0
+        while True:
+            if not take():
+                raise BudgetSpent
+            try:
+                return await self._post(body)
+            except Unavailable as error:
+                if attempt == self._retries.count:
+                    raise NoReward(f"the judge is unavailable, attempts: {attempt + 1}, the last: {error}") from None
+            await asyncio.sleep(self._retries.wait(attempt))
+            attempt += 1
+
+    async def _post(self, body: object) -> object:
+        """Send the request once. Raises Unavailable if another attempt may succeed, else NoReward."""
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._threads, self._client.post, self._path, body)
+        except RequestRejected as error:
+            if error.status in RETRIED_STATUS:
+                raise Unavailable(str(error)) from None
+            raise NoReward(f"the judge rejects the request: {error}") from None
+
+
+@dataclass(slots=True)
+class Budget:
+    """Requests and tokens of one judge in one process."""
+
+    max_requests: int | None
+    max_tokens: int | None
+    requests: int = 0
+    tokens: int = 0
+
+    def take(self) -> bool:
+        """Count a request that is about to be sent. Returns False if the budget is spent."""
+        if self.max_requests is not None and self.requests >= self.max_requests:
+            return False
+        if self.max_tokens is not None and self.tokens >= self.max_tokens:
+            return False
+        self.requests += 1
+        return True
+
+
+def request_key(url: str, body: object) -> str:
+    """Return a digest of everything that decides the answer."""
+    return sha256(json.dumps([url, body], sort_keys=True).encode()).hexdigest()
+
+
+class ScoreCache:
+    """The `size` scores that were used last. A file keeps all of them, one JSON line each."""
+
+    def __init__(self, size: int, file: Path | None) -> None:
+        """file: appended to, and read first if it exists. Several processes may use it. Raises OSError."""
+        self._size = size
+        self._file = file
+        self._scores: OrderedDict[str, float] = OrderedDict()
+        if file is not None:
+            self._append(b"")  # a file that cannot be written is found at the start
+            for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+                with suppress(ValueError, TypeError):  # a line that a killed process has left unfinished
+                    key, score = json.loads(line)
+                    self._remember(str(key), float(score))
+
+    def get(self, key: str) -> float | None:
+        if key in self._scores:
+            self._scores.move_to_end(key)
+        return self._scores.get(key)
+
+    def put(self, key: str, score: float) -> None:
+        self._remember(key, score)
+        if self._file is not None:
+            self._append((json.dumps([key, score]) + "\n").encode())
+
+    def _remember(self, key: str, score: float) -> None:
+        self._scores[key] = score
+        self._scores.move_to_end(key)
+        if len(self._scores) > self._size:
+            self._scores.popitem(last=False)
+
+    def _append(self, line: bytes) -> None:
+        assert self._file is not None
+        # One write to a file opened for appending, so that lines of several processes do not mix.
+        descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            os.write(descriptor, line)
+        finally:
+            os.close(descriptor)
+
+
+def places(template: str) -> set[str]:
+    """Return the names in {braces} of a template."""
+    return {name for name in PLACE.findall(template) if name}
+
+
+def fill(template: str, values: Mapping[str, Any]) -> str:
+    """Replace each {name} by its value. {{ and }} become single braces; other braces stay as they are."""
+    return PLACE.sub(lambda found: str(values[found[1]]) if found[1] else found[0][0], template)
+
+
+def last_score(pattern: str, text: str) -> float:
+    """Return the number in the last match's group. Raises ValueError if there is none."""
+    found = re.findall(pattern, text)
+    if not found:
+        shown = text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."
+        raise ValueError(f"no score in the judge's answer {shown!r}")
+    return float(found[-1])
+
+
+def plain_text(prompt: str | list[dict[str, Any]]) -> str:
+    """Return a prompt as text: the content of a single message, else `role: content` for each message."""
+    if isinstance(prompt, str):
+        return prompt
+    if len(prompt) == 1:
+        return str(prompt[0]["content"])
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
