@@ -25,7 +25,7 @@ from colocated_grpo.tracking.notebook import in_notebook
 from colocated_grpo.tracking.output import RunOutput
 
 if TYPE_CHECKING:
-    from colocated_grpo.runtime.rank_process import RankProcess
+    from colocated_grpo.launch.rank import RankProcess
 
 STOPPING = (
     "\nstopping: the run saves a checkpoint at the next safe point, and train() returns; interrupt again to end at once"

@@ -21,16 +21,13 @@ from colocated_grpo.runtime.program import (
     LOG_LEVEL_VARIABLE,
     LOG_LEVELS,
     OneLineParser,
-    environment_problem,
     error_text,
+    exit_on_stop_signals,
     frozen_imports,
-    library_environment,
-    prepare_streams,
+    parse_rank_arguments,
+    prepare_libraries,
     raise_descriptor_limit,
-    rank_environment,
-    set_up_logging,
 )
-from colocated_grpo.runtime.signals import exit_on_stop_signals
 from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, leave, report
 
 if TYPE_CHECKING:
@@ -108,24 +105,17 @@ def default_config_note(options: argparse.Namespace) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run this rank and return its exit code. Unexpected exceptions, which are defects, propagate."""
-    prepare_streams()
     parser = OneLineParser(
         prog="python -m colocated_grpo",
         description="Train on this rank. Started by torchrun, by srun, or alone; settings override the file.",
         allow_abbrev=False,
     )
     add_run_arguments(parser)
-    options, overrides = parser.parse_known_args(arguments)
-    os.environ.update(rank_environment(os.environ))
-    if problem := environment_problem(os.environ):
-        parser.error(problem)
-    for name, value in library_environment(options.log_level).items():
-        os.environ.setdefault(name, value)
+    options, overrides = parse_rank_arguments(parser, arguments)
+    prepare_libraries(options.log_level, prefix=f"[rank {os.environ['RANK']}] ")
     raise_descriptor_limit()
     faulthandler.enable()
     exit_on_stop_signals(lambda: "stopped during start-up, before the first step")
-    rank = os.environ["RANK"]
-    set_up_logging(options.log_level, prefix=f"[rank {rank}] ")
     return _train(options, overrides)
 
 
@@ -160,8 +150,8 @@ def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def checked(loaded: LoadedConfig, resume: str | None, name: str) -> tuple[Config, list[str]]:
     """Return the settings adapted to their model, and lines to print. Raises ConfigError where the run cannot start."""
+    from colocated_grpo.rollout.vllm.versions import check_installed
     from colocated_grpo.runtime.run_folder import check_resumed
-    from colocated_grpo.runtime.vllm_version import check_installed
     from colocated_grpo.settings.addresses import exposures
     from colocated_grpo.settings.inputs import check_inputs
     from colocated_grpo.settings.node_rules import check_nodes

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
+
+import torch.distributed as dist
 
 from colocated_grpo.assembly.run import build_run, describe, note_unusual_resume
 from colocated_grpo.environments.chat import ChatCodec
 from colocated_grpo.errors import RunError
-from colocated_grpo.runtime.distributed import derive_seed, seed_everything, use_deterministic_kernels
+from colocated_grpo.runtime.distributed import (
+    derive_seed,
+    init_world,
+    seed_everything,
+    use_deterministic_kernels,
+    with_context,
+)
 from colocated_grpo.runtime.joining import Joined
-from colocated_grpo.runtime.rank_process import RankProcess
 from colocated_grpo.runtime.run_folder import choose_run_folder, lock_folder, removed_if_unused
-from colocated_grpo.runtime.verdict import leave
+from colocated_grpo.runtime.user_code import UserCodeWatch
+from colocated_grpo.runtime.verdict import leave, stacks_file
 from colocated_grpo.settings.schema import Config, RolloutConfig
 from colocated_grpo.settings.sources import AgentSourceConfig, EpisodeSourceConfig
 from colocated_grpo.tracking import RunOutput
@@ -32,6 +42,66 @@ def main(config: Config, joined: Joined, *, resume: str | None, name: str, outpu
     process = start_rank(config, joined, output)
     train_on(process, config, resume=resume, name=name, output=output, on_start=process.stop.listen)
     process.close()
+
+
+class RankProcess:
+    """One run's hold on this process. Construction is collective.
+
+    A process that ends with its run calls `close` after a run without errors, and exits after any other. A process that
+    goes on calls `abandon` then.
+    """
+
+    def __init__(
+        self,
+        joined: Joined,
+        user_code_seconds: float,
+        setting: str,
+        *,
+        replicate_nodes: bool = False,
+        context_parallel: int = 1,
+    ) -> None:
+        """user_code_seconds: longest time that user code may block all threads, as `setting` says.
+
+        replicate_nodes: as in `init_world`. context_parallel: as in `with_context`.
+        """
+        try:
+            self.world = with_context(init_world(joined.store, replicate_nodes=replicate_nodes), context_parallel)
+        except Exception as error:
+            if (shown := joined.failure(error)) is error:
+                raise
+            raise shown from error
+        self.stop = joined.stop
+        self.failure = joined.failure
+        """Makes the other ranks exit, and returns the exception to raise for an error of this rank's run."""
+        self._watchdog = joined.watchdog
+        warn = logging.getLogger(__name__).warning
+        self._user_code = UserCodeWatch(user_code_seconds, setting, warn, stacks=stacks_file())
+        self.resources = ExitStack()
+        """Resources that the run has opened. Closed at the end of a run without errors, and by `abandon`."""
+
+    def close(self) -> None:
+        """Leave the process group and restore the signal handlers. Collective; the run is complete."""
+        self._release()
+        self._watchdog.close()
+        self.world.barrier()
+        self._watchdog.links.close()
+        dist.destroy_process_group()
+
+    def abandon(self) -> None:
+        """Give back all that this process can give back after a failed run.
+
+        With several ranks that is little: the others exit, and a process group without them cannot be left.
+        """
+        if self.world.size == 1:
+            self.resources.close()
+        self._release()
+        if self.world.size == 1:
+            self._watchdog.close()
+            dist.destroy_process_group()
+
+    def _release(self) -> None:
+        self._user_code.close()
+        self.stop.close()
 
 
 def start_rank(config: Config, joined: Joined, output: RunOutput) -> RankProcess:
@@ -77,7 +147,8 @@ def train_on(
     world = process.world
     try:
         seed_everything(derive_seed(config.seed, "build"))
-        folder = world.from_main(lambda: lock_folder(choose_run_folder(config, resume, name)))
+        chosen = partial(choose_run_folder, config.output_dir, config.run_name, resume, name)
+        folder = world.from_main(lambda: lock_folder(chosen()))
         with removed_if_unused(folder):
             output.folder = folder
             leave(folder=str(folder))

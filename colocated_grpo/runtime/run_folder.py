@@ -38,22 +38,22 @@ _locks: list[TextIO] = []
 """Open lock files. They stay open until the process ends, which releases the locks however it ends."""
 
 
-def choose_run_folder(config: Config, resume: str | None, name: str) -> Path:
+def choose_run_folder(output_dir: str, run_name: str | None, resume: str | None, name: str) -> Path:
     """Return the folder of this run. `name` is the prefix of new folders and of those that `--resume auto` considers.
 
     Raises ConfigError where the run to resume does not exist, or where a new run would overwrite an existing one.
     """
-    output = Path(config.output_dir)
+    output = Path(output_dir)
     if resume == AUTO:
-        newest = _newest_run(output, config.run_name, name)
+        newest = _newest_run(output, run_name, name)
         if newest is not None:
             return _without_links(newest)
     elif resume is not None:
         return _without_links(_existing_run(Path(resume)))
-    folder = output / (config.run_name or f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    folder = output / (run_name or f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
     if complete_checkpoints(folder / CHECKPOINTS) and resume is None:
         raise ConfigError(
-            f"run_name={config.run_name!r}: {folder} already contains a run; add --resume, or choose another name"
+            f"run_name={run_name!r}: {folder} already contains a run; add --resume, or choose another name"
         )
     return folder
 
@@ -63,7 +63,8 @@ def check_resumed(config: Config, resume: str | None, name: str) -> None:
 
     Only shapes are compared, not names: a model folder may have moved, and the weights come from the checkpoint.
     """
-    checkpoints = complete_checkpoints(choose_run_folder(config, resume, name) / CHECKPOINTS)
+    folder = choose_run_folder(config.output_dir, config.run_name, resume, name)
+    checkpoints = complete_checkpoints(folder / CHECKPOINTS)
     if not checkpoints:
         return
     shape, saved = shape_of(read_config_json(config.model)), saved_shape(checkpoints[-1])

@@ -21,9 +21,7 @@ from traceback import walk_stack, walk_tb
 from types import FrameType
 from typing import NamedTuple
 
-import colocated_grpo
-
-PACKAGE = str(Path(colocated_grpo.__file__).parent)
+PACKAGE = str(Path(__file__).parents[1])
 MODEL_CODE = f"{os.sep}transformers_modules{os.sep}"
 """In the path of model code that transformers has downloaded. Its forward pass is the trainer's own work."""
 FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)

@@ -24,7 +24,7 @@ RUN_ERROR, USAGE_ERROR = 1, 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class ProcessEnd:
     """State of one process."""
 
     folder: str | None = None
@@ -44,7 +44,7 @@ class Verdict:
     """time.time() of the report. The first one of a node counts: its end makes the other ranks fail as well."""
 
 
-_own = Verdict()
+_own = ProcessEnd()
 
 
 def leave(**changes: object) -> bool:
@@ -56,7 +56,7 @@ def leave(**changes: object) -> bool:
     return write_verdict(Path(os.environ[VERDICT_VARIABLE]) / f"{process_name()}.json", _own)
 
 
-def write_verdict(file: Path, verdict: Verdict) -> bool:
+def write_verdict(file: Path, verdict: ProcessEnd) -> bool:
     """Write a verdict. Return False where that fails: in a long run, a cleanup of /tmp may have removed the folder."""
     new = file.with_suffix(".new")
     try:
@@ -87,7 +87,7 @@ def report(code: int, lines: Sequence[str]) -> None:
         print(*lines, sep="\n", file=sys.stderr, flush=True)
 
 
-def read_verdicts(folder: Path) -> list[Verdict]:
+def read_verdicts(folder: Path) -> list[ProcessEnd]:
     """Return the verdicts of the processes of this node; those with a report first, in the order of their reports.
 
     A rank that user code has blocked left its stacks only, and comes first.
@@ -95,14 +95,14 @@ def read_verdicts(folder: Path) -> list[Verdict]:
     found = []
     for file in sorted(folder.glob("*.json")):
         with suppress(OSError, ValueError):
-            found.append(Verdict(**json.loads(file.read_text(encoding="utf-8"))))
+            found.append(ProcessEnd(**json.loads(file.read_text(encoding="utf-8"))))
     blocked = [
-        Verdict(code=RUN_ERROR, lines=[line]) for line in map(explain_blocked, folder.glob(f"*{STACKS}")) if line
+        ProcessEnd(code=RUN_ERROR, lines=[line]) for line in map(explain_blocked, folder.glob(f"*{STACKS}")) if line
     ]
     return blocked + sorted(found, key=lambda one: one.reported if one.code is not None else float("inf"))
 
 
-def first_report() -> Verdict | None:
+def first_report() -> ProcessEnd | None:
     """Return the first report of a process of this node; None if there is none."""
     if VERDICT_VARIABLE not in os.environ:
         return None

@@ -15,15 +15,12 @@ from typing import TYPE_CHECKING
 
 from colocated_grpo.runtime.program import (
     OneLineParser,
-    environment_problem,
     error_text,
+    exit_on_stop_signals,
     frozen_imports,
-    library_environment,
-    prepare_streams,
-    rank_environment,
-    set_up_logging,
+    parse_rank_arguments,
+    prepare_libraries,
 )
-from colocated_grpo.runtime.signals import exit_on_stop_signals
 from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, run_program
 
 if TYPE_CHECKING:
@@ -48,18 +45,12 @@ class Interrupts:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Chat until the end of the input. Returns exit code 0, 2 for wrong settings, 1 if the model cannot be loaded."""
-    prepare_streams()
     parser = _parser()
-    options, overrides = parser.parse_known_args(arguments)
-    os.environ.update(rank_environment(os.environ))
-    if problem := environment_problem(os.environ):
-        parser.error(problem)
+    options, overrides = parse_rank_arguments(parser, arguments)
     if int(os.environ["WORLD_SIZE"]) > 1:
         parser.error(f"WORLD_SIZE={os.environ['WORLD_SIZE']}: must be 1; a chat runs in one process")
     exit_on_stop_signals(lambda: "stopped")
-    for name, value in library_environment("INFO").items():
-        os.environ.setdefault(name, value)
-    set_up_logging("WARNING")
+    prepare_libraries("WARNING")
     from colocated_grpo.errors import RunError
     from colocated_grpo.settings.errors import ConfigError
 

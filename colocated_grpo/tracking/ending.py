@@ -15,7 +15,7 @@ from pathlib import Path
 from colocated_grpo.errors import RunError, in_one_line
 from colocated_grpo.runtime.run_folder import remove_if_unused
 from colocated_grpo.runtime.user_code import innermost, lines_of_error
-from colocated_grpo.runtime.verdict import RUN_ERROR, Verdict, leave
+from colocated_grpo.runtime.verdict import RUN_ERROR, ProcessEnd, leave
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.output import LOG_FILE, RunOutput
 from colocated_grpo.tracking.report import write_report
@@ -127,7 +127,7 @@ def leave_with_other_rank(output: RunOutput, line: str | None) -> None:
     leave(recorded=True)
 
 
-def ending(code: int, verdicts: Sequence[Verdict] | None) -> tuple[int, list[str]]:
+def ending(code: int, verdicts: Sequence[ProcessEnd] | None) -> tuple[int, list[str]]:
     """Return the run's exit code and the lines to show, and record a failure that no rank has recorded.
 
     For the launcher. code: of the command that ran the ranks. verdicts: of its processes; None if a cleanup of /tmp has
@@ -138,7 +138,7 @@ def ending(code: int, verdicts: Sequence[Verdict] | None) -> tuple[int, list[str
         stopped = any(verdict.stopped for verdict in verdicts or ())
         return (128 + signal.SIGTERM if stopped and code == 0 else code), []
     lines: list[str] = []
-    first = verdicts[0] if verdicts else Verdict()
+    first = verdicts[0] if verdicts else ProcessEnd()
     if code == 0:
         code, lines = RUN_ERROR, [f"error: {UNFINISHED}"]
     elif first.code is not None:

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from colocated_grpo.errors import RunError
-from colocated_grpo.runtime import hub_upload
-from colocated_grpo.runtime.hub_upload import NOT_PUSHED
 from colocated_grpo.settings.hub import HubConfig
 from colocated_grpo.settings.schema import Config
+from colocated_grpo.tracking import hub_upload
+from colocated_grpo.tracking.hub_upload import NOT_PUSHED
 from colocated_grpo.tracking.model_card import write_card
 
 STAGING = "hub"

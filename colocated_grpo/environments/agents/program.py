@@ -15,7 +15,7 @@ from typing import IO, Any
 from colocated_grpo.environments.agents.endpoint import Access
 from colocated_grpo.environments.base import Item
 from colocated_grpo.runtime import parents_death
-from colocated_grpo.runtime.server_variables import KEY_VARIABLE, URLS_VARIABLE
+from colocated_grpo.runtime.program import KEY_VARIABLE, URLS_VARIABLE
 
 STARTER = parents_death.__file__
 """Becomes the program, which the kernel then kills when the rank ends."""

@@ -12,7 +12,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Self
@@ -77,9 +76,11 @@ class Judge(Section):
     max_tokens: Positive | None = None
     """The same for the sum of `usage.total_tokens` of the responses. Requests that are under way still count."""
 
-    _endpoint: Endpoint = PrivateAttr()
+    _client: JsonClient = PrivateAttr()
+    _threads: ThreadPoolExecutor = PrivateAttr()
     _cache: ScoreCache = PrivateAttr()
-    _budget: Budget = PrivateAttr()
+    _requests: int = PrivateAttr(0)
+    _tokens: int = PrivateAttr(0)
 
     @field_validator("parse")
     @classmethod
@@ -106,12 +107,9 @@ class Judge(Section):
 
     def model_post_init(self, _context: Any) -> None:
         key = os.environ.get(self.api_key_variable) if self.api_key_variable is not None else None
-        client = JsonClient(self.url, timeout=self.timeout, api_key=key)
-        retries = Retries(count=self.retries, backoff=self.backoff)
-        path = "" if self.model is None else "/chat/completions"
-        self._endpoint = Endpoint(client, path, concurrency=self.concurrency, retries=retries)
+        self._client = JsonClient(self.url, timeout=self.timeout, api_key=key)
+        self._threads = ThreadPoolExecutor(self.concurrency, thread_name_prefix="judge")
         self._cache = ScoreCache(self.cache_size, None if self.cache_file is None else Path(self.cache_file))
-        self._budget = Budget(self.max_requests, self.max_tokens)
 
     @property
     def required_columns(self) -> set[str]:
@@ -150,7 +148,7 @@ class Judge(Section):
 
     async def _outcome(self, key: str, body: Mapping[str, Any]) -> Outcome:
         try:
-            score = self._score(await self._endpoint.ask(body, self._budget.take))
+            score = self._score(await self._ask(body))
         except BudgetSpent:
             return None
         except NoReward as failure:
@@ -158,13 +156,39 @@ class Judge(Section):
         self._cache.put(key, score)
         return score
 
+    async def _ask(self, body: object) -> object:
+        """Return the JSON of the response. Raises BudgetSpent, and NoReward if no attempt succeeds."""
+        attempt = 0
+        while True:
+            if self._requests >= (self.max_requests or math.inf) or self._tokens >= (self.max_tokens or math.inf):
+                raise BudgetSpent
+            self._requests += 1
+            try:
+                return await self._post(body)
+            except Unavailable as error:
+                if attempt == self.retries:
+                    raise NoReward(f"the judge is unavailable, attempts: {attempt + 1}, the last: {error}") from None
+            # Random, so that requests that were refused together do not come back together. It holds no thread.
+            await asyncio.sleep(min(MAX_WAIT, self.backoff * 2**attempt) * random.uniform(0.5, 1.0))
+            attempt += 1
+
+    async def _post(self, body: object) -> object:
+        """Send the request once. Raises Unavailable if another attempt may succeed, else NoReward."""
+        path = "" if self.model is None else "/chat/completions"
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, self._client.post, path, body)
+        except RequestRejected as error:
+            if error.status in RETRIED_STATUS:
+                raise Unavailable(str(error)) from None
+            raise NoReward(f"the judge rejects the request: {error}") from None
+
     def _score(self, response: Any) -> float:
         """Return the score in a response, and count its tokens. Raises NoReward."""
         try:
             if self.model is None:
                 score = float(response["score"])
             else:
-                self._budget.tokens += int((response.get("usage") or {}).get("total_tokens") or 0)
+                self._tokens += int((response.get("usage") or {}).get("total_tokens") or 0)
                 score = last_score(self.parse, response["choices"][0]["message"]["content"] or "")
         except (LookupError, TypeError, AttributeError):
             raise NoReward(f"the judge's response has no {'score' if self.model is None else 'answer'}") from None
@@ -178,74 +202,6 @@ class Judge(Section):
 
 class BudgetSpent(Exception):
     """The budget allows no further request."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Retries:
-    """How often a failed request is sent again, and after how many seconds at first; the wait doubles."""
-
-    count: int
-    backoff: float
-
-    def wait(self, attempt: int) -> float:
-        """Return a random wait, so that requests that were refused together do not come back together."""
-        return min(MAX_WAIT, self.backoff * 2**attempt) * random.uniform(0.5, 1.0)
-
-
-class Endpoint:
-    """Sends requests from a bounded number of threads. A wait before a retry holds none of them."""
-
-    def __init__(self, client: JsonClient, path: str, *, concurrency: int, retries: Retries) -> None:
-        self._client = client
-        self._path = path
-        self._retries = retries
-        self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="judge")
-
-    async def ask(self, body: object, take: Callable[[], bool]) -> object:
-        """Return the JSON of the response. Raises BudgetSpent if `take`, called before each attempt, returns False.
-
-        Raises NoReward if no attempt succeeds.
-        """
-        attempt = 0
-        while True:
-            if not take():
-                raise BudgetSpent
-            try:
-                return await self._post(body)
-            except Unavailable as error:
-                if attempt == self._retries.count:
-                    raise NoReward(f"the judge is unavailable, attempts: {attempt + 1}, the last: {error}") from None
-            await asyncio.sleep(self._retries.wait(attempt))
-            attempt += 1
-
-    async def _post(self, body: object) -> object:
-        """Send the request once. Raises Unavailable if another attempt may succeed, else NoReward."""
-        try:
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._threads, self._client.post, self._path, body)
-        except RequestRejected as error:
-            if error.status in RETRIED_STATUS:
-                raise Unavailable(str(error)) from None
-            raise NoReward(f"the judge rejects the request: {error}") from None
-
-
-@dataclass(slots=True)
-class Budget:
-    """Requests and tokens of one judge in one process."""
-
-    max_requests: int | None
-    max_tokens: int | None
-    requests: int = 0
-    tokens: int = 0
-
-    def take(self) -> bool:
-        """Count a request that is about to be sent. Returns False if the budget is spent."""
-        if self.max_requests is not None and self.requests >= self.max_requests:
-            return False
-        if self.max_tokens is not None and self.tokens >= self.max_tokens:
-            return False
-        self.requests += 1
-        return True
 
 
 def request_key(url: str, body: object) -> str:

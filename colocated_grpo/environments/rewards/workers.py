@@ -27,7 +27,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from colocated_grpo.runtime.parents_death import die_with
-from colocated_grpo.runtime.signals import reset_in_forked_children, stop_signals
+from colocated_grpo.runtime.program import reset_in_forked_children, stop_signals
 from colocated_grpo.runtime.user_code import PACKAGE, lines_in_dump
 
 PROGRAM = (sys.executable, "-c", f"from {__name__} import main; main()")
@@ -252,8 +252,9 @@ def _read_dump(descriptor: int) -> str:
 
 
 def _ending(code: int) -> str:
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    return f"the worker process {how}"
+    if code < 0:
+        return f"the worker process was ended by {signal.Signals(-code).name}"
+    return f"the worker process ended with exit code {code}"
 
 
 def main() -> None:

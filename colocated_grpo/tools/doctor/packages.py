@@ -8,7 +8,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from colocated_grpo.runtime.vllm_version import ENGINES, SUPPORTED
+from colocated_grpo.rollout.vllm.versions import ENGINES, SUPPORTED
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.tools.doctor.results import Finding, failed, ok, skipped, warning
 from colocated_grpo.tools.doctor.subject import Subject

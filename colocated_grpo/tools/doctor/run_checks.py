@@ -70,7 +70,7 @@ def check_run_folder(subject: Subject, config: Config) -> Finding:
     """Check what a resumed run continues from, and that no other run uses its folder."""
     launch = subject.launch
     try:
-        folder = choose_run_folder(config, launch.resume, subject.run_name)
+        folder = choose_run_folder(config.output_dir, config.run_name, launch.resume, subject.run_name)
         check_resumed(config, launch.resume, subject.run_name)
     except ConfigError as error:
         return failed_line(str(error).splitlines()[0], "--resume auto, or another --run_name")

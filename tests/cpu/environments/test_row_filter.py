@@ -11,7 +11,7 @@ from colocated_grpo.assembly.data import open_source
 from colocated_grpo.environments import EnvironmentSetupError, build_environments
 from colocated_grpo.environments.agents.endpoint import Endpoint
 from colocated_grpo.environments.evaluation_sets import build_evaluation_sources
-from colocated_grpo.launch.dry_run import problems_of
+from colocated_grpo.launch.launcher import problems_of
 from colocated_grpo.settings import Config
 from colocated_grpo.settings.inputs import check_inputs
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer

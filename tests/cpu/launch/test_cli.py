@@ -24,7 +24,7 @@ from colocated_grpo.runtime.program import (
     rank_environment,
     set_up_logging,
 )
-from colocated_grpo.runtime.verdict import VERDICT_VARIABLE, Verdict, first_report, report
+from colocated_grpo.runtime.verdict import VERDICT_VARIABLE, ProcessEnd, first_report, report
 from tests.support.paths import ROOT
 
 
@@ -262,7 +262,7 @@ def test_the_first_report_of_a_node_is_kept(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv(VERDICT_VARIABLE, str(tmp_path))
     for rank in ("1", "0"):
         monkeypatch.setenv("RANK", rank)
-        monkeypatch.setattr(verdict, "_own", Verdict())
+        monkeypatch.setattr(verdict, "_own", ProcessEnd())
         report(1, [f"error: rank {rank} has failed"])
         report(1, [f"error: rank {rank} has failed again"])
     assert first_report().lines == ["error: rank 1 has failed"]

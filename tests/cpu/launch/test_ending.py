@@ -9,7 +9,7 @@ import pytest
 from colocated_grpo.launch.elastic import waiting_line
 from colocated_grpo.launch.launcher import STARTING, stop_action
 from colocated_grpo.runtime.processes import SAVING
-from colocated_grpo.runtime.verdict import Verdict, read_verdicts, write_verdict
+from colocated_grpo.runtime.verdict import ProcessEnd, read_verdicts, write_verdict
 from colocated_grpo.tracking.ending import UNFINISHED, ending
 
 
@@ -22,7 +22,7 @@ def folder(tmp_path: Path) -> Path:
 
 def leave(folder: Path, rank: int = 0, **changes: object) -> None:
     """Write the verdict of a rank that has named the run folder."""
-    assert write_verdict(folder / f"rank_{rank}.json", Verdict(folder=str(folder / "run"), **changes))
+    assert write_verdict(folder / f"rank_{rank}.json", ProcessEnd(folder=str(folder / "run"), **changes))
 
 
 def ended(folder: Path, code: int) -> tuple[int, list[str]]:

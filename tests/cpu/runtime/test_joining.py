@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from colocated_grpo.errors import AlreadyReported, RunError
+from colocated_grpo.launch.rank import RankProcess
 from colocated_grpo.runtime import joining, node_links
 from colocated_grpo.runtime.joining import Joined, join
 from colocated_grpo.runtime.node_links import LinkAddress, NodeLinks
 from colocated_grpo.runtime.program import ANY_PORT
-from colocated_grpo.runtime.rank_process import RankProcess
 from colocated_grpo.runtime.supervision import StopRequest, Watchdog, explain_missing_ranks
 from colocated_grpo.runtime.verdict import VERDICT_VARIABLE, read_verdicts
 from tests.support.ranks import Ranks, in_process_group, run_on_ranks

@@ -11,9 +11,8 @@ from base64 import b64decode, b64encode
 import pytest
 
 from colocated_grpo.environments import EnvironmentSetupError, build_environments
-from colocated_grpo.environments.adapters import tossim
+from colocated_grpo.environments.adapters import signing, tossim
 from colocated_grpo.environments.adapters.tossim import ToSSim
-from colocated_grpo.runtime import signing
 from colocated_grpo.settings import Config
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
 from colocated_grpo.types import Completion, Group
