@@ -7,7 +7,6 @@ have to be set first.
 from __future__ import annotations
 
 import argparse
-import errno
 import faulthandler
 import logging
 import os
@@ -17,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from colocated_grpo.errors import AlreadyReported, ConfigError
 from colocated_grpo.runtime.program import (
     LOG_LEVEL_VARIABLE,
     LOG_LEVELS,
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from colocated_grpo.tracking import RunOutput
 
 AUTO = "auto"
-DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
-"""Full disk, quota, file size limit, file system remounted read-only, disk failure, lost network share."""
 DEFAULT_CONFIG = "training_configs/dr_grpo_config.yaml"
 """The config of a run without --config. The package has it too, so it is found in any folder."""
 
@@ -120,7 +118,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    from colocated_grpo.settings.errors import ConfigError
     from colocated_grpo.settings.loading import read_config
     from colocated_grpo.tracking import make_output
     from colocated_grpo.tracking.ending import leave_start
@@ -177,7 +174,7 @@ def _import_trainer() -> Callable[..., None]:
 
 def _run(config: Config, resume: str | None, name: str, output: RunOutput) -> int:
     """Train and return an exit code. Errors that the user can act on become one line; all are recorded."""
-    from colocated_grpo.errors import AlreadyReported
+    from colocated_grpo.tracking.ending import record_ending
 
     try:
         joined = join_ranks(output)
@@ -208,47 +205,6 @@ def join_ranks(output: RunOutput) -> Joined:
 
     with output.phase("waiting for the other ranks"):
         return join(before_exit=partial(leave_with_other_rank, output))
-
-
-def record_ending(output: RunOutput, error: BaseException, run_folders: Sequence[str | None]) -> tuple[int, list[str]]:
-    """Close the output and record the error that ends this rank, the first of all to fail, in the run folder.
-
-    Returns the exit code and the lines that stand for the error; no lines for a defect, whose traceback is shown.
-    """
-    from colocated_grpo.tracking.ending import record_exception
-
-    code, lines = _ending_of(error, run_folders)
-    if code == USAGE_ERROR:  # the settings are wrong, and the run has not begun
-        output.close()
-    else:
-        record_exception(output, error, lines, code, int(os.environ["RANK"]))
-    return code, lines
-
-
-def _ending_of(error: BaseException, run_folders: Sequence[str | None]) -> tuple[int, list[str]]:
-    """Return the exit code and the lines that stand for the error; no lines for a defect, whose traceback is shown."""
-    from colocated_grpo.errors import RunError
-    from colocated_grpo.settings.errors import ConfigError
-
-    if isinstance(error, ConfigError):
-        return USAGE_ERROR, error_text(str(error).splitlines())
-    if isinstance(error, RunError):
-        return RUN_ERROR, error_text(str(error).splitlines())
-    line = explain_os_error(error, run_folders) if isinstance(error, OSError) else None
-    return RUN_ERROR, [f"error: {line}"] if line else []
-
-
-def explain_os_error(error: OSError, run_folders: Sequence[str | None]) -> str | None:
-    """Return one line for an error of the disk, of the file limit, or of a file in `run_folders`; None for others."""
-    if error.errno in (errno.EMFILE, errno.ENFILE):
-        return f"{error.strerror}: raise the limit on open files (ulimit -n)"
-    if error.errno in DISK_ERRORS:
-        return f"{error.strerror}: {error.filename or 'while writing into the run folder'}"
-    if isinstance(error.filename, str):
-        file = Path(error.filename).absolute()
-        if any(file.is_relative_to(Path(folder).absolute()) for folder in run_folders if folder not in (None, AUTO)):
-            return f"{error.strerror}: {error.filename}"
-    return None
 
 
 def _print_on_rank_0(*lines: str, to: TextIO) -> None:

@@ -5,6 +5,8 @@ A failure is recorded by the rank that failed first, else by the launcher.
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
 import traceback
 from collections.abc import Sequence
@@ -12,10 +14,11 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from colocated_grpo.errors import RunError, in_one_line
-from colocated_grpo.runtime.run_folder import remove_if_unused
+from colocated_grpo.errors import ConfigError, RunError, in_one_line
+from colocated_grpo.runtime.program import error_text
+from colocated_grpo.runtime.run_folder import AUTO, remove_if_unused
 from colocated_grpo.runtime.user_code import innermost, lines_of_error
-from colocated_grpo.runtime.verdict import RUN_ERROR, ProcessEnd, leave
+from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, ProcessEnd, leave
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.output import LOG_FILE, RunOutput
 from colocated_grpo.tracking.report import write_report
@@ -24,6 +27,8 @@ from colocated_grpo.types import JsonObject
 
 FINISHED, STOPPED, FAILED, KILLED = "finished", "stopped", "failed", "killed"
 HELD_OUT_REWARD = "held_out/reward"
+DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
+"""Full disk, quota, file size limit, file system remounted read-only, disk failure, lost network share."""
 UNFINISHED = (
     "the run exited with code 0 before it was finished, for example by os._exit() in a reward or an environment; "
     "--resume auto continues from its last checkpoint"
@@ -82,20 +87,38 @@ def record_failure(run_dir: Path, failure: Failure, *, training: bool, state: st
     return lines
 
 
-def record_exception(output: RunOutput, error: BaseException, lines: Sequence[str], code: int, rank: int) -> None:
-    """Close the output and record the exception that ends this rank, the first of all to fail.
+def record_ending(output: RunOutput, error: BaseException, run_folders: Sequence[str | None]) -> tuple[int, list[str]]:
+    """Close the output and record the error that ends this rank, the first of all to fail, in the run folder.
 
-    lines: the error as it is shown to the user; empty for a defect, whose traceback goes to run.log.
+    Returns the exit code and the lines that stand for the error; no lines for a defect, whose traceback is shown and
+    goes to run.log.
     """
+    if isinstance(error, ConfigError):  # the run has not begun
+        output.close()
+        return USAGE_ERROR, error_text(str(error).splitlines())
+    lines: list[str] = []
+    if isinstance(error, RunError):
+        lines = error_text(str(error).splitlines())
+    elif isinstance(error, OSError) and (line := explain_os_error(error, run_folders)):
+        lines = [f"error: {line}"]
     text = " ".join(lines).removeprefix("error: ") or in_one_line(error)
-    places = [place for place in (_phase(output), place_of(error)) if place]
-    failure = Failure(error=text, where="; ".join(places) or None, exit_code=code, rank=rank)
+    where = "; ".join(place for place in (_phase(output), place_of(error)) if place) or None
+    failure = Failure(error=text, where=where, exit_code=RUN_ERROR, rank=int(os.environ["RANK"]))
     _record(output, failure, lines or "".join(traceback.format_exception(error)).splitlines())
+    return RUN_ERROR, lines
 
 
-def record_line(output: RunOutput, line: str, code: int) -> None:
-    """Close the output and record a failure that is known by its line only, such as the loss of a rank."""
-    _record(output, Failure(error=line, where=_phase(output), exit_code=code), [f"error: {line}"])
+def explain_os_error(error: OSError, run_folders: Sequence[str | None]) -> str | None:
+    """Return one line for an error of the disk, of the file limit, or of a file in `run_folders`; None for others."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return f"{error.strerror}: raise the limit on open files (ulimit -n)"
+    if error.errno in DISK_ERRORS:
+        return f"{error.strerror}: {error.filename or 'while writing into the run folder'}"
+    if isinstance(error.filename, str):
+        file = Path(error.filename).absolute()
+        if any(file.is_relative_to(Path(folder).absolute()) for folder in run_folders if folder not in (None, AUTO)):
+            return f"{error.strerror}: {error.filename}"
+    return None
 
 
 def _record(output: RunOutput, failure: Failure, log_lines: Sequence[str]) -> None:
@@ -123,7 +146,7 @@ def leave_with_other_rank(output: RunOutput, line: str | None) -> None:
     """Restore the terminal before the watchdog ends this rank. line: why, where no rank is alive to record it."""
     output.close()
     if line is not None:
-        record_line(output, line, RUN_ERROR)
+        _record(output, Failure(error=line, where=_phase(output), exit_code=RUN_ERROR), [f"error: {line}"])
     leave(recorded=True)
 
 

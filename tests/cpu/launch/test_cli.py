@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from colocated_grpo.launch.cli import DEFAULT_CONFIG, add_run_arguments, explain_os_error
+from colocated_grpo.launch.cli import DEFAULT_CONFIG, add_run_arguments
 from colocated_grpo.runtime import verdict
 from colocated_grpo.runtime.program import (
     DESCRIPTORS,
@@ -25,6 +25,7 @@ from colocated_grpo.runtime.program import (
     set_up_logging,
 )
 from colocated_grpo.runtime.verdict import VERDICT_VARIABLE, ProcessEnd, first_report, report
+from colocated_grpo.tracking.ending import explain_os_error
 from tests.support.paths import ROOT
 
 
