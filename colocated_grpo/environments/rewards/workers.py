@@ -115,9 +115,11 @@ class Worker:
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def discard(self) -> int:
-        """Close the connection, upon which an idle process exits, and return its exit code."""
+        """Close the connection, upon which an idle process exits, and return its exit code. Once only."""
         with _lock:
-            _workers.discard(self)
+            if self not in _workers:
+                return 0
+            _workers.remove(self)
         if self.ended is not None:
             self.kill()
         self.connection.close()
@@ -146,15 +148,31 @@ class WorkerPool:
         self._idle: SimpleQueue[Worker] = SimpleQueue()
 
     def start(self) -> Worker:
-        """Start a process before the first request."""
+        """Start an idle process, so that its imports do not delay the next request."""
+        worker = self._new()
+        self._idle.put(worker)
+        return worker
+
+    def _new(self) -> Worker:
         worker = _starter.submit(_start, self._command, self._environment).result()
         if self._prepare is None:
             worker.started, worker.ready = Started(), worker.launched
         else:
             with suppress(OSError):  # it has died at once: the first answer says so
                 worker.connection.send(self._prepare)
-        self._idle.put(worker)
         return worker
+
+    def _take(self) -> Worker:
+        """Return a process for a request: an idle one that has not been discarded, or a new one."""
+        while True:
+            try:
+                worker = self._idle.get_nowait()
+            except Empty:
+                worker = self._new()
+            with _lock:
+                if worker in _workers:
+                    worker.busy = True
+                    return worker
 
     def ask(self, request: object, *, count: int = 1, seconds: float | None = None) -> tuple[list[Any], str | None]:
         """Return up to `count` responses, and why there are not more: LATE, or how the process has ended.
@@ -163,17 +181,13 @@ class WorkerPool:
         cannot be sent.
         """
         data = pickle.dumps(request)
-        try:
-            worker = self._idle.get_nowait()
-        except Empty:
-            self.start()
-            worker = self._idle.get()
-        worker.busy = True
+        worker = self._take()
         responses: list[Any] = []
         error = worker.wait_until_started().error
         if error is None:
             with suppress(EOFError, OSError, pickle.UnpicklingError):
-                responses += worker.ask(data, count, seconds)
+                for response in worker.ask(data, count, seconds):
+                    responses.append(response)
         with _lock:
             worker.busy = False
             ended = worker.ended
@@ -182,8 +196,8 @@ class WorkerPool:
             return responses, None
         code = worker.discard()
         if error is None:
-            self.start()  # so that its imports do not delay the next call
-        return responses, None if len(responses) == count else error or ended or _ending(code)
+            self.start()
+        return responses, None if len(responses) == count else ended or error or _ending(code)
 
     def close(self) -> None:
         """End the idle processes."""

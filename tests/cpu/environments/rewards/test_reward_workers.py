@@ -131,6 +131,12 @@ def test_a_process_that_ends_leaves_no_completion_with_a_part_of_its_reward(scor
         assert [one.reward for one in scores(scorer(*names), "exit", "fine")] == [None, None]
 
 
+def test_after_the_idle_processes_were_ended_the_next_call_starts_one(scorer):
+    assert scores(scorer("gpu"), "fine")[0].reward == 1.0
+    workers.end_idle_workers()
+    assert scores(scorer("gpu"), "fine")[0].reward == 1.0
+
+
 def test_a_prompt_that_cannot_be_sent_is_named(scorer):
     [score] = scores(scorer("misbehave"), "fine", item=threading.Lock())
     assert score.error.startswith("run_in: cannot send the prompt to a process: TypeError: cannot pickle")
