@@ -106,7 +106,7 @@ def measure(world: World, options: argparse.Namespace) -> JsonObject:
         stop.listen()
         resources = ExitStack()
         run = build_run(config, Path(scratch) / "run", world, stop, output, resources)
-        run.tracker.start(config, facts_of(run), run.start)
+        run.tracker.start(config.model_dump(mode="json"), facts_of(run), run.start, None)
         settle_garbage_collector()
         for index, size in enumerate(sizes):
             outcome = train(resized(run, size, index * options.steps, options.steps, vocabulary_of(model)))

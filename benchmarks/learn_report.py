@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.tables import table
-from colocated_grpo.tracking.svg import nice_ticks, smooth
+from colocated_grpo.tracking.page import nice_ticks, smooth
 from colocated_grpo.tracking.text import as_html
 from colocated_grpo.types import JsonObject
 

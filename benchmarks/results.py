@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from colocated_grpo.tracking.environment import describe_start
+from colocated_grpo.tracking.tracker import describe_start
 from colocated_grpo.types import JsonObject
 
 Row = Mapping[str, Any]

@@ -16,9 +16,9 @@ def __getattr__(name: str) -> Any:
     """Import the names for Python programs on first use: they take half a second, and set environment variables."""
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from colocated_grpo.api import names
+    from colocated_grpo.api import trainer
 
-    return getattr(names, name)
+    return getattr(trainer, name)
 
 
 def require_installation() -> None:

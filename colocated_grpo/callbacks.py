@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from colocated_grpo.environments.user_code.loading import one_line
 from colocated_grpo.runtime.run_folder import CHECKPOINTS, complete_checkpoints
 from colocated_grpo.settings.errors import ConfigError
-from colocated_grpo.settings.schema import Config
 
 if TYPE_CHECKING:
     from colocated_grpo.runtime.distributed import World
@@ -24,7 +23,7 @@ ERRORS = "callback_errors"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Requests:
+class CallbackRequests:
     """Requests of callbacks so far. The same on every rank."""
 
     stop: bool = False
@@ -32,36 +31,25 @@ class Requests:
     """None: the schedule's."""
 
 
+@dataclass(kw_only=True)
 class RunState:
     """State of the run for a callback, and the requests that it may make."""
 
-    def __init__(
-        self,
-        *,
-        step: int,
-        training_steps: int,
-        folder: Path,
-        metrics: Mapping[str, float],
-        checkpoint: Path | None,
-        outcome: str | None,
-        requests: Requests,
-        note: Callable[[str], None],
-    ) -> None:
-        self.step = step
-        """The step, from 0. An evaluation at `step` measures the weights before it."""
-        self.training_steps = training_steps
-        self.folder = folder
-        """The run folder."""
-        self.metrics = dict(metrics)
-        """Metrics of the step or of the evaluation, by the names of metrics.jsonl; empty for the other events."""
-        self.checkpoint = checkpoint
-        """The newest complete checkpoint, or None."""
-        self.outcome = outcome
-        """For on_end: finished, stopped or failed. None before."""
-        self.logged: dict[str, float] = {}
-        """Metrics that callbacks have added."""
-        self.requests = requests
-        self._note = note
+    step: int
+    """The step, from 0. An evaluation at `step` measures the weights before it."""
+    training_steps: int
+    folder: Path
+    """The run folder."""
+    metrics: dict[str, float]
+    """Metrics of the step or of the evaluation, by the names of metrics.jsonl; empty for the other events."""
+    checkpoint: Path | None
+    """The newest complete checkpoint, or None."""
+    outcome: str | None
+    """For on_end: finished, stopped or failed. None before."""
+    requests: CallbackRequests
+    show: Callable[[str], None] = field(repr=False)
+    logged: dict[str, float] = field(default_factory=dict)
+    """Metrics that callbacks have added."""
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Add metrics to the row of this step or evaluation. Raises ValueError for the name of another metric."""
@@ -73,7 +61,7 @@ class RunState:
 
     def note(self, line: str) -> None:
         """Print a line above the live display."""
-        self._note(str(line))
+        self.show(str(line))
 
     def stop(self) -> None:
         """End the run after this step as if it were the last: evaluated, saved and exported."""
@@ -103,12 +91,12 @@ def check_callbacks(callbacks: Sequence[object]) -> None:
 
 
 class Callbacks:
-    """Calls the user's callbacks on rank 0, and broadcasts their requests to every rank."""
+    """Calls the user's callbacks on rank 0, and passes their requests to every rank."""
 
     def __init__(
         self,
         callbacks: Sequence[object],
-        config: Config,
+        training_steps: int,
         folder: Path,
         world: World,
         note: Callable[[str], None],
@@ -118,11 +106,11 @@ class Callbacks:
         self._callbacks = list(callbacks) if world.is_main else []
         # Rank 0 decides for all: a program may pass callbacks on that rank only.
         self._any = world.broadcast_object(bool(callbacks))
-        self._steps = config.training_steps
+        self._steps = training_steps
         self._folder = folder
         self._world = world
         self._note = note
-        self._requests = Requests(learning_rate=learning_rate)
+        self._requests = CallbackRequests(learning_rate=learning_rate)
         self._step = 0
         self._errors = 0
         self._last_error = ""
@@ -139,8 +127,8 @@ class Callbacks:
         errors, self._errors, self._step = self._errors, 0, step
         return added | ({ERRORS: float(errors)} if errors else {})
 
-    def requests(self) -> Requests:
-        """Return the requests of callbacks so far. Collective if the run has callbacks."""
+    def requests(self) -> CallbackRequests:
+        """Return the requests so far. Collective if there are callbacks."""
         if self._any:
             self._requests = self._world.broadcast_object(self._requests)
         return self._requests
@@ -169,16 +157,16 @@ class Callbacks:
         checkpoint: Path | None = None,
         outcome: str | None = None,
     ) -> dict[str, float]:
-        """Call one method of all callbacks that have it, in order, with one state. Return the metrics they logged."""
+        """Call one method of all callbacks that have it, in order, with one state. Return the metrics that they log."""
         state = RunState(
             step=step,
             training_steps=self._steps,
             folder=self._folder,
-            metrics=metrics,
+            metrics=dict(metrics),
             checkpoint=checkpoint or next(reversed(self._complete()), None) if self._callbacks else None,
             outcome=outcome,
             requests=self._requests,
-            note=self._note,
+            show=self._note,
         )
         for callback in self._callbacks:
             if hasattr(callback, event):
@@ -187,7 +175,7 @@ class Callbacks:
         return state.logged
 
     def _call_one(self, callback: object, event: str, state: RunState) -> None:
-        """Call one method. An exception is noted in one line and counted; the run goes on, as after a failed reward."""
+        """Call one method. An exception is noted and counted in ERRORS; the run goes on, as after a failed reward."""
         try:
             getattr(callback, event)(state)
         except KeyboardInterrupt:

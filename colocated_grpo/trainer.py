@@ -285,14 +285,14 @@ def maybe_push(run: Run, step: int) -> None:
     hub = run.hub
     if hub is not None and hub.due(step) and run.world.from_main(lambda: hub.free(step)):
         run.exports[0].write(hub.staging(step))
-        run.world.from_main(lambda: hub.push(step))
+        run.world.from_main(lambda: hub.push(hub.staging(step), step))
 
 
 def push_final(run: Run, steps: int) -> None:
     """Push the final export, and wait until the push ends, has failed, or a stop is requested. Collective."""
     hub = run.hub
     if hub is not None:
-        run.world.from_main(lambda: hub.push_final(run.folder / run.exports[0].final_name, steps))
+        run.world.from_main(lambda: hub.push(run.folder / run.exports[0].final_name, steps))
         while run.world.from_main(lambda: hub.pending(PUSH_SECONDS, stopped=run.stop.requested())):
             pass
 

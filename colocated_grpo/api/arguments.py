@@ -1,21 +1,26 @@
-"""From the arguments of Trainer to settings by path, in the form that a config file's are overridden with."""
+"""Translate the arguments of Trainer into settings by path, which override those of a config file."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-from colocated_grpo.api.epochs import UNCOUNTED, Settings, in_steps, take_epochs
-from colocated_grpo.api.eval_datasets import evaluation_sets
 from colocated_grpo.api.objects import ObjectsByName, is_name, take_environments, take_rewards, take_rows
+from colocated_grpo.environments.rows.dataset import num_held_out
+from colocated_grpo.environments.rows.row_filter import RowFilter, load_filter
 from colocated_grpo.settings.config_file import LoadedConfig, build_config
 from colocated_grpo.settings.errors import ConfigError, KeyPath, parse_path
-from colocated_grpo.settings.sources import EVAL_DATASETS, TRAIN_DATASET, give_objects
+from colocated_grpo.settings.evaluation import EvaluationConfig
+from colocated_grpo.settings.inputs import DATA_SUFFIXES
+from colocated_grpo.settings.schema import Config
+from colocated_grpo.settings.sources import EVAL_DATASETS, TRAIN_DATASET, DatasetSourceConfig, give_objects
 
+Settings = dict[KeyPath, Any]
 _ENTRY: KeyPath = ("environments", 0)
 """The entry that the arguments about data and rewards set, as TRL's names do."""
 _FOREIGN = {
@@ -26,11 +31,17 @@ _FOREIGN = {
     "rollout_func": "write an episode: docs/guides/episodes.md",
     "environment_factory": "write an episode: docs/guides/episodes.md",
 }
-"""Further arguments of TRL's GRPOTrainer -> what to do instead."""
+"""Unsupported argument of TRL's GRPOTrainer -> alternative."""
 _GEOMETRY = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
 _DEVICE = ("use_cpu", "bf16")
-"""Fields of GRPOConfig whose defaults it rejects on some machines. They have no meaning here."""
+"""Fields without a meaning here, whose defaults GRPOConfig itself rejects on some machines."""
 _MINIBATCHES = "minibatches: generation_batch_size must be a whole number of optimizer steps"
+_SHARED = {"rewards", "prompt_column", "columns", "system_prompt", "tools", "chat_template_kwargs"}
+"""Settings that the sets take from the training data."""
+UNCOUNTED = 1 << 31
+"""Steps of a run whose rows have not been counted. No rule finds it too short."""
+_STEPS: KeyPath = ("training_steps",)
+_NEEDS_ROWS = "needs a train_dataset of rows as the only environment"
 
 
 def read_arguments(
@@ -65,11 +76,14 @@ def read_arguments(
         # Read without the sets first, so that no metric of theirs can be the one that is kept.
         nothing_kept = {("evaluation", "keep_best"): None, ("evaluation", "patience"): None}
         alone = _loaded(config, by_path | nothing_kept, objects, length)
-        by_path |= evaluation_sets(several, alone.config, objects)
+        by_path |= evaluation_sets(several, alone.config.environments[0], alone.config.evaluation, objects)
     loaded = _loaded(config, by_path, objects, length)
-    if epochs is None or (epochs.by_default and loaded.config.training_steps != UNCOUNTED):
+    if epochs is None:
         return loaded
-    steps, note = in_steps(epochs, loaded.config)
+    number, by_default = epochs
+    if by_default and loaded.config.training_steps != UNCOUNTED:
+        return loaded
+    steps, note = in_steps(number, by_default, loaded.config.environments, loaded.config.rollout.prompts_per_step)
     loaded = _loaded(config, by_path | steps, objects, {})
     return dataclasses.replace(loaded, notes=[*loaded.notes, note])
 
@@ -136,7 +150,7 @@ def _from_args(args: Any) -> dict[str, Any]:
 
 
 def changed_fields(settings: Any) -> dict[str, Any]:
-    """Return a mapping as it is; of a dataclass, such as GRPOConfig, the fields that differ from its defaults."""
+    """Return a mapping unchanged; for a dataclass, such as GRPOConfig, the fields that differ from its defaults."""
     if isinstance(settings, Mapping):
         return dict(settings)
     if not dataclasses.is_dataclass(settings) or isinstance(settings, type):
@@ -168,3 +182,85 @@ def _flat(tree: Mapping[str, Any], prefix: KeyPath = ()) -> Iterator[tuple[KeyPa
             yield from _flat(value, path)
         else:
             yield path, value
+
+
+def evaluation_sets(
+    datasets: Mapping[Any, Any], entry: Any, evaluation: EvaluationConfig, objects: ObjectsByName
+) -> Settings:
+    """Return settings that add each dataset as an evaluation set, after the sets of `evaluation`.
+
+    entry: the training data, whose rewards, columns and template settings the sets have. They are sampled as held-out
+    prompts are. No training rows are held out unless a setting says so. Raises ConfigError.
+    """
+    if not isinstance(entry, DatasetSourceConfig):
+        raise ConfigError(f"{EVAL_DATASETS}: needs a train_dataset, whose columns and rewards these datasets share")
+    if not datasets:
+        raise ConfigError(f"{EVAL_DATASETS}={{}}: must have an entry, or be left out")
+    shared = entry.model_dump(mode="json", include=_SHARED)
+    sets = [
+        {
+            "name": str(name),
+            "source": {"type": "dataset", "name": _rows_of(name, rows, objects), **shared},
+            "samples": evaluation.samples_per_prompt,
+            "temperature": evaluation.temperature,
+        }
+        for name, rows in datasets.items()
+    ]
+    settings: Settings = {("evaluation", "sets"): [*(each.model_dump(mode="json") for each in evaluation.sets), *sets]}
+    if entry.held_out is None and entry.eval_split is None:
+        settings["environments", 0, "held_out"] = 0
+    return settings
+
+
+def _rows_of(name: Any, rows: Any, objects: ObjectsByName) -> str:
+    """Return the name of a file, or one that stands for the rows."""
+    key = f"{EVAL_DATASETS}[{name}]"
+    if is_name(rows) and Path(rows).suffix.lower() not in DATA_SUFFIXES:
+        raise ConfigError(
+            f"{key}={str(rows)!r}: must be rows or a file ({', '.join(DATA_SUFFIXES)}); write a dataset of the Hub in "
+            "evaluation.sets, with its split"
+        )
+    return take_rows(rows, key, key, objects)
+
+
+def take_epochs(settings: Settings, default: float | None) -> tuple[float, bool] | None:
+    """Remove the epochs from a program's settings. Return them, and whether they are only the default of GRPOConfig.
+
+    None where the program gives steps, or neither. default: of TRL's GRPOConfig, if the program has one. A script may
+    have written that number too. Raises ConfigError.
+    """
+    number = settings.pop(("num_train_epochs",), None)
+    if settings.keys() & {_STEPS, ("max_steps",)}:
+        return None
+    if number is None:
+        return None if default is None else (default, True)
+    if not isinstance(number, int | float) or not 0 < number < math.inf:
+        raise ConfigError(f"num_train_epochs={number!r}: must be a number above 0")
+    return number, False
+
+
+def in_steps(epochs: float, by_default: bool, environments: Sequence[Any], prompts: int) -> tuple[Settings, str]:
+    """Return `training_steps` for these epochs, with `prompts` a step, and a line about it.
+
+    Default epochs that cannot be counted set nothing. Raises ConfigError for others.
+    """
+    entry, *others = environments
+    shown = f"num_train_epochs={epochs:g}"
+    if others or not isinstance(entry, DatasetSourceConfig) or entry.given is None:
+        if not by_default:
+            raise ConfigError(f"{shown}: {_NEEDS_ROWS}; or set training_steps")
+        steps = Config.model_fields["training_steps"].default
+        return {}, f"training_steps={steps}: the default; {shown} {_NEEDS_ROWS}; set max_steps"
+    rows = _num_rows(entry)
+    steps = max(1, math.ceil(rows * epochs / prompts))
+    return {_STEPS: steps}, f"training_steps={steps}: {shown} over {rows} rows, {prompts} prompts a step"
+
+
+def _num_rows(entry: DatasetSourceConfig) -> int:
+    """Return the number of rows that a run trains on."""
+    key = "environments.0"
+    try:
+        kept, _ = RowFilter(entry, load_filter(entry, key)).kept(entry.given)
+    except ValueError as error:
+        raise ConfigError(f"{key}: {error}") from error
+    return len(kept) - (num_held_out(entry, len(kept)) if entry.eval_split is None else 0)

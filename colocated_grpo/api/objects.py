@@ -1,4 +1,4 @@
-"""Objects of a Python program in the place of names: reward functions, tasks, episodes, rows."""
+"""Replace objects of a Python program by names: reward functions, tasks, episodes, rows."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def take_rows(rows: Any, key: str, name: str, objects: ObjectsByName) -> str:
 
 
 def take_environments(entries: Any, objects: ObjectsByName) -> Any:
-    """Return the `environments` setting with names in place of objects. What is no list of mappings stays as it is."""
+    """Return the `environments` setting with names in place of objects. Other values are returned unchanged."""
     if not isinstance(entries, Sequence) or is_name(entries):
         return entries
     return [

@@ -1,4 +1,4 @@
-"""A program's process as a rank for the time of one run."""
+"""Make a program's process a rank for the duration of one run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from colocated_grpo.errors import RunError
 from colocated_grpo.runtime.program import environment_problem, library_environment, rank_environment
 from colocated_grpo.runtime.run_folder import unlock_folders
 from colocated_grpo.settings.schema import Config
-from colocated_grpo.tracking.notebook import in_notebook
+from colocated_grpo.tracking.console import in_notebook
 from colocated_grpo.tracking.output import RunOutput
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def rank_variables() -> Iterator[None]:
 
 @contextmanager
 def process_of(config: Config, output: RunOutput, *, replace_group: bool) -> Iterator[RankProcess]:
-    """Make this process a rank of the run, and give back all that it took: handlers, threads, process group, memory.
+    """Make this process a rank of the run. Afterwards handlers, threads, process group and memory are released.
 
     replace_group: leave the process group that another library has joined. Otherwise it is an error.
     """
@@ -156,7 +156,7 @@ def _forget_frames(error: BaseException | None) -> None:
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Hide what libraries log and warn about on import, on which a user cannot act."""
+    """Hide log lines and warnings of library imports, on which a user cannot act."""
     for library in ("vllm", "bitsandbytes"):
         if logging.getLogger(library).level == logging.NOTSET:
             logging.getLogger(library).setLevel(logging.ERROR)

@@ -1,29 +1,66 @@
-"""`Trainer`: a run that a Python program starts, with functions and data that live in it."""
+"""The names for Python programs: `Trainer`, a run with functions and data of the program, and its `Result`."""
 
 from __future__ import annotations
 
+import html
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from colocated_grpo.api.arguments import read_arguments
 from colocated_grpo.api.process import process_of, program_name, quiet_libraries, rank_variables, set_library_variables
-from colocated_grpo.api.result import Result, read_result
-from colocated_grpo.callbacks import check_callbacks
-from colocated_grpo.environments.names import check_names
+from colocated_grpo.callbacks import RunState, check_callbacks
+from colocated_grpo.environments.registry import check_names
 from colocated_grpo.errors import AlreadyReported, RunError
 from colocated_grpo.launch.cli import checked, explain_os_error, record_ending
 from colocated_grpo.runtime.program import raise_descriptor_limit
+from colocated_grpo.runtime.run_folder import CHECKPOINTS, complete_checkpoints
 from colocated_grpo.runtime.verdict import RUN_ERROR
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.schema import Config
+from colocated_grpo.tracking import files
 from colocated_grpo.tracking.output import RunOutput, make_output
 
+__all__ = ["ConfigError", "Result", "RunError", "RunState", "Trainer"]
+
+EXPORTS = ("final_model", "final_adapter")
+BESTS = ("best_model", "best_adapter")
+REPORT_HEIGHT = 600
 TORCH_CAME_FIRST = (
     "note: torch was imported before colocated_grpo; its idle threads may take cores from other processes"
 )
 _TORCH_CAME_LATER = set_library_variables()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """Figures and files of an ended run. In a notebook it shows the run's report."""
+
+    outcome: str
+    """finished, or stopped by a signal; the checkpoint of a stopped run continues with resume="auto"."""
+    steps: int
+    """Completed steps of the whole run, those before a resume included."""
+    metrics: dict[str, float] = field(repr=False)
+    """Metrics of the last training step, by the names of metrics.jsonl."""
+    evaluation: dict[str, float] = field(repr=False)
+    """Metrics of the last evaluation."""
+    folder: Path
+    """The run folder."""
+    checkpoint: Path | None
+    """The newest complete checkpoint."""
+    model: Path | None
+    """The exported model, or the adapter of a run with policy.lora; None for a stopped run."""
+    best_model: Path | None
+    """The model, or the adapter, of the best evaluation, if the run kept one."""
+
+    def _repr_html_(self) -> str:
+        report = self.folder / files.REPORT_FILE
+        if not report.is_file():
+            return f"<pre>{html.escape(repr(self))}</pre>"
+        page = html.escape(report.read_text(encoding="utf-8"))
+        return f'<iframe srcdoc="{page}" sandbox style="width: 100%; height: {REPORT_HEIGHT}px; border: 0"></iframe>'
 
 
 class Trainer:
@@ -117,3 +154,25 @@ class Trainer:
             callbacks = self._callbacks
             folder = train_on(process, config, resume=resume, name=self._name, output=output, callbacks=callbacks)
             return process.world.from_main(lambda: read_result(folder))
+
+
+def read_result(folder: Path) -> Result:
+    """Return the result of the ended run in `folder`."""
+    summary = files.read_summary(folder)
+    rows = list(files.read_rows(folder / files.METRICS_FILE))
+    exports, bests = ([path for name in names if (path := folder / name).is_dir()] for names in (EXPORTS, BESTS))
+    return Result(
+        outcome=summary["state"],
+        steps=summary["steps"],
+        metrics=_last(rows, files.TRAIN),
+        evaluation=_last(rows, files.EVALUATION),
+        folder=folder,
+        checkpoint=next(reversed(complete_checkpoints(folder / CHECKPOINTS)), None),
+        model=next(reversed(exports), None),
+        best_model=next(reversed(bests), None),
+    )
+
+
+def _last(rows: list[files.Row], kind: str) -> dict[str, float]:
+    chosen = [row for row in rows if row["kind"] == kind]
+    return {key: value for key, value in chosen[-1].items() if key not in ("kind", "step")} if chosen else {}

@@ -6,7 +6,7 @@ import copy
 
 from transformers import PreTrainedTokenizerBase
 
-from colocated_grpo.environments.agents.endpoint import Endpoint
+from colocated_grpo.environments.agents.programs import OpenEpisodes
 from colocated_grpo.servers.agent_app import create_agent_app
 from colocated_grpo.servers.limits import Limits
 from colocated_grpo.servers.text_codec import TextCodec
@@ -17,12 +17,12 @@ HOST = "127.0.0.1"
 
 
 def listen_for_agents(
-    endpoint: Endpoint, config: Config, tokenizer: PreTrainedTokenizerBase, limits: Limits
+    episodes: OpenEpisodes, config: Config, tokenizer: PreTrainedTokenizerBase, limits: Limits
 ) -> ServerThread:
-    """Start the server on a free port, and write its address into `endpoint`."""
+    """Start the server on a free port, and write its address into `episodes`."""
     # A copy, because tokenizers are not thread-safe.
     codec = TextCodec(copy.deepcopy(tokenizer), limits, config.model.chat_template_kwargs)
-    app = create_agent_app(endpoint, codec, config.model.name, limits.max_tokens, config.rollout.stop)
+    app = create_agent_app(episodes, codec, config.model.name, limits.max_tokens, config.rollout.stop)
     server = ServerThread(app, HOST, [0])
-    endpoint.url = f"http://{HOST}:{server.ports[0]}"
+    episodes.url = f"http://{HOST}:{server.ports[0]}"
     return server

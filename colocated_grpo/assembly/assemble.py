@@ -37,22 +37,20 @@ from colocated_grpo.assembly.user_code import Guarded
 from colocated_grpo.callbacks import Callbacks
 from colocated_grpo.checkpoint import Checkpoints
 from colocated_grpo.errors import RunError
-from colocated_grpo.evaluation.best import Best
-from colocated_grpo.evaluation.evaluator import Evaluator
+from colocated_grpo.evaluation.evaluator import Best, Evaluator
 from colocated_grpo.phases import Choreography, Clock
 from colocated_grpo.policy.activations import choose_micro_batch_size
 from colocated_grpo.policy.blocks import blocks_of, num_checkpointed
 from colocated_grpo.policy.lora.weights import AdapterWeights, frozen_experts
 from colocated_grpo.policy.policy import Policy
-from colocated_grpo.rollout.ahead import AheadSupply
 from colocated_grpo.rollout.inbox import Driver, Inbox
-from colocated_grpo.rollout.mixed import MixedSupply
-from colocated_grpo.rollout.supply import PromptSupply, Supply
+from colocated_grpo.rollout.supply import AheadSupply, MixedSupply, PromptSupply, Supply
 from colocated_grpo.run import BEST, GOAL_REACHED, LEARNING_RATE, Run
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.run_folder import CHECKPOINTS, complete_checkpoints
 from colocated_grpo.runtime.supervision import StopRequest
 from colocated_grpo.servers.engine_server import EngineServer
+from colocated_grpo.settings.config_json import has_text_part, read_config_json
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.tracking import RunOutput, files, make_tracker
 from colocated_grpo.tracking.hub import Hub
@@ -76,7 +74,7 @@ def build_run(
     Steps that can fail for outside reasons come first, before device memory is allocated. output: shows each phase.
     resources: receives what to close, also after a failure. guarded: wraps rewards and episodes. callbacks: the user's.
     """
-    tracker = make_tracker(folder, output, is_main=world.is_main)
+    tracker = make_tracker(folder, output, config.tracking, is_main=world.is_main)
     with output.phase("reading the model's settings and tokenizer"):
         model = read_model_files(config.model, world, config.policy.lora)
         opponent_folder = fetch_opponent(config, world)
@@ -137,7 +135,7 @@ def build_run(
         exports=build_exports(config, policy, model, world),
         hub=build_hub(config, folder, world, tracker.note, resources),
         tracker=tracker,
-        callbacks=Callbacks(callbacks, config, folder, world, tracker.note, policy.fixed_lr),
+        callbacks=Callbacks(callbacks, config.training_steps, folder, world, tracker.note, policy.fixed_lr),
         start=start,
         goal_reached=state.get(GOAL_REACHED, False),
     )
@@ -206,7 +204,8 @@ def build_hub(
 ) -> Hub | None:
     if config.hub is None:
         return None
-    hub = Hub(config, config.hub, folder, note)
+    final = config.training_steps if config.checkpoint.final else None
+    hub = Hub(config.hub, folder, final, has_text_part(read_config_json(config.model)), note)
     if world.is_main:
         resources.callback(hub.close)
     return hub

@@ -13,8 +13,7 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBas
 
 from colocated_grpo.assembly.evaluation import Evaluated, read_evaluated
 from colocated_grpo.assembly.user_code import Guarded, GuardedEpisode, GuardedScorer
-from colocated_grpo.environments import Environments, build_environments
-from colocated_grpo.environments.build import PlayedByAgents
+from colocated_grpo.environments.build import Environments, build_environments
 from colocated_grpo.environments.chat import ChatCodec
 from colocated_grpo.environments.prompts import longest_token
 from colocated_grpo.environments.rewards.workers import end_idle_workers
@@ -35,7 +34,7 @@ from colocated_grpo.servers.limits import LENGTH_KEYS, Limits
 from colocated_grpo.settings.adapter_files import adapter_shape
 from colocated_grpo.settings.config_json import config_json_in, shape_of
 from colocated_grpo.settings.errors import ConfigError
-from colocated_grpo.settings.generation import ModelConfig
+from colocated_grpo.settings.generation import ModelConfig, RolloutConfig
 from colocated_grpo.settings.inputs import is_inline
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.training import LoRAConfig
@@ -67,11 +66,6 @@ class Data:
     source: LongestFirst | None
     """Training prompts; on rank 0 only, and None if other processes supply all groups."""
     evaluated: Evaluated
-
-    @property
-    def agents(self) -> dict[str, PlayedByAgents]:
-        """By Prompt.source, of the environments and the evaluation sets."""
-        return self.environments.agents | self.evaluated.sources.agents
 
 
 def read_model_files(settings: ModelConfig, world: World, lora: LoRAConfig | None = None) -> ModelFiles:
@@ -160,28 +154,29 @@ def build_data(
     """
     resources.callback(end_idle_workers)
     environments = build_environments(config, model.tokenizer)
-    source = open_source(environments, tracker.note) if world.is_main and environments.entries else None
-    evaluated = read_evaluated(config, model.tokenizer, environments, world, tracker.note)
+    source = open_source(environments, tracker.note) if world.is_main and environments.trained else None
+    evaluated = read_evaluated(config.evaluation, environments, world, tracker.note)
     return Data(environments=environments, source=source, evaluated=evaluated)
 
 
 def open_source(environments: Environments, note: Callable[[str], None]) -> LongestFirst:
     """Return the source of training prompts. Rank 0 only: reads data."""
     source = environments.open_source()
-    for line in environments.filter_notes():
-        note(line)
+    for environment in environments.trained:
+        for line in environment.items.filter_notes:
+            note(line)
     return LongestFirst(source)
 
 
 def listen_to_agents(config: Config, data: Data, model: ModelFiles, resources: ExitStack) -> None:
     """Open the address at which agents sample from this rank's engine, if there are agents. resources: close it."""
-    if not data.agents:
+    if data.environments.open_episodes is None:
         return
     # Imported here: the web framework would delay the start of every other run.
     from colocated_grpo.assembly.agents import listen_for_agents
 
     limits = limits_of(model, config.max_sequence_tokens, config.seed)
-    server = listen_for_agents(data.environments.endpoint, config, model.tokenizer, limits)
+    server = listen_for_agents(data.environments.open_episodes, config, model.tokenizer, limits)
     resources.callback(server.close)
 
 
@@ -196,18 +191,19 @@ def build_collector(
     guarded: Guarded,
 ) -> Collector:
     rollout, codec = config.rollout, ChatCodec(model.tokenizer)
-    environments, sets, agents = data.environments, data.evaluated.sources, data.agents
-    played = {**environments.episodes, **sets.episodes, **{name: one.episode for name, one in agents.items()}}
-    scored = {**environments.scorers, **sets.scorers}
-    guarded_episodes = {name: GuardedEpisode(episode, guarded) for name, episode in played.items()}
-    limits = {name: one.limits for name, one in agents.items()}
+    environments = data.environments
     episodes = EpisodeRunner(
-        guarded_episodes, codec, inbox, seed=config.seed, tool_timeout=rollout.tool_timeout, agents=limits
+        {name: GuardedEpisode(episode, guarded) for name, episode in environments.episodes.items()},
+        codec,
+        inbox,
+        seed=config.seed,
+        tool_timeout=rollout.tool_timeout,
+        agents=environments.limits,
     )
     return Collector(
         driver,
         episodes,
-        {name: GuardedScorer(scorer, guarded) for name, scorer in scored.items()},
+        {name: GuardedScorer(scorer, guarded) for name, scorer in environments.scorers.items()},
         codec.message_text,
         world,
         build_dispatch(
@@ -234,11 +230,11 @@ def build_prompt_supply(
     note: Callable[[str], None],
 ) -> PromptSupply | None:
     """Prompts that this run samples itself; None if other processes supply all groups."""
-    if not data.environments.entries:
+    if not data.environments.trained:
         return None
     prompts = config.rollout.prompts_per_step - round(config.atropos_share)
     rollout = config.rollout.model_copy(update={"prompts_per_step": prompts})
-    sampling = training_sampling(config, model.stop_token_ids)
+    sampling = training_sampling(config.rollout, model.stop_token_ids)
     resample = rollout.resample
     resampling = None if resample is None else Resampling(resample.max_rounds, prompts, note)
     routes = config.policy.routing_replay
@@ -247,8 +243,7 @@ def build_prompt_supply(
     )
 
 
-def training_sampling(config: Config, stop_tokens: tuple[int, ...]) -> Sampling:
-    rollout = config.rollout
+def training_sampling(rollout: RolloutConfig, stop_tokens: tuple[int, ...]) -> Sampling:
     return Sampling(
         temperature=rollout.temperature,
         max_tokens=rollout.max_completion_tokens,

@@ -2,7 +2,7 @@
 
 A run folder holds checkpoints/step_000012/: torch DCP files for weights and optimizer, and trainer.json. A checkpoint
 is written under another name and renamed when every rank has finished, so a folder with the final name is complete.
-Whether it is still whole is checked when it is resumed from, and before older ones are deleted.
+Its checksums are verified when it is resumed from, and before older ones are deleted.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
-from colocated_grpo.checkpoint.layout import LayoutReader, metadata_of
 from colocated_grpo.checkpoint.saved import SavedCheckpoint, newest_whole
-from colocated_grpo.checkpoint.writer import ChecksummedWriter, write_durably
+from colocated_grpo.checkpoint.storage import ChecksummedWriter, LayoutReader, metadata_of, write_durably
 from colocated_grpo.errors import RunError, in_one_line, write_failed
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.runtime.checksums import damage, forget_cached, sealed
@@ -49,7 +48,7 @@ class Checkpoints:
     ) -> None:
         """others: further tensors of the run, such as an opponent's shards, by names that the policy does not use.
 
-        note: is called on rank 0 with one line where a resume is not from the newest checkpoint.
+        note: called on rank 0 with one line if the newest checkpoint cannot be resumed from.
         """
         self._folder = run_dir / CHECKPOINTS
         self._config = config
@@ -149,8 +148,7 @@ class Checkpoints:
         saved = self._world.from_main(lambda: newest_whole(self._folder, self._note))
         if saved is None:
             return 0, {}
-        if saved.verified:
-            self._verified = saved.folder
+        self._verified = saved.folder
         policy.init_optimizer_state()
         tensors = self._tensors(policy)
         with _unreadable(saved.folder):
@@ -234,7 +232,7 @@ def _replace_state(folder: Path, state: dict[str, Any]) -> bool:
     if record["state"] != state:
         new = folder / (STATE_FILE + UNFINISHED)
         text = json.dumps({key: value for key, value in record.items() if key != SEAL} | {"state": state})
-        write_durably(new, sealed(text) if FILES in record else text)
+        write_durably(new, sealed(text))
         new.replace(folder / STATE_FILE)
     return True
 

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: which are whole, and what they contain."""
+"""Find and verify checkpoints on disk."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from colocated_grpo.checkpoint.former import read_former_layout
-from colocated_grpo.checkpoint.layout import LAYOUT_FILE, Layout, metadata_of
+from colocated_grpo.checkpoint.storage import LAYOUT_FILE, Layout, metadata_of
 from colocated_grpo.errors import RunError, in_one_line
 from colocated_grpo.runtime.checksums import damage
 from colocated_grpo.runtime.run_folder import FILES, read_record, saved_checkpoints
@@ -24,7 +23,7 @@ READ_ERRORS = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO}
 
 @dataclass(frozen=True, kw_only=True)
 class SavedCheckpoint:
-    """A checkpoint whose files are whole, as far as can be known."""
+    """A checkpoint whose files agree with their checksums."""
 
     folder: Path
     step: int
@@ -32,12 +31,10 @@ class SavedCheckpoint:
     world_size: int
     state: dict[str, Any]
     layout: Layout
-    verified: bool
-    """By checksums. False for checkpoints of earlier versions, which have none."""
 
 
 class DamagedCheckpoint(Exception):
-    """The message says what is damaged."""
+    """A checkpoint is not whole. The message names the damage."""
 
 
 def newest_whole(folder: Path, note: Callable[[str], None]) -> SavedCheckpoint | None:
@@ -57,8 +54,6 @@ def newest_whole(folder: Path, note: Callable[[str], None]) -> SavedCheckpoint |
             names = ", ".join(path.name for path in damaged)
             note(f"resuming from {checkpoint.name}: damaged and renamed to *.damaged: {names} ({_first(damaged)})")
             _set_aside(damaged)
-        if not found.verified:
-            note(f"{checkpoint.name} was written by an earlier version, without checksums; damage may go unnoticed")
         return found
     if damaged:
         raise RunError(
@@ -72,14 +67,10 @@ def read_whole(folder: Path) -> SavedCheckpoint:
     """Return what a checkpoint contains, except for its tensors. Raises DamagedCheckpoint unless it is whole."""
     with _any_error_as_damage():
         record = read_record(folder)
-        verified = FILES in record
-        if verified:
-            problem = damage(folder, record[FILES])
-            if problem is not None:
-                raise DamagedCheckpoint(problem)
-            layout = json.loads((folder / LAYOUT_FILE).read_text(encoding="utf-8"))
-        else:
-            layout = read_former_layout(folder)
+        problem = damage(folder, record[FILES])
+        if problem is not None:
+            raise DamagedCheckpoint(problem)
+        layout = json.loads((folder / LAYOUT_FILE).read_text(encoding="utf-8"))
         metadata_of(layout, folder)
         return SavedCheckpoint(
             folder=folder,
@@ -88,13 +79,12 @@ def read_whole(folder: Path) -> SavedCheckpoint:
             world_size=int(record["world_size"]),
             state=dict(record["state"]),
             layout=layout,
-            verified=verified,
         )
 
 
 @contextmanager
 def _any_error_as_damage() -> Iterator[None]:
-    """Convert any error that damage can cause. Damaged pickles and layouts raise errors of many kinds."""
+    """Convert any error that damage can cause. Damaged layouts raise errors of many kinds."""
     try:
         yield
     except DamagedCheckpoint:

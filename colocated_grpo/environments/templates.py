@@ -12,9 +12,9 @@ from colocated_grpo.environments.chat import Message
 from colocated_grpo.environments.user_code.loading import load_object, one_line
 from colocated_grpo.settings.base import Tool, check_variables, read_json
 from colocated_grpo.settings.sources import (
-    AgentSourceConfig,
     DatasetSourceConfig,
     EpisodeSourceConfig,
+    RowsSourceConfig,
     TaskSourceConfig,
 )
 from colocated_grpo.settings.turns import TurnsSourceConfig
@@ -70,7 +70,7 @@ def item_variables(item: Item) -> JsonObject:
         raise ValueError(f"{VARIABLES}: {error}") from None
 
 
-def _parsed(item: Item, key: str) -> Any:
+def _parsed(item: Item, key: str) -> object:
     """Return a value of an item without its null fields, which columnar formats add to mappings of one column.
 
     None: the item has no value, as in an empty cell of a .csv. An empty list is a value.
@@ -82,7 +82,7 @@ def _parsed(item: Item, key: str) -> Any:
         raise ValueError(f"{key} is text that is not JSON: {error}") from None
 
 
-def without_nulls(value: Any) -> Any:
+def without_nulls(value: object) -> object:
     """Return a value of JSON without the entries of mappings that are null, at any depth."""
     if isinstance(value, dict):
         return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
@@ -98,7 +98,7 @@ def with_system_prompt(prompt: str | list[Message], system_prompt: str) -> list[
 
 
 def build_template(
-    entry: TemplatedConfig | TurnsSourceConfig | AgentSourceConfig,
+    entry: TemplatedConfig | TurnsSourceConfig | RowsSourceConfig,
     name: str,
     tokenizer: PreTrainedTokenizerBase,
     variables: Mapping[str, Any],
@@ -107,7 +107,7 @@ def build_template(
 
     variables: those of all entries. Raises EnvironmentSetupError if the chat template ignores a setting of the entry.
     """
-    if isinstance(entry, TurnsSourceConfig | AgentSourceConfig):
+    if not isinstance(entry, TemplatedConfig):  # games and agents write their own prompts
         return PromptTemplate(variables=variables)
     key = f"environments {name!r}"
     if entry.tools:
@@ -151,5 +151,5 @@ def _schema(tool: Tool, key: str) -> JsonObject:
         raise EnvironmentSetupError(f"{key}={tool!r}: no JSON schema can be made of it: {one_line(error)}") from error
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return repr(value)[:80]

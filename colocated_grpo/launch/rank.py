@@ -64,13 +64,15 @@ def train_on(
     world = process.world
     try:
         seed_everything(derive_seed(config.seed, "build"))
-        folder = world.from_main(lambda: lock_folder(choose_run_folder(config, resume, name)))
+        output_dir = Path(config.output_dir)
+        folder = world.from_main(lambda: lock_folder(choose_run_folder(output_dir, config.run_name, resume, name)))
         with removed_if_unused(folder):
             output.folder = folder
             mark(FOLDER_SUFFIX, str(folder))
             resources, guarded = process.resources, process.guard.armed
             run = build_run(config, folder, world, process.stop, output, resources, guarded, callbacks)
-        run.tracker.start(run.config, describe(run), run.start, ChatCodec(run.tokenizer).transcript)
+        settings, transcript = run.config.model_dump(mode="json"), ChatCodec(run.tokenizer).transcript
+        run.tracker.start(settings, describe(run), run.start, transcript)
         if resume is not None:
             note_unusual_resume(run)
         settle_garbage_collector()

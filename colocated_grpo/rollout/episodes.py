@@ -15,12 +15,10 @@ from concurrent.futures import Future
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
 
-from colocated_grpo.environments.agents.conversation import AgentConversation, AgentLimits
-from colocated_grpo.environments.base import AnswerError, Item
-from colocated_grpo.environments.chat import ChatCodec
-from colocated_grpo.environments.conversation import ContextExhausted, Conversation
+from colocated_grpo.environments.agents.sequences import AgentConversation
+from colocated_grpo.environments.base import AgentLimits, AnswerError, Playable
+from colocated_grpo.environments.chat import ChatCodec, ContextExhausted, Conversation
 from colocated_grpo.environments.rewards.scoring import as_score
 from colocated_grpo.environments.user_code.event_loops import retire_loop, start_loop
 from colocated_grpo.environments.user_code.loading import one_line
@@ -32,14 +30,6 @@ from colocated_grpo.types import Completion, Rollout, Score
 
 GRACE_SECONDS = 2.0
 """An episode that has not ended this long after its deadline blocks its event loop."""
-
-
-class Playable(Protocol):
-    """An `Episode`, or an agent's."""
-
-    async def run(self, item: Item, model: Any) -> Any:
-        """Return the reward. model: the `Conversation`, or the `AgentConversation` of an agent."""
-        ...
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -69,14 +59,6 @@ class _Playing:
         return self.job.prompts[self.index].source
 
 
-@dataclass(kw_only=True, slots=True)
-class _Group:
-    """Finished siblings of one prompt."""
-
-    size: int
-    rollouts: dict[int, Rollout] = field(default_factory=dict)
-
-
 class EpisodeRunner:
     """Runs the episodes of one rank. Public methods must be called on the thread that drives the engine."""
 
@@ -100,7 +82,8 @@ class EpisodeRunner:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._playing: set[_Playing] = set()
         self._ended: deque[_Playing] = deque()
-        self._groups: dict[int, _Group] = {}
+        self._groups: defaultdict[int, dict[int, Rollout]] = defaultdict(dict)
+        """Finished siblings by prompt."""
         self._waiting: defaultdict[str, deque[_Playing]] = defaultdict(deque)
         """By source, episodes above its limit of running ones."""
         self._running: Counter[str] = Counter()
@@ -111,7 +94,6 @@ class EpisodeRunner:
 
     def start(self, job: Job, index: int) -> None:
         """Start the episodes of one prompt of the job, or queue those for which no more may run."""
-        self._groups[index] = _Group(size=job.group_size)
         for sibling in range(job.group_size):
             playing = _Playing(job=job, index=index, sibling=sibling)
             playing.conversation = self._conversation(playing)
@@ -196,10 +178,10 @@ class EpisodeRunner:
         self._running[playing.source] -= 1
         self._begin_waiting(playing.source)
         group = self._groups[playing.index]
-        group.rollouts[playing.sibling] = rollout
-        if len(group.rollouts) == group.size:
+        group[playing.sibling] = rollout
+        if len(group) == playing.job.group_size:
             del self._groups[playing.index]
-            yield playing.index, [group.rollouts[sibling] for sibling in range(group.size)]
+            yield playing.index, [group[sibling] for sibling in sorted(group)]
 
     def _new_deadline(self) -> float:
         return time.monotonic() + self._tool_timeout

@@ -1,4 +1,4 @@
-"""Checksums of files. They find damage, not intent: whoever can change a file can change its checksum too."""
+"""Checksums of files. They detect damage, not tampering: whoever can change a file can change its checksum too."""
 
 from __future__ import annotations
 

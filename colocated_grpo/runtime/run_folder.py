@@ -28,8 +28,9 @@ STATE_FILE = "trainer.json"
 """JSON file of a checkpoint, beside its tensor files: step, policy version, the trainer's state, and the checksums of
 the other files. Its last entry is the checksum of itself, so that state and checksums are replaced together."""
 FILES = "files"
-"""Key in it: checksums by file name. Checkpoints of earlier versions have neither these nor the last entry."""
+"""Key in it: checksums by file name."""
 SEAL = "checksum"
+"""Key of its last entry."""
 MODEL_SHAPE = "model_shape"
 """Key in the trainer's state: the entries of the model's config.json that determine the shapes of its weights."""
 CHECKPOINT_NAME = re.compile(r"step_(\d{6,})")
@@ -38,22 +39,23 @@ _locks: list[TextIO] = []
 """Open lock files. They stay open until the process ends, which releases the locks however it ends."""
 
 
-def choose_run_folder(config: Config, resume: str | None, name: str) -> Path:
-    """Return the folder of this run. `name` is the prefix of new folders and of those that `--resume auto` considers.
+def choose_run_folder(output: Path, run_name: str | None, resume: str | None, prefix: str) -> Path:
+    """Return the folder of this run, below `output` unless `resume` is another one.
+
+    prefix: of new folders, and of those that `--resume auto` considers where there is no `run_name`.
 
     Raises ConfigError where the run to resume does not exist, or where a new run would overwrite an existing one.
     """
-    output = Path(config.output_dir)
     if resume == AUTO:
-        newest = _newest_run(output, config.run_name, name)
+        newest = _newest_run(output, run_name, prefix)
         if newest is not None:
             return _without_links(newest)
     elif resume is not None:
         return _without_links(_existing_run(Path(resume)))
-    folder = output / (config.run_name or f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    folder = output / (run_name or f"{prefix}-{time.strftime('%Y%m%d-%H%M%S')}")
     if complete_checkpoints(folder / CHECKPOINTS) and resume is None:
         raise ConfigError(
-            f"run_name={config.run_name!r}: {folder} already contains a run; add --resume, or choose another name"
+            f"run_name={run_name!r}: {folder} already contains a run; add --resume, or choose another name"
         )
     return folder
 
@@ -63,7 +65,8 @@ def check_resumed(config: Config, resume: str | None, name: str) -> None:
 
     Only shapes are compared, not names: a model folder may have moved, and the weights come from the checkpoint.
     """
-    checkpoints = complete_checkpoints(choose_run_folder(config, resume, name) / CHECKPOINTS)
+    folder = choose_run_folder(Path(config.output_dir), config.run_name, resume, name)
+    checkpoints = complete_checkpoints(folder / CHECKPOINTS)
     if not checkpoints:
         return
     shape, saved = shape_of(read_config_json(config.model)), saved_shape(checkpoints[-1])
@@ -166,7 +169,7 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
         raise ValueError(f"{STATE_FILE} is nested too deeply") from None
     if not isinstance(record, dict):
         raise ValueError(f"{STATE_FILE} is not an object")
-    if (FILES in record or SEAL in record) and seal_is_broken(text):
+    if seal_is_broken(text):
         raise ValueError(f"{STATE_FILE} differs from its checksum")
     return record
 

@@ -11,9 +11,9 @@ from fastapi.responses import JSONResponse, Response
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from colocated_grpo.environments.agents.conversation import TooManyRequests
-from colocated_grpo.environments.agents.endpoint import PREFIX, Endpoint, OpenEpisode
-from colocated_grpo.environments.conversation import ContextExhausted
+from colocated_grpo.environments.agents.programs import PREFIX, OpenEpisode, OpenEpisodes
+from colocated_grpo.environments.agents.sequences import TooManyRequests
+from colocated_grpo.environments.chat import ContextExhausted
 from colocated_grpo.servers.app import (
     CHAT,
     EVENT_STREAM,
@@ -48,7 +48,7 @@ class EpisodeGate:
     Counts the chat requests of each episode.
     """
 
-    def __init__(self, app: ASGIApp, endpoint: Endpoint) -> None:
+    def __init__(self, app: ASGIApp, endpoint: OpenEpisodes) -> None:
         self._app = app
         self._endpoint = endpoint
 
@@ -65,7 +65,9 @@ class EpisodeGate:
             await self._app({**scope, "path": f"/{path}", EPISODE: episode}, receive, send)
 
 
-def create_agent_app(endpoint: Endpoint, codec: TextCodec, model: str, max_tokens: int, stop: Sequence[str]) -> ASGIApp:
+def create_agent_app(
+    endpoint: OpenEpisodes, codec: TextCodec, model: str, max_tokens: int, stop: Sequence[str]
+) -> ASGIApp:
     """Return the application behind its guards. model, max_tokens: name and context length, as clients see them.
 
     stop: strings that end every completion of the run.

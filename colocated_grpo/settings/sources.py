@@ -32,7 +32,7 @@ evaluation set NAME."""
 
 
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
-"""Suffixes of dataset files. The readers are in `environments.dataset`, which is above settings."""
+"""Suffixes of dataset files. The readers are in `environments.rows.readers`, which is above settings."""
 SplitOrFile = Annotated[
     str, AfterValidator(lambda name, info: find_file(name, info) if name.lower().endswith(DATA_SUFFIXES) else name)
 ]

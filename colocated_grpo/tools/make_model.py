@@ -25,8 +25,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from colocated_grpo.environments.episodes import EPISODES, build_episode
-from colocated_grpo.environments.tasks import build_task
+from colocated_grpo.environments.registry import EPISODES, build_episode, build_task
 from colocated_grpo.tools.shapes import ARCHITECTURES, SHAPES, TINY, Shape
 from colocated_grpo.tools.warm_start import (
     EVAL_PROMPTS,

@@ -15,10 +15,9 @@ from rich.rule import Rule
 from rich.text import Text
 
 from colocated_grpo.tracking import files
-from colocated_grpo.tracking.conversation import Message, completion_messages, prompt_messages
-from colocated_grpo.tracking.files import Row, RunFolderError
-from colocated_grpo.tracking.games import read_games, title
+from colocated_grpo.tracking.files import Row, RunFolderError, game_title, read_games
 from colocated_grpo.tracking.text import number, printable
+from colocated_grpo.tracking.transcripts import Passage, completion_messages, prompt_messages
 
 INDENT = 4
 """Columns before the policy's text."""
@@ -54,7 +53,7 @@ def show_game(run_dir: Path, game_number: int) -> int:
         )
     console = Console()
     for game in games[-1:] if game_number < 0 else games:
-        console.print(Rule(Text(printable(title(game), console.encoding))))
+        console.print(Rule(Text(printable(game_title(game), console.encoding))))
         console.print(Text(printable(game.get("transcript", ""), console.encoding)))
     return 0
 
@@ -97,7 +96,7 @@ def rollout_panel(row: Row, encoding: str) -> Panel:
     )
 
 
-def _shown(messages: Sequence[Message], encoding: str) -> Iterator[Text | Padding]:
+def _shown(messages: Sequence[Passage], encoding: str) -> Iterator[Text | Padding]:
     """Yield each message below its speaker. What the policy read is dim; what it sampled is indented."""
     for message in messages:
         text = Text(printable(message.text, encoding), style="" if message.sampled else "dim")

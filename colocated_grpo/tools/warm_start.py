@@ -18,8 +18,7 @@ from torch.nn.utils import clip_grad_norm_
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from colocated_grpo.environments.base import Episode, Split, Task
-from colocated_grpo.environments.chat import ChatCodec, Message, plain_text
-from colocated_grpo.environments.conversation import ContextExhausted, Conversation
+from colocated_grpo.environments.chat import ChatCodec, ContextExhausted, Conversation, Message, plain_text
 from colocated_grpo.environments.prompts import PromptEncoder
 from colocated_grpo.environments.rewards.scoring import as_score, score_text
 from colocated_grpo.types import Completion, FinishReason, JsonObject, Prompt, Score

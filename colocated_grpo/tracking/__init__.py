@@ -1,4 +1,4 @@
-"""Everything a run shows and records: console, run folder, report, W&B and TensorBoard."""
+"""Output and records of a run: console, run folder, report, trackers, the Hub."""
 
 from colocated_grpo.tracking.output import RunOutput, make_output
 from colocated_grpo.tracking.tracker import NullTracker, Tracker, make_tracker

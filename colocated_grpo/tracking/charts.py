@@ -5,14 +5,47 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 from colocated_grpo.tracking.files import TRAIN, Row
-from colocated_grpo.tracking.meanings import meaning
-from colocated_grpo.tracking.page import section
-from colocated_grpo.tracking.svg import Point, Series, line_chart, stacked_chart
+from colocated_grpo.tracking.page import Point, Series, line_chart, section, stacked_chart
 from colocated_grpo.tracking.text import as_html, number
 
+MEANINGS = {
+    "reward": "mean total reward (the weighted sum of the reward functions); completions without a reward are excluded",
+    "reward/<name>": (
+        "mean of one reward function before its weight, of one part of a score, or of a value passed to log_metric"
+    ),
+    "reward_std": "standard deviation of the reward, or of one part, over all completions of the step (unbiased)",
+    "reward_errors": "completions without a reward because scoring failed",
+    "groups/constant": "fraction of groups whose rewards are all equal, or all missing; they give no learning signal",
+    "sequences": "mean number of training sequences of an episode",
+    "truncated": "fraction of completions cut at rollout.max_completion_tokens",
+    "prompts_dropped": "prompts that are empty or longer than rollout.max_prompt_tokens",
+    "staleness": "optimizer steps between the weights that sampled and the weights being trained",
+    "loss": "the minimized objective; close to 0 because advantages cancel within a group, and no measure of progress",
+    "loss/load_balancing": (
+        "load-balancing loss of a mixture of experts, without its coefficient; the experts per token if all are used "
+        "equally, higher if some are preferred"
+    ),
+    "kl": "KL estimate (k3) to the reference, or to the rollout policy with loss.kl.target: rollout",
+    "ratio": "mean importance ratio, policy over the policy before this batch; 1 with one optimizer step per batch",
+    "clip_fraction/low": "fractions of tokens that lose their gradient to a clip bound",
+    "logprob/positive": "mean log-probability of the tokens with a positive, and with a negative advantage",
+    "grad_norm": "gradient norm before clipping",
+    "mismatch/kl": "KL estimate (k3) between the engine that sampled and the trainer",
+    "mismatch/mean": "mean of trainer minus engine log-probability; close to 0 on-policy",
+    "mismatch/max": "mean and largest absolute difference of log-probabilities",
+    "mismatch/plain": "mean absolute difference over plainly sampled tokens",
+    "mismatch/worst": "largest mean absolute difference over the plainly sampled tokens of one completion",
+    "mismatch/routes": "fraction of tokens, over the layers of the backward pass, whose experts the policy would have "
+    "chosen otherwise",
+    "mismatch/outside": "fraction of tokens that one side finds more than twice as likely as the other",
+    "mismatch/ess": "effective sample size of the importance weights as a fraction; 1 is ideal",
+    "correction/weight": "mean token weight applied by loss.correction",
+    "tokens_per_second": "prompt and completion tokens of all ranks over the whole step",
+    "memory/generate_gib": "memory in use on rank 0's device by all processes, at the end of the phase",
+    "prefix_reuse": "fraction of tokens saved because a prompt prefix common to several completions is computed once",
+}
 NUM_COLORS = 9
 """Number of page colours for named series; the next colour is for "other"."""
 PHASES = ("generate", "train", "sync", "wait", "wake", "sleep", "pack", "checkpoint", "evaluate")
@@ -31,6 +64,12 @@ HUGE = 1e100
 """Larger values are not drawn: they would overflow the axis arithmetic, and flatten all other points."""
 
 
+def meaning(key: str) -> str:
+    """Return the line on a metric; '' if there is none."""
+    key = key.removeprefix("held_out/")
+    return MEANINGS.get(key) or MEANINGS.get(f"{key.partition('/')[0]}/<name>", "")
+
+
 @dataclass(frozen=True, slots=True)
 class Chart:
     """A chart to draw if its metrics were recorded."""
@@ -40,17 +79,6 @@ class Chart:
     """Metric key -> name in the legend."""
     unit: str = ""
     """Shown after the title: the unit, or what is measured."""
-
-
-@dataclass(frozen=True, slots=True)
-class Drawing:
-    """A drawn chart."""
-
-    title: str
-    unit: str
-    meaning: str
-    series: list[Series]
-    svg: str
 
 
 SECTIONS = {
@@ -105,7 +133,6 @@ DRAWN = frozenset(key for charts in SECTIONS.values() for chart in charts for ke
 def chart_sections(rows: list[Row]) -> Iterator[str]:
     """Yield the HTML of every section with a chart, then a list of the metrics that stayed constant."""
     points = _points(rows)
-    phases = _phase_chart(rows)
     named = set(DRAWN)
     sets = _evaluation_charts(points)
     families = list(family_charts(points))
@@ -115,11 +142,9 @@ def chart_sections(rows: list[Row]) -> Iterator[str]:
     for title, charts in SECTIONS.items():
         if title == "Learning":
             charts = (charts[0], *families, *charts[1:], *sets)
-        drawings = [_drawing(chart, points) for chart in charts]
-        if title == "Speed and memory":
-            drawings.insert(0, phases)
-        yield _section(title, [drawing for drawing in drawings if drawing is not None])
-    yield _section("More metrics", [drawing for key in rest if (drawing := _drawing(Chart(key, {key: key}), points))])
+        first = [_phase_figure(rows)] if title == "Speed and memory" else []
+        yield _section(title, [*first, *(_line_figure(chart, points) for chart in charts)])
+    yield _section("More metrics", [_line_figure(Chart(key, {key: key}), points) for key in rest])
     yield _constant_metrics(points)
 
 
@@ -149,7 +174,8 @@ def family_charts(keys: Iterable[str]) -> Iterator[Chart]:
             title, _, name = key.rpartition("/")
         families.setdefault(title, {})[key] = name
     for title, lines in families.items():
-        for part in batched(lines.items(), NUM_COLORS):
+        pairs = list(lines.items())
+        for part in (pairs[start : start + NUM_COLORS] for start in range(0, len(pairs), NUM_COLORS)):
             # A title that says all: "town/turns" for the only metric of its prefix.
             single = len(lines) == 1 and f"{title}/{part[0][1]}" == part[0][0]
             yield Chart(part[0][0] if single else title, dict(part))
@@ -159,13 +185,6 @@ def _environment_of(key: str) -> tuple[str, str] | None:
     """Return environment and metric of env/<environment>/<metric> if the metric is drawn by environment."""
     name, _, metric = key.removeprefix("env/").rpartition("/")
     return (name, metric) if metric in BY_ENVIRONMENT else None
-
-
-def batched(items: Iterable[tuple[str, str]], size: int) -> Iterator[list[tuple[str, str]]]:
-    """Yield lists of `size` items, the last one shorter."""
-    iterator = iter(items)
-    while part := list(islice(iterator, size)):
-        yield part
 
 
 def phase_names(rows: Iterable[Row]) -> list[str]:
@@ -197,24 +216,24 @@ def _varies(points: list[Point]) -> bool:
     return len({value for _, value in points}) > 1
 
 
-def _drawing(chart: Chart, points: dict[str, list[Point]]) -> Drawing | None:
-    """Draw a chart, or return None when all its lines are constant."""
+def _line_figure(chart: Chart, points: dict[str, list[Point]]) -> str:
+    """Return a chart as HTML; '' when all its lines are constant."""
     series = [
         Series(name=name, points=points[key], color=index % NUM_COLORS, dots=key.startswith(("held_out/", "eval/")))
         for index, (key, name) in enumerate(chart.lines.items())
         if key in points
     ]
     if not any(_varies(list(line.points)) for line in series):
-        return None
+        return ""
     explained = next(filter(None, map(meaning, chart.lines)), "")
-    return Drawing(chart.title, chart.unit, explained, series, line_chart(series))
+    return _figure(chart.title, chart.unit, series, line_chart(series), explained)
 
 
-def _phase_chart(rows: list[Row]) -> Drawing | None:
-    """Draw the seconds of each step by phase, known phases first, the remainder as "other"."""
+def _phase_figure(rows: list[Row]) -> str:
+    """Return the seconds of each step by phase as HTML, known phases first, the remainder as "other"."""
     timed = [row for row in rows if row["kind"] == TRAIN and row.get("seconds/step") is not None]
     if not timed:
-        return None
+        return ""
     layers, colors = [], phase_colors(timed)
     for name in phase_names(timed):
         seconds = [(row["step"], row.get(f"seconds/{name}") or 0.0) for row in timed]
@@ -223,25 +242,22 @@ def _phase_chart(rows: list[Row]) -> Drawing | None:
     other = [(row["step"], max(row["seconds/step"] - sum_, 0.0)) for row, sum_ in zip(timed, in_phases, strict=True)]
     layers.append(Series(name="other", points=other, color=NUM_COLORS))
     layers = [layer for layer in layers if any(value > 0 for _, value in layer.points)] or layers[-1:]
-    return Drawing("Step time by phase", "seconds", "", layers, stacked_chart(layers))
+    return _figure("Step time by phase", "seconds", layers, stacked_chart(layers))
 
 
-def _section(title: str, drawings: list[Drawing]) -> str:
-    if not drawings:
-        return ""
-    figures = "".join(map(_figure, drawings))
-    return section(title, f'<div class="charts">{figures}</div>')
+def _section(title: str, figures: Iterable[str]) -> str:
+    shown = "".join(figures)
+    return section(title, f'<div class="charts">{shown}</div>') if shown else ""
 
 
-def _figure(drawing: Drawing) -> str:
+def _figure(title: str, unit: str, series: Sequence[Series], svg: str, explained: str = "") -> str:
     legend = "".join(
         f'<span><i class="b{line.color}"></i>{as_html(line.name)} <b>{number(line.points[-1][1])}</b></span>'
-        for line in drawing.series
+        for line in series
     )
-    unit = f' <span class="quiet">{as_html(drawing.unit)}</span>' if drawing.unit else ""
-    line = f'<p class="meaning">{as_html(drawing.meaning)}</p>' if drawing.meaning else ""
-    caption = f"<figcaption><h3>{as_html(drawing.title)}{unit}</h3>{line}{legend}</figcaption>"
-    return f"<figure>{caption}{drawing.svg}</figure>"
+    shown_unit = f' <span class="quiet">{as_html(unit)}</span>' if unit else ""
+    line = f'<p class="meaning">{as_html(explained)}</p>' if explained else ""
+    return f"<figure><figcaption><h3>{as_html(title)}{shown_unit}</h3>{line}{legend}</figcaption>{svg}</figure>"
 
 
 def _constant_metrics(points: dict[str, list[Point]]) -> str:

@@ -1,4 +1,4 @@
-"""Console output of a run: a live table with a progress bar on a terminal, one line per step elsewhere."""
+"""Console output of a run: a live table on a terminal or in a notebook, one line per step elsewhere."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import atexit
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from rich import box
 from rich.console import Console, Group
@@ -17,26 +18,108 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 from rich.text import Text
 
-from colocated_grpo.tracking.table import Row, step_table, step_text
-from colocated_grpo.tracking.text import duration, printable
+from colocated_grpo.tracking.text import as_html, duration, number, printable
 
+MIN_PHASE_SHARE = 0.02
+"""Phases below this share of a step are omitted from its line."""
+GAP = 2
+"""Characters from one column to the next, and at both edges of the table together."""
+
+Row = dict[str, float]
 STEPS_SHOWN = 12
 ETA_STEPS = 20
 """Steps averaged for the time left: enough to include an evaluation, few enough to follow growing completions."""
 SHORTEST_PHASE = 0.1
 """Seconds; shorter phases of the start get no line."""
+Show = Callable[[str], None]
+"""Shows HTML, in place of what it showed before."""
 
 
-class Display(Protocol):
-    """Console output. `row` holds the metrics of a training step and those of the latest evaluation."""
+@dataclass(frozen=True, slots=True)
+class Column:
+    title: str
+    key: str
+    priority: int
+    """The column with the largest one is dropped first when the table is wider than the terminal."""
 
-    def phase_begins(self, name: str) -> None: ...
-    def phase_lasts(self, name: str) -> None: ...
-    def phase_ends(self, name: str, seconds: float) -> None: ...
-    def open(self, facts: dict[str, str], first_step: int) -> None: ...
-    def step(self, step: int, row: Row) -> None: ...
-    def note(self, line: str) -> None: ...
-    def close(self) -> None: ...
+
+LEARNING_COLUMNS = (
+    Column("reward", "reward", 0),
+    Column("held-out", "held_out/reward", 1),
+    Column("length", "completion_tokens", 3),
+    Column("mismatch", "mismatch/kl", 5),
+    Column("clip", "clip_fraction/high", 9),
+)
+COLUMNS = (
+    *LEARNING_COLUMNS,
+    Column("tok/s", "tokens_per_second", 4),
+    Column("s/step", "seconds/step", 2),
+    Column("generate", "seconds/generate", 6),
+    Column("train", "seconds/train", 7),
+    Column("sync", "seconds/sync", 8),
+    Column("other", "seconds/other", 10),
+    Column("GiB gen", "memory/generate_gib", 11),
+    Column("GiB train", "memory/train_gib", 12),
+)
+PROBLEM_COLUMNS = (
+    Column("errors", "reward_errors", 0),
+    Column("unscorable", "unscorable", 1),
+    Column("dropped", "prompts_dropped", 1),
+)
+"""Shown only when not 0."""
+PHASES_WITH_COLUMN = ("seconds/generate", "seconds/train", "seconds/sync")
+
+
+def columns_of(rows: Sequence[Row]) -> list[Column]:
+    """Return the columns that these rows have."""
+    columns = [column for column in COLUMNS if any(column.key in row for row in rows)]
+    return columns + [column for column in PROBLEM_COLUMNS if any(row.get(column.key) for row in rows)]
+
+
+def step_table(steps: Sequence[tuple[int, Row]], width: int) -> Table:
+    """Return the table of these steps with as many columns as fit into `width` characters."""
+    rows = [(step, _with_other(row)) for step, row in steps]
+    columns = columns_of([row for _, row in rows])
+    cells = {"step": [str(step) for step, _ in rows]}
+    cells |= {column.title: [number(row.get(column.key)) for _, row in rows] for column in columns}
+    for column in sorted(columns, key=lambda column: column.priority, reverse=True):
+        if sum(max(map(len, [title, *texts])) + GAP for title, texts in cells.items()) > width:
+            del cells[column.title]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, GAP - 1, 0, 0), header_style="bold cyan")
+    for title in cells:
+        table.add_column(title, justify="right", no_wrap=True, style="bold" if title == "step" else "")
+    for row in zip(*cells.values(), strict=True):
+        table.add_row(*row)
+    return table
+
+
+def _with_other(row: Row) -> Row:
+    """Add seconds/other: time of a step outside the phases that have a column."""
+    if "seconds/step" not in row:
+        return row
+    in_columns = sum(row.get(key, 0.0) for key in PHASES_WITH_COLUMN)
+    return {**row, "seconds/other": max(row["seconds/step"] - in_columns, 0.0)}
+
+
+def step_text(row: Row) -> str:
+    """Format the metrics of one step as a single line."""
+    figures = [f"{column.title} {number(row[column.key])}" for column in LEARNING_COLUMNS if column.key in row]
+    figures += [f"{column.title} {number(row[column.key])}" for column in PROBLEM_COLUMNS if row.get(column.key)]
+    if "tokens_per_second" in row:
+        figures.append(f"{number(row['tokens_per_second'])} tok/s")
+    if "seconds/step" in row:
+        shortest = MIN_PHASE_SHARE * row["seconds/step"]
+        phases = ", ".join(
+            f"{key.removeprefix('seconds/')} {number(seconds)}"
+            for key, seconds in row.items()
+            if key.startswith("seconds/") and key != "seconds/step" and seconds >= shortest
+        )
+        figures.append(f"{number(row['seconds/step'])} s" + (f" ({phases})" if phases else ""))
+    # torch's own peaks (memory/*_torch_gib) count memory that the sleeping engine has released.
+    memory = [row[key] for key in ("memory/generate_gib", "memory/train_gib") if key in row]
+    if memory:
+        figures.append(f"{number(max(memory))} GiB")
+    return "  ".join(figures)
 
 
 class StandardOutput(Console):
@@ -46,47 +129,7 @@ class StandardOutput(Console):
         super().__init__(file=sys.stdout)
 
     def on_broken_pipe(self) -> None:
-        raise  # rich would exit the process; FailSafeDisplay handles the BrokenPipeError
-
-
-class FailSafeDisplay:
-    """Forward to another display until its terminal or pipe closes, so that a closed terminal does not end the run."""
-
-    def __init__(self, display: Display, console: Console) -> None:
-        self._display: Display | None = display
-        self._console = console
-
-    def phase_begins(self, name: str) -> None:
-        self._show(lambda display: display.phase_begins(name))
-
-    def phase_lasts(self, name: str) -> None:
-        self._show(lambda display: display.phase_lasts(name))
-
-    def phase_ends(self, name: str, seconds: float) -> None:
-        self._show(lambda display: display.phase_ends(name, seconds))
-
-    def open(self, facts: dict[str, str], first_step: int) -> None:
-        self._show(lambda display: display.open(facts, first_step))
-
-    def step(self, step: int, row: Row) -> None:
-        self._show(lambda display: display.step(step, row))
-
-    def note(self, line: str) -> None:
-        self._show(lambda display: display.note(line))
-
-    def close(self) -> None:
-        self._show(lambda display: display.close())
-
-    def _show(self, show: Callable[[Display], None]) -> None:
-        if self._display is not None:
-            try:
-                show(self._display)
-            except OSError:
-                self._display = None
-            except ValueError:
-                if not self._console.file.closed:  # writing to a stdout that user code has closed
-                    raise
-                self._display = None
+        raise  # rich would exit the process; RunOutput handles the BrokenPipeError
 
 
 class Eta:
@@ -110,82 +153,104 @@ class Eta:
 
 
 class PlainDisplay:
-    """One line per step, for logs and pipes."""
+    """One line per step, for logs and pipes. `row` has the metrics of a step and those of the latest evaluation."""
 
     def __init__(self, console: Console, total_steps: int) -> None:
-        self._console = console
+        self.console = console
         self._total = total_steps
         self._eta = Eta(total_steps)
+        self._rows: list[tuple[int, Row]] = []
+        """The last steps."""
 
     def phase_begins(self, name: str) -> None:
-        pass
+        """Do nothing: most phases take a moment."""
 
     def phase_lasts(self, name: str) -> None:
         self.note(f"{name} ...")
 
     def phase_ends(self, name: str, seconds: float) -> None:
         if seconds >= SHORTEST_PHASE:
-            self.note(_phase_text(name, seconds))
+            self.note(f"{name}: {seconds:.1f} s")
 
     def open(self, facts: dict[str, str], first_step: int) -> None:
-        self.note(_title(first_step))
-        width = max(map(len, facts), default=0)
-        for name, value in facts.items():
-            self.note(f"  {name:<{width}}  {value}")
+        self._show_facts(f"colocated GRPO, resumed at step {first_step}" if first_step else "colocated GRPO", facts)
         self._eta.start()
 
     def step(self, step: int, row: Row) -> None:
         left = self._eta.tick(step)
-        self._line(f"step {step:>{len(str(self._total))}}/{self._total}", step_text(row), f"{left} left")
+        parts = f"step {step:>{len(str(self._total))}}/{self._total}", step_text(row), f"{left} left"
+        self.note("  ".join(part for part in parts if part))
 
     def note(self, line: str) -> None:
-        self._line(line)
+        # Bypasses rich, which would wrap the line at its assumed width.
+        print(printable(line, self.console.encoding), file=self.console.file, flush=True)
 
     def close(self) -> None:
-        pass
+        """Do nothing: nothing is redrawn."""
 
-    def _line(self, *parts: str) -> None:
-        # Bypasses rich, which would wrap the line at its assumed width.
-        line = "  ".join(part for part in parts if part)
-        print(printable(line, self._console.encoding), file=self._console.file, flush=True)
+    def _show_facts(self, title: str, facts: dict[str, str]) -> None:
+        width = max(map(len, facts), default=0)
+        for line in (title, *(f"  {name:<{width}}  {value}" for name, value in facts.items())):
+            self.note(line)
+
+    def _keep(self, step: int, row: Row) -> None:
+        # A new list, because the refresh thread of a live display may be reading the old one.
+        self._rows = [*self._rows, (step, row)][-STEPS_SHOWN:]
 
 
-class LiveDisplay:
+class LiveDisplay(PlainDisplay):
     """Progress bar and the last steps as a table, redrawn in place."""
 
     def __init__(self, console: Console, total_steps: int) -> None:
-        self._console = console
-        self._eta = Eta(total_steps)
-        self._rows: list[tuple[int, Row]] = []
+        super().__init__(console, total_steps)
         self._phase: Progress | None = None
-        self._progress = Progress(
-            SpinnerColumn(),
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=None),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[left]} left"),
-            console=console,
-            expand=True,
-        )
+        left = TextColumn("{task.fields[left]} left")
+        columns = SpinnerColumn(), TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None)
+        self._progress = Progress(*columns, TimeElapsedColumn(), left, console=console, expand=True)
         self._bar = self._progress.add_task("", total=total_steps, left="-")
         self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4)
 
     def phase_begins(self, name: str) -> None:
-        self._phase = Progress(
-            SpinnerColumn(), TextColumn(name), TimeElapsedColumn(), console=self._console, transient=True
-        )
+        columns = SpinnerColumn(), TextColumn(name), TimeElapsedColumn()
+        self._phase = Progress(*columns, console=self.console, transient=True)
         self._phase.add_task(name, total=None)
         atexit.register(self._phase.stop)
         self._phase.start()
 
     def phase_lasts(self, name: str) -> None:
-        pass  # the spinner shows it
+        """Do nothing: the spinner shows it."""
 
     def phase_ends(self, name: str, seconds: float) -> None:
         self._stop_spinner()
-        if seconds >= SHORTEST_PHASE:
-            self.note(_phase_text(name, seconds))
+        super().phase_ends(name, seconds)
+
+    def open(self, facts: dict[str, str], first_step: int) -> None:
+        super().open(facts, first_step)
+        self._progress.update(self._bar, completed=first_step)
+        # After an uncaught exception or sys.exit the terminal would otherwise be left without a cursor.
+        atexit.register(self._live.stop)
+        self._live.start()
+
+    def step(self, step: int, row: Row) -> None:
+        self._keep(step, row)
+        self._progress.update(self._bar, completed=step + 1, left=self._eta.tick(step))
+
+    def note(self, line: str) -> None:
+        self.console.print(Text(printable(line, self.console.encoding)))
+
+    def close(self) -> None:
+        self._stop_spinner()
+        self._live.stop()
+        atexit.unregister(self._live.stop)
+
+    def _show_facts(self, title: str, facts: dict[str, str]) -> None:
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(style="cyan", no_wrap=True)
+        grid.add_column()
+        for name, value in facts.items():
+            grid.add_row(Text(name), Text(printable(value)))
+        title_text = Text(title, style="bold")
+        self.console.print(Panel(grid, title=title_text, title_align="left", box=box.ROUNDED, expand=False))
 
     def _stop_spinner(self) -> None:
         if self._phase is not None:
@@ -193,60 +258,61 @@ class LiveDisplay:
             atexit.unregister(self._phase.stop)
             self._phase = None
 
-    def open(self, facts: dict[str, str], first_step: int) -> None:
-        self._console.print(_banner(_title(first_step), facts))
-        self._progress.update(self._bar, completed=first_step)
-        # After an uncaught exception or sys.exit the terminal would otherwise be left without a cursor.
-        atexit.register(self._live.stop)
-        self._live.start()
-        self._eta.start()
+    def _render(self) -> Group:
+        table = [step_table(self._rows, self.console.width)] if self._rows else []
+        return Group(*table, self._progress)
+
+
+def in_notebook() -> bool:
+    """Return True in a kernel of Jupyter, which renders HTML; False in IPython's terminal."""
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
+
+
+def updating_output() -> Show:
+    """Return a function that shows HTML under the running cell, and replaces it in later calls."""
+    from IPython.display import HTML, display  # pyrefly: ignore[missing-import]  (comes with every notebook)
+
+    handles: list[Any] = []
+
+    def show(html: str) -> None:
+        if handles:
+            handles[0].update(HTML(html))
+        else:
+            handles.append(display(HTML(html), display_id=True))
+
+    return show
+
+
+class NotebookDisplay(PlainDisplay):
+    """Progress bar and the last steps as one HTML table, replaced after every step; facts and notes as lines."""
+
+    def __init__(self, console: Console, total_steps: int, show: Show) -> None:
+        super().__init__(console, total_steps)
+        self._show = show
 
     def step(self, step: int, row: Row) -> None:
-        # A new list, because the refresh thread may be reading the old one.
-        self._rows = [*self._rows, (step, row)][-STEPS_SHOWN:]
-        self._progress.update(self._bar, completed=step + 1, left=self._eta.tick(step))
+        self._keep(step, row)
+        progress = f"step {step + 1} of {self._total}, {self._eta.tick(step)} left"
+        bar = f'<progress value="{step + 1}" max="{self._total}"></progress> {as_html(progress)}'
+        self._show(f"<div>{bar}{self._table()}</div>")
 
-    def note(self, line: str) -> None:
-        self._console.print(Text(printable(line, self._console.encoding)))
-
-    def close(self) -> None:
-        self._stop_spinner()
-        self._live.stop()
-        atexit.unregister(self._live.stop)
-
-    def _render(self) -> Group:
-        return (
-            Group(step_table(self._rows, self._console.width), self._progress) if self._rows else Group(self._progress)
+    def _table(self) -> str:
+        columns = columns_of([row for _, row in self._rows])
+        head = "".join(f"<th>{as_html(title)}</th>" for title in ("step", *(column.title for column in columns)))
+        lines = (
+            "".join(f"<td>{as_html(cell)}</td>" for cell in (step, *(number(row.get(c.key)) for c in columns)))
+            for step, row in self._rows
         )
+        return f"<table><tr>{head}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
 
-def make_display(mode: str, console: Console, total_steps: int) -> Display:
+def make_display(mode: str, console: Console, total_steps: int) -> PlainDisplay:
     """Return the display for `mode` (tracking.console).
 
     "auto" is live on a terminal with cursor control, and one updated table in a notebook.
     """
-    # Imported here, because it shows this module's columns.
-    from colocated_grpo.tracking.notebook import NotebookDisplay, in_notebook, updating_output
-
     if mode == "auto" and in_notebook():
-        return NotebookDisplay(updating_output(), total_steps)
+        return NotebookDisplay(console, total_steps, updating_output())
     live = mode == "live" or (mode == "auto" and console.is_terminal and not console.is_dumb_terminal)
-    display = LiveDisplay(console, total_steps) if live else PlainDisplay(console, total_steps)
-    return FailSafeDisplay(display, console)
-
-
-def _phase_text(name: str, seconds: float) -> str:
-    return f"{name}: {seconds:.1f} s"
-
-
-def _title(first_step: int) -> str:
-    return f"colocated GRPO, resumed at step {first_step}" if first_step else "colocated GRPO"
-
-
-def _banner(title: str, facts: dict[str, str]) -> Panel:
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="cyan", no_wrap=True)
-    grid.add_column()
-    for name, value in facts.items():
-        grid.add_row(Text(name), Text(printable(value)))
-    return Panel(grid, title=Text(title, style="bold"), title_align="left", box=box.ROUNDED, expand=False)
+    return LiveDisplay(console, total_steps) if live else PlainDisplay(console, total_steps)

@@ -1,35 +1,24 @@
-"""Writers and readers of a run folder.
+"""The files of a run folder: their names, how they are read, and those that are replaced as a whole.
 
-Files: config.yaml, environment.json, metrics.jsonl, rollouts.jsonl, summary.json, report.html and, on request,
-atropos_batch.json. games.py writes the files of ended games, output.py writes run.log.
+Files of .jsonl have one JSON object per line and are flushed every step. A killed run loses at most the line being
+written, so readers skip an incomplete last line and reject any other damage.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby
-from operator import itemgetter
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from types import UnionType
+from typing import Any
 
 import yaml
 
 from colocated_grpo.errors import RunError
-from colocated_grpo.tracking.rows import (
-    NUMBER,
-    SET_ASIDE,
-    Row,
-    RowSchema,
-    RunFolderError,
-    json_line,
-    keep_before,
-    object_of,
-    read_rows,
-    write_atomically,
-)
-from colocated_grpo.types import Group, JsonObject, Rollout
+from colocated_grpo.types import JsonObject
 
 CONFIG_FILE = "config.yaml"
 ENVIRONMENT_FILE = "environment.json"
@@ -41,13 +30,26 @@ ATROPOS_BATCH_FILE = "atropos_batch.json"
 
 TRAIN = "train"
 EVALUATION = "evaluation"
+GAMES_FILE = "games.jsonl"
+EVENTS_FILE = "game_events.jsonl"
+EVENTS_TABLE = "game_events.csv"
 
-RENAMED_METRICS = {"shared": "prefix_reuse"}
-"""Old metric name -> current name. Metrics of older runs are read under their current names."""
+Row = JsonObject
+NUMBER = int | float | None
+SET_ASIDE = ".damaged"
+"""Suffix of a damaged file that a resumed run has replaced."""
 
-HELD_OUT_ROLLOUTS = 16
-"""Held-out prompts with a stored rollout: the same prompts at every evaluation, so that evaluations can be compared."""
 
+@dataclass(frozen=True)
+class RowSchema:
+    """Keys that every row has. Other keys are allowed."""
+
+    required: Mapping[str, type | UnionType]
+    numbers: Callable[[Row], Mapping[str, Any]] = lambda row: {}
+    """Return the entries of a row that must be numbers."""
+
+
+STEP_ROW = RowSchema({"step": int})
 METRICS_ROW = RowSchema(
     {"step": int, "kind": str},
     numbers=lambda row: {key: value for key, value in row.items() if key not in ("step", "kind")},
@@ -68,59 +70,105 @@ ROLLOUT_ROW = RowSchema(
     },
     numbers=lambda row: row["parts"],
 )
-Item = TypeVar("Item")
-Decode = Callable[[Sequence[int]], str]
-"""From token ids to text with special tokens."""
+GAME_ROW = RowSchema({"step": int, "source": str, "game": int, "winner": object})
 
 
-class RunWriter:
-    """Append to metrics.jsonl and rollouts.jsonl.
+class RunFolderError(RunError):
+    """A run folder cannot be read. The message is one line for the user."""
 
-    Rows of steps >= `first_step` are dropped on opening: they were written after the checkpoint that is resumed.
+
+def read_rows(path: Path, schema: RowSchema = STEP_ROW) -> Iterator[Row]:
+    """Yield the objects of a .jsonl file, none if it does not exist.
+
+    A last line without a newline was cut by a kill and is skipped. Raises RunFolderError, with the line number, for a
+    line that is not an object of the schema: another program may have written the file.
+    """
+    for row in _parsed_rows(path, schema):
+        if isinstance(row, RunFolderError):
+            raise row
+        yield row
+
+
+def keep_before(path: Path, first_step: int, schema: RowSchema, note: Callable[[str], None]) -> None:
+    """Rewrite a .jsonl file without the rows of steps >= `first_step`, streaming: it may be larger than memory.
+
+    Damaged lines are left out, with a note: a log must not keep a run from being resumed.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        first_step: int,
-        rollouts_per_step: int,
-        note: Callable[[str], None],
-        decode: Decode | None = None,
-    ) -> None:
-        """decode: separates sampled from observed text in rollouts of several turns; None: they are stored as one."""
-        self.rollouts_per_step = rollouts_per_step
-        self._run_dir = run_dir
-        self._decode = decode
-        keep_before(run_dir / METRICS_FILE, first_step, METRICS_ROW, note)
-        keep_before(run_dir / ROLLOUTS_FILE, first_step, ROLLOUT_ROW, note)
-        self._metrics = _open_to_append(run_dir / METRICS_FILE)
-        self._rollouts = _open_to_append(run_dir / ROLLOUTS_FILE)
+    def kept() -> Iterator[str]:
+        damaged: list[RunFolderError] = []
+        for row in _parsed_rows(path, schema):
+            if isinstance(row, RunFolderError):
+                damaged.append(row)
+            elif row["step"] < first_step:
+                yield json_line(row)
+        if damaged:  # the file is replaced after the end of this generator
+            aside = path.with_name(path.name + SET_ASIDE)
+            aside.unlink(missing_ok=True)
+            shutil.copyfile(path, aside)
+            note(f"{damaged[0]}; left out {len(damaged)} such lines, the file as it was is {aside.name}")
 
-    def train(self, step: int, metrics: dict[str, float], groups: list[Group]) -> None:
-        """Write the metrics of a training step, and rollouts evenly spaced from the worst to the best reward."""
-        self._write(TRAIN, step, metrics, spread_by_reward(groups, self.rollouts_per_step))
+    write_atomically(path, kept())
 
-    def evaluation(self, step: int, metrics: dict[str, float], groups: list[Group]) -> None:
-        """Write the metrics of an evaluation, and the first sample of HELD_OUT_ROLLOUTS fixed prompts."""
-        chosen = _evenly_spaced(sorted(groups, key=lambda group: group.prompt.index), HELD_OUT_ROLLOUTS)
-        samples = [(group, 0) for group in chosen] if self.rollouts_per_step else []
-        self._write(EVALUATION, step, metrics, samples)
 
-    def close(self) -> None:
-        self._metrics.close()
-        self._rollouts.close()
+def object_of(where: Path | str, value: Any) -> JsonObject:
+    if not isinstance(value, dict):
+        raise RunFolderError(f"{where}: must be an object, not {repr(value)[:60]}")
+    return value
 
-    def _write(self, kind: str, step: int, metrics: dict[str, float], samples: list[tuple[Group, int]]) -> None:
-        if not (self._run_dir / METRICS_FILE).exists():
-            # A write to a deleted file succeeds and is lost. Stop now instead of training for nothing.
-            raise RunError(f"{self._run_dir}: the run folder or its {METRICS_FILE} was deleted during the run")
-        # Rollouts first: a kill between the two writes must not leave a metrics row without its rollouts.
-        lines = [json_line(_rollout_row(kind, step, group, sample, self._decode)) for group, sample in samples]
-        self._rollouts.write("".join(lines))
-        self._rollouts.flush()
-        row = {"kind": kind, "step": step} | {key: _finite(value) for key, value in metrics.items()}
-        self._metrics.write(json_line(row))
-        self._metrics.flush()
+
+def json_line(row: Row) -> str:
+    """Encode a row as one line of strict JSON. Raises ValueError for NaN and infinity."""
+    return json.dumps(row, allow_nan=False) + "\n"
+
+
+def write_atomically(path: Path, parts: str | Iterable[str]) -> None:
+    """Replace a file atomically: readers see the old or the new content, even if the process is killed.
+
+    `parts` may be a generator that reads the old file.
+    """
+    temporary = path.with_name(f".{path.name}.part")
+    temporary.unlink(missing_ok=True)  # of a killed run, or a link to somewhere else
+    with temporary.open("x", encoding="utf-8") as file:
+        file.writelines([parts] if isinstance(parts, str) else parts)
+    os.replace(temporary, path)
+
+
+def _parsed_rows(path: Path, schema: RowSchema) -> Iterator[Row | RunFolderError]:
+    """Yield each line as a row, or as the error that it is not one."""
+    if not path.is_file():
+        return
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line_number, line in enumerate(lines, start=1):
+            if not line.endswith("\n"):
+                return
+            try:
+                yield _parsed(f"{path}:{line_number}", line, schema)
+            except RunFolderError as error:
+                yield error
+
+
+def _parsed(where: str, line: str, schema: RowSchema) -> Row:
+    try:
+        value = json.loads(line, parse_constant=_reject)
+    except json.JSONDecodeError as error:
+        raise RunFolderError(f"{where}: not a JSON line ({error.msg})") from error
+    except (ValueError, RecursionError) as error:
+        raise RunFolderError(f"{where}: not a JSON line ({error})") from error
+    row = object_of(where, value)
+    for key, kind in schema.required.items():
+        if key not in row:
+            raise RunFolderError(f"{where}: {key!r} is missing")
+        if not isinstance(row[key], kind):
+            raise RunFolderError(f"{where}: {key!r} is {repr(row[key])[:60]}, not {getattr(kind, '__name__', kind)}")
+    for key, value in schema.numbers(row).items():
+        if not isinstance(value, NUMBER):
+            raise RunFolderError(f"{where}: {key!r} is {repr(value)[:60]}, not a number")
+    return row
+
+
+def _reject(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
 
 
 def write_config(run_dir: Path, config: JsonObject) -> None:
@@ -165,11 +213,11 @@ def run_folder(path: str | Path) -> Path:
 
 
 def read_metrics(run_dir: Path, *, may_be_empty: bool = False) -> list[Row]:
-    """Return all metric rows in the order written, under current metric names.
+    """Return all metric rows in the order written.
 
     Raises RunFolderError when there are none yet, unless `may_be_empty`.
     """
-    rows = [_with_current_names(row) for row in read_rows(run_dir / METRICS_FILE, METRICS_ROW)]
+    rows = list(read_rows(run_dir / METRICS_FILE, METRICS_ROW))
     if not rows and not may_be_empty:
         raise RunFolderError(f"{run_dir}: no metrics yet; the run has not finished its first step")
     return rows
@@ -225,10 +273,6 @@ def first_and_last(rows: Iterable[Row], key: str) -> tuple[Row, Row] | None:
     return (found[0], found[-1]) if found else None
 
 
-def _with_current_names(row: Row) -> Row:
-    return {RENAMED_METRICS.get(key, key): value for key, value in row.items()}
-
-
 def _read_object(path: Path) -> JsonObject:
     if not path.is_file():
         return {}
@@ -240,68 +284,11 @@ def _read_object(path: Path) -> JsonObject:
         raise RunFolderError(f"{path}: not JSON ({error})") from error
 
 
-def _open_to_append(path: Path) -> TextIO:
-    return path.open("a", encoding="utf-8")
+def read_games(run_dir: Path) -> list[Row]:
+    """Return the ended games, oldest first."""
+    return list(read_rows(run_dir / GAMES_FILE, GAME_ROW))
 
 
-def _finite(value: float | None) -> float | None:
-    # JSON has no NaN or infinity: strict parsers (browsers, jq, other languages) would reject the whole file.
-    return None if value is None or not math.isfinite(value) else value
-
-
-def _rollout_row(kind: str, step: int, group: Group, sample: int, decode: Decode | None) -> Row:
-    rollout = group.rollouts[sample]
-    row = {
-        "kind": kind,
-        "step": step,
-        "prompt_index": group.prompt.index,
-        "sample": sample,
-        "source": group.prompt.source,
-        "prompt": group.prompt.text,
-        "completion": rollout.text,
-        "reward": _finite(rollout.score.reward),
-        "parts": {name: _finite(value) for name, value in rollout.score.parts.items()},
-        "error": rollout.score.error,
-        "finish_reason": rollout.finish_reason,
-        "completion_tokens": rollout.completion_tokens,
-        "policy_version": rollout.policy_version,
-    }
-    turns = [] if decode is None else _turns(rollout, group.prompt.token_ids, decode)
-    return row if all(turn["sampled"] for turn in turns) else row | {"turns": turns}
-
-
-def _turns(rollout: Rollout, prompt: list[int], decode: Decode) -> list[JsonObject]:
-    """Return the text after the prompt in parts that are either sampled or observed, with all template tokens.
-
-    A sequence that begins with another prompt, as an agent's may, is shown from its first token.
-    """
-    turns = []
-    for one in rollout.sequences:
-        begin = one.prompt_length if one.token_ids[: one.prompt_length] == prompt else 0
-        tokens = list(zip(one.loss_mask, one.token_ids, strict=True))[begin:]
-        for sampled, part in groupby(tokens, key=itemgetter(0)):
-            turns.append({"sampled": sampled, "text": decode([token for _, token in part])})
-    return turns
-
-
-def spread_by_reward(groups: list[Group], count: int) -> list[tuple[Group, int]]:
-    """Return (group, sample index) of `count` rollouts, evenly spaced in reward order, worst and best included.
-
-    A rollout without a reward sorts as the worst, so that failures are stored.
-    """
-    samples = [(group, sample) for group in groups for sample in range(len(group.rollouts))]
-    return _evenly_spaced(sorted(samples, key=lambda pair: _reward_order(pair[0].rollouts[pair[1]])), count)
-
-
-def _reward_order(rollout: Rollout) -> float:
-    reward = _finite(rollout.score.reward)
-    return -math.inf if reward is None else reward
-
-
-def _evenly_spaced(items: list[Item], count: int) -> list[Item]:
-    """Return at most `count` items including the first and the last; only the last when count is 1."""
-    if count >= len(items):
-        return items
-    if count == 1:
-        return items[-1:]
-    return [items[index * (len(items) - 1) // (count - 1)] for index in range(count)]
+def game_title(game: Row) -> str:
+    """Return a one-line title. Example: 'town, game 12, ended in step 40: mafia'"""
+    return f"{game['source']}, game {game['game']}, ended in step {game['step']}: {game['winner']}"

@@ -1,73 +1,87 @@
-"""Pushes of a run's exports to the Hugging Face Hub: in the background, one at a time, and never fatal."""
+"""Pushes of a run's exports to the Hugging Face Hub with a model card: in the background, and never fatal."""
 
 from __future__ import annotations
 
-import json
-import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from huggingface_hub import ModelCardData
+
 from colocated_grpo.errors import RunError
-from colocated_grpo.runtime import hub_upload
-from colocated_grpo.runtime.hub_upload import NOT_PUSHED
-from colocated_grpo.settings.schema import Config, HubConfig
-from colocated_grpo.tracking.model_card import write_card
+from colocated_grpo.settings.inputs import DATA_SUFFIXES
+from colocated_grpo.settings.schema import HubConfig
+from colocated_grpo.settings.sources import TRAIN_DATASET
+from colocated_grpo.tracking import files
+from colocated_grpo.tracking.files import Row
+from colocated_grpo.tracking.text import number, visible
+from colocated_grpo.types import JsonObject
 
 STAGING = "hub"
 """Folder in the run folder with what is being pushed."""
 LONGEST_ERROR = 300
+CURVES = re.compile(r"reward|held_out/reward|eval/[^/]+/(mean|(pass|maj)@\d+)")
+SETTINGS = (
+    "loss.type", "policy.lr", "policy.lora.rank", "policy.train_layers", "rollout.prompts_per_step",
+    "rollout.group_size", "rollout.max_completion_tokens", "rollout.temperature", "loss.kl.coef", "seed",
+)  # fmt: skip
+"""Settings that the card shows, if the run has them."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Job:
     title: str
-    folder: Path | None
+    command: list[str]
+    """Arguments of `hf`."""
+    folder: Path | None = None
     """Files to push; None: the repository is created."""
-    then: str = "the run goes on"
-    """Ends the line of a failure."""
 
 
 class Hub:
     """The run's repository. Every rank has one, to know when a push is `due`; only rank 0 pushes.
 
-    Each push runs in a process of its own, so a slow or broken connection costs training nothing.
+    Each push is an `hf upload` in a process of its own, so a slow or broken connection costs training nothing.
     """
 
-    def __init__(self, config: Config, settings: HubConfig, run_dir: Path, note: Callable[[str], None]) -> None:
-        self._config = config
+    def __init__(
+        self, settings: HubConfig, run_dir: Path, final: int | None, text_part: bool, note: Callable[[str], None]
+    ) -> None:
+        """final: the step whose export is pushed at the end. text_part: an adapter is of a part of its base model."""
         self._settings = settings
         self._run_dir = run_dir
+        self._final = final
+        self._text_part = text_part
         self._note = note
+        self._private = ["--private"] if settings.private else []
         self._waiting: deque[_Job] = deque()
-        self._running: _Job | None = None
+        self._job: _Job | None = None
         self._process: subprocess.Popen[str] | None = None
         self._deadline = 0.0
-        self.failed = 0
-        """Pushes that have failed."""
+        self._failed = 0
 
     def due(self, step: int) -> bool:
-        """Return whether the weights after `step` steps are pushed. The last ones are pushed by `push_final`."""
+        """Return whether the weights after `step` steps are pushed before the end of the run."""
         every = self._settings.every
-        last = self._config.checkpoint.final and step >= self._config.training_steps
-        return bool(every) and step % every == 0 and not last
+        return bool(every) and step % every == 0 and (self._final is None or step < self._final)
 
     def start(self) -> None:
         """Create the repository, so that a wrong token is noted at the start of the run."""
         shutil.rmtree(self._run_dir / STAGING, ignore_errors=True)  # of a run that was killed
-        self._begin(_Job(title=f"repository {self._settings.repo}", folder=None))
+        command = ["repos", "create", self._settings.repo, *self._private, "--exist-ok"]
+        self._add(_Job(f"repository {self._settings.repo}", command))
 
     def free(self, step: int) -> bool:
         """Return whether a push can begin; False, with a note, while the former one is not complete."""
         self._advance()
-        busy = [job for job in (self._running, *self._waiting) if job is not None and job.folder is not None]
+        busy = [job for job in (self._job, *self._waiting) if job is not None and job.folder is not None]
         if busy:
             self._note(f"hub: step {step} is not pushed, as {busy[0].title} is still being pushed")
         return not busy
@@ -76,134 +90,146 @@ class Hub:
         """Return the folder into which the weights after `step` steps are exported for a push."""
         return self._run_dir / STAGING / f"step_{step}"
 
-    def push(self, step: int) -> None:
-        """Push `staging(step)` in the background."""
-        self._push(self.staging(step), step, f"step {step}")
-
-    def push_final(self, exported: Path, steps: int) -> None:
-        """Push the run's final export."""
-        folder = self._run_dir / STAGING / exported.name
-        private = ["--private"] if self._settings.private else []
-        command = ["hf", "upload", self._settings.repo, str(exported), *private, "--exclude", *NOT_PUSHED]
-        by_hand = f"push it with: {shlex.join(command)}"
+    def push(self, folder: Path, step: int) -> None:
+        """Push an export of the weights after `step` steps in the background, with a card."""
+        repo, title = self._settings.repo, folder.name
         try:
-            # Links: the export is not written twice, and is not changed by the files that are added.
-            shutil.copytree(exported, folder, copy_function=_link, dirs_exist_ok=True)
-        except shutil.Error as error:  # of single files: (source, target, reason)
-            self._fail(exported.name, error.args[0][0][2], by_hand)
-        except OSError as error:
-            self._fail(exported.name, f"{error.strerror}: {error.filename}", by_hand)
-        else:
-            self._push(folder, steps, exported.name, by_hand)
+            config, rows = files.read_config(self._run_dir), files.read_metrics(self._run_dir, may_be_empty=True)
+            text = card(repo, config, [row for row in rows if row["step"] <= step], step, self._text_part)
+            (folder / "README.md").write_text(text, encoding="utf-8")
+        except (OSError, RunError, ValueError, LookupError, TypeError) as error:  # a user may have changed these files
+            self._note(f"hub: {title} is pushed without a card: {error}")
+        command = ["upload", repo, str(folder), ".", *self._private, "--exclude", "checksums.json"]
+        self._add(_Job(title, [*command, "--commit-message", f"{title} of {self._run_dir.name}"], folder))
 
     def pending(self, seconds: float, *, stopped: bool) -> bool:
         """Wait up to `seconds`, and return whether a push is not complete yet. stopped: end it instead."""
-        self._advance()
         if stopped:
             self.close()
+        self._advance()
         if self._process is not None:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(max(0.0, min(seconds, self._deadline - time.monotonic())))
             self._advance()
-        return self._running is not None or bool(self._waiting)
+        return self._process is not None
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of a step; collects the result of a push that has completed."""
         self._advance()
-        return {"hub/failed": float(self.failed)}
+        return {"hub/failed": float(self._failed)}
 
     def close(self) -> None:
         """End what is being pushed."""
         self._waiting.clear()
-        if self._running is not None and self._process is not None:
-            job = self._running
-            self._end()
-            if job.folder is not None:
-                self._fail(job.title, "the run ended first")
+        if self._process is not None:
+            self._end("the run ended first")
         shutil.rmtree(self._run_dir / STAGING, ignore_errors=True)
 
-    def _push(self, folder: Path, step: int, title: str, then: str = _Job.then) -> None:
-        try:
-            write_card(folder, self._config, self._settings.repo, self._run_dir, step)
-        except (
-            OSError,
-            RunError,
-            ValueError,
-            TypeError,
-        ) as error:  # the card is made from files that a user may have changed
-            self._note(f"hub: {title} is pushed without a card: {error}")
-        self._waiting.append(_Job(title=title, folder=folder, then=then))
+    def _add(self, job: _Job) -> None:
+        self._waiting.append(job)
         self._advance()
 
     def _advance(self) -> None:
-        """Collect the result of a process that has ended, end one that is late, and begin the next job."""
-        if self._process is not None and self._running is not None:
-            late = time.monotonic() > self._deadline
-            if self._process.poll() is None and not late:
-                return
-            job, result = self._running, self._end()
-            if "url" not in result:
-                reason = result.get("error") or (
-                    f"longer than hub.timeout={self._settings.timeout:g} s" if late else "the uploader was killed"
+        """Record the result of a process that has ended, end one that is late, and begin the next job."""
+        if self._process is not None and (self._process.poll() is not None or time.monotonic() > self._deadline):
+            self._end(f"longer than hub.timeout={self._settings.timeout:g} s")
+        while self._waiting and self._process is None:
+            self._job = self._waiting.popleft()
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "huggingface_hub.cli.hf", *self._job.command, "--quiet"],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    start_new_session=True,  # Ctrl-C is for the run, which then ends the push
                 )
-                self._fail(job.title, reason[:LONGEST_ERROR], job.then)
-            elif job.folder is not None:
-                self._note(f"hub: pushed {job.title}: {result['url']}")
-            if job.folder is not None:
-                shutil.rmtree(job.folder, ignore_errors=True)
-        while self._waiting and self._running is None:
-            self._begin(self._waiting.popleft())
+                self._deadline = time.monotonic() + self._settings.timeout
+            except OSError as error:  # no memory for a process
+                self._fail(self._job, str(error))
 
-    def _begin(self, job: _Job) -> None:
-        description = {
-            "repo": self._settings.repo,
-            "private": self._settings.private,
-            "message": f"{job.title} of {self._run_dir.name}",
-            "folder": None if job.folder is None else str(job.folder),
-        }
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", hub_upload.__file__],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-                env={**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
-                start_new_session=True,  # Ctrl-C is for the run, which then ends the push
-            )
-            assert self._process.stdin is not None
-            self._process.stdin.write(json.dumps(description) + "\n")
-            self._process.stdin.flush()
-        except OSError as error:  # no memory for a process, or it has ended at once
-            if self._process is not None:
-                self._end()
-            self._fail(job.title, str(error), job.then)
-            if job.folder is not None:
-                shutil.rmtree(job.folder, ignore_errors=True)
-            return
-        self._running, self._deadline = job, time.monotonic() + self._settings.timeout
+    def _end(self, reason: str) -> None:
+        """Record the result of the process. reason: of the failure if it has to be killed."""
+        assert self._process is not None and self._job is not None
+        job, process = self._job, self._process
+        killed = process.poll() is None
+        process.kill()
+        printed, errors = process.communicate()
+        self._process = self._job = None
+        if process.returncode:
+            cause = " ".join(errors.rpartition("Error: ")[2].split()) or f"exit code {process.returncode}"
+            self._fail(job, reason if killed else cause[:LONGEST_ERROR])
+        elif job.folder is not None:
+            self._note(f"hub: pushed {job.title}: {printed.strip()}")
+        if not self._waiting:
+            shutil.rmtree(self._run_dir / STAGING, ignore_errors=True)
 
-    def _end(self) -> dict[str, str]:
-        """Kill the process if it is alive, and return the result that it has printed whole; empty without one."""
-        assert self._process is not None
-        self._process.kill()
-        printed, _ = self._process.communicate()
-        self._process = self._running = None
-        with suppress(ValueError, IndexError):
-            result = json.loads(printed.splitlines()[-1])
-            return result if isinstance(result, dict) else {}
-        return {}
-
-    def _fail(self, title: str, reason: str, then: str = "") -> None:
-        self.failed += 1
-        line = f"warning: hub: {title}: failed, number {self.failed} in this run: {reason}"
-        self._note(f"{line}; {then}" if then else line)
+    def _fail(self, job: _Job, reason: str) -> None:
+        self._failed += 1
+        final = job.folder is not None and job.folder.parent == self._run_dir  # others are deleted
+        by_hand = f"; push it with: {shlex.join(['hf', *job.command])}" if final else ""
+        self._note(f"warning: hub: {job.title}: failed, number {self._failed} in this run: {reason}{by_hand}")
 
 
-def _link(source: str, target: str) -> str:
-    """Make a hard link, or a copy where the file system has none."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)
-    return target
+def card(repo: str, config: JsonObject, rows: Sequence[Row], step: int, text_part: bool) -> str:
+    """Return the card of the weights after `step` steps as Markdown. config, rows: of the run folder's files."""
+    settings = dict(files.flatten(config))
+    base, adapter = hub_name(settings["model.name"]), "policy.lora.rank" in settings
+    shown = base or Path(settings["model.name"]).name
+    environments = config["environments"]
+    metadata = ModelCardData(
+        base_model=base,
+        datasets=[name for one in environments if one["type"] == "dataset" and (name := hub_name(one["name"]))] or None,
+        library_name="peft" if adapter else "transformers",
+        pipeline_tag="text-generation",
+        tags=["grpo", "reinforcement-learning", "colocated_grpo", *(["lora"] if adapter else [])],
+    )
+    found = {key: files.first_and_last(rows, key) for row in rows for key in row if CURVES.fullmatch(key)}
+    ends = [(key, *(f"{number(row[key])} (step {row['step']})" for row in pair)) for key, pair in found.items() if pair]
+    sources = [
+        (one["type"], _local_name(one["name"]), ", ".join(_local_name(r["name"]) for r in one.get("rewards", ())))
+        for one in environments
+    ]
+    return "\n\n".join(
+        [
+            f"---\n{metadata.to_yaml()}\n---",
+            f"# {repo.rpartition('/')[2]}",
+            f"{'A LoRA adapter for' if adapter else 'Trained from'} `{shown}`: {step} of {settings['training_steps']} "
+            f"steps of reinforcement learning ({settings['loss.type']}) with colocated_grpo.",
+            f"## Use\n\n{_use(repo, shown, adapter, text_part)}",
+            _table("Reward", ("Metric", "First", "Last"), ends),
+            _table("Data", ("Type", "Name", "Rewards"), sources),
+            _table(
+                "Settings", ("Setting", "Value"), [(k, settings[k]) for k in SETTINGS if settings.get(k) is not None]
+            ),
+        ]
+    )
+
+
+def hub_name(name: str) -> str | None:
+    """Return a name on the Hub; None for a local file or folder, whose path is not published."""
+    local = Path(name).exists() or Path(name).suffix.lower() in DATA_SUFFIXES or name.startswith((".", "/"))
+    return None if local or name.count("/") > 1 or name.startswith(TRAIN_DATASET) else name
+
+
+def _local_name(name: str) -> str:
+    return hub_name(name) or Path(name).name
+
+
+def _use(repo: str, base: str, adapter: bool, text_part: bool) -> str:
+    """Return how to serve and load the weights."""
+    if adapter and text_part:
+        return (
+            f"The adapter's layers are named as in the text part of {base} alone. The page of models of colocated_grpo "
+            "(docs/models.md) shows how to load it beside that part."
+        )
+    serve = f"{base} --enable-lora --lora-modules adapter={repo}" if adapter else repo
+    load = f'AutoModelForCausalLM.from_pretrained("{base if adapter else repo}")'
+    load = f'PeftModel.from_pretrained({load}, "{repo}")' if adapter else load
+    return f"```bash\nvllm serve {serve}\n```\n\n```python\nmodel = {load}\n```"
+
+
+def _table(title: str, head: tuple[str, ...], rows: Iterable[tuple[object, ...]]) -> str:
+    cells = [[f"`{visible(str(cell))}`".replace("|", "/") if cell != "" else "" for cell in row] for row in rows]
+    body = [head, ["---"] * len(head), *cells]
+    return f"## {title}\n\n" + "\n".join(f"| {' | '.join(row)} |" for row in body)

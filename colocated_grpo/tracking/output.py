@@ -6,7 +6,7 @@ import io
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import TextIO
 
 from rich.console import Console
 
-from colocated_grpo.tracking.console import Display, FailSafeDisplay, PlainDisplay, Row, StandardOutput, make_display
+from colocated_grpo.tracking.console import PlainDisplay, Row, StandardOutput, make_display
 
 LOG_FILE = "run.log"
 LOGGER = "colocated_grpo"
@@ -23,14 +23,14 @@ PATIENCE = 5.0
 """Seconds after which a plain console shows the phase that is not finished."""
 
 
-class LogFile:
-    """Text that is kept in memory until `open` names its file."""
+class LogFile(io.StringIO):
+    """Text that is kept in memory until `open_at` names its file."""
 
     encoding = "utf-8"
-    closed = False
 
     def __init__(self) -> None:
-        self._target: TextIO = io.StringIO()
+        super().__init__()
+        self._file: TextIO | None = None
         self._handler = logging.StreamHandler(self)
         self._handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
         logging.getLogger(LOGGER).addHandler(self._handler)
@@ -39,26 +39,26 @@ class LogFile:
         """Receive no more warnings."""
         logging.getLogger(LOGGER).removeHandler(self._handler)
 
-    def open(self, path: Path) -> None:
+    def open_at(self, path: Path) -> None:
         """Append the text so far and all later text to the file. A second call has no effect."""
-        if isinstance(self._target, io.StringIO):
-            before = self._target.getvalue()
-            self._target = path.open("a", encoding=self.encoding, errors="backslashreplace")
-            self.write(before)
-            self.flush()
+        if self._file is None:
+            self._file = path.open("a", encoding="utf-8", errors="backslashreplace", buffering=1)
+            self._file.write(self.getvalue())
 
     def write(self, text: str) -> int:
-        return self._target.write(text)
-
-    def flush(self) -> None:
-        self._target.flush()
+        return super().write(text) if self._file is None else self._file.write(text)
 
 
 class RunOutput:
-    """Everything that rank 0 prints about a run. The same object on other ranks prints nothing."""
+    """Output of rank 0. On other ranks it has no displays and prints nothing.
 
-    def __init__(self, displays: Sequence[Display] = (), log: LogFile | None = None, *, patience: float = PATIENCE):
-        self._displays = displays
+    A display whose terminal, pipe or file has closed is dropped, so that it does not end the run.
+    """
+
+    def __init__(
+        self, displays: Sequence[PlainDisplay] = (), log: LogFile | None = None, *, patience: float = PATIENCE
+    ):
+        self._displays = list(displays)
         self._log = log
         self._patience = patience
         self.phase_name: str | None = None
@@ -75,20 +75,17 @@ class RunOutput:
         lasting = threading.Timer(self._patience, self._phase_lasts, [name])
         lasting.daemon = True
         lasting.start()
-        for display in self._displays:
-            display.phase_begins(name)
+        self._show(lambda display: display.phase_begins(name))
         try:
             yield
         finally:
             lasting.cancel()
-        for display in self._displays:
-            display.phase_ends(name, time.monotonic() - begin)
+        self._show(lambda display: display.phase_ends(name, time.monotonic() - begin))
         self.phase_name = None  # after an exception it stays: the run has failed in this phase
 
     def _phase_lasts(self, name: str) -> None:
         if self.phase_name == name:
-            for display in self._displays:
-                display.phase_lasts(name)
+            self._show(lambda display: display.phase_lasts(name))
 
     def stop_line(self) -> str:
         """Return the line about a start that was stopped."""
@@ -97,30 +94,36 @@ class RunOutput:
 
     def open(self, facts: dict[str, str], first_step: int) -> None:
         """Show the banner; steps follow."""
-        for display in self._displays:
-            display.open(facts, first_step)
+        self._show(lambda display: display.open(facts, first_step))
 
     def step(self, step: int, row: Row) -> None:
-        for display in self._displays:
-            display.step(step, row)
+        self._show(lambda display: display.step(step, row))
 
     def note(self, line: str) -> None:
         """Show one line."""
-        for display in self._displays:
-            display.note(line)
+        self._show(lambda display: display.note(line))
 
     def close(self) -> None:
         """Restore the terminal. Lines may still be shown."""
-        for display in self._displays:
-            display.close()
+        self._show(lambda display: display.close())
         if self._log is not None:
             self._log.leave_logger()
+
+    def _show(self, show: Callable[[PlainDisplay], None]) -> None:
+        for display in list(self._displays):
+            try:
+                show(display)
+            except (OSError, ValueError) as error:
+                # ValueError: user code has closed the stdout that is written to.
+                if isinstance(error, ValueError) and not display.console.file.closed:
+                    raise
+                self._displays.remove(display)
 
     def write_log(self, folder: Path) -> None:
         """Write the text so far, and all later text, to run.log in `folder`."""
         if self._log is not None:
             with suppress(OSError):
-                self._log.open(folder / LOG_FILE)
+                self._log.open_at(folder / LOG_FILE)
 
 
 def make_output(mode: str, total_steps: int, *, is_main: bool, console: Console | None = None) -> RunOutput:
@@ -128,7 +131,6 @@ def make_output(mode: str, total_steps: int, *, is_main: bool, console: Console 
     if not is_main:
         return RunOutput()
     log = LogFile()
-    log_console = Console(file=log)  # pyrefly: ignore[bad-argument-type]  (it needs write, flush and encoding only)
-    logged = FailSafeDisplay(PlainDisplay(log_console, total_steps), log_console)
+    logged = PlainDisplay(Console(file=log), total_steps)
     logged.note(f"--- started at {datetime.now(UTC).isoformat(timespec='seconds')}")
     return RunOutput([make_display(mode, console or StandardOutput(), total_steps), logged], log)

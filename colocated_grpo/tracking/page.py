@@ -1,10 +1,30 @@
-"""Style of report.html: light or dark as the browser prefers, without external fonts, scripts or images."""
+"""Parts of report.html: its style, light or dark as the browser prefers, sections, and charts as SVG."""
 
-from colocated_grpo.tracking.text import as_html
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from colocated_grpo.tracking.text import as_html, number
 
 LIGHT = ("#2f6fde", "#e07b1a", "#1f9d6b", "#b04ac4", "#c9a400", "#d6456b", "#2aa6b8", "#7a8b2f", "#8a6d5c", "#9aa3af")
 DARK = ("#6ea2ff", "#f59b4a", "#45c993", "#d184e3", "#e6c94b", "#f2789a", "#5ccfe0", "#aabf56", "#bd9c88", "#6b7480")
 """One colour per series; the last is for "other"."""
+WIDTH, HEIGHT = 560, 220
+LEFT, RIGHT, TOP, BOTTOM = 70, 12, 10, 24
+MAX_POINTS = 160
+"""Longer series are averaged down to this many points; with more, a step would be too narrow to hover over."""
+MIN_POINTS_TO_SMOOTH = 40
+"""Shorter series are drawn without smoothing."""
+
+MIN_RELATIVE_SPAN = 4e-3
+"""Minimum axis span relative to its values: labels of a shorter span have more digits than fit in the margin."""
+TINY = 1e-100
+"""Smaller values are treated as 0."""
+
+Point = tuple[float, float]
 
 
 def _variables(colors: tuple[str, ...]) -> str:
@@ -71,3 +91,175 @@ td:first-child{{width:32%}}
 def section(title: str, content: str) -> str:
     """Return a section with a heading. `content` is HTML, `title` is plain text."""
     return f"<section><h2>{as_html(title)}</h2>{content}</section>"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Series:
+    """One line or one layer of a chart."""
+
+    name: str
+    points: Sequence[Point]
+    """(step, value) in ascending order of step, all finite."""
+    color: int = 0
+    """Index of the page's colour classes."""
+    dots: bool = False
+    """Sparse measurements: every point is marked, and the line is not smoothed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """Linear map from data to picture coordinates."""
+
+    low_x: float
+    high_x: float
+    low_y: float
+    high_y: float
+
+    def x(self, value: float) -> float:
+        return LEFT + (value - self.low_x) / ((self.high_x - self.low_x) or 1.0) * (WIDTH - LEFT - RIGHT)
+
+    def y(self, value: float) -> float:
+        return HEIGHT - BOTTOM - (value - self.low_y) / ((self.high_y - self.low_y) or 1.0) * (HEIGHT - TOP - BOTTOM)
+
+
+def line_chart(series: Sequence[Series]) -> str:
+    """Return one <svg>. Hovering over a step shows all its values."""
+    drawn = [replace(line, points=downsample(line.points)) for line in series]
+    values = [value for line in drawn for _, value in line.points]
+    steps = [step for line in drawn for step, _ in line.points]
+    ticks = nice_ticks(*_value_range(min(values), max(values)))
+    frame = Frame(min(steps), max(steps), ticks[0], ticks[-1])
+    body = [_axes(frame, ticks)] + [_line(frame, line) for line in drawn]
+    hover: dict[float, list[str]] = {}
+    for line in drawn:
+        for step, value in line.points:
+            hover.setdefault(step, []).append(f"{line.name}: {number(value)}")
+    return _svg([*body, _hover_strips(frame, hover)])
+
+
+def stacked_chart(layers: Sequence[Series]) -> str:
+    """Return one <svg> of stacked bars, the first series at the bottom. All series have the same steps."""
+    drawn = [replace(layer, points=downsample(layer.points)) for layer in layers]
+    steps = [step for step, _ in drawn[0].points]
+    totals = [math.fsum(layer.points[index][1] for layer in drawn) for index in range(len(steps))]
+    ticks = nice_ticks(0.0, max(totals) or 1.0)
+    half = 0.5 * (steps[1] - steps[0]) if len(steps) > 1 else 0.5
+    frame = Frame(steps[0] - half, steps[-1] + half, 0.0, ticks[-1])
+    pitch = (WIDTH - LEFT - RIGHT) / len(steps)
+    width = pitch - 1 if pitch > 6 else pitch
+    bars: list[str] = []
+    hover: dict[float, list[str]] = {}
+    for index, step in enumerate(steps):
+        base = 0.0
+        for layer in drawn:
+            value = layer.points[index][1]
+            top, bottom = frame.y(base + value), frame.y(base)
+            if value > 0:
+                bars.append(_rectangle(frame.x(step) - width / 2, top, width, bottom - top, f"f{layer.color}"))
+            base += value
+        values = [(layer.name, layer.points[index][1]) for layer in reversed(drawn)]
+        hover[step] = [f"total: {number(totals[index])}", *(f"{name}: {number(v)}" for name, v in values if v > 0)]
+    return _svg([_axes(frame, ticks), *bars, _hover_strips(frame, hover)])
+
+
+def downsample(points: Sequence[Point]) -> list[Point]:
+    """Return at most MAX_POINTS points, each the mean of a run of neighbours."""
+    size = math.ceil(len(points) / MAX_POINTS)
+    runs = [points[start : start + size] for start in range(0, len(points), max(size, 1))]
+    return [(_mean([step for step, _ in run]), _mean([value for _, value in run])) for run in runs]
+
+
+def smooth(points: Sequence[Point]) -> list[Point]:
+    """Return the centred moving mean over 1/15 of the points; the window shrinks to half at both ends."""
+    reach = len(points) // 30
+    means = []
+    for index, (step, _) in enumerate(points):
+        window = points[max(index - reach, 0) : index + reach + 1]
+        means.append((step, _mean([value for _, value in window])))
+    return means
+
+
+def nice_ticks(low: float, high: float) -> list[float]:
+    """Return 3 to 7 round numbers, the first at most `low` and the last at least `high`."""
+    size = max(abs(low), abs(high))
+    span = high - low
+    if span <= 1e-9 * size or size < TINY:
+        span = size if size >= TINY else 1.0  # equal up to rounding: labels of such close ticks would be identical
+    unit = 10.0 ** math.floor(math.log10(span / 4))
+    step = next(unit * factor for factor in (1, 2, 2.5, 5, 10) if span / (unit * factor) <= 5)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [index * step for index in range(first, max(last, first + 1) + 1)]
+
+
+def _value_range(low: float, high: float) -> tuple[float, float]:
+    """Return the range of an axis. It starts at 0 if `low` is close: cutting the axis would exaggerate every change."""
+    if 0 <= low <= 0.6 * high:
+        return 0.0, high
+    missing = MIN_RELATIVE_SPAN * max(abs(low), abs(high)) - (high - low)
+    return (low - missing / 2, high + missing / 2) if missing > 0 else (low, high)
+
+
+def _line(frame: Frame, series: Series) -> str:
+    points = series.points
+    if series.dots or len(points) == 1:
+        return _path(frame, points, f"l{series.color}") + "".join(_dot(frame, point, series.color) for point in points)
+    if len(points) < MIN_POINTS_TO_SMOOTH:
+        return _path(frame, points, f"l{series.color}")
+    return _path(frame, points, f"l{series.color} raw") + _path(frame, smooth(points), f"l{series.color}")
+
+
+def _dot(frame: Frame, point: Point, color: int) -> str:
+    return f'<circle class="f{color}" cx="{frame.x(point[0]):.1f}" cy="{frame.y(point[1]):.1f}" r="3"/>'
+
+
+def _path(frame: Frame, points: Sequence[Point], css: str) -> str:
+    coordinates = " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in points)
+    return f'<polyline class="{css}" points="{coordinates}"/>'
+
+
+def _axes(frame: Frame, ticks: Sequence[float]) -> str:
+    parts = []
+    for tick in ticks:
+        y = frame.y(tick)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{_tick(tick, ticks)}</text>')
+    for tick in nice_ticks(frame.low_x, frame.high_x):
+        if frame.low_x <= tick <= frame.high_x and tick == int(tick):
+            parts.append(f'<text x="{frame.x(tick):.1f}" y="{HEIGHT - 6}" text-anchor="middle">{tick:.0f}</text>')
+    return "".join(parts)
+
+
+def _tick(tick: float, ticks: Sequence[float]) -> str:
+    """Format a tick with as many decimals as the tick distance needs; in powers of ten if very small or very large."""
+    largest, step = max(abs(ticks[0]), abs(ticks[-1])), ticks[1] - ticks[0]
+    if largest >= 1e5 or largest < 1e-2:
+        return f"{tick:.4g}" if abs(tick) > step / 2 else "0"
+    decimals = max(0, -math.floor(math.log10(step) + 1e-9))
+    if not math.isclose(step * 10**decimals, round(step * 10**decimals)):
+        decimals += 1
+    return f"{tick:.{decimals}f}"
+
+
+def _hover_strips(frame: Frame, hover: dict[float, list[str]]) -> str:
+    """Return invisible columns with the values as tooltip; each reaches halfway to the neighbouring steps."""
+    steps = sorted(hover)
+    centres = [frame.x(step) for step in steps]
+    edges = [LEFT, *((left + right) / 2 for left, right in pairwise(centres)), WIDTH - RIGHT]
+    strips = []
+    for index, step in enumerate(steps):
+        title = as_html("\n".join([f"step {step:g}", *hover[step]]))
+        width = edges[index + 1] - edges[index]
+        strips.append(_rectangle(edges[index], TOP, width, HEIGHT - TOP - BOTTOM, "hit", f"<title>{title}</title>"))
+    return "".join(strips)
+
+
+def _rectangle(x: float, y: float, width: float, height: float, css: str, content: str = "") -> str:
+    return f'<rect class="{css}" x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}">{content}</rect>'
+
+
+def _svg(parts: Sequence[str]) -> str:
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(parts)}</svg>'
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)

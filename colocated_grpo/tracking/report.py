@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from colocated_grpo.errors import RunError
 from colocated_grpo.settings.secret_values import masked
 from colocated_grpo.tracking import files
-from colocated_grpo.tracking.charts import chart_sections
-from colocated_grpo.tracking.games import read_games
-from colocated_grpo.tracking.overview import header
+from colocated_grpo.tracking.charts import NUM_COLORS, chart_sections, phase_colors, phase_names
+from colocated_grpo.tracking.files import TRAIN, Row, first_and_last
 from colocated_grpo.tracking.page import STYLE, section
-from colocated_grpo.tracking.text import as_html
+from colocated_grpo.tracking.text import as_html, duration, number
 from colocated_grpo.tracking.transcripts import before_and_after, last_training_rollouts, latest_games
 from colocated_grpo.types import JsonObject
 
@@ -23,6 +25,18 @@ REFRESH_SECONDS = 30
 """Time between two reports of a running run, and after which the browser loads the page again."""
 MAX_SHARE = 0.01
 """Largest share of the run's time that is spent on writing them."""
+NO_END = "did not end properly"
+NO_END_ADVICE = "Its processes were killed, or the machine went down. --resume auto continues from the last checkpoint."
+SMALLEST_SHARE = 0.005
+"""Phases below this share of the time are part of "other"."""
+MIN_STEPS = 8
+"""Fewer steps give no estimate of the noise."""
+MAX_WINDOW = 20
+"""Largest number of steps averaged at either end."""
+CLEAR = 2.0
+"""Changes above this many standard errors are called a change."""
+MOSTLY = 0.5
+"""Above this share of groups without signal the sentence says what to change."""
 
 
 class LiveReport:
@@ -62,7 +76,7 @@ def write_report(run_dir: Path, *, running: bool = False) -> Path:
         *chart_sections(rows),
         before_and_after(rollouts),
         last_training_rollouts(rollouts),
-        latest_games(read_games(run_dir)),
+        latest_games(files.read_games(run_dir)),
         _config_table(config),
         _starts(files.read_environment(run_dir)),
     ]
@@ -105,3 +119,155 @@ def _table_lines(pairs: Iterable[tuple[str, Any]]) -> str:
 
 def _collapsed(title: str, table_lines: str) -> str:
     return f"<details><summary>{as_html(title)}</summary><table>{table_lines}</table></details>"
+
+
+def header(run_dir: Path, rows: list[Row], *, running: bool) -> str:
+    """Return the HTML above the charts. running: a process is still training."""
+    summary, config = files.read_summary(run_dir), files.read_config(run_dir)
+    train = [row for row in rows if row["kind"] == TRAIN]
+    model = dict(files.flatten(config)).get("model.name", "")
+    state = "running" if running else summary.get("state") or NO_END
+    if running:
+        now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        state += f", {len(train)} steps done; this page is of {now} and reloads itself"
+    tiles = "".join(
+        f'<div class="tile"><span>{name}</span><strong>{value}</strong><small>{note}</small></div>'
+        for name, value, note in (map(as_html, tile) for tile in _tiles(rows, config.get("training_steps")))
+    )
+    sentence = verdict(rows)
+    return "".join(
+        [
+            f"<h1>{as_html(run_dir.resolve().name)}</h1>",
+            f'<p class="quiet">{as_html(" - ".join(filter(None, [model, state])))}</p>',
+            "" if running else _banner(summary),
+            f'<p class="verdict">{as_html(sentence)}</p>' if sentence else "",
+            f'<div class="tiles">{tiles}</div>',
+            _time_bar(train),
+        ]
+    )
+
+
+def _banner(summary: JsonObject) -> str:
+    """Return the red box of a run that has failed, was killed, or has no recorded end; '' for others."""
+    if not summary:
+        return _box(f"The run {NO_END}.", NO_END_ADVICE)
+    if "error" not in summary:
+        return ""
+    facts = {
+        "where": summary.get("where"),
+        "step": summary.get("step"),
+        "rank": summary.get("rank"),
+        "exit code": summary.get("exit_code"),
+    }
+    shown = ", ".join(
+        f"{name} {value}" if name != "where" else str(value) for name, value in facts.items() if value is not None
+    )
+    return _box(str(summary["error"]), f"{shown}. The console's text is in run.log.")
+
+
+def _box(title: str, text: str) -> str:
+    return f'<div class="failure" role="alert"><strong>{as_html(title)}</strong><span>{as_html(text)}</span></div>'
+
+
+def _tiles(rows: list[Row], training_steps: int | None) -> Iterator[tuple[str, str, str]]:
+    """Yield the tiles: name, value, note below."""
+    held_out = first_and_last(rows, "held_out/reward")
+    if held_out is not None:
+        first, last = held_out
+        change = f"{number(first['held_out/reward'])} -> {number(last['held_out/reward'])}"
+        yield "held-out reward", change, f"steps {first['step']} to {last['step']}"
+    train = [row for row in rows if row["kind"] == TRAIN]
+    if reward := first_and_last(train, "reward"):
+        before, after = (number(row["reward"]) for row in reward)
+        yield "training reward", f"{before} -> {after}", "first and last step"
+    yield "steps", str(len(train)), f"of {training_steps}" if training_steps else ""
+    seconds = _values(train, "seconds/step")
+    if seconds:
+        yield "training time", duration(sum(seconds)), f"{number(_median(seconds))} s per step (median)"
+    if speed := _values(train, "tokens_per_second"):
+        yield "tokens per second", number(_median(speed)), "median"
+    if memory := [gib for key in ("memory/generate_gib", "memory/train_gib") for gib in _values(train, key)]:
+        yield "device memory", f"{number(max(memory))} GiB", "highest at a phase end, rank 0"
+
+
+def _time_bar(train: Sequence[Row]) -> str:
+    """Return one bar with the share of each phase in the time of all steps."""
+    timed = [row for row in train if row.get("seconds/step")]
+    total = sum(row["seconds/step"] for row in timed)
+    if not total:
+        return ""
+    shares = {name: sum(row.get(f"seconds/{name}") or 0.0 for row in timed) / total for name in phase_names(timed)}
+    colors = phase_colors(timed) | {"other": NUM_COLORS}
+    shown = {name: share for name, share in shares.items() if share >= SMALLEST_SHARE}
+    if (other := 1 - sum(shown.values())) >= SMALLEST_SHARE:
+        shown["other"] = other
+    bars = "".join(
+        f'<i class="b{colors[name]}" style="width:{share:.2%}" title="{as_html(name)} {share:.1%}"></i>'
+        for name, share in shown.items()
+    )
+    legend = "".join(
+        f'<span><i class="b{colors[name]}"></i>{as_html(name)} <b>{share:.0%}</b></span>'
+        for name, share in shown.items()
+    )
+    return section(
+        "Where the time goes", f'<div class="card"><div class="bar">{bars}</div><p class="legend">{legend}</p></div>'
+    )
+
+
+def _values(rows: Sequence[Row], key: str) -> list[float]:
+    return [row[key] for row in rows if row.get(key) is not None]
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def verdict(rows: Sequence[Row]) -> str:
+    """Return the sentence for the top of the report; '' without training steps."""
+    train = [row for row in rows if row["kind"] == TRAIN]
+    if not train:
+        return ""
+    parts = [_learning([row["reward"] for row in train if row.get("reward") is not None])]
+    if (held_out := first_and_last(rows, "held_out/reward")) and held_out[0]["step"] < held_out[1]["step"]:
+        before, after = (number(row["held_out/reward"]) for row in held_out)
+        parts.append(f"held-out reward {before} -> {after}")
+    if signal := _groups_without_signal(
+        [row["groups/constant"] for row in train if row.get("groups/constant") is not None]
+    ):
+        parts.append(signal)
+    return "; ".join(parts) + "."
+
+
+def _learning(rewards: Sequence[float]) -> str:
+    """Compare the means of the first and the last steps with the scatter from one step to the next."""
+    if not rewards:
+        return "No completion has a reward"
+    if len(rewards) < MIN_STEPS:
+        return f"{len(rewards)} step{'s' * (len(rewards) > 1)}: too few to tell learning from noise"
+    window = max(2, min(MAX_WINDOW, len(rewards) // 4))
+    before, after = _mean(rewards[:window]), _mean(rewards[-window:])
+    # Differences of neighbours: unlike the standard deviation, their scatter does not count the trend as noise.
+    variance = _mean([(b - a) ** 2 for a, b in pairwise(rewards)]) / 2
+    error = math.sqrt(2 * variance / window)
+    change = after - before
+    if abs(change) <= CLEAR * error:
+        how = "The training reward has not changed beyond its noise"
+    else:
+        how = f"The training reward has {'risen' if change > 0 else 'fallen'}"
+    moved = f"{number(before)} -> {number(after)}, {change:+.3g} with a standard error of {error:.2g}"
+    return f"{how} over {len(rewards)} steps: {moved} (means of {window} steps)"
+
+
+def _groups_without_signal(shares: Sequence[float]) -> str:
+    if not shares:
+        return ""
+    mean = _mean(shares)
+    line = f"{mean:.0%} of the groups had no signal (equal rewards)"
+    latest = _mean(shares[-max(1, min(MAX_WINDOW, len(shares) // 4)) :])
+    if latest > MOSTLY:
+        line += f", {latest:.0%} at the end: prompts of another difficulty would teach more"
+    return line
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)

@@ -15,17 +15,21 @@ from typing import TYPE_CHECKING, Any
 
 from colocated_grpo.settings.secret_values import masked
 from colocated_grpo.tracking.files import flatten
-from colocated_grpo.tracking.tables import WRITERS, Table, completions_table
-from colocated_grpo.types import Group
+from colocated_grpo.tracking.records import finite, spread_by_reward
+from colocated_grpo.types import Group, JsonObject
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
 
-    from colocated_grpo.settings import Config
+    from colocated_grpo.settings.schema import TrackingConfig
 
 WANDB_ID_FILE = "wandb_run_id"
 WANDB_SECONDS = 30
 """Timeout for the W&B service at the start, and for uploads at the end."""
+TITLE = "completions"
+LONGEST_TEXT = 10_000
+"""Characters of a prompt or a completion; the middle of a longer one is left out."""
+LEFT_OUT = "\n[...]\n"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +38,7 @@ class Sink:
 
     log: Callable[[int, dict[str, float]], None]
     table: Callable[[int, Table], None] | None = None
-    """Takes a step and completions of it; None: the tracker has no tables."""
+    """Send completions of a step; None: the tracker has no tables."""
     finish: Callable[[], None]
 
 
@@ -46,18 +50,19 @@ class Sinks:
         self._sinks: dict[str, Sink] = {}
         self._tables_every = self._table_rows = 0
 
-    def open(self, config: Config, run_dir: Path, first_step: int) -> None:
-        """Start the enabled sinks. Not collective, but call it after the process group exists.
+    def open(self, settings: JsonObject, tracking: TrackingConfig, run_dir: Path, first_step: int) -> None:
+        """Start the enabled sinks and send them the settings. Not collective.
 
-        Without one, accelerate would create its own.
+        Call it after the process group exists. Without one, accelerate would create its own.
         """
-        self._tables_every, self._table_rows = config.tracking.completions_every, config.tracking.completions_rows
-        if config.tracking.wandb != "off":
-            self._add("tracking.wandb", lambda: _wandb(config, run_dir))
-        if config.tracking.tensorboard:
+        shown = masked(settings)
+        self._tables_every, self._table_rows = tracking.completions_every, tracking.completions_rows
+        if tracking.wandb != "off":
+            self._add("tracking.wandb", lambda: _wandb(shown, tracking, run_dir))
+        if tracking.tensorboard:
             self._add("tracking.tensorboard", lambda: _tensorboard(run_dir, first_step))
-        for name in dict.fromkeys(config.tracking.trackers):
-            self._add(f"tracking.trackers: {name}", partial(_started, name, config, run_dir))
+        for name in dict.fromkeys(tracking.trackers):
+            self._add(f"tracking.trackers: {name}", partial(_started, name, shown, tracking.project, run_dir))
 
     def log(self, step: int, row: dict[str, float]) -> None:
         """Send the metrics of one step to every sink."""
@@ -105,23 +110,23 @@ def _reason(error: Exception) -> str:
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
-def _wandb(config: Config, run_dir: Path) -> Sink:
+def _wandb(settings: JsonObject, tracking: TrackingConfig, run_dir: Path) -> Sink:
     import wandb
     from accelerate.tracking import WandBTracker
 
     _adopt_process_group()
     # prompt=False: wandb would otherwise prompt for a key while the other ranks block in a collective.
-    if config.tracking.wandb == "online" and not wandb.login(prompt=False, verify=False):
+    if tracking.wandb == "online" and not wandb.login(prompt=False, verify=False):
         raise RuntimeError("no API key; run `wandb login`, set WANDB_API_KEY, or use --tracking.wandb offline")
     tracker = WandBTracker(
-        config.tracking.wandb_project,
+        tracking.wandb_project,
         name=run_dir.name,
-        group=config.tracking.wandb_group,
+        group=tracking.wandb_group,
         id=_wandb_run_id(run_dir),
         resume="allow",
         dir=str(run_dir),
-        mode=config.tracking.wandb,
-        config=masked(config.model_dump(mode="json")),
+        mode=tracking.wandb,
+        config=settings,
         settings=wandb.Settings(
             console="off",  # capturing stdout would conflict with the live display
             silent=True,
@@ -135,7 +140,7 @@ def _wandb(config: Config, run_dir: Path) -> Sink:
     # The step is sent as a metric: W&B drops rows below its highest step, and a resumed run starts below it.
     return Sink(
         log=lambda step, row: tracker.log({**row, "step": step}),
-        table=partial(WRITERS["wandb"], tracker),
+        table=partial(_wandb_table, tracker),
         finish=tracker.finish,
     )
 
@@ -149,14 +154,14 @@ def _tensorboard(run_dir: Path, first_step: int) -> Sink:
     return Sink(log=lambda step, row: tracker.log(row, step=step), finish=tracker.finish)
 
 
-def _started(name: str, config: Config, run_dir: Path) -> Sink:
+def _started(name: str, settings: JsonObject, project: str, run_dir: Path) -> Sink:
     """Start one of `tracking.trackers` and send it the settings."""
     _adopt_process_group()
-    tracker = make_tracker(name, config.tracking.project, run_dir)
+    tracker = make_tracker(name, project, run_dir)
     with _no_prompts():
         tracker.start()
-    settings = flatten(masked(config.model_dump(mode="json")))
-    tracker.store_init_configuration({key: str(value) if isinstance(value, list) else value for key, value in settings})
+    flat = {key: str(value) if isinstance(value, list) else value for key, value in flatten(settings)}
+    tracker.store_init_configuration(flat)
     return Sink(
         log=lambda step, row: tracker.log({valid_name(key): value for key, value in row.items()}, step=step),
         table=partial(WRITERS[name], tracker) if name in WRITERS else None,
@@ -212,3 +217,91 @@ def _wandb_run_id(run_dir: Path) -> str:
     if not path.is_file():
         path.write_text(uuid.uuid4().hex, encoding="utf-8")
     return path.read_text(encoding="utf-8").strip()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """A table of completions."""
+
+    columns: list[str]
+    rows: list[list[Any]]
+    """Text, numbers or None."""
+
+
+def completions_table(step: int, groups: list[Group], count: int) -> Table:
+    """Return at most `count` completions of a step, evenly spaced from the worst to the best reward.
+
+    Columns: step, prompt, completion, reward, the parts of the reward, environment and finish_reason.
+    """
+    chosen = [(group, group.rollouts[sample]) for group, sample in spread_by_reward(groups, count)]
+    parts = list(dict.fromkeys(name for _, rollout in chosen for name in rollout.score.parts))
+    columns = ["step", "prompt", "completion", "reward", *(f"reward/{part}" for part in parts)]
+    rows = [
+        [
+            step,
+            _bounded(group.prompt.text),
+            _bounded(rollout.text),
+            finite(rollout.score.reward),
+            *(finite(rollout.score.parts.get(part)) for part in parts),
+            group.prompt.source,
+            rollout.finish_reason,
+        ]
+        for group, rollout in chosen
+    ]
+    return Table(columns=[*columns, "environment", "finish_reason"], rows=rows)
+
+
+def _bounded(text: str) -> str:
+    if len(text) > LONGEST_TEXT:
+        half = (LONGEST_TEXT - len(LEFT_OUT)) // 2
+        text = text[:half] + LEFT_OUT + text[-half:]
+    return text.encode("utf-8", "replace").decode("utf-8")  # a lone surrogate cannot be sent
+
+
+def _wandb_table(tracker: Any, step: int, table: Table) -> None:
+    import wandb
+
+    columns: list[Any] = table.columns
+    rows: list[Any] = table.rows
+    tracker.log({TITLE: wandb.Table(columns=columns, data=rows), "step": step})
+
+
+def _trackio_table(tracker: Any, step: int, table: Table) -> None:
+    import pandas
+    import trackio  # pyrefly: ignore[missing-import]  # of the user's choice
+
+    tracker.log({TITLE: trackio.Table(dataframe=pandas.DataFrame(table.rows, columns=table.columns))}, step=step)
+
+
+def _swanlab_table(tracker: Any, step: int, table: Table) -> None:
+    import swanlab  # pyrefly: ignore[missing-import]
+
+    rows = [["" if cell is None else cell for cell in row] for row in table.rows]
+    tracker.log({TITLE: swanlab.echarts.Table().add(table.columns, rows)}, step=step)
+
+
+def _mlflow_table(tracker: Any, _step: int, table: Table) -> None:
+    import mlflow  # pyrefly: ignore[missing-import]
+
+    columns = {name: [row[place] for row in table.rows] for place, name in enumerate(table.columns)}
+    # One file, to which MLflow appends: it lists a run's tables in a tag, which has room for some eighty names.
+    mlflow.log_table(columns, f"{TITLE}.json", run_id=tracker.tracker.info.run_id)
+
+
+def _clearml_table(tracker: Any, step: int, table: Table) -> None:
+    tracker.log_table(TITLE, columns=table.columns, data=table.rows, step=step)
+
+
+def _comet_table(tracker: Any, step: int, table: Table) -> None:
+    tracker.tracker.log_table(f"{TITLE}_{step:06d}.csv", tabular_data=table.rows, headers=table.columns)
+
+
+WRITERS: dict[str, Callable[[Any, int, Table], None]] = {
+    "wandb": _wandb_table,
+    "trackio": _trackio_table,
+    "swanlab": _swanlab_table,
+    "mlflow": _mlflow_table,
+    "clearml": _clearml_table,
+    "comet_ml": _comet_table,
+}
+"""Name of a tracker of accelerate -> what sends a table to it. Aim and TensorBoard have no tables."""

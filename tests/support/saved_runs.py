@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from colocated_grpo.checkpoint import Checkpoints
-from colocated_grpo.checkpoint.layout import LAYOUT_FILE
+from colocated_grpo.checkpoint.storage import LAYOUT_FILE
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.runtime.checksums import checksum, sealed
 from colocated_grpo.runtime.distributed import World
@@ -59,13 +59,6 @@ def invert(file: Path, at: float = 0.5, count: int = 64) -> None:
 
 def halve(file: Path) -> None:
     os.truncate(file, file.stat().st_size // 2)
-
-
-def as_earlier_versions_saved(checkpoint: Path) -> None:
-    """Remove what checkpoints of earlier versions do not have."""
-    record = json.loads((checkpoint / STATE_FILE).read_text())
-    (checkpoint / STATE_FILE).write_text(json.dumps({k: v for k, v in record.items() if k not in (FILES, SEAL)}))
-    (checkpoint / LAYOUT_FILE).unlink()
 
 
 def seal_again(checkpoint: Path) -> None:

@@ -72,7 +72,7 @@ class TrackedRun:
         self._bytes = io.BytesIO()
         self._stream = io.TextIOWrapper(self._bytes, encoding=encoding)
         self.output = output_of(self.config, Console(file=self._stream))
-        self.tracker = Tracker(run_dir, self.output)
+        self.tracker = Tracker(run_dir, self.output, self.config.tracking)
 
     @property
     def printed(self) -> str:
@@ -81,7 +81,7 @@ class TrackedRun:
 
     def train(self, first_step: int = 0, last_step: int = 6) -> "TrackedRun":
         """Record steps first_step ... last_step - 1, with an evaluation before each even step, without closing."""
-        self.tracker.start(self.config, {"ranks": "2"}, first_step)
+        self.tracker.start(self.config.model_dump(mode="json"), {"ranks": "2"}, first_step, None)
         for step in range(first_step, last_step):
             if step % 2 == 0:
                 self.evaluate(step)

@@ -10,7 +10,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from colocated_grpo.environments.adapters.textarena_game import (
+from colocated_grpo.environments.adapters.textarena import (
     BOARD,
     RANDOM,
     RULES,
@@ -21,7 +21,7 @@ from colocated_grpo.environments.adapters.textarena_game import (
     render,
     render_message,
 )
-from colocated_grpo.environments.turns.credit import OutcomeCredit
+from colocated_grpo.environments.turns.base import OutcomeCredit
 from colocated_grpo.environments.user_code.loading import one_line
 from colocated_grpo.settings.base import Section
 from colocated_grpo.settings.turns import FROZEN
@@ -178,12 +178,12 @@ class TextArenaTable:
     def snapshot(self) -> JsonObject:
         """Return plain data that json can write."""
         moves = [asdict(move) for move in self.moves]
-        return {"number": self.number, "seed": self.seed, "said": moves, "read": _digest(self)}
+        return {"number": self.number, "seed": self.seed, "moves": moves, "read": _digest(self)}
 
     @classmethod
     def restore(cls, settings: TextArenaSettings, snapshot: JsonObject) -> TextArenaTable:
         """Replay the game of a snapshot. Raises ValueError if the current seat then reads different messages."""
-        moves = [Move(**each) for each in snapshot["said"]]
+        moves = [Move(**each) for each in snapshot["moves"]]
         table = cls(settings, snapshot["number"], snapshot["seed"]).replay(each.move for each in moves)
         table.moves = moves
         if _digest(table) != snapshot["read"]:

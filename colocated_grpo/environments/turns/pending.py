@@ -55,22 +55,17 @@ class PendingGroups:
     def state_dict(self) -> JsonObject:
         return {
             "step": self._step,
-            "held": [
-                {
-                    "turn": turn_id,
-                    "group": _group_state(pending.group),
-                    "carried_out": pending.committed,
-                    "since": pending.since,
-                }
+            "pending": {
+                turn_id: [_group_state(pending.group), pending.committed, pending.since]
                 for turn_id, pending in self._pending.items()
-            ],
+            },
         }
 
     def load_state_dict(self, state: JsonObject) -> None:
         self._step = state["step"]
         self._pending = {
-            row["turn"]: _PendingGroup(_group_from(row["group"]), row["carried_out"], row["since"])
-            for row in state["held"]
+            turn_id: _PendingGroup(_group_from(group), committed, since)
+            for turn_id, (group, committed, since) in state["pending"].items()
         }
 
 

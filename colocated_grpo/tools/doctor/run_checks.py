@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from colocated_grpo.atropos.rows import MISSING_LOGPROBS
-from colocated_grpo.environments.names import check_names
+from colocated_grpo.environments.registry import check_names
 from colocated_grpo.runtime.run_folder import (
     CHECKPOINTS,
     LOCK_FILE,
@@ -71,7 +71,7 @@ def check_run_folder(subject: Subject) -> Finding:
     """Check what a resumed run continues from, and that no other run uses its folder."""
     launch, config = subject.launch, subject.run
     try:
-        folder = choose_run_folder(config, launch.resume, subject.run_name)
+        folder = choose_run_folder(Path(config.output_dir), config.run_name, launch.resume, subject.run_name)
         check_resumed(config, launch.resume, subject.run_name)
     except ConfigError as error:
         return failed_line(str(error).splitlines()[0], "--resume auto, or another --run_name")

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import yaml
 
-from colocated_grpo.environments.dataset import READERS
+from colocated_grpo.environments.rows.readers import READERS
 from colocated_grpo.errors import RunError
 from colocated_grpo.launch.arguments import visible_gpus
 from colocated_grpo.runtime.program import OneLineParser, prepare_streams, set_up_logging

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from colocated_grpo.environments.base import Item
-from colocated_grpo.environments.dataset import READERS
 from colocated_grpo.environments.rewards.answers import NUMBER
 from colocated_grpo.environments.rewards.functions import load_reward
+from colocated_grpo.environments.rows.readers import READERS
 from colocated_grpo.environments.templates import with_system_prompt
 from colocated_grpo.settings.config_json import attention_heads, longest_sequence, read_config_json, text_part
 from colocated_grpo.settings.errors import ConfigError

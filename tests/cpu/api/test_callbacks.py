@@ -6,16 +6,14 @@ import pytest
 
 from colocated_grpo.callbacks import Callbacks, check_callbacks
 from colocated_grpo.settings.errors import ConfigError
-from colocated_grpo.tracking.notebook import NotebookDisplay, in_notebook
-from tests.support.config_text import load
+from colocated_grpo.tracking.console import NotebookDisplay, StandardOutput, in_notebook
 from tests.support.ranks import single_rank_world
 
 
 def callbacks_of(folder, *callbacks, learning_rate=None):
     """Return the callbacks of a run of 5 steps, and the list that its notes go to."""
     notes = []
-    config = load("training_steps: 5")
-    return Callbacks(callbacks, config, folder, single_rank_world(), notes.append, learning_rate), notes
+    return Callbacks(callbacks, 5, folder, single_rank_world(), notes.append, learning_rate), notes
 
 
 def test_a_callback_that_raises_costs_one_line_and_the_run_goes_on(tmp_path):
@@ -76,12 +74,12 @@ def test_a_method_of_another_trainer_is_reported_before_the_run():
 
 def test_progress_in_a_notebook_is_one_table_that_is_replaced(capsys):
     shown = []
-    display = NotebookDisplay(shown.append, total_steps=3)
+    display = NotebookDisplay(StandardOutput(), 3, shown.append)
     display.open({"model": "tiny"}, first_step=0)
     display.step(0, {"reward": 0.25, "completion_tokens": 7.0})
     display.step(1, {"reward": 0.5, "completion_tokens": 7.0, "reward_errors": 2.0})
     display.note("<b>")
-    assert capsys.readouterr().out == "model  tiny\n<b>\n"
+    assert capsys.readouterr().out == "colocated GRPO\n  model  tiny\n<b>\n"
     assert len(shown) == 2
     assert '<progress value="2" max="3">' in shown[1] and "<th>errors</th>" in shown[1]
     assert "<td>0.250</td>" in shown[1] and "<td>0.500</td>" in shown[1]

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from colocated_grpo.checkpoint import Checkpoints
-from colocated_grpo.checkpoint.writer import ChecksummedWriter
+from colocated_grpo.checkpoint.storage import ChecksummedWriter
 from colocated_grpo.errors import RunError
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.run_folder import CHECKPOINTS, STATE_FILE, complete_checkpoints

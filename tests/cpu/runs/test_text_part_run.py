@@ -24,7 +24,7 @@ from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.tools import compare_runs
 from colocated_grpo.tools.shapes import TINY
 from colocated_grpo.tracking import files
-from colocated_grpo.tracking.model_card import card
+from colocated_grpo.tracking.hub import card
 from docs.models_page import PAGE
 from tests.support.composites import TEXT_PARTS, make_composite, whole_model
 from tests.support.engines import PROBE, Pair, prefill_logprobs, reading_spec
@@ -208,11 +208,13 @@ def test_peft_loads_the_adapter_beside_the_text_part_as_the_page_shows(adapted, 
 
 
 def test_the_card_of_a_pushed_adapter_names_the_page_and_no_command_for_the_whole_model(adapted, gemma):
-    adapter_config, whole_config = (Config.model_validate(make(gemma)) for make in (adapter_work, work))
-    text = card(adapter_config, "me/adapter", adapted.rows(files.TRAIN), STEPS, with_figure=False)
+    adapter_config, whole_config = (
+        Config.model_validate(make(gemma)).model_dump(mode="json") for make in (adapter_work, work)
+    )
+    text = card("me/adapter", adapter_config, adapted.rows(files.TRAIN), STEPS, text_part=True)
     assert "docs/models.md" in text
     assert "vllm serve" not in text
-    assert "vllm serve me/model" in card(whole_config, "me/model", adapted.rows(files.TRAIN), STEPS, with_figure=False)
+    assert "vllm serve me/model" in card("me/model", whole_config, [], STEPS, text_part=True)
 
 
 def test_a_run_continues_from_the_adapter(adapted, gemma, tmp_path):

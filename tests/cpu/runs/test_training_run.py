@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from colocated_grpo.tools import make_model
-from colocated_grpo.tracking import charts, files, table
+from colocated_grpo.tracking import charts, console, files
 from tests.support.paths import ROOT
 from tests.support.training_runs import STEPS, settings, tiny_model, train, uninterrupted
 
@@ -79,8 +79,8 @@ def test_console_and_charts_use_metrics_that_a_run_writes(run):
     written = set().union(*run.rows(files.TRAIN), *run.rows(files.EVALUATION))
     shown = {key for section in charts.SECTIONS.values() for chart in section for key in chart.lines}
     assert shown - written == {"kl"}  # this run has no KL penalty
-    assert {column.key for column in table.COLUMNS} - written == {"seconds/other"}  # computed by the console
-    assert set(table.PHASES_WITH_COLUMN) | {f"seconds/{name}" for name in charts.PHASES} <= written
+    assert {column.key for column in console.COLUMNS} - written == {"seconds/other"}  # computed by the console
+    assert set(console.PHASES_WITH_COLUMN) | {f"seconds/{name}" for name in charts.PHASES} <= written
 
 
 def test_the_guide_explains_every_metric_that_a_run_writes(run):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from colocated_grpo.runtime.checksums import sealed
 from colocated_grpo.runtime.run_folder import (
     CHECKPOINTS,
     LOCK_FILE,
@@ -27,10 +28,6 @@ from tests.support.ranks import Ranks
 from tests.support.small_policy import config_of
 
 
-def config_in(output: Path, **settings):
-    return config_of(Path("model"), output_dir=str(output), **settings)
-
-
 def past_run(folder: Path, *, age: int = 0, complete: bool = True) -> Path:
     checkpoint = folder / CHECKPOINTS / ("step_000003" if complete else "step_000003.partial")
     checkpoint.mkdir(parents=True)
@@ -40,21 +37,21 @@ def past_run(folder: Path, *, age: int = 0, complete: bool = True) -> Path:
 
 
 def test_a_new_run_gets_a_folder_of_its_own(tmp_path):
-    folder = choose_run_folder(config_in(tmp_path), None, "sorting")
+    folder = choose_run_folder(tmp_path, None, None, "sorting")
     assert folder.parent == tmp_path
     assert re.fullmatch(r"sorting-\d{8}-\d{6}", folder.name)
-    assert choose_run_folder(config_in(tmp_path, run_name="mine"), None, "sorting") == tmp_path / "mine"
+    assert choose_run_folder(tmp_path, "mine", None, "sorting") == tmp_path / "mine"
 
 
 def test_a_new_run_does_not_write_into_an_existing_run(tmp_path):
     past_run(tmp_path / "mine")
     with pytest.raises(ConfigError, match=r"run_name='mine'.*already contains a run; add --resume"):
-        choose_run_folder(config_in(tmp_path, run_name="mine"), None, "sorting")
+        choose_run_folder(tmp_path, "mine", None, "sorting")
 
 
 def test_a_run_that_died_before_its_first_checkpoint_may_be_started_again(tmp_path):
     past_run(tmp_path / "mine", complete=False)
-    assert choose_run_folder(config_in(tmp_path, run_name="mine"), None, "sorting") == tmp_path / "mine"
+    assert choose_run_folder(tmp_path, "mine", None, "sorting") == tmp_path / "mine"
 
 
 def test_resume_auto_resumes_the_newest_run_of_the_same_config(tmp_path):
@@ -62,30 +59,30 @@ def test_resume_auto_resumes_the_newest_run_of_the_same_config(tmp_path):
     newest = past_run(tmp_path / "sorting-20240101-000000", age=10)
     past_run(tmp_path / "countdown-20260101-000000")
     past_run(tmp_path / "sorting-large-20260101-000000")
-    assert choose_run_folder(config_in(tmp_path), "auto", "sorting") == newest
+    assert choose_run_folder(tmp_path, None, "auto", "sorting") == newest
 
 
 def test_resume_auto_starts_a_new_run_where_there_is_none_to_resume(tmp_path):
     past_run(tmp_path / "countdown-20260101-000000")
-    assert not choose_run_folder(config_in(tmp_path), "auto", "sorting").exists()
+    assert not choose_run_folder(tmp_path, None, "auto", "sorting").exists()
 
 
 def test_resume_auto_with_a_run_name_resumes_that_run(tmp_path):
     past_run(tmp_path / "sorting-20250101-000000")
     mine = past_run(tmp_path / "mine")
-    assert choose_run_folder(config_in(tmp_path, run_name="mine"), "auto", "sorting") == mine
+    assert choose_run_folder(tmp_path, "mine", "auto", "sorting") == mine
 
 
 def test_a_named_folder_is_resumed_also_outside_of_the_output_folder(tmp_path):
     elsewhere = past_run(tmp_path / "elsewhere")
-    assert choose_run_folder(config_in(tmp_path / "runs"), str(elsewhere), "sorting") == elsewhere
+    assert choose_run_folder(tmp_path / "runs", None, str(elsewhere), "sorting") == elsewhere
 
 
 @pytest.mark.parametrize(("made", "problem"), [(False, "no such run folder"), (True, "no complete checkpoint in .*")])
 def test_a_named_folder_without_a_complete_checkpoint_is_rejected(tmp_path, made, problem):
     folder = past_run(tmp_path / "dead", complete=False) if made else tmp_path / "dead"
     with pytest.raises(ConfigError, match=f"^--resume='{folder}': {problem}$"):
-        choose_run_folder(config_in(tmp_path), str(folder), "sorting")
+        choose_run_folder(tmp_path, None, str(folder), "sorting")
 
 
 @pytest.mark.parametrize("resume", ["auto", None], ids=["auto", "by name"])
@@ -95,10 +92,10 @@ def test_a_run_folder_that_leads_elsewhere_by_a_link_is_not_resumed(tmp_path, re
     run = past_run(tmp_path / "sorting-20250101-000000")
     (run / name).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match=rf"^--resume: {run / name} is a symbolic link, .*; replace it by the file"):
-        choose_run_folder(config_in(tmp_path), resume or str(run), "sorting")
+        choose_run_folder(tmp_path, None, resume or str(run), "sorting")
     linked = tmp_path / "linked"
     linked.symlink_to(past_run(tmp_path / "run"))
-    assert choose_run_folder(config_in(tmp_path), str(linked), "sorting") == linked
+    assert choose_run_folder(tmp_path, None, str(linked), "sorting") == linked
 
 
 def model_of(folder: Path, **settings: object) -> Path:
@@ -112,7 +109,7 @@ def model_of(folder: Path, **settings: object) -> Path:
 def run_of_a_model(folder: Path, **shape: object) -> str:
     """Make a past run whose checkpoint is of a model of this shape. Return its folder."""
     state = {"step": 3, "state": {MODEL_SHAPE: shape}}
-    (past_run(folder) / CHECKPOINTS / "step_000003" / STATE_FILE).write_text(json.dumps(state))
+    (past_run(folder) / CHECKPOINTS / "step_000003" / STATE_FILE).write_text(sealed(json.dumps(state)))
     return str(folder)
 
 

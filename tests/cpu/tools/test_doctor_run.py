@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from colocated_grpo.runtime.checksums import sealed
 from colocated_grpo.runtime.run_folder import CHECKPOINTS, MODEL_SHAPE, STATE_FILE
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.tools.doctor import network, subject
@@ -78,7 +79,7 @@ def saved_run(folder: Path, **record) -> Path:
     """Write the files of a checkpoint, with tensors that nothing reads, and return its folder."""
     checkpoint = folder / CHECKPOINTS / "step_000003"
     checkpoint.mkdir(parents=True)
-    (checkpoint / STATE_FILE).write_text(json.dumps({"step": 3, "state": {}} | record))
+    (checkpoint / STATE_FILE).write_text(sealed(json.dumps({"step": 3, "state": {}} | record)))
     for name in (".metadata", "__0_0.distcp"):
         (checkpoint / name).write_bytes(b"tensors")
     return checkpoint

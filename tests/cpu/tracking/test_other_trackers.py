@@ -13,8 +13,16 @@ import pytest
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.inputs import check_inputs
 from colocated_grpo.settings.schema import TrackerName
-from colocated_grpo.tracking.sinks import Sink, Sinks, make_tracker, valid_name
-from colocated_grpo.tracking.tables import LONGEST_TEXT, WRITERS, Table, completions_table
+from colocated_grpo.tracking.sinks import (
+    LONGEST_TEXT,
+    WRITERS,
+    Sink,
+    Sinks,
+    Table,
+    completions_table,
+    make_tracker,
+    valid_name,
+)
 from tests.support.tracked_run import TrackedRun, config_of, groups_of, rollout_of
 
 NAMES = get_args(TrackerName)
@@ -130,7 +138,7 @@ def test_a_table_that_fails_is_disabled_and_metrics_are_still_sent(monkeypatch: 
     sinks = Sinks(lines.append)
     failing = Sink(log=lambda step, row: rows.append(step), table=lambda step, table: 1 / 0, finish=lambda: None)
     monkeypatch.setattr("colocated_grpo.tracking.sinks._started", lambda *arguments: failing)
-    sinks.open(config_of(trackers=["mlflow"], completions_every=2), Path("run"), 0)
+    sinks.open({}, config_of(trackers=["mlflow"], completions_every=2).tracking, Path("run"), 0)
     for step in range(4):
         sinks.log(step, {})
         sinks.completions(step, groups_of(step))

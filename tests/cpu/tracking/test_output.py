@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from colocated_grpo.tracking.console import LiveDisplay, PlainDisplay
+from colocated_grpo.tracking.console import COLUMNS, PROBLEM_COLUMNS, LiveDisplay, PlainDisplay, step_table, step_text
 from colocated_grpo.tracking.output import LogFile, RunOutput
-from colocated_grpo.tracking.table import COLUMNS, PROBLEM_COLUMNS, step_table, step_text
 from tests.support.tracked_run import TrackedRun, config_of
 
 ROW = {column.key: 1234.5 for column in (*COLUMNS, *PROBLEM_COLUMNS)}

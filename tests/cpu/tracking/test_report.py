@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from colocated_grpo.tools import compare_runs, report, show_rollouts
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.charts import NUM_COLORS, chart_sections, phase_colors
+from colocated_grpo.tracking.page import MAX_POINTS, Series, downsample, line_chart, nice_ticks, stacked_chart
 from colocated_grpo.tracking.report import write_report
-from colocated_grpo.tracking.svg import MAX_POINTS, Series, downsample, line_chart, nice_ticks, stacked_chart
 from colocated_grpo.types import Group
 from tests.support.tracked_run import HOSTILE, TrackedRun, finished_run, groups_of, rollout_of, row_of
 
@@ -369,16 +369,19 @@ def test_a_missing_step_or_metric_is_a_difference(tmp_path: Path) -> None:
     assert {difference.metric: difference.first_step for difference in more}["grad_norm"] == 0
 
 
-def test_report_and_compare_runs_read_renamed_metrics_of_older_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    runs = {name: tmp_path / name for name in ("shared", "prefix_reuse")}
-    for name, run in runs.items():
-        run.mkdir()
-        rows = [{"kind": "train", "step": step, name: 0.25 + step / 8} for step in range(3)]
-        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert report.main([str(runs["shared"])]) == 0
-    assert "prefix reuse 0.500" in Page(runs["shared"] / "report.html").text
-    capsys.readouterr()
-    assert compare_runs.main([*map(str, runs.values()), "--assert-equal"]) == 0
-    assert "1 metrics equal, 0 differ" in capsys.readouterr().out
+def test_a_set_is_one_line_on_the_console_and_one_chart_in_the_report(tmp_path: Path) -> None:
+    run = TrackedRun(tmp_path).train()
+    for step in (0, 6):
+        row = {f"eval/aime/{name}": 0.25 + step / 10 for name in ("mean", "pass@1", "pass@8", "maj@8")}
+        run.tracker.evaluation(
+            step, row | {"eval/aime/mean_stderr": 0.05 + step, "eval/aime/length": 9.0}, groups_of(0)
+        )
+    run.finish()
+    assert "evaluation of aime, step 0:  mean 0.250 (+-0.050)  pass@1 0.250  pass@8" in run.printed
+    assert "held-out evaluation, step 6:  reward 0.800" in run.printed
+    page = "".join(chart_sections(files.read_metrics(tmp_path)))
+    assert page.count("Evaluation of aime") == 1
+    assert "eval/aime/mean" not in page
+    assert "eval/aime/length = 9" in page, "a metric that stays constant is listed"
+    [before, *_] = [row for row in files.read_metrics(tmp_path) if "held_out/reward" in row]
+    assert "eval/aime/mean" not in before

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from colocated_grpo.tracking.charts import family_charts
-from colocated_grpo.tracking.meanings import MEANINGS, meaning
-from colocated_grpo.tracking.verdict import verdict
+from colocated_grpo.tracking.charts import MEANINGS, family_charts, meaning
+from colocated_grpo.tracking.report import verdict
 from tests.support.paths import ROOT
 from tests.support.tracked_run import finished_run
 

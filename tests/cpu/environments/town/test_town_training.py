@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 
 from colocated_grpo.tools import show_rollouts
 from colocated_grpo.tracking import files
-from colocated_grpo.tracking.games import EVENTS_TABLE, read_games
+from colocated_grpo.tracking.files import EVENTS_TABLE, read_games
 from tests.support.training_runs import ForkedRun, settings, tiny_model, train, weights_of, without_wall_clock
 
 STEPS = 12

@@ -7,7 +7,8 @@ import json
 import tracemalloc
 
 from colocated_grpo.tools import show_rollouts
-from colocated_grpo.tracking.games import EVENTS_FILE, EVENTS_TABLE, GAMES_FILE, GameWriter, read_games
+from colocated_grpo.tracking.files import EVENTS_FILE, EVENTS_TABLE, GAMES_FILE, read_games
+from colocated_grpo.tracking.records import GameWriter
 from tests.support.tracked_run import HOSTILE, TrackedRun
 
 

@@ -1,0 +1,198 @@
+"""A checkpoint's tensor files: torch's writer with a checksum of every file, and their layout as JSON.
+
+Reading the layout runs no code, whoever wrote it. torch keeps the same facts in `.metadata`, a pickle, which is written
+for torch's own tools and never read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from io import IOBase
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.futures import Future
+from xxhash import xxh3_128
+
+from colocated_grpo.runtime.checksums import checksum
+
+METADATA_FILE = ".metadata"
+LAYOUT_FILE = "tensors.json"
+SMALL = 1 << 16
+"""Bytes below which a checksum takes less time than passing the bytes to another thread."""
+
+Layout = dict[str, Any]
+"""Tensor name -> {dtype, size, chunks}; a chunk has offsets and sizes in the tensor, and file, start, length."""
+
+
+def layout_of(metadata: Metadata, places: Mapping[MetadataIndex, _StorageInfo]) -> Layout:
+    """Return the layout of a checkpoint that torch has written. All its entries are tensors. places: of the chunks."""
+    layout = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        assert isinstance(entry, TensorStorageMetadata)
+        stored = [places[MetadataIndex(name, chunk.offsets)] for chunk in entry.chunks]
+        layout[name] = {
+            "dtype": str(entry.properties.dtype).removeprefix("torch."),
+            "size": list(entry.size),
+            "chunks": [
+                {
+                    "offsets": list(chunk.offsets),
+                    "sizes": list(chunk.sizes),
+                    "file": place.relative_path,
+                    "start": place.offset,
+                    "length": place.length,
+                }
+                for chunk, place in zip(entry.chunks, stored, strict=True)
+            ],
+        }
+    return layout
+
+
+def metadata_of(layout: Layout, folder: Path) -> Metadata:
+    """Return torch's form of a layout. Raises ValueError, KeyError or TypeError where it is not one of this folder."""
+    entries, places = {}, {}
+    for name, entry in layout.items():
+        dtype = getattr(torch, entry["dtype"])
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"{entry['dtype']!r} is not a dtype")
+        chunks = []
+        for stored in entry["chunks"]:
+            chunk = ChunkStorageMetadata(torch.Size(stored["offsets"]), torch.Size(stored["sizes"]))
+            chunks.append(chunk)
+            places[MetadataIndex(name, chunk.offsets)] = _place(stored, folder)
+        # Tensors only: torch unpickles entries of other kinds when it loads them.
+        entries[name] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(entry["size"]), chunks)
+    return Metadata(entries, storage_data=places)
+
+
+def _place(stored: dict[str, Any], folder: Path) -> _StorageInfo:
+    file, start, length = stored["file"], stored["start"], stored["length"]
+    if Path(file).name != file:
+        raise ValueError(f"{file!r} is not a file of the checkpoint")
+    if not 0 <= start <= start + length <= (folder / file).stat().st_size:
+        raise ValueError(f"{file} is truncated")
+    return _StorageInfo(file, start, length)
+
+
+class LayoutReader(dcp.FileSystemReader):
+    """Reads tensors at known places. torch reads each with `torch.load(weights_only=True)`, which runs no code."""
+
+    def __init__(self, folder: Path, metadata: Metadata) -> None:
+        super().__init__(folder)
+        self._metadata = metadata
+
+    def read_metadata(self, *_arguments: Any, **_options: Any) -> Metadata:
+        return self._metadata
+
+
+class ChecksummedWriter(dcp.FileSystemWriter):
+    """Writes one rank's files. `checksums` of all ranks' files are complete on rank 0 once the save is."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._files = _ChecksummedFiles()
+        self.fs = self._files
+        self.folder = folder
+        self.checksums: dict[str, str] = {}
+
+    def write_data(self, plan: Any, planner: Any) -> Future[Any]:
+        """Return torch's results together with this rank's checksums. torch passes them to `finish`."""
+        written = super().write_data(plan, planner).wait()
+        result: Future[Any] = Future()
+        result.set_result((written, self._files.checksums))
+        return result
+
+    def finish(self, metadata: Metadata, results: list[Any]) -> None:
+        """On rank 0: write the metadata of all ranks' files."""
+        super().finish(metadata, [written for written, _ in results])
+        for _, checksums in results:
+            self.checksums |= checksums
+        # Not `metadata.storage_data`: torch 2.11 sets it in a copy.
+        places = {item.index: item.storage_data for written, _ in results for item in written}
+        write_durably(self.folder / LAYOUT_FILE, json.dumps(layout_of(metadata, places)))
+        for name in (METADATA_FILE, LAYOUT_FILE):
+            self.checksums[name] = checksum(self.folder / name)
+
+
+class _ChecksummedFiles(FileSystem):
+    """Files whose checksums are computed from the bytes in memory, so that a faulty disk does not change them too."""
+
+    def __init__(self) -> None:
+        self.checksums: dict[str, str] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[IOBase]:
+        with super().create_stream(path, mode) as stream:
+            if mode != "wb" or Path(path).suffix != ".distcp":
+                yield stream
+                return
+            with ThreadPoolExecutor(1) as thread:
+                checksummed = _ChecksummedStream(stream, thread)
+                try:
+                    yield checksummed
+                except RuntimeError as error:  # of torch.save, which only says that the file is too short
+                    raise checksummed.failure or error from error
+            self.checksums[Path(path).name] = checksummed.digest.hexdigest()
+
+
+class _ChecksummedStream(IOBase):
+    """A file that is written from the beginning to the end."""
+
+    def __init__(self, stream: Any, thread: ThreadPoolExecutor) -> None:
+        self._stream: BinaryIO = stream
+        self._thread = thread
+        self.digest = xxh3_128()
+        self.failure: OSError | None = None
+        """The first failed write, such as one to a full disk."""
+
+    def write(self, data: Any) -> int:
+        if len(data) < SMALL:
+            self.digest.update(data)
+            return self._write(data)
+        # At the same time, and both before returning: the memory is valid for this call only.
+        digested = self._thread.submit(self.digest.update, data)
+        written = self._write(data)
+        digested.result()
+        return written
+
+    def _write(self, data: Any) -> int:
+        try:
+            return self._stream.write(data)
+        except OSError as error:
+            self.failure = self.failure or error
+            raise
+
+    def tell(self) -> int:
+        return self._stream.tell()
+
+    def flush(self) -> None:
+        if not self._stream.closed:
+            self._stream.flush()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+def write_durably(file: Path, text: str) -> None:
+    """Write and fsync, so that after a power failure the file is not empty."""
+    with file.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())

@@ -1,0 +1,287 @@
+"""Items from the rows of a local file or a Hugging Face dataset."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from colocated_grpo.environments.base import EnvironmentSetupError, Item, Items, ItemStream
+from colocated_grpo.environments.prompts import checked_prompt, template_arguments
+from colocated_grpo.environments.rows.curriculum import EasyToHard, RestingItems
+from colocated_grpo.environments.rows.readers import READERS
+from colocated_grpo.environments.rows.row_filter import Keep, RowFilter, column_values, difficulties, select
+from colocated_grpo.environments.streams import Rows, RowStream
+from colocated_grpo.environments.templates import PLAIN, TOOLS, VARIABLES, with_system_prompt
+from colocated_grpo.environments.user_code.loading import one_line
+from colocated_grpo.settings.sources import ColumnCurriculumConfig, RowsSourceConfig
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+MAX_HELD_OUT = 64
+"""Upper bound of the rows held out by default."""
+DEFAULT_SPLIT = RowsSourceConfig.model_fields["split"].default
+SAVED_TO_DISK = ("state.json", "dataset_dict.json")
+"""Marker files that save_to_disk() writes for a Dataset and for a DatasetDict."""
+NULL_CHECK_ROWS = 10_000
+"""Rows per batch of the null check."""
+
+
+class DatasetRows:
+    """The rows of one environment, divided into training and held-out rows."""
+
+    def __init__(
+        self, name: str, config: RowsSourceConfig, check: Callable[[Item], None], keep: Keep | None = None
+    ) -> None:
+        """check: raises EnvironmentSetupError for an item that cannot be scored. keep: the function `filter`."""
+        self.name = name
+        self.config = config
+        self._check = check
+        self._filter = RowFilter(config, keep)
+        self.filter_notes: list[str] = []
+        """A line for the log on the rows of each split that were left out."""
+        rows = self._load(config.split)
+        self.train: list[Item] | Dataset
+        self.held_out: list[Item] | Dataset
+        if config.eval_split is None:
+            held_out = num_held_out(config, len(rows))
+            count = len(rows) - held_out
+            if count <= 0:
+                raise self._error(f"held_out={held_out}: no training row is left of {len(rows)}; set a smaller number")
+            self.train, self.held_out = _slice(rows, 0, count), _slice(rows, count, len(rows))
+        else:
+            self.train, self.held_out = rows, self._load(config.eval_split)
+
+    @property
+    def held_out_note(self) -> str | None:
+        """A line for the log if held_out is not set and a tenth of the rows rounds down to zero."""
+        if self.config.held_out is not None or len(self.held_out):
+            return None
+        return (
+            f"environments {self.name!r}: none of {len(self.train)} rows is held out for evaluation; "
+            "set held_out or eval_split"
+        )
+
+    def item(self, rows: Rows, index: int) -> Item:
+        """Return the row with columns renamed, its prompt under "prompt" and the system prompt added."""
+        return self._checked_item(rows[index], f"{self.name} row {index}")
+
+    def _checked_item(self, row: Item, where: str) -> Item:
+        column, names = self.config.prompt_column, self.config.columns
+        if column not in row:
+            raise EnvironmentSetupError(
+                f"environments {where!r}: no column {column!r}; it has: {', '.join(map(str, row))}"
+            )
+        rest = {names.get(key, key): value for key, value in row.items() if key != column}
+        item = {**rest, "prompt": _without_nulls(row[column])}
+        prompt = checked_prompt(item, where)
+        template_arguments(PLAIN, item, where)
+        if self.config.system_prompt is not None:
+            item["prompt"] = with_system_prompt(prompt, self.config.system_prompt)
+        return item
+
+    def _load(self, split: str) -> list[Item] | Dataset:
+        """Load and check the rows. A bad row found later would stop the run, and stop it again after each resume."""
+        rows, where = self._read(split)
+        self._check_columns(rows, split)
+        rows, numbers = self._filtered(rows, split)
+        if not isinstance(rows, list):
+            self._check_item(rows[0], f"{where} row {numbers[0]}")
+            self._check_nulls(rows, numbers, split)
+            self._check_json(rows, numbers, where)
+            return rows
+        for number, row in zip(numbers, rows, strict=True):
+            self._check_item(row, f"{where} row {number}")
+        return rows
+
+    def _filtered(self, rows: list[Item] | Dataset, split: str) -> tuple[list[Item] | Dataset, Sequence[int]]:
+        """Return the rows that meet `where` and `filter`, and their numbers in the data."""
+        try:
+            numbers, note = self._filter.kept(rows)
+        except ValueError as error:
+            raise self._error(f"{split!r}: {error}") from error
+        if note is None:
+            return rows, numbers
+        if not numbers:
+            raise self._error(f"{split!r}: {note}; the first row is {repr(dict(rows[0]))[:200]}")
+        self.filter_notes.append(f"environments {self.name!r}: {split!r}: {note}")
+        return select(rows, numbers), numbers
+
+    def difficulties(self, curriculum: ColumnCurriculumConfig) -> list[float]:
+        """Return a number for each training row, larger for harder ones."""
+        try:
+            return difficulties(column_values(self.train, curriculum.column), curriculum)
+        except ValueError as error:
+            raise self._error(f"curriculum: {error}") from None
+
+    def _read(self, split: str) -> tuple[list[Item] | Dataset, str]:
+        """Return the rows of a split, and their name for messages."""
+        given = self._given(split)
+        if given is not None:
+            name = self.name if split == self.config.split else split
+            return given, name
+        if self._is_file():
+            return self._read_file(split), str(self._path(split))
+        return self._load_hub(split), self.name
+
+    def _given(self, split: str) -> list[Item] | Dataset | None:
+        """Return the rows of a split that the program has given; None: they are loaded by name."""
+        return self.config.given if split == self.config.split else self.config.given_held_out
+
+    def _check_item(self, row: Item, where: str) -> None:
+        item = self._checked_item(row, where)
+        try:
+            self._check(item)
+        except EnvironmentSetupError as error:
+            raise EnvironmentSetupError(f"environments {where!r}: {error}") from None
+
+    def _check_nulls(self, rows: Dataset, numbers: Sequence[int], split: str) -> None:
+        """Raise for a null prompt. Columns are typed, so once row 0 is valid, only a null can be bad."""
+        # The Arrow column is scanned without decoding its rows. datasets does not annotate that format.
+        column: Any = rows.select_columns([self.config.prompt_column]).with_format("arrow")
+        for number, table in enumerate(column.iter(NULL_CHECK_ROWS)):
+            if (prompts := table[self.config.prompt_column]).null_count:
+                index = numbers[number * NULL_CHECK_ROWS + prompts.is_null().index(True).as_py()]
+                raise self._error(f"row {index} of {split!r}: column {self.config.prompt_column!r} is null")
+
+    def _check_json(self, rows: Dataset, numbers: Sequence[int], where: str) -> None:
+        """Raise for text that the chat template cannot get. Values that are not text are typed, as those of row 0."""
+        for column in rows.column_names:
+            key = self.config.columns.get(column, column)
+            is_text = "string" in getattr(rows.features[column], "dtype", "")
+            if key in (TOOLS, VARIABLES) and is_text:
+                for number, value in zip(numbers, column_values(rows, column), strict=True):
+                    template_arguments(PLAIN, {key: value}, f"{where} row {number}")
+
+    def _check_columns(self, rows: Rows, split: str) -> None:
+        """Raise unless there is a row, and the first one has every column that the config names for its split."""
+        if not len(rows):
+            raise self._error(f"no rows in {split!r}")
+        first = rows[0]
+        if self.config.prompt_column not in first:
+            raise self._missing_column("prompt_column", self.config.prompt_column, first)
+        curriculum = self.config.curriculum
+        named = [("columns", column) for column in self.config.columns]
+        named += [("where", column) for column in self.config.where]
+        if isinstance(curriculum, ColumnCurriculumConfig) and split == self.config.split:
+            named.append(("curriculum", curriculum.column))
+        for key, column in named:
+            if column not in first:
+                raise self._missing_column(key, column, first)
+
+    def _is_file(self) -> bool:
+        return Path(self.config.name).suffix.lower() in READERS
+
+    def _read_file(self, split: str) -> list[Item]:
+        """Read a local file. A file has no splits: `eval_split` is the path of another file."""
+        if self.config.subset is not None:
+            raise self._error(f"subset={self.config.subset!r} does not apply to a local file; remove it")
+        if self.config.split != DEFAULT_SPLIT:
+            raise self._error(
+                f"split={self.config.split!r} does not apply to a local file; set name to the file of that split"
+            )
+        path = self._path(split)
+        if not path.is_file():
+            raise self._error(f"no such file: {path}")
+        reader = READERS.get(path.suffix.lower())
+        if reader is None:
+            raise self._error(f"eval_split={split!r}: `name` is a file, so this must be one too: {', '.join(READERS)}")
+        try:
+            return reader(path)
+        except (ValueError, OSError, csv.Error, ImportError) as error:
+            raise self._error(f"cannot read {path}: {one_line(error)}") from error
+
+    def _path(self, split: str) -> Path:
+        return Path(self.config.name if split == self.config.split else split).expanduser()
+
+    def _load_hub(self, split: str) -> Dataset:
+        try:
+            from datasets import DatasetDict, load_dataset, load_from_disk
+        except ModuleNotFoundError as error:
+            raise self._error(f"cannot import {error.name!r}; install it with: pip install datasets") from None
+        try:
+            if not any((Path(self.config.name) / mark).is_file() for mark in SAVED_TO_DISK):
+                return load_dataset(self.config.name, self.config.subset, split=split)
+            saved = load_from_disk(self.config.name)
+            if isinstance(saved, DatasetDict):
+                return saved[split]
+            if split != DEFAULT_SPLIT:
+                raise ValueError("the folder holds a dataset without splits")
+            return saved
+        except Exception as error:  # network, Hub and loading-script exceptions arrive unwrapped
+            raise self._error(f"cannot load split {split!r}: {one_line(error)}") from error
+
+    def _missing_column(self, key: str, column: str, row: Item) -> EnvironmentSetupError:
+        return self._error(f"{key}: no column {column!r}; the data has: {', '.join(map(str, row))}")
+
+    def _error(self, message: str) -> EnvironmentSetupError:
+        return EnvironmentSetupError(f"environments {self.name!r}: {message}")
+
+
+def num_held_out(config: RowsSourceConfig, rows: int) -> int:
+    """Return how many of the last `rows` are held out where the config has no eval_split."""
+    return min(MAX_HELD_OUT, rows // 10) if config.held_out is None else config.held_out
+
+
+def _without_nulls(prompt: object) -> object:
+    """Drop null fields of messages: columnar formats give all messages the same keys, and templates print None."""
+    if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
+        return prompt
+    return [{key: value for key, value in message.items() if value is not None} for message in prompt]
+
+
+def _slice(rows: list[Item] | Dataset, start: int, stop: int) -> list[Item] | Dataset:
+    if isinstance(rows, list):
+        return rows[start:stop]
+    if start == stop:
+        return []  # Dataset.select() raises for an empty range at the end
+    return cast("Dataset", rows.select(range(start, stop)))  # annotated as Dataset | DatasetDict
+
+
+class RowItems(Items):
+    """Rows as items. They are loaded on first use, on rank 0 only."""
+
+    default_count = sys.maxsize >> 1  # all rows
+
+    def __init__(
+        self, name: str, config: RowsSourceConfig, check: Callable[[Item], None], keep: Keep | None = None
+    ) -> None:
+        """check: raises EnvironmentSetupError for an item that cannot be scored. keep: the function `filter`."""
+        self._name = name
+        self._config = config
+        self._check = check
+        self._keep = keep
+
+    @cached_property
+    def _rows(self) -> DatasetRows:
+        return DatasetRows(self._name, self._config, self._check, self._keep)
+
+    @property
+    def filter_notes(self) -> Sequence[str]:
+        return self._rows.filter_notes
+
+    @property
+    def held_out_note(self) -> str | None:
+        return self._rows.held_out_note
+
+    def open_stream(self, seed: int) -> ItemStream:
+        rows, curriculum = self._rows, self._config.curriculum
+        order_seed = seed if self._config.shuffle else None
+        to_item = partial(rows.item, rows.train)
+        if isinstance(curriculum, ColumnCurriculumConfig):
+            return EasyToHard(self._name, rows.train, to_item, order_seed, rows.difficulties(curriculum), curriculum)
+        stream = RowStream(self._name, rows.train, to_item, order_seed)
+        return stream if curriculum is None else RestingItems(stream, self._name, curriculum)
+
+    def held_out(self, seed: int) -> Iterator[Item]:
+        rows = self._rows
+        return (rows.item(rows.held_out, index) for index in range(len(rows.held_out)))
+
+    def evaluated(self, seed: int) -> Iterator[Item]:
+        """Yield all rows of `split` in the order of the data. Sets have no other held-out rows than the last ones."""
+        parts = (self._rows.train, self._rows.held_out)
+        return (self._rows.item(rows, index) for rows in parts for index in range(len(rows)))

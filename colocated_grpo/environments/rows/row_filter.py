@@ -1,0 +1,157 @@
+"""Selection of rows by conditions on columns and by a function, and the order of rows by difficulty."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+from colocated_grpo.environments.base import EnvironmentSetupError, Item
+from colocated_grpo.environments.user_code.loading import load_object, one_line
+from colocated_grpo.settings.sources import ColumnCurriculumConfig, ConditionConfig, RowsSourceConfig, Scalar
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+ROWS_AT_A_TIME = 10_000
+"""Rows of a Hugging Face dataset that are decoded together."""
+SHOWN = 3
+"""Row numbers listed before '...'."""
+
+Keep = Callable[[Item], object]
+
+
+def load_filter(config: RowsSourceConfig, key: str) -> Keep | None:
+    """Import the function that `filter` names. Raises EnvironmentSetupError."""
+    if config.filter is None:
+        return None
+    function = load_object(config.filter, f"{key}: filter")
+    if not callable(function):
+        raise EnvironmentSetupError(f"{key}: filter={config.filter!r}: a {type(function).__name__}, not a function")
+    return function
+
+
+class RowFilter:
+    """The conditions of an entry, `where` and `filter`, applied one after the other."""
+
+    def __init__(self, config: RowsSourceConfig, keep: Keep | None) -> None:
+        """keep: the function that `config.filter` names."""
+        self._where = config.where
+        self._keep = keep
+        self._keep_name = config.filter
+
+    def kept(self, rows: list[Item] | Dataset) -> tuple[list[int], str | None]:
+        """Return the numbers of the rows that meet all conditions, and a line on the others, None if there are none.
+
+        Raises ValueError if a condition cannot be applied to a row.
+        """
+        left, parts = list(range(len(rows))), []
+        for name, meets in self._conditions(rows):
+            kept = [number for number in left if meets(number)]
+            if len(kept) < len(left):
+                dropped = sorted(set(left) - set(kept))
+                parts.append(f"{len(dropped)} by {name} (rows {_some(dropped)})")
+            left = kept
+        return left, f"{len(left)} of {len(rows)} rows are kept; left out: {', '.join(parts)}" if parts else None
+
+    def _conditions(self, rows: list[Item] | Dataset) -> Iterator[tuple[str, Callable[[int], bool]]]:
+        """Yield the name of each condition, and a function that returns whether the row of a number meets it."""
+        for column in self._where:
+            yield f"where.{column}", partial(self._meets, column, column_values(rows, column))
+        if self._keep is not None:
+            yield f"filter {self._keep_name}", lambda number: self._is_kept(rows[number], number)
+
+    def _meets(self, column: str, values: Sequence[object], number: int) -> bool:
+        return meets_condition(values[number], self._where[column], f"row {number}: column {column!r}")
+
+    def _is_kept(self, row: Item, number: int) -> bool:
+        assert self._keep is not None
+        try:
+            kept = self._keep(dict(row))
+        except Exception as error:  # user code
+            raise ValueError(f"filter {self._keep_name}: row {number}: {one_line(error)}") from error
+        if kept is None:
+            raise ValueError(f"filter {self._keep_name}: row {number}: returned None, not true or false")
+        return bool(kept)
+
+
+def meets_condition(value: object, condition: ConditionConfig, where: str) -> bool:
+    """Return whether a value meets a condition; null never does. Raises ValueError for bounds of what is no number."""
+    if value is None:
+        return False
+    if condition.any is not None:
+        return any(is_equal(value, wanted) for wanted in condition.any)
+    number = as_number(value)
+    if number is None:
+        raise ValueError(f"{where} is {repr(value)[:60]}, not a number, and where sets bounds")
+    low, high = condition.min, condition.max
+    return (low is None or number >= low) and (high is None or number <= high)
+
+
+def is_equal(value: object, wanted: Scalar) -> bool:
+    """Return whether a value of the data is the wanted one. Text equals the number, true or false that it spells."""
+    if isinstance(wanted, bool) or isinstance(value, bool):
+        return as_bool(value) is wanted
+    if isinstance(wanted, str):
+        return value == wanted
+    return as_number(value) == wanted
+
+
+def as_bool(value: object) -> bool | None:
+    """Return true or false, also of one written as text, in any case; None for anything else."""
+    if isinstance(value, str):
+        return {"true": True, "false": False}.get(value.lower())
+    return value if isinstance(value, bool) else None
+
+
+def as_number(value: object) -> float | None:
+    """Return a number, also of one written as text; None for anything else and for NaN."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return None if number != number else number
+
+
+def column_values(rows: list[Item] | Dataset, column: str) -> list[Any]:
+    """Return the values of a column; None where a row lacks it."""
+    if isinstance(rows, list):
+        return [row.get(column) for row in rows]
+    selected: Any = rows.select_columns([column])  # annotated as Dataset | DatasetDict, and its batches as rows
+    return [value for batch in selected.iter(ROWS_AT_A_TIME) for value in batch[column]]
+
+
+def select(rows: list[Item] | Dataset, numbers: Sequence[int]) -> list[Item] | Dataset:
+    """Return the rows of these numbers, in this order."""
+    if isinstance(rows, list):
+        return [rows[number] for number in numbers]
+    return cast("Dataset", rows.select(numbers))  # annotated as Dataset | DatasetDict
+
+
+def difficulties(values: Sequence[object], config: ColumnCurriculumConfig) -> list[float]:
+    """Return a number for each row, larger for harder ones. Raises ValueError."""
+    found = [_difficulty(value, config) for value in values]
+    if None not in found:
+        return cast("list[float]", found)
+    value = values[found.index(None)]
+    what = f"column {config.column!r} has {'null' if value is None else repr(value)[:60]}"
+    if isinstance(config.order, list):
+        raise ValueError(f"{what}, which `order` does not list; add it, or leave such rows out by `where`")
+    distinct = sorted({repr(value) for value in values if value is not None})
+    raise ValueError(
+        f"{what}, which is not a number; leave such rows out by `where`, or list the values in `order`, easiest first: "
+        f"{', '.join(distinct[:10])}{', ...' * (len(distinct) > 10)}"
+    )
+
+
+def _difficulty(value: object, config: ColumnCurriculumConfig) -> float | None:
+    if isinstance(config.order, list):
+        return next((float(place) for place, known in enumerate(config.order) if is_equal(value, known)), None)
+    number = as_number(value)
+    return -number if number is not None and config.order == "descending" else number
+
+
+def _some(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:SHOWN])) + ", ..." * (len(numbers) > SHOWN)
