@@ -56,8 +56,8 @@ def measure(world: World, options: argparse.Namespace) -> JsonObject:
 def _measure_bridge(
     bridge: str, folder: Path, world: World, stop: StopRequest, options: argparse.Namespace
 ) -> JsonObject:
-    from colocated_grpo.assembly.data import read_model_files
     from colocated_grpo.assembly.servers import build_remote, connect
+    from colocated_grpo.policy.model_files import read_model_files
 
     lora = {"policy": {"lora": {"rank": 32}}} if bridge == "adapter" else {}
     engine = {"placement": "server", "bridge": bridge, "max_num_seqs": MAX_NUM_SEQS}
@@ -67,7 +67,7 @@ def _measure_bridge(
         os.environ |= world.from_main(lambda: _start_server(config, world, options, scratch, stack))
         servers = connect(config, world, stop)
         policy = Policy(config, read_model_config(config.model, folder), folder, world)
-        engines = build_remote(config, servers, policy, read_model_files(config, world), scratch, world, stop)
+        engines = build_remote(config, servers, policy, read_model_files(config.model, world), scratch, world, stop)
         first = seconds_of(engines.sync.sync, world.device, repeats=1, warmup=0, align=lambda: barrier(world.device))[0]
         engines.engine.weights_changed(policy.version)
         repeats = 2 if bridge == "restart" else options.repeats

@@ -11,7 +11,6 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
-from colocated_grpo.assembly.data import ModelFiles
 from colocated_grpo.assembly.engines import Engines
 from colocated_grpo.freshness import SampleCheck, default_limit
 from colocated_grpo.phases import WeightSync
@@ -21,6 +20,7 @@ from colocated_grpo.policy.loading import build_model, compute_dtype, dtype_of, 
 from colocated_grpo.policy.lora.weights import AdapterWeights
 from colocated_grpo.policy.masters import ShardedWeights, adopt
 from colocated_grpo.policy.model import host_copy
+from colocated_grpo.policy.model_files import ModelFiles
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.policy.reference import InitialAdapter, Reference, ReferenceModel
 from colocated_grpo.rollout.engine import LocalEngine

@@ -12,13 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from colocated_grpo.assembly.data import (
-    ModelFiles,
     build_collector,
     build_data,
     build_prompt_supply,
-    limits_of,
     listen_to_agents,
-    read_model_files,
 )
 from colocated_grpo.assembly.engines import Engines
 from colocated_grpo.assembly.evaluation import evaluation_sets
@@ -46,6 +43,7 @@ from colocated_grpo.policy.activations import choose_micro_batch_size
 from colocated_grpo.policy.blocks import blocks_of, num_checkpointed
 from colocated_grpo.policy.export import Export
 from colocated_grpo.policy.lora.weights import AdapterWeights, frozen_experts
+from colocated_grpo.policy.model_files import ModelFiles, read_model_files
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.policy.reference import Reference
 from colocated_grpo.rollout.ahead import AheadSupply
@@ -123,7 +121,7 @@ def build_run(
     """
     tracker = make_tracker(folder, output, is_main=world.is_main)
     with output.phase("reading the model's settings and tokenizer"):
-        model = read_model_files(config, world)
+        model = read_model_files(config.model, world)
         opponent_folder = fetch_opponent(config, world)
         check_engine(config, model, world)
     with output.phase("reading data, rewards and environments"):
@@ -237,9 +235,10 @@ def build_serving(
         return None
     # Imported here: the web framework would delay the start of every other run.
     from colocated_grpo.assembly.serving import Serving
+    from colocated_grpo.servers.limits import limits_of
 
     keep = partial(files.write_atropos_batch, folder) if config.atropos.keep_last_batch else lambda items: None
-    limits = limits_of(config, model)
+    limits = limits_of(model, config.max_sequence_tokens, config.seed)
     serving = Serving(config, config.atropos, folder, inbox, model.tokenizer, limits, world, note, keep)
     resources.callback(serving.close)
     return serving

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 
-from colocated_grpo.assembly.data import ModelFiles
 from colocated_grpo.assembly.engines import Engines
 from colocated_grpo.phases import WeightSync
 from colocated_grpo.policy.export import AdapterExport, ModelExport
 from colocated_grpo.policy.loading import engine_dtype
 from colocated_grpo.policy.masters import adopt
+from colocated_grpo.policy.model_files import ModelFiles
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.server_variables import KEY_VARIABLE, URLS_VARIABLE

@@ -38,16 +38,16 @@ def problems_of(config: Config) -> list[str]:
 
     Prints how many rows are left out. Returns the error lines of the first problem.
     """
-    from colocated_grpo.assembly.data import load_tokenizer
     from colocated_grpo.assembly.evaluation import draw_evaluated, import_sets
     from colocated_grpo.environments import build_environments
     from colocated_grpo.policy.checkpoint_files import fetch_tokenizer
     from colocated_grpo.policy.loading import check_model
+    from colocated_grpo.policy.model_files import load_tokenizer
 
     try:
         folder = fetch_tokenizer(config.model)
         check_model(config, folder)
-        tokenizer = load_tokenizer(config, folder)
+        tokenizer = load_tokenizer(config.model, folder)
         environments = build_environments(config, tokenizer)
         sources, _ = import_sets(config, tokenizer, environments)
         if environments.entries:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from colocated_grpo.environments.prompts import longest_token
+from colocated_grpo.policy.model_files import ModelFiles
+
 LENGTH_KEYS = "rollout.max_prompt_tokens + rollout.max_completion_tokens"
 """The settings that decide `Limits.max_tokens` in a run."""
 
@@ -63,3 +66,15 @@ class Limits:
         """Reject ids outside the vocabulary: some versions of vLLM index their tables without a check."""
         if token_ids and max(token_ids) >= self.vocab_size:
             raise InvalidRequest(f"{field}token {max(token_ids)} is not in the vocabulary of {self.vocab_size}")
+
+
+def limits_of(model: ModelFiles, max_tokens: int, seed: int, max_tokens_setting: str = LENGTH_KEYS) -> Limits:
+    """Return the limits of requests to an engine of this model."""
+    return Limits(
+        max_tokens=max_tokens,
+        longest_token=longest_token(model.tokenizer),
+        vocab_size=model.hf_config.get_text_config().vocab_size,
+        stop_token_ids=model.stop_token_ids,
+        seed=seed,
+        max_tokens_setting=max_tokens_setting,
+    )

@@ -11,9 +11,9 @@ from functools import partial
 import torch.distributed as dist
 from fastapi import FastAPI
 
-from colocated_grpo.assembly.data import ModelFiles, limits_of, read_model_files
 from colocated_grpo.errors import RunError
 from colocated_grpo.policy.loading import engine_dtype
+from colocated_grpo.policy.model_files import ModelFiles, read_model_files
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.vllm.engine import VLLMEngine
 from colocated_grpo.runtime.checksums import exported_digest
@@ -26,7 +26,7 @@ from colocated_grpo.servers.control_routes import add_control_routes
 from colocated_grpo.servers.engine_control import EngineControl
 from colocated_grpo.servers.engine_routes import LARGE_PATHS, Sessions, add_engine_routes
 from colocated_grpo.servers.exported import export, export_folder, move_to_shared_memory
-from colocated_grpo.servers.limits import Limits
+from colocated_grpo.servers.limits import Limits, limits_of
 from colocated_grpo.servers.load_balancer import LoadBalancer
 from colocated_grpo.servers.mirrored import EveryRank, MirroredEngine, engine_commands
 from colocated_grpo.servers.options import ServeOptions
@@ -60,7 +60,7 @@ def serve(config: Config, options: ServeOptions) -> int:
     for /health waits for the engine.
     """
     world = init_world(join_ranks(options.tensor_parallel_size))
-    model = read_model_files(config, world)
+    model = read_model_files(config.model, world)
     exported = exported_digest(model.folder)  # before the weights are read: a folder replaced meanwhile differs
     engine = VLLMEngine(config, model.folder, engine_dtype(config, world.device), world)
     facts = describe(config, options, engine, world) | {"exported": exported}
@@ -124,7 +124,7 @@ def _lead(
     whole, inbox, restart = MirroredEngine(engine, ranks), Inbox(), Restart()
     control, sessions = EngineControl(whole, inbox, Driver(whole, inbox)), Sessions(inbox, note)
 
-    limits = limits_of(config, model, max_tokens_setting="--max-model-len")
+    limits = limits_of(model, config.max_sequence_tokens, config.seed, "--max-model-len")
 
     def add_routes(app: FastAPI) -> None:
         add_control_routes(app, control, facts, parameters_of(engine))

@@ -112,11 +112,11 @@ def _open(options: argparse.Namespace, overrides: Sequence[str]) -> Session:
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')}={getattr(options, name)}: must be at least 1")
     with frozen_imports():
-        from colocated_grpo.assembly.data import read_tokenizer
+        from colocated_grpo.policy.model_files import read_tokenizer
         from colocated_grpo.tools.chat_session import Session, chat_config
 
     config = chat_config(subject, options.context, overrides)
-    if options.system is not None and not read_tokenizer(config).chat_template:
+    if options.system is not None and not read_tokenizer(config.model).chat_template:
         raise ConfigError("--system: this model has no chat template; set one with --model.chat_template FILE")
     print(f"loading {subject.folder}", file=sys.stderr, flush=True)
     session = Session(

@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from colocated_grpo.assembly.data import read_model_files
 from colocated_grpo.environments.chat import Message, render_tokens
 from colocated_grpo.errors import in_one_line
+from colocated_grpo.policy.model_files import read_model_files
 from colocated_grpo.rollout.engine import Request, Sampling
 from colocated_grpo.runtime.distributed import derive_seed, init_world
 from colocated_grpo.servers.detokenizer import Detokenizer
@@ -53,7 +53,7 @@ class Session:
     ) -> None:
         """config: of `chat_config`. Raises ConfigError or RunError."""
         world = init_world()
-        self._model = read_model_files(config, world)
+        self._model = read_model_files(config.model, world)
         self._engine = subject_engine(config, self._model, adapter, world)
         assert config.engine.max_model_len is not None  # chat_config has set it
         self._context = config.engine.max_model_len

@@ -9,11 +9,12 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from colocated_grpo.assembly.data import Data, build_collector, listen_to_agents, read_model_files
+from colocated_grpo.assembly.data import Data, build_collector, listen_to_agents
 from colocated_grpo.assembly.evaluation import evaluation_sets, read_evaluated
 from colocated_grpo.environments import build_environments
 from colocated_grpo.errors import RunError
 from colocated_grpo.evaluation.evaluator import EvaluationSet, Evaluator
+from colocated_grpo.policy.model_files import read_model_files
 from colocated_grpo.rollout.collect import Stopped
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.vllm.engine import VLLMEngine
@@ -59,7 +60,7 @@ def prepare_evaluation(config: Config, adapter: Path | None) -> Iterator[Evaluat
     world = init_world(joined.store)
     stop = joined.stop
     stop.listen()
-    model = read_model_files(config, world)
+    model = read_model_files(config.model, world)
     environments = build_environments(config, model.tokenizer)
     evaluated = read_evaluated(config, model.tokenizer, environments, world, print)
     data = Data(environments=environments, source=None, evaluated=evaluated)

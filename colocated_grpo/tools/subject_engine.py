@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from colocated_grpo.assembly.data import ModelFiles
 from colocated_grpo.errors import RunError
 from colocated_grpo.policy.loading import engine_dtype
+from colocated_grpo.policy.model_files import ModelFiles
 from colocated_grpo.rollout.vllm.engine import VLLMEngine
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings.schema import Config

@@ -47,7 +47,7 @@ class Plan:
 
 def make_plan(data: Path, model_name: str, reward_name: str | None, place: Placement) -> Plan:
     """Raises ConfigError where a file or a column is missing, or if the model does not fit."""
-    from colocated_grpo.assembly.data import read_tokenizer
+    from colocated_grpo.policy.model_files import read_tokenizer
 
     rows = _read(data)
     column = prompt_column(rows)
@@ -56,7 +56,7 @@ def make_plan(data: Path, model_name: str, reward_name: str | None, place: Place
     config = Config.model_validate({"model": {"name": model_name}, "environments": [source]})
     model = read_config_json(config.model)
     text = text_part(model)
-    tokenizer = read_tokenizer(config)
+    tokenizer = read_tokenizer(config.model)
     if tokenizer.chat_template is None:
         reward = Reward(name=reward.name, why=reward.why, rename=reward.rename)
     prompts, answers = _count_tokens(rows, column, reward, tokenizer)

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from colocated_grpo.assembly.data import load_tokenizer
 from colocated_grpo.batching import MicroBatch
 from colocated_grpo.policy.export import ModelExport
 from colocated_grpo.policy.model import read_model_config
+from colocated_grpo.policy.model_files import load_tokenizer
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.model_support import refusals
@@ -142,11 +142,11 @@ def test_the_chat_template_of_a_processor_is_used_if_the_tokenizer_has_none(comp
     shutil.copytree(composite("gemma3"), folder)
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": "of the processor"}))
     own = (folder / "chat_template.jinja").read_text()
-    assert load_tokenizer(config_of(folder), folder).chat_template == own
+    assert load_tokenizer(config_of(folder).model, folder).chat_template == own
     (folder / "chat_template.jinja").unlink()
-    assert load_tokenizer(config_of(folder), folder).chat_template == "of the processor"
+    assert load_tokenizer(config_of(folder).model, folder).chat_template == "of the processor"
     given = config_of(folder, model={"name": str(folder), "chat_template": "{{ given }}"})
-    assert load_tokenizer(given, folder).chat_template == "{{ given }}"
+    assert load_tokenizer(given.model, folder).chat_template == "{{ given }}"
 
 
 def test_a_damaged_tokenizer_is_one_line(composite, tmp_path):
@@ -154,7 +154,7 @@ def test_a_damaged_tokenizer_is_one_line(composite, tmp_path):
     shutil.copytree(composite("gemma3"), folder)
     (folder / "tokenizer_config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"^model.name='.*': no usable tokenizer: [^\n]*$"):
-        load_tokenizer(config_of(folder), folder)
+        load_tokenizer(config_of(folder).model, folder)
 
 
 def test_a_mistral_with_a_tokenizer_of_its_own_format_keeps_its_chat_template(composite, tmp_path):
@@ -163,12 +163,12 @@ def test_a_mistral_with_a_tokenizer_of_its_own_format_keeps_its_chat_template(co
     own = AutoTokenizer.from_pretrained(folder)
     shutil.copy(Path(mistral_common.__file__).parent / "data/tekken_240911.json", folder / "tekken.json")
     assert AutoTokenizer.from_pretrained(folder).chat_template is None, "transformers prefers tekken.json"
-    tokenizer = load_tokenizer(config_of(folder), folder)
+    tokenizer = load_tokenizer(config_of(folder).model, folder)
     assert tokenizer.chat_template == own.chat_template
     assert tokenizer.encode("12+3") == own.encode("12+3")
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match=r"^model.name='.*': its only tokenizer is Mistral's tekken.json, .*; add "):
-        load_tokenizer(config_of(folder), folder)
+        load_tokenizer(config_of(folder).model, folder)
 
 
 @pytest.mark.parametrize(("stored", "tied"), [(True, False), (False, True)])
