@@ -8,8 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from colocated_grpo.environments.agents.endpoint import Endpoint
 from colocated_grpo.servers.agent_app import create_agent_app
-from colocated_grpo.servers.limits import Limits
-from colocated_grpo.servers.text_codec import TextCodec
+from colocated_grpo.servers.text import Limits, TextCodec
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.web.server import ServerThread
 

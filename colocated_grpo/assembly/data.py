@@ -70,7 +70,7 @@ def listen_to_agents(config: Config, data: Data, model: ModelFiles, resources: E
         return
     # Imported here: the web framework would delay the start of every other run.
     from colocated_grpo.assembly.agents import listen_for_agents
-    from colocated_grpo.servers.limits import limits_of
+    from colocated_grpo.servers.text import limits_of
 
     server = listen_for_agents(
         data.environments.endpoint, config, model.tokenizer, limits_of(model, config.max_sequence_tokens, config.seed)

@@ -235,7 +235,7 @@ def build_serving(
         return None
     # Imported here: the web framework would delay the start of every other run.
     from colocated_grpo.assembly.serving import Serving
-    from colocated_grpo.servers.limits import limits_of
+    from colocated_grpo.servers.text import limits_of
 
     keep = partial(files.write_atropos_batch, folder) if config.atropos.keep_last_batch else lambda items: None
     limits = limits_of(model, config.max_sequence_tokens, config.seed)

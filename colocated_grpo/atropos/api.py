@@ -26,10 +26,8 @@ from colocated_grpo.atropos.wire import EnvIdentifier, EnvRegistration, Registra
 from colocated_grpo.runtime.descriptors import raise_descriptor_limit
 from colocated_grpo.settings.addresses import is_loopback
 from colocated_grpo.types import JsonObject
-from colocated_grpo.web.bodies import BodyLimit, off_the_loop
-from colocated_grpo.web.browsers import Hosts, OwnRequests, is_from_browser
-from colocated_grpo.web.guards import RequireApiKey
-from colocated_grpo.web.json_bodies import InvalidBody, read_json
+from colocated_grpo.web.bodies import BodyLimit, InvalidBody, off_the_loop, read_json
+from colocated_grpo.web.guards import Hosts, OwnRequests, RequireApiKey, is_from_browser
 from colocated_grpo.web.server import Connection
 from colocated_grpo.web.shape import Shape
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Sequence
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -14,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from colocated_grpo.environments.agents.conversation import TooManyRequests
 from colocated_grpo.environments.agents.endpoint import PREFIX, Endpoint, OpenEpisode
 from colocated_grpo.environments.conversation import ContextExhausted
+from colocated_grpo.environments.rewards.tool_calls import OPEN, read_calls
 from colocated_grpo.servers.app import (
     CHAT,
     EVENT_STREAM,
@@ -22,18 +24,13 @@ from colocated_grpo.servers.app import (
     encode_chat,
     shape_of_bodies,
 )
-from colocated_grpo.servers.detokenizer import before_stop
-from colocated_grpo.servers.limits import InvalidRequest, TooLong
 from colocated_grpo.servers.request_bodies import ChatBody
-from colocated_grpo.servers.response_bodies import chat_response, models_response
+from colocated_grpo.servers.responses import chat_response, models_response
 from colocated_grpo.servers.sampler import ServedCompletion
-from colocated_grpo.servers.text_codec import TextCodec
-from colocated_grpo.servers.tool_messages import as_sampled, assistant_message
+from colocated_grpo.servers.text import InvalidRequest, TextCodec, TooLong, before_stop
 from colocated_grpo.types import Completion, JsonObject
-from colocated_grpo.web.bodies import BodyLimit
-from colocated_grpo.web.browsers import OwnRequests
-from colocated_grpo.web.guards import ConcurrencyLimit, error_response, key_in
-from colocated_grpo.web.json_bodies import read_json
+from colocated_grpo.web.bodies import BodyLimit, read_json
+from colocated_grpo.web.guards import ConcurrencyLimit, OwnRequests, error_response, key_in
 
 MAX_BODY_BYTES = 8 << 20
 MAX_REQUESTS = 4096
@@ -150,3 +147,37 @@ def _chunks(response: JsonObject, *, include_usage: bool) -> Iterator[JsonObject
         yield {**head, "choices": [{"index": choice["index"], "delta": {}, "finish_reason": end}]}
     if include_usage:
         yield {**head, "choices": [], "usage": response["usage"]}
+
+
+def assistant_message(text: str) -> JsonObject:
+    """Return the message with its <tool_call> blocks as `tool_calls`; as plain content without well-formed blocks."""
+    calls = read_calls(text)
+    if not calls:
+        return {"role": "assistant", "content": text}
+    return {
+        "role": "assistant",
+        "content": text.partition(OPEN)[0].strip() or None,
+        "tool_calls": [
+            {
+                "id": f"call_{uuid.uuid4().hex}",
+                "type": "function",
+                "function": {"name": call["name"], "arguments": json.dumps(call["arguments"])},
+            }
+            for call in calls
+        ],
+    }
+
+
+def as_sampled(messages: Sequence[JsonObject], sampled: Mapping[str, str]) -> list[JsonObject]:
+    """Return the messages with parsed calls replaced by the text from which they were parsed.
+
+    sampled: texts by the id of a call. A template would write the calls anew, with other spaces or order.
+    """
+    return [_as_sampled(message, sampled) for message in messages]
+
+
+def _as_sampled(message: JsonObject, sampled: Mapping[str, str]) -> JsonObject:
+    calls = message.get("tool_calls")
+    first = calls[0] if isinstance(calls, list) and calls else None
+    text = sampled.get(str(first.get("id"))) if isinstance(first, dict) else None
+    return message if text is None else {"role": message["role"], "content": text}

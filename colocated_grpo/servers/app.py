@@ -12,7 +12,6 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
-from colocated_grpo.servers.limits import InvalidRequest
 from colocated_grpo.servers.load_balancer import ServerClosing
 from colocated_grpo.servers.request_bodies import (
     ChatBody,
@@ -23,30 +22,26 @@ from colocated_grpo.servers.request_bodies import (
     TokensBody,
     first_problem,
 )
-from colocated_grpo.servers.response_bodies import (
-    chat_response,
-    completion_response,
-    generate_response,
-    models_response,
-    tokens_response,
-)
-from colocated_grpo.servers.sampler import CompletionDelta, Sampler
-from colocated_grpo.servers.streaming import (
+from colocated_grpo.servers.responses import (
     StreamingBody,
     as_json_lines,
     as_server_sent_events,
     chat_chunks,
+    chat_response,
     completion_chunks,
+    completion_response,
     generate_chunks,
+    generate_response,
+    models_response,
     prepend,
     tokens_chunks,
+    tokens_response,
 )
-from colocated_grpo.servers.text_codec import TextCodec
+from colocated_grpo.servers.sampler import CompletionDelta, Sampler
+from colocated_grpo.servers.text import InvalidRequest, TextCodec
 from colocated_grpo.types import JsonObject
-from colocated_grpo.web.bodies import BodyLimit
-from colocated_grpo.web.browsers import Hosts, OwnRequests
-from colocated_grpo.web.guards import ConcurrencyLimit, RequireApiKey, error_response
-from colocated_grpo.web.json_bodies import InvalidBody, read_json
+from colocated_grpo.web.bodies import BodyLimit, InvalidBody, read_json
+from colocated_grpo.web.guards import ConcurrencyLimit, Hosts, OwnRequests, RequireApiKey, error_response
 from colocated_grpo.web.shape import Shape
 
 T = TypeVar("T")

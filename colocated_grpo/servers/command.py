@@ -19,8 +19,7 @@ from colocated_grpo.launch.processes import StopAction, run_command
 from colocated_grpo.launch.scratch import scratch_folder
 from colocated_grpo.runtime.signals import stop_signals
 from colocated_grpo.runtime.verdict import USAGE_ERROR
-from colocated_grpo.servers.options import ServeOptions, parse
-from colocated_grpo.servers.restarts import RESTART, STATE_VARIABLE
+from colocated_grpo.servers.options import RESTART, STATE_VARIABLE, ServeOptions, parse
 from colocated_grpo.settings.addresses import is_loopback
 
 MAX_CRASHES = 3

@@ -1,17 +1,26 @@
-"""HTTP routes that control an engine: /bridge/*, under the names of Atropos' example server."""
+"""HTTP routes that control an engine and change its weights: /bridge/* and /lora/*, as in Atropos' example server."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Protocol, TypeVar
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
+from pydantic import ConfigDict, Field
 
 from colocated_grpo.servers.engine_control import EngineControl
-from colocated_grpo.servers.limits import InvalidRequest
 from colocated_grpo.servers.load_balancer import result_of
+from colocated_grpo.servers.options import Restart
+from colocated_grpo.servers.receiver import Offer
+from colocated_grpo.servers.request_bodies import StrictBody
+from colocated_grpo.servers.text import InvalidRequest
+from colocated_grpo.settings.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from colocated_grpo.types import JsonObject
+from colocated_grpo.web.bodies import read_json
 from colocated_grpo.web.guards import error_response
 
 T = TypeVar("T")
@@ -94,3 +103,143 @@ def _add_absent(app: FastAPI, route: str, reason: str) -> None:
     @app.api_route(path, methods=[method])
     async def absent() -> JSONResponse:
         return error_response(404, f"{route} is not available: {reason}")
+
+
+class Adapters(Protocol):
+    """The adapters of an engine. `load` and `unload` run on the driving thread, and raise ValueError."""
+
+    def load(self, name: str, path: str) -> JsonObject:
+        """Return the status afterwards."""
+        ...
+
+    def unload(self, name: str | None = None) -> JsonObject:
+        """Return the status afterwards. name: of the adapter that must be active."""
+        ...
+
+    def status(self) -> JsonObject: ...
+
+
+class LoadBody(StrictBody):
+    """The body of /lora/load."""
+
+    adapter_path: str
+    adapter_name: str | None = None
+    """Default: the folder's name."""
+
+
+class NamedLoadBody(StrictBody):
+    """The body of /v1/load_lora_adapter, as in vLLM."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+    """Accepted and not needed: an adapter always replaces the one before it."""
+
+
+class NamedUnloadBody(StrictBody):
+    """The body of /v1/unload_lora_adapter, as in vLLM."""
+
+    lora_name: str
+    lora_int_id: int | None = None
+
+
+def add_adapter_routes(app: FastAPI, control: EngineControl, adapters: Adapters) -> None:
+    """A loaded adapter applies to all later requests, whatever model they name. Running requests finish first."""
+
+    async def load(name: str, path: str) -> JSONResponse:
+        _require_adapter(path)
+        return JSONResponse(await result_or_400(control.change_weights(partial(adapters.load, name, path))))
+
+    @app.post("/lora/load")
+    async def load_adapter(request: Request) -> JSONResponse:
+        body = await read_json(request, LoadBody.from_json)
+        return await load(body.adapter_name or Path(body.adapter_path).resolve().name, body.adapter_path)
+
+    @app.post("/v1/load_lora_adapter")
+    async def load_named(request: Request) -> JSONResponse:
+        body = await read_json(request, NamedLoadBody.from_json)
+        return await load(body.lora_name, body.lora_path)
+
+    @app.post("/lora/unload")
+    async def unload_adapter() -> JSONResponse:
+        return JSONResponse(await result_or_400(control.change_weights(adapters.unload)))
+
+    @app.post("/v1/unload_lora_adapter")
+    async def unload_named(request: Request) -> JSONResponse:
+        body = await read_json(request, NamedUnloadBody.from_json)
+        return JSONResponse(await result_or_400(control.change_weights(partial(adapters.unload, body.lora_name))))
+
+    @app.get("/lora/status")
+    async def status() -> JSONResponse:
+        return JSONResponse(adapters.status())
+
+
+def _require_adapter(path: str) -> None:
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        try:
+            exists = (Path(path) / name).is_file()
+        except (OSError, ValueError):  # a name that is too long, or with NUL
+            exists = False
+        if not exists:
+            raise InvalidRequest(f"adapter {path[:200]!r}: no {name} in this folder of the server's machine")
+
+
+Port = Annotated[int, Field(gt=0, lt=1 << 16)]
+Count = Annotated[int, Field(gt=0, le=1 << 16)]
+Shape = Annotated[list[Annotated[int, Field(gt=0)]], Field(min_length=1, max_length=8)]
+
+
+class OfferBody(StrictBody):
+    """The body of /bridge/init; see `Offer`."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+    address: str
+    port: Port
+    first_rank: Count
+    group_size: Count
+    timeout: float = Field(gt=0)
+    trainer_ranks: Count
+    prefix: str
+    shapes: dict[str, Shape] = Field(min_length=1)
+
+
+class RestartBody(StrictBody):
+    """The body of /bridge/restart."""
+
+    model: str
+    """Folder of this server's machine with the model to load."""
+
+
+def add_bridge_routes(
+    app: FastAPI,
+    control: EngineControl,
+    join: Callable[[Offer], None],
+    update: Callable[[], JsonObject],
+    restart: Restart,
+    note: Callable[[str], None],
+) -> None:
+    """join, update: `WeightReceiver`'s, called on the driving thread. note: logs one line."""
+
+    @app.post("/bridge/init")
+    async def init(request: Request) -> JSONResponse:
+        body = await read_json(request, OfferBody.from_json)
+        # Not awaited: the trainer enters its group when all servers have accepted.
+        joined = control.submit_idle(lambda: join(Offer(**body.model_dump())))
+        joined.add_done_callback(lambda done: _note_failure(done, note))
+        return JSONResponse({"accepted": True})
+
+    @app.post("/bridge/update")
+    async def received() -> JSONResponse:
+        return JSONResponse(await result_or_400(control.receive_weights(update)))
+
+    @app.post("/bridge/restart")
+    async def restarted(request: Request) -> JSONResponse:
+        body = await read_json(request, RestartBody.from_json)
+        if not (Path(body.model) / "config.json").is_file():
+            raise InvalidRequest(f"model={body.model[:200]!r}: no config.json in this folder of the server's machine")
+        return JSONResponse(await result_or_400(control.submit_idle(lambda: restart.request(body.model))))
+
+
+def _note_failure(joined: Future[None], note: Callable[[str], None]) -> None:
+    if not joined.cancelled() and (error := joined.exception()) is not None:
+        note(str(error))

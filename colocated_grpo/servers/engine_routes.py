@@ -1,36 +1,81 @@
-"""HTTP routes with which a trainer uses the engine as its own: /engine/*. `rollout/remote.py` is their client."""
+"""HTTP routes with which a trainer uses the engine as its own: /engine/*. `servers/remote.py` is their client."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import ConfigDict, Field
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from colocated_grpo.rollout.engine import TokenDelta
+from colocated_grpo.rollout.engine import Request as EngineRequest
+from colocated_grpo.rollout.engine import Sampling, TokenDelta
 from colocated_grpo.rollout.inbox import Inbox, OnDelta
 from colocated_grpo.servers.control_routes import result_or_400
-from colocated_grpo.servers.engine_bodies import (
-    AbortBody,
-    ClientName,
-    RequestBody,
-    RequestsBody,
-    TopLogprobsBody,
-    VersionBody,
-)
 from colocated_grpo.servers.engine_control import EngineControl
-from colocated_grpo.servers.limits import Limits
+from colocated_grpo.servers.request_bodies import StrictBody, TokenIds
+from colocated_grpo.servers.text import Limits
 from colocated_grpo.servers.wire import CONFLICT, completion_message
 from colocated_grpo.types import Completion, JsonObject
-from colocated_grpo.web.json_bodies import read_json
+from colocated_grpo.web.bodies import read_json
+
+MAX_REQUESTS_PER_POST = 4096
+SEED_LIMIT = 1 << 63
+
+ClientName = Annotated[str, Field(min_length=16, max_length=64)]
+Number = Annotated[int, Field(ge=0, lt=SEED_LIMIT)]
+
+
+class RequestBody(StrictBody):
+    """A request as `rollout.wire.request_message` writes it, under the number that its client gives it."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+    id: Number
+    token_ids: TokenIds
+    seed: int = Field(ge=-SEED_LIMIT, lt=SEED_LIMIT)
+    sampling: Sampling
+    pattern: str | None
+    stream: bool
+
+    def request(self, key: Hashable) -> EngineRequest:
+        return EngineRequest(
+            key=key,
+            token_ids=self.token_ids,
+            seed=self.seed,
+            sampling=self.sampling,
+            pattern=self.pattern,
+            stream=self.stream,
+        )
+
+
+class RequestsBody(StrictBody):
+    client: ClientName
+    policy_version: int
+    """Version of the weights that must sample the requests."""
+    requests: list[RequestBody] = Field(max_length=MAX_REQUESTS_PER_POST, fail_fast=True)
+
+
+class AbortBody(StrictBody):
+    client: ClientName
+    ids: list[Number] = Field(fail_fast=True)
+
+
+class VersionBody(StrictBody):
+    policy_version: int
+
+
+class TopLogprobsBody(StrictBody):
+    token_ids: Annotated[TokenIds, Field(min_length=2)]
+    k: int = Field(ge=0)
+
 
 HEARTBEAT_SECONDS = 5.0
 LARGE_PATHS = frozenset({"/engine/requests", "/engine/top_logprobs"})

@@ -8,8 +8,7 @@ import sys
 from colocated_grpo.launch.cli import library_environment, prepare_streams, set_up_logging
 from colocated_grpo.runtime.imports import frozen_imports
 from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, run_program
-from colocated_grpo.servers.options import parse, settings
-from colocated_grpo.servers.restarts import resumed
+from colocated_grpo.servers.options import parse, resumed, settings
 
 
 def main() -> int:

@@ -16,7 +16,7 @@ from colocated_grpo.rollout.engine import LocalEngine
 from colocated_grpo.runtime.addresses import CONNECT_SECONDS
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.stores import connect_store
-from colocated_grpo.servers.joined_group import JoinedGroup
+from colocated_grpo.servers.broadcast import JoinedGroup
 from colocated_grpo.types import JsonObject
 from colocated_grpo.weights.buckets import Bucket, full_tensors, make_buckets, shard_slices
 from colocated_grpo.weights.fingerprints import rows_of

@@ -13,12 +13,10 @@ from typing import Any
 from colocated_grpo.rollout.engine import Request, Sampling, TokenDelta
 from colocated_grpo.rollout.inbox import OnDelta
 from colocated_grpo.runtime.distributed import derive_seed
-from colocated_grpo.servers.detokenizer import Detokenizer, before_stop
-from colocated_grpo.servers.limits import InvalidRequest, Limits
 from colocated_grpo.servers.load_balancer import LoadBalancer, result_of
 from colocated_grpo.servers.origins import Origin, Origins
 from colocated_grpo.servers.request_bodies import SamplingParameters
-from colocated_grpo.servers.text_codec import TextCodec, Tokenizer
+from colocated_grpo.servers.text import Detokenizer, InvalidRequest, Limits, TextCodec, Tokenizer, before_stop
 from colocated_grpo.settings.schema import MIN_TEMPERATURE
 from colocated_grpo.types import Completion, JsonObject
 

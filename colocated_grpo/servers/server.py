@@ -19,26 +19,22 @@ from colocated_grpo.rollout.vllm.engine import VLLMEngine
 from colocated_grpo.runtime.checksums import exported_digest
 from colocated_grpo.runtime.distributed import World, init_world
 from colocated_grpo.runtime.supervision import StopRequest
-from colocated_grpo.servers.adapter_routes import add_adapter_routes
 from colocated_grpo.servers.app import create_app
-from colocated_grpo.servers.bridge_routes import add_bridge_routes
-from colocated_grpo.servers.control_routes import add_control_routes
+from colocated_grpo.servers.control_routes import add_adapter_routes, add_bridge_routes, add_control_routes
 from colocated_grpo.servers.engine_control import EngineControl
 from colocated_grpo.servers.engine_routes import LARGE_PATHS, Sessions, add_engine_routes
 from colocated_grpo.servers.exported import export, export_folder, move_to_shared_memory
-from colocated_grpo.servers.limits import Limits, limits_of
 from colocated_grpo.servers.load_balancer import LoadBalancer
-from colocated_grpo.servers.mirrored import EveryRank, MirroredEngine, engine_commands
-from colocated_grpo.servers.options import ServeOptions
+from colocated_grpo.servers.options import RESTART, Restart, ServeOptions
 from colocated_grpo.servers.origins import Origins
-from colocated_grpo.servers.ranks import join_ranks
+from colocated_grpo.servers.ranks import EveryRank, MirroredEngine, engine_commands, join_ranks
 from colocated_grpo.servers.receiver import WeightReceiver
-from colocated_grpo.servers.restarts import RESTART, Restart
 from colocated_grpo.servers.sampler import Sampler
+from colocated_grpo.servers.text import Limits, limits_of
 from colocated_grpo.settings.config_json import read_config_json, shape_of
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.types import JsonObject
-from colocated_grpo.web.browsers import Hosts
+from colocated_grpo.web.guards import Hosts
 from colocated_grpo.web.server import ServerThread
 from colocated_grpo.weights.verified_plan import checkpoint_shapes, verified_plan
 

@@ -11,7 +11,7 @@ from colocated_grpo.errors import in_one_line
 from colocated_grpo.policy.model_files import read_model_files
 from colocated_grpo.rollout.engine import Request, Sampling
 from colocated_grpo.runtime.distributed import derive_seed, init_world
-from colocated_grpo.servers.detokenizer import Detokenizer
+from colocated_grpo.servers.text import Detokenizer
 from colocated_grpo.settings.config_json import longest_sequence, read_config_json
 from colocated_grpo.settings.loading import build_config, parse_overrides
 from colocated_grpo.settings.schema import Config

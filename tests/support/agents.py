@@ -18,8 +18,7 @@ from colocated_grpo.rollout.episodes import EpisodeRunner
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.prompt_queue import DynamicDispatch, Job
 from colocated_grpo.servers.agent_app import create_agent_app
-from colocated_grpo.servers.limits import Limits
-from colocated_grpo.servers.text_codec import TextCodec
+from colocated_grpo.servers.text import Limits, TextCodec
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
 from colocated_grpo.types import Completion, Group, Prompt
 from colocated_grpo.web.server import ServerThread

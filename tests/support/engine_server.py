@@ -11,11 +11,11 @@ import openai
 
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.servers.app import create_app
-from colocated_grpo.servers.limits import Limits
 from colocated_grpo.servers.load_balancer import LoadBalancer
 from colocated_grpo.servers.origins import Origins
 from colocated_grpo.servers.sampler import Sampler
-from colocated_grpo.web.browsers import Hosts
+from colocated_grpo.servers.text import Limits
+from colocated_grpo.web.guards import Hosts
 from colocated_grpo.web.server import ServerThread
 from tests.support.fakes import VOCABULARY, FakeEngine
 

@@ -19,7 +19,7 @@ from colocated_grpo.servers.origins import Origins
 from colocated_grpo.servers.remote import RemoteEngine, Restore
 from colocated_grpo.servers.sampler import Sampler
 from colocated_grpo.types import Completion
-from colocated_grpo.web.browsers import Hosts
+from colocated_grpo.web.guards import Hosts
 from colocated_grpo.web.server import ServerThread
 from tests.support.engine_server import LIMITS, MAX_TOKENS, MODEL, LetterTokenizer
 from tests.support.fakes import VOCABULARY, FakeEngine

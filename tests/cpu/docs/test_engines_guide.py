@@ -9,10 +9,8 @@ from typing import Any, cast
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
-from colocated_grpo.servers.adapter_routes import Adapters, add_adapter_routes
-from colocated_grpo.servers.bridge_routes import add_bridge_routes
-from colocated_grpo.servers.control_routes import ABSENT
-from colocated_grpo.servers.restarts import Restart
+from colocated_grpo.servers.control_routes import ABSENT, Adapters, add_adapter_routes, add_bridge_routes
+from colocated_grpo.servers.options import Restart
 from tests.support.paths import ROOT
 from tests.support.trainer_server import TrainerServer
 

@@ -13,8 +13,7 @@ from colocated_grpo.environments.agents.endpoint import Endpoint
 from colocated_grpo.environments.chat import ChatCodec
 from colocated_grpo.environments.conversation import Conversation
 from colocated_grpo.environments.evaluation_sets import build_evaluation_sources
-from colocated_grpo.servers.limits import Limits
-from colocated_grpo.servers.text_codec import TextCodec
+from colocated_grpo.servers.text import Limits, TextCodec
 from colocated_grpo.settings import Config
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
 from colocated_grpo.types import Completion, Score

@@ -21,8 +21,8 @@ from colocated_grpo.runtime.descriptors import DESCRIPTORS
 from colocated_grpo.servers.load_balancer import LoadBalancer, ServerClosing
 from colocated_grpo.servers.origins import Origins
 from colocated_grpo.servers.request_bodies import SamplingParameters
+from colocated_grpo.servers.responses import StreamingBody, as_json_lines, generate_chunks
 from colocated_grpo.servers.sampler import CompletionDelta, Sampler
-from colocated_grpo.servers.streaming import StreamingBody, as_json_lines, generate_chunks
 from colocated_grpo.web.server import ServerThread
 from tests.support.engine_server import (
     CHAT,

@@ -11,10 +11,9 @@ import torch
 
 from colocated_grpo.errors import RunError
 from colocated_grpo.runtime.stores import connect_store, serve_store
-from colocated_grpo.servers.bridge_routes import add_bridge_routes
-from colocated_grpo.servers.broadcast import BroadcastSync
+from colocated_grpo.servers.broadcast import BroadcastSync, JoinedGroup, MissingMembers
+from colocated_grpo.servers.control_routes import add_bridge_routes
 from colocated_grpo.servers.engine_server import EngineServer
-from colocated_grpo.servers.joined_group import JoinedGroup, MissingMembers
 from colocated_grpo.servers.receiver import Offer
 from tests.support.ranks import single_rank_world
 from tests.support.servers import until
