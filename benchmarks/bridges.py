@@ -20,10 +20,10 @@ import psutil
 from benchmarks.harness import config_of, main_in_ranks, model_folder, model_name, rank_parser
 from benchmarks.roofline import barrier, seconds_of
 from benchmarks.sync import bare_seconds, slowest_median
-from colocated_grpo.launch.arguments import Launch
 from colocated_grpo.policy.model import read_model_config
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.runtime.distributed import World
+from colocated_grpo.runtime.program import Launch
 from colocated_grpo.runtime.supervision import StopRequest
 from colocated_grpo.servers.engine_servers import EngineServers, plan_servers
 from colocated_grpo.settings.schema import Config

@@ -25,9 +25,9 @@ from benchmarks.roofline import Roofline, measure_roofline
 from benchmarks.workload import TASK
 from colocated_grpo.errors import RunError
 from colocated_grpo.launch.launcher import child_environment
-from colocated_grpo.launch.processes import run_command
-from colocated_grpo.launch.rank_variables import rank_environment
 from colocated_grpo.runtime.distributed import World, init_world
+from colocated_grpo.runtime.processes import run_command
+from colocated_grpo.runtime.program import rank_environment
 from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR
 from colocated_grpo.settings import Config
 from colocated_grpo.settings.errors import ConfigError

@@ -278,7 +278,7 @@ def probe(options: argparse.Namespace) -> int:
 
 def _sample(options: argparse.Namespace, tasks: Any, models: Any, keep: Any, scores: JsonObject) -> int:
     """Print and keep the scores of each model. Never returns, as `run`."""
-    from colocated_grpo.launch.rank_variables import rank_environment
+    from colocated_grpo.runtime.program import rank_environment
 
     variables = library_variables(1) | rank_environment(os.environ)
     for name, value in variables.items():

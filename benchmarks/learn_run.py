@@ -149,7 +149,7 @@ def record(recorder: StepRecorder, configuration: JsonObject) -> JsonObject:
 
 def library_variables(parallel: int) -> dict[str, str]:
     """Return the environment variables of a run, which libraries read when they are imported."""
-    from colocated_grpo.launch.cli import library_environment
+    from colocated_grpo.runtime.program import library_environment
     from colocated_grpo.servers.engine_servers import free_ports
 
     variables = {

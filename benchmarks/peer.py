@@ -17,7 +17,7 @@ from typing import Literal
 
 from benchmarks.workload import MAX_PROMPT_TOKENS
 from colocated_grpo.errors import RunError
-from colocated_grpo.launch.cli import library_environment
+from colocated_grpo.runtime.program import library_environment
 from colocated_grpo.servers.engine_servers import free_ports
 from colocated_grpo.types import JsonObject
 

@@ -4,6 +4,13 @@ import shutil
 from pathlib import Path
 
 
+class ConfigError(ValueError):
+    """Settings or arguments that cannot be run. The message has one line per problem."""
+
+    def __init__(self, *lines: str) -> None:
+        super().__init__("\n".join(" ".join(line.split()) for line in lines))
+
+
 class RunError(RuntimeError):
     """The run cannot continue. The message is one line: what was measured, the limit, and what to do."""
 

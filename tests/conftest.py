@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
-from colocated_grpo.launch.cli import OPENMP_SETTINGS
+from colocated_grpo.runtime.program import OPENMP_SETTINGS
 
 os.environ.update({**OPENMP_SETTINGS, **os.environ})  # before torch is imported
 
@@ -16,7 +16,7 @@ import pytest
 from hypothesis import settings
 
 from colocated_grpo.runtime.distributed import World
-from colocated_grpo.runtime.imports import frozen_imports
+from colocated_grpo.runtime.program import frozen_imports
 from tests.support.ranks import single_rank_group
 from tests.support.small_policy import make_small_model
 

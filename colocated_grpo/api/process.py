@@ -17,8 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from colocated_grpo.errors import RunError
-from colocated_grpo.launch.cli import library_environment
-from colocated_grpo.launch.rank_variables import environment_problem, rank_environment
+from colocated_grpo.runtime.program import environment_problem, library_environment, rank_environment
 from colocated_grpo.runtime.run_folder import unlock_folders
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.tracking.notebook import in_notebook

@@ -14,7 +14,7 @@ from colocated_grpo.callbacks import check_callbacks
 from colocated_grpo.environments.names import check_names
 from colocated_grpo.errors import AlreadyReported, RunError
 from colocated_grpo.launch.cli import checked, explain_os_error, record_ending
-from colocated_grpo.runtime.descriptors import raise_descriptor_limit
+from colocated_grpo.runtime.program import raise_descriptor_limit
 from colocated_grpo.runtime.verdict import RUN_ERROR
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.schema import Config

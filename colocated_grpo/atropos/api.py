@@ -23,7 +23,7 @@ from starlette.types import ASGIApp
 from colocated_grpo.atropos.exchange import Exchange, NotRegistered, QueueFull, UnknownEnvironment, Volume
 from colocated_grpo.atropos.posted import InvalidGroup, no_group, read_group, read_groups
 from colocated_grpo.atropos.wire import EnvIdentifier, EnvRegistration, Registration
-from colocated_grpo.runtime.descriptors import raise_descriptor_limit
+from colocated_grpo.runtime.program import raise_descriptor_limit
 from colocated_grpo.settings.addresses import is_loopback
 from colocated_grpo.types import JsonObject
 from colocated_grpo.web.bodies import BodyLimit, InvalidBody, off_the_loop, read_json

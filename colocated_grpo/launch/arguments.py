@@ -9,45 +9,16 @@ import argparse
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
-from colocated_grpo.launch.cli import OneLineParser, add_run_arguments, config_file, without_config
-from colocated_grpo.launch.rank_variables import LAST_PORT
+from colocated_grpo.errors import ConfigError
+from colocated_grpo.launch.cli import add_run_arguments, config_file, without_config
+from colocated_grpo.runtime.program import LAST_PORT, Launch, OneLineParser
 
 DEFAULT_MASTER_PORT = 29500
 DEFAULT_JOIN_TIMEOUT = 900
 PROBE_SECONDS = 10
-
-
-class LaunchError(ValueError):
-    """The run cannot be started. The message has one line per problem."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Launch:
-    """The part of a run that one launcher starts: all ranks of one node."""
-
-    gpus: int
-    """GPUs of this node; 0 trains on the CPU."""
-    engine_gpus: int
-    """Those of them, the last ones, that engine servers use."""
-    ranks: int
-    """Processes that train on this node."""
-    nodes: int
-    node_rank: int
-    master_addr: str
-    master_port: int | None
-    """None: a single node, on any free port."""
-    join_timeout: int
-    """Seconds to wait for the other nodes."""
-    config: str
-    resume: str | None
-    log_level: str
-    log_dir: Path | None
-    """Folder for server.log and trainer.log."""
-    overrides: tuple[str, ...]
 
 
 def run_parser() -> argparse.ArgumentParser:
@@ -101,37 +72,37 @@ def run_parser() -> argparse.ArgumentParser:
 
 
 def read_launch(options: argparse.Namespace, overrides: Sequence[str], parser: argparse.ArgumentParser) -> Launch:
-    """Return the launch that the arguments describe. Raises LaunchError where they are invalid or contradictory."""
+    """Return the launch that the arguments describe. Raises ConfigError where they are invalid or contradictory."""
     _reject_misspelled_flags(overrides, parser)
     gpus = visible_gpus(os.environ) if options.gpus is None else options.gpus
     if gpus < 0:
-        raise LaunchError(f"--gpus={gpus}: must be at least 0")
+        raise ConfigError(f"--gpus={gpus}: must be at least 0")
     engine_gpus = options.engine_gpus
     if engine_gpus and not 0 < engine_gpus < gpus:
-        raise LaunchError(f"--engine-gpus={engine_gpus}: must be less than --gpus={gpus}, of which the rest trains")
+        raise ConfigError(f"--engine-gpus={engine_gpus}: must be less than --gpus={gpus}, of which the rest trains")
     if engine_gpus and options.nodes > 1:
-        raise LaunchError(
+        raise ConfigError(
             f"--engine-gpus={engine_gpus}: valid on one node; with --nodes {options.nodes} start servers with "
             "colocated-grpo serve and set engine.urls"
         )
     if options.log_dir is not None and options.redirect_output is not None:
-        raise LaunchError("--redirect-output: must be absent with --log-dir, which contains trainer.log")
+        raise ConfigError("--redirect-output: must be absent with --log-dir, which contains trainer.log")
     if options.nproc is not None and gpus > 0:
-        raise LaunchError(f"--nproc={options.nproc}: valid with --gpus 0 only; a GPU run has one process per GPU")
+        raise ConfigError(f"--nproc={options.nproc}: valid with --gpus 0 only; a GPU run has one process per GPU")
     if options.nproc is not None and options.nproc < 1:
-        raise LaunchError(f"--nproc={options.nproc}: must be at least 1")
+        raise ConfigError(f"--nproc={options.nproc}: must be at least 1")
     if options.nodes < 1:
-        raise LaunchError(f"--nodes={options.nodes}: must be at least 1")
+        raise ConfigError(f"--nodes={options.nodes}: must be at least 1")
     if not 0 <= options.node_rank < options.nodes:
-        raise LaunchError(f"--node-rank={options.node_rank}: must be at least 0 and less than --nodes={options.nodes}")
+        raise ConfigError(f"--node-rank={options.node_rank}: must be at least 0 and less than --nodes={options.nodes}")
     if options.nodes > 1 and options.master_addr is None:
-        raise LaunchError(f"--master-addr: required with --nodes={options.nodes}; it is the address of node 0")
+        raise ConfigError(f"--master-addr: required with --nodes={options.nodes}; it is the address of node 0")
     if options.master_port is not None and not 0 < options.master_port <= LAST_PORT:
-        raise LaunchError(f"--master-port={options.master_port}: must be between 1 and {LAST_PORT}")
+        raise ConfigError(f"--master-port={options.master_port}: must be between 1 and {LAST_PORT}")
     if options.join_timeout < 1:
-        raise LaunchError(f"--join-timeout={options.join_timeout}: must be at least 1")
+        raise ConfigError(f"--join-timeout={options.join_timeout}: must be at least 1")
     if (config := config_file(options)) is None:
-        raise LaunchError(without_config(options.resume))
+        raise ConfigError(without_config(options.resume))
     port = options.master_port or (DEFAULT_MASTER_PORT if options.nodes > 1 else None)
     return Launch(
         gpus=gpus,
@@ -151,9 +122,9 @@ def read_launch(options: argparse.Namespace, overrides: Sequence[str], parser: a
 
 
 def _reject_misspelled_flags(overrides: Sequence[str], parser: argparse.ArgumentParser) -> None:
-    """Raise LaunchError for `--gpu 4`, which would otherwise be reported as an unknown setting."""
+    """Raise ConfigError for `--gpu 4`, which would otherwise be reported as an unknown setting."""
     if overrides and overrides[0].endswith((".yaml", ".yml")) and not overrides[0].startswith("--"):
-        raise LaunchError(f"{overrides[0]!r}: unexpected argument; write --config {overrides[0]}")
+        raise ConfigError(f"{overrides[0]!r}: unexpected argument; write --config {overrides[0]}")
     flags = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
     for argument in overrides:
         name = argument.partition("=")[0]
@@ -161,7 +132,7 @@ def _reject_misspelled_flags(overrides: Sequence[str], parser: argparse.Argument
             continue
         near = get_close_matches(name.replace("_", "-"), flags, n=1, cutoff=0.85)
         if near and "." not in name:
-            raise LaunchError(f"{name}: unknown flag; did you mean {near[0]}?")
+            raise ConfigError(f"{name}: unknown flag; did you mean {near[0]}?")
 
 
 def visible_gpus(environment: Mapping[str, str]) -> int:

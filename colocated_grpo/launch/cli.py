@@ -9,19 +9,27 @@ from __future__ import annotations
 import argparse
 import errno
 import faulthandler
-import io
 import logging
 import os
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from colocated_grpo.launch.rank_variables import environment_problem, rank_environment
-from colocated_grpo.runtime.descriptors import raise_descriptor_limit
-from colocated_grpo.runtime.imports import frozen_imports
+from colocated_grpo.runtime.program import (
+    LOG_LEVEL_VARIABLE,
+    LOG_LEVELS,
+    OneLineParser,
+    environment_problem,
+    error_text,
+    frozen_imports,
+    library_environment,
+    prepare_streams,
+    raise_descriptor_limit,
+    rank_environment,
+    set_up_logging,
+)
 from colocated_grpo.runtime.signals import exit_on_stop_signals
 from colocated_grpo.runtime.verdict import FINISHED_SUFFIX, RECORDED_SUFFIX, RUN_ERROR, USAGE_ERROR, mark, report
 
@@ -31,36 +39,10 @@ if TYPE_CHECKING:
     from colocated_grpo.tracking import RunOutput
 
 AUTO = "auto"
-LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
-LOG_LEVEL_VARIABLE = "COLOCATED_GRPO_LOG_LEVEL"
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
 """Full disk, quota, file size limit, file system remounted read-only, disk failure, lost network share."""
-OPENMP_SETTINGS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "2000"}
-"""Variables that libgomp reads when it is loaded: idle OpenMP threads spin for microseconds, then sleep. By default
-they spin long enough to take cores from other ranks and programs. Without spinning, each short wait costs a sleep."""
 DEFAULT_CONFIG = "training_configs/dr_grpo_config.yaml"
 """The config of a run without --config. The package has it too, so it is found in any folder."""
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """An argument parser that reports an error in one line, without the usage text."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(USAGE_ERROR, f"error: {message.removeprefix('argument ')}\n")
-
-
-def prepare_streams() -> None:
-    """Make printing safe if a standard stream is closed, or its encoding lacks a character of the text."""
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(number)
-        except OSError:
-            # Occupy the closed descriptor, or the next file opened would get its number and receive printed text.
-            os.open(os.devnull, os.O_RDWR)
-            os.set_inheritable(number, True)
-            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))  # noqa: SIM115
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -144,20 +126,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rank = os.environ["RANK"]
     set_up_logging(options.log_level, prefix=f"[rank {rank}] ")
     return _train(options, overrides)
-
-
-def set_up_logging(log_level: str, *, prefix: str = "") -> None:
-    """Log at this level. prefix: of every line."""
-    logging.basicConfig(format=f"{prefix}%(levelname)s %(name)s: %(message)s")
-    if log_level == "DEBUG":
-        logging.getLogger().setLevel(logging.DEBUG)
-    else:  # a user cannot act on the warnings that libraries log when they are imported
-        for library in ("vllm", "bitsandbytes"):  # PEFT imports bitsandbytes
-            logging.getLogger(library).setLevel(logging.ERROR)
-        warnings.simplefilter("ignore", FutureWarning)
-    # It has a handler of its own: every retry of a download would be shown twice.
-    logging.getLogger("huggingface_hub").propagate = False
-    logging.getLogger("colocated_grpo").setLevel(log_level)
 
 
 def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -284,31 +252,8 @@ def explain_os_error(error: OSError, run_folders: Sequence[str | None]) -> str |
     return None
 
 
-def error_text(lines: Sequence[str]) -> list[str]:
-    """Return the lines as they are printed. Indented lines belong to the one above."""
-    return [line if line.startswith("  ") else f"error: {line}" for line in lines]
-
-
 def _print_on_rank_0(*lines: str, to: TextIO) -> None:
     """Print on rank 0 only: all ranks read the same settings and reach the same result."""
     if os.environ["RANK"] == "0":
         for line in lines:
             print(line, file=to, flush=True)
-
-
-def library_environment(log_level: str) -> dict[str, str]:
-    """Return default values of variables that libraries read when they are imported. Callers keep the user's values."""
-    debug = log_level == "DEBUG"
-    return {
-        "NCCL_DEBUG": "INFO" if debug else "WARN",
-        "TORCH_DISTRIBUTED_DEBUG": "INFO" if debug else "OFF",
-        "TOKENIZERS_PARALLELISM": "false",
-        **OPENMP_SETTINGS,
-        "TORCH_CPP_LOG_LEVEL": "INFO" if debug else "ERROR",
-        # vLLM (0.32) turns these messages on: a line for each setting that Triton tries while it tunes a kernel.
-        "TRITON_PRINT_AUTOTUNING": "1" if debug else "0",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "DEBUG" if debug else "ERROR",
-        "VLLM_NO_USAGE_STATS": "1",
-    }

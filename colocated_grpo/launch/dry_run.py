@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from colocated_grpo.errors import RunError
-from colocated_grpo.launch.cli import error_text, library_environment, set_up_logging
+from colocated_grpo.runtime.program import error_text, library_environment, set_up_logging
 from colocated_grpo.runtime.verdict import USAGE_ERROR
 from colocated_grpo.settings.addresses import exposures
 from colocated_grpo.settings.errors import ConfigError

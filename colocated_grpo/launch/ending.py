@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-from colocated_grpo.launch.processes import SAVING, STOP_RANKS, StopAction
+from colocated_grpo.runtime.processes import SAVING, STOP_RANKS, StopAction
 from colocated_grpo.runtime.verdict import (
     FINISHED_SUFFIX,
     FOLDER_SUFFIX,

@@ -16,24 +16,25 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from colocated_grpo.launch.arguments import Launch, LaunchError, read_launch, run_parser, visible_gpus
-from colocated_grpo.launch.cli import (
+from colocated_grpo.errors import ConfigError
+from colocated_grpo.launch.arguments import read_launch, run_parser, visible_gpus
+from colocated_grpo.launch.cli import default_config_note
+from colocated_grpo.launch.ending import STARTING, ending, stop_action
+from colocated_grpo.runtime.processes import run_command, scratch_folder
+from colocated_grpo.runtime.program import (
     LOG_LEVEL_VARIABLE,
-    default_config_note,
+    Launch,
     error_text,
     library_environment,
     prepare_streams,
+    python_path,
 )
-from colocated_grpo.launch.ending import STARTING, ending, stop_action
-from colocated_grpo.launch.processes import run_command
-from colocated_grpo.launch.scratch import scratch_folder
 from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, VERDICT_VARIABLE
 from colocated_grpo.servers.engine_servers import EngineServers, ServerPlan, plan_servers
 
 if TYPE_CHECKING:
     from colocated_grpo.settings.schema import Config
 
-PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 COMMANDS = {
     "doctor": "colocated_grpo.tools.doctor",
     "serve": "colocated_grpo.servers",
@@ -78,8 +79,8 @@ def _launch(arguments: Sequence[str]) -> int:
         missing = missing_devices(launch)
         problems = missing_inputs(launch, config)
         if (missing or problems) and not options.dry_run:
-            raise LaunchError("\n".join([*missing, *problems]))
-    except LaunchError as error:
+            raise ConfigError(*missing, *problems)
+    except ConfigError as error:
         print(*default, *error_text(str(error).splitlines()), sep="\n", file=sys.stderr)
         return USAGE_ERROR
     command = torchrun_command(launch)
@@ -120,27 +121,19 @@ def _read_arguments(
     if list(arguments[:1]) != ["atropos"]:
         return *parser.parse_known_args(arguments), []
     from colocated_grpo.launch.atropos_command import read_command
-    from colocated_grpo.settings.errors import ConfigError
 
-    try:
-        return read_command(arguments[1:], run_parser(), os.environ, visible_gpus)
-    except ConfigError as error:
-        raise LaunchError(str(error)) from None
+    return read_command(arguments[1:], run_parser(), os.environ, visible_gpus)
 
 
 def read_settings(launch: Launch) -> tuple[Config, list[str]]:
-    """Return the settings and notes about them. Raises LaunchError where they are invalid for this number of ranks."""
-    from colocated_grpo.settings.errors import ConfigError
+    """Return the settings and notes about them. Raises ConfigError where they are invalid for this number of ranks."""
     from colocated_grpo.settings.loading import read_config
     from colocated_grpo.settings.node_rules import check_nodes
     from colocated_grpo.settings.rules import check_world
 
-    try:
-        loaded = read_config(launch.config, launch.overrides)
-        check_world(loaded.config, launch.ranks * launch.nodes)
-        check_nodes(loaded.config, launch.ranks * launch.nodes, launch.ranks)
-    except ConfigError as error:
-        raise LaunchError(str(error)) from None
+    loaded = read_config(launch.config, launch.overrides)
+    check_world(loaded.config, launch.ranks * launch.nodes)
+    check_nodes(loaded.config, launch.ranks * launch.nodes, launch.ranks)
     return loaded.config, loaded.notes
 
 
@@ -154,9 +147,8 @@ def missing_devices(launch: Launch) -> list[str]:
 
 
 def model_verdict(launch: Launch, config: Config) -> str:
-    """Return what the model's config.json alone says about this run. Raises LaunchError where the model cannot run."""
+    """Return what the model's config.json alone says about this run. Raises ConfigError where the model cannot run."""
     from colocated_grpo.settings.config_json import read_config_json
-    from colocated_grpo.settings.errors import ConfigError
     from colocated_grpo.settings.model_support import check_cpu_engine, check_trains, verdict
 
     try:
@@ -164,12 +156,9 @@ def model_verdict(launch: Launch, config: Config) -> str:
     except ConfigError:  # `missing_inputs` reports why
         return f"{config.model.name}: unknown, as its config.json cannot be read"
     setting = f"model.name={config.model.name!r}"
-    try:
-        check_trains(config_json, setting)
-        if launch.gpus == 0 and not config.engine.urls:
-            check_cpu_engine(config_json, setting, bfloat16=config.policy.compute_dtype == "bfloat16")
-    except ConfigError as error:
-        raise LaunchError(str(error)) from None
+    check_trains(config_json, setting)
+    if launch.gpus == 0 and not config.engine.urls:
+        check_cpu_engine(config_json, setting, bfloat16=config.policy.compute_dtype == "bfloat16")
     return f"{config.model.name}: {verdict(config_json)}"
 
 
@@ -178,7 +167,6 @@ def missing_inputs(launch: Launch, config: Config) -> list[str]:
     from colocated_grpo.environments.names import check_names
     from colocated_grpo.runtime.run_folder import check_resumed
     from colocated_grpo.runtime.vllm_version import check_installed
-    from colocated_grpo.settings.errors import ConfigError
     from colocated_grpo.settings.inputs import check_inputs
 
     problems = []
@@ -218,11 +206,6 @@ def child_environment(environment: Mapping[str, str], gpus: int, ranks: int, log
         child["CUDA_VISIBLE_DEVICES"] = ""
         child.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
     return child
-
-
-def python_path(environment: Mapping[str, str]) -> str:
-    """Return PYTHONPATH with this package first, so that a child finds it without an installation."""
-    return os.pathsep.join([PACKAGE_ROOT, *filter(None, [environment.get("PYTHONPATH")])])
 
 
 def banner(launch: Launch, command: Sequence[str], servers: ServerPlan | None, model: str) -> str:

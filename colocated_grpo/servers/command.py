@@ -13,10 +13,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from colocated_grpo.launch.cli import prepare_streams
-from colocated_grpo.launch.launcher import python_path
-from colocated_grpo.launch.processes import StopAction, run_command
-from colocated_grpo.launch.scratch import scratch_folder
+from colocated_grpo.runtime.processes import StopAction, run_command, scratch_folder
+from colocated_grpo.runtime.program import prepare_streams, python_path
 from colocated_grpo.runtime.signals import stop_signals
 from colocated_grpo.runtime.verdict import USAGE_ERROR
 from colocated_grpo.servers.options import RESTART, STATE_VARIABLE, ServeOptions, parse

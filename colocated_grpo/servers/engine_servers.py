@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from colocated_grpo.launch.arguments import Launch, LaunchError
+from colocated_grpo.errors import ConfigError
 from colocated_grpo.runtime.parents_death import signal_at_parents_death
+from colocated_grpo.runtime.program import Launch
 from colocated_grpo.runtime.server_variables import KEY_VARIABLE, URLS_VARIABLE
 
 if TYPE_CHECKING:
@@ -51,16 +52,16 @@ class ServerPlan:
 def plan_servers(launch: Launch, config: Config, environment: Mapping[str, str]) -> ServerPlan | None:
     """Return the servers that the launch starts; None if engines are in the ranks, or the config names servers.
 
-    Raises LaunchError where flags and config do not fit.
+    Raises ConfigError where flags and config do not fit.
     """
     engine = config.engine
     if engine.placement == "colocated" or engine.urls:
         if launch.engine_gpus:
             reason = "engine.urls names running servers" if engine.urls else "engine.placement is colocated"
-            raise LaunchError(f"--engine-gpus={launch.engine_gpus}: must be absent, as {reason}")
+            raise ConfigError(f"--engine-gpus={launch.engine_gpus}: must be absent, as {reason}")
         return None
     if launch.nodes > 1:
-        raise LaunchError(
+        raise ConfigError(
             "engine.urls: empty; with several nodes start servers with colocated-grpo serve and name them"
         )
     devices, trainer_devices = _divide_gpus(launch, config, environment)
@@ -80,16 +81,16 @@ def _divide_gpus(launch: Launch, config: Config, environment: Mapping[str, str])
     """Return the visible devices of each server and of the ranks."""
     size = config.engine.tensor_parallel_size
     if launch.engine_gpus == 0 and launch.gpus and config.engine.bridge == "broadcast":
-        raise LaunchError(
+        raise ConfigError(
             f"--engine-gpus=0: must be at least {size} with engine.bridge: broadcast, as NCCL does not connect two "
             "processes on one GPU; on one GPU use engine.placement: colocated, or engine.bridge: shared"
         )
     if launch.engine_gpus == 0:
         return [None], None  # on the CPU, or on the ranks' own GPUs
     if config.engine.bridge == "shared":
-        raise LaunchError(f"--engine-gpus={launch.engine_gpus}: must be absent with engine.bridge: shared, one copy")
+        raise ConfigError(f"--engine-gpus={launch.engine_gpus}: must be absent with engine.bridge: shared, one copy")
     if launch.engine_gpus % size:
-        raise LaunchError(
+        raise ConfigError(
             f"--engine-gpus={launch.engine_gpus}: must be a multiple of engine.tensor_parallel_size={size}, the GPUs "
             "of one server"
         )
@@ -123,7 +124,7 @@ def _allowed_rank(rank: int) -> int:
     """Return the smallest of vLLM's ranks that an adapter of this rank fits into."""
     fitting = [allowed for allowed in LORA_RANKS if allowed >= rank]
     if not fitting:
-        raise LaunchError(
+        raise ConfigError(
             f"policy.lora.rank={rank}: engine servers load adapters up to rank {LORA_RANKS[-1]}; use engine.bridge: "
             "broadcast, which sends merged weights"
         )

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from colocated_grpo.launch.cli import LOG_LEVEL_VARIABLE, LOG_LEVELS, OneLineParser
-from colocated_grpo.launch.rank_variables import LAST_PORT
+from colocated_grpo.runtime.program import LAST_PORT, LOG_LEVEL_VARIABLE, LOG_LEVELS, OneLineParser
 from colocated_grpo.servers.engine_servers import LORA_RANKS
 
 if TYPE_CHECKING:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from colocated_grpo.launch.cli import library_environment, prepare_streams, set_up_logging
-from colocated_grpo.runtime.imports import frozen_imports
+from colocated_grpo.runtime.program import frozen_imports, library_environment, prepare_streams, set_up_logging
 from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, run_program
 from colocated_grpo.servers.options import parse, resumed, settings
 

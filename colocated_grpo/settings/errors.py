@@ -10,6 +10,8 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
+from colocated_grpo.errors import ConfigError as ConfigError
+
 KeyPath = tuple[str | int, ...]
 """Path of a setting. Example: ("environments", 0, "args")."""
 SettingsTree = dict[str, Any]
@@ -21,13 +23,6 @@ MIN_ALIAS_SIMILARITY = 0.8
 """The same for aliases. Higher, because a suggestion shows the new name, which may look nothing like the key."""
 SAME_SECTION_BONUS = 0.1
 MAX_VALUE_CHARACTERS = 80
-
-
-class ConfigError(ValueError):
-    """Settings that cannot be run. The message has one line per problem."""
-
-    def __init__(self, *lines: str) -> None:
-        super().__init__("\n".join(" ".join(line.split()) for line in lines))
 
 
 @dataclass(frozen=True, kw_only=True)

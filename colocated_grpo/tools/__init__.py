@@ -1,5 +1,5 @@
 import os
 
-from colocated_grpo.launch.cli import OPENMP_SETTINGS
+from colocated_grpo.runtime.program import OPENMP_SETTINGS
 
 os.environ.update({**OPENMP_SETTINGS, **os.environ})  # read when torch is imported

@@ -13,15 +13,16 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from colocated_grpo.launch.cli import (
+from colocated_grpo.runtime.program import (
     OneLineParser,
+    environment_problem,
     error_text,
+    frozen_imports,
     library_environment,
     prepare_streams,
+    rank_environment,
     set_up_logging,
 )
-from colocated_grpo.launch.rank_variables import environment_problem, rank_environment
-from colocated_grpo.runtime.imports import frozen_imports
 from colocated_grpo.runtime.signals import exit_on_stop_signals
 from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, run_program
 

@@ -14,14 +14,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from colocated_grpo.launch.cli import (
+from colocated_grpo.runtime.program import (
     OneLineParser,
+    environment_problem,
+    frozen_imports,
     library_environment,
     prepare_streams,
+    rank_environment,
     set_up_logging,
 )
-from colocated_grpo.launch.rank_variables import environment_problem, rank_environment
-from colocated_grpo.runtime.imports import frozen_imports
 from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, run_program
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from colocated_grpo.runtime.descriptors import max_client_connections, raise_descriptor_limit
+from colocated_grpo.runtime.program import max_client_connections, raise_descriptor_limit
 
 BACKLOG = 2048
 SHUTDOWN_SECONDS = 1

@@ -14,7 +14,8 @@ PACKAGE = "colocated_grpo"
 FILES = sorted((ROOT / PACKAGE).rglob("*.py"))
 
 LAYERS = [
-    {"errors", "types", "settings"},
+    {"errors", "types"},
+    {"settings"},
     {"runtime"},
     {"metrics", "web"},
     {"advantages", "losses"},

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from colocated_grpo.launch.arguments import Launch
+from colocated_grpo.runtime.program import Launch
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.tools.doctor.subject import Subject
 from tests.support.paths import ROOT

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from colocated_grpo.launch.cli import library_environment
 from colocated_grpo.launch.launcher import child_environment
 from colocated_grpo.runtime.distributed import World, init_world, mesh_of_nodes
+from colocated_grpo.runtime.program import library_environment
 
 TIMEOUT = 90.0
 

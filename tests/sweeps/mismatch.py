@@ -31,12 +31,12 @@ from benchmarks.harness import (
 )
 from colocated_grpo.batching import TrainSequence, build_micro_batch
 from colocated_grpo.launch.launcher import child_environment
-from colocated_grpo.launch.processes import run_command
-from colocated_grpo.launch.rank_variables import rank_environment
 from colocated_grpo.policy.model import read_model_config
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.rollout.engine import Request, Sampling
 from colocated_grpo.runtime.distributed import World
+from colocated_grpo.runtime.processes import run_command
+from colocated_grpo.runtime.program import rank_environment
 from colocated_grpo.types import Completion, JsonObject
 
 if TYPE_CHECKING:

@@ -13,9 +13,10 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.text import Text
 
-from colocated_grpo.launch.arguments import Launch, LaunchError, read_launch, run_parser
-from colocated_grpo.launch.cli import prepare_streams
+from colocated_grpo.errors import ConfigError
+from colocated_grpo.launch.arguments import read_launch, run_parser
 from colocated_grpo.launch.launcher import read_settings
+from colocated_grpo.runtime.program import Launch, prepare_streams
 from colocated_grpo.runtime.verdict import USAGE_ERROR
 from colocated_grpo.tools.doctor.checks import MACHINE, RUN, examine
 from colocated_grpo.tools.doctor.results import Result
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, overrides = parser.parse_known_args(arguments)
     try:
         subject = read_subject(options, overrides, parser)
-    except LaunchError as error:
+    except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE_ERROR
     results = examine(subject)
@@ -50,13 +51,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read_subject(options: argparse.Namespace, overrides: Sequence[str], parser: argparse.ArgumentParser) -> Subject:
-    """Raises LaunchError where the command line is invalid. Invalid settings are a result of the check `settings`."""
+    """Raises ConfigError where the command line is invalid. Invalid settings are a result of the check `settings`."""
     has_config = options.config is not None or options.resume is not None
     if not has_config:
         options.config = "none"  # not read
     launch = read_launch(options, overrides, parser)
     if overrides and not has_config:
-        raise LaunchError(f"{overrides[0]}: a setting needs a config; add --config FILE")
+        raise ConfigError(f"{overrides[0]}: a setting needs a config; add --config FILE")
     environment = dict(os.environ)
     if not has_config:
         return Subject(launch=launch, config=None, environment=environment)
@@ -66,7 +67,7 @@ def read_subject(options: argparse.Namespace, overrides: Sequence[str], parser: 
 def _with_settings(launch: Launch, environment: dict[str, str]) -> Subject:
     try:
         config, _ = read_settings(launch)
-    except LaunchError as error:
+    except ConfigError as error:
         errors = tuple(str(error).splitlines())
         return Subject(launch=launch, config=None, config_errors=errors, environment=environment)
     return Subject(launch=launch, config=config, environment=environment)

@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 import psutil
 
 from colocated_grpo.launch.arguments import DEFAULT_MASTER_PORT
-from colocated_grpo.launch.launcher import python_path
+from colocated_grpo.runtime.program import python_path
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.tools.doctor.results import Finding, failed, ok, skipped
 from colocated_grpo.tools.doctor.subject import Subject

@@ -12,7 +12,7 @@ from typing import Any
 
 from packaging.utils import canonicalize_name
 
-from colocated_grpo.launch.arguments import Launch
+from colocated_grpo.runtime.program import Launch
 from colocated_grpo.settings.adapter_files import with_adapter_settings
 from colocated_grpo.settings.config_json import read_config_json
 from colocated_grpo.settings.errors import ConfigError

@@ -15,7 +15,7 @@ import psutil
 from colocated_grpo.environments.dataset import READERS
 from colocated_grpo.errors import RunError
 from colocated_grpo.launch.arguments import visible_gpus
-from colocated_grpo.launch.cli import OneLineParser, prepare_streams, set_up_logging
+from colocated_grpo.runtime.program import OneLineParser, prepare_streams, set_up_logging
 from colocated_grpo.runtime.verdict import USAGE_ERROR
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.inputs import check_inputs

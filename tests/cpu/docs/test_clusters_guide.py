@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from colocated_grpo.launch.arguments import Launch, read_launch, run_parser
-from colocated_grpo.launch.cli import OneLineParser, add_run_arguments
+from colocated_grpo.launch.arguments import read_launch, run_parser
+from colocated_grpo.launch.cli import add_run_arguments
 from colocated_grpo.launch.launcher import read_settings
-from colocated_grpo.launch.rank_variables import environment_problem, rank_environment
+from colocated_grpo.runtime.program import Launch, OneLineParser, environment_problem, rank_environment
 from colocated_grpo.settings.loading import read_config
 from colocated_grpo.settings.rules import check_world
 from tests.support.paths import ROOT
@@ -169,7 +169,7 @@ def test_the_torchrun_command_of_the_guide_gives_its_ranks_a_valid_command():
 
 
 def test_the_guide_names_every_variable_of_slurm_that_a_rank_reads():
-    source = (ROOT / "colocated_grpo/launch/rank_variables.py").read_text()
+    source = (ROOT / "colocated_grpo/runtime/program.py").read_text()
     read = set(re.findall(r"SLURM_[A-Z_]+[A-Z]", source))
     read |= {
         f"{prefix}_{name}" for name in re.findall(r'step_or_job\("(\w+)"', source) for prefix in ("SLURM", "SLURM_STEP")

@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from colocated_grpo.launch.cli import (
-    DEFAULT_CONFIG,
+from colocated_grpo.launch.cli import DEFAULT_CONFIG, add_run_arguments, explain_os_error
+from colocated_grpo.runtime.program import (
+    DESCRIPTORS,
     LOG_LEVEL_VARIABLE,
     OneLineParser,
-    add_run_arguments,
-    explain_os_error,
+    environment_problem,
+    first_host,
+    rank_environment,
     set_up_logging,
 )
-from colocated_grpo.launch.rank_variables import environment_problem, first_host, rank_environment
-from colocated_grpo.runtime.descriptors import DESCRIPTORS
 from colocated_grpo.runtime.verdict import VERDICT_VARIABLE, report
 from tests.support.paths import ROOT
 
@@ -224,7 +224,7 @@ def test_a_defect_ends_a_rank_with_its_traceback(config):
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_no_file_is_opened_with_the_descriptor_of_a_closed_standard_stream(tmp_path, closed):
     code = (
-        "import sys; from colocated_grpo.launch.cli import prepare_streams; prepare_streams(); sys.stdin.read()\n"
+        "import sys; from colocated_grpo.runtime.program import prepare_streams; prepare_streams(); sys.stdin.read()\n"
         "print('x', flush=True); print('x', file=sys.stderr, flush=True)\n"
         f"with open({str(tmp_path / 'file')!r}, 'w') as file: file.write(str(file.fileno()))"
     )

@@ -8,7 +8,7 @@ import pytest
 
 from colocated_grpo.launch.elastic import waiting_line
 from colocated_grpo.launch.ending import STARTING, UNFINISHED, ending, stop_action
-from colocated_grpo.launch.processes import SAVING
+from colocated_grpo.runtime.processes import SAVING
 
 
 @pytest.fixture

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from colocated_grpo.launch.arguments import Launch, visible_gpus
+from colocated_grpo.launch.arguments import visible_gpus
 from colocated_grpo.launch.cli import _run
 from colocated_grpo.launch.launcher import child_environment, main, torchrun_command
+from colocated_grpo.runtime.program import Launch
 from colocated_grpo.runtime.verdict import VERDICT_VARIABLE
 from colocated_grpo.settings.loading import load_config
 from colocated_grpo.tracking import RunOutput

@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.workload import MAX_PROMPT_TOKENS, TASK
-from colocated_grpo.launch.cli import library_environment
 from colocated_grpo.runtime.checksums import CHECKSUMS_FILE
 from colocated_grpo.runtime.distributed import World
+from colocated_grpo.runtime.program import library_environment
 from colocated_grpo.settings import Config
 from colocated_grpo.settings.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from colocated_grpo.tools import compare_runs

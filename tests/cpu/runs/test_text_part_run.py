@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from vllm import ModelRegistry
 
 from benchmarks.workload import MAX_PROMPT_TOKENS, TASK
-from colocated_grpo.launch.cli import library_environment
 from colocated_grpo.rollout.vllm.text_part import register_class
 from colocated_grpo.runtime.distributed import World
+from colocated_grpo.runtime.program import library_environment
 from colocated_grpo.settings import Config
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.tools import compare_runs

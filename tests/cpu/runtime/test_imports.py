@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from colocated_grpo.runtime.imports import frozen_imports
+from colocated_grpo.runtime.program import frozen_imports
 
 
 def test_imports_are_excluded_from_a_garbage_collection_that_is_off_meanwhile():

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from colocated_grpo.errors import AlreadyReported, RunError
-from colocated_grpo.launch.rank_variables import ANY_PORT
 from colocated_grpo.runtime import joining, node_links
 from colocated_grpo.runtime.joining import Joined, join
 from colocated_grpo.runtime.node_links import LinkAddress, NodeLinks
+from colocated_grpo.runtime.program import ANY_PORT
 from colocated_grpo.runtime.rank_process import RankProcess
 from colocated_grpo.runtime.supervision import StopRequest, Watchdog, explain_missing_ranks
 from colocated_grpo.runtime.verdict import VERDICT_VARIABLE

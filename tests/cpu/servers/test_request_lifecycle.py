@@ -17,7 +17,7 @@ import pytest
 from starlette.requests import ClientDisconnect
 
 from colocated_grpo.rollout.inbox import Driver, Inbox
-from colocated_grpo.runtime.descriptors import DESCRIPTORS
+from colocated_grpo.runtime.program import DESCRIPTORS
 from colocated_grpo.servers.load_balancer import LoadBalancer, ServerClosing
 from colocated_grpo.servers.origins import Origins
 from colocated_grpo.servers.request_bodies import SamplingParameters

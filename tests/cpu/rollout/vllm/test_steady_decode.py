@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from colocated_grpo.launch.cli import library_environment
 from colocated_grpo.runtime.distributed import World
+from colocated_grpo.runtime.program import library_environment
 from tests.support.engines import Pair, request_of
 from tests.support.ranks import run_on_ranks
 from tests.support.training_runs import tiny_model

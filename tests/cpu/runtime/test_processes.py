@@ -11,7 +11,7 @@ import sys
 import psutil
 import pytest
 
-from colocated_grpo.launch import processes
+from colocated_grpo.runtime import processes
 from tests.support.paths import ROOT
 from tests.support.servers import free_port
 
@@ -21,7 +21,7 @@ TIMEOUT = 30
 DRIVER = """
 import os, signal, subprocess, sys
 from pathlib import Path
-from colocated_grpo.launch.processes import run_command
+from colocated_grpo.runtime.processes import run_command
 hangup, redirect, *command = sys.argv[1:]
 signal.signal(signal.SIGHUP, signal.Handlers[hangup])
 bystander = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)

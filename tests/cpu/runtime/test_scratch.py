@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from colocated_grpo.launch.scratch import LOCK_FILE, scratch_folder
+from colocated_grpo.runtime.processes import LOCK_FILE, scratch_folder
 
 HOLD = """
 import sys
-from colocated_grpo.launch.scratch import scratch_folder
+from colocated_grpo.runtime.processes import scratch_folder
 with scratch_folder() as folder:
     print(folder, flush=True)
     sys.stdin.read()
