@@ -67,7 +67,9 @@ def _measure_bridge(
         os.environ |= world.from_main(lambda: _start_server(config, world, options, scratch, stack))
         servers = connect(config, world, stop)
         policy = Policy(config, read_model_config(config.model, folder), folder, world)
-        engines = build_remote(config, servers, policy, read_model_files(config.model, world), scratch, world, stop)
+        engines = build_remote(
+            config, servers, policy, read_model_files(config.model, world, config.policy.lora), scratch, world, stop
+        )
         first = seconds_of(engines.sync.sync, world.device, repeats=1, warmup=0, align=lambda: barrier(world.device))[0]
         engines.engine.weights_changed(policy.version)
         repeats = 2 if bridge == "restart" else options.repeats

@@ -26,7 +26,6 @@ from colocated_grpo.rollout.collect import Stopped
 from colocated_grpo.runtime.distributed import derive_seed, seed_everything
 from colocated_grpo.runtime.profiling import profiled
 from colocated_grpo.runtime.run_folder import MODEL_SHAPE
-from colocated_grpo.settings.adapter_files import adapter_shape
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.summaries import (
     check_reward_errors,
@@ -264,7 +263,7 @@ def save(run: Run, step: int, *, goal_reached: bool = False) -> None:
     state = {
         "source": run.supply.state_dict(),
         GOAL_REACHED: goal_reached,
-        MODEL_SHAPE: run.model.shape | adapter_shape(run.config),
+        MODEL_SHAPE: run.model.shape,
         LEARNING_RATE: run.policy.fixed_lr,
         BEST: run.best.state_dict(),
     }

@@ -69,11 +69,16 @@ def listen_to_agents(config: Config, data: Data, model: ModelFiles, resources: E
     if not data.agents:
         return
     # Imported here: the web framework would delay the start of every other run.
-    from colocated_grpo.assembly.agents import listen_for_agents
+    from colocated_grpo.servers.agent_app import listen_for_agents
     from colocated_grpo.servers.text import limits_of
 
     server = listen_for_agents(
-        data.environments.endpoint, config, model.tokenizer, limits_of(model, config.max_sequence_tokens, config.seed)
+        data.environments.endpoint,
+        model.tokenizer,
+        limits_of(model, config.max_sequence_tokens, config.seed),
+        config.model.name,
+        config.model.chat_template_kwargs,
+        config.rollout.stop,
     )
     resources.callback(server.close)
 

@@ -121,7 +121,7 @@ def build_run(
     """
     tracker = make_tracker(folder, output, is_main=world.is_main)
     with output.phase("reading the model's settings and tokenizer"):
-        model = read_model_files(config.model, world)
+        model = read_model_files(config.model, world, config.policy.lora)
         opponent_folder = fetch_opponent(config, world)
         check_engine(config, model, world)
     with output.phase("reading data, rewards and environments"):

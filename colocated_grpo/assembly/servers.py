@@ -22,14 +22,13 @@ from colocated_grpo.runtime.server_variables import KEY_VARIABLE, URLS_VARIABLE
 from colocated_grpo.runtime.supervision import StopRequest
 from colocated_grpo.servers.broadcast import BroadcastSync
 from colocated_grpo.servers.engine_server import EngineServer
-from colocated_grpo.servers.exported import CONFIG_NAME, attach, export_folder
+from colocated_grpo.servers.exported import CONFIG_NAME, attach, export_folder, share_exported
 from colocated_grpo.servers.remote import EngineGroup, RemoteEngine, Restore
 from colocated_grpo.servers.saved import AdapterSync, RestartSync
 from colocated_grpo.settings.config_json import first_difference, read_config_json, shape_of
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.types import JsonObject
-from colocated_grpo.weights.shared import share_exported
 
 WEIGHTS_FOLDER = "engine_weights"
 """In the run folder: weights that servers load from files."""

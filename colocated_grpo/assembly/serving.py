@@ -9,13 +9,13 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from colocated_grpo.atropos.client import AtroposClient, trainer_of
+from colocated_grpo.atropos.origins import Origins
 from colocated_grpo.atropos.rows import GroupReader
 from colocated_grpo.atropos.source import AtroposSource
 from colocated_grpo.atropos.supply import AtroposSupply, MainRank, Note, ServingRank, WorkerRank
@@ -25,7 +25,6 @@ from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.servers.app import create_app
 from colocated_grpo.servers.load_balancer import LoadBalancer
-from colocated_grpo.servers.origins import Origins
 from colocated_grpo.servers.rank_links import link_ranks
 from colocated_grpo.servers.sampler import Sampler
 from colocated_grpo.servers.text import Limits
@@ -62,7 +61,7 @@ class Serving:
         self._limits = limits
         self._inbox = inbox
         self._links, self._end = link_ranks(self._inbox, world)
-        self._engines = LoadBalancer([self._inbox.put, *(link.put for link in self._links)])
+        self._engines = LoadBalancer(self._inbox, self._links)
         self._servers: list[ServerThread] = []
         self.source: AtroposSource | None = None
         """On rank 0 only."""
@@ -96,19 +95,15 @@ class Serving:
         tokenizer = copy.deepcopy(tokenizer)
         sampler = Sampler(
             self._engines,
-            self._top_logprobs,
             tokenizer,
-            origins,
             self._limits,
             self._note,
-            config.model.chat_template_kwargs,
+            template_variables=config.model.chat_template_kwargs,
+            on_sampled=origins.record,
         )
         self._servers.append(listen(sampler, config, atropos.server, self._limits))
         ports = ", ".join(map(str, self._servers[0].ports))
         self._note(f"atropos: batches from {atropos.url}; environments sample at {atropos.server.host}, port {ports}")
-
-    def _top_logprobs(self, token_ids: list[int], k: int) -> Future[list[dict[int, float]]]:
-        return self._inbox.call(lambda engine: engine.top_logprobs(token_ids, k))
 
     def close(self) -> None:
         """Close ports and links. After `start` the supply has closed them, once its requests had a response."""

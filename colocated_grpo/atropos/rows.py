@@ -13,8 +13,8 @@ from typing import Literal, TypeGuard
 
 import numpy as np
 
+from colocated_grpo.atropos.origins import Origin, Origins
 from colocated_grpo.atropos.wire import ReceivedGroup
-from colocated_grpo.servers.origins import Origin, Origins
 from colocated_grpo.settings.schema import MIN_TEMPERATURE
 from colocated_grpo.types import Group, JsonObject, Prompt, Rollout, Score
 

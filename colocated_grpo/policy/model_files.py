@@ -13,9 +13,11 @@ from colocated_grpo.errors import in_one_line
 from colocated_grpo.policy.checkpoint_files import fetch_model, fetch_tokenizer
 from colocated_grpo.policy.model import read_model_config
 from colocated_grpo.runtime.distributed import World
+from colocated_grpo.settings.adapter_files import adapter_shape
 from colocated_grpo.settings.config_json import config_json_in, shape_of
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.inputs import is_inline
+from colocated_grpo.settings.lora import LoRAConfig
 from colocated_grpo.settings.schema import ModelConfig
 from colocated_grpo.types import JsonObject
 
@@ -33,11 +35,11 @@ class ModelFiles:
     stop_token_ids: tuple[int, ...]
     """Every token that ends a completion."""
     shape: JsonObject
-    """Settings that determine the shapes of weights. A run resumes only with equal ones."""
+    """Settings that determine the shapes of weights and adapter. A run resumes only with equal ones."""
 
 
-def read_model_files(model: ModelConfig, world: World) -> ModelFiles:
-    """Collective: rank 0 downloads the model if its name is not a folder."""
+def read_model_files(model: ModelConfig, world: World, lora: LoRAConfig | None = None) -> ModelFiles:
+    """Collective: rank 0 downloads the model if its name is not a folder. lora: settings of a trained adapter."""
     folder = fetch_model(model, world)
     hf_config = read_model_config(model, folder)
     tokenizer = load_tokenizer(model, folder)
@@ -46,7 +48,7 @@ def read_model_files(model: ModelConfig, world: World) -> ModelFiles:
         hf_config=hf_config,
         tokenizer=tokenizer,
         stop_token_ids=stop_token_ids(tokenizer, folder),
-        shape=shape_of(config_json_in(folder)),
+        shape=shape_of(config_json_in(folder)) | adapter_shape(lora),
     )
 
 

@@ -72,7 +72,7 @@ def check_resumed(config: Config, resume: str | None, name: str) -> None:
             f"model.name={config.model.name!r}: {key} is {shape[key]}, but {saved[key]} in the checkpoint "
             f"{checkpoints[-1]}; resume with a model of the same shape"
         )
-    adapter = adapter_shape(config)
+    adapter = adapter_shape(config.policy.lora)
     if (key := first_difference(adapter, saved)) is not None:
         raise ConfigError(
             f"{key}={adapter[key]}: the checkpoint {checkpoints[-1]} has {saved[key]}; resume with the adapter "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,6 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
+from transformers import PreTrainedTokenizerBase
 
 from colocated_grpo.environments.agents.conversation import TooManyRequests
 from colocated_grpo.environments.agents.endpoint import PREFIX, Endpoint, OpenEpisode
@@ -25,18 +27,39 @@ from colocated_grpo.servers.app import (
     shape_of_bodies,
 )
 from colocated_grpo.servers.request_bodies import ChatBody
-from colocated_grpo.servers.responses import chat_response, models_response
-from colocated_grpo.servers.sampler import ServedCompletion
-from colocated_grpo.servers.text import InvalidRequest, TextCodec, TooLong, before_stop
+from colocated_grpo.servers.responses import ChatFormat, models_response
+from colocated_grpo.servers.sampler import Part
+from colocated_grpo.servers.text import InvalidRequest, Limits, TextCodec, TooLong, before_stop
 from colocated_grpo.types import Completion, JsonObject
 from colocated_grpo.web.bodies import BodyLimit, read_json
 from colocated_grpo.web.guards import ConcurrencyLimit, OwnRequests, error_response, key_in
+from colocated_grpo.web.server import ServerThread
 
 MAX_BODY_BYTES = 8 << 20
 MAX_REQUESTS = 4096
 """In flight, over all episodes of the rank."""
+HOST = "127.0.0.1"
 EPISODE = "episode"
 """Key of the open episode in the ASGI scope."""
+
+
+def listen_for_agents(
+    endpoint: Endpoint,
+    tokenizer: PreTrainedTokenizerBase,
+    limits: Limits,
+    model: str,
+    template_variables: JsonObject | None = None,
+    stop: Sequence[str] = (),
+) -> ServerThread:
+    """Start the server on a free port, and write its address into `endpoint`. model: its name, as agents see it.
+
+    template_variables: of the chat template. stop: strings that end every completion of the run.
+    """
+    # A copy, because tokenizers are not thread-safe.
+    codec = TextCodec(copy.deepcopy(tokenizer), limits, template_variables or {})
+    server = ServerThread(create_agent_app(endpoint, codec, model, limits.max_tokens, stop), HOST, [0])
+    endpoint.url = f"http://{HOST}:{server.ports[0]}"
+    return server
 
 
 class EpisodeGate:
@@ -112,15 +135,13 @@ def _response(
 ) -> JsonObject:
     """Return the response body, with tool calls if the request describes tools."""
     ends = () if body.include_stop_str_in_output else (*stop, *body.stop)
+    texts = [codec.decode(one.token_ids, skip_special_tokens=body.skip_special_tokens) for one in completions]
     served = [
-        ServedCompletion(
-            completion=one,
-            text=before_stop(codec.decode(one.token_ids, skip_special_tokens=body.skip_special_tokens), ends),
-        )
-        for one in completions
+        Part.whole(index, one, before_stop(text, ends))
+        for index, (one, text) in enumerate(zip(completions, texts, strict=True))
     ]
-    name, logprobs = body.model or model, bool(body.logprobs)
-    response = chat_response(name, served, codec.detokenize, prompt_tokens, logprobs=logprobs)
+    form = ChatFormat(body.model or model, codec.detokenize, prompt_tokens, logprobs=bool(body.logprobs))
+    response = form.response(served)
     for choice in response["choices"] if body.tools else ():
         text = choice["message"]["content"]
         choice["message"] = assistant_message(text)

@@ -6,11 +6,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
-from pydantic import ConfigDict, Field
 
 from colocated_grpo.servers.engine_control import EngineControl
 from colocated_grpo.servers.load_balancer import result_of
@@ -21,25 +20,14 @@ from colocated_grpo.servers.text import InvalidRequest
 from colocated_grpo.settings.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from colocated_grpo.types import JsonObject
 from colocated_grpo.web.bodies import read_json
-from colocated_grpo.web.guards import error_response
 
 T = TypeVar("T")
-
-ABSENT = {
-    "POST /bridge/notify_update": "POST /bridge/update receives a trainer's weights and waits for them",
-    "POST /bridge/disable": "there is no bridge to disable",
-    "GET /bridge/debug": "see GET /bridge/info and GET /bridge/state_dict_info",
-    "GET /bridge/list_endpoints": "docs/guides/engines.md lists the routes",
-}
-"""Routes of Atropos' example server that this one does not have -> why, or what to use."""
 
 
 def add_control_routes(app: FastAPI, control: EngineControl, facts: JsonObject, parameters: JsonObject) -> None:
     """facts: further entries of /bridge/info. parameters: shape and type of each of the engine's, by vLLM's names."""
     _add_queries(app, control, facts, parameters)
     _add_commands(app, control)
-    for route, reason in ABSENT.items():
-        _add_absent(app, route, reason)
 
 
 def _add_queries(app: FastAPI, control: EngineControl, facts: JsonObject, parameters: JsonObject) -> None:
@@ -97,28 +85,6 @@ async def result_or_400(future: Future[T]) -> T:
         raise InvalidRequest(str(error)) from None
 
 
-def _add_absent(app: FastAPI, route: str, reason: str) -> None:
-    method, path = route.split()
-
-    @app.api_route(path, methods=[method])
-    async def absent() -> JSONResponse:
-        return error_response(404, f"{route} is not available: {reason}")
-
-
-class Adapters(Protocol):
-    """The adapters of an engine. `load` and `unload` run on the driving thread, and raise ValueError."""
-
-    def load(self, name: str, path: str) -> JsonObject:
-        """Return the status afterwards."""
-        ...
-
-    def unload(self, name: str | None = None) -> JsonObject:
-        """Return the status afterwards. name: of the adapter that must be active."""
-        ...
-
-    def status(self) -> JsonObject: ...
-
-
 class LoadBody(StrictBody):
     """The body of /lora/load."""
 
@@ -143,12 +109,60 @@ class NamedUnloadBody(StrictBody):
     lora_int_id: int | None = None
 
 
-def add_adapter_routes(app: FastAPI, control: EngineControl, adapters: Adapters) -> None:
+class RestartBody(StrictBody):
+    """The body of /bridge/restart."""
+
+    model: str
+    """Folder of this server's machine with the model to load."""
+
+
+def add_weight_routes(
+    app: FastAPI,
+    control: EngineControl,
+    call: Callable[..., Any],
+    adapters: Callable[[], JsonObject],
+    restart: Restart,
+    note: Callable[[str], None],
+) -> None:
+    """call: `EveryRank.call` of the engine. adapters: return their status. note: logs one line."""
+    _add_adapter_routes(app, control, call, adapters)
+
+    @app.post("/bridge/init")
+    async def init(request: Request) -> JSONResponse:
+        offer = await read_json(request, Offer.from_json)
+        # Not awaited: the trainer enters its group when all servers have accepted.
+        joined = control.submit_idle(partial(call, "join", offer))
+        joined.add_done_callback(lambda done: _note_failure(done, note))
+        return JSONResponse({"accepted": True})
+
+    @app.post("/bridge/update")
+    async def received() -> JSONResponse:
+        return JSONResponse(await result_or_400(control.receive_weights(partial(call, "update"))))
+
+    @app.post("/bridge/restart")
+    async def restarted(request: Request) -> JSONResponse:
+        body = await read_json(request, RestartBody.from_json)
+        _require_file(body.model, "config.json", "model")
+        return JSONResponse(await result_or_400(control.submit_idle(lambda: restart.request(body.model))))
+
+
+def _note_failure(joined: Future[None], note: Callable[[str], None]) -> None:
+    if not joined.cancelled() and (error := joined.exception()) is not None:
+        note(str(error))
+
+
+def _add_adapter_routes(
+    app: FastAPI, control: EngineControl, call: Callable[..., Any], adapters: Callable[[], JsonObject]
+) -> None:
     """A loaded adapter applies to all later requests, whatever model they name. Running requests finish first."""
 
     async def load(name: str, path: str) -> JSONResponse:
-        _require_adapter(path)
-        return JSONResponse(await result_or_400(control.change_weights(partial(adapters.load, name, path))))
+        for file in (CONFIG_FILE, WEIGHTS_FILE):
+            _require_file(path, file, "adapter")
+        return await changed("load_adapter", name, path)
+
+    async def changed(*command: str | None) -> JSONResponse:
+        return JSONResponse(await result_or_400(control.change_weights(partial(call, *command))))
 
     @app.post("/lora/load")
     async def load_adapter(request: Request) -> JSONResponse:
@@ -162,84 +176,22 @@ def add_adapter_routes(app: FastAPI, control: EngineControl, adapters: Adapters)
 
     @app.post("/lora/unload")
     async def unload_adapter() -> JSONResponse:
-        return JSONResponse(await result_or_400(control.change_weights(adapters.unload)))
+        return await changed("unload_adapter", None)
 
     @app.post("/v1/unload_lora_adapter")
     async def unload_named(request: Request) -> JSONResponse:
         body = await read_json(request, NamedUnloadBody.from_json)
-        return JSONResponse(await result_or_400(control.change_weights(partial(adapters.unload, body.lora_name))))
+        return await changed("unload_adapter", body.lora_name)
 
     @app.get("/lora/status")
     async def status() -> JSONResponse:
-        return JSONResponse(adapters.status())
+        return JSONResponse(adapters())
 
 
-def _require_adapter(path: str) -> None:
-    for name in (CONFIG_FILE, WEIGHTS_FILE):
-        try:
-            exists = (Path(path) / name).is_file()
-        except (OSError, ValueError):  # a name that is too long, or with NUL
-            exists = False
-        if not exists:
-            raise InvalidRequest(f"adapter {path[:200]!r}: no {name} in this folder of the server's machine")
-
-
-Port = Annotated[int, Field(gt=0, lt=1 << 16)]
-Count = Annotated[int, Field(gt=0, le=1 << 16)]
-Shape = Annotated[list[Annotated[int, Field(gt=0)]], Field(min_length=1, max_length=8)]
-
-
-class OfferBody(StrictBody):
-    """The body of /bridge/init; see `Offer`."""
-
-    model_config = ConfigDict(allow_inf_nan=False)
-    address: str
-    port: Port
-    first_rank: Count
-    group_size: Count
-    timeout: float = Field(gt=0)
-    trainer_ranks: Count
-    prefix: str
-    shapes: dict[str, Shape] = Field(min_length=1)
-
-
-class RestartBody(StrictBody):
-    """The body of /bridge/restart."""
-
-    model: str
-    """Folder of this server's machine with the model to load."""
-
-
-def add_bridge_routes(
-    app: FastAPI,
-    control: EngineControl,
-    join: Callable[[Offer], None],
-    update: Callable[[], JsonObject],
-    restart: Restart,
-    note: Callable[[str], None],
-) -> None:
-    """join, update: `WeightReceiver`'s, called on the driving thread. note: logs one line."""
-
-    @app.post("/bridge/init")
-    async def init(request: Request) -> JSONResponse:
-        body = await read_json(request, OfferBody.from_json)
-        # Not awaited: the trainer enters its group when all servers have accepted.
-        joined = control.submit_idle(lambda: join(Offer(**body.model_dump())))
-        joined.add_done_callback(lambda done: _note_failure(done, note))
-        return JSONResponse({"accepted": True})
-
-    @app.post("/bridge/update")
-    async def received() -> JSONResponse:
-        return JSONResponse(await result_or_400(control.receive_weights(update)))
-
-    @app.post("/bridge/restart")
-    async def restarted(request: Request) -> JSONResponse:
-        body = await read_json(request, RestartBody.from_json)
-        if not (Path(body.model) / "config.json").is_file():
-            raise InvalidRequest(f"model={body.model[:200]!r}: no config.json in this folder of the server's machine")
-        return JSONResponse(await result_or_400(control.submit_idle(lambda: restart.request(body.model))))
-
-
-def _note_failure(joined: Future[None], note: Callable[[str], None]) -> None:
-    if not joined.cancelled() and (error := joined.exception()) is not None:
-        note(str(error))
+def _require_file(folder: str, name: str, key: str) -> None:
+    try:
+        exists = (Path(folder) / name).is_file()
+    except (OSError, ValueError):  # a name that is too long, or with NUL
+        exists = False
+    if not exists:
+        raise InvalidRequest(f"{key}={folder[:200]!r}: no {name} in this folder of the server's machine")

@@ -4,56 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Hashable, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from colocated_grpo.rollout.engine import Request as EngineRequest
-from colocated_grpo.rollout.engine import Sampling, TokenDelta
-from colocated_grpo.rollout.inbox import Inbox, OnDelta
+from colocated_grpo.rollout.inbox import Inbox
 from colocated_grpo.servers.control_routes import result_or_400
 from colocated_grpo.servers.engine_control import EngineControl
 from colocated_grpo.servers.request_bodies import StrictBody, TokenIds
 from colocated_grpo.servers.text import Limits
-from colocated_grpo.servers.wire import CONFLICT, completion_message
-from colocated_grpo.types import Completion, JsonObject
+from colocated_grpo.servers.wire import CONFLICT, Number, PeerRequests, RequestBody
+from colocated_grpo.types import JsonObject
 from colocated_grpo.web.bodies import read_json
 
+HEARTBEAT_SECONDS = 5.0
+LARGE_PATHS = frozenset({"/engine/requests", "/engine/top_logprobs"})
+"""Routes whose bodies hold tokens."""
 MAX_REQUESTS_PER_POST = 4096
-SEED_LIMIT = 1 << 63
 
 ClientName = Annotated[str, Field(min_length=16, max_length=64)]
-Number = Annotated[int, Field(ge=0, lt=SEED_LIMIT)]
-
-
-class RequestBody(StrictBody):
-    """A request as `rollout.wire.request_message` writes it, under the number that its client gives it."""
-
-    model_config = ConfigDict(allow_inf_nan=False)
-    id: Number
-    token_ids: TokenIds
-    seed: int = Field(ge=-SEED_LIMIT, lt=SEED_LIMIT)
-    sampling: Sampling
-    pattern: str | None
-    stream: bool
-
-    def request(self, key: Hashable) -> EngineRequest:
-        return EngineRequest(
-            key=key,
-            token_ids=self.token_ids,
-            seed=self.seed,
-            sampling=self.sampling,
-            pattern=self.pattern,
-            stream=self.stream,
-        )
 
 
 class RequestsBody(StrictBody):
@@ -77,50 +52,18 @@ class TopLogprobsBody(StrictBody):
     k: int = Field(ge=0)
 
 
-HEARTBEAT_SECONDS = 5.0
-LARGE_PATHS = frozenset({"/engine/requests", "/engine/top_logprobs"})
-"""Routes whose bodies hold tokens."""
-
-
 class Session:
     """Requests of one client and the messages for its stream. For the event loop's thread."""
 
     def __init__(self, client: str, inbox: Inbox) -> None:
         self.client = client
-        self._inbox = inbox
         self._loop = asyncio.get_running_loop()
         self._messages: asyncio.Queue[JsonObject | None] = asyncio.Queue()
-        self._futures: dict[int, Future[Completion]] = {}
+        self.requests = PeerRequests(client, inbox, self._send)
 
-    def submit(self, bodies: Sequence[RequestBody]) -> None:
-        """Put the requests into the inbox at once, so that the engine admits them in the same step."""
-        entries = [(body.request((self.client, body.id)), self._listener(body)) for body in bodies]
-        for body, future in zip(bodies, self._inbox.put_all(entries), strict=True):
-            self._futures[body.id] = future
-            future.add_done_callback(partial(self._on_loop, self._finish, body.id))
-
-    def _listener(self, body: RequestBody) -> OnDelta | None:
-        return partial(self._on_delta, body.id) if body.stream else None
-
-    def _on_delta(self, number: int, delta: TokenDelta) -> None:
-        self._on_loop(self._messages.put_nowait, {"id": number, "delta": delta})
-
-    def _on_loop(self, call: Callable[..., None], *arguments: Any) -> None:
+    def _send(self, message: JsonObject) -> None:
         with suppress(RuntimeError):  # the loop is closed: the server is ending
-            self._loop.call_soon_threadsafe(call, *arguments)
-
-    def _finish(self, number: int, done: Future[Completion]) -> None:
-        if self._futures.pop(number, None) is None or done.cancelled():
-            return  # aborted by the client, or the server is closing
-        error = done.exception()
-        outcome = {"completion": completion_message(done.result())} if error is None else {"error": str(error)}
-        self._messages.put_nowait({"id": number, **outcome})
-
-    def abort(self, numbers: list[int]) -> None:
-        for number in numbers:
-            future = self._futures.pop(number, None)
-            if future is not None:
-                future.cancel()
+            self._loop.call_soon_threadsafe(self._messages.put_nowait, message)
 
     async def lines(self) -> AsyncIterator[str]:
         """Yield a first line, a line for each message, and an empty one after each HEARTBEAT_SECONDS without."""
@@ -137,7 +80,7 @@ class Session:
 
     def close(self) -> None:
         """End the stream and abort all requests."""
-        self.abort(list(self._futures))
+        self.requests.cancel()
         self._messages.put_nowait(None)
 
 
@@ -229,12 +172,12 @@ def _add_request_routes(app: FastAPI, control: EngineControl, sessions: Sessions
             )
         for one in body.requests:
             limits.check_prompt(one.token_ids)
-        session.submit(body.requests)
+        session.requests.put(body.requests)
         return JSONResponse(None)
 
     @app.post("/engine/abort")
     async def abort(request: Request) -> JSONResponse:
         body = await read_json(request, AbortBody.from_json)
         if (session := sessions.get(body.client)) is not None:
-            session.abort(body.ids)
+            session.requests.cancel(body.ids)
         return JSONResponse(None)

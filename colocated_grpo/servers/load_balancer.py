@@ -8,12 +8,11 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from colocated_grpo.rollout.engine import Request
-from colocated_grpo.rollout.inbox import OnDelta
+from colocated_grpo.rollout.inbox import Inbox, OnDelta
+from colocated_grpo.servers.rank_links import RankLink
 from colocated_grpo.types import Completion
 
 T = TypeVar("T")
-Put = Callable[[Request, OnDelta | None], "Future[Completion]"]
-"""`Inbox.put` of this rank, or `RankLink.put` of another."""
 
 
 class ServerClosing(Exception):
@@ -26,9 +25,11 @@ class ServerClosing(Exception):
 class LoadBalancer:
     """Send each request to the engine with the fewest in flight. Not thread-safe: for one event loop."""
 
-    def __init__(self, engines: Sequence[Put]) -> None:
-        self._engines = engines
-        self.in_flight = [0] * len(engines)
+    def __init__(self, inbox: Inbox, links: Sequence[Inbox | RankLink] = ()) -> None:
+        """inbox: of this rank's engine. links: to those of the other ranks."""
+        self._inbox = inbox
+        self._engines = [inbox, *links]
+        self.in_flight = [0] * len(self._engines)
         self.closed = False
         """Set when the engines have stopped for good; every later request raises ServerClosing."""
 
@@ -40,15 +41,15 @@ class LoadBalancer:
     ) -> Completion:
         """Return the completion. Cancellation aborts the request in its engine. Raises ServerClosing.
 
-        on_completion: called on the first engine's thread before that engine may sleep. It restricts the request to
-        the first engine.
+        on_completion: called on the thread of this rank's engine before that engine may sleep. It restricts the
+        request to this engine.
         """
         if self.closed:
             raise ServerClosing
         chosen = min(range(len(self._engines)), key=self.in_flight.__getitem__) if on_completion is None else 0
         self.in_flight[chosen] += 1
         try:
-            future = self._engines[chosen](request, on_delta)
+            future = self._engines[chosen].put(request, on_delta)
             if on_completion is not None:
                 future.add_done_callback(
                     lambda f: None if f.cancelled() or f.exception() else on_completion(f.result())
@@ -56,6 +57,10 @@ class LoadBalancer:
             return await result_of(future)
         finally:
             self.in_flight[chosen] -= 1
+
+    def top_logprobs(self, token_ids: list[int], k: int) -> Future[list[dict[int, float]]]:
+        """Return the future of `RolloutEngine.top_logprobs` of this rank's engine."""
+        return self._inbox.call(lambda engine: engine.top_logprobs(token_ids, k))
 
 
 async def result_of(future: Future[T]) -> T:

@@ -8,16 +8,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field, Json, TypeAdapter, ValidationError
 
 from colocated_grpo.runtime.program import LAST_PORT, LOG_LEVEL_VARIABLE, LOG_LEVELS, OneLineParser
 from colocated_grpo.servers.engine_servers import LORA_RANKS
 
 if TYPE_CHECKING:
     from colocated_grpo.settings.schema import Config
-from pathlib import Path
 
 DEFAULT_PORT = 9001
 DEFAULT_LENGTH = 4096
@@ -25,9 +27,12 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 PROMPT_TOKENS = 1
 """A run's config splits the longest sequence into prompt and completion. A server needs no split, so the prompt's part
 is the smallest."""
-MIN_LENGTH = 2
 SHARE_VARIABLE = "VLLM_ENABLE_SHARED_WEIGHTS"
 """Environment variable that stands for --share-weights at 1, as in Atropos' example server."""
+STATE_VARIABLE = "COLOCATED_GRPO_SERVE_STATE"
+"""Environment variable with the path of the file. It exists once the engine has been ready."""
+RESTART = 75
+"""Exit code of an engine process that is to be started again (EX_TEMPFAIL)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +67,26 @@ def parse(arguments: Sequence[str] | None) -> ServeOptions:
     if options.share_weights and options.tensor_parallel_size > 1:
         parser.error(f"--share-weights: needs --tensor-parallel-size 1, not {options.tensor_parallel_size}")
     return options
+
+
+def _checked(kind: Any, rule: str) -> Callable[[str], Any]:
+    """Return a type for argparse that accepts what pydantic reads as `kind`. rule: completes "must be ..."."""
+    adapter = TypeAdapter(kind)
+
+    def read(text: str) -> Any:
+        try:
+            return adapter.validate_strings(text)
+        except ValidationError:
+            raise argparse.ArgumentTypeError(f"{text!r}: must be {rule}") from None
+
+    return read
+
+
+_port = _checked(Annotated[int, Field(ge=0, le=LAST_PORT)], f"a port, 0-{LAST_PORT}; 0 is any free one")
+_fraction = _checked(Annotated[float, Field(gt=0, le=1)], "above 0 and at most 1")
+_positive = _checked(Annotated[int, Field(gt=0)], "a positive whole number")
+_length = _checked(Annotated[int, Field(ge=2)], "at least 2, a token of prompt and one sampled")
+_object = _checked(Json[dict[str, Any]], "a JSON object")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -142,43 +167,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _port(text: str) -> int:
-    if text.isdecimal() and int(text) <= LAST_PORT:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r}: must be a port, 0-{LAST_PORT}; 0 is any free one")
-
-
-def _fraction(text: str) -> float:
-    try:
-        if 0 < float(text) <= 1:
-            return float(text)
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"{text!r}: must be above 0 and at most 1")
-
-
-def _positive(text: str) -> int:
-    if text.isdecimal() and int(text) > 0:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r}: must be a positive whole number")
-
-
-def _object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if isinstance(value, dict):
-        return value
-    raise argparse.ArgumentTypeError(f"{text!r}: must be a JSON object")
-
-
-def _length(text: str) -> int:
-    if _positive(text) < MIN_LENGTH:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be at least {MIN_LENGTH}, a token of prompt and one sampled")
-    return int(text)
-
-
 def settings(options: ServeOptions) -> Config:
     """Return a run's config for the engine of these options. Its environment is never used.
 
@@ -210,12 +198,6 @@ def settings(options: ServeOptions) -> Config:
         "sync_frequency": 2,  # above 1, weights outlive a sleep
     }
     return Config.model_validate(content)
-
-
-STATE_VARIABLE = "COLOCATED_GRPO_SERVE_STATE"
-"""Environment variable with the path of the file. It exists once the engine has been ready."""
-RESTART = 75
-"""Exit code of an engine process that is to be started again (EX_TEMPFAIL)."""
 
 
 def resumed(options: ServeOptions) -> ServeOptions:

@@ -1,4 +1,4 @@
-"""Entry point of an engine process: `python -m colocated_grpo.servers.rank MODEL`. Started by `serve.command`."""
+"""Entry point of an engine process: `python -m colocated_grpo.servers.rank MODEL`. Started by `servers.__main__`."""
 
 from __future__ import annotations
 

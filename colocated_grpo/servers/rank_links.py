@@ -1,7 +1,7 @@
 """Rank links carry requests from rank 0, which serves HTTP, to the other ranks' engines, and completions back.
 
 One TCP connection for each other rank, one JSON object per line. Rank 0 authenticates with a secret that was broadcast
-over the process group.
+over the process group. Unlike `servers/remote.py`, a link is never restored: it ends with the run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from colocated_grpo.rollout.engine import Request, TokenDelta
 from colocated_grpo.rollout.inbox import Driver, Inbox, OnDelta
 from colocated_grpo.runtime.addresses import own_address
 from colocated_grpo.runtime.distributed import World
-from colocated_grpo.servers.wire import completion_message, read_completion, read_request, request_message
+from colocated_grpo.servers.wire import PeerRequests, RequestBody, request_message
 from colocated_grpo.types import Completion, JsonObject
 
 CONNECT_SECONDS = 60.0
@@ -84,10 +84,9 @@ class RankLink:
             self._futures[number] = future
             if on_delta is not None:
                 self._on_delta[number] = on_delta
-        message = {"id": number, **request_message(request)}
         future.add_done_callback(lambda done: self._cancel(number) if done.cancelled() else None)
         try:
-            self._lines.send(message)
+            self._lines.send(request_message(number, request))
         except OSError:  # the other rank has ended
             future.cancel()
         return future
@@ -133,7 +132,7 @@ def _resolve(future: Future[Completion], message: JsonObject) -> None:
     if "error" in message:
         future.set_exception(ValueError(message["error"]))
     else:
-        future.set_result(read_completion(message["completion"]))
+        future.set_result(Completion(**message["completion"]))
 
 
 class RemoteInbox:
@@ -144,7 +143,7 @@ class RemoteInbox:
         self._secret = secret
         self._listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._lines: _JsonLines | None = None
-        self._futures: dict[int, Future[Completion]] = {}
+        self._requests = PeerRequests("link", inbox, self._send)
         self._last_ended = 0
         self._aborted = False
         threading.Thread(target=self._receive, name="rank link", daemon=True).start()
@@ -193,31 +192,9 @@ class RemoteInbox:
             self._last_ended = message["end"]
             self._inbox.wake()
         elif "cancel" in message:
-            future = self._futures.pop(message["cancel"], None)
-            if future is not None:
-                future.cancel()
+            self._requests.cancel([message["cancel"]])
         else:
-            self._put(message)
-
-    def _put(self, message: JsonObject) -> None:
-        number = message["id"]
-        request = read_request(("link", number), message)
-        future = self._inbox.put(request, (lambda delta: self._send_delta(number, delta)) if request.stream else None)
-        self._futures[number] = future
-        future.add_done_callback(lambda done: self._send_result(number, done))
-
-    def _send_result(self, number: int, done: Future[Completion]) -> None:
-        """Send the completion or the error. A message with neither tells rank 0 that the engine aborted the request."""
-        if self._futures.pop(number, None) is None:
-            return  # cancelled by rank 0
-        message: JsonObject = {"id": number}
-        if not done.cancelled():
-            error = done.exception()
-            message |= {"completion": completion_message(done.result())} if error is None else {"error": str(error)}
-        self._send(message)
-
-    def _send_delta(self, number: int, delta: TokenDelta) -> None:
-        self._send({"id": number, "delta": delta})
+            self._requests.put([RequestBody.model_validate(message)])
 
     def _send(self, message: JsonObject) -> None:
         assert self._lines is not None, "requests arrive over the connection"

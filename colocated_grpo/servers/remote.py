@@ -18,8 +18,8 @@ from typing import Any
 from colocated_grpo.errors import RunError
 from colocated_grpo.rollout.engine import Finished, Part, Request, RolloutEngine, TokenDelta
 from colocated_grpo.servers.engine_server import EngineServer, Messages
-from colocated_grpo.servers.wire import CONFLICT, read_completion, request_message
-from colocated_grpo.types import JsonObject
+from colocated_grpo.servers.wire import CONFLICT, request_message
+from colocated_grpo.types import Completion, JsonObject
 from colocated_grpo.web.client import RequestRejected, Unavailable
 
 STEP_SECONDS = 0.005
@@ -157,7 +157,7 @@ class RemoteEngine:
         try:
             while self._unsent:
                 batch = self._next_post()
-                messages = [{"id": number, **request_message(self._running[number].request)} for number in batch]
+                messages = [request_message(number, self._running[number].request) for number in batch]
                 body = {"client": self._client, "policy_version": self._policy_version, "requests": messages}
                 self._server.post("/engine/requests", body)
                 del self._unsent[: len(batch)]
@@ -200,8 +200,9 @@ class RemoteEngine:
             return
         if "error" in message:
             raise RunError(f"engine.urls={self._server.url}: rejects a request: {message['error']}")
-        del self._running[message["id"]]
-        finished.append((running.request.key, read_completion(message["completion"])))
+        if "completion" in message:  # else the engine has stopped, and the request is posted to the next one
+            del self._running[message["id"]]
+            finished.append((running.request.key, Completion(**message["completion"])))
 
     def deltas(self) -> list[tuple[Hashable, TokenDelta]]:
         return list(self._deltas)

@@ -14,56 +14,38 @@ from colocated_grpo.web.bodies import InvalidBody
 CHANGES_SAMPLES = "would change which tokens are sampled, and the trainer could not reproduce their probabilities"
 CHANGES_PROMPT = "would change the prompt, and is not supported"
 CHANGES_RESPONSE = "would change the response, and is not supported"
+GENERATE_HAS_IT = CHANGES_RESPONSE + " here; POST /generate returns tokens and has prompt_logprobs"
 MEANS_TOOLS = "tool calls are not parsed; describe tools with `tools` and read calls from the text"
 
-REJECTED: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "allowed_token_ids": (CHANGES_SAMPLES, ()),
-    "bad_words": (CHANGES_SAMPLES, ([],)),
-    "best_of": (CHANGES_SAMPLES, (1,)),
-    "length_penalty": (CHANGES_SAMPLES, (1.0,)),
-    "min_tokens": (CHANGES_SAMPLES, (0,)),
-    "repetition_detection": (CHANGES_SAMPLES, ()),
-    "response_format": (CHANGES_SAMPLES, ({"type": "text"},)),
-    "structured_outputs": (CHANGES_SAMPLES, ()),
-    "guided_json": (CHANGES_SAMPLES, ()),
-    "guided_regex": (CHANGES_SAMPLES, ()),
-    "guided_choice": (CHANGES_SAMPLES, ()),
-    "guided_grammar": (CHANGES_SAMPLES, ()),
-    "logits_processors": (CHANGES_SAMPLES, ([],)),
-    "thinking_token_budget": (CHANGES_SAMPLES, ()),
-    "use_beam_search": (CHANGES_SAMPLES, (False,)),
-    "vllm_xargs": (CHANGES_SAMPLES, ({},)),
-    "watermarking": (CHANGES_SAMPLES, (False,)),
-    "add_special_tokens": (CHANGES_PROMPT, ()),
-    "audio": (CHANGES_RESPONSE, ()),
-    "chat_template": (CHANGES_PROMPT, ()),
-    "documents": (CHANGES_PROMPT, ([],)),
-    "echo": (CHANGES_RESPONSE, (False,)),
-    "media_io_kwargs": (CHANGES_PROMPT, ({},)),
-    "mm_payload": (CHANGES_PROMPT, ()),
-    "mm_processor_kwargs": (CHANGES_PROMPT, ({},)),
-    "prompt_embeds": (CHANGES_PROMPT, ()),
-    "reasoning_effort": (CHANGES_PROMPT + "; use chat_template_kwargs", ()),
-    "truncate_prompt_tokens": (CHANGES_PROMPT, ()),
-    "truncation_side": (CHANGES_PROMPT, ()),
-    "web_search_options": (CHANGES_PROMPT, ()),
-    "function_call": (MEANS_TOOLS, ("auto", "none")),
-    "functions": (MEANS_TOOLS, ([],)),
-    "tool_choice": (MEANS_TOOLS, ("auto", "none")),
-    "logprob_token_ids": (CHANGES_RESPONSE, ([],)),
-    "modalities": (CHANGES_RESPONSE, (["text"],)),
-    "moderation": (CHANGES_RESPONSE, ()),
-    "prompt_logprobs": (CHANGES_RESPONSE + " here; POST /generate has it", ()),
-    "return_mm_kwargs": (CHANGES_RESPONSE, (False,)),
-    "return_prompt_text": (CHANGES_RESPONSE, (False,)),
-    "return_token_ids": (CHANGES_RESPONSE + " here; POST /generate returns tokens", (False,)),
-    "return_token_offsets": (CHANGES_RESPONSE, (False,)),
-    "return_tokens_as_token_ids": (CHANGES_RESPONSE + " here; POST /generate returns tokens", (False,)),
-    "routed_experts_prompt_start": (CHANGES_RESPONSE, (0,)),
-    "spaces_between_special_tokens": (CHANGES_RESPONSE, (True,)),
-    "verbosity": (CHANGES_RESPONSE, ()),
+REJECTED: dict[str, str] = {
+    **dict.fromkeys(("allowed_token_ids", "bad_words", "best_of", "length_penalty", "min_tokens"), CHANGES_SAMPLES),
+    **dict.fromkeys(("response_format", "structured_outputs", "logits_processors"), CHANGES_SAMPLES),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), CHANGES_SAMPLES),
+    **dict.fromkeys(("repetition_detection", "thinking_token_budget", "use_beam_search"), CHANGES_SAMPLES),
+    **dict.fromkeys(("vllm_xargs", "watermarking"), CHANGES_SAMPLES),
+    **dict.fromkeys(("add_special_tokens", "chat_template", "documents", "prompt_embeds"), CHANGES_PROMPT),
+    **dict.fromkeys(("media_io_kwargs", "mm_payload", "mm_processor_kwargs", "web_search_options"), CHANGES_PROMPT),
+    **dict.fromkeys(("truncate_prompt_tokens", "truncation_side"), CHANGES_PROMPT),
+    "reasoning_effort": CHANGES_PROMPT + "; use chat_template_kwargs",
+    **dict.fromkeys(("audio", "echo", "logprob_token_ids", "modalities", "moderation", "verbosity"), CHANGES_RESPONSE),
+    **dict.fromkeys(("return_mm_kwargs", "return_prompt_text", "return_token_offsets"), CHANGES_RESPONSE),
+    **dict.fromkeys(("routed_experts_prompt_start", "spaces_between_special_tokens"), CHANGES_RESPONSE),
+    **dict.fromkeys(("prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids"), GENERATE_HAS_IT),
+    **dict.fromkeys(("function_call", "functions", "tool_choice"), MEANS_TOOLS),
 }
-"""Key -> why a value is rejected, and the values beside null that have no effect and are accepted."""
+"""Key -> why a value is rejected, unless it has no effect."""
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("add_special_tokens", "allowed_token_ids", "prompt_logprobs"), ()),
+    **dict.fromkeys(("thinking_token_budget", "truncate_prompt_tokens"), ()),
+    "best_of": (1,),
+    "length_penalty": (1.0,),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "spaces_between_special_tokens": (True,),
+    "function_call": ("auto", "none"),
+    "tool_choice": ("auto", "none"),
+}
+"""Values without effect, beside null and, for keys that are not here, false, 0 and empty lists and objects."""
 
 IGNORED = frozenset(
     {
@@ -79,10 +61,10 @@ IGNORED = frozenset(
 def check_keys(content: JsonObject, supported: frozenset[str]) -> None:
     """Raise ValueError with one line for the first key that is not supported and has an effect."""
     for key in REJECTED.keys() & content.keys() - supported:
-        reason, harmless = REJECTED[key]
         value = content[key]
+        harmless = HARMLESS.get(key, (False, 0, [], {}))
         if value is not None and not any(value == other and type(value) in (type(other), int) for other in harmless):
-            raise ValueError(f"{key}: {reason}")
+            raise ValueError(f"{key}: {REJECTED[key]}")
 
 
 MAX_COMPLETIONS = 256

@@ -1,4 +1,7 @@
-"""Responses: completions in the format of each route, whole or as a stream of chunks."""
+"""Responses: completions in the format of each route, whole or as a stream of chunks.
+
+A part of a completion and a whole one have the same format, so each is formatted by the same code.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +10,35 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from itertools import accumulate
+from typing import Protocol
 
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from colocated_grpo.servers.load_balancer import ServerClosing
 from colocated_grpo.servers.request_bodies import SamplingParameters
-from colocated_grpo.servers.sampler import CompletionDelta, ServedCompletion, TopLogprobs
+from colocated_grpo.servers.sampler import Part, TopLogprobs
 from colocated_grpo.servers.text import Decode, InvalidRequest
 from colocated_grpo.types import JsonObject
 from colocated_grpo.web.guards import error_body
 
-TokenLogprobs = list[tuple[int, float]]
-"""Sampled tokens, each with its log-probability."""
+
+class Format(Protocol):
+    """The format of one response."""
+
+    def response(self, completions: Sequence[Part]) -> JsonObject:
+        """Return the body of a response with whole completions."""
+        ...
+
+    def chunks(self, parts: AsyncIterator[Part]) -> AsyncIterator[JsonObject]:
+        """Yield the chunks of a streamed response."""
+        ...
 
 
 def generate_response(
     prompt: str,
     prompt_ids: list[int],
-    completions: Sequence[ServedCompletion],
+    completions: Sequence[Part],
     parameters: SamplingParameters,
     prompt_logprobs: list[dict[int, float] | None] | None,
 ) -> JsonObject:
@@ -33,145 +46,154 @@ def generate_response(
     response: JsonObject = {
         "text": [one.text for one in completions],
         "prompt": prompt,
-        "finish_reasons": [one.completion.finish_reason for one in completions],
+        "finish_reasons": [one.finish_reason for one in completions],
     }
     if parameters.logprobs is not None:
         # For each token a list with a single dictionary, whose first key clients read as the sampled token.
-        response["logprobs"] = [[[{token: value}] for token, value in _token_logprobs(one)] for one in completions]
+        response["logprobs"] = [[[{token: value}] for token, value in one.token_logprobs] for one in completions]
         response["prompt_token_ids"] = prompt_ids
-        response["token_ids"] = [one.completion.token_ids for one in completions]
+        response["token_ids"] = [one.token_ids for one in completions]
     if prompt_logprobs is not None:
         response["prompt_logprobs"] = prompt_logprobs
     return response
 
 
-def tokens_response(
-    request_id: str | None, model: str, completions: Sequence[ServedCompletion], parameters: SamplingParameters
-) -> JsonObject:
+async def generate_chunks(prompt: str, n: int, parts: AsyncIterator[Part]) -> AsyncIterator[JsonObject]:
+    """POST /generate. As in vLLM's api_server, every chunk repeats the whole texts so far, prompt included."""
+    texts = [prompt] * n
+    async for part in parts:
+        texts[part.index] += part.text
+        yield {"text": list(texts)}
+
+
+class TokensFormat:
     """POST /inference/v1/generate, in vLLM's format."""
-    return {
-        "request_id": request_id or uuid.uuid4().hex,
-        "model": model,
-        "created": int(time.time()),
-        "choices": [
-            {
-                "index": index,
-                "token_ids": one.completion.token_ids,
-                "finish_reason": one.completion.finish_reason,
-                "logprobs": None if parameters.logprobs is None else token_id_logprobs(_token_logprobs(one)),
-            }
-            for index, one in enumerate(completions)
-        ],
-        "prompt_logprobs": None,
-    }
 
+    def __init__(self, request_id: str | None, model: str, *, logprobs: bool) -> None:
+        self._head = {"request_id": request_id or uuid.uuid4().hex, "model": model, "created": int(time.time())}
+        self._logprobs = logprobs
 
-def token_id_logprobs(token_logprobs: TokenLogprobs) -> JsonObject:
-    """Return the `logprobs` of a choice of /inference/v1/generate."""
-    return {
-        "content": [
-            {
-                "token_id": token,
-                "logprob": value,
-                "rank": None,
-                "top_logprobs": [{"token_id": token, "logprob": value}],
-            }
-            for token, value in token_logprobs
+    def response(self, completions: Sequence[Part]) -> JsonObject:
+        return {**self._head, "choices": [self._choice(one) for one in completions], "prompt_logprobs": None}
+
+    async def chunks(self, parts: AsyncIterator[Part]) -> AsyncIterator[JsonObject]:
+        async for part in parts:
+            yield {**self._head, "choices": [self._choice(part)]}
+
+    def _choice(self, part: Part) -> JsonObject:
+        entries = [
+            {"token_id": token, "logprob": value, "rank": None, "top_logprobs": [{"token_id": token, "logprob": value}]}
+            for token, value in part.token_logprobs
         ]
-    }
+        return {
+            "index": part.index,
+            "token_ids": part.token_ids,
+            "finish_reason": part.finish_reason,
+            "logprobs": {"content": entries} if self._logprobs else None,
+        }
 
 
-def completion_response(
-    model: str, completions: Sequence[ServedCompletion], detokenize: Decode, prompt_tokens: int, *, logprobs: bool
-) -> JsonObject:
+class OpenAIFormat:
+    """The format of one response of OpenAI's API. Subclasses format choices."""
+
+    id_prefix: str
+    kind: str
+    chunk_kind: str
+
+    def __init__(
+        self, model: str, detokenize: Decode, prompt_tokens: int, *, logprobs: bool, include_usage: bool = False
+    ) -> None:
+        """include_usage: end a stream with a chunk of token counts."""
+        self._head = {"id": f"{self.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._detokenize = detokenize
+        self._prompt_tokens = prompt_tokens
+        self._logprobs = logprobs
+        self._include_usage = include_usage
+        self._offsets: dict[int, int] = {}
+        """Characters of each completion's tokens so far, for /v1/completions."""
+
+    def response(self, completions: Sequence[Part]) -> JsonObject:
+        return {
+            **self._head,
+            "object": self.kind,
+            "choices": [self._choice(one, "message") for one in completions],
+            "usage": self._usage(sum(len(one.token_ids) for one in completions)),
+        }
+
+    async def chunks(self, parts: AsyncIterator[Part]) -> AsyncIterator[JsonObject]:
+        head = {**self._head, "object": self.chunk_kind, **({"usage": None} if self._include_usage else {})}
+        completion_tokens = 0
+        async for part in parts:
+            completion_tokens += len(part.token_ids)
+            yield {**head, "choices": [self._choice(part, "delta")]}
+        if self._include_usage:
+            yield {**head, "choices": [], "usage": self._usage(completion_tokens)}
+
+    def _choice(self, part: Part, message: str) -> JsonObject:
+        """message: name of a chat message in the choice."""
+        raise NotImplementedError
+
+    def _usage(self, completion_tokens: int) -> dict[str, int]:
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": self._prompt_tokens + completion_tokens,
+        }
+
+
+class CompletionFormat(OpenAIFormat):
     """POST /v1/completions"""
-    choices = [
-        {
-            "index": index,
-            "text": one.text,
-            "finish_reason": one.completion.finish_reason,
-            "logprobs": text_logprobs(_token_logprobs(one), one.top_logprobs, detokenize) if logprobs else None,
+
+    id_prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+
+    def _choice(self, part: Part, message: str) -> JsonObject:
+        logprobs = self._text_logprobs(part) if self._logprobs else None
+        return {"index": part.index, "text": part.text, "finish_reason": part.finish_reason, "logprobs": logprobs}
+
+    def _text_logprobs(self, part: Part) -> JsonObject:
+        texts = [self._detokenize([token]) for token in part.token_ids]
+        *offsets, self._offsets[part.index] = accumulate(map(len, texts), initial=self._offsets.get(part.index, 0))
+        top = part.top_logprobs or [{token: value} for token, value in part.token_logprobs]
+        return {
+            "tokens": texts,
+            "token_logprobs": part.logprobs,
+            "top_logprobs": [self._by_text(entry) for entry in top],
+            "text_offset": offsets,
         }
-        for index, one in enumerate(completions)
-    ]
-    return _openai_response("cmpl", "text_completion", model, choices, completions, prompt_tokens)
+
+    def _by_text(self, entry: dict[int, float]) -> dict[str, float]:
+        """Return log-probabilities by text. Tokens can share a text, such as partial characters; the first is kept."""
+        named: dict[str, float] = {}
+        for token, value in entry.items():
+            named.setdefault(self._detokenize([token]), value)
+        return named
 
 
-def text_logprobs(
-    token_logprobs: TokenLogprobs, top_logprobs: TopLogprobs | None, detokenize: Decode, start: int = 0
-) -> JsonObject:
-    """Return the `logprobs` of a choice of /v1/completions. start: characters of the completion before these tokens."""
-    texts = [detokenize([token]) for token, _ in token_logprobs]
-    return {
-        "tokens": texts,
-        "token_logprobs": [value for _, value in token_logprobs],
-        "top_logprobs": [_by_text(entry, detokenize) for entry in top_logprobs or [{t: v} for t, v in token_logprobs]],
-        "text_offset": list(accumulate(map(len, texts), initial=start))[:-1],
-    }
-
-
-def _by_text(entry: dict[int, float], detokenize: Decode) -> dict[str, float]:
-    """Return log-probabilities by text. Tokens can share a text, such as partial characters; the first is kept."""
-    named: dict[str, float] = {}
-    for token, value in entry.items():
-        named.setdefault(detokenize([token]), value)
-    return named
-
-
-def chat_response(
-    model: str, completions: Sequence[ServedCompletion], detokenize: Decode, prompt_tokens: int, *, logprobs: bool
-) -> JsonObject:
+class ChatFormat(OpenAIFormat):
     """POST /v1/chat/completions"""
-    choices = [
-        {
-            "index": index,
-            "message": {"role": "assistant", "content": one.text},
-            "finish_reason": one.completion.finish_reason,
-            "logprobs": chat_logprobs(_token_logprobs(one), one.top_logprobs, detokenize) if logprobs else None,
+
+    id_prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def _choice(self, part: Part, message: str) -> JsonObject:
+        role = {"role": "assistant"} if part.start == 0 else {}
+        logprobs = None
+        if self._logprobs:
+            top: TopLogprobs = part.top_logprobs or [{} for _ in part.token_ids]
+            content = [
+                {**self._entry(*pair), "top_logprobs": [self._entry(*other) for other in others.items()]}
+                for pair, others in zip(part.token_logprobs, top, strict=True)
+            ]
+            logprobs = {"content": content, "refusal": None}
+        return {
+            "index": part.index,
+            message: {**role, "content": part.text},
+            "finish_reason": part.finish_reason,
+            "logprobs": logprobs,
         }
-        for index, one in enumerate(completions)
-    ]
-    return _openai_response("chatcmpl", "chat.completion", model, choices, completions, prompt_tokens)
 
-
-def chat_logprobs(token_logprobs: TokenLogprobs, top_logprobs: TopLogprobs | None, detokenize: Decode) -> JsonObject:
-    """Return the `logprobs` of a choice of /v1/chat/completions."""
-
-    def entry(token: int, value: float) -> JsonObject:
-        text = detokenize([token])
+    def _entry(self, token: int, value: float) -> JsonObject:
+        text = self._detokenize([token])
         return {"token": text, "logprob": value, "bytes": list(text.encode())}
-
-    content = [
-        {**entry(*pair), "top_logprobs": [entry(*other) for other in others.items()]}
-        for pair, others in zip(token_logprobs, top_logprobs or [{} for _ in token_logprobs], strict=True)
-    ]
-    return {"content": content, "refusal": None}
-
-
-def _openai_response(
-    id_prefix: str,
-    kind: str,
-    model: str,
-    choices: list[JsonObject],
-    completions: Sequence[ServedCompletion],
-    prompt_tokens: int,
-) -> JsonObject:
-    return {
-        "id": f"{id_prefix}-{uuid.uuid4().hex}",
-        "object": kind,
-        "created": int(time.time()),
-        "model": model,
-        "choices": choices,
-        "usage": usage(prompt_tokens, sum(len(one.completion.token_ids) for one in completions)),
-    }
-
-
-def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-    }
 
 
 def models_response(model: str, max_tokens: int) -> JsonObject:
@@ -180,133 +202,31 @@ def models_response(model: str, max_tokens: int) -> JsonObject:
     return {"object": "list", "data": [card]}
 
 
-def _token_logprobs(one: ServedCompletion) -> TokenLogprobs:
-    return list(zip(one.completion.token_ids, one.completion.sampling_logprobs, strict=True))
-
-
 class StreamingBody(StreamingResponse):
-    """A response sent line by line. At its end it closes `deltas`, which aborts requests still in the engine."""
+    """A response sent line by line. At its end it closes `parts`, which aborts requests still in the engine."""
 
-    def __init__(self, lines: AsyncIterator[str], deltas: AsyncGenerator[CompletionDelta], media_type: str) -> None:
+    def __init__(self, lines: AsyncIterator[str], parts: AsyncGenerator[Part], media_type: str) -> None:
         super().__init__(lines, media_type=media_type)
-        self._deltas = deltas
+        self._parts = parts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            await self._deltas.aclose()
-
-
-async def prepend(first: CompletionDelta, others: AsyncIterator[CompletionDelta]) -> AsyncIterator[CompletionDelta]:
-    yield first
-    async for delta in others:
-        yield delta
+            await self._parts.aclose()
 
 
 async def as_server_sent_events(chunks: AsyncIterator[JsonObject]) -> AsyncIterator[str]:
-    """Yield `data:` events and the final [DONE]. An error becomes an event, since the status has already been sent."""
-    try:
-        async for chunk in chunks:
-            yield f"data: {json.dumps(chunk)}\n\n"
-    except (InvalidRequest, ServerClosing) as error:
-        yield f"data: {json.dumps(_error_chunk(error))}\n\n"
+    """Yield `data:` events and the final [DONE]."""
+    async for line in as_json_lines(chunks):
+        yield f"data: {line}\n"
     yield "data: [DONE]\n\n"
 
 
 async def as_json_lines(chunks: AsyncIterator[JsonObject]) -> AsyncIterator[str]:
-    """Yield one line per chunk. An error becomes the last line."""
+    """Yield one line per chunk. An error becomes the last line, since the status has already been sent."""
     try:
         async for chunk in chunks:
             yield json.dumps(chunk) + "\n"
     except (InvalidRequest, ServerClosing) as error:
-        yield json.dumps(_error_chunk(error)) + "\n"
-
-
-def _error_chunk(error: InvalidRequest | ServerClosing) -> JsonObject:
-    return error_body(400 if isinstance(error, InvalidRequest) else 503, str(error))
-
-
-async def generate_chunks(prompt: str, n: int, deltas: AsyncIterator[CompletionDelta]) -> AsyncIterator[JsonObject]:
-    """POST /generate. As in vLLM's api_server, every chunk repeats the whole texts so far, prompt included."""
-    texts = [prompt] * n
-    async for delta in deltas:
-        texts[delta.index] += delta.text
-        yield {"text": list(texts)}
-
-
-async def tokens_chunks(
-    request_id: str | None, model: str, deltas: AsyncIterator[CompletionDelta], *, logprobs: bool
-) -> AsyncIterator[JsonObject]:
-    """POST /inference/v1/generate"""
-    head = {"request_id": request_id or uuid.uuid4().hex, "model": model, "created": int(time.time())}
-    async for delta in deltas:
-        values = token_id_logprobs(_delta_logprobs(delta)) if logprobs else None
-        yield {**head, "choices": [_choice(delta) | {"token_ids": delta.token_ids, "logprobs": values}]}
-
-
-async def completion_chunks(
-    model: str,
-    deltas: AsyncIterator[CompletionDelta],
-    detokenize: Decode,
-    prompt_tokens: int,
-    *,
-    logprobs: bool,
-    include_usage: bool,
-) -> AsyncIterator[JsonObject]:
-    """POST /v1/completions"""
-    head = _head("cmpl", "text_completion", model, include_usage=include_usage)
-    offsets: dict[int, int] = {}
-    completion_tokens = 0
-    async for delta in deltas:
-        choice = _choice(delta) | {"text": delta.text, "logprobs": None}
-        if logprobs:
-            start = offsets.get(delta.index, 0)
-            choice["logprobs"] = text_logprobs(_delta_logprobs(delta), _top_logprobs(delta), detokenize, start)
-            offsets[delta.index] = start + sum(map(len, choice["logprobs"]["tokens"]))
-        completion_tokens += len(delta.token_ids)
-        yield {**head, "choices": [choice]}
-    if include_usage:
-        yield {**head, "choices": [], "usage": usage(prompt_tokens, completion_tokens)}
-
-
-async def chat_chunks(
-    model: str,
-    deltas: AsyncIterator[CompletionDelta],
-    detokenize: Decode,
-    prompt_tokens: int,
-    *,
-    logprobs: bool,
-    include_usage: bool,
-) -> AsyncIterator[JsonObject]:
-    """POST /v1/chat/completions"""
-    head = _head("chatcmpl", "chat.completion.chunk", model, include_usage=include_usage)
-    started: set[int] = set()
-    completion_tokens = 0
-    async for delta in deltas:
-        role = {} if delta.index in started else {"role": "assistant"}
-        started.add(delta.index)
-        completion_tokens += len(delta.token_ids)
-        values = chat_logprobs(_delta_logprobs(delta), _top_logprobs(delta), detokenize) if logprobs else None
-        yield {**head, "choices": [_choice(delta) | {"delta": {**role, "content": delta.text}, "logprobs": values}]}
-    if include_usage:
-        yield {**head, "choices": [], "usage": usage(prompt_tokens, completion_tokens)}
-
-
-def _head(id_prefix: str, kind: str, model: str, *, include_usage: bool) -> JsonObject:
-    head = {"id": f"{id_prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
-    return head | ({"usage": None} if include_usage else {})
-
-
-def _choice(delta: CompletionDelta) -> JsonObject:
-    finish_reason = None if delta.final is None else delta.final.completion.finish_reason
-    return {"index": delta.index, "finish_reason": finish_reason}
-
-
-def _delta_logprobs(delta: CompletionDelta) -> TokenLogprobs:
-    return list(zip(delta.token_ids, delta.logprobs, strict=True))
-
-
-def _top_logprobs(delta: CompletionDelta) -> TopLogprobs | None:
-    """Return the completion's top log-probabilities. A completion that has them is a single delta."""
-    return None if delta.final is None else delta.final.top_logprobs
+        yield json.dumps(error_body(400 if isinstance(error, InvalidRequest) else 503, str(error))) + "\n"

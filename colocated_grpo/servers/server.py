@@ -20,13 +20,12 @@ from colocated_grpo.runtime.checksums import exported_digest
 from colocated_grpo.runtime.distributed import World, init_world
 from colocated_grpo.runtime.supervision import StopRequest
 from colocated_grpo.servers.app import create_app
-from colocated_grpo.servers.control_routes import add_adapter_routes, add_bridge_routes, add_control_routes
+from colocated_grpo.servers.control_routes import add_control_routes, add_weight_routes
 from colocated_grpo.servers.engine_control import EngineControl
 from colocated_grpo.servers.engine_routes import LARGE_PATHS, Sessions, add_engine_routes
 from colocated_grpo.servers.exported import export, export_folder, move_to_shared_memory
 from colocated_grpo.servers.load_balancer import LoadBalancer
 from colocated_grpo.servers.options import RESTART, Restart, ServeOptions
-from colocated_grpo.servers.origins import Origins
 from colocated_grpo.servers.ranks import EveryRank, MirroredEngine, engine_commands, join_ranks
 from colocated_grpo.servers.receiver import WeightReceiver
 from colocated_grpo.servers.sampler import Sampler
@@ -40,8 +39,6 @@ from colocated_grpo.weights.verified_plan import checkpoint_shapes, verified_pla
 
 MAX_BODY_BYTES = 8 << 20
 MAX_REQUESTS = 4096
-REMEMBERED_COMPLETIONS = 1
-"""Only a trainer reads recorded completions, so this is the minimum."""
 BASE_PREFIX = "model"
 """Prefix of the base model in checkpoint names."""
 WEIGHT_COMMANDS = frozenset({"load_adapter", "unload_adapter", "join", "update"})
@@ -125,8 +122,7 @@ def _lead(
     def add_routes(app: FastAPI) -> None:
         add_control_routes(app, control, facts, parameters_of(engine))
         add_engine_routes(app, control, inbox, sessions, limits)
-        add_adapter_routes(app, control, EngineAdapters(engine, ranks))
-        add_bridge_routes(app, control, partial(ranks.call, "join"), partial(ranks.call, "update"), restart, note)
+        add_weight_routes(app, control, ranks.call, engine.adapters.status, restart, note)
 
     try:
         server = listen(options, model, limits, inbox, add_routes)
@@ -141,24 +137,6 @@ def _lead(
     finally:
         whole.close()
     return RESTART if restart.requested else 0
-
-
-class EngineAdapters:
-    """Adapters on all ranks of an engine."""
-
-    def __init__(self, engine: VLLMEngine, ranks: EveryRank) -> None:
-        """engine: rank 0's."""
-        self._engine = engine
-        self._ranks = ranks
-
-    def load(self, name: str, path: str) -> JsonObject:
-        return self._ranks.call("load_adapter", name, path)
-
-    def unload(self, name: str | None = None) -> JsonObject:
-        return self._ranks.call("unload_adapter", name)
-
-    def status(self) -> JsonObject:
-        return self._engine.adapters.status()
 
 
 def describe(config: Config, options: ServeOptions, engine: VLLMEngine, world: World) -> JsonObject:
@@ -194,14 +172,7 @@ def listen(
     inbox: Inbox,
     add_routes: Callable[[FastAPI], None],
 ) -> ServerThread:
-    sampler = Sampler(
-        LoadBalancer([inbox.put]),
-        lambda token_ids, k: inbox.call(lambda engine: engine.top_logprobs(token_ids, k)),
-        model.tokenizer,
-        Origins(REMEMBERED_COMPLETIONS),
-        limits,
-        partial(print, "note:", flush=True),
-    )
+    sampler = Sampler(LoadBalancer(inbox), model.tokenizer, limits, partial(print, "note:", flush=True))
     app = create_app(
         sampler,
         options.model,

@@ -76,9 +76,8 @@ def with_adapter_settings(config: Config) -> Config:
     return config.model_copy(update={"policy": config.policy.model_copy(update={"lora": resolved})})
 
 
-def adapter_shape(config: Config) -> dict[str, Any]:
+def adapter_shape(lora: LoRAConfig | None) -> dict[str, Any]:
     """Return the settings that fix an adapter's shape and scale. A run is resumed with equal ones."""
-    lora = config.policy.lora
     if lora is None:
         return {"policy.lora": "null"}
     return {

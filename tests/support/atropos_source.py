@@ -8,9 +8,9 @@ from typing import Any
 from urllib.request import Request, urlopen
 
 from colocated_grpo.atropos.client import AtroposClient, TrainerSettings
+from colocated_grpo.atropos.origins import Origins
 from colocated_grpo.atropos.rows import GroupReader
 from colocated_grpo.atropos.source import AtroposSource
-from colocated_grpo.servers.origins import Origins
 
 BATCH_SIZE = 4
 TRAINER = TrainerSettings(

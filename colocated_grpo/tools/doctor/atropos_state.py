@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from colocated_grpo.atropos.client import AtroposClient, trainer_of
+from colocated_grpo.atropos.origins import Origins
 from colocated_grpo.atropos.rows import GroupReader
 from colocated_grpo.environments.base import EnvironmentSetupError
-from colocated_grpo.servers.origins import Origins
 from colocated_grpo.settings.atropos import AtroposSourceConfig
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.web.client import JsonClient, RequestRejected, Unavailable

@@ -150,7 +150,7 @@ class Both:
                 driver,
                 self.inbox,
                 self.links,
-                LoadBalancer([]),
+                LoadBalancer(self.inbox, self.links),
                 [],
                 stop_requested,
                 lambda: 0,
