@@ -24,8 +24,7 @@ from colocated_grpo.environments.chat import ChatCodec
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.servers.app import create_app
-from colocated_grpo.servers.load_balancer import LoadBalancer
-from colocated_grpo.servers.rank_links import link_ranks
+from colocated_grpo.servers.rank_links import LoadBalancer, link_ranks
 from colocated_grpo.servers.sampler import Sampler
 from colocated_grpo.servers.text import Limits
 from colocated_grpo.settings.atropos import AtroposSourceConfig, ServerConfig

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
-from colocated_grpo.servers.load_balancer import ServerClosing
+from colocated_grpo.servers.rank_links import ServerClosing
 from colocated_grpo.servers.request_bodies import (
     ChatBody,
     CompletionBody,

@@ -12,8 +12,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from colocated_grpo.servers.engine_control import EngineControl
-from colocated_grpo.servers.load_balancer import result_of
 from colocated_grpo.servers.options import Restart
+from colocated_grpo.servers.rank_links import result_of
 from colocated_grpo.servers.receiver import Offer
 from colocated_grpo.servers.request_bodies import StrictBody
 from colocated_grpo.servers.text import InvalidRequest

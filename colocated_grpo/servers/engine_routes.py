@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Annotated
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
-from pydantic import Field
+from pydantic import ConfigDict, Field
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
+from colocated_grpo.rollout.engine import Request as EngineRequest
+from colocated_grpo.rollout.engine import Sampling, TokenDelta
 from colocated_grpo.rollout.inbox import Inbox
 from colocated_grpo.servers.control_routes import result_or_400
 from colocated_grpo.servers.engine_control import EngineControl
+from colocated_grpo.servers.rank_links import Outcome, PeerRequests
+from colocated_grpo.servers.remote import CONFLICT
 from colocated_grpo.servers.request_bodies import StrictBody, TokenIds
 from colocated_grpo.servers.text import Limits
-from colocated_grpo.servers.wire import CONFLICT, Number, PeerRequests, RequestBody
 from colocated_grpo.types import JsonObject
 from colocated_grpo.web.bodies import read_json
 
@@ -27,8 +31,32 @@ HEARTBEAT_SECONDS = 5.0
 LARGE_PATHS = frozenset({"/engine/requests", "/engine/top_logprobs"})
 """Routes whose bodies hold tokens."""
 MAX_REQUESTS_PER_POST = 4096
+SEED_LIMIT = 1 << 63
 
+Number = Annotated[int, Field(ge=0, lt=SEED_LIMIT)]
 ClientName = Annotated[str, Field(min_length=16, max_length=64)]
+
+
+class RequestBody(StrictBody):
+    """A request as `remote.request_message` writes it, under a number of the client in place of its key."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+    id: Number
+    token_ids: TokenIds
+    seed: int = Field(ge=-SEED_LIMIT, lt=SEED_LIMIT)
+    sampling: Sampling
+    pattern: str | None
+    stream: bool
+
+    def request(self, key: Hashable) -> EngineRequest:
+        return EngineRequest(
+            key=key,
+            token_ids=self.token_ids,
+            seed=self.seed,
+            sampling=self.sampling,
+            pattern=self.pattern,
+            stream=self.stream,
+        )
 
 
 class RequestsBody(StrictBody):
@@ -59,9 +87,21 @@ class Session:
         self.client = client
         self._loop = asyncio.get_running_loop()
         self._messages: asyncio.Queue[JsonObject | None] = asyncio.Queue()
-        self.requests = PeerRequests(client, inbox, self._send)
+        self.requests = PeerRequests(inbox, self._send)
 
-    def _send(self, message: JsonObject) -> None:
+    def put(self, bodies: Sequence[RequestBody]) -> None:
+        self.requests.put({body.id: body.request((self.client, body.id)) for body in bodies})
+
+    def _send(self, number: int, outcome: Outcome) -> None:
+        """Send nothing if the engine has stopped: the client posts its requests to the next one."""
+        if isinstance(outcome, TokenDelta):
+            message: JsonObject = {"id": number, "delta": outcome}
+        elif isinstance(outcome, str):
+            message = {"id": number, "error": outcome}
+        elif outcome is not None:
+            message = {"id": number, "completion": asdict(outcome)}
+        else:
+            return
         with suppress(RuntimeError):  # the loop is closed: the server is ending
             self._loop.call_soon_threadsafe(self._messages.put_nowait, message)
 
@@ -172,7 +212,7 @@ def _add_request_routes(app: FastAPI, control: EngineControl, sessions: Sessions
             )
         for one in body.requests:
             limits.check_prompt(one.token_ids)
-        session.requests.put(body.requests)
+        session.put(body.requests)
         return JSONResponse(None)
 
     @app.post("/engine/abort")

@@ -11,14 +11,13 @@ import itertools
 import secrets
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from queue import Empty
 from typing import Any
 
 from colocated_grpo.errors import RunError
 from colocated_grpo.rollout.engine import Finished, Part, Request, RolloutEngine, TokenDelta
 from colocated_grpo.servers.engine_server import EngineServer, Messages
-from colocated_grpo.servers.wire import CONFLICT, request_message
 from colocated_grpo.types import Completion, JsonObject
 from colocated_grpo.web.client import RequestRejected, Unavailable
 
@@ -33,6 +32,22 @@ STOP_SECONDS = 30.0
 
 Restore = Callable[[EngineServer], bool]
 """Gives a restarted server the current weights; False if that needs a weight sync of all ranks. Raises Unavailable."""
+
+
+CONFLICT = 409
+"""HTTP status of requests that need other weights than the server has, or whose client has no open stream."""
+
+
+def request_message(number: int, request: Request) -> JsonObject:
+    """Return the request under a number of the sender in place of its key. `engine_routes.RequestBody` reads it."""
+    return {
+        "id": number,
+        "token_ids": request.token_ids,
+        "seed": request.seed,
+        "sampling": asdict(request.sampling),
+        "pattern": request.pattern,
+        "stream": request.stream,
+    }
 
 
 @dataclass
@@ -200,9 +215,8 @@ class RemoteEngine:
             return
         if "error" in message:
             raise RunError(f"engine.urls={self._server.url}: rejects a request: {message['error']}")
-        if "completion" in message:  # else the engine has stopped, and the request is posted to the next one
-            del self._running[message["id"]]
-            finished.append((running.request.key, Completion(**message["completion"])))
+        del self._running[message["id"]]
+        finished.append((running.request.key, Completion(**message["completion"])))
 
     def deltas(self) -> list[tuple[Hashable, TokenDelta]]:
         return list(self._deltas)

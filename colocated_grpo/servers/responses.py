@@ -15,7 +15,7 @@ from typing import Protocol
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from colocated_grpo.servers.load_balancer import ServerClosing
+from colocated_grpo.servers.rank_links import ServerClosing
 from colocated_grpo.servers.request_bodies import SamplingParameters
 from colocated_grpo.servers.sampler import Part, TopLogprobs
 from colocated_grpo.servers.text import Decode, InvalidRequest

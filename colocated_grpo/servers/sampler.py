@@ -13,7 +13,7 @@ from typing import Any
 from colocated_grpo.rollout.engine import Request, Sampling, TokenDelta
 from colocated_grpo.rollout.inbox import OnDelta
 from colocated_grpo.runtime.distributed import derive_seed
-from colocated_grpo.servers.load_balancer import LoadBalancer, result_of
+from colocated_grpo.servers.rank_links import LoadBalancer, result_of
 from colocated_grpo.servers.request_bodies import SamplingParameters
 from colocated_grpo.servers.text import Detokenizer, InvalidRequest, Limits, TextCodec, Tokenizer, before_stop
 from colocated_grpo.settings.schema import MIN_TEMPERATURE

@@ -24,8 +24,8 @@ from colocated_grpo.servers.control_routes import add_control_routes, add_weight
 from colocated_grpo.servers.engine_control import EngineControl
 from colocated_grpo.servers.engine_routes import LARGE_PATHS, Sessions, add_engine_routes
 from colocated_grpo.servers.exported import export, export_folder, move_to_shared_memory
-from colocated_grpo.servers.load_balancer import LoadBalancer
 from colocated_grpo.servers.options import RESTART, Restart, ServeOptions
+from colocated_grpo.servers.rank_links import LoadBalancer
 from colocated_grpo.servers.ranks import EveryRank, MirroredEngine, engine_commands, join_ranks
 from colocated_grpo.servers.receiver import WeightReceiver
 from colocated_grpo.servers.sampler import Sampler

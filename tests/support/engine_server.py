@@ -12,7 +12,7 @@ import openai
 from colocated_grpo.atropos.origins import Origins
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.servers.app import create_app
-from colocated_grpo.servers.load_balancer import LoadBalancer
+from colocated_grpo.servers.rank_links import LoadBalancer
 from colocated_grpo.servers.sampler import Sampler
 from colocated_grpo.servers.text import Limits
 from colocated_grpo.web.guards import Hosts

@@ -14,7 +14,7 @@ from colocated_grpo.servers.control_routes import add_control_routes
 from colocated_grpo.servers.engine_control import EngineControl
 from colocated_grpo.servers.engine_routes import Sessions, add_engine_routes
 from colocated_grpo.servers.engine_server import EngineServer
-from colocated_grpo.servers.load_balancer import LoadBalancer
+from colocated_grpo.servers.rank_links import LoadBalancer
 from colocated_grpo.servers.remote import RemoteEngine, Restore
 from colocated_grpo.servers.sampler import Sampler
 from colocated_grpo.types import Completion

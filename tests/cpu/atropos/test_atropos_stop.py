@@ -14,7 +14,7 @@ from colocated_grpo.atropos.supply import AtroposSupply, MainRank
 from colocated_grpo.rollout.collect import Stopped
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.runtime.distributed import World
-from colocated_grpo.servers.load_balancer import LoadBalancer
+from colocated_grpo.servers.rank_links import LoadBalancer
 from tests.support.atropos_source import SourceHarness, post_group
 from tests.support.fakes import FakeEngine
 from tests.support.servers import EMBEDDED, ApiProcess, until

@@ -21,8 +21,7 @@ from colocated_grpo.rollout.mixed import MixedSupply
 from colocated_grpo.rollout.prompt_queue import StaticDispatch
 from colocated_grpo.rollout.supply import PromptSupply
 from colocated_grpo.runtime.distributed import World
-from colocated_grpo.servers.load_balancer import LoadBalancer
-from colocated_grpo.servers.rank_links import link_ranks
+from colocated_grpo.servers.rank_links import LoadBalancer, link_ranks
 from colocated_grpo.settings.schema import RolloutConfig
 from colocated_grpo.types import Completion, Group, Prompt, Rollout, Score
 from tests.support.fakes import FakeEngine, completion_of

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from colocated_grpo.rollout.inbox import Driver, Inbox
-from colocated_grpo.servers.load_balancer import LoadBalancer
+from colocated_grpo.servers.rank_links import LoadBalancer
 from colocated_grpo.servers.request_bodies import SamplingParameters
 from colocated_grpo.servers.sampler import Sampler
 from colocated_grpo.types import Completion

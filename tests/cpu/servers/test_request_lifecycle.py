@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.runtime.program import DESCRIPTORS
-from colocated_grpo.servers.load_balancer import LoadBalancer, ServerClosing
+from colocated_grpo.servers.rank_links import LoadBalancer, ServerClosing
 from colocated_grpo.servers.request_bodies import SamplingParameters
 from colocated_grpo.servers.responses import StreamingBody, as_json_lines, generate_chunks
 from colocated_grpo.servers.sampler import Part, Sampler
