@@ -31,7 +31,7 @@ from colocated_grpo.tracking.files import METRICS_FILE, TRAIN, read_rows
 from colocated_grpo.types import JsonObject
 
 if TYPE_CHECKING:
-    from colocated_grpo.assembly.run import Run
+    from colocated_grpo.run import Run
 
 STANDARD_LENGTH = 1024
 DEFAULT_SIZES = {"completions": [64, 256, 1024, 4096], "length": [256, 1024, 4096, 8192], "gpus": [256]}
@@ -94,8 +94,8 @@ def growth_parser() -> argparse.ArgumentParser:
 def measure(world: World, options: argparse.Namespace) -> JsonObject:
     """Train the steps of every size. Collective; rank 0 returns the result."""
     # Imported here because they import vLLM, which takes seconds and is needed in the ranks only.
-    from colocated_grpo.assembly.run import build_run
-    from colocated_grpo.assembly.run import describe as facts_of
+    from colocated_grpo.assembly.assemble import build_run
+    from colocated_grpo.assembly.assemble import describe as facts_of
     from colocated_grpo.trainer import STOPPED, settle_garbage_collector, train
 
     sizes = sizes_of(options, world.size)

@@ -21,7 +21,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from benchmarks.adapters import adapter_parameters, block_of
 from benchmarks.roofline import Roofline
-from colocated_grpo.rollout.vllm.kv_budget import kv_bytes_per_token
+from colocated_grpo.rollout.vllm.kv_budget import model_sizes
 from colocated_grpo.settings.model_support import EXPERT_COUNTS
 from colocated_grpo.settings.policy import PolicyConfig
 from colocated_grpo.types import JsonObject
@@ -77,7 +77,7 @@ def model_size(folder: Path, itemsize: int, policy: PolicyConfig | None = None) 
         weight_bytes=parameters * itemsize,
         expert_bytes=experts.total() * itemsize,
         expert_share=share,
-        kv_bytes_per_token=kv_bytes_per_token(config, itemsize),
+        kv_bytes_per_token=model_sizes(folder).kv_bytes_per_token(itemsize),
         trained_parameters=trained,
         training_flops_per_token=flops,
     )

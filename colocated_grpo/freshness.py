@@ -8,7 +8,7 @@ policy's forward pass, which training computes in any case.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -17,6 +17,8 @@ from colocated_grpo.metrics import AllReduce, Metrics, reduce
 from colocated_grpo.settings.schema import FreshnessConfig
 from colocated_grpo.types import Group
 
+Judge = Callable[[Metrics, float], None]
+"""Collective: `SampleCheck.judge`, or the same without effect."""
 MEAN, WORST = "mismatch/plain", "mismatch/worst"
 # About twice the largest mean of healthy batches, more in float32: docs/results/mismatch_healthy.json.
 LIMITS = {torch.bfloat16: 0.1, torch.float16: 0.1, torch.float32: 0.01}
@@ -26,8 +28,8 @@ WORST_PER_MEAN = 5.0
 """Limit of mismatch/worst over that of the mean."""
 DRIFT_PER_RATE = 5000.0
 """Times the learning rate, this is added to both limits for each optimizer step since the tokens were sampled: a policy
-moves while it trains, under adaptive optimizers in proportion to the rate. Seen for the mean: 1,200 times the rate
-(SmolLM2 at 1e-5) and 170 times (a tiny random model at 1e-3)."""
+moves while it trains, under adaptive optimizers in proportion to the rate. Seen for the mean of SmolLM2 at 1e-5: 1,200
+times the rate."""
 
 
 def default_limit(dtypes: Sequence[torch.dtype], *, quantized: bool) -> float:
@@ -40,31 +42,24 @@ class SampleCheck:
 
     def __init__(
         self,
-        config: FreshnessConfig,
         limit: float,
         temperature: float,
-        learning_rate: float,
         all_reduce: tuple[AllReduce, AllReduce],
     ) -> None:
-        """limit: of the mean, unless the config sets one. all_reduce: of sums and of maxima.
+        """limit: of the mean. all_reduce: of sums and of maxima.
 
         temperature: of training samples. Differences of log-probabilities grow with its inverse.
-        learning_rate: the schedule's highest.
         """
-        self._drift = DRIFT_PER_RATE * learning_rate
-        self._enabled = config.every > 0
-        self._limit = (config.max_mean_diff or limit) / min(1.0, temperature)
+        self._limit = limit / min(1.0, temperature)
         self._all_reduce = all_reduce
 
-    def judge(self, metrics: Metrics, staleness: int) -> None:
+    def judge(self, metrics: Metrics, moved: float) -> None:
         """Raise RunError on every rank if the samples differ too much from the policy. Collective.
 
-        metrics: of a forward pass. staleness: optimizer steps between the sampler's weights and the policy's, at most.
+        metrics: of a forward pass. moved: learning rate times the optimizer steps since the oldest token was sampled.
         """
-        if not self._enabled:
-            return
         found = reduce(metrics.only((MEAN, WORST)), *self._all_reduce)
-        drift = self._drift * staleness
+        drift = DRIFT_PER_RATE * moved
         for name, limit in ((MEAN, self._limit + drift), (WORST, WORST_PER_MEAN * self._limit + drift)):
             value = found.get(name, 0.0)
             if not math.isfinite(value):
@@ -85,3 +80,15 @@ def staleness_of(groups: Sequence[Group], policy_version: int) -> int:
     """Return the most optimizer steps since a plainly sampled sequence was sampled; 0 without any."""
     sequences = (one for group in groups for episode in group.rollouts for one in episode.sequences)
     return max((policy_version - one.policy_version for one in sequences if one.plain), default=0)
+
+
+def make_judge(
+    config: FreshnessConfig,
+    limit: float,
+    temperature: float,
+    all_reduce: tuple[AllReduce, AllReduce],
+) -> Judge:
+    """Return `SampleCheck.judge` with the configured limit or else with `limit`; with `every: 0` a judge of nothing."""
+    if config.every == 0:
+        return lambda metrics, moved: None
+    return SampleCheck(config.max_mean_diff or limit, temperature, all_reduce).judge

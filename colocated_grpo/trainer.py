@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from colocated_grpo.advantages import group_advantages
-from colocated_grpo.assembly.run import BEST, GOAL_REACHED, LEARNING_RATE, Run
 from colocated_grpo.batching import Batch, MicroBatch, pack
 from colocated_grpo.environments.base import BatchResult
 from colocated_grpo.errors import NothingUsable
@@ -23,6 +22,7 @@ from colocated_grpo.policy.export import Export
 from colocated_grpo.policy.masters import Weights
 from colocated_grpo.policy.policy import fill_missing, score
 from colocated_grpo.rollout.collect import Stopped
+from colocated_grpo.run import BEST, GOAL_REACHED, LEARNING_RATE, Run
 from colocated_grpo.runtime.distributed import derive_seed, seed_everything
 from colocated_grpo.runtime.profiling import profiled
 from colocated_grpo.runtime.run_folder import MODEL_SHAPE
@@ -85,7 +85,7 @@ def train(run: Run) -> str:
             with (
                 run.choreography.training_phase(),
                 profiled(profile_folder(run, step)),
-                out_of_memory_in_one_line(config),
+                out_of_memory_in_one_line(config.batch.max_tokens_per_micro_batch),
             ):
                 metrics = update(run, with_logprobs(run, batch), staleness_of(groups, run.policy.version))
             row |= reduce(metrics, run.world.sum_, run.world.max_)
@@ -233,7 +233,7 @@ def update(run: Run, batch: Batch, staleness: int) -> Metrics:
         for minibatch in batch.minibatches:
             own = Metrics(run.world.device)
             run.policy.forward_backward(minibatch, own)
-            run.samples.judge(own, staleness)
+            run.judge_samples(own, staleness * max(run.config.policy.lr, run.policy.fixed_lr or 0.0))
             run.policy.optimizer_step(own)
             metrics.add(dict(own.ordered()))
             staleness += int(moves)
@@ -263,7 +263,7 @@ def save(run: Run, step: int, *, goal_reached: bool = False) -> None:
     state = {
         "source": run.supply.state_dict(),
         GOAL_REACHED: goal_reached,
-        MODEL_SHAPE: run.model.shape,
+        MODEL_SHAPE: run.model_shape,
         LEARNING_RATE: run.policy.fixed_lr,
         BEST: run.best.state_dict(),
     }

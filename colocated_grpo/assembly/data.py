@@ -108,7 +108,12 @@ def build_collector(
         {name: GuardedScorer(scorer, guarded) for name, scorer in scored.items()},
         codec.message_text,
         world,
-        build_dispatch(config, world),
+        build_dispatch(
+            world,
+            ranks_per_engine=config.ranks_per_engine,
+            replicated=config.rollout.generation == "replicated",
+            deterministic=config.deterministic,
+        ),
         seed=config.seed,
         reward_workers=rollout.reward_workers,
         reward_timeout=rollout.reward_timeout,

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
 
 import torch
 
 from colocated_grpo.phases import WeightSync
+from colocated_grpo.policy.loading import engine_dtype
 from colocated_grpo.rollout.engine import LocalEngine, RolloutEngine
+from colocated_grpo.rollout.vllm.spec import SERVER_NUM_SEQS, EngineSpec, num_seqs_for
+from colocated_grpo.runtime.distributed import World
+from colocated_grpo.settings.schema import Config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,3 +29,35 @@ class Engines:
     """Type of their weights."""
     is_quantized: bool
     """True if the weights or the KV cache of any have 8 bits or fewer."""
+
+
+def engine_spec(config: Config, folder: Path, world: World, sequences: int | None = None) -> EngineSpec:
+    """Return the engine of one rank of a run with the model in `folder`.
+
+    sequences: that it receives at a time, where engine.max_num_seqs is open; None: its part of a step's completions.
+    """
+    engine, has_senders = config.engine, config.atropos is not None
+    if sequences is None:
+        engines = 1 if config.rollout.generation == "replicated" else world.size // engine.tensor_parallel_size
+        per_engine = ceil(config.rollout.prompts_per_step / engines) * config.rollout.group_size  # groups are not split
+        sequences = SERVER_NUM_SEQS if has_senders else per_engine
+    return EngineSpec(
+        folder=folder,
+        dtype=engine_dtype(engine, config.policy, world.device),
+        max_model_len=engine.max_model_len or config.max_sequence_tokens,
+        max_num_seqs=engine.max_num_seqs or num_seqs_for(sequences),
+        trust_remote_code=config.model.trust_remote_code,
+        seed=config.seed,
+        tensor_parallel_size=engine.tensor_parallel_size,
+        kv_cache_memory_bytes=engine.kv_cache_memory_bytes,
+        gpu_memory_utilization=engine.gpu_memory_utilization,
+        enforce_eager=engine.enforce_eager,
+        sleep=engine.sleep,
+        # The policy computes with the weights, or not every phase begins with a sync.
+        keeps_weights=config.weights == "shared" or config.sync_frequency > 1,
+        # Requests of agents and of other processes may have stop strings, whatever rollout.stop says.
+        needs_text=bool(config.rollout.stop) or has_senders or config.has_agents,
+        structured=config.structured,
+        records_routes=config.policy.routing_replay,
+        args=engine.args,
+    )

@@ -11,12 +11,12 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
-from colocated_grpo.assembly.engines import Engines
-from colocated_grpo.freshness import SampleCheck, default_limit
+from colocated_grpo.assembly.engines import Engines, engine_spec
+from colocated_grpo.freshness import Judge, default_limit, make_judge
 from colocated_grpo.phases import WeightSync
 from colocated_grpo.policy.checkpoint_files import fetch_model
 from colocated_grpo.policy.export import AdapterExport, Export, ModelExport
-from colocated_grpo.policy.loading import build_model, compute_dtype, dtype_of, engine_dtype
+from colocated_grpo.policy.loading import ModelLoader, dtype_of, engine_dtype
 from colocated_grpo.policy.lora.weights import AdapterWeights
 from colocated_grpo.policy.masters import ShardedWeights, adopt
 from colocated_grpo.policy.model import host_copy
@@ -42,8 +42,8 @@ def build_reference(config: Config, model: ModelFiles, policy: Policy, world: Wo
         return None
     if isinstance(policy.weights, AdapterWeights):
         return InitialAdapter(policy.weights)
-    second = build_model(config, model.hf_config, model.folder, world, offloaded=config.policy.cpu_offload)
-    return ReferenceModel(ShardedWeights(second))
+    loader = ModelLoader(config, model.hf_config, model.folder, world)
+    return ReferenceModel(ShardedWeights(loader.model(offloaded=config.policy.cpu_offload)))
 
 
 def fetch_opponent(config: Config, world: World) -> Path | None:
@@ -61,11 +61,8 @@ def read_opponent(config: Config, folder: Path | None, hf_config: PretrainedConf
     if folder is None:
         return {}
     on_gpu = world.device.type == "cuda"
-    return host_copy(
-        build_model(config, hf_config, folder, world, offloaded=on_gpu),
-        compute_dtype(config, world.device),
-        pinned=on_gpu,
-    )
+    loader = ModelLoader(config, hf_config, folder, world)
+    return host_copy(loader.model(offloaded=on_gpu), loader.dtype, pinned=on_gpu)
 
 
 def opponent_state(config: Config, shards: Mapping[str, DTensor]) -> dict[str, DTensor]:
@@ -79,7 +76,7 @@ def build_colocated(config: Config, policy: Policy, model_folder: Path, world: W
     """Engines in the processes of the ranks. Collective. resources: close this rank's."""
     engine = resources.enter_context(closing(build_engine(config, policy, model_folder, world)))
     sync = build_sync(config, policy, engine, world)
-    dtype = engine_dtype(config, world.device)
+    dtype = engine_dtype(config.engine, config.policy, world.device)
     return Engines(local=engine, engine=engine, sync=sync, dtype=dtype, is_quantized=engine.is_quantized)
 
 
@@ -90,7 +87,7 @@ def build_engine(config: Config, policy: Policy, model_folder: Path, world: Worl
         policy.init_optimizer_state()
         if policy.offload is not None:
             policy.offload.to_host()
-    engine = VLLMEngine(config, model_folder, engine_dtype(config, world.device), world)
+    engine = VLLMEngine(engine_spec(config, model_folder, world), world)
     engine.sleep()
     if policy.offload is not None:
         policy.offload.to_device()
@@ -103,7 +100,7 @@ def check_engine(config: Config, model: ModelFiles, world: World) -> None:
     Engine servers have checked their own.
     """
     if config.engine.placement == "colocated":
-        prepare(config, model.folder, engine_dtype(config, world.device), world.device)
+        prepare(engine_spec(config, model.folder, world), world.device)
 
 
 def build_sync(config: Config, policy: Policy, engine: LocalEngine, world: World) -> WeightSync:
@@ -143,11 +140,10 @@ def build_opponent(
     )
 
 
-def build_sample_check(config: Config, compute: torch.dtype, engines: Engines, world: World) -> SampleCheck:
+def build_judge(config: Config, compute: torch.dtype, engines: Engines, world: World) -> Judge:
     """compute: type of the policy's activations."""
     limit = default_limit([compute, engines.dtype], quantized=engines.is_quantized)
-    reduces = world.sum_, world.max_
-    return SampleCheck(config.freshness, limit, config.rollout.temperature, config.policy.lr, reduces)
+    return make_judge(config.freshness, limit, config.rollout.temperature, (world.sum_, world.max_))
 
 
 def build_exports(config: Config, policy: Policy, model: ModelFiles, world: World) -> list[Export]:

@@ -60,7 +60,7 @@ def _required_dtype(config: Config, device: torch.device) -> str | None:
     """Return the type that the servers' weights must have; None: any, as they are cast on their way."""
     if config.engine.dtype == "auto" and config.engine.bridge != "shared":
         return None
-    return str(engine_dtype(config, device)).removeprefix("torch.")
+    return str(engine_dtype(config.engine, config.policy, device)).removeprefix("torch.")
 
 
 def _prepare(config: Config, dtype: str | None, server: EngineServer, info: JsonObject) -> None:

@@ -46,7 +46,7 @@ def problems_of(config: Config) -> list[str]:
 
     try:
         folder = fetch_tokenizer(config.model)
-        check_model(config, folder)
+        check_model(config.model, folder)
         tokenizer = load_tokenizer(config.model, folder)
         environments = build_environments(config, tokenizer)
         sources, _ = import_sets(config, tokenizer, environments)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from colocated_grpo.assembly.run import build_run, describe, note_unusual_resume
+from colocated_grpo.assembly.assemble import build_run, describe, note_unusual_resume
 from colocated_grpo.assembly.user_code import user_code_limit
 from colocated_grpo.environments.chat import ChatCodec
 from colocated_grpo.errors import RunError
@@ -70,7 +70,7 @@ def train_on(
             mark(FOLDER_SUFFIX, str(folder))
             resources, guarded = process.resources, process.guard.armed
             run = build_run(config, folder, world, process.stop, output, resources, guarded, callbacks)
-        run.tracker.start(run.config, describe(run), run.start, ChatCodec(run.model.tokenizer).transcript)
+        run.tracker.start(run.config, describe(run), run.start, ChatCodec(run.tokenizer).transcript)
         if resume is not None:
             note_unusual_resume(run)
         settle_garbage_collector()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import Literal
 
 import numpy as np
 import torch
@@ -83,9 +84,53 @@ def min_checkpointed_blocks(
     return min(blocks, ceil((needed - free) / (saved_per_token * tokens)))
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepSettings:
+    """Settings that decide the memory of a training step."""
+
+    max_tokens: int | Literal["auto"]
+    """batch.max_tokens_per_micro_batch."""
+    longest: int
+    """Tokens of the longest sequence."""
+    context_parallel: int
+    chunk_tokens: int
+    """policy.logprob_chunk_tokens."""
+    checkpointing: bool | Literal["auto"]
+    """policy.gradient_checkpointing."""
+
+    @classmethod
+    def of(cls, config: Config) -> StepSettings:
+        return cls(
+            max_tokens=config.batch.max_tokens_per_micro_batch,
+            longest=config.max_sequence_tokens,
+            context_parallel=config.policy.context_parallel,
+            chunk_tokens=config.policy.logprob_chunk_tokens,
+            checkpointing=config.policy.gradient_checkpointing,
+        )
+
+    def candidate_sizes(self) -> list[int]:
+        """Return the sizes to choose from, best first: the configured one, or those that hold the longest sequence.
+
+        Tokens of one rank: with policy.context_parallel, several ranks hold a sequence.
+        """
+        longest = ceil(self.longest / self.context_parallel)
+        if self.max_tokens != "auto":
+            return [self.max_tokens]
+        return [tokens for tokens in AUTO_TOKENS if tokens >= longest] or [longest]
+
+    def trial_sizes(self) -> tuple[int, int]:
+        """Return the tokens of the two trial micro-batches."""
+        least, most = TRIAL_TOKENS
+        sizes = self.candidate_sizes()
+        full = sizes[len(sizes) // 2]
+        large = max(4, min(full, max(least, min(most, full // TRIAL_DIVISOR))))
+        # Blocks are compiled with the smaller one, which is odd: widths of models are even (see TRIAL_PREFIX).
+        return max(3, (large // 2 - 1) | 1), large
+
+
 @contextmanager
-def out_of_memory_in_one_line(config: Config) -> Iterator[None]:
-    """Raise the OutOfMemoryError of a training step as RunError.
+def out_of_memory_in_one_line(max_tokens: int | Literal["auto"]) -> Iterator[None]:
+    """Raise the OutOfMemoryError of a training step as RunError. max_tokens: batch.max_tokens_per_micro_batch.
 
     Trial steps cannot rule it out: real batches have other shapes, and other processes may take device memory later.
     """
@@ -94,7 +139,7 @@ def out_of_memory_in_one_line(config: Config) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         why = in_one_line(error).partition(" If reserved ")[0]  # advice about torch's allocator follows
         raise RunError(
-            f"batch.max_tokens_per_micro_batch={config.batch.max_tokens_per_micro_batch}: a training step does not fit "
+            f"batch.max_tokens_per_micro_batch={max_tokens}: a training step does not fit "
             f"into device memory ({why}); lower it, set policy.gradient_checkpointing to true, free the engine's "
             f"memory (engine.sleep true, sync_frequency 1), {TO_HOST}"
         ) from error
@@ -105,63 +150,52 @@ def choose_micro_batch_size(policy: Policy, config: Config, world: World) -> Con
 
     Call after everything that stays on the device during training has been allocated. Collective.
     """
+    step = StepSettings.of(config)
     if world.device.type == "cpu":
-        sizes = candidate_sizes(config)
+        sizes = step.candidate_sizes()
         tokens = next((size for size in sizes if size <= MAX_TOKENS_ON_CPU), sizes[-1])
     else:
-        tokens = fit_to_memory(policy, config, world)
+        tokens = fit_to_memory(policy, step, world)
     batch = config.batch.model_copy(update={"max_tokens_per_micro_batch": tokens})
     return config.model_copy(update={"batch": batch})
 
 
-def fit_to_memory(policy: Policy, config: Config, world: World) -> int:
-    """Return a size that fits; also choose the checkpointed blocks if the config says 'auto'. Collective."""
+def fit_to_memory(policy: Policy, step: StepSettings, world: World) -> int:
+    """Return a size that fits; with checkpointing 'auto' also choose the checkpointed blocks. Collective."""
     policy.init_optimizer_state()  # engines of this process have done so before they were sized
     try:
-        if config.policy.gradient_checkpointing == "auto":
-            return fit_tokens_and_blocks(policy, config, world)
-        sizes = candidate_sizes(config)
-        return sizes[0] if len(sizes) == 1 else fit_tokens(policy, config, world)
+        if step.checkpointing == "auto":
+            return fit_tokens_and_blocks(policy, step, world)
+        sizes = step.candidate_sizes()
+        return sizes[0] if len(sizes) == 1 else fit_tokens(policy, step, world)
     except torch.OutOfMemoryError as error:
         raise RunError(
-            f"batch.max_tokens_per_micro_batch={config.batch.max_tokens_per_micro_batch}: a trial step of "
-            f"{trial_sizes(config)[1]} tokens does not fit beside weights, optimizer state and engine; {TO_HOST}"
+            f"batch.max_tokens_per_micro_batch={step.max_tokens}: a trial step of {step.trial_sizes()[1]} tokens does "
+            f"not fit beside weights, optimizer state and engine; {TO_HOST}"
         ) from error
 
 
-def candidate_sizes(config: Config) -> list[int]:
-    """Return the sizes to choose from, best first: the configured one, or those that hold the longest sequence.
-
-    Tokens of one rank: with policy.context_parallel, several ranks hold a sequence.
-    """
-    size = config.batch.max_tokens_per_micro_batch
-    longest = ceil(config.max_sequence_tokens / config.policy.context_parallel)
-    if size != "auto":
-        return [size]
-    return [tokens for tokens in AUTO_TOKENS if tokens >= longest] or [longest]
-
-
-def fit_tokens(policy: Policy, config: Config, world: World) -> int:
+def fit_tokens(policy: Policy, step: StepSettings, world: World) -> int:
     """Return the best size that fits with the current checkpointing, or the smallest if none does. Collective.
 
     The estimate is cautious: the smallest may fit all the same, and a step that does not ends the run with one line.
     """
-    sizes = candidate_sizes(config)
-    return next(iter(_sizes_that_fit(sizes, _measure_all_ranks(policy, config, world), policy)), sizes[-1])
+    sizes = step.candidate_sizes()
+    return next(iter(_sizes_that_fit(sizes, _measure_all_ranks(policy, step, world), policy)), sizes[-1])
 
 
-def fit_tokens_and_blocks(policy: Policy, config: Config, world: World) -> int:
+def fit_tokens_and_blocks(policy: Policy, step: StepSettings, world: World) -> int:
     """Return the best size without checkpointing, else one with as few checkpointed blocks as possible. Collective."""
-    sizes, blocks = candidate_sizes(config), len(blocks_of(policy.model))
+    sizes, blocks = step.candidate_sizes(), len(blocks_of(policy.model))
     set_checkpointed(policy.model, 0)
-    kept = _measure_all_ranks(policy, config, world)
+    kept = _measure_all_ranks(policy, step, world)
     # All ranks decide from the same measurements, because the next trial is collective. Skip that trial if possible: it
     # compiles checkpointed blocks.
     fitting = _sizes_that_fit([s for s in sizes if s >= MIN_TOKENS_WITHOUT_CHECKPOINTS] or sizes[:1], kept, policy)
     if fitting:
         return fitting[0]
     set_checkpointed(policy.model, blocks)
-    checkpointed = _measure_all_ranks(policy, config, world)
+    checkpointed = _measure_all_ranks(policy, step, world)
     saved = [(a.per_token - b.per_token) / blocks for (a, _), (b, _) in zip(kept, checkpointed, strict=True)]
     usable = [usable for _, usable in checkpointed]
 
@@ -185,9 +219,9 @@ def _first_that_fits(sizes: Sequence[int], counts: Callable[[int], list[int]]) -
     return sizes[-1], max(counts(sizes[-1]))
 
 
-def _measure_all_ranks(policy: Policy, config: Config, world: World) -> list[tuple[Footprint, float]]:
+def _measure_all_ranks(policy: Policy, step: StepSettings, world: World) -> list[tuple[Footprint, float]]:
     """Return footprint and usable bytes of every rank. Collective."""
-    return world.gather_objects((measure(policy, config), usable_bytes(world.device)))
+    return world.gather_objects((measure(policy, step), usable_bytes(world.device)))
 
 
 def _sizes_that_fit(sizes: Sequence[int], measured: Sequence[tuple[Footprint, float]], policy: Policy) -> list[int]:
@@ -196,46 +230,36 @@ def _sizes_that_fit(sizes: Sequence[int], measured: Sequence[tuple[Footprint, fl
     return [size for size in sizes if all(seen.bytes_needed(size, blocks) <= usable for seen, usable in measured)]
 
 
-def measure(policy: Policy, config: Config) -> Footprint:
+def measure(policy: Policy, step: StepSettings) -> Footprint:
     """Measure the footprint with the current checkpointing. Collective."""
-    small, large = trial_sizes(config)
+    small, large = step.trial_sizes()
     # The first step compiles, tunes kernels and allocates workspaces, which stay allocated and are not counted.
-    run_trial_step(policy, config, small)
-    _, kept_by_small = _trial_memory(policy, config, small)
-    peak, kept_by_large = _trial_memory(policy, config, large)
+    run_trial_step(policy, step, small)
+    _, kept_by_small = _trial_memory(policy, step, small)
+    peak, kept_by_large = _trial_memory(policy, step, large)
     return Footprint(peak=peak, tokens=large, per_token=(kept_by_large - kept_by_small) / (large - small))
 
 
-def trial_sizes(config: Config) -> tuple[int, int]:
-    """Return the tokens of the two trial micro-batches."""
-    least, most = TRIAL_TOKENS
-    sizes = candidate_sizes(config)
-    full = sizes[len(sizes) // 2]
-    large = max(4, min(full, max(least, min(most, full // TRIAL_DIVISOR))))
-    # Blocks are compiled with the smaller one, which is odd: widths of models are even (see TRIAL_PREFIX).
-    return max(3, (large // 2 - 1) | 1), large
-
-
-def _trial_memory(policy: Policy, config: Config, tokens: int) -> tuple[int, int]:
+def _trial_memory(policy: Policy, step: StepSettings, tokens: int) -> tuple[int, int]:
     """Return bytes allocated by a trial step: at its peak, and at the end of the last forward pass."""
     before, after_forward = torch.cuda.memory_allocated(policy.device), []
     torch.cuda.reset_peak_memory_stats(policy.device)
     hook = policy.model.register_forward_hook(
         lambda *_: after_forward.append(torch.cuda.memory_allocated(policy.device))
     )
-    run_trial_step(policy, config, tokens)
+    run_trial_step(policy, step, tokens)
     hook.remove()
     return torch.cuda.max_memory_allocated(policy.device) - before, after_forward[-1] - before
 
 
-def run_trial_step(policy: Policy, config: Config, tokens: int) -> None:
+def run_trial_step(policy: Policy, step: StepSettings, tokens: int) -> None:
     """Compute and discard the gradients of two dummy micro-batches of `tokens` on each rank. Collective.
 
     Two, because gradients stay unsharded between the micro-batches of an optimizer step.
     """
-    rows = tokens * config.policy.context_parallel
+    rows = tokens * step.context_parallel
     prefix = TRIAL_PREFIX if policy.model.shares_prefixes and rows > 2 * TRIAL_PREFIX else 0
-    dummy = dummy_micro_batch(config, rows, prefix)
+    dummy = dummy_micro_batch(step, rows, prefix)
     micro_batch = local_rows(dummy, policy.context)
     counts = Counts(tokens=2 * rows, sequences=2, batch_tokens=2 * rows, minibatches=1)
     with torch.random.fork_rng([policy.device] if policy.device.type == "cuda" else []):
@@ -244,16 +268,16 @@ def run_trial_step(policy: Policy, config: Config, tokens: int) -> None:
         parameter.grad = None
 
 
-def dummy_micro_batch(config: Config, tokens: int, prefix: int = TRIAL_PREFIX) -> MicroBatch:
+def dummy_micro_batch(step: StepSettings, tokens: int, prefix: int = TRIAL_PREFIX) -> MicroBatch:
     """Build a micro-batch of `tokens` in two or more sequences of allowed length, scored after their common prefix.
 
     prefix: its length, as real siblings have one: micro-batches without a common prefix run other kernels.
     """
-    longest = max(1, min(ceil(tokens / 2), config.max_sequence_tokens) - prefix)
+    longest = max(1, min(ceil(tokens / 2), step.longest) - prefix)
     count, remainder = divmod(tokens - prefix, longest)
     first = max(1, prefix)  # nothing predicts a sequence's first token
     lengths = [prefix + own for own in [*[longest] * count, remainder] if prefix + own > first]
-    scored = _with_a_chunk([np.arange(first, length) for length in lengths], config)
+    scored = _with_a_chunk([np.arange(first, length) for length in lengths], step)
     sequences = [
         TrainSequence(
             token_ids=np.zeros(length, np.int64),
@@ -272,13 +296,13 @@ def dummy_micro_batch(config: Config, tokens: int, prefix: int = TRIAL_PREFIX) -
     return replace(micro_batch, loss_inputs=replace(inputs, old_logprobs_N=logprobs_N, ref_logprobs_N=logprobs_N))
 
 
-def _with_a_chunk(scored: Sequence[np.ndarray], config: Config) -> list[np.ndarray]:
+def _with_a_chunk(scored: Sequence[np.ndarray], step: StepSettings) -> list[np.ndarray]:
     """Repeat scored positions evenly, so that a trial of any size fills a chunk of logits as a full micro-batch does.
 
     On each rank of a context-parallel group.
     """
-    chunk = min(config.policy.logprob_chunk_tokens, candidate_sizes(config)[0])
-    ratio = config.policy.context_parallel * chunk / sum(map(len, scored))
+    chunk = min(step.chunk_tokens, step.candidate_sizes()[0])
+    ratio = step.context_parallel * chunk / sum(map(len, scored))
     repeats = [(np.arange(int(len(own) * ratio)) / ratio).astype(np.int64) for own in scored]
     return [np.sort(np.concatenate([own, own[again]])) for own, again in zip(scored, repeats, strict=True)]
 

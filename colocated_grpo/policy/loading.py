@@ -27,133 +27,129 @@ from colocated_grpo.policy.model import (
 from colocated_grpo.policy.routing import RoutingReplay
 from colocated_grpo.policy.shards import load_shards, read_from, read_parameters, stored_names
 from colocated_grpo.runtime.distributed import World
+from colocated_grpo.settings.engine import EngineConfig
 from colocated_grpo.settings.lora import LoRAConfig
-from colocated_grpo.settings.schema import Config
+from colocated_grpo.settings.policy import PolicyConfig
+from colocated_grpo.settings.schema import Config, ModelConfig
+
+DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
 
 
-def dtype_of(setting: Literal["auto", "bfloat16", "float16", "float32"], *, auto: torch.dtype) -> torch.dtype:
+def dtype_of(setting: DtypeName, *, auto: torch.dtype) -> torch.dtype:
     """Return the torch dtype of a setting. auto: the dtype for 'auto'."""
     return auto if setting == "auto" else getattr(torch, setting)
 
 
-def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """Return the type of weights and activations in forward and backward passes."""
-    return dtype_of(config.policy.compute_dtype, auto=torch.bfloat16 if device.type == "cuda" else torch.float32)
+def compute_dtype(setting: DtypeName, device: torch.device) -> torch.dtype:
+    """Return the type of weights and activations in forward and backward passes. setting: policy.compute_dtype."""
+    return dtype_of(setting, auto=torch.bfloat16 if device.type == "cuda" else torch.float32)
 
 
-def engine_dtype(config: Config, device: torch.device) -> torch.dtype:
+def engine_dtype(engine: EngineConfig, policy: PolicyConfig, device: torch.device) -> torch.dtype:
     """Return the type in which the engine has the weights and computes."""
-    return dtype_of(config.engine.dtype, auto=compute_dtype(config, device))
+    return dtype_of(engine.dtype, auto=compute_dtype(policy.compute_dtype, device))
 
 
-def check_model(config: Config, folder: Path) -> None:
+def check_model(settings: ModelConfig, folder: Path) -> None:
     """Raise ConfigError where the model in `folder` cannot be built, or a local checkpoint does not fit it.
 
     Allocates no parameters. folder: it may lack the weights of a model of the Hub, which are not downloaded.
     """
-    model = build_empty(
-        read_model_config(config.model, folder),
-        config.policy.logprob_chunk_tokens,
-        trust_remote_code=config.model.trust_remote_code,
-    )
+    hf_config = read_model_config(settings, folder)
+    model = build_empty(hf_config, chunk_tokens=1, trust_remote_code=settings.trust_remote_code)
     transformer_blocks(model.lm)
-    if Path(config.model.name).is_dir():
+    if Path(settings.name).is_dir():
         stored_names(CheckpointReader(folder), model.hf_parameters(), model.lm.base_model_prefix)
 
 
-def build_weights(config: Config, hf_config: PretrainedConfig, folder: Path, world: World) -> Weights:
-    """Load the checkpoint in `folder` for training. Collective."""
-    if config.policy.lora is not None:
-        return _build_adapter(config, config.policy.lora, hf_config, folder, world)
-    model = _build_empty(config, hf_config, folder, world)
-    if config.policy.train_layers is not None:
-        freeze(model, compute_dtype(config, world.device), config.policy.train_layers)
-    _prepare_blocks(config, model, world)
-    if coefficient := config.policy.load_balancing:  # an adapter has none: it freezes the routers
-        model.balancing = LoadBalancing(model, model.lm.config.model_type, coefficient, world.device)
-    if _without_fsdp(config, world):
-        return UnshardedWeights(model, folder, world.device, compute_dtype(config, world.device))
-    _load_sharded(config, model, folder, world, offloaded=config.policy.cpu_offload)
-    return ShardedWeights(model)
+class ModelLoader:
+    """Loads the checkpoint in a folder as a run trains or scores it. Collective."""
 
+    def __init__(self, config: Config, hf_config: PretrainedConfig, folder: Path, world: World) -> None:
+        self._policy = config.policy
+        self._trust_remote_code = config.model.trust_remote_code
+        self._longest = config.max_sequence_tokens
+        self._seed = config.seed
+        self._hf_config, self._folder, self._world = hf_config, folder, world
+        self.dtype = compute_dtype(config.policy.compute_dtype, world.device)
+        # With one rank, FSDP2 would hold frozen weights twice: as a shard and gathered.
+        partly_frozen = config.policy.lora is not None or config.policy.train_layers is not None
+        frozen_on_device = partly_frozen and world.size == 1 and not config.policy.cpu_offload
+        self._without_fsdp = config.shares_weights is not None or frozen_on_device
 
-def build_model(
-    config: Config, hf_config: PretrainedConfig, folder: Path, world: World, *, offloaded: bool
-) -> PackedLM:
-    """Load the checkpoint in `folder` with FSDP2. offloaded: keep it in host memory between uses. Collective."""
-    model = _build_empty(config, hf_config, folder, world)
-    _prepare_blocks(config, model, world)
-    _load_sharded(config, model, folder, world, offloaded=offloaded)
-    return model
+    def weights(self) -> Weights:
+        """Return the weights that the run trains."""
+        policy = self._policy
+        if policy.lora is not None:
+            return self._adapter(policy.lora)
+        model = self._empty()
+        if policy.train_layers is not None:
+            freeze(model, self.dtype, policy.train_layers)
+        self._prepare_blocks(model)
+        if coefficient := policy.load_balancing:  # an adapter has none: it freezes the routers
+            model.balancing = LoadBalancing(model, model.lm.config.model_type, coefficient, self._world.device)
+        if self._without_fsdp:
+            return UnshardedWeights(model, self._folder, self._world.device, self.dtype)
+        self._load_sharded(model, offloaded=policy.cpu_offload)
+        return ShardedWeights(model)
 
+    def model(self, *, offloaded: bool) -> PackedLM:
+        """Return the model with FSDP2. offloaded: keep it in host memory between uses."""
+        model = self._empty()
+        self._prepare_blocks(model)
+        self._load_sharded(model, offloaded=offloaded)
+        return model
 
-def _build_adapter(
-    config: Config, lora: LoRAConfig, hf_config: PretrainedConfig, folder: Path, world: World
-) -> Weights:
-    """Raises ConfigError where the adapter does not fit the model, before device memory is allocated."""
-    # Imported here: PEFT takes seconds to import, and only adapters need it.
-    from colocated_grpo.policy.lora.files import read_factors
-    from colocated_grpo.policy.lora.targets import insert_adapters
-    from colocated_grpo.policy.lora.weights import AdapterWeights
+    def _adapter(self, lora: LoRAConfig) -> Weights:
+        """Raises ConfigError where the adapter does not fit the model, before device memory is allocated."""
+        # Imported here: PEFT takes seconds to import, and only adapters need it.
+        from colocated_grpo.policy.lora.files import read_factors
+        from colocated_grpo.policy.lora.targets import insert_adapters
+        from colocated_grpo.policy.lora.weights import AdapterWeights
 
-    dtype = compute_dtype(config, world.device)
-    model = _build_empty(config, hf_config, folder, world)
-    freeze(model, dtype)
-    insert_adapters(model.lm, transformer_blocks(model.lm), lora)
-    factors = read_factors(lora, model)
-    _prepare_blocks(config, model, world)
-    if _without_fsdp(config, world):
-        allocate(model, world.device, dtype)
-        read_parameters(model.hf_parameters(), model.lm.base_model_prefix, folder)
-    else:
-        _load_sharded(config, model, folder, world, offloaded=False)
-    return AdapterWeights(model, factors, world.device, config.seed, base_on_host=lora.base_on_host)
+        device, model = self._world.device, self._empty()
+        freeze(model, self.dtype)
+        insert_adapters(model.lm, transformer_blocks(model.lm), lora)
+        factors = read_factors(lora, model)
+        self._prepare_blocks(model)
+        if self._without_fsdp:
+            allocate(model, device, self.dtype)
+            read_parameters(model.hf_parameters(), model.lm.base_model_prefix, self._folder)
+        else:
+            self._load_sharded(model, offloaded=False)
+        return AdapterWeights(model, factors, device, self._seed, base_on_host=lora.base_on_host)
 
+    def _empty(self) -> PackedLM:
+        """Build the model with its buffers, and with parameters without storage.
 
-def _without_fsdp(config: Config, world: World) -> bool:
-    """Return True for one rank without FSDP2, which would hold frozen weights twice: as a shard and gathered."""
-    partly_frozen = config.policy.lora is not None or config.policy.train_layers is not None
-    return config.shares_weights is not None or (partly_frozen and world.size == 1 and not config.policy.cpu_offload)
+        Raises ConfigError if the checkpoint lacks tensors, or has other shapes: before device memory is allocated.
+        """
+        policy, device = self._policy, self._world.device
+        model = build_empty(
+            self._hf_config,
+            policy.logprob_chunk_tokens,
+            trust_remote_code=self._trust_remote_code,
+            attention=implementation_for(
+                self._hf_config, self.dtype, device, longest=self._longest, context_parallel=policy.context_parallel
+            ),
+        )
+        if device.type == "cuda" and not model.shares_prefixes:
+            linear_attention.kernel()  # raises before device memory is allocated
+        reader, prefix = CheckpointReader(self._folder), model.lm.base_model_prefix
+        stored_names(reader, model.hf_parameters(), prefix)
+        read_from(reader, model.hf_buffers(), prefix)
+        return model
 
+    def _prepare_blocks(self, model: PackedLM) -> None:
+        """Prepare the blocks for checkpointing, compilation and routing replay as configured."""
+        policy, device = self._policy, self._world.device
+        compiled = device.type == "cuda" if policy.compile == "auto" else policy.compile
+        prepare_blocks(model, checkpointed=policy.gradient_checkpointing is True, compiled=compiled)
+        if policy.routing_replay:
+            model.replay = RoutingReplay(blocks_of(model), model.lm.config, device)
+        if compiled and policy.lora is not None and (policy.lora.layers is None or 0 in policy.lora.layers):
+            require_input_gradients(model)
 
-def _build_empty(config: Config, hf_config: PretrainedConfig, folder: Path, world: World) -> PackedLM:
-    """Build the model with its buffers, and with parameters without storage.
-
-    Raises ConfigError if the checkpoint lacks tensors, or has other shapes: before device memory is allocated.
-    """
-    dtype = compute_dtype(config, world.device)
-    model = build_empty(
-        hf_config,
-        config.policy.logprob_chunk_tokens,
-        trust_remote_code=config.model.trust_remote_code,
-        attention=implementation_for(
-            hf_config,
-            dtype,
-            world.device,
-            longest=config.max_sequence_tokens,
-            context_parallel=config.policy.context_parallel,
-        ),
-    )
-    if world.device.type == "cuda" and not model.shares_prefixes:
-        linear_attention.kernel()  # raises before device memory is allocated
-    reader, prefix = CheckpointReader(folder), model.lm.base_model_prefix
-    stored_names(reader, model.hf_parameters(), prefix)
-    read_from(reader, model.hf_buffers(), prefix)
-    return model
-
-
-def _prepare_blocks(config: Config, model: PackedLM, world: World) -> None:
-    """Prepare the blocks for checkpointing, compilation and routing replay as configured."""
-    policy = config.policy
-    compiled = world.device.type == "cuda" if policy.compile == "auto" else policy.compile
-    checkpointed = policy.gradient_checkpointing is True
-    prepare_blocks(model, checkpointed=checkpointed, compiled=compiled)
-    if policy.routing_replay:
-        model.replay = RoutingReplay(blocks_of(model), model.lm.config, world.device)
-    if compiled and policy.lora is not None and (policy.lora.layers is None or 0 in policy.lora.layers):
-        require_input_gradients(model)
-
-
-def _load_sharded(config: Config, model: PackedLM, folder: Path, world: World, *, offloaded: bool) -> None:
-    shard(model, world.mesh, compute_dtype(config, world.device), offloaded=offloaded)
-    load_shards(model, folder, world.device, offloaded=offloaded)
+    def _load_sharded(self, model: PackedLM, *, offloaded: bool) -> None:
+        shard(model, self._world.mesh, self.dtype, offloaded=offloaded)
+        load_shards(model, self._folder, self._world.device, offloaded=offloaded)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,16 +15,18 @@ from transformers import PretrainedConfig
 
 from colocated_grpo.batching import Batch, MicroBatch, Minibatch, PackedRoutes, PackedTokens, PrefixKeys
 from colocated_grpo.errors import RunError
-from colocated_grpo.losses import LossInputs, make_denominator
+from colocated_grpo.losses import ChunkedLoss, LossFn, LossInputs, make_chunked_loss, make_denominator, make_loss
+from colocated_grpo.losses.parts import weighted_mean
 from colocated_grpo.metrics import Metrics, Stat
 from colocated_grpo.policy.context_parallel import with_group_sums
 from colocated_grpo.policy.load_balancing import LoadBalancing
-from colocated_grpo.policy.loading import build_weights, compute_dtype
+from colocated_grpo.policy.loading import ModelLoader
+from colocated_grpo.policy.logprobs import linear_loss
 from colocated_grpo.policy.masters import Weights
-from colocated_grpo.policy.model import compiler_errors_in_one_line
-from colocated_grpo.policy.objective import make_objective
+from colocated_grpo.policy.model import PackedLM, compiler_errors_in_one_line
 from colocated_grpo.policy.optimizers import LocalShardOptimizer, OptimizerOffload, build_optimizer, learning_rate
 from colocated_grpo.runtime.distributed import World, whole
+from colocated_grpo.settings.losses import LossConfig
 from colocated_grpo.settings.schema import Config
 
 Packed = TypeVar("Packed", MicroBatch, PackedTokens, LossInputs)
@@ -52,12 +56,13 @@ class Policy:
     """
 
     def __init__(self, config: Config, hf_config: PretrainedConfig, folder: Path, world: World) -> None:
-        self.weights = build_weights(config, hf_config, folder, world)
+        loader = ModelLoader(config, hf_config, folder, world)
+        self.weights = loader.weights()
         self.model = self.weights.model
         self.device = world.device
         self.context = world.context
         assert config.policy.context_parallel == (1 if world.context is None else world.context.size)
-        self.dtype = compute_dtype(config, world.device)
+        self.dtype = loader.dtype
         self.optimizer = build_optimizer(self.parameters().values(), config.policy.optimizer, config.policy.lr)
         self.version = 0
         """Completed optimizer steps."""
@@ -212,3 +217,42 @@ def _moved(value: Any, device: torch.device) -> Any:
     if device.type == "cuda" and value.device.type == "cpu":
         value = value.pin_memory()  # from pageable memory the copy would first wait for all queued device work
     return value.to(device, non_blocking=True)
+
+
+Objective = Callable[[PackedLM, MicroBatch, float], tuple[Tensor, dict[str, Stat]]]
+"""(model, micro-batch on the device, denominator) -> (loss to call backward on, metrics)."""
+
+
+def make_objective(config: LossConfig) -> Objective:
+    """Return the fused objective where the loss can be computed in chunks, else the unfused one."""
+    loss_fn, chunked_loss = make_loss(config), make_chunked_loss(config)
+    return unfused_objective(loss_fn) if chunked_loss is None else fused_objective(loss_fn, chunked_loss)
+
+
+def unfused_objective(loss_fn: LossFn) -> Objective:
+    """Apply the loss to the log-probabilities of all scored tokens. The backward pass computes the logits again."""
+
+    def objective(model: PackedLM, micro_batch: MicroBatch, denominator: float) -> tuple[Tensor, dict[str, Stat]]:
+        logprobs_N, entropy_N = model(micro_batch.tokens)
+        output = loss_fn(logprobs_N, micro_batch.loss_inputs)
+        return output.loss_sum / denominator, output.metrics | _entropy(entropy_N, micro_batch)
+
+    return objective
+
+
+def fused_objective(loss_fn: LossFn, chunked_loss: ChunkedLoss) -> Objective:
+    """Apply the loss chunk by chunk inside the output layer, where the forward pass also computes the gradients."""
+
+    def objective(model: PackedLM, micro_batch: MicroBatch, denominator: float) -> tuple[Tensor, dict[str, Stat]]:
+        chunk_loss = chunked_loss(micro_batch.loss_inputs)
+        head = partial(linear_loss, loss_of=lambda tokens, logprobs_C: chunk_loss(tokens, logprobs_C) / denominator)
+        loss, logprobs_N, entropy_N = model(micro_batch.tokens, head)
+        with torch.no_grad():
+            metrics = loss_fn(logprobs_N, micro_batch.loss_inputs).metrics
+        return loss, metrics | _entropy(entropy_N, micro_batch)
+
+    return objective
+
+
+def _entropy(entropy_N: Tensor, micro_batch: MicroBatch) -> dict[str, Stat]:
+    return {"entropy": weighted_mean(entropy_N, micro_batch.loss_inputs.loss_mask_N)}

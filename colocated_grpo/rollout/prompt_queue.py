@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from colocated_grpo.rollout.engine import Sampling
 from colocated_grpo.runtime.distributed import COLLECTIVE_TIMEOUT, World
-from colocated_grpo.settings.schema import Config
 from colocated_grpo.types import Prompt
 
 
@@ -115,13 +114,13 @@ class TensorParallelDispatch:
         return replace(queue, take=take, counts=queue.counts and self._is_leader, may_stop=False)
 
 
-def build_dispatch(config: Config, world: World) -> Dispatch:
+def build_dispatch(world: World, *, ranks_per_engine: int, replicated: bool, deterministic: bool) -> Dispatch:
     """Collective: creates a process group for each tensor-parallel engine."""
-    size = config.ranks_per_engine
+    size = ranks_per_engine
     engine, num_engines = world.rank // size, world.size // size
-    if config.rollout.generation == "replicated":
+    if replicated:
         dispatch: Dispatch = ReplicatedDispatch(counts=engine == 0)
-    elif config.deterministic:
+    elif deterministic:
         dispatch = StaticDispatch(engine, num_engines)
     else:
         dispatch = DynamicDispatch(world.store, num_engines)

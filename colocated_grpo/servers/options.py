@@ -1,7 +1,4 @@
-"""Command line of the engine server, its translation into a run's config, and what a restarted server keeps of it.
-
-Imports no slow library.
-"""
+"""Command line of the engine server, and what a server that is started again keeps of it. Imports no slow library."""
 
 from __future__ import annotations
 
@@ -19,14 +16,11 @@ from colocated_grpo.runtime.program import LAST_PORT, LOG_LEVEL_VARIABLE, LOG_LE
 from colocated_grpo.servers.engine_servers import LORA_RANKS
 
 if TYPE_CHECKING:
-    from colocated_grpo.settings.schema import Config
+    from colocated_grpo.settings.schema import ModelConfig
 
 DEFAULT_PORT = 9001
 DEFAULT_LENGTH = 4096
 DTYPES = ("auto", "bfloat16", "float16", "float32")
-PROMPT_TOKENS = 1
-"""A run's config splits the longest sequence into prompt and completion. A server needs no split, so the prompt's part
-is the smallest."""
 SHARE_VARIABLE = "VLLM_ENABLE_SHARED_WEIGHTS"
 """Environment variable that stands for --share-weights at 1, as in Atropos' example server."""
 STATE_VARIABLE = "COLOCATED_GRPO_SERVE_STATE"
@@ -167,37 +161,22 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def settings(options: ServeOptions) -> Config:
-    """Return a run's config for the engine of these options. Its environment is never used.
+def model_settings(options: ServeOptions) -> ModelConfig:
+    from colocated_grpo.settings.schema import ModelConfig
+
+    return ModelConfig(name=options.model, revision=options.revision, trust_remote_code=options.trust_remote_code)
+
+
+def within_model(options: ServeOptions) -> ServeOptions:
+    """Return the options with max_model_len lowered to the model's own limit.
 
     Raises ConfigError where the model does not exist.
     """
     from colocated_grpo.settings.config_json import longest_sequence, read_config_json
-    from colocated_grpo.settings.schema import Config, ModelConfig
     from colocated_grpo.settings.text_parts import text_part
 
-    model = ModelConfig(name=options.model, revision=options.revision, trust_remote_code=options.trust_remote_code)
-    own_limit = longest_sequence(text_part(read_config_json(model)))
-    length = min(options.max_model_len, own_limit or options.max_model_len)
-    adapters = {"enable_lora": True, "max_lora_rank": options.max_lora_rank} if options.enable_lora else {}
-    content: dict[str, Any] = {
-        "model": model.model_dump(),
-        # An atropos entry makes the engine accept any number of requests, with stop strings.
-        "environments": [{"type": "atropos"}],
-        "rollout": {"max_prompt_tokens": PROMPT_TOKENS, "max_completion_tokens": length - PROMPT_TOKENS},
-        "engine": {
-            "dtype": options.dtype,
-            "gpu_memory_utilization": options.gpu_memory_utilization,
-            "kv_cache_memory_bytes": options.kv_cache_memory_bytes,
-            "max_num_seqs": options.max_num_seqs,
-            "enforce_eager": options.enforce_eager,
-            "tensor_parallel_size": options.tensor_parallel_size,
-            "sleep": not options.share_weights,  # memory of vLLM's sleep mode cannot be shared
-            "args": {"load_format": "auto", **adapters, **options.engine_args},
-        },
-        "sync_frequency": 2,  # above 1, weights outlive a sleep
-    }
-    return Config.model_validate(content)
+    own_limit = longest_sequence(text_part(read_config_json(model_settings(options))))
+    return replace(options, max_model_len=min(options.max_model_len, own_limit or options.max_model_len))
 
 
 def resumed(options: ServeOptions) -> ServeOptions:

@@ -7,7 +7,7 @@ import sys
 
 from colocated_grpo.runtime.program import frozen_imports, library_environment, prepare_streams, set_up_logging
 from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, run_program
-from colocated_grpo.servers.options import parse, resumed, settings
+from colocated_grpo.servers.options import parse, resumed, within_model
 
 
 def main() -> int:
@@ -21,11 +21,11 @@ def main() -> int:
     from colocated_grpo.settings.errors import ConfigError
 
     try:
-        config = settings(options)
+        options = within_model(options)
         with frozen_imports():
             from colocated_grpo.servers.server import serve
 
-        return serve(config, options)
+        return serve(options)
     except (ConfigError, RunError) as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)

@@ -20,10 +20,9 @@ from colocated_grpo.runtime.stores import connect_store
 from colocated_grpo.servers.broadcast import JoinedGroup
 from colocated_grpo.servers.request_bodies import StrictBody
 from colocated_grpo.types import JsonObject
-from colocated_grpo.weights.buckets import Bucket, full_tensors, make_buckets, shard_slices
+from colocated_grpo.weights.buckets import Bucket, full_tensors, make_buckets, shard_slices, write_planned
 from colocated_grpo.weights.fingerprints import rows_of
 from colocated_grpo.weights.plan import Plan
-from colocated_grpo.weights.planned_copy import write_planned
 from colocated_grpo.weights.transport import Fingerprints, Summed, ViewFingerprints
 from colocated_grpo.weights.verified_plan import verified_plan
 

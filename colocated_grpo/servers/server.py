@@ -7,15 +7,18 @@ import secrets
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from fastapi import FastAPI
 
 from colocated_grpo.errors import RunError
-from colocated_grpo.policy.loading import engine_dtype
+from colocated_grpo.policy.loading import compute_dtype, dtype_of
 from colocated_grpo.policy.model_files import ModelFiles, read_model_files
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.vllm.engine import VLLMEngine
+from colocated_grpo.rollout.vllm.spec import EngineSpec
 from colocated_grpo.runtime.checksums import exported_digest
 from colocated_grpo.runtime.distributed import World, init_world
 from colocated_grpo.runtime.supervision import StopRequest
@@ -24,14 +27,13 @@ from colocated_grpo.servers.control_routes import add_control_routes, add_weight
 from colocated_grpo.servers.engine_control import EngineControl
 from colocated_grpo.servers.engine_routes import LARGE_PATHS, Sessions, add_engine_routes
 from colocated_grpo.servers.exported import export, export_folder, move_to_shared_memory
-from colocated_grpo.servers.options import RESTART, Restart, ServeOptions
+from colocated_grpo.servers.options import RESTART, Restart, ServeOptions, model_settings
 from colocated_grpo.servers.rank_links import LoadBalancer
 from colocated_grpo.servers.ranks import EveryRank, MirroredEngine, engine_commands, join_ranks
 from colocated_grpo.servers.receiver import WeightReceiver
 from colocated_grpo.servers.sampler import Sampler
 from colocated_grpo.servers.text import Limits, limits_of
-from colocated_grpo.settings.config_json import read_config_json, shape_of
-from colocated_grpo.settings.schema import Config
+from colocated_grpo.settings.config_json import config_json_in, shape_of
 from colocated_grpo.types import JsonObject
 from colocated_grpo.web.guards import Hosts
 from colocated_grpo.web.server import ServerThread
@@ -46,17 +48,17 @@ IDLE_LIMIT = timedelta(days=3650)
 """The other ranks of an engine wait for rank 0's next call without limit."""
 
 
-def serve(config: Config, options: ServeOptions) -> int:
+def serve(options: ServeOptions) -> int:
     """Load the model, listen, and answer requests until SIGTERM, SIGINT or a restart. Returns the exit code.
 
     Raises ConfigError or RunError with one line. The port is opened once the engine is ready, so a client that waits
     for /health waits for the engine.
     """
     world = init_world(join_ranks(options.tensor_parallel_size))
-    model = read_model_files(config.model, world)
+    model = read_model_files(model_settings(options), world)
     exported = exported_digest(model.folder)  # before the weights are read: a folder replaced meanwhile differs
-    engine = VLLMEngine(config, model.folder, engine_dtype(config, world.device), world)
-    facts = describe(config, options, engine, world) | {"exported": exported}
+    engine = VLLMEngine(spec_of(options, model.folder, world.device), world)
+    facts = describe(options, model, engine, world) | {"exported": exported}
     if options.share_weights:
         _share_weights(engine, model, facts)
     receiver = WeightReceiver(engine, model.folder, world)
@@ -71,9 +73,30 @@ def serve(config: Config, options: ServeOptions) -> int:
     if world.is_main:
         stop = StopRequest(world.store)
         stop.listen()
-        return _lead(config, options, model, engine, ranks, stop, facts)
+        return _lead(options, model, engine, ranks, stop, facts)
     ranks.follow()
     return 0
+
+
+def spec_of(options: ServeOptions, folder: Path, device: torch.device) -> EngineSpec:
+    """Return the engine for any number of requests, with stop strings, whose weights outlive a sleep."""
+    adapters = {"enable_lora": True, "max_lora_rank": options.max_lora_rank} if options.enable_lora else {}
+    return EngineSpec(
+        folder=folder,
+        dtype=dtype_of(options.dtype, auto=compute_dtype("auto", device)),
+        max_model_len=options.max_model_len,
+        max_num_seqs=options.max_num_seqs,
+        trust_remote_code=options.trust_remote_code,
+        tensor_parallel_size=options.tensor_parallel_size,
+        kv_cache_memory_bytes=options.kv_cache_memory_bytes,
+        gpu_memory_utilization=options.gpu_memory_utilization,
+        enforce_eager=options.enforce_eager,
+        reads_weights=True,
+        sleep=not options.share_weights,  # memory of vLLM's sleep mode cannot be shared
+        keeps_weights=True,
+        needs_text=True,
+        args={**adapters, **options.engine_args},
+    )
 
 
 def _share_weights(engine: VLLMEngine, model: ModelFiles, facts: JsonObject) -> None:
@@ -104,7 +127,6 @@ def _idle_group(world: World) -> dist.ProcessGroup | None:
 
 
 def _lead(
-    config: Config,
     options: ServeOptions,
     model: ModelFiles,
     engine: VLLMEngine,
@@ -117,7 +139,7 @@ def _lead(
     whole, inbox, restart = MirroredEngine(engine, ranks), Inbox(), Restart()
     control, sessions = EngineControl(whole, inbox, Driver(whole, inbox)), Sessions(inbox, note)
 
-    limits = limits_of(model, config.max_sequence_tokens, config.seed, "--max-model-len")
+    limits = limits_of(model, options.max_model_len, seed=0, max_tokens_setting="--max-model-len")
 
     def add_routes(app: FastAPI) -> None:
         add_control_routes(app, control, facts, parameters_of(engine))
@@ -139,18 +161,18 @@ def _lead(
     return RESTART if restart.requested else 0
 
 
-def describe(config: Config, options: ServeOptions, engine: VLLMEngine, world: World) -> JsonObject:
+def describe(options: ServeOptions, model: ModelFiles, engine: VLLMEngine, world: World) -> JsonObject:
     """Facts for /bridge/info."""
     parameters = list(engine.model.parameters())
     return {
-        "model": config.model.name,
-        "shape": shape_of(read_config_json(config.model)),
+        "model": options.model,
+        "shape": shape_of(config_json_in(model.folder)),
         "instance": secrets.token_hex(8),
         "dtype": str(parameters[0].dtype).removeprefix("torch."),
         "is_quantized": engine.is_quantized,
         "device": world.device.type,
         "tensor_parallel_size": world.size,
-        "max_model_len": config.max_sequence_tokens,
+        "max_model_len": options.max_model_len,
         "max_num_seqs": options.max_num_seqs,
         "num_parameters": sum(parameter.numel() for parameter in parameters),
         "pid": os.getpid(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from math import ceil
@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from colocated_grpo.assembly.data import Data, build_collector, listen_to_agents
+from colocated_grpo.assembly.engines import engine_spec
 from colocated_grpo.assembly.evaluation import evaluation_sets, read_evaluated
 from colocated_grpo.environments import build_environments
 from colocated_grpo.errors import RunError
-from colocated_grpo.evaluation.evaluator import EvaluationSet, Evaluator
+from colocated_grpo.evaluation.evaluator import Evaluator
 from colocated_grpo.policy.model_files import read_model_files
 from colocated_grpo.rollout.collect import Stopped
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.vllm.engine import VLLMEngine
-from colocated_grpo.rollout.vllm.kv_budget import with_sequences
 from colocated_grpo.runtime.distributed import World, init_world
 from colocated_grpo.runtime.joining import join
 from colocated_grpo.settings.schema import Config
-from colocated_grpo.tools.subject_engine import subject_engine
+from colocated_grpo.tools.subject import subject_engine
 from colocated_grpo.types import Group, JsonObject
 
 
@@ -67,8 +67,10 @@ def prepare_evaluation(config: Config, adapter: Path | None) -> Iterator[Evaluat
     sets = evaluation_sets(config, evaluated, model.stop_token_ids)
     resources = ExitStack()
     listen_to_agents(config, data, model, resources)
-    config = with_batch_size(config, sets, world)
-    engine = subject_engine(config, model, adapter, world)
+    engines = world.size // config.engine.tensor_parallel_size
+    # One engine's part of the completions of the largest set.
+    sequences = max(ceil(len(each.prompts) / engines) * each.samples for each in sets)
+    engine = subject_engine(engine_spec(config, model.folder, world, sequences), adapter, world)
     inbox = Inbox()
     collector = resources.enter_context(
         closing(build_collector(config, Driver(engine, inbox), inbox, data, model, world, stop, nullcontext))
@@ -82,16 +84,8 @@ def prepare_evaluation(config: Config, adapter: Path | None) -> Iterator[Evaluat
     world.barrier()
 
 
-def with_batch_size(config: Config, sets: Sequence[EvaluationSet], world: World) -> Config:
-    """Set engine.max_num_seqs where it is open: one engine's part of the completions of the largest set."""
-    if config.engine.max_num_seqs is not None:
-        return config
-    engines = world.size // config.engine.tensor_parallel_size
-    return with_sequences(config, max(ceil(len(each.prompts) / engines) * each.samples for each in sets))
-
-
 def _lines(group: Group) -> list[JsonObject]:
-    """Return what --output has of each completion."""
+    """Return the entries of --output for the completions of a group."""
     return [
         {
             "prompt_index": group.prompt.index,

@@ -7,13 +7,18 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from colocated_grpo.servers.engine_servers import LORA_RANKS
 from colocated_grpo.settings.adapter_files import CONFIG_FILE as ADAPTER_CONFIG
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.loading import load_config
 from colocated_grpo.settings.schema import Config
+
+if TYPE_CHECKING:
+    from colocated_grpo.rollout.vllm.engine import VLLMEngine
+    from colocated_grpo.rollout.vllm.spec import EngineSpec
+    from colocated_grpo.runtime.distributed import World
 
 RUN_CONFIG = "config.yaml"
 EXPORTS = ("best_model", "best_adapter", "final_model", "final_adapter")
@@ -80,8 +85,8 @@ def read_settings(subject: Subject, path: str | Path, overrides: Sequence[str]) 
 
 
 def with_subject(config: Config, subject: Subject) -> Config:
-    """Return the config for engines that load the subject's weights from disk. Raises ConfigError."""
-    arguments: dict[str, Any] = {"load_format": "auto", "use_tqdm_on_load": False, **config.engine.args}
+    """Return the config for engines of the subject in this process, without a policy. Raises ConfigError."""
+    arguments: dict[str, Any] = {"use_tqdm_on_load": False, **config.engine.args}
     if subject.adapter is not None:
         fitting = [rank for rank in LORA_RANKS if rank >= subject.rank]
         if not fitting:
@@ -94,3 +99,21 @@ def with_subject(config: Config, subject: Subject) -> Config:
             "weights": "copied",
         }
     )
+
+
+def subject_engine(spec: EngineSpec, adapter: Path | None, world: World) -> VLLMEngine:
+    """Return an engine with the model's weights from disk, and the adapter beside them. Raises RunError. Collective.
+
+    spec: of a config of `with_subject`.
+    """
+    # Imported here: a wrong name of a model is reported before the engine's libraries are imported.
+    from colocated_grpo.errors import RunError
+    from colocated_grpo.rollout.vllm.engine import VLLMEngine
+
+    engine = VLLMEngine(replace(spec, reads_weights=True), world)
+    if adapter is not None:
+        try:
+            engine.adapters.load(adapter.name, str(adapter))
+        except ValueError as error:
+            raise RunError(str(error)) from None
+    return engine

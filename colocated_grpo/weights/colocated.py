@@ -14,9 +14,16 @@ from torch import Tensor
 from colocated_grpo.policy.conversion import Conversion
 from colocated_grpo.rollout.engine import LocalEngine
 from colocated_grpo.runtime.distributed import World, whole
-from colocated_grpo.weights.buckets import Bucket, ShardSlice, count_shards, gather, make_buckets, shard_slices
+from colocated_grpo.weights.buckets import (
+    Bucket,
+    ShardSlice,
+    count_shards,
+    gather,
+    make_buckets,
+    shard_slices,
+    write_planned,
+)
 from colocated_grpo.weights.plan import Plan, build_plan
-from colocated_grpo.weights.planned_copy import write_planned
 from colocated_grpo.weights.transport import Due, ReloadCheck, TransportCheck, raise_if_reloading_changed
 
 

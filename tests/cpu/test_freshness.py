@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from colocated_grpo.errors import RunError
-from colocated_grpo.freshness import DRIFT_PER_RATE, QUANTIZED_LIMIT, SampleCheck, default_limit, staleness_of
+from colocated_grpo.freshness import DRIFT_PER_RATE, QUANTIZED_LIMIT, Judge, default_limit, make_judge, staleness_of
 from colocated_grpo.losses import parts
 from colocated_grpo.metrics import Metrics, Stat
 from colocated_grpo.settings.schema import FreshnessConfig
@@ -21,16 +21,16 @@ RATE = 2e-5
 DRIFT = DRIFT_PER_RATE * RATE
 
 
-def check_of(*, limit: float = LIMIT, temperature: float = 1.0, **config: float) -> SampleCheck:
+def check_of(*, limit: float = LIMIT, temperature: float = 1.0, **config: float) -> Judge:
     keep = lambda tensor: tensor  # noqa: E731
-    return SampleCheck(FreshnessConfig(**config), limit, temperature, RATE, (keep, keep))
+    return make_judge(FreshnessConfig(**config), limit, temperature, (keep, keep))
 
 
-def error_of(check: SampleCheck, plain: float, worst: float = 0.0, staleness: int = 0) -> str | None:
+def error_of(check: Judge, plain: float, worst: float = 0.0, staleness: int = 0) -> str | None:
     metrics = Metrics("cpu")
     metrics.add({"mismatch/plain": Stat.mean(plain, 1.0), "mismatch/worst": Stat.max(worst), "loss": Stat.mean(1, 1)})
     try:
-        check.judge(metrics, staleness)
+        check(metrics, staleness * RATE)
     except RunError as error:
         return str(error)
     return None
@@ -77,7 +77,7 @@ def test_samples_of_older_weights_have_room_for_the_policys_own_movement():
 def test_nothing_is_judged_without_plain_samples_or_without_checks():
     empty = Metrics("cpu")
     empty.add({"mismatch/plain": Stat.mean(0.0, 0.0)})
-    check_of().judge(empty, 0)
+    check_of()(empty, 0.0)
     assert error_of(check_of(every=0), 7.0, 7.0) is None
 
 

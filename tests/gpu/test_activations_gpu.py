@@ -15,6 +15,7 @@ from colocated_grpo.errors import RunError
 from colocated_grpo.losses import Counts
 from colocated_grpo.metrics import Metrics
 from colocated_grpo.policy.activations import (
+    StepSettings,
     dummy_micro_batch,
     fit_to_memory,
     measure,
@@ -50,19 +51,19 @@ def test_training_fits_into_free_memory_with_as_few_checkpointed_blocks_as_neede
     folder = make_model(tmp_path / "model", shape=SHAPE)
     lengths = {"max_prompt_tokens": 256, "max_completion_tokens": 768}
     config = config_of(folder, batch={"max_tokens_per_micro_batch": TOKENS}, rollout=lengths)
-    policy = policy_of(config, world)
+    policy, step = policy_of(config, world), StepSettings.of(config)
     policy.init_optimizer_state()
 
-    fit_to_memory(policy, config, world)
+    fit_to_memory(policy, step, world)
     assert num_checkpointed(policy.model) == 0
 
-    with occupied_but_for(0.6 * measure(policy, config).bytes_needed(TOKENS, SHAPE.layers)):
-        fit_to_memory(policy, config, world)
+    with occupied_but_for(0.6 * measure(policy, step).bytes_needed(TOKENS, SHAPE.layers)):
+        fit_to_memory(policy, step, world)
         count = num_checkpointed(policy.model)
         assert 0 < count < SHAPE.layers
 
         sizes = (TOKENS, TOKENS - 1500, TOKENS - 200, TOKENS)
-        micro_batches = [dummy_micro_batch(config, tokens) for tokens in sizes]
+        micro_batches = [dummy_micro_batch(step, tokens) for tokens in sizes]
         counts = Counts(tokens=4 * TOKENS, sequences=64, batch_tokens=4 * TOKENS, minibatches=1)
         for _ in range(2):
             policy.forward_backward(Minibatch(micro_batches=micro_batches, counts=counts), Metrics(policy.device))
@@ -70,8 +71,8 @@ def test_training_fits_into_free_memory_with_as_few_checkpointed_blocks_as_neede
         assert policy.version == 2
 
         set_checkpointed(policy.model, 0)
-        with pytest.raises(RunError) as raised, out_of_memory_in_one_line(config):
-            run_trial_step(policy, config, TOKENS)
+        with pytest.raises(RunError) as raised, out_of_memory_in_one_line(TOKENS):
+            run_trial_step(policy, step, TOKENS)
         assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)
         assert re.fullmatch(
             rf"batch\.max_tokens_per_micro_batch={TOKENS}: a training step does not fit into device memory "

@@ -15,6 +15,7 @@ from colocated_grpo.batching import TrainSequence, build_micro_batch
 from colocated_grpo.policy.model import read_model_config
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.rollout.engine import Request, RolloutEngine, Sampling
+from colocated_grpo.rollout.vllm.spec import EngineSpec
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.program import library_environment
 from colocated_grpo.settings import Config
@@ -25,6 +26,19 @@ if TYPE_CHECKING:
     from colocated_grpo.rollout.vllm.engine import VLLMEngine
 
 PROBE = [5, 40, 17, 62, 8, 33, 21, 54, 12, 70, 3, 29]
+
+
+def reading_spec(folder: Path, **arguments: Any) -> EngineSpec:
+    """Return an engine that reads the weights in `folder`. arguments: of vLLM."""
+    return EngineSpec(
+        folder=folder,
+        dtype=torch.float32,
+        max_model_len=96,
+        max_num_seqs=16,
+        reads_weights=True,
+        sleep=False,
+        args=arguments,
+    )
 
 
 class Pair:

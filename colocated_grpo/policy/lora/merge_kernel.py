@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from colocated_grpo.policy.lora.merge import MIX
+from colocated_grpo.policy.lora.dither import MIX
 from colocated_grpo.runtime.triton_jit import jit
 
 BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_RANK = 64, 128, 32
@@ -19,7 +19,7 @@ _MIX_2 = tl.constexpr(MIX[2])
 
 
 def merge(out: Tensor, base: Tensor, left: Tensor, right: Tensor, scale: float, key: int, first: int) -> None:
-    """The same as `colocated_grpo.policy.lora.merge.merge`, up to the order of additions in the product."""
+    """The same as `colocated_grpo.policy.lora.weights.merge`, up to the order of additions in the product."""
     rows, columns = out.shape
     if rows == 0:
         return

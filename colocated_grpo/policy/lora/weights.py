@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from colocated_grpo.policy.lora.dither import dithered
 from colocated_grpo.policy.lora.linear import FACTORS, AdaptedLinear
-from colocated_grpo.policy.lora.merge import merge
 from colocated_grpo.policy.model import PackedLM, checkpoint_name, reshard
 from colocated_grpo.runtime.distributed import derive_seed, first_row, local_part
 
@@ -172,3 +172,18 @@ def _copy(weight: Tensor, *, on_host: bool) -> Tensor:
         return weight.clone()
     copy = torch.empty_like(weight, device="cpu", pin_memory=weight.is_cuda)
     return copy.copy_(weight)
+
+
+def merge(out: Tensor, base: Tensor, left: Tensor, right: Tensor, scale: float, key: int, first: int = 0) -> None:
+    """Write base + scale * left @ right into `out`.
+
+    out, base: [rows, columns] of one type, bfloat16 or float32, with contiguous rows. left: [rows, rank] and right:
+    [rank, columns], float32. key: selects the dither. first: index of out[0, 0] in the whole weight, counted by rows.
+    """
+    if out.is_cuda:
+        from colocated_grpo.policy.lora.merge_kernel import merge as merge_on_gpu  # needs Triton
+
+        merge_on_gpu(out, base, left, right, scale, key, first)
+        return
+    exact = torch.addmm(base.float(), left, right, alpha=scale)
+    out.copy_(exact if out.dtype == torch.float32 else dithered(exact, key, first))

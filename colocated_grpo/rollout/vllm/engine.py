@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,36 +16,24 @@ from colocated_grpo.errors import RunError, in_one_line
 from colocated_grpo.rollout.engine import Part, Request, TokenDelta
 from colocated_grpo.rollout.vllm import patches
 from colocated_grpo.rollout.vllm.adapters import Adapters
-from colocated_grpo.rollout.vllm.kv_budget import kv_cache_arguments, with_max_num_seqs
-from colocated_grpo.rollout.vllm.overrides import overrides
-from colocated_grpo.rollout.vllm.process import (
-    RECORD_ROUTES,
-    discard,
-    forget_graph_pool,
-    keep_trainer_state,
-    name_shared_memory,
-)
-from colocated_grpo.rollout.vllm.reloading import refresh_sinks, reloadable
-from colocated_grpo.rollout.vllm.requests import CoreRequests, MixedRequests, Requests, prompt_logprobs
-from colocated_grpo.rollout.vllm.text_part import register_class, text_part_arguments
-from colocated_grpo.runtime.distributed import World, derive_seed
+from colocated_grpo.rollout.vllm.process import discard, forget_graph_pool, keep_trainer_state, name_shared_memory
+from colocated_grpo.rollout.vllm.requests import CoreRequests, MixedRequests, Requests, prompt_logprobs, scheduler_of
+from colocated_grpo.rollout.vllm.routes import RequestRoutes
+from colocated_grpo.rollout.vllm.spec import EngineSpec
+from colocated_grpo.rollout.vllm.vllm_arguments import engine_arguments, register_class
+from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings.config_json import config_json_in
-from colocated_grpo.settings.model_support import check_cpu_engine, has_latent_attention, has_linear_attention
-from colocated_grpo.settings.schema import Config
-from colocated_grpo.settings.text_parts import has_text_part
+from colocated_grpo.settings.model_support import check_cpu_engine
 from colocated_grpo.types import Completion
-
-if TYPE_CHECKING:
-    from colocated_grpo.rollout.vllm.routes import RequestRoutes
-
-CUDA_COMPILATION = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-"""Full decode graphs without inductor: starts in 14 s instead of 43 s, decodes within 3 % of its speed."""
 
 UNQUANTIZED_CACHE = ("auto", "bfloat16", "float16", "half")
 """Types of vLLM's KV cache."""
 
 AS_LOADED = {"TRITON", "BATCHED_TRITON"}
 """Kernels for experts that read the weights as they are loaded."""
+
+EXPERT_STACKS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
+SINKS = ".self_attn.sinks"
 
 _closed: list[Any] = []
 """Model runners of closed engines, kept until the process ends. Memory that sleeps is unmapped already; vLLM's
@@ -58,16 +45,14 @@ class VLLMEngine:
 
     admission_cost = 3  # a step with prompts has no CUDA graph
 
-    def __init__(self, config: Config, folder: Path, dtype: torch.dtype, world: World) -> None:
-        prepare(config, folder, dtype, world.device)
+    def __init__(self, spec: EngineSpec, world: World) -> None:
+        prepare(spec, world.device)
         if world.device.type == "cpu":
             name_shared_memory(world)
-        config = with_max_num_seqs(config, world.size)
-        self._on_gpu = world.device.type == "cuda"
-        self._sleeps = self._on_gpu and config.engine.sleep
-        # Weights must outlive the phase if the policy computes with them, or if not every phase begins with a sync.
-        self._keep_weights = config.weights == "shared" or config.sync_frequency > 1
-        arguments = _engine_arguments(config, folder, dtype, world, sleeps=self._sleeps)
+        self._sleeps = world.device.type == "cuda" and spec.sleep
+        self._keeps_weights = spec.keeps_weights
+        self.max_num_seqs = spec.max_num_seqs
+        arguments = engine_arguments(spec, world)
         with keep_trainer_state():
             try:
                 self._llm = LLM(**arguments)
@@ -75,15 +60,14 @@ class VLLMEngine:
                 raise RunError(f"engine: vLLM does not start: {in_one_line(error)}; check engine.args") from error
         self._engine = self._llm.llm_engine
         self._worker = self._engine.model_executor.driver_worker.worker
-        assert config.engine.max_num_seqs is not None  # with_max_num_seqs has set it
-        self.max_num_seqs: int = config.engine.max_num_seqs
         # Latent attention decodes with rearranged parts of a projection, made after loading: views of it, or copies.
         absorbs = self._engine.vllm_config.model_config.use_mla
         self.transforms_weights = bool(arguments.get("quantization")) or absorbs or _repacks_experts(self.model)
         cache_type = arguments.get("kv_cache_dtype", "auto")
         self.is_quantized = bool(arguments.get("quantization")) or cache_type not in UNQUANTIZED_CACHE
-        self._requests: Requests = (MixedRequests if needs_text(config) else CoreRequests)(self._engine)
-        self._routes = _request_routes(self._engine, self._worker) if config.policy.routing_replay else None
+        self._requests: Requests = (MixedRequests if spec.needs_text else CoreRequests)(self._engine)
+        records, scheduler = spec.records_routes, scheduler_of(self._engine)
+        self._routes = RequestRoutes(self._worker.slot_routes, scheduler) if records else None
         self.adapters = Adapters(self._engine)
         self._keys: dict[str, Hashable] = {}
         self._buffers: dict[str, Tensor] = {}
@@ -157,7 +141,7 @@ class VLLMEngine:
         self._llm.reset_prefix_cache()
 
     def wake(self, part: Part) -> None:
-        if not self._sleeps or (part == "weights" and self._keep_weights):
+        if not self._sleeps or (part == "weights" and self._keeps_weights):
             return
         # vLLM maps memory outside torch's allocator, whose cached blocks must be returned first.
         torch.cuda.empty_cache()
@@ -172,7 +156,7 @@ class VLLMEngine:
         if not self._sleeps:
             return
         self._llm.reset_prefix_cache()
-        if self._keep_weights:
+        if self._keeps_weights:
             discard("kv_cache")
         else:
             # Planned syncs write no buffers (rotary tables, scales): one host copy after `load_weights` is enough.
@@ -188,26 +172,18 @@ class VLLMEngine:
         forget_graph_pool()
 
 
-def prepare(config: Config, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
-    """Install the patches, and check that vLLM has the model of `folder`. Takes no device memory.
+def prepare(spec: EngineSpec, device: torch.device) -> None:
+    """Install the patches, and check that vLLM has the model. Takes no device memory.
 
     A run calls it before it reads weights; the engine's constructor again, which then installs nothing. Raises
     ConfigError or RunError.
     """
     patches.apply("cuda" if device.type == "cuda" else "cpu")
-    config_json = config_json_in(folder)
-    register_class(folder, config_json)
+    config_json = config_json_in(spec.folder)
+    register_class(spec.folder, config_json)
     if device.type == "cpu":
-        setting, adapters = f"model.name={str(folder)!r}", bool(config.engine.args.get("enable_lora"))
-        check_cpu_engine(config_json, setting, bfloat16=dtype == torch.bfloat16, adapters=adapters)
-
-
-def _request_routes(engine: Any, worker: Any) -> RequestRoutes:
-    """Return the recorder of an engine that was built with `RECORD_ROUTES`, whose worker records already."""
-    # Imported here: it imports vLLM's layers of experts, which other models do not need.
-    from colocated_grpo.rollout.vllm.routes import RequestRoutes
-
-    return RequestRoutes(worker.slot_routes, engine.engine_core.engine_core.scheduler)
+        setting, adapters = f"model.name={str(spec.folder)!r}", bool(spec.args.get("enable_lora"))
+        check_cpu_engine(config_json, setting, bfloat16=spec.dtype == torch.bfloat16, adapters=adapters)
 
 
 def _repacks_experts(model: nn.Module) -> bool:
@@ -221,53 +197,40 @@ def _expert_methods(model: nn.Module) -> list[Any]:
     return [method for method in methods if hasattr(method, "unquantized_backend")]
 
 
-def needs_text(config: Config) -> bool:
-    """True if requests may have stop strings, which requests of agents and of other processes always may."""
-    return bool(config.rollout.stop) or config.atropos is not None or config.has_agents
+def reloadable(weights: Iterable[tuple[str, Tensor]], aside: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield stacked experts one by one, which vLLM 0.32 passes to the parameters' loaders, and other tensors unchanged.
+
+    Sinks are appended to `aside` instead, to be loaded after the reload. During a reload of layers one by one,
+    parameters have no storage, and vLLM sees only what their own weight loaders receive. Its model of gpt-oss copies
+    stacked experts and sinks into the parameters directly: these copies would be lost.
+    """
+    for name, tensor in weights:
+        layer, found, stack = name.partition(".mlp.experts.")
+        if found and stack in EXPERT_STACKS:
+            yield from ((f"{layer}{found}{expert}.{stack}", part) for expert, part in enumerate(tensor))
+        elif name.endswith(SINKS):
+            aside.append((name, tensor))
+        else:
+            yield name, tensor
 
 
-def _engine_arguments(
-    config: Config, folder: Path, dtype: torch.dtype, world: World, *, sleeps: bool
-) -> dict[str, Any]:
-    engine = config.engine
-    on_gpu = world.device.type == "cuda"
-    max_model_len = engine.max_model_len or config.max_sequence_tokens
-    config_json = config_json_in(folder)
-    arguments: dict[str, Any] = {
-        "model": str(folder),
-        "trust_remote_code": config.model.trust_remote_code,
-        "distributed_executor_backend": "external_launcher",
-        "tensor_parallel_size": engine.tensor_parallel_size,
-        "load_format": "dummy",  # the first sync writes the weights; only the trainer reads the checkpoint
-        "dtype": str(dtype).removeprefix("torch."),
-        "max_model_len": max_model_len,
-        "max_num_seqs": engine.max_num_seqs,
-        "seed": derive_seed(config.seed, "engine", world.rank // engine.tensor_parallel_size),
-        "logprobs_mode": "processed_logprobs",
-        "generation_config": "vllm",
-        "skip_tokenizer_init": not (needs_text(config) or config.structured),
-        "enforce_eager": engine.enforce_eager or not on_gpu,
-        "hf_overrides": overrides(config_json),
-    }
-    if has_linear_attention(config_json):
-        # Cached prefixes would need the state after each block. vLLM's support is experimental and absent on the CPU.
-        arguments["enable_prefix_caching"] = False
-    if on_gpu:
-        arguments["enable_sleep_mode"] = sleeps
-        if not engine.enforce_eager:
-            arguments["compilation_config"] = CUDA_COMPILATION
-    else:
-        # With chunked prefill vLLM rewinds the generator of a seeded request, which CPU generators do not support.
-        arguments["enable_chunked_prefill"] = False
-        if has_latent_attention(config_json):
-            # The default on processors with AMX computes in bfloat16 only, and keeps no weights to reload.
-            arguments["attention_backend"] = "CPU_MLA"
-    arguments |= kv_cache_arguments(config, folder, dtype, world.device) | engine.args
-    if has_text_part(config_json):
-        arguments |= text_part_arguments(folder, arguments, trust_remote_code=config.model.trust_remote_code)
-    if config.policy.routing_replay:
-        arguments["additional_config"] = {**arguments.get("additional_config", {}), RECORD_ROUTES: True}
-    return arguments
+@torch.inference_mode()  # vLLM reloads some models in this mode, and its tensors can be written only in it
+def refresh_sinks(model: nn.Module) -> None:
+    """Copy attention sinks to the tensors that the kernels read.
+
+    FlashInfer's kernels read a float32 copy, which vLLM makes after it has loaded all weights: not after a planned sync
+    or `load_weights`, and in older releases only once. It is written in place, because CUDA graphs read it. Other
+    kernels read the weight itself, which stays as it is.
+    """
+    for module in model.modules():
+        for attention in module.children():
+            kept = getattr(getattr(attention, "impl", None), "sinks", None)
+            if kept is None:
+                continue
+            weights = [weight for weight in module.parameters(recurse=False) if weight.shape == kept.shape]
+            if len(weights) != 1:
+                raise RunError(f"engine: attention sinks of {type(module).__name__} are not supported")
+            kept.copy_(weights[0])
 
 
 @contextmanager

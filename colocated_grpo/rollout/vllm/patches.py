@@ -124,9 +124,9 @@ def _no_shapes(_patch: Patch, _original: Any) -> tuple[()]:
 
 
 def kernel(module: str, factory: str) -> Make:
-    """A row's `make` for one of this folder's kernels: `factory(original, count_use)` in `module`.
+    """A row's `make` for a function of another file of this folder: `factory(original, count_use)` in `module`.
 
-    The module is imported when the row is applied, because Triton is installed only beside CUDA.
+    The module is imported when the row is applied: Triton is only beside CUDA, and `routes` imports this table.
     """
 
     def make(patch: Patch, original: Any) -> Any:
@@ -153,7 +153,7 @@ STEADY_UPDATE = Patch(
 
 INITIALIZE_CACHE = Patch(
     target="vllm.v1.worker.gpu_worker:Worker.initialize_from_config",
-    make=kernel("process", "make_initialize"),
+    make=kernel("routes", "make_initialize"),
     cures="no record of the chosen experts: recording must begin before CUDA graphs are captured",
     upstream="https://github.com/vllm-project/vllm/pull/38163",
     required=True,

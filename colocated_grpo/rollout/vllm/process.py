@@ -77,25 +77,6 @@ def count_at_least(rows_NV: Tensor, values_N1: Tensor) -> Tensor:
     return (rows_NV >= values_N1).sum(-1)
 
 
-RECORD_ROUTES = "colocated_grpo_record_routes"
-"""Key in vLLM's `additional_config` of engines that record the experts that they choose."""
-
-
-def make_initialize(original: Callable[..., None], count_use: Callable[[], None]) -> Callable[..., None]:
-    """Return vLLM's function that allocates the KV cache, followed by the start of recording where it is requested."""
-
-    def initialize(worker: Any, cache: Any) -> None:
-        original(worker, cache)
-        if worker.vllm_config.additional_config.get(RECORD_ROUTES):
-            # Imported here: it imports vLLM's layers of experts, which other models do not need.
-            from colocated_grpo.rollout.vllm.routes import start
-
-            count_use()
-            start(worker, cache)
-
-    return initialize
-
-
 def forget_graph_pool() -> None:
     """Make the next engine of this process allocate a new memory pool for its CUDA graphs: torch refuses to capture
     into a pool whose graphs are all gone."""

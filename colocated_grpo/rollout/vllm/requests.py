@@ -11,6 +11,7 @@ from vllm.inputs.engine import TokensInput
 from vllm.logprobs import Logprob
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -41,6 +42,11 @@ class Requests(Protocol):
     def abort(self, names: Collection[str]) -> None: ...
 
 
+def scheduler_of(engine: LLMEngine) -> Scheduler:
+    """Return the scheduler of an engine whose core runs in this process."""
+    return engine.engine_core.engine_core.scheduler  # pyrefly: ignore[missing-attribute]
+
+
 class CoreRequests:
     """Requests that bypass vLLM's output processor: token ids in, token ids out.
 
@@ -53,7 +59,7 @@ class CoreRequests:
         self._engine = engine
         self._running: dict[str, _Running] = {}
         self._deltas: list[tuple[str, TokenDelta]] = []
-        scheduler = engine.engine_core.engine_core.scheduler  # pyrefly: ignore[missing-attribute]  # in-process client
+        scheduler = scheduler_of(engine)
         self._steady = SteadyDecode(scheduler) if is_supported(scheduler) else None
 
     def add(self, name: str, token_ids: list[int], params: SamplingParams, adapter: LoRARequest | None) -> str:

@@ -9,7 +9,7 @@ Shapes: S slots of the KV cache, T tokens, L layers with experts, K experts per 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,6 +26,9 @@ from vllm.v1.request import Request
 from colocated_grpo.errors import RunError
 from colocated_grpo.rollout.vllm.patches import FREE_REQUEST
 from colocated_grpo.types import MAX_UINT8_EXPERTS, Completion, Routes
+
+RECORD_ROUTES = "colocated_grpo_record_routes"
+"""Key in vLLM's `additional_config` of engines that record the experts that they choose."""
 
 
 class SlotRoutes:
@@ -108,9 +111,19 @@ class RequestRoutes:
         return self._free(request, *arguments, **options)
 
 
-def start(worker: Any, cache: KVCacheConfig) -> None:
-    """Begin to record on a worker that has allocated its KV cache. Raises RunError where it is not possible."""
-    worker.slot_routes = SlotRoutes(worker.get_model(), cache, worker.device)
+def make_initialize(original: Callable[..., None], count_use: Callable[[], None]) -> Callable[..., None]:
+    """Return vLLM's function that allocates the KV cache, followed by the start of recording where it is requested.
+
+    The function raises RunError where recording is not possible.
+    """
+
+    def initialize(worker: Any, cache: KVCacheConfig) -> None:
+        original(worker, cache)
+        if worker.vllm_config.additional_config.get(RECORD_ROUTES):
+            count_use()
+            worker.slot_routes = SlotRoutes(worker.get_model(), cache, worker.device)
+
+    return initialize
 
 
 def _attention_group(cache: KVCacheConfig) -> int:

@@ -12,17 +12,12 @@ from dataclasses import dataclass
 from math import ceil
 
 from colocated_grpo.settings.lora import LoRAConfig
+from colocated_grpo.settings.model_sizes import DTYPE_BYTES, ENGINE_RESERVE, Sizes
 from colocated_grpo.settings.schema import Config
-from colocated_grpo.tools.doctor.parameters import Sizes
 
 MASTER = GRADIENT = 4
 OPTIMIZER_STATE = {"adamw": 8, "adamw_8bit": 2, "adafactor": 0}
 """Optimizer -> bytes of state per trained parameter."""
-BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-STATE_BYTES = 4
-"""Bytes of a number in a recurrent state, as in rollout/vllm/kv_budget.py."""
-ENGINE_RESERVE = 6 << 30
-"""Memory that an engine on a GPU keeps free for its activations and CUDA graphs, as in rollout/vllm/kv_budget.py."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,11 +83,11 @@ def footprint(config: Config, sizes: Sizes, place: Placement) -> Footprint:
 
 def compute_bytes(config: Config, place: Placement) -> int:
     dtype = config.policy.compute_dtype
-    return (2 if place.on_gpu else 4) if dtype == "auto" else BYTES[dtype]
+    return (2 if place.on_gpu else 4) if dtype == "auto" else DTYPE_BYTES[dtype]
 
 
 def engine_bytes(config: Config, place: Placement) -> int:
-    return compute_bytes(config, place) if config.engine.dtype == "auto" else BYTES[config.engine.dtype]
+    return compute_bytes(config, place) if config.engine.dtype == "auto" else DTYPE_BYTES[config.engine.dtype]
 
 
 def trained_parameters(config: Config, sizes: Sizes) -> int:
@@ -174,11 +169,8 @@ def _generation(config: Config, sizes: Sizes, place: Placement, weights: int) ->
 def kv_bytes_per_sequence(config: Config, sizes: Sizes, place: Placement) -> int:
     """Return the bytes of a sequence of full length in the KV cache of one rank, with its recurrent states."""
     tokens, itemsize = config.engine.max_model_len or config.max_sequence_tokens, engine_bytes(config, place)
-    parts = [block.attention for block in sizes.blocks]
     ranks = config.engine.tensor_parallel_size
-    keys = sum(max(part.kv_width // ranks, sizes.head_size) for part in parts if part.kv_width)
-    states = sum(part.window * part.channels * itemsize + part.state * STATE_BYTES for part in parts)
-    return 2 * keys * itemsize * tokens + states // ranks
+    return tokens * sizes.kv_bytes_per_token(itemsize, ranks) + sizes.state_bytes(itemsize, ranks)
 
 
 def run_folder_bytes(config: Config, sizes: Sizes, place: Placement) -> int:
@@ -196,7 +188,7 @@ def run_folder_bytes(config: Config, sizes: Sizes, place: Placement) -> int:
 
 def _export_bytes(config: Config, sizes: Sizes, place: Placement, adapter: int) -> int:
     dtype = config.checkpoint.export_dtype
-    model = sizes.total * (compute_bytes(config, place) if dtype == "auto" else BYTES[dtype])
+    model = sizes.total * (compute_bytes(config, place) if dtype == "auto" else DTYPE_BYTES[dtype])
     if config.policy.lora is None:
         return model
     return MASTER * adapter + (model if config.checkpoint.export_merged else 0)

@@ -14,9 +14,9 @@ from typing import Any
 import psutil
 
 from colocated_grpo.settings.lora import LoRAConfig
+from colocated_grpo.settings.model_sizes import Sizes, sizes_of
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.tools.doctor.footprint import Footprint, Placement, footprint, run_folder_bytes
-from colocated_grpo.tools.doctor.parameters import Sizes, sizes_of
 from colocated_grpo.tools.doctor.results import Finding, failed, failed_line, gib, ok, skipped, warning
 from colocated_grpo.tools.doctor.subject import Subject
 

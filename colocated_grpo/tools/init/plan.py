@@ -16,10 +16,10 @@ from colocated_grpo.environments.templates import with_system_prompt
 from colocated_grpo.settings.code_names import check_code_name
 from colocated_grpo.settings.config_json import longest_sequence, read_config_json
 from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.settings.model_sizes import Sizes, sizes_of
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.text_parts import attention_heads, text_part
 from colocated_grpo.tools.doctor.footprint import Placement
-from colocated_grpo.tools.doctor.parameters import Sizes, sizes_of
 from colocated_grpo.tools.init.columns import Reward, builtin_reward, prompt_column
 from colocated_grpo.tools.init.sizes import Batch, Lengths, Memory, batch_of, fit_memory, lengths_of
 

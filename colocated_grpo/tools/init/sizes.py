@@ -9,11 +9,11 @@ from typing import Any
 
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.lora import LEARNING_RATE
+from colocated_grpo.settings.model_sizes import Sizes
 from colocated_grpo.settings.policy import PolicyConfig
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.tools.doctor.footprint import Footprint, Placement, footprint, kv_bytes_per_sequence
 from colocated_grpo.tools.doctor.model_checks import FULL, memory_fix
-from colocated_grpo.tools.doctor.parameters import Sizes
 from colocated_grpo.tools.doctor.results import gib
 
 PROMPT_STEP = 32

@@ -14,14 +14,13 @@ from colocated_grpo.metrics import Metrics, reduce
 from colocated_grpo.policy import activations
 from colocated_grpo.policy.activations import (
     Footprint,
-    candidate_sizes,
+    StepSettings,
     choose_micro_batch_size,
     dummy_micro_batch,
     fit_to_memory,
     min_checkpointed_blocks,
     out_of_memory_in_one_line,
     run_trial_step,
-    trial_sizes,
 )
 from colocated_grpo.policy.blocks import blocks_of, num_checkpointed, set_checkpointed
 from colocated_grpo.runtime.distributed import World
@@ -90,11 +89,11 @@ def test_a_trial_is_an_eighth_of_a_micro_batch_and_fills_a_chunk_of_logits_at_an
         batch, policy = {"max_tokens_per_micro_batch": tokens}, {"logprob_chunk_tokens": chunk}
         return config_of(model_folder(), batch=batch, policy=policy, rollout={"max_completion_tokens": 16})
 
-    sizes = [trial_sizes(config(tokens)) for tokens in (128, 1024, 6000, 8192, 65_536)]
+    sizes = [StepSettings.of(config(tokens)).trial_sizes() for tokens in (128, 1024, 6000, 8192, 65_536)]
     assert sizes == [(63, 128), (127, 256), (375, 750), (511, 1024), (1023, 2048)]
-    assert dummy_micro_batch(config(8192), 511, prefix=0).tokens.num_tokens == 511
-    for size in trial_sizes(config(8192)):
-        tokens = dummy_micro_batch(config(8192), size).tokens
+    assert dummy_micro_batch(StepSettings.of(config(8192)), 511, prefix=0).tokens.num_tokens == 511
+    for size in StepSettings.of(config(8192)).trial_sizes():
+        tokens = dummy_micro_batch(StepSettings.of(config(8192)), size).tokens
         assert tokens.num_tokens == size
         assert tokens.longest_sequence <= config(8192).max_sequence_tokens
         assert tokens.prefix_keys is not None
@@ -106,16 +105,16 @@ def test_small_micro_batches_have_trials_too(world, model_folder, tokens):
     config = config_of(model_folder(), batch={"max_tokens_per_micro_batch": tokens})
     policy, computed = policy_of(config, world), []
     policy.model.register_forward_hook(lambda _, inputs, __: computed.append(inputs[0].num_tokens))
-    for size in trial_sizes(config):
-        run_trial_step(policy, config, size)
-    small, large = trial_sizes(config)
+    for size in StepSettings.of(config).trial_sizes():
+        run_trial_step(policy, StepSettings.of(config), size)
+    small, large = StepSettings.of(config).trial_sizes()
     assert all(0 < count <= size for count, size in zip(computed, (small, small, large, large), strict=True))
 
 
 def test_on_each_rank_of_a_group_a_trial_fills_a_chunk_of_logits(model_folder):
     config = config_of(model_folder(), policy={"context_parallel": 2}, batch={"max_tokens_per_micro_batch": 8192})
-    for size in trial_sizes(config):
-        dummy = dummy_micro_batch(config, 2 * size)
+    for size in StepSettings.of(config).trial_sizes():
+        dummy = dummy_micro_batch(StepSettings.of(config), 2 * size)
         for rank in range(2):
             tokens = local_rows(dummy, ContextGroup(rank, 2, "group")).tokens
             assert tokens.num_tokens == size
@@ -200,7 +199,7 @@ def around_a_trial_step(world: World, folder, loss: dict) -> dict:
         return {"version": policy.version, "random": random_state, "states": states, "weights": weights_of(policy)}
 
     before = trace()
-    run_trial_step(policy, config, 32)
+    run_trial_step(policy, StepSettings.of(config), 32)
     after = trace()
     assert all(parameter.grad is None for parameter in policy.model.parameters())
     for one in policies:
@@ -233,13 +232,13 @@ def fitted(world: World, folder, free_by_rank: list[float], tokens: int | str = 
     policy = policy_of(config_of(folder, policy=settings), world)
     config = config_of(folder, batch={"max_tokens_per_micro_batch": tokens}, policy=settings)
 
-    def measure(policy, _config) -> Footprint:
+    def measure(policy, _step) -> Footprint:
         kept = sum(100 if block.checkpointed else 1000 for block in blocks_of(policy.model))
         return Footprint(peak=0, tokens=0, per_token=kept)
 
     activations.measure, activations.usable_bytes = measure, lambda device: free_by_rank[world.rank]
     try:
-        return fit_to_memory(policy, config, world), num_checkpointed(policy.model)
+        return fit_to_memory(policy, StepSettings.of(config), world), num_checkpointed(policy.model)
     except RunError as error:
         return str(error)
 
@@ -280,9 +279,9 @@ def test_the_automatic_size_follows_memory_if_checkpointing_is_set(world, model_
     assert fitted(world, model_folder(), [fits * PER_TOKEN], "auto", gradient_checkpointing=False) == (tokens, 0)
 
 
-def test_memory_that_runs_out_in_a_training_step_is_one_line_with_the_cause(model_folder):
-    config, cause = config_of(model_folder(), batch={"max_tokens_per_micro_batch": 4096}), torch.OutOfMemoryError(OOM)
-    with pytest.raises(RunError) as raised, out_of_memory_in_one_line(config):
+def test_memory_that_runs_out_in_a_training_step_is_one_line_with_the_cause():
+    cause = torch.OutOfMemoryError(OOM)
+    with pytest.raises(RunError) as raised, out_of_memory_in_one_line(4096):
         raise cause
     assert str(raised.value).startswith(
         "batch.max_tokens_per_micro_batch=4096: a training step does not fit into device memory (OutOfMemoryError: "
@@ -293,8 +292,8 @@ def test_memory_that_runs_out_in_a_training_step_is_one_line_with_the_cause(mode
 
 
 @pytest.mark.parametrize("error", [RuntimeError("CUDA error: an illegal memory access"), RunError("a norm is inf")])
-def test_other_errors_of_a_training_step_stay_as_they_are(model_folder, error):
-    with pytest.raises(type(error)) as raised, out_of_memory_in_one_line(config_of(model_folder())):
+def test_other_errors_of_a_training_step_stay_as_they_are(error):
+    with pytest.raises(type(error)) as raised, out_of_memory_in_one_line("auto"):
         raise error
     assert raised.value is error
 
@@ -302,7 +301,8 @@ def test_other_errors_of_a_training_step_stay_as_they_are(model_folder, error):
 def test_the_automatic_size_fits_the_longest_sequence(model_folder):
     def sizes(longest: int) -> list[int]:
         rollout = {"max_prompt_tokens": 100, "max_completion_tokens": longest - 100}
-        return candidate_sizes(config_of(model_folder(), batch={"max_tokens_per_micro_batch": "auto"}, rollout=rollout))
+        config = config_of(model_folder(), batch={"max_tokens_per_micro_batch": "auto"}, rollout=rollout)
+        return StepSettings.of(config).candidate_sizes()
 
     assert sizes(2048)[-1] == 2048
     assert sizes(2049)[-1] == 4096

@@ -12,7 +12,7 @@ from torch import Tensor
 from colocated_grpo.batching import build_micro_batch
 from colocated_grpo.errors import RunError
 from colocated_grpo.metrics import Metrics
-from colocated_grpo.policy.activations import run_trial_step, trial_sizes
+from colocated_grpo.policy.activations import StepSettings, run_trial_step
 from colocated_grpo.policy.blocks import Block, blocks_of
 from colocated_grpo.policy.model import COMPILE_OPTIONS, COMPILE_OPTIONS_OF
 from tests.support.compiled_blocks import graph_counter
@@ -72,8 +72,8 @@ def test_micro_batches_with_and_without_common_prefixes_and_padding_share_one_gr
             batch={"max_tokens_per_micro_batch": 64},
         )
         policy = policy_of(config, world)
-        for tokens in trial_sizes(config):
-            run_trial_step(policy, config, tokens)
+        for tokens in StepSettings.of(config).trial_sizes():
+            run_trial_step(policy, StepSettings.of(config), tokens)
         sizes = (3, 4), (7, 1), (1, 1)
         batches = [pack_for(world, random_groups(*size), config) for size in sizes]
         parts = [build_micro_batch([]), *(part for batch in batches for part in batch.minibatches[0].micro_batches)]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from colocated_grpo.batching import MicroBatch, PackedRoutes
 from colocated_grpo.metrics import Metrics, reduce
-from colocated_grpo.policy.activations import run_trial_step, trial_sizes
+from colocated_grpo.policy.activations import StepSettings, run_trial_step
 from colocated_grpo.policy.blocks import blocks_of
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.policy.routing import routers_of
@@ -43,7 +43,7 @@ def computed(world: World, folder: Path, *, compiled: bool, checkpointed: bool) 
         batch={"max_tokens_per_micro_batch": 64},
     )
     policy, metrics = policy_of(config, world), []
-    run_trial_step(policy, config, tokens=trial_sizes(config)[0])
+    run_trial_step(policy, StepSettings.of(config), tokens=StepSettings.of(config).trial_sizes()[0])
     for groups, group_size in ((7, 1), (3, 2)):  # a group of one has no common prefix
         minibatch = pack_for(world, random_groups(groups, group_size), config).map(with_old_logprobs).minibatches[0]
         routed = [with_random_routes(micro_batch, policy) for micro_batch in minibatch.micro_batches]

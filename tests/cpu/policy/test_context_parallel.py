@@ -15,7 +15,7 @@ from torch import Tensor
 
 from colocated_grpo.batching import Batch, MicroBatch
 from colocated_grpo.metrics import Metrics, reduce
-from colocated_grpo.policy.activations import run_trial_step
+from colocated_grpo.policy.activations import StepSettings, run_trial_step
 from colocated_grpo.policy.context_parallel import all_to_all, heads_to_rows, own_heads, rows_to_heads
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.runtime.distributed import World, with_context
@@ -63,7 +63,7 @@ def policy_in(world: World, folder: Path, sections: dict[str, Any]) -> tuple[Pol
     batch = {"max_tokens_per_micro_batch": 48, **sections.get("batch", {})}
     config = config_of(folder, **sections | {"policy": policy, "batch": batch})
     built = policy_of(config, world)
-    run_trial_step(built, config, tokens=16)
+    run_trial_step(built, StepSettings.of(config), tokens=16)
     return built, config
 
 

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from colocated_grpo.batching import TrainSequence, build_micro_batch
 from colocated_grpo.losses import make_chunked_loss, make_loss
 from colocated_grpo.metrics import Metrics, reduce
-from colocated_grpo.policy.objective import fused_objective, unfused_objective
+from colocated_grpo.policy.policy import fused_objective, unfused_objective
 from colocated_grpo.settings.losses import CorrectionConfig, GRPOConfig, GSPOConfig
 from tests.support.loss_inputs import ALL_LOSSES, BUSY_SETTINGS, loss_and_gradient, random_inputs
 from tests.support.small_policy import config_of, gradients_of, make_small_model, policy_of

@@ -13,7 +13,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as source
 
 from colocated_grpo.policy import linear_attention
 from colocated_grpo.policy.linear_attention import int64_boundaries, kernel, packed_convolution, packed_delta_rule
-from colocated_grpo.policy.loading import build_model
+from colocated_grpo.policy.loading import ModelLoader
 from colocated_grpo.policy.model import read_model_config
 from colocated_grpo.settings.errors import ConfigError
 from tests.support.families import SETTINGS
@@ -71,7 +71,7 @@ def test_a_prompt_that_siblings_share_is_not_computed_once(world, model_folder):
     """Its state would be missing where the siblings go on."""
     folder = model_folder("qwen3_next", edits=SETTINGS["qwen3_next"])
     config = config_of(folder)
-    model = build_model(config, read_model_config(config.model, folder), folder, world, offloaded=False)
+    model = ModelLoader(config, read_model_config(config.model, folder), folder, world).model(offloaded=False)
     assert not model.shares_prefixes
     (micro_batch,) = pack_for(world, random_groups(2, 3), config).minibatches[0].micro_batches
     assert micro_batch.tokens.prefix_keys is None

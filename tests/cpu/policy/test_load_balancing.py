@@ -19,7 +19,7 @@ from colocated_grpo.batching import Minibatch, build_micro_batch
 from colocated_grpo.losses import Counts
 from colocated_grpo.metrics import Metrics, Stat, reduce
 from colocated_grpo.policy import loading, routing
-from colocated_grpo.policy.activations import run_trial_step
+from colocated_grpo.policy.activations import StepSettings, run_trial_step
 from colocated_grpo.policy.blocks import blocks_of
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.policy.routing import WEIGHTS, sigmoid_weights
@@ -217,7 +217,7 @@ def test_the_metric_counts_each_layer_once_and_leaves_out_the_trial_step(world, 
     )
     policy = policy_of(config, world)
     blocks_of(policy.model)[1].checkpointed = False  # the first is computed twice
-    run_trial_step(policy, config, tokens=64)
+    run_trial_step(policy, StepSettings.of(config), tokens=64)
     metrics = Metrics(world.device)
     policy.forward_backward(pack_for(world, random_groups(6, 4), config).minibatches[0], metrics)
     assert reduce(metrics, world.sum_, world.max_)[METRIC] == pytest.approx(plain, rel=1e-6)

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from colocated_grpo.batching import MicroBatch
 from colocated_grpo.policy import loading
 from colocated_grpo.policy.checkpoint_files import CheckpointReader
-from colocated_grpo.policy.loading import build_model
+from colocated_grpo.policy.loading import ModelLoader
 from colocated_grpo.policy.model import PackedLM, build_empty, read_model_config, reshard
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings import model_support
@@ -54,7 +54,7 @@ def upstream_of(micro_batch: MicroBatch) -> torch.Tensor:
 def packed_forward(world: World, folder: Path, micro_batch: MicroBatch, **policy) -> tuple[torch.Tensor, dict]:
     """Return log-probabilities of the scored tokens, and the gradient of their sum weighted by `upstream_of`."""
     config = config_of(folder, policy=policy)
-    model = build_model(config, read_model_config(config.model, folder), folder, world, offloaded=False)
+    model = ModelLoader(config, read_model_config(config.model, folder), folder, world).model(offloaded=False)
     logprobs, _ = model(micro_batch.tokens)
     (logprobs * upstream_of(micro_batch)).sum().backward()
     reshard(model)  # gradients are on the sharded parameters
@@ -109,7 +109,7 @@ def test_sliding_window_and_cap_change_the_log_probabilities(world, model_folder
 def test_the_temperature_is_not_rounded_to_the_compute_type(world, model_folder):
     folder = model_folder()
     config = config_of(folder, policy={"compute_dtype": "bfloat16"})
-    model = build_model(config, read_model_config(config.model, folder), folder, world, offloaded=False)
+    model = ModelLoader(config, read_model_config(config.model, folder), folder, world).model(offloaded=False)
     micro_batch = micro_batch_of(world, folder)
     hidden_NH, temperature_N = model(
         micro_batch.tokens, lambda hidden_NH, *_, temperature_N, **__: (hidden_NH, temperature_N)

@@ -15,7 +15,7 @@ from torch import Tensor
 from colocated_grpo.batching import MicroBatch, PackedRoutes, TrainSequence, build_micro_batch
 from colocated_grpo.policy import routing
 from colocated_grpo.policy.blocks import blocks_of
-from colocated_grpo.policy.loading import build_model
+from colocated_grpo.policy.loading import ModelLoader
 from colocated_grpo.policy.model import PackedLM, read_model_config, reshard
 from colocated_grpo.policy.routing import WEIGHTS
 from colocated_grpo.runtime.distributed import World
@@ -30,7 +30,7 @@ ARCHITECTURES = [family.architecture for family in FAMILIES if family.experts]
 
 def model_of(world: World, folder: Path, **policy: Any) -> PackedLM:
     config = config_of(folder, policy={"routing_replay": True, **policy})
-    return build_model(config, read_model_config(config.model, folder), folder, world, offloaded=False)
+    return ModelLoader(config, read_model_config(config.model, folder), folder, world).model(offloaded=False)
 
 
 def batch_of(world: World, folder: Path) -> MicroBatch:

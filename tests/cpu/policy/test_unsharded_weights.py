@@ -12,7 +12,7 @@ import torch
 
 from colocated_grpo.checkpoint import Checkpoints
 from colocated_grpo.metrics import Metrics, reduce
-from colocated_grpo.policy.activations import run_trial_step
+from colocated_grpo.policy.activations import StepSettings, run_trial_step
 from colocated_grpo.policy.blocks import Block
 from colocated_grpo.policy.masters import ShardedWeights, UnshardedWeights, adopt
 from colocated_grpo.policy.policy import Policy
@@ -117,7 +117,7 @@ def test_16_bit_gradients_are_freed_during_the_backward_pass(world, model_folder
     policy = policy_of(config, world)
     policy.forward_backward(pack_for(world, random_groups(6, 4), config).minibatches[0], Metrics(world.device))
     assert all(parameter.grad is None for parameter in policy.model.parameters())
-    run_trial_step(policy, config, 32)
+    run_trial_step(policy, StepSettings.of(config), 32)
     assert all(master.grad is None for master in policy.parameters().values())
 
 

@@ -26,7 +26,7 @@ FROZEN = {"type": "turns", "name": "town", "args": {"players": ["policy", "froze
 
 def failure(world: World, config: dict[str, Any], folder: Path, missing: str | None) -> tuple[str | None, str]:
     """Return the phase in which a build fails, and the line. missing: what this vLLM lacks."""
-    from colocated_grpo.assembly.run import build_run
+    from colocated_grpo.assembly.assemble import build_run
     from colocated_grpo.rollout.vllm.patches import PATCHES
 
     if missing is not None:

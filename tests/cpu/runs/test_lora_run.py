@@ -20,11 +20,10 @@ from benchmarks.workload import MAX_PROMPT_TOKENS, TASK
 from colocated_grpo.runtime.checksums import CHECKSUMS_FILE
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.program import library_environment
-from colocated_grpo.settings import Config
 from colocated_grpo.settings.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from colocated_grpo.tools import compare_runs
 from colocated_grpo.tracking import files
-from tests.support.engines import PROBE, prefill_logprobs
+from tests.support.engines import PROBE, prefill_logprobs, reading_spec
 from tests.support.ranks import run_on_ranks, start_module
 from tests.support.training_runs import (
     ForkedRun,
@@ -165,9 +164,7 @@ def scores_with_vllms_own_adapter(world: World, folder: Path, adapter: Path) -> 
     os.environ.update(library_environment("INFO"))
     from colocated_grpo.rollout.vllm.engine import VLLMEngine
 
-    arguments = {"load_format": "auto", "enable_lora": True, "max_lora_rank": RANK}
-    config = Config.model_validate(settings(folder, engine={"sleep": False, "args": arguments}))
-    engine = VLLMEngine(config, folder, torch.float32, world)
+    engine = VLLMEngine(reading_spec(folder, enable_lora=True, max_lora_rank=RANK), world)
     scores = {"base": prefill_logprobs(engine, PROBE)}
     engine.weights_changed(1)
     engine.adapters.load("trained", str(adapter))

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from vllm import ModelRegistry
 
 from benchmarks.workload import MAX_PROMPT_TOKENS, TASK
-from colocated_grpo.rollout.vllm.text_part import register_class
+from colocated_grpo.rollout.vllm.vllm_arguments import register_class
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.program import library_environment
 from colocated_grpo.settings import Config
@@ -27,7 +27,7 @@ from colocated_grpo.tools.shapes import TINY
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.model_card import card
 from tests.support.composites import TEXT_PARTS, make_composite, whole_model
-from tests.support.engines import PROBE, Pair, prefill_logprobs
+from tests.support.engines import PROBE, Pair, prefill_logprobs, reading_spec
 from tests.support.families import HYBRIDS
 from tests.support.ranks import run_on_ranks, start_module
 from tests.support.serve_process import ServeProcess
@@ -96,8 +96,7 @@ def engine_scores(world: World, folder: Path) -> dict[str, Any]:
     os.environ.update(library_environment("INFO"))
     from colocated_grpo.rollout.vllm.engine import VLLMEngine
 
-    config = Config.model_validate(settings(folder, engine={"sleep": False, "args": {"load_format": "auto"}}))
-    reading = VLLMEngine(config, folder, torch.float32, world)
+    reading = VLLMEngine(reading_spec(folder), world)
     scores = prefill_logprobs(reading, PROBE)
     built = sum(parameter.numel() for parameter in reading.model.parameters())
     reading.close()

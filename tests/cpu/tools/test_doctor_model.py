@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from colocated_grpo.rollout.vllm import kv_budget
+from colocated_grpo.settings.model_sizes import sizes_of
 from colocated_grpo.tools.doctor.footprint import (
     ENGINE_RESERVE,
     Placement,
@@ -23,7 +23,6 @@ from colocated_grpo.tools.doctor.model_checks import (
     check_model_files,
     judge_memory,
 )
-from colocated_grpo.tools.doctor.parameters import sizes_of
 from colocated_grpo.tools.doctor.results import GIB
 from tests.support.config_text import load
 from tests.support.doctor import TWO_H200, fake_nvidia_smi, python_on_small_disk, subject_of
@@ -85,10 +84,6 @@ def test_the_engine_adds_its_weights_while_it_generates(text, more):
     added = beside.generating - alone.generating - ENGINE_RESERVE
     assert added / sizes.total == pytest.approx(more, rel=0.03)
     assert beside.training - alone.training == (2 * sizes.total if "sleep" in text else 0)
-
-
-def test_the_reserve_of_the_engine_is_the_one_that_the_engine_keeps():
-    assert ENGINE_RESERVE == kv_budget.ENGINE_RESERVE
 
 
 def test_offloading_the_optimizer_frees_its_state_while_the_engine_generates():

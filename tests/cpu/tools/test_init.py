@@ -11,9 +11,9 @@ import yaml
 from colocated_grpo.environments.rewards.builtin import REWARDS
 from colocated_grpo.launch import launcher
 from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.settings.model_sizes import sizes_of
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.tools.doctor.footprint import Placement
-from colocated_grpo.tools.doctor.parameters import sizes_of
 from colocated_grpo.tools.init.__main__ import main
 from colocated_grpo.tools.init.columns import builtin_reward, prompt_column
 from colocated_grpo.tools.init.sizes import Memory, batch_of, fit_memory, lengths_of

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import DeepseekV3Config, GPT2Config, Qwen3Config
 
+from colocated_grpo.assembly.engines import engine_spec
 from colocated_grpo.errors import RunError
 from colocated_grpo.policy.checkpoint_files import CheckpointReader
 from colocated_grpo.policy.model import build_empty, read_model_config
 from colocated_grpo.rollout.vllm.kv_budget import (
     BLOCK,
     CPU_LIMIT,
-    ENGINE_RESERVE,
     MIN_CACHE,
-    kv_bytes_per_token,
     kv_cache_arguments,
     useful_bytes,
     weight_bytes,
-    with_max_num_seqs,
 )
+from colocated_grpo.rollout.vllm.spec import EngineSpec
+from colocated_grpo.settings.model_sizes import ENGINE_RESERVE
 from tests.support.composites import make_composite
 from tests.support.small_policy import SHAPE, config_of, make_small_model
 
@@ -32,9 +32,8 @@ BYTES_PER_TOKEN = 2 * SHAPE.layers * SHAPE.kv_heads * SHAPE.head_dim * 2
 @pytest.mark.parametrize(("sequences", "full"), [(512, 256), (20, 10), (11, 8), (4, 4), (1, 1)])
 def test_the_cache_holds_half_of_the_sequences_at_full_length_and_at_least_eight(tmp_path, sequences, full):
     folder = make_small_model(tmp_path / "model", "qwen3")
-    lengths = {"max_prompt_tokens": 40, "max_completion_tokens": 60}
-    config = config_of(folder, rollout=lengths, engine={"max_num_seqs": sequences})
-    assert useful_bytes(config, folder, torch.bfloat16) == BYTES_PER_TOKEN * full * (40 + 60 + BLOCK)
+    spec = spec_of(folder, max_model_len=100, max_num_seqs=sequences)
+    assert useful_bytes(spec) == BYTES_PER_TOKEN * full * (100 + BLOCK)
 
 
 @pytest.mark.parametrize(
@@ -51,42 +50,31 @@ def test_the_cache_holds_half_of_the_sequences_at_full_length_and_at_least_eight
         (8, {"environments": [{"type": "atropos"}]}, 256),
     ],
 )
-def test_max_num_seqs_covers_an_engines_part_of_a_step(tmp_path, ranks, changes, seats):
+def test_max_num_seqs_covers_an_engines_part_of_a_step(world, tmp_path, ranks, changes, seats):
     """32 prompts of 8 completions."""
-    assert with_max_num_seqs(config_of(tmp_path, **changes), ranks).engine.max_num_seqs == seats
+    spec = engine_spec(config_of(tmp_path, **changes), tmp_path, replace(world, size=ranks))
+    assert spec.max_num_seqs == seats
 
 
 def test_layers_that_predict_further_tokens_are_neither_read_nor_counted(tmp_path):
     folder = make_small_model(tmp_path / "model", "qwen3")
-    config, file = config_of(folder), folder / "model.safetensors"
-    before, names = weight_bytes(config, folder, torch.bfloat16), CheckpointReader(folder).names()
+    spec, file = spec_of(folder), folder / "model.safetensors"
+    before, names = weight_bytes(spec), CheckpointReader(folder).names()
     prediction = {f"model.layers.{SHAPE.layers}.eh_proj.weight": torch.ones(4, 4)}
     save_file(load_file(file) | prediction, file)
-    assert weight_bytes(config, folder, torch.bfloat16) == before
+    assert weight_bytes(spec) == before
     assert CheckpointReader(folder).names() == names
-
-
-@pytest.mark.parametrize("tensor_parallel", [1, 2])
-def test_latent_attention_caches_one_vector_for_all_heads_on_each_rank(tensor_parallel):
-    config = DeepseekV3Config(num_hidden_layers=3, kv_lora_rank=512, qk_rope_head_dim=64)
-    assert kv_bytes_per_token(config, 2, tensor_parallel) == 3 * (512 + 64) * 2
-
-
-@pytest.mark.parametrize(("tensor_parallel", "heads_here"), [(1, 4), (2, 2), (8, 1)])
-def test_tensor_parallel_ranks_split_key_value_heads_down_to_one_each(tensor_parallel, heads_here):
-    config = Qwen3Config(num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4, head_dim=16)
-    assert kv_bytes_per_token(config, 2, tensor_parallel) == 3 * 2 * heads_here * 16 * 2
-
-
-def test_a_model_without_num_key_value_heads_has_as_many_as_query_heads():
-    assert kv_bytes_per_token(GPT2Config(n_layer=3, n_head=8, n_embd=48), 4) == 3 * 2 * 8 * 6 * 4
 
 
 def sized(folder, device: str, longest: int, **engine) -> dict:
     """vLLM's arguments for 512 sequences of `longest` tokens."""
-    lengths = {"max_prompt_tokens": 40, "max_completion_tokens": longest - 40}
-    config = config_of(folder, rollout=lengths, engine={"max_num_seqs": 512, **engine})
-    return kv_cache_arguments(config, folder, torch.bfloat16, torch.device(device))
+    return kv_cache_arguments(spec_of(folder, max_model_len=longest, **engine), torch.device(device))
+
+
+def spec_of(folder, **changes) -> EngineSpec:
+    return EngineSpec(
+        **{"folder": folder, "dtype": torch.bfloat16, "max_model_len": 64, "max_num_seqs": 512, **changes}
+    )
 
 
 def useful(longest: int) -> int:
@@ -106,28 +94,26 @@ def test_weight_bytes_are_counted_once_in_the_engines_type(tmp_path, folder, kep
     save_file(tensors, tmp_path / "model.safetensors")
     torch.save(tensors, tmp_path / "pytorch_model.bin")
     numbers = sum(tensor.numel() for tensor in tensors.values())
-    assert weight_bytes(config_of(tmp_path), tmp_path, dtype) == numbers * dtype.itemsize
-    assert weight_bytes(config_of(tmp_path, engine={"tensor_parallel_size": 2}), tmp_path, dtype) == (
-        numbers * dtype.itemsize // 2
-    )
+    assert weight_bytes(spec_of(tmp_path, dtype=dtype)) == numbers * dtype.itemsize
+    assert weight_bytes(spec_of(tmp_path, dtype=dtype, tensor_parallel_size=2)) == (numbers * dtype.itemsize // 2)
     (tmp_path / "model.safetensors").unlink()
-    assert weight_bytes(config_of(tmp_path), tmp_path, dtype) >= numbers * dtype.itemsize
+    assert weight_bytes(spec_of(tmp_path, dtype=dtype)) >= numbers * dtype.itemsize
 
 
 def test_weights_that_a_folder_repeats_in_mistrals_own_format_count_once(tmp_path, folder):
     tensors = load_file(folder / "model.safetensors")
     shutil.copy(folder / "config.json", tmp_path)
     save_file(tensors, tmp_path / "model.safetensors")
-    once, shapes = weight_bytes(config_of(tmp_path), tmp_path, torch.bfloat16), CheckpointReader(tmp_path).shapes
+    once, shapes = weight_bytes(spec_of(tmp_path)), CheckpointReader(tmp_path).shapes
     save_file({f"own.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "consolidated.safetensors")
-    assert weight_bytes(config_of(tmp_path), tmp_path, torch.bfloat16) == once
+    assert weight_bytes(spec_of(tmp_path)) == once
     assert CheckpointReader(tmp_path).shapes == shapes
 
 
 def test_weight_bytes_of_a_text_part_are_those_of_the_text_model(tmp_path):
     folder = make_composite(tmp_path / "whole", "gemma3")
     numbers = build_empty(read_model_config(config_of(folder).model, folder), 64, trust_remote_code=False).parameters()
-    assert weight_bytes(config_of(folder), folder, torch.bfloat16) == 2 * sum(map(torch.numel, numbers))
+    assert weight_bytes(spec_of(folder)) == 2 * sum(map(torch.numel, numbers))
 
 
 @pytest.fixture
@@ -135,7 +121,7 @@ def gpu(monkeypatch, folder):
     """A device with so many bytes to spare, beside the engine's weights and reserve, in twice as much memory."""
 
     def with_spare(spare: int) -> int:
-        free = weight_bytes(config_of(folder), folder, torch.bfloat16) + ENGINE_RESERVE + spare
+        free = weight_bytes(spec_of(folder)) + ENGINE_RESERVE + spare
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
         return free
 

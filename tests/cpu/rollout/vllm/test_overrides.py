@@ -8,7 +8,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
-from colocated_grpo.rollout.vllm.overrides import overrides
+from colocated_grpo.rollout.vllm.vllm_arguments import overrides
 
 HEAD = 16
 YARN = {

@@ -1,4 +1,4 @@
-"""Merged weights W = W0 + scale * left @ right, rounded to the type of W0 with a fixed dither.
+"""Rounding to bfloat16 with a fixed dither, for merged weights W = W0 + scale * left @ right.
 
 Rounding to nearest would lose the adapter wherever it changes a weight by less than half a step of bfloat16: early in
 training nearly everywhere. The dither rounds away from zero with the probability that makes the expected value exact.
@@ -14,21 +14,6 @@ from torch import Tensor
 MIX = 0x9E3779B9, 0x7FEB352D, 0x846CA68B
 """Multipliers of the hash; the last two are those of "lowbias32" (Ellis, prospecting for hash functions, 2018)."""
 _MASK = 0xFFFFFFFF
-
-
-def merge(out: Tensor, base: Tensor, left: Tensor, right: Tensor, scale: float, key: int, first: int = 0) -> None:
-    """Write base + scale * left @ right into `out`.
-
-    out, base: [rows, columns] of one type, bfloat16 or float32, with contiguous rows. left: [rows, rank] and right:
-    [rank, columns], float32. key: selects the dither. first: index of out[0, 0] in the whole weight, counted by rows.
-    """
-    if out.is_cuda:
-        from colocated_grpo.policy.lora.merge_kernel import merge as merge_on_gpu  # needs Triton
-
-        merge_on_gpu(out, base, left, right, scale, key, first)
-        return
-    exact = torch.addmm(base.float(), left, right, alpha=scale)
-    out.copy_(exact if out.dtype == torch.float32 else dithered(exact, key, first))
 
 
 def dithered(exact: Tensor, key: int, first: int = 0) -> Tensor:

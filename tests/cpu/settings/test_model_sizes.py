@@ -8,21 +8,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, DeepseekV3Config, GPT2Config, PreTrainedModel, Qwen3Config
 
 from colocated_grpo.policy.lora.targets import target_names
-from colocated_grpo.rollout.vllm.kv_budget import kv_bytes_per_token, state_bytes
 from colocated_grpo.settings.lora import LoRAConfig
+from colocated_grpo.settings.model_sizes import Sizes, sizes_of
 from colocated_grpo.tools.doctor.footprint import Placement, adapter_parameters, kv_bytes_per_sequence
-from colocated_grpo.tools.doctor.parameters import Sizes, sizes_of
 from colocated_grpo.tools.make_model import ARCHITECTURES
 from tests.support.config_text import load
 from tests.support.real_sizes import config_json, empty_model, num_parameters
 
 HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
-WITHOUT_ARITHMETIC = ("deepseek_v3",)
-"""Those with latent attention."""
-KNOWN = [name for name in ARCHITECTURES if name not in WITHOUT_ARITHMETIC]
 FUSED = ("glm4", "gpt2", "phi3")
 """Their linear layers are fused, so adapters have fewer parameters than the arithmetic says."""
 DELTA_RULE = {
@@ -60,12 +56,7 @@ def known_sizes(config: dict) -> Sizes:
     return sizes
 
 
-@pytest.mark.parametrize("architecture", WITHOUT_ARITHMETIC)
-def test_sizes_of_latent_attention_are_unknown(architecture):
-    assert sizes_of(config_json(architecture=architecture)) is None
-
-
-@pytest.mark.parametrize("architecture", KNOWN)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_parameters_are_counted_from_config_json_alone(architecture):
     config = config_json("qwen3-1.7b", architecture)
     assert known_sizes(config).total == pytest.approx(num_parameters(config), rel=5e-4)
@@ -128,7 +119,7 @@ def test_linear_attention_of_another_kind_has_sizes_that_are_not_known():
     assert sizes_of(config | DELTA_RULE | {"layer_types": ["linear_attention"] * 28}) is None
 
 
-@pytest.mark.parametrize("architecture", [name for name in KNOWN if name not in FUSED])
+@pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name not in FUSED])
 def test_an_adapter_has_the_layers_that_the_policy_gives_one(architecture):
     config = config_json("qwen3-1.7b", architecture)
     model, sizes = empty_model(config), known_sizes(config)
@@ -138,7 +129,7 @@ def test_an_adapter_has_the_layers_that_the_policy_gives_one(architecture):
         return sum(lora.rank * sum(model.get_submodule(name).weight.shape) for name in names)
 
     some_blocks = {"layers": list(range(7, 14))}
-    for settings in ({}, some_blocks, {"target_modules": ["q_proj", "v_proj"]}):
+    for settings in ({}, some_blocks, {"target_modules": ["q_proj", "o_proj"]}):
         lora = LoRAConfig(rank=8, **settings)
         assert adapter_parameters(lora, sizes) == factors(lora), settings
     if architecture in HYBRIDS:
@@ -156,16 +147,34 @@ def test_an_adapter_s_parameters_are_those_of_its_layers():
     assert queries == 8 * 36 * (4096 + 4096 + 4096 + 1024)
 
 
-@pytest.mark.parametrize("tensor_parallel_size", [1, 2, 16])
-@pytest.mark.parametrize("architecture", [*HYBRIDS, "qwen3", "gpt2"])
-def test_a_sequence_takes_the_memory_that_the_engine_plans_for_it(architecture, tensor_parallel_size):
-    config = config_json("qwen3-4b", architecture)
-    run = load(f"engine: {{max_model_len: 3000, tensor_parallel_size: {tensor_parallel_size}}}")
-    hf_config = AutoConfig.for_model(**config)
-    planned = 3000 * kv_bytes_per_token(hf_config, 2, tensor_parallel_size)
-    planned += state_bytes(hf_config, 2, tensor_parallel_size)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_latent_attention_caches_one_vector_for_all_heads_on_each_rank(ranks):
+    sizes = known_sizes(DeepseekV3Config(num_hidden_layers=3, kv_lora_rank=512, qk_rope_head_dim=64).to_dict())
+    assert sizes.kv_bytes_per_token(2, ranks) == 3 * (512 + 64) * 2
+
+
+@pytest.mark.parametrize(("ranks", "heads_here"), [(1, 4), (2, 2), (8, 1)])
+def test_tensor_parallel_ranks_split_key_value_heads_down_to_one_each(ranks, heads_here):
+    settings = Qwen3Config(num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4, head_dim=16).to_dict()
+    assert known_sizes(settings).kv_bytes_per_token(2, ranks) == 3 * 2 * heads_here * 16 * 2
+
+
+def test_a_model_without_num_key_value_heads_has_as_many_as_query_heads():
+    sizes = known_sizes(GPT2Config(n_layer=3, n_head=8, n_embd=48).to_dict())
+    assert sizes.kv_bytes_per_token(4) == 3 * 2 * 8 * 6 * 4
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_sequence_of_a_hybrid_takes_its_keys_values_and_states(ranks):
+    """8 of 32 blocks have full attention; a state has float32 numbers, a convolution those of the model's type."""
+    sizes = known_sizes(config_json("qwen3.5-4b") | DELTA_RULE)
+    values, window = 32 * 128, 3 * (2 * 16 * 128 + 32 * 128)
+    assert sizes.kv_bytes_per_token(2, ranks) == 8 * 2 * 4 // ranks * 256 * 2
+    assert sizes.state_bytes(2, ranks) == 24 * (2 * window + 4 * values * 128) // ranks
     place = Placement(ranks=8, on_gpu=True, device_bytes=0)
-    assert kv_bytes_per_sequence(run, known_sizes(config), place) == planned
+    run = load(f"engine: {{max_model_len: 3000, tensor_parallel_size: {ranks}}}")
+    planned = 3000 * sizes.kv_bytes_per_token(2, ranks) + sizes.state_bytes(2, ranks)
+    assert kv_bytes_per_sequence(run, sizes, place) == planned
 
 
 def kept_by(model: PreTrainedModel, index: int, tokens: int) -> int:

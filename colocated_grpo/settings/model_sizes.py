@@ -1,4 +1,8 @@
-"""Numbers of parameters by the sizes in a config.json. Norms and biases, below a thousandth, are left out."""
+"""Sizes of a model by its settings alone: parameters, activations, and what one sequence takes in an engine.
+
+The engine's budget, the doctor, `init` and the benchmarks count by this file. Norms and biases, below a thousandth of
+the parameters, are left out. Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -14,26 +18,44 @@ TIED_BY_DEFAULT = ("gemma", "gpt2")
 """Families whose config.json may leave out that the output layer is the embedding matrix."""
 UNGATED = {"bloom", "falcon", "gpt2", "gpt_neox", "gptj", "opt", "phi", "starcoder2"}
 """Model types whose MLP has two linear layers, not three."""
+STATE_BYTES = 4
+"""Bytes of a number in a recurrent state, which vLLM keeps in float32 or in the model's type."""
+ENGINE_RESERVE = 6 << 30
+"""Bytes that an engine on a GPU keeps free for its activations, sampler, CUDA graphs and fragmentation."""
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 FULL_ATTENTION_INTERVAL = 4
 """transformers' value where config.json states neither it nor the types of the layers."""
 
 LinearLayers = Mapping[str, tuple[int, int]]
-"""Name of a linear layer, Llama's where models differ -> its inputs and outputs, one of which is the hidden size."""
+"""Name of a linear layer, Llama's where models differ -> its inputs and outputs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """Attention of a block: full, with keys and values, or linear, with a convolution and a recurrent state."""
+    """Attention of a block: full, with keys and values; latent, with one vector in their place; or linear.
+
+    Linear attention has a convolution and a recurrent state.
+    """
 
     linear: LinearLayers
     kv_width: int = 0
     """Keys of one token: key-value heads times head size."""
+    head_size: int = 0
+    latent: int = 0
+    """Numbers of one token from which the keys and values of all heads are computed."""
     channels: int = 0
     """Those of the convolution."""
     window: int = 0
     """Tokens that the convolution sees before the current one."""
     state: int = 0
     """Numbers in the recurrent state of one sequence."""
+
+    def cached(self, ranks: int) -> int:
+        """Return the numbers of one token in the KV cache of each of an engine's `ranks`.
+
+        They split key-value heads down to one each. A latent vector is on all of them.
+        """
+        return self.latent + 2 * max(self.kv_width // ranks, self.head_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +91,7 @@ class Block:
         These are the inputs of linear layers, the results of both norms among them, and the inputs of attention and
         activation functions. hidden: the model's hidden size.
         """
-        inner = sum(inputs + outputs - hidden for inputs, outputs in self.linear.values())
+        inner = sum(inputs if outputs == hidden else outputs for inputs, outputs in self.linear.values())
         return 2 * hidden + inner + self.attention.channels + self.mlp.routed
 
 
@@ -79,7 +101,6 @@ class Sizes:
 
     blocks: Sequence[Block]
     hidden: int
-    head_size: int
     vocab: int
     outside: int
     """Parameters outside the blocks: embeddings and output layer."""
@@ -93,6 +114,15 @@ class Sizes:
         """The block of the most parameters."""
         return max(self.blocks, key=lambda block: block.total)
 
+    def kv_bytes_per_token(self, itemsize: int, ranks: int = 1) -> int:
+        """Return the bytes of one token in the KV cache of each of an engine's `ranks`."""
+        return itemsize * sum(block.attention.cached(ranks) for block in self.blocks)
+
+    def state_bytes(self, itemsize: int, ranks: int = 1) -> int:
+        """Return the bytes of one sequence's convolutions and recurrent states on each of an engine's `ranks`."""
+        parts = [block.attention for block in self.blocks]
+        return sum(part.window * part.channels * itemsize + part.state * STATE_BYTES for part in parts) // ranks
+
     def chosen(self, layers: Collection[int] | None) -> Sequence[Block]:
         """Return the blocks of these indices; None: all."""
         return self.blocks if layers is None else [self.blocks[index] for index in layers if index < len(self.blocks)]
@@ -100,8 +130,6 @@ class Sizes:
 
 def sizes_of(config_json: Mapping[str, Any]) -> Sizes | None:
     """Return the sizes of the model; None if config.json does not state them, or has attention of another kind."""
-    if has_latent_attention(config_json):
-        return None
     model = text_part(config_json)
     hidden = _first(model, "hidden_size", "n_embd")
     num_blocks = _first(model, "num_hidden_layers", "n_layer")
@@ -109,21 +137,20 @@ def sizes_of(config_json: Mapping[str, Any]) -> Sizes | None:
     vocab = _first(model, "vocab_size")
     if not (hidden and num_blocks and heads and vocab):
         return None
-    head_size = _first(model, "head_dim") or hidden // heads
-    attention = {False: _full_attention(model, hidden, heads, head_size)}
-    linear_layers = _linear_layers(model, num_blocks)
+    latent = has_latent_attention(config_json)
+    attention = {False: _latent_attention(model, hidden, heads) if latent else _full_attention(model, hidden, heads)}
     if has_linear_attention(config_json):
-        linear_attention = _linear_attention(model, hidden)
-        if linear_attention is None:
-            return None
-        attention[True] = linear_attention
+        attention[True] = _linear_attention(model, hidden)
+    known = {linear: one for linear, one in attention.items() if one is not None}
+    if len(known) < len(attention):
+        return None
+    linear_layers = _linear_layers(model, num_blocks)
     mlp = {True: _dense(model, hidden), False: _mixture(model, hidden)}
     kinds = list(zip(linear_layers, _dense_layers(model, num_blocks), strict=True))
-    block_of = {kind: Block(attention=attention[kind[0]], mlp=mlp[kind[1]]) for kind in set(kinds)}
+    block_of = {kind: Block(attention=known[kind[0]], mlp=mlp[kind[1]]) for kind in set(kinds)}
     return Sizes(
         blocks=[block_of[kind] for kind in kinds],
         hidden=hidden,
-        head_size=head_size,
         vocab=vocab,
         outside=vocab * hidden * (1 if _is_tied(config_json, model) else 2) + _positions(model) * hidden,
     )
@@ -140,7 +167,8 @@ def _linear_layers(model: Mapping[str, Any], num_blocks: int) -> list[bool]:
     return [stated.get(index, (index + 1) % interval != 0) for index in range(num_blocks)]
 
 
-def _full_attention(model: Mapping[str, Any], hidden: int, heads: int, head_size: int) -> Attention:
+def _full_attention(model: Mapping[str, Any], hidden: int, heads: int) -> Attention:
+    head_size = _first(model, "head_dim") or hidden // heads
     kv_width = (_first(model, "num_key_value_heads") or heads) * head_size
     gated = model.get("model_type") in DELTA_RULE_TYPES  # q_proj also returns a gate of each output
     linear = {
@@ -149,7 +177,20 @@ def _full_attention(model: Mapping[str, Any], hidden: int, heads: int, head_size
         "v_proj": (hidden, kv_width),
         "o_proj": (heads * head_size, hidden),
     }
-    return Attention(linear=linear, kv_width=kv_width)
+    return Attention(linear=linear, kv_width=kv_width, head_size=head_size)
+
+
+def _latent_attention(model: Mapping[str, Any], hidden: int, heads: int) -> Attention | None:
+    """Return the attention of DeepSeek-V3; None if sizes are missing."""
+    rank, rotated = _first(model, "kv_lora_rank"), _first(model, "qk_rope_head_dim")
+    plain, value = _first(model, "qk_nope_head_dim"), _first(model, "v_head_dim")
+    if not (rank and rotated and plain and value):
+        return None
+    queries, query_rank = heads * (plain + rotated), _first(model, "q_lora_rank")
+    linear = {"q_a_proj": (hidden, query_rank), "q_b_proj": (query_rank, queries)} if query_rank else {}
+    linear = linear or {"q_proj": (hidden, queries)}
+    linear |= {"kv_a_proj_with_mqa": (hidden, rank + rotated), "kv_b_proj": (rank, heads * (plain + value))}
+    return Attention(linear=linear | {"o_proj": (heads * value, hidden)}, latent=rank + rotated)
 
 
 def _linear_attention(model: Mapping[str, Any], hidden: int) -> Attention | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, nullcontext, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,9 +21,9 @@ from colocated_grpo.assembly.evaluation import evaluation_sets
 from colocated_grpo.assembly.policy import (
     build_colocated,
     build_exports,
+    build_judge,
     build_opponent,
     build_reference,
-    build_sample_check,
     check_engine,
     fetch_opponent,
     opponent_state,
@@ -37,71 +36,27 @@ from colocated_grpo.checkpoint import Checkpoints
 from colocated_grpo.errors import RunError
 from colocated_grpo.evaluation.best import Best
 from colocated_grpo.evaluation.evaluator import Evaluator
-from colocated_grpo.freshness import SampleCheck
 from colocated_grpo.phases import Choreography, Clock
 from colocated_grpo.policy.activations import choose_micro_batch_size
 from colocated_grpo.policy.blocks import blocks_of, num_checkpointed
-from colocated_grpo.policy.export import Export
 from colocated_grpo.policy.lora.weights import AdapterWeights, frozen_experts
 from colocated_grpo.policy.model_files import ModelFiles, read_model_files
 from colocated_grpo.policy.policy import Policy
-from colocated_grpo.policy.reference import Reference
 from colocated_grpo.rollout.ahead import AheadSupply
-from colocated_grpo.rollout.collect import Collector
-from colocated_grpo.rollout.engine import RolloutEngine
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.mixed import MixedSupply
 from colocated_grpo.rollout.supply import PromptSupply, Supply
+from colocated_grpo.run import BEST, GOAL_REACHED, LEARNING_RATE, Run
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.run_folder import CHECKPOINTS, complete_checkpoints
 from colocated_grpo.runtime.supervision import StopRequest
 from colocated_grpo.servers.engine_server import EngineServer
 from colocated_grpo.settings.schema import Config
-from colocated_grpo.tracking import NullTracker, RunOutput, Tracker, files, make_tracker
+from colocated_grpo.tracking import RunOutput, files, make_tracker
 from colocated_grpo.tracking.hub import Hub
 
 if TYPE_CHECKING:
     from colocated_grpo.assembly.serving import Serving
-
-
-GOAL_REACHED = "goal_reached"
-"""Key in a checkpoint's state: the environment has reached its goal, so no step is left."""
-BEST = "best"
-"""Key in a checkpoint's state: the record of the best evaluation."""
-LEARNING_RATE = "learning_rate"
-"""Key in it: the learning rate that a callback has set, or None."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """The objects that the loop works with."""
-
-    config: Config
-    """With the settings that were left open filled in, such as the size of micro-batches."""
-    world: World
-    stop: StopRequest
-    folder: Path
-    model: ModelFiles
-    policy: Policy
-    reference: Reference | None
-    engine: RolloutEngine
-    collector: Collector
-    supply: Supply
-    choreography: Choreography
-    samples: SampleCheck
-    clock: Clock
-    evaluator: Evaluator
-    best: Best
-    checkpoints: Checkpoints
-    exports: list[Export]
-    hub: Hub | None
-    """None: nothing is pushed."""
-    tracker: Tracker | NullTracker
-    callbacks: Callbacks
-    start: int
-    """Steps completed by earlier parts of the run."""
-    goal_reached: bool
-    """By an earlier part of the run: no step is left."""
 
 
 def build_run(
@@ -164,14 +119,15 @@ def build_run(
         world=world,
         stop=stop,
         folder=folder,
-        model=model,
+        model_shape=model.shape,
+        tokenizer=model.tokenizer,
         policy=policy,
         reference=reference,
         engine=engines.engine,
         collector=collector,
         supply=supply,
         choreography=Choreography(policy, engines.engine, engines.sync, clock, config.sync_frequency),
-        samples=build_sample_check(config, policy.dtype, engines, world),
+        judge_samples=build_judge(config, policy.dtype, engines, world),
         clock=clock,
         evaluator=Evaluator(evaluation_sets(config, data.evaluated, model.stop_token_ids), collector, world),
         best=best,

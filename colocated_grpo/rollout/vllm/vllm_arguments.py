@@ -1,0 +1,191 @@
+"""The arguments with which vLLM builds an engine, and how it finds model class, settings and tensors.
+
+config.json lacks entries that vLLM needs, and vLLM would build a vision-language model whole: its text part has
+settings of its own, and its tensors are a part of the whole model's checkpoint.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import sys
+from collections.abc import Generator, Mapping
+from functools import cache, partial
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import vllm
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+from vllm import ModelRegistry
+from vllm.config.load import LoadConfig
+from vllm.config.model import ModelConfig
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+from colocated_grpo.rollout.vllm.kv_budget import kv_cache_arguments
+from colocated_grpo.rollout.vllm.routes import RECORD_ROUTES
+from colocated_grpo.rollout.vllm.spec import EngineSpec
+from colocated_grpo.runtime.distributed import World, derive_seed
+from colocated_grpo.runtime.text_part import read_text_config
+from colocated_grpo.settings.config_json import config_json_in
+from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.settings.model_support import has_latent_attention, has_linear_attention
+from colocated_grpo.settings.text_parts import MODULES, has_text_part, text_name, text_part
+from colocated_grpo.types import JsonObject
+
+CUDA_COMPILATION = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+"""Full decode graphs without inductor: starts in 14 s instead of 43 s, decodes within 3 % of its speed."""
+SIGMOID_ROUTER: JsonObject = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+"""The only router that transformers has for DeepSeek-V3. vLLM's default is the softmax of DeepSeek-V2."""
+LOAD_FORMAT = "text_part"
+DEFINED_IN = dict.fromkeys(("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"), "vllm.model_executor.models.qwen3_5")
+"""Text models that vLLM defines beside models that see images, whose processors need torchvision."""
+PROCESSORS = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
+PROCESSORS_FOR_PILLOW = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
+"""The same names without torchvision; transformers itself falls back to them where a model is loaded by its name."""
+
+
+def engine_arguments(spec: EngineSpec, world: World) -> dict[str, Any]:
+    """Return the arguments of `vllm.LLM`. Call after the trainer's resident state is allocated."""
+    on_gpu = world.device.type == "cuda"
+    config_json = config_json_in(spec.folder)
+    arguments: dict[str, Any] = {
+        "model": str(spec.folder),
+        "trust_remote_code": spec.trust_remote_code,
+        "distributed_executor_backend": "external_launcher",
+        "tensor_parallel_size": spec.tensor_parallel_size,
+        "load_format": "auto" if spec.reads_weights else "dummy",
+        "dtype": str(spec.dtype).removeprefix("torch."),
+        "max_model_len": spec.max_model_len,
+        "max_num_seqs": spec.max_num_seqs,
+        "seed": derive_seed(spec.seed, "engine", world.rank // spec.tensor_parallel_size),
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+        "skip_tokenizer_init": not (spec.needs_text or spec.structured),
+        "enforce_eager": spec.enforce_eager or not on_gpu,
+        "hf_overrides": overrides(config_json),
+    }
+    if has_linear_attention(config_json):
+        # Cached prefixes would need the state after each block. vLLM's support is experimental and absent on the CPU.
+        arguments["enable_prefix_caching"] = False
+    if on_gpu:
+        arguments["enable_sleep_mode"] = spec.sleep
+        if not spec.enforce_eager:
+            arguments["compilation_config"] = CUDA_COMPILATION
+    else:
+        # With chunked prefill vLLM rewinds the generator of a seeded request, which CPU generators do not support.
+        arguments["enable_chunked_prefill"] = False
+        if has_latent_attention(config_json):
+            # The default on processors with AMX computes in bfloat16 only, and keeps no weights to reload.
+            arguments["attention_backend"] = "CPU_MLA"
+    arguments |= {**kv_cache_arguments(spec, world.device), **spec.args}
+    if has_text_part(config_json):
+        arguments |= text_part_arguments(spec.folder, arguments, trust_remote_code=spec.trust_remote_code)
+    if spec.records_routes:
+        arguments["additional_config"] = {**arguments.get("additional_config", {}), RECORD_ROUTES: True}
+    return arguments
+
+
+def overrides(config_json: JsonObject) -> JsonObject:
+    """Return vLLM's `hf_overrides`: entries that transformers writes under other names or not at all."""
+    if has_latent_attention(config_json):
+        return SIGMOID_ROUTER
+    rope = text_part(config_json).get("rope_parameters") or {}
+    return _query_scale(rope) | _yarn_scale(rope)
+
+
+def _query_scale(rope: JsonObject) -> JsonObject:
+    """Return the entry that scales queries by their position, as in Ministral 3."""
+    if rope.get("llama_4_scaling_beta") is None:
+        return {}
+    key = "original_max_position_embeddings"
+    return {"llama_4_scaling": {"beta": rope["llama_4_scaling_beta"], key: rope[key]}}
+
+
+def _yarn_scale(rope: JsonObject) -> JsonObject:
+    """Return rope parameters with an explicit YaRN scale, also under vLLM 0.26's names; {} if the default applies."""
+    if rope.get("rope_type") != "yarn":
+        return {}
+    scale = rope.get("attention_factor")
+    if scale is None and rope.get("mscale") and rope.get("mscale_all_dim"):
+        scale = _mscale(rope, rope["mscale"]) / _mscale(rope, rope["mscale_all_dim"])
+    if scale is None:
+        return {}
+    names = {"attention_factor": scale, "attn_factor": scale, "apply_yarn_scaling": False}
+    return {"rope_parameters": rope | names}
+
+
+def _mscale(rope: JsonObject, mscale: float) -> float:
+    """Return the scale of the YaRN paper, 0.1 ln(factor) + 1, with `mscale` times the logarithm."""
+    return 0.1 * mscale * math.log(rope["factor"]) + 1 if rope["factor"] > 1 else 1.0
+
+
+@register_model_loader(LOAD_FORMAT)
+class TextPartLoader(DefaultModelLoader):
+    """Reads the tensors of the text part under the names that it has alone."""
+
+    def __init__(self, load_config: LoadConfig) -> None:
+        # "auto" would prefer the files of Mistral's own format, if the folder has them too.
+        super().__init__(dataclasses.replace(load_config, load_format="hf"))
+
+    def get_all_weights(self, model_config: ModelConfig, model: nn.Module) -> Generator[tuple[str, Tensor], None, None]:
+        for name, tensor in super().get_all_weights(model_config, model):
+            own = text_name(name)
+            if own is not None:
+                yield own, tensor
+
+
+def register_class(folder: Path, config_json: Mapping[str, Any]) -> None:
+    """Make vLLM's class of this text model usable, stored alone or as a part of a whole model.
+
+    Raises ConfigError if vLLM has none.
+
+    vLLM 0.32 has one for Qwen 3.5; vLLM 0.26 does not, and would build the whole model.
+    """
+    kind = (config_json.get("text_config") or config_json).get("model_type")
+    module = next((module for (_, text_type), module in MODULES.items() if text_type == kind), None)
+    if module is None:
+        return
+    if module not in ModelRegistry.get_supported_archs():
+        raise ConfigError(
+            f"model.name={str(folder)!r}: vLLM {vllm.__version__} has no {module}; install a later version of vLLM"
+        )
+    _register_without_torchvision(module)
+
+
+@cache  # each engine of a process calls it, and vLLM warns of a second registration
+def _register_without_torchvision(architecture: str) -> None:
+    """Import and register a class of `DEFINED_IN`. Does nothing for others, or if torchvision is installed.
+
+    The CPU installation has no torchvision, of which the text models use nothing.
+    """
+    if architecture not in DEFINED_IN or find_spec("torchvision") is not None:
+        return
+    sys.modules.setdefault(PROCESSORS, import_module(PROCESSORS_FOR_PILLOW))
+    # Registered as a class: vLLM would import a module that is named only in another process, where it fails.
+    ModelRegistry.register_model(architecture, getattr(import_module(DEFINED_IN[architecture]), architecture))
+
+
+def text_part_arguments(folder: Path, arguments: Mapping[str, Any], *, trust_remote_code: bool) -> dict[str, Any]:
+    """Return replacements of the arguments with which vLLM would build and read the whole model in `folder`."""
+    text = read_text_config(folder, trust_remote_code=trust_remote_code)
+    return {
+        "hf_overrides": partial(_text_alone, text, arguments["hf_overrides"]),
+        "load_format": "dummy" if arguments["load_format"] == "dummy" else LOAD_FORMAT,
+    }
+
+
+def _text_alone(text: PretrainedConfig, entries: dict[str, Any], config: PretrainedConfig) -> PretrainedConfig:
+    """Return the text part's settings, with `entries`, in place of the whole model's.
+
+    config: the whole model's, or a stand-in with which vLLM asks whether the model type changes.
+    """
+    if config.get_text_config() is config:
+        return config
+    text = copy.deepcopy(text)
+    text.update(entries)
+    return text
