@@ -28,7 +28,7 @@ from colocated_grpo.servers.app import (
 )
 from colocated_grpo.servers.request_bodies import ChatBody
 from colocated_grpo.servers.responses import ChatFormat, models_response
-from colocated_grpo.servers.sampler import Part
+from colocated_grpo.servers.sampler import CompletionPart
 from colocated_grpo.servers.text import InvalidRequest, Limits, TextCodec, TooLong, before_stop
 from colocated_grpo.types import Completion, JsonObject
 from colocated_grpo.web.bodies import BodyLimit, read_json
@@ -137,7 +137,7 @@ def _response(
     ends = () if body.include_stop_str_in_output else (*stop, *body.stop)
     texts = [codec.decode(one.token_ids, skip_special_tokens=body.skip_special_tokens) for one in completions]
     served = [
-        Part.whole(index, one, before_stop(text, ends))
+        CompletionPart.whole(index, one, before_stop(text, ends))
         for index, (one, text) in enumerate(zip(completions, texts, strict=True))
     ]
     form = ChatFormat(body.model or model, codec.detokenize, prompt_tokens, logprobs=bool(body.logprobs))

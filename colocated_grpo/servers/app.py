@@ -35,7 +35,7 @@ from colocated_grpo.servers.responses import (
     generate_response,
     models_response,
 )
-from colocated_grpo.servers.sampler import Part, Sampler
+from colocated_grpo.servers.sampler import CompletionPart, Sampler
 from colocated_grpo.servers.text import InvalidRequest, TextCodec
 from colocated_grpo.types import JsonObject
 from colocated_grpo.web.bodies import BodyLimit, InvalidBody, read_json
@@ -232,11 +232,11 @@ async def encode_chat(codec: TextCodec, body: ChatBody, messages: list[JsonObjec
     return await codec.encode_chat(messages, settings)
 
 
-async def _start(request: Request, parts: AsyncGenerator[Part]) -> AsyncIterator[Part]:
+async def _start(request: Request, parts: AsyncGenerator[CompletionPart]) -> AsyncIterator[CompletionPart]:
     """Await the first part and return all of them. An earlier error can still set the response's status."""
     first = await cancel_on_disconnect(request, anext(parts))
 
-    async def from_first() -> AsyncIterator[Part]:
+    async def from_first() -> AsyncIterator[CompletionPart]:
         yield first
         async for part in parts:
             yield part

@@ -80,7 +80,7 @@ class TopLogprobsBody(StrictBody):
     k: int = Field(ge=0)
 
 
-class Session:
+class TrainerSession:
     """Requests of one client and the messages for its stream. For the event loop's thread."""
 
     def __init__(self, client: str, inbox: Inbox) -> None:
@@ -131,23 +131,23 @@ class Sessions:
         """note: logs one line."""
         self._inbox = inbox
         self._note = note
-        self._open: dict[str, Session] = {}
+        self._open: dict[str, TrainerSession] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def open(self, client: str) -> Session:
+    def open(self, client: str) -> TrainerSession:
         """Return a new session, in place of one whose connection the client has lost."""
         self._loop = asyncio.get_running_loop()
         if (former := self._open.pop(client, None)) is not None:
             former.close()
         else:
             self._note(f"trainer {client[:8]} has connected")
-        self._open[client] = session = Session(client, self._inbox)
+        self._open[client] = session = TrainerSession(client, self._inbox)
         return session
 
-    def get(self, client: str) -> Session | None:
+    def get(self, client: str) -> TrainerSession | None:
         return self._open.get(client)
 
-    def close(self, session: Session) -> None:
+    def close(self, session: TrainerSession) -> None:
         session.close()
         if self._open.get(session.client) is session:
             del self._open[session.client]
@@ -167,7 +167,7 @@ class Sessions:
 class SessionStream(StreamingResponse):
     """The response that carries a session's messages. The session ends with it."""
 
-    def __init__(self, session: Session, sessions: Sessions) -> None:
+    def __init__(self, session: TrainerSession, sessions: Sessions) -> None:
         super().__init__(session.lines(), media_type="application/x-ndjson")
         self._session = session
         self._sessions = sessions

@@ -51,7 +51,7 @@ def request_message(number: int, request: Request) -> JsonObject:
 
 
 @dataclass
-class _Running:
+class _Underway:
     """A request without a completion."""
 
     request: Request
@@ -91,7 +91,7 @@ class RemoteEngine:
         self._instance: str = info["instance"]
         self._client = secrets.token_hex(16)
         self._numbers = itertools.count()
-        self._running: dict[int, _Running] = {}
+        self._running: dict[int, _Underway] = {}
         """By number at the server."""
         self._unsent: list[int] = []
         self._deltas: list[tuple[Hashable, TokenDelta]] = []
@@ -106,7 +106,7 @@ class RemoteEngine:
             if len(request.token_ids) >= self._max_tokens:
                 raise ValueError(f"a prompt of {len(request.token_ids)} tokens: at most {self._max_tokens - 1}")
             number = next(self._numbers)
-            self._running[number] = _Running(request)
+            self._running[number] = _Underway(request)
             self._unsent.append(number)
 
     def step(self) -> Finished:

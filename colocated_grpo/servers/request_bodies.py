@@ -278,7 +278,7 @@ class CompletionBody(OpenAIBody):
         return self
 
 
-class Message(BaseModel):
+class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: str
@@ -297,7 +297,7 @@ class Message(BaseModel):
 class ChatBody(OpenAIBody):
     """POST /v1/chat/completions"""
 
-    messages: list[Message] = Field(min_length=1, fail_fast=True)
+    messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from colocated_grpo.servers.rank_links import ServerClosing
 from colocated_grpo.servers.request_bodies import SamplingParameters
-from colocated_grpo.servers.sampler import Part, TopLogprobs
+from colocated_grpo.servers.sampler import CompletionPart, TopLogprobs
 from colocated_grpo.servers.text import Decode, InvalidRequest
 from colocated_grpo.types import JsonObject
 from colocated_grpo.web.guards import error_body
@@ -26,11 +26,11 @@ from colocated_grpo.web.guards import error_body
 class Format(Protocol):
     """The format of one response."""
 
-    def response(self, completions: Sequence[Part]) -> JsonObject:
+    def response(self, completions: Sequence[CompletionPart]) -> JsonObject:
         """Return the body of a response with whole completions."""
         ...
 
-    def chunks(self, parts: AsyncIterator[Part]) -> AsyncIterator[JsonObject]:
+    def chunks(self, parts: AsyncIterator[CompletionPart]) -> AsyncIterator[JsonObject]:
         """Yield the chunks of a streamed response."""
         ...
 
@@ -38,7 +38,7 @@ class Format(Protocol):
 def generate_response(
     prompt: str,
     prompt_ids: list[int],
-    completions: Sequence[Part],
+    completions: Sequence[CompletionPart],
     parameters: SamplingParameters,
     prompt_logprobs: list[dict[int, float] | None] | None,
 ) -> JsonObject:
@@ -58,7 +58,7 @@ def generate_response(
     return response
 
 
-async def generate_chunks(prompt: str, n: int, parts: AsyncIterator[Part]) -> AsyncIterator[JsonObject]:
+async def generate_chunks(prompt: str, n: int, parts: AsyncIterator[CompletionPart]) -> AsyncIterator[JsonObject]:
     """POST /generate. As in vLLM's api_server, every chunk repeats the whole texts so far, prompt included."""
     texts = [prompt] * n
     async for part in parts:
@@ -73,14 +73,14 @@ class TokensFormat:
         self._head = {"request_id": request_id or uuid.uuid4().hex, "model": model, "created": int(time.time())}
         self._logprobs = logprobs
 
-    def response(self, completions: Sequence[Part]) -> JsonObject:
+    def response(self, completions: Sequence[CompletionPart]) -> JsonObject:
         return {**self._head, "choices": [self._choice(one) for one in completions], "prompt_logprobs": None}
 
-    async def chunks(self, parts: AsyncIterator[Part]) -> AsyncIterator[JsonObject]:
+    async def chunks(self, parts: AsyncIterator[CompletionPart]) -> AsyncIterator[JsonObject]:
         async for part in parts:
             yield {**self._head, "choices": [self._choice(part)]}
 
-    def _choice(self, part: Part) -> JsonObject:
+    def _choice(self, part: CompletionPart) -> JsonObject:
         entries = [
             {"token_id": token, "logprob": value, "rank": None, "top_logprobs": [{"token_id": token, "logprob": value}]}
             for token, value in part.token_logprobs
@@ -112,7 +112,7 @@ class OpenAIFormat:
         self._offsets: dict[int, int] = {}
         """Characters of each completion's tokens so far, for /v1/completions."""
 
-    def response(self, completions: Sequence[Part]) -> JsonObject:
+    def response(self, completions: Sequence[CompletionPart]) -> JsonObject:
         return {
             **self._head,
             "object": self.kind,
@@ -120,7 +120,7 @@ class OpenAIFormat:
             "usage": self._usage(sum(len(one.token_ids) for one in completions)),
         }
 
-    async def chunks(self, parts: AsyncIterator[Part]) -> AsyncIterator[JsonObject]:
+    async def chunks(self, parts: AsyncIterator[CompletionPart]) -> AsyncIterator[JsonObject]:
         head = {**self._head, "object": self.chunk_kind, **({"usage": None} if self._include_usage else {})}
         completion_tokens = 0
         async for part in parts:
@@ -129,7 +129,7 @@ class OpenAIFormat:
         if self._include_usage:
             yield {**head, "choices": [], "usage": self._usage(completion_tokens)}
 
-    def _choice(self, part: Part, message: str) -> JsonObject:
+    def _choice(self, part: CompletionPart, message: str) -> JsonObject:
         """message: name of a chat message in the choice."""
         raise NotImplementedError
 
@@ -146,11 +146,11 @@ class CompletionFormat(OpenAIFormat):
 
     id_prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
-    def _choice(self, part: Part, message: str) -> JsonObject:
+    def _choice(self, part: CompletionPart, message: str) -> JsonObject:
         logprobs = self._text_logprobs(part) if self._logprobs else None
         return {"index": part.index, "text": part.text, "finish_reason": part.finish_reason, "logprobs": logprobs}
 
-    def _text_logprobs(self, part: Part) -> JsonObject:
+    def _text_logprobs(self, part: CompletionPart) -> JsonObject:
         texts = [self._detokenize([token]) for token in part.token_ids]
         *offsets, self._offsets[part.index] = accumulate(map(len, texts), initial=self._offsets.get(part.index, 0))
         top = part.top_logprobs or [{token: value} for token, value in part.token_logprobs]
@@ -174,7 +174,7 @@ class ChatFormat(OpenAIFormat):
 
     id_prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def _choice(self, part: Part, message: str) -> JsonObject:
+    def _choice(self, part: CompletionPart, message: str) -> JsonObject:
         role = {"role": "assistant"} if part.start == 0 else {}
         logprobs = None
         if self._logprobs:
@@ -205,7 +205,7 @@ def models_response(model: str, max_tokens: int) -> JsonObject:
 class StreamingBody(StreamingResponse):
     """A response sent line by line. At its end it closes `parts`, which aborts requests still in the engine."""
 
-    def __init__(self, lines: AsyncIterator[str], parts: AsyncGenerator[Part], media_type: str) -> None:
+    def __init__(self, lines: AsyncIterator[str], parts: AsyncGenerator[CompletionPart], media_type: str) -> None:
         super().__init__(lines, media_type=media_type)
         self._parts = parts
 

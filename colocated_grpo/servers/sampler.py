@@ -26,7 +26,7 @@ OnSampled = Callable[[Request, Completion, float], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class CompletionPart:
     """The next part of a completion that is streamed, or a whole completion."""
 
     index: int
@@ -47,7 +47,9 @@ class Part:
         return list(zip(self.token_ids, self.logprobs, strict=True))
 
     @classmethod
-    def whole(cls, index: int, completion: Completion, text: str, top_logprobs: TopLogprobs | None = None) -> Part:
+    def whole(
+        cls, index: int, completion: Completion, text: str, top_logprobs: TopLogprobs | None = None
+    ) -> CompletionPart:
         return cls(
             index=index,
             text=text,
@@ -86,7 +88,7 @@ class Sampler:
 
     async def sample(
         self, prompts: Sequence[list[int]], parameters: SamplingParameters, num_top_logprobs: int = 0
-    ) -> list[Part]:
+    ) -> list[CompletionPart]:
         """Return `parameters.n` completions of each prompt, prompt by prompt. Raises InvalidRequest or ServerClosing.
 
         All prompts are checked before any is sampled. When one completion fails, the others are aborted.
@@ -103,13 +105,13 @@ class Sampler:
 
     async def stream(
         self, prompts: Sequence[list[int]], parameters: SamplingParameters, num_top_logprobs: int = 0
-    ) -> AsyncGenerator[Part]:
+    ) -> AsyncGenerator[CompletionPart]:
         """Yield the completions of all prompts in parts, as they are sampled. Errors are those of `sample`.
 
         Top log-probabilities are computed after a completion has finished, which then is a single part.
         """
         requests = self._all_requests(prompts, parameters, stream=not num_top_logprobs)
-        parts: asyncio.Queue[Part | None] = asyncio.Queue()
+        parts: asyncio.Queue[CompletionPart | None] = asyncio.Queue()
         tasks = [
             asyncio.ensure_future(self._stream_one(index, request, parameters, num_top_logprobs, parts))
             for index, request in enumerate(requests)
@@ -154,7 +156,7 @@ class Sampler:
         parameters: SamplingParameters,
         num_top_logprobs: int,
         on_delta: OnDelta | None = None,
-    ) -> Part:
+    ) -> CompletionPart:
         scored: list[Future[TopLogprobs]] = []
 
         def score(completion: Completion) -> None:
@@ -171,7 +173,7 @@ class Sampler:
         self._on_sampled(request, completion, temperature)
         text = self.codec.decode(completion.token_ids, skip_special_tokens=parameters.skip_special_tokens)
         entries = entries[len(request.token_ids) - 1 :]
-        return Part.whole(
+        return CompletionPart.whole(
             index,
             completion,
             text if parameters.include_stop_str_in_output else before_stop(text, parameters.stop),
@@ -184,7 +186,7 @@ class Sampler:
         request: Request,
         parameters: SamplingParameters,
         num_top_logprobs: int,
-        parts: asyncio.Queue[Part | None],
+        parts: asyncio.Queue[CompletionPart | None],
     ) -> None:
         loop = asyncio.get_running_loop()
         stop = [] if parameters.include_stop_str_in_output else parameters.stop
@@ -199,7 +201,9 @@ class Sampler:
             logprobs.extend(tokens.sampling_logprobs)
             if text := detokenizer.add(tokens.token_ids):
                 start, num_emitted = num_emitted, len(token_ids)
-                part = Part(index=index, text=text, token_ids=token_ids[start:], logprobs=logprobs[start:], start=start)
+                part = CompletionPart(
+                    index=index, text=text, token_ids=token_ids[start:], logprobs=logprobs[start:], start=start
+                )
                 parts.put_nowait(part)
 
         def on_delta(tokens: TokenDelta) -> None:

@@ -21,7 +21,7 @@ from colocated_grpo.runtime.program import DESCRIPTORS
 from colocated_grpo.servers.rank_links import LoadBalancer, ServerClosing
 from colocated_grpo.servers.request_bodies import SamplingParameters
 from colocated_grpo.servers.responses import StreamingBody, as_json_lines, generate_chunks
-from colocated_grpo.servers.sampler import Part, Sampler
+from colocated_grpo.servers.sampler import CompletionPart, Sampler
 from colocated_grpo.web.server import ServerThread
 from tests.support.engine_server import (
     CHAT,
@@ -100,10 +100,10 @@ def test_a_disconnect_within_a_stream_aborts_the_requests_in_the_engine(server, 
 def test_a_stream_that_cannot_be_sent_closes_its_source():
     closed: list[bool] = []
 
-    async def source() -> AsyncGenerator[Part]:
+    async def source() -> AsyncGenerator[CompletionPart]:
         try:
             while True:
-                yield Part(index=0, text="a", token_ids=[1], logprobs=[-1.0])
+                yield CompletionPart(index=0, text="a", token_ids=[1], logprobs=[-1.0])
         finally:
             closed.append(True)
 
