@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from colocated_grpo.types import JsonObject
-from colocated_grpo.web.shape import Shape
+from colocated_grpo.web.shape import BodyShape
 
 MAX_SEQUENCES = 1 << 14
 MAX_ROW_NUMBERS = 1 << 20
@@ -23,7 +23,7 @@ MAX_SPACES = 1 << 10
 """Between two sequences."""
 MAX_SETTINGS_BYTES = 1 << 20
 """Length of `overrides`, `group_overrides` and `generation_params`."""
-TEXTS = Shape(values=1 << 18, containers=1 << 17, strings=1 << 17, depth=32)
+TEXTS = BodyShape(values=1 << 18, containers=1 << 17, strings=1 << 17, depth=32)
 """`messages` and `images`. The depth could overflow the stack of a reader."""
 NUMBERS = b"0123456789+-.eE,[] \t\r\n"
 

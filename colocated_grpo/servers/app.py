@@ -40,7 +40,7 @@ from colocated_grpo.servers.text import InvalidRequest, TextCodec
 from colocated_grpo.types import JsonObject
 from colocated_grpo.web.bodies import BodyLimit, InvalidBody, read_json
 from colocated_grpo.web.guards import ConcurrencyLimit, Hosts, OwnRequests, RequireApiKey, error_response
-from colocated_grpo.web.shape import Shape
+from colocated_grpo.web.shape import BodyShape
 
 T = TypeVar("T")
 
@@ -89,9 +89,9 @@ def create_app(
     return OwnRequests(RequireApiKey(bounded, api_key, PUBLIC_PATHS), None, error_response)
 
 
-def shape_of_bodies(max_tokens: int) -> Shape:
+def shape_of_bodies(max_tokens: int) -> BodyShape:
     """Return the bounds of request bodies. max_tokens: context length."""
-    return Shape(values=MAX_VALUES + max_tokens, containers=MAX_CONTAINERS, strings=MAX_STRINGS, depth=MAX_DEPTH)
+    return BodyShape(values=MAX_VALUES + max_tokens, containers=MAX_CONTAINERS, strings=MAX_STRINGS, depth=MAX_DEPTH)
 
 
 def add_exception_handlers(app: FastAPI) -> None:

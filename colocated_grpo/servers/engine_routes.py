@@ -93,17 +93,17 @@ class TrainerSession:
         self.requests.put({body.id: body.request((self.client, body.id)) for body in bodies})
 
     def _send(self, number: int, outcome: Outcome) -> None:
-        """Send nothing if the engine has stopped: the client posts its requests to the next one."""
-        if isinstance(outcome, TokenDelta):
-            message: JsonObject = {"id": number, "delta": outcome}
-        elif isinstance(outcome, str):
-            message = {"id": number, "error": outcome}
-        elif outcome is not None:
-            message = {"id": number, "completion": asdict(outcome)}
-        else:
-            return
         with suppress(RuntimeError):  # the loop is closed: the server is ending
-            self._loop.call_soon_threadsafe(self._messages.put_nowait, message)
+            self._loop.call_soon_threadsafe(self._queue, number, outcome)
+
+    def _queue(self, number: int, outcome: Outcome) -> None:
+        """Queue the message. No message if the engine has stopped: the client posts its requests to the next one."""
+        if isinstance(outcome, TokenDelta):
+            self._messages.put_nowait({"id": number, "delta": outcome})
+        elif isinstance(outcome, str):
+            self._messages.put_nowait({"id": number, "error": outcome})
+        elif outcome is not None:
+            self._messages.put_nowait({"id": number, "completion": asdict(outcome)})
 
     async def lines(self) -> AsyncIterator[str]:
         """Yield a first line, a line for each message, and an empty one after each HEARTBEAT_SECONDS without."""

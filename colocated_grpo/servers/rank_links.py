@@ -29,7 +29,7 @@ from colocated_grpo.types import Completion
 
 T = TypeVar("T")
 Outcome = TokenDelta | Completion | str | None
-"""Of a request: new tokens, and at last the completion, the line of the engine that has rejected it, or None if the
+"""Answer to a request: new tokens, and at last the completion, the line of an engine that rejects it, or None if the
 engine has stopped."""
 
 

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from colocated_grpo.web.client import TooLarge, gunzip
-from colocated_grpo.web.shape import Shape, TooComplex
+from colocated_grpo.web.shape import BodyShape, TooComplex
 
 T = TypeVar("T")
 
@@ -74,7 +74,7 @@ class BodyLimit:
         app: ASGIApp,
         max_bytes: int,
         error_response: Callable[[int, str], Response],
-        shape: Shape,
+        shape: BodyShape,
         large_paths: Collection[str],
     ) -> None:
         """error_response: makes a response from a status and a message. large_paths: the limit of any other path is
