@@ -7,13 +7,13 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from colocated_grpo.atropos.client import AtroposClient, trainer_of
 from colocated_grpo.atropos.origins import Origins
-from colocated_grpo.atropos.rows import GroupReader
+from colocated_grpo.atropos.reader import GroupReader
+from colocated_grpo.atropos.source import AtroposClient, trainer_of
 from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.settings.atropos import AtroposSourceConfig
 from colocated_grpo.settings.schema import Config
-from colocated_grpo.web.client import JsonClient, RequestRejected, Unavailable
+from colocated_grpo.web.client import RequestRejected, Unavailable
 
 SECONDS = 5.0
 UNLIMITED = 1 << 31
@@ -44,15 +44,15 @@ def read_state(config: Config, atropos: AtroposSourceConfig, vocab_size: int | N
     )
     try:
         status = client.status()
-        latest = JsonClient(atropos.url, timeout=SECONDS, api_key=key).get("/latest_example")
+        latest = client.latest_group()
     except (Unavailable, RequestRejected) as error:
         return AtroposState(error=str(error))
     waiting, conflict = int(status["queue_size"]), ""
     try:
-        client.check()
+        client.is_registered()
     except EnvironmentSetupError as error:
         conflict = str(error)
-    tokens = latest.get("tokens") if isinstance(latest, dict) else None
+    tokens = latest.get("tokens")
     if not isinstance(tokens, list) or not tokens:
         return AtroposState(conflict=conflict, waiting=waiting)
     dropped = _dropped(latest, config, atropos, vocab_size)

@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from colocated_grpo.atropos.rows import MISSING_LOGPROBS
+from colocated_grpo.atropos.reader import MISSING_LOGPROBS
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.sources import EpisodeSourceConfig
 from colocated_grpo.settings.turns import TurnsSourceConfig
