@@ -12,7 +12,7 @@ from random import Random
 from typing import Any
 
 from colocated_grpo.environments.base import AnswerError, Item, Split
-from colocated_grpo.environments.conversation import Conversation
+from colocated_grpo.environments.chat import Conversation
 from colocated_grpo.environments.rewards.answers import last_number
 from colocated_grpo.environments.tasks.procedural import Procedural, Template, split_items
 from colocated_grpo.environments.tasks.reasoning_gym import ReasoningGym

@@ -11,8 +11,7 @@ if TYPE_CHECKING:
 
     from colocated_grpo.callbacks import Callbacks
     from colocated_grpo.checkpoint import Checkpoints
-    from colocated_grpo.evaluation.best import Best
-    from colocated_grpo.evaluation.evaluator import Evaluator
+    from colocated_grpo.evaluation.evaluator import Best, Evaluator
     from colocated_grpo.freshness import Judge
     from colocated_grpo.phases import Choreography, Clock
     from colocated_grpo.policy.export import Export

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from colocated_grpo.environments.dataset import num_held_out
-from colocated_grpo.environments.row_filter import RowFilter, load_filter
+from colocated_grpo.environments.rows.dataset import num_held_out
+from colocated_grpo.environments.rows.row_filter import RowFilter, load_filter
 from colocated_grpo.settings.errors import ConfigError, KeyPath
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.sources import DatasetSourceConfig

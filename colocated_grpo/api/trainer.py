@@ -11,7 +11,7 @@ from colocated_grpo.api.arguments import read_arguments
 from colocated_grpo.api.process import process_of, program_name, quiet_libraries, rank_variables, set_library_variables
 from colocated_grpo.api.result import Result, read_result
 from colocated_grpo.callbacks import check_callbacks
-from colocated_grpo.environments.names import check_names
+from colocated_grpo.environments.registry import check_names
 from colocated_grpo.errors import AlreadyReported, RunError
 from colocated_grpo.launch.cli import checked, explain_os_error, record_ending
 from colocated_grpo.runtime.program import raise_descriptor_limit

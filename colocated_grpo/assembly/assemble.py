@@ -33,18 +33,15 @@ from colocated_grpo.assembly.user_code import Guarded
 from colocated_grpo.callbacks import Callbacks
 from colocated_grpo.checkpoint import Checkpoints
 from colocated_grpo.errors import RunError
-from colocated_grpo.evaluation.best import Best
-from colocated_grpo.evaluation.evaluator import Evaluator
+from colocated_grpo.evaluation.evaluator import Best, Evaluator
 from colocated_grpo.phases import Choreography, Clock
 from colocated_grpo.policy.activations import choose_micro_batch_size
 from colocated_grpo.policy.blocks import blocks_of, num_checkpointed
 from colocated_grpo.policy.lora.weights import AdapterWeights, frozen_experts
 from colocated_grpo.policy.model_files import ModelFiles, read_model_files
 from colocated_grpo.policy.policy import Policy
-from colocated_grpo.rollout.ahead import AheadSupply
 from colocated_grpo.rollout.inbox import Driver, Inbox
-from colocated_grpo.rollout.mixed import MixedSupply
-from colocated_grpo.rollout.supply import PromptSupply, Supply
+from colocated_grpo.rollout.supply import AheadSupply, MixedSupply, PromptSupply, Supply
 from colocated_grpo.run import BEST, GOAL_REACHED, LEARNING_RATE, Run
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.run_folder import CHECKPOINTS, complete_checkpoints

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from colocated_grpo.assembly.evaluation import Evaluated, read_evaluated
 from colocated_grpo.assembly.user_code import Guarded, GuardedEpisode, GuardedScorer
-from colocated_grpo.environments import Environments, build_environments
-from colocated_grpo.environments.build import PlayedByAgents
+from colocated_grpo.environments.build import Environments, build_environments
 from colocated_grpo.environments.chat import ChatCodec
 from colocated_grpo.environments.rewards.workers import end_idle_workers
 from colocated_grpo.policy.model_files import ModelFiles
@@ -36,11 +35,6 @@ class Data:
     """Training prompts; on rank 0 only, and None if other processes supply all groups."""
     evaluated: Evaluated
 
-    @property
-    def agents(self) -> dict[str, PlayedByAgents]:
-        """By Prompt.source, of the environments and the evaluation sets."""
-        return self.environments.agents | self.evaluated.sources.agents
-
 
 def build_data(
     config: Config, model: ModelFiles, world: World, tracker: Tracker | NullTracker, resources: ExitStack
@@ -51,29 +45,30 @@ def build_data(
     """
     resources.callback(end_idle_workers)
     environments = build_environments(config, model.tokenizer)
-    source = open_source(environments, tracker.note) if world.is_main and environments.entries else None
-    evaluated = read_evaluated(config, model.tokenizer, environments, world, tracker.note)
+    source = open_source(environments, tracker.note) if world.is_main and environments.trained else None
+    evaluated = read_evaluated(config.evaluation, environments, world, tracker.note)
     return Data(environments=environments, source=source, evaluated=evaluated)
 
 
 def open_source(environments: Environments, note: Callable[[str], None]) -> LongestFirst:
     """Return the source of training prompts. Rank 0 only: reads data."""
     source = environments.open_source()
-    for line in environments.filter_notes():
-        note(line)
+    for environment in environments.trained:
+        for line in environment.items.filter_notes:
+            note(line)
     return LongestFirst(source)
 
 
 def listen_to_agents(config: Config, data: Data, model: ModelFiles, resources: ExitStack) -> None:
     """Open the address at which agents sample from this rank's engine, if there are agents. resources: close it."""
-    if not data.agents:
+    if data.environments.open_episodes is None:
         return
     # Imported here: the web framework would delay the start of every other run.
     from colocated_grpo.servers.agent_app import listen_for_agents
     from colocated_grpo.servers.text import limits_of
 
     server = listen_for_agents(
-        data.environments.endpoint,
+        data.environments.open_episodes,
         model.tokenizer,
         limits_of(model, config.max_sequence_tokens, config.seed),
         config.model.name,
@@ -94,18 +89,19 @@ def build_collector(
     guarded: Guarded,
 ) -> Collector:
     rollout, codec = config.rollout, ChatCodec(model.tokenizer)
-    environments, sets, agents = data.environments, data.evaluated.sources, data.agents
-    played = {**environments.episodes, **sets.episodes, **{name: one.episode for name, one in agents.items()}}
-    scored = {**environments.scorers, **sets.scorers}
-    guarded_episodes = {name: GuardedEpisode(episode, guarded) for name, episode in played.items()}
-    limits = {name: one.limits for name, one in agents.items()}
+    environments = data.environments
     episodes = EpisodeRunner(
-        guarded_episodes, codec, inbox, seed=config.seed, tool_timeout=rollout.tool_timeout, agents=limits
+        {name: GuardedEpisode(episode, guarded) for name, episode in environments.episodes.items()},
+        codec,
+        inbox,
+        seed=config.seed,
+        tool_timeout=rollout.tool_timeout,
+        agents=environments.limits,
     )
     return Collector(
         driver,
         episodes,
-        {name: GuardedScorer(scorer, guarded) for name, scorer in scored.items()},
+        {name: GuardedScorer(scorer, guarded) for name, scorer in environments.scorers.items()},
         codec.message_text,
         world,
         build_dispatch(
@@ -132,7 +128,7 @@ def build_prompt_supply(
     note: Callable[[str], None],
 ) -> PromptSupply | None:
     """Prompts that this run samples itself; None if other processes supply all groups."""
-    if not data.environments.entries:
+    if not data.environments.trained:
         return None
     prompts = config.rollout.prompts_per_step - round(config.atropos_share)
     rollout = config.rollout.model_copy(update={"prompts_per_step": prompts})

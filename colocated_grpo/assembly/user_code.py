@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from colocated_grpo.environments.base import Item, Scorer
-from colocated_grpo.rollout.episodes import Playable
+from colocated_grpo.environments.base import Item, Playable, Scorer
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.sources import AgentSourceConfig, EpisodeSourceConfig
 from colocated_grpo.types import Completion, Prompt, Score

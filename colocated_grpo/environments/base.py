@@ -1,4 +1,4 @@
-"""Contracts of environments: tasks, episodes, scorers and the source of training prompts."""
+"""Contracts of environments: tasks, episodes, scorers, what the config's entries become, and the source of prompts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from colocated_grpo.environments.conversation import Conversation
+from colocated_grpo.environments.chat import Conversation
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.types import Completion, Group, JsonObject, Prompt, Score
 
@@ -76,6 +76,14 @@ class Episode(Protocol):
         ...
 
 
+class Playable(Protocol):
+    """An `Episode`, or an agent's."""
+
+    async def run(self, item: Item, model: Any) -> Any:
+        """Return the reward. model: the `Conversation`, or the `AgentConversation` of an agent."""
+        ...
+
+
 class Scorer(Protocol):
     """Scores the completions of one environment. Must be thread-safe."""
 
@@ -108,6 +116,86 @@ def merge_results(parts: Sequence[BatchResult]) -> BatchResult:
         games=[game for part in parts for game in part.games],
         finished=any(part.finished for part in parts),
     )
+
+
+class ItemStream(Protocol):
+    """Endless training items of one environment."""
+
+    @property
+    def max_attempts(self) -> int:
+        """Maximum consecutive unusable items before the caller gives up."""
+        ...
+
+    def take(self) -> Item:
+        """Return the next item."""
+        ...
+
+    def reject(self, item: Item) -> None:
+        """Report that the item just taken is not usable as a prompt."""
+        ...
+
+    def record(self, groups: Sequence[Group]) -> BatchResult:
+        """Record the scored groups of all items taken since the last call."""
+        ...
+
+    def state_dict(self) -> JsonObject: ...
+
+    def load_state_dict(self, state: JsonObject) -> None: ...
+
+
+class Items:
+    """The items of one environment. Rank 0 only: all members may read data."""
+
+    default_count = 64
+    """Prompts of an evaluation set that does not give their number: these items may have no end."""
+
+    @property
+    def filter_notes(self) -> Sequence[str]:
+        """Log lines on rows that filters have left out."""
+        return ()
+
+    @property
+    def held_out_note(self) -> str | None:
+        """A log line if there are too few rows to hold out some by default."""
+        return None
+
+    def open_stream(self, seed: int) -> ItemStream:
+        """Return the training items from their beginning."""
+        raise NotImplementedError
+
+    def held_out(self, seed: int) -> Iterator[Item]:
+        """Yield items that no run trains on, always the same ones."""
+        raise NotImplementedError
+
+    def evaluated(self, seed: int) -> Iterator[Item]:
+        """Yield the items of an evaluation set, always the same ones."""
+        return self.held_out(seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentLimits:
+    """Limits on the agents of one environment."""
+
+    max_tokens: int
+    """Longest sequence, prompt and completion of a request together."""
+    max_requests: int
+    """Completions of one agent."""
+    max_running: int
+    """Agents that run at a time on one rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """One entry of the config: its items, and what rewards their completions. The same on every rank."""
+
+    name: str
+    """`Prompt.source` of its prompts, unique in the run."""
+    items: Items
+    scorer: Scorer | None = None
+    """Scores single completions. None: `episode` plays whole conversations."""
+    episode: Playable | None = None
+    limits: AgentLimits | None = None
+    """Of an episode whose turns an agent requests over HTTP."""
 
 
 class BatchSource(Protocol):

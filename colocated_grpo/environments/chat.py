@@ -1,12 +1,15 @@
-"""Conversion between chat messages and the tokens of a running conversation."""
+"""Conversations between policy and environment: chat messages, their tokens, and the tokens that were sampled."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
-from colocated_grpo.types import JsonObject
+import numpy as np
+
+from colocated_grpo.types import Completion, FinishReason, JsonObject, Prompt, Rollout, Routes, Score
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -86,3 +89,160 @@ def render_tokens(
 def plain_text(messages: str | Sequence[Message]) -> str:
     """Join the contents of the messages by newlines."""
     return messages if isinstance(messages, str) else "\n".join(str(message["content"]) for message in messages)
+
+
+SampleFn = Callable[[list[int], int], Awaitable[Completion]]
+"""Samples one assistant message. Arguments: the tokens so far, the maximum number of tokens to sample."""
+
+
+class ContextExhausted(Exception):
+    """The next observation or message does not fit rollout.max_completion_tokens.
+
+    If not caught, the episode ends with reward 0. An episode that returns named parts should catch the exception:
+    otherwise truncated conversations are missing from the means of its parts.
+    """
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AssistantMessage:
+    """A message sampled from the policy.
+
+    Example: AssistantMessage(text="4", token_ids=[20, 5], finish_reason="stop")
+    """
+
+    text: str
+    """Without special tokens."""
+    token_ids: list[int]
+    finish_reason: FinishReason
+    """length: cut at max_tokens or at the end of the conversation's token budget."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tokens:
+    """Consecutive tokens of a prompt, sampled messages and the observations between them. Replaced, never modified."""
+
+    token_ids: list[int]
+    loss_mask: list[bool]
+    """True for sampled tokens."""
+    logprobs: list[float]
+    prompt_length: int
+    last: Completion | None = None
+    """The last sampled message."""
+    routes: Routes | None = None
+
+    @classmethod
+    def of_prompt(cls, token_ids: list[int]) -> Self:
+        return cls(token_ids=[], loss_mask=[], logprobs=[], prompt_length=len(token_ids)).observed(token_ids)
+
+    def observed(self, token_ids: list[int]) -> Self:
+        return replace(
+            self,
+            token_ids=[*self.token_ids, *token_ids],
+            loss_mask=[*self.loss_mask, *[False] * len(token_ids)],
+            logprobs=[*self.logprobs, *[0.0] * len(token_ids)],
+        )
+
+    def sampled(self, completion: Completion) -> Self:
+        return replace(
+            self,
+            token_ids=[*self.token_ids, *completion.token_ids],
+            loss_mask=[*self.loss_mask, *[True] * len(completion.token_ids)],
+            logprobs=[*self.logprobs, *completion.sampling_logprobs],
+            last=completion,
+            routes=_continued(self.routes, completion.routes),
+        )
+
+    def rollout(self, codec: ChatCodec, score: Score, temperature: float, *, cut: bool, plain: bool) -> Rollout:
+        """Return the training rollout. cut: a message or observation did not fit. plain: see `Rollout.plain`."""
+        last = self.last
+        return Rollout(
+            token_ids=self.token_ids,
+            loss_mask=self.loss_mask,
+            sampling_logprobs=self.logprobs,
+            prompt_length=self.prompt_length,
+            text=codec.transcript(self.token_ids[self.prompt_length :]),
+            finish_reason="abort" if last is None else "length" if cut else last.finish_reason,
+            policy_version=0 if last is None else last.policy_version,
+            temperature=temperature,
+            score=score,
+            plain=plain,
+            routes=self.routes,
+        )
+
+
+def _continued(routes: Routes | None, longer: Routes | None) -> Routes | None:
+    """Return `routes`, continued by those of a later turn for the tokens after them.
+
+    A token keeps the experts with which it was sampled, even if later turns were sampled with newer weights.
+    """
+    if routes is None or longer is None:
+        return longer if routes is None else routes
+    return np.concatenate([routes, longer[len(routes) :]])
+
+
+class Conversation:
+    """An episode's interface to the policy. Calls alternate: generate, observe, generate, ...
+
+    Token in, token out: sampled tokens are trained on as they are and never retokenized.
+    """
+
+    def __init__(self, prompt: Prompt, codec: ChatCodec, room: int, sample: SampleFn) -> None:
+        """room: token budget after the prompt, for sampled and observed tokens together."""
+        self._codec = codec
+        self._template = prompt.template
+        self._sample = sample
+        self._max_tokens = len(prompt.token_ids) + room
+        self._tokens = Tokens.of_prompt(prompt.token_ids)  # rollout() may read it in another thread
+        self._exhausted = False
+        self._generating = False
+        self.turns = 0
+        """Messages sampled so far."""
+
+    @property
+    def room(self) -> int:
+        """Tokens that can still be sampled or observed."""
+        return self._max_tokens - len(self._tokens.token_ids)
+
+    async def generate(self, max_tokens: int | None = None) -> AssistantMessage:
+        """Sample one message of at most min(max_tokens, room) tokens. Raises ContextExhausted if room is 0."""
+        if max_tokens is not None and max_tokens < 1:
+            raise ValueError(f"generate(max_tokens={max_tokens}): must be at least 1")
+        if self._generating:
+            raise RuntimeError("generate() was called while another turn of the same episode is being sampled")
+        room = self.room
+        if room < 1:
+            raise self._context_exhausted("a message")
+        self._generating = True
+        try:
+            tokens = list(self._tokens.token_ids)
+            completion = await self._sample(tokens, room if max_tokens is None else min(max_tokens, room))
+        finally:
+            self._generating = False
+        self._tokens = self._tokens.sampled(completion)
+        self.turns += 1
+        return AssistantMessage(
+            text=self._codec.message_text(completion.token_ids),
+            token_ids=completion.token_ids,
+            finish_reason=completion.finish_reason,
+        )
+
+    def observe(self, messages: str | Sequence[Message]) -> None:
+        """Append the environment's response: text (one user message) or chat messages. These tokens are not trained.
+
+        Raises ContextExhausted, and appends nothing, if no token would be left for the next message.
+        """
+        last = self._tokens.last
+        if last is None or not self._tokens.loss_mask[-1]:
+            raise RuntimeError("observe() must follow generate(); pass all messages in one call")
+        token_ids = self._codec.observation(messages, last.token_ids[-1], self._template)
+        if len(token_ids) >= self.room:
+            raise self._context_exhausted(f"an observation of {len(token_ids)} tokens and a message")
+        self._tokens = self._tokens.observed(token_ids)
+
+    def rollout(self, score: Score, temperature: float, *, plain: bool = False) -> Rollout:
+        """Return the conversation so far as a training rollout. plain: see `Rollout.plain`."""
+        return self._tokens.rollout(self._codec, score, temperature, cut=self._exhausted, plain=plain)
+
+    def _context_exhausted(self, needed: str) -> ContextExhausted:
+        self._exhausted = True
+        return ContextExhausted(f"rollout.max_completion_tokens: {self.room} tokens left, too few for {needed}")

@@ -1,54 +1,138 @@
-"""Lookup of environments by name: built in, installed by another package, or user code."""
+"""Environments by name: built in, of another library, installed by a package, or user code.
+
+Built-in classes and adapters are imported when a config names them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from inspect import iscoroutinefunction
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from colocated_grpo.environments.base import EnvironmentSetupError
+from colocated_grpo.environments.base import EnvironmentSetupError, Episode, Task
 from colocated_grpo.environments.user_code.loading import construct, load_object, one_line, unknown_name
+from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.settings.schema import Config
 from colocated_grpo.types import JsonObject
+
+if TYPE_CHECKING:
+    from colocated_grpo.environments.agents.programs import AgentTasks
 
 ENTRY_POINTS = "colocated_grpo.environments"
 """Entry point group in which packages register environments."""
 USER_CODE_FORMS = ("module:object", "path/to/file.py:object")
 
 
-def find_environment(
-    kind: str,
-    name: str,
-    args: JsonObject,
-    built_in: Mapping[str, Callable[..., Any]],
-    *forms: str,
-    given: Any = None,
-) -> Any:
-    """Return `given` or the environment called `name`. A class is called with args; an instance accepts none."""
-    found = find_object(kind, name, built_in, *forms) if given is None else given
+class Adapter(NamedTuple):
+    """Environments of another library."""
+
+    argument: str
+    """Argument that may follow the colon of a name: 'textarena:TicTacToe-v0' is short for args.game."""
+    factory: str
+
+
+class Kind(NamedTuple):
+    """Environments of one `type`. Factories are 'module:object', with the module below environments/."""
+
+    noun: str
+    built_in: Mapping[str, str]
+    adapters: Mapping[str, Adapter]
+    """By library."""
+
+    @property
+    def forms(self) -> list[str]:
+        """Names of adapted environments, for error lines."""
+        return [f"{library}:<{adapter.argument}>" for library, adapter in self.adapters.items()]
+
+
+TASKS = {
+    "arithmetic": "tasks.procedural:Arithmetic",
+    "countdown": "tasks.procedural:Countdown",
+    "reversal": "tasks.procedural:Reversal",
+    "sorting": "tasks.procedural:Sorting",
+    "tool_call": "tasks.tool_call:ToolCall",
+    "town_lessons": "town.opening:TownLessons",
+}
+EPISODES = {"tool_use": "tasks.tool_use:ToolUse"}
+TURN_ENVIRONMENTS = {"town": "town.opening:open_town", "tossim": "adapters.tossim:ToSSim"}
+KINDS = {
+    "task": Kind("task", TASKS, {"reasoning_gym": Adapter("dataset", "tasks.reasoning_gym:ReasoningGym")}),
+    "episode": Kind(
+        "episode",
+        EPISODES,
+        {
+            "gymnasium": Adapter("environment", "adapters.gymnasium:Gymnasium"),
+            "openenv": Adapter("url", "adapters.openenv:OpenEnv"),
+            "textarena": Adapter("game", "adapters.textarena:TextArena"),
+            "verifiers": Adapter("taskset", "adapters.verifiers:build_verifiers"),
+        },
+    ),
+    "turns": Kind(
+        "turn environment",
+        TURN_ENVIRONMENTS,
+        {"textarena": Adapter("game", "adapters.textarena_turns:TextArenaTurns")},
+    ),
+}
+"""By `type` of a config's entry."""
+
+
+def check_names(config: Config) -> None:
+    """Raise ConfigError with one line per name that is not built in, not installed and not of a user-code form.
+
+    By look-up alone: no user code is imported. The launcher calls it, so that a misspelled name fails before the ranks
+    start.
+    """
+    from colocated_grpo.environments.rewards.functions import check_reward_name
+
+    lines = []
+    for source in [*config.environments, *(entry.source for entry in config.evaluation.sets)]:
+        try:
+            if source.type in KINDS and getattr(source, "given", None) is None:
+                check_name(KINDS[source.type], source.name)
+            for reward in getattr(source, "rewards", ()):
+                if reward.given is None:
+                    check_reward_name(reward.name, f"environments {source.name!r}: rewards")
+        except EnvironmentSetupError as error:
+            lines.append(str(error))
+    if lines:
+        raise ConfigError(*lines)
+
+
+def check_name(kind: Kind, name: str) -> None:
+    """Raise EnvironmentSetupError unless `name` is built in, adapted, installed, or of a form of user code."""
+    library = name.partition(":")[0]
+    if library in kind.adapters or name in kind.built_in or name in installed():
+        return
+    if kind.noun == "turn environment" and library in KINDS["episode"].adapters:
+        raise EnvironmentSetupError(f"environments {name!r}: it cannot be played turn by turn; it is a type: episode")
+    if ":" not in name:
+        valid = [*kind.built_in, *installed(), *kind.forms, *USER_CODE_FORMS]
+        raise unknown_name("environments", kind.noun, name, valid)
+
+
+def find(kind: Kind, name: str, args: JsonObject) -> tuple[Any, JsonObject]:
+    """Return the class, function or instance called `name`, and the arguments. Raises EnvironmentSetupError."""
+    check_name(kind, name)
+    library, _, argument = name.partition(":")
     key = f"environments {name!r}"
-    if isinstance(found, type):
-        return construct(found, args, key)
-    if args:
-        raise EnvironmentSetupError(f"{key}: args={args}: the object is an instance, not a class; remove args")
-    return found
+    if adapter := kind.adapters.get(library):
+        if argument and adapter.argument in args:
+            raise EnvironmentSetupError(
+                f"{key}: args.{adapter.argument}={args[adapter.argument]!r}: "
+                "the name gives this argument already; leave it out"
+            )
+        return _own(adapter.factory), args | ({adapter.argument: argument} if argument else {})
+    if name in kind.built_in:
+        return _own(kind.built_in[name]), args
+    return (_load(installed()[name], key) if name in installed() else load_object(name, key)), args
 
 
-def find_object(kind: str, name: str, built_in: Mapping[str, Callable[..., Any]], *forms: str) -> Any:
-    """Return the object called `name`. `kind` and `forms` (further forms of a name) are for the error line."""
-    check_name(kind, name, built_in, *forms)
-    key = f"environments {name!r}"
-    if name in built_in:
-        return built_in[name]
-    if name in installed():
-        return _load(installed()[name], key)
-    return load_object(name, key)
-
-
-def check_name(kind: str, name: str, built_in: Mapping[str, Callable[..., Any]], *forms: str) -> None:
-    """Raise EnvironmentSetupError unless `name` is built in, installed, or of a form that names user code."""
-    if ":" not in name and name not in built_in and name not in installed():
-        raise unknown_name("environments", kind, name, [*built_in, *installed(), *forms, *USER_CODE_FORMS])
+def _own(factory: str) -> Callable[..., Any]:
+    module, _, name = factory.partition(":")
+    return getattr(import_module(f"{__package__}.{module}"), name)
 
 
 @cache
@@ -64,7 +148,36 @@ def _load(point: EntryPoint, key: str) -> Any:
         raise EnvironmentSetupError(f"{key}: cannot import {point.value!r}: {one_line(error)}") from error
 
 
-def check_methods(found: Any, what: str, methods: tuple[str, ...], name: str) -> None:
+def build_task(name: str, args: JsonObject, given: Any = None) -> Task:
+    """Return the task called `name`. given: the user's object itself, if a program has passed it."""
+    task = _built(KINDS["task"], name, args, given)
+    _check_methods(task, "a task", ("prompts", "score"), name)
+    return task
+
+
+def build_episode(name: str, args: JsonObject, given: Any = None) -> Episode | AgentTasks:
+    """Return the episode called `name`, or another library's tasks with their agent. given: as in build_task."""
+    episode = _built(KINDS["episode"], name, args, given)
+    if given is None and name.partition(":")[0] in KINDS["episode"].adapters:
+        return episode
+    _check_methods(episode, "an episode", ("prompts", "run"), name)
+    if not iscoroutinefunction(episode.run):
+        raise EnvironmentSetupError(f"environments {name!r}: run() must be a coroutine: write `async def run`")
+    return episode
+
+
+def _built(kind: Kind, name: str, args: JsonObject, given: Any) -> Any:
+    """Return the object. A class is called with args; an instance accepts none."""
+    found, args = find(kind, name, args) if given is None else (given, args)
+    key = f"environments {name!r}"
+    if isinstance(found, type) or (given is None and name.partition(":")[0] in kind.adapters):
+        return construct(found, args, key)
+    if args:
+        raise EnvironmentSetupError(f"{key}: args={args}: the object is an instance, not a class; remove args")
+    return found
+
+
+def _check_methods(found: Any, what: str, methods: tuple[str, ...], name: str) -> None:
     """Raise EnvironmentSetupError if `found` lacks one of the methods. `what` is its kind, such as "a task"."""
     missing = [method for method in methods if not callable(getattr(found, method, None))]
     if missing:

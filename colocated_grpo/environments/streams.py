@@ -1,50 +1,39 @@
-"""Endless streams of training items, one per environment, with a position that can be saved."""
+"""Streams of training items, one per environment, and the source of training prompts that mixes them by weight."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from hashlib import blake2b
 from itertools import islice
 from random import Random
 from typing import Protocol
 
-from colocated_grpo.environments.agents.episode import AgentTasks
-from colocated_grpo.environments.base import BatchResult, EnvironmentSetupError, Episode, Item, Seekable, Split, Task
+from colocated_grpo.environments.base import (
+    BatchResult,
+    EnvironmentSetupError,
+    Item,
+    Items,
+    ItemStream,
+    Seekable,
+    Split,
+    merge_results,
+)
+from colocated_grpo.environments.prompts import PromptEncoder
 from colocated_grpo.environments.user_code.loading import one_line
 from colocated_grpo.settings.errors import ConfigError
-from colocated_grpo.types import Group, JsonObject
+from colocated_grpo.types import Group, JsonObject, Prompt
 
-Prompting = Task | Episode | AgentTasks
-"""Environments that yield their own prompts."""
 DIGEST_ROWS = 64
 """Rows hashed per dataset, so that a resume detects changed data without reading all of it."""
 
 
-class ItemStream(Protocol):
-    """Endless training items of one environment."""
+class Prompting(Protocol):
+    """A task, an episode or tasks of agents: it yields its own prompts."""
 
-    @property
-    def max_attempts(self) -> int:
-        """Maximum consecutive unusable items before the caller gives up."""
-        ...
-
-    def take(self) -> Item:
-        """Return the next item."""
-        ...
-
-    def reject(self, item: Item) -> None:
-        """Report that the item just taken is not usable as a prompt."""
-        ...
-
-    def record(self, groups: Sequence[Group]) -> BatchResult:
-        """Record the scored groups of all items taken since the last call."""
-        ...
-
-    def state_dict(self) -> JsonObject: ...
-
-    def load_state_dict(self, state: JsonObject) -> None: ...
+    def prompts(self, seed: int, split: Split) -> Iterator[Item]: ...
 
 
 class FixedItems:
@@ -55,6 +44,20 @@ class FixedItems:
 
     def record(self, groups: Sequence[Group]) -> BatchResult:
         return BatchResult(trained_now=list(range(len(groups))))
+
+
+class GeneratedItems(Items):
+    """Items that an object of the environment yields."""
+
+    def __init__(self, name: str, prompting: Prompting) -> None:
+        self._name = name
+        self._prompting = prompting
+
+    def open_stream(self, seed: int) -> TaskStream:
+        return TaskStream(self._name, self._prompting, seed)
+
+    def held_out(self, seed: int) -> Iterator[Item]:
+        return task_items(self._name, self._prompting, seed, "held_out")
 
 
 class TaskStream(FixedItems):
@@ -185,3 +188,91 @@ def epoch_order(size: int, seed: int, epoch: int) -> list[int]:
     order = list(range(size))
     Random(f"{seed}:{epoch}").shuffle(order)
     return order
+
+
+MIN_OPPONENT_LIMIT = 16
+"""Lower bound on the maximum opponent turns per step, for small batches."""
+
+
+class Mixture:
+    """Deterministic mixing by weight: the next name is the one furthest below its fraction of the total count."""
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        total = sum(weights.values())
+        self.fractions = {name: weight / total for name, weight in weights.items()}
+        self.counts = dict.fromkeys(weights, 0)
+
+    def next_name(self) -> str:
+        position = sum(self.counts.values()) + 1
+        return max(self.fractions, key=lambda name: self.fractions[name] * position - self.counts[name])
+
+
+class PromptSource:
+    """The BatchSource over all environments that yield prompts."""
+
+    def __init__(self, streams: Mapping[str, ItemStream], weights: Mapping[str, float], encoder: PromptEncoder) -> None:
+        self.streams = streams
+        self.mixture = Mixture(weights)
+        self.encoder = encoder
+        self.num_prompts = 0
+        """Prompts returned so far, those for an opponent included."""
+        self.num_dropped = 0
+        """Items skipped so far because their prompt was empty or too long."""
+        self._num_dropped_reported = 0
+
+    def next(self, n: int) -> list[Prompt]:
+        prompts: list[Prompt] = []
+        by_opponent = 0
+        # If every open game awaits the opponent, each further turn would start another game: hence the limit.
+        while len(prompts) - by_opponent < n and by_opponent < max(n, MIN_OPPONENT_LIMIT):
+            prompts.append(self._next_prompt())
+            by_opponent += prompts[-1].by_opponent
+        return prompts
+
+    def _next_prompt(self) -> Prompt:
+        name = self.mixture.next_name()
+        stream = self.streams[name]
+        for _ in range(stream.max_attempts):
+            item = stream.take()
+            prompt = self.encoder.encode(item, index=self.num_prompts, source=name)
+            if prompt is not None:
+                self.num_prompts += 1
+                self.mixture.counts[name] += not prompt.by_opponent
+                return prompt
+            stream.reject(item)
+            self.num_dropped += 1
+        raise self.encoder.no_usable_prompt(name, stream.max_attempts)
+
+    def record(self, groups: Sequence[Group]) -> BatchResult:
+        parts: list[BatchResult] = []
+        for name, stream in self.streams.items():
+            positions = [position for position, group in enumerate(groups) if group.prompt.source == name]
+            part = stream.record([groups[position] for position in positions])
+            parts.append(replace(part, trained_now=[positions[index] for index in part.trained_now]))
+        result = merge_results(parts)
+        result.metrics["prompts_dropped"] = float(self.num_dropped - self._num_dropped_reported)
+        self._num_dropped_reported = self.num_dropped
+        return result
+
+    def state_dict(self) -> JsonObject:
+        return {
+            "streams": {name: stream.state_dict() for name, stream in self.streams.items()},
+            "counts": dict(self.mixture.counts),
+            "shares": self.mixture.fractions,
+            "given": self.num_prompts,
+            "dropped": self.num_dropped,
+        }
+
+    def load_state_dict(self, state: JsonObject) -> None:
+        if state["counts"].keys() != self.mixture.counts.keys():
+            raise EnvironmentSetupError(
+                f"environments: the checkpoint has {', '.join(state['counts'])} and the config has "
+                f"{', '.join(self.mixture.counts)}; an exact resume needs the same environments"
+            )
+        for name, stream in self.streams.items():
+            stream.load_state_dict(state["streams"][name])
+        # After a change of weights, counts start at 0: the old ones would make the mixture compensate for past prompts.
+        if state["shares"] == self.mixture.fractions:
+            self.mixture.counts = dict(state["counts"])
+        self.num_prompts = state["given"]
+        self.num_dropped = self._num_dropped_reported = state["dropped"]

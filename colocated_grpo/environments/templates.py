@@ -11,9 +11,9 @@ from colocated_grpo.environments.base import EnvironmentSetupError, Item
 from colocated_grpo.environments.chat import Message
 from colocated_grpo.environments.user_code.loading import load_object, one_line
 from colocated_grpo.settings.sources import (
-    AgentSourceConfig,
     DatasetSourceConfig,
     EpisodeSourceConfig,
+    RowsSourceConfig,
     TaskSourceConfig,
 )
 from colocated_grpo.settings.templates import Tool, check_variables, read_json
@@ -98,7 +98,7 @@ def with_system_prompt(prompt: str | list[Message], system_prompt: str) -> list[
 
 
 def build_template(
-    entry: TemplatedConfig | TurnsSourceConfig | AgentSourceConfig,
+    entry: TemplatedConfig | TurnsSourceConfig | RowsSourceConfig,
     name: str,
     tokenizer: PreTrainedTokenizerBase,
     variables: Mapping[str, Any],
@@ -107,7 +107,7 @@ def build_template(
 
     variables: those of all entries. Raises EnvironmentSetupError if the chat template ignores a setting of the entry.
     """
-    if isinstance(entry, TurnsSourceConfig | AgentSourceConfig):
+    if not isinstance(entry, TemplatedConfig):  # games and agents write their own prompts
         return PromptTemplate(variables=variables)
     key = f"environments {name!r}"
     if entry.tools:

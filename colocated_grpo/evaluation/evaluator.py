@@ -1,15 +1,17 @@
-"""Sampling and logging of the prompts that are evaluated."""
+"""Sampling of the prompts that are evaluated, and the record of the best step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from colocated_grpo.rollout.collect import Collector
 from colocated_grpo.rollout.engine import Sampling
 from colocated_grpo.rollout.prompt_queue import Job
 from colocated_grpo.runtime.distributed import World
-from colocated_grpo.types import Group, Prompt
+from colocated_grpo.types import Group, JsonObject, Prompt
 
 Metrics = dict[str, float]
 
@@ -59,3 +61,72 @@ class Evaluator:
         self._evaluated[evaluated.name] = step
         # On rank 0, as functions of the user may be among the metrics: all ranks must use the same numbers.
         return self._world.from_main(lambda: evaluated.metrics(groups)), groups
+
+
+BEST_FILE = "best.json"
+
+
+class Best:
+    """The best value of one metric so far. Its state is part of checkpoints."""
+
+    def __init__(self, metric: str | None, patience: int | None) -> None:
+        """metric: None keeps nothing. patience: evaluations without a better value after which the run ends."""
+        self.metric = metric
+        self._patience = patience
+        self.value: float | None = None
+        self.step: int | None = None
+        """Completed steps of the best weights."""
+        self._last_step = -1
+        """Step of the last evaluation that counted; one that is repeated after a resume does not count again."""
+        self._without_better = 0
+
+    def update(self, step: int, row: Mapping[str, float]) -> bool:
+        """Record an evaluation at `step`. Returns True if it is better than all before."""
+        if self.metric not in row or step <= self._last_step:
+            return False
+        self._last_step = step
+        better = self.value is None or row[self.metric] > self.value
+        if better:
+            self.value, self.step, self._without_better = row[self.metric], step, 0
+        else:
+            self._without_better += 1
+        return better
+
+    @property
+    def exhausted(self) -> bool:
+        """True if the last evaluations have used up the patience."""
+        return self._patience is not None and self._without_better >= self._patience
+
+    def summary(self) -> str | None:
+        """Return one line for the end of a run; None if nothing was evaluated."""
+        if self.value is None:
+            return None
+        ended = f"; no better one in the last {self._without_better} evaluations" if self.exhausted else ""
+        kept = " (the model that the run started from)" if self.step == 0 else ""
+        return f"best {self.metric}: {self.value:.4g} at step {self.step}{kept}{ended}"
+
+    def is_kept(self, folder: Path) -> bool:
+        """Return True if the run folder holds the export of this best step."""
+        file = folder / BEST_FILE
+        try:
+            return json.loads(file.read_text(encoding="utf-8")) == self._record
+        except (OSError, ValueError):
+            return False
+
+    def mark_kept(self, folder: Path) -> None:
+        """Write best.json: the metric, its value and the step that is exported."""
+        (folder / BEST_FILE).write_text(json.dumps(self._record) + "\n", encoding="utf-8")
+
+    @property
+    def _record(self) -> JsonObject:
+        return {"metric": self.metric, "value": self.value, "step": self.step}
+
+    def state_dict(self) -> JsonObject:
+        return {**self._record, "last_step": self._last_step, "without_better": self._without_better}
+
+    def load_state_dict(self, state: JsonObject) -> None:
+        """Continue a record; one of another metric is ignored, as values of two metrics cannot be compared."""
+        if state.get("metric") != self.metric:
+            return
+        self.value, self.step = state["value"], state["step"]
+        self._last_step, self._without_better = state["last_step"], state["without_better"]

@@ -1,12 +1,124 @@
-"""Metrics of one evaluation set. Functions of the user may be among them."""
+"""Metrics of one evaluation set: estimators, and the answers that a majority vote compares."""
 
 from __future__ import annotations
 
+import logging
+import math
+import re
+import statistics
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
+from decimal import Decimal
+from typing import Any
 
-from colocated_grpo.evaluation.estimators import majority, mean_and_error, pass_at_k
+from colocated_grpo.environments.base import EnvironmentSetupError
+from colocated_grpo.environments.rewards import answers
+from colocated_grpo.environments.user_code.loading import load_object, one_line
 from colocated_grpo.settings.evaluation import MEAN
 from colocated_grpo.types import Group
+
+
+def pass_at_k(samples: int, passed: int, k: int) -> float:
+    """Return the unbiased estimate of the probability that at least one of k samples passes.
+
+    Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1: 1 - C(n - c, k) / C(n, k).
+    """
+    return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)
+
+
+def majority(answers: Sequence[Hashable | None], passed: Sequence[bool]) -> float:
+    """Return the fraction of passed samples among those with the most frequent answer; 0 if no sample has an answer.
+
+    Answers that are equally frequent share the vote, so the order of the samples does not matter.
+    """
+    votes: dict[Hashable, list[bool]] = defaultdict(list)
+    for answer, ok in zip(answers, passed, strict=True):
+        if answer is not None:
+            votes[answer].append(ok)
+    most = max(map(len, votes.values()), default=0)
+    leading = [sum(found) / most for found in votes.values() if len(found) == most]
+    return sum(leading) / len(leading) if leading else 0.0
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
+    """Return the mean over prompts and its standard error; None as the error of a single prompt.
+
+    One value per prompt: completions of one prompt are not independent of each other.
+    """
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    return math.fsum(values) / len(values), error
+
+
+logger = logging.getLogger(__name__)
+
+Answer = Callable[[str], Hashable | None]
+BOX = "\\boxed{"
+LAYOUT = re.compile(r"\\(?:left|right|displaystyle|[,;:! ])|[$\s]")
+"""TeX that changes how an answer looks and not what it is."""
+
+
+def final_answer(text: str) -> str | None:
+    """Return the content of the last <answer>...</answer>, else the text without its thoughts; None if it is empty."""
+    return answers.final_answer(text) or None
+
+
+def last_number(text: str) -> Decimal | None:
+    """Return the last number, after the last #### if the text has one."""
+    found = answers.last_number(text.rpartition("####")[2])
+    return None if found is None else Decimal(found)
+
+
+def boxed(text: str) -> Hashable | None:
+    r"""Return the content of the last \boxed{...} without TeX's layout, else the last number."""
+    start = text.rfind(BOX)
+    if start < 0:
+        return last_number(text)
+    inside = _balanced(text, start + len(BOX))
+    if inside is None:
+        return None
+    plain = LAYOUT.sub("", inside).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").rstrip(".")
+    number = _as_number(plain)
+    return (plain or None) if number is None else number
+
+
+def _balanced(text: str, start: int) -> str | None:
+    """Return the text from `start` to the brace that closes it; None if none does."""
+    depth = 1
+    for position in range(start, len(text)):
+        depth += (text[position] == "{") - (text[position] == "}")
+        if depth == 0:
+            return text[start:position]
+    return None
+
+
+def _as_number(text: str) -> Decimal | None:
+    """Return the number that the whole text is; None if it is none. 1.50 and 1.5 are the same answer."""
+    found = answers.NUMBER.fullmatch(text)
+    return Decimal(text.replace(",", "")) if found else None
+
+
+BUILT_IN: dict[str, Answer] = {"final_answer": final_answer, "last_number": last_number, "boxed": boxed}
+
+
+def answer_function(name: str, key: str) -> Answer:
+    """Return the function of this name, built in or of the user. Raises EnvironmentSetupError."""
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    function = load_object(name, key)
+    if not callable(function):
+        raise EnvironmentSetupError(f"{key}: {name!r} is a {type(function).__name__}, not a function")
+
+    def answer(text: str) -> Any:
+        try:
+            found = function(text)
+            hash(found)
+        except Exception as error:  # user code: one completion without an answer does not end a run
+            logger.warning("%s=%r: %s", key, name, one_line(error))
+            return None
+        return found
+
+    return answer
+
 
 STDERR = "_stderr"
 """Suffix of a metric's standard error over prompts."""

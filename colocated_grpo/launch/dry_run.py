@@ -32,14 +32,19 @@ def dry_run(config: Config, problems: Sequence[str], log_level: str) -> int:
     return USAGE_ERROR if problems else 0
 
 
+def note(line: str) -> None:
+    print(f"note: {line}")
+
+
 def problems_of(config: Config) -> list[str]:
     """Build the model without parameters; and environments and evaluation sets as a run does: import their code, read
     their data, draw prompts.
 
     Prints how many rows are left out. Returns the error lines of the first problem.
     """
-    from colocated_grpo.assembly.evaluation import draw_evaluated, import_sets
-    from colocated_grpo.environments import build_environments
+    from colocated_grpo.assembly.data import open_source
+    from colocated_grpo.assembly.evaluation import draw_evaluated, import_answers
+    from colocated_grpo.environments.build import build_environments
     from colocated_grpo.policy.checkpoint_files import fetch_tokenizer
     from colocated_grpo.policy.loading import check_model
     from colocated_grpo.policy.model_files import load_tokenizer
@@ -49,12 +54,10 @@ def problems_of(config: Config) -> list[str]:
         check_model(config.model, folder)
         tokenizer = load_tokenizer(config.model, folder)
         environments = build_environments(config, tokenizer)
-        sources, _ = import_sets(config, tokenizer, environments)
-        if environments.entries:
-            environments.open_source().next(config.rollout.prompts_per_step)
-            for line in environments.filter_notes():
-                print(f"note: {line}")
-        draw_evaluated(config, environments, sources, lambda line: print(f"note: {line}"))
+        import_answers(config.evaluation)
+        if environments.trained:
+            open_source(environments, note).next(config.rollout.prompts_per_step)
+        draw_evaluated(config.evaluation, environments, note)
     except (ConfigError, RunError) as error:
         return str(error).splitlines()
     return []

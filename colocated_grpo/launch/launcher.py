@@ -164,7 +164,7 @@ def model_verdict(launch: Launch, config: Config) -> str:
 
 def missing_inputs(launch: Launch, config: Config) -> list[str]:
     """Return one line for each model, file, function, package or run to resume that is missing or does not fit."""
-    from colocated_grpo.environments.names import check_names
+    from colocated_grpo.environments.registry import check_names
     from colocated_grpo.runtime.run_folder import check_resumed
     from colocated_grpo.runtime.vllm_version import check_installed
     from colocated_grpo.settings.inputs import check_inputs

@@ -15,12 +15,10 @@ from concurrent.futures import Future
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
 
-from colocated_grpo.environments.agents.conversation import AgentConversation, AgentLimits
-from colocated_grpo.environments.base import AnswerError, Item
-from colocated_grpo.environments.chat import ChatCodec
-from colocated_grpo.environments.conversation import ContextExhausted, Conversation
+from colocated_grpo.environments.agents.sequences import AgentConversation
+from colocated_grpo.environments.base import AgentLimits, AnswerError, Playable
+from colocated_grpo.environments.chat import ChatCodec, ContextExhausted, Conversation
 from colocated_grpo.environments.rewards.scoring import as_score
 from colocated_grpo.environments.user_code.event_loops import retire_loop, start_loop
 from colocated_grpo.environments.user_code.loading import one_line
@@ -32,14 +30,6 @@ from colocated_grpo.types import Completion, Rollout, Score
 
 GRACE_SECONDS = 2.0
 """An episode that has not ended this long after its deadline blocks its event loop."""
-
-
-class Playable(Protocol):
-    """An `Episode`, or an agent's."""
-
-    async def run(self, item: Item, model: Any) -> Any:
-        """Return the reward. model: the `Conversation`, or the `AgentConversation` of an agent."""
-        ...
 
 
 @dataclass(eq=False, kw_only=True, slots=True)

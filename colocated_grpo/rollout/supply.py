@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import replace
 from typing import Any, Protocol
 
-from colocated_grpo.environments.base import BatchResult
+from colocated_grpo.environments.base import BatchResult, EnvironmentSetupError, merge_results
 from colocated_grpo.rollout.collect import Collector, Gather, Stopped
 from colocated_grpo.rollout.engine import Sampling
 from colocated_grpo.rollout.lengths import LongestFirst
@@ -175,3 +177,129 @@ class PromptSupply:
 
     def close(self) -> None:
         """Do nothing: there is no open resource."""
+
+
+class AheadSupply:
+    """`Supply` whose completions were sampled with the weights of one step before.
+
+    Sampling of step n + 1 starts when step n is settled, and ends before the weights of step n + 1 reach the engine.
+    The first step of a run, also of a resumed one, is sampled with its own weights.
+    """
+
+    def __init__(self, supply: PromptSupply, num_steps: int) -> None:
+        """num_steps: of the whole run; nothing is sampled for a step after the last."""
+        self._supply = supply
+        self._num_steps = num_steps
+        self._step = 0
+        self._stopped = False
+        self._ahead: Future[Gather] | None = None
+
+    def order(self, step: int) -> Order:
+        """Wait until all ranks have sampled the step's completions, and gather their groups."""
+        self._step = step
+        if self._stopped:
+            raise Stopped
+        if self._ahead is None:
+            return self._supply.order(step)
+        sampled, self._ahead = self._ahead, None
+        gather = sampled.result()
+        # Before the sync: a server that receives weights serves no requests, so no rank may still be sampling.
+        groups = gather()
+        return lambda: groups
+
+    def settle(self, groups: list[Group]) -> BatchResult:
+        settled = self._supply.settle(groups)
+        if not settled.finished and self._step + 1 < self._num_steps:
+            self._start(self._step + 1)
+        return settled
+
+    def _start(self, step: int) -> None:
+        try:
+            job = self._supply.job(step)
+        except Stopped:  # the current step is complete and is trained first
+            self._stopped = True
+            return
+        sampled: Future[Gather] = Future()
+
+        def sample() -> None:
+            try:
+                sampled.set_result(self._supply.sample(job))
+            except BaseException as error:
+                sampled.set_exception(error)  # raised by `order`
+
+        # A daemon: an error of the training thread must not wait for the completions.
+        threading.Thread(target=sample, name="sampling ahead", daemon=True).start()
+        self._ahead = sampled
+
+    def release_engine(self) -> None:
+        """Wait until all ranks have sampled the step ahead, whose groups are discarded."""
+        if self._ahead is not None:
+            self._ahead.result()
+            self._ahead = None
+            # A server may still be sampling for another rank, and a server that receives weights serves no requests.
+            self._supply.wait_for_ranks()
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Position before the prompts that are being sampled ahead, which a resumed run draws again."""
+        return self._supply.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._supply.load_state_dict(state)
+
+    def close(self) -> None:
+        self._supply.close()
+
+
+class MixedSupply:
+    """Joins two supplies: sampled groups first, served groups after them.
+
+    Both use the rank's one driver and inbox, so requests from outside are served while prompts are sampled, and a rank
+    that has finished its prompts keeps serving requests.
+    """
+
+    def __init__(self, sampled: PromptSupply, served: Supply) -> None:
+        self._sampled = sampled
+        self._served = served
+        self._num_sampled = 0
+        """Groups of the last order that were sampled from prompts."""
+
+    def order(self, step: int) -> Order:
+        served = self._served.order(step)
+        job = self._sampled.job(step)
+        self._num_sampled = len(job.prompts)
+        return lambda: self._collect(job, served)
+
+    def _collect(self, job: Job, served: Order) -> list[Group]:
+        gather = self._sampled.sample(job)
+        # Gather only after the served batch is complete: a rank that waits for others serves no requests.
+        served_groups = served()
+        return _renumbered(gather(), 0) + _renumbered(served_groups, 1)
+
+    def settle(self, groups: list[Group]) -> BatchResult:
+        first = self._num_sampled
+        sampled, served = self._sampled.settle(groups[:first]), self._served.settle(groups[first:])
+        return merge_results([sampled, replace(served, trained_now=[first + place for place in served.trained_now])])
+
+    def release_engine(self) -> None:
+        """Do nothing: both supplies sample only while an `Order` is called."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sampled": self._sampled.state_dict(), "served": self._served.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state.keys() != {"sampled", "served"}:
+            raise EnvironmentSetupError(
+                "environments: the checkpoint's run had no atropos entry beside others; an exact resume needs the same "
+                "entries"
+            )
+        self._sampled.load_state_dict(state["sampled"])
+        self._served.load_state_dict(state["served"])
+
+    def close(self) -> None:
+        self._served.close()
+        self._sampled.close()
+
+
+def _renumbered(groups: Sequence[Group], side: int) -> list[Group]:
+    """Interleave the indices of both sides, which each count from 0: sampled groups even, served groups odd."""
+    return [replace(group, prompt=replace(group.prompt, index=2 * group.prompt.index + side)) for group in groups]

@@ -14,9 +14,9 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
 
-from colocated_grpo.environments.agents.conversation import TooManyRequests
-from colocated_grpo.environments.agents.endpoint import PREFIX, Endpoint, OpenEpisode
-from colocated_grpo.environments.conversation import ContextExhausted
+from colocated_grpo.environments.agents.programs import PREFIX, OpenEpisode, OpenEpisodes
+from colocated_grpo.environments.agents.sequences import TooManyRequests
+from colocated_grpo.environments.chat import ContextExhausted
 from colocated_grpo.environments.rewards.tool_calls import OPEN, read_calls
 from colocated_grpo.servers.app import (
     CHAT,
@@ -44,21 +44,21 @@ EPISODE = "episode"
 
 
 def listen_for_agents(
-    endpoint: Endpoint,
+    episodes: OpenEpisodes,
     tokenizer: PreTrainedTokenizerBase,
     limits: Limits,
     model: str,
     template_variables: JsonObject | None = None,
     stop: Sequence[str] = (),
 ) -> ServerThread:
-    """Start the server on a free port, and write its address into `endpoint`. model: its name, as agents see it.
+    """Start the server on a free port, and write its address into `episodes`. model: its name, as agents see it.
 
     template_variables: of the chat template. stop: strings that end every completion of the run.
     """
     # A copy, because tokenizers are not thread-safe.
     codec = TextCodec(copy.deepcopy(tokenizer), limits, template_variables or {})
-    server = ServerThread(create_agent_app(endpoint, codec, model, limits.max_tokens, stop), HOST, [0])
-    endpoint.url = f"http://{HOST}:{server.ports[0]}"
+    server = ServerThread(create_agent_app(episodes, codec, model, limits.max_tokens, stop), HOST, [0])
+    episodes.url = f"http://{HOST}:{server.ports[0]}"
     return server
 
 
@@ -68,16 +68,16 @@ class EpisodeGate:
     Counts the chat requests of each episode.
     """
 
-    def __init__(self, app: ASGIApp, endpoint: Endpoint) -> None:
+    def __init__(self, app: ASGIApp, episodes: OpenEpisodes) -> None:
         self._app = app
-        self._endpoint = endpoint
+        self._episodes = episodes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
         episode_id, _, path = scope["path"].removeprefix(PREFIX).partition("/")
         key = key_in(Headers(scope=scope).get("authorization", ""))
-        episode = self._endpoint.find(episode_id, key)
+        episode = self._episodes.find(episode_id, key)
         if episode is None:
             await error_response(401, "no running episode has this path and API key")(scope, receive, send)
         else:
@@ -85,7 +85,9 @@ class EpisodeGate:
             await self._app({**scope, "path": f"/{path}", EPISODE: episode}, receive, send)
 
 
-def create_agent_app(endpoint: Endpoint, codec: TextCodec, model: str, max_tokens: int, stop: Sequence[str]) -> ASGIApp:
+def create_agent_app(
+    episodes: OpenEpisodes, codec: TextCodec, model: str, max_tokens: int, stop: Sequence[str]
+) -> ASGIApp:
     """Return the application behind its guards. model, max_tokens: name and context length, as clients see them.
 
     stop: strings that end every completion of the run.
@@ -114,7 +116,7 @@ def create_agent_app(endpoint: Endpoint, codec: TextCodec, model: str, max_token
         return _as_events(response, body) if body.stream else JSONResponse(response)
 
     shape = shape_of_bodies(max_tokens)
-    limited = EpisodeGate(BodyLimit(app, MAX_BODY_BYTES, error_response, shape, {CHAT}), endpoint)
+    limited = EpisodeGate(BodyLimit(app, MAX_BODY_BYTES, error_response, shape, {CHAT}), episodes)
     return OwnRequests(ConcurrencyLimit(limited, MAX_REQUESTS, ()), None, error_response)
 
 

@@ -12,8 +12,7 @@ from typing import Protocol, runtime_checkable
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from colocated_grpo.environments.base import Episode, Split
-from colocated_grpo.environments.chat import ChatCodec, Message, plain_text
-from colocated_grpo.environments.conversation import ContextExhausted, Conversation
+from colocated_grpo.environments.chat import ChatCodec, ContextExhausted, Conversation, Message, plain_text
 from colocated_grpo.environments.rewards.scoring import as_score
 from colocated_grpo.tools.warm_start import IGNORE_INDEX, Example, WarmStart, encoded_prompts, eval_prompts, sample
 from colocated_grpo.types import Completion, FinishReason, JsonObject, Prompt, Score

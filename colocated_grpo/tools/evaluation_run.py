@@ -12,7 +12,7 @@ from typing import Any
 from colocated_grpo.assembly.data import Data, build_collector, listen_to_agents
 from colocated_grpo.assembly.engines import engine_spec
 from colocated_grpo.assembly.evaluation import evaluation_sets, read_evaluated
-from colocated_grpo.environments import build_environments
+from colocated_grpo.environments.build import build_environments
 from colocated_grpo.errors import RunError
 from colocated_grpo.evaluation.evaluator import Evaluator
 from colocated_grpo.policy.model_files import read_model_files
@@ -62,7 +62,7 @@ def prepare_evaluation(config: Config, adapter: Path | None) -> Iterator[Evaluat
     stop.listen()
     model = read_model_files(config.model, world)
     environments = build_environments(config, model.tokenizer)
-    evaluated = read_evaluated(config, model.tokenizer, environments, world, print)
+    evaluated = read_evaluated(config.evaluation, environments, world, print)
     data = Data(environments=environments, source=None, evaluated=evaluated)
     sets = evaluation_sets(config, evaluated, model.stop_token_ids)
     resources = ExitStack()

@@ -23,8 +23,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from colocated_grpo.environments.episodes import EPISODES, build_episode
-from colocated_grpo.environments.tasks import build_task
+from colocated_grpo.environments.registry import EPISODES, build_episode, build_task
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
 from colocated_grpo.tools.episode_teacher import EpisodeTeacher, TeachableEpisode
 from colocated_grpo.tools.shapes import SHAPES, TINY, Shape

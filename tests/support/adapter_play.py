@@ -8,8 +8,7 @@ from itertools import islice
 from typing import Any
 
 from colocated_grpo.environments.base import Episode
-from colocated_grpo.environments.chat import ChatCodec
-from colocated_grpo.environments.conversation import Conversation
+from colocated_grpo.environments.chat import ChatCodec, Conversation
 from colocated_grpo.environments.prompts import PromptEncoder
 from colocated_grpo.environments.rewards.scoring import as_score
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer

@@ -7,9 +7,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from colocated_grpo.environments.agents.conversation import AgentLimits
-from colocated_grpo.environments.agents.endpoint import Access, Endpoint
-from colocated_grpo.environments.agents.episode import Agent, AgentEpisode
+from colocated_grpo.environments.agents.programs import Access, Agent, AgentEpisode, OpenEpisodes
+from colocated_grpo.environments.base import AgentLimits
 from colocated_grpo.environments.chat import ChatCodec
 from colocated_grpo.rollout.collect import Collector
 from colocated_grpo.rollout.engine import Request, Sampling
@@ -75,7 +74,7 @@ class AgentRun:
         stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
         self.engine = FakeEngine(complete=complete, decode_steps=decode_steps)
-        self.endpoint = Endpoint()
+        self.endpoint = OpenEpisodes()
         limits = Limits(
             max_tokens=max_tokens, longest_token=13, vocab_size=len(tokenizer), stop_token_ids=(END,), seed=0
         )

@@ -9,7 +9,7 @@ from tests.support.training_runs import Settings, TrainingRun, settings, tiny_mo
 # User code is imported on every rank, so a task can inject faults without changes to the package.
 FAULTY_TASK = """
 import os, threading
-from colocated_grpo.environments.tasks.sorting import Sorting
+from colocated_grpo.environments.tasks.procedural import Sorting
 RANK = os.environ["RANK"]
 
 class Faulty(Sorting):

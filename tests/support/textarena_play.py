@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from colocated_grpo.environments import build_environments
 from colocated_grpo.environments.adapters.textarena_turns import TextArenaTurns
+from colocated_grpo.environments.build import build_environments
 from colocated_grpo.settings import Config
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
 from colocated_grpo.types import Completion, Group

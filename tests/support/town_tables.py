@@ -6,15 +6,12 @@ from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 
-from colocated_grpo.environments.town.casting import NAMES
-from colocated_grpo.environments.town.environment import TownEnvironment, TownTurn
-from colocated_grpo.environments.town.grammar import WAIT
-from colocated_grpo.environments.town.legality import ArgumentKind, ArgumentSpec
+from colocated_grpo.environments.town.environment import TownEnvironment, TownSettings, TownTurn
+from colocated_grpo.environments.town.legality import WAIT, ArgumentKind, ArgumentSpec
 from colocated_grpo.environments.town.night import resolve_night
 from colocated_grpo.environments.town.phases import begin, to_act
 from colocated_grpo.environments.town.players import SCRIPTED, reply, scripted_turn
-from colocated_grpo.environments.town.settings import TownSettings
-from colocated_grpo.environments.town.state import Event, Game, Phase, Rules, Seat, new_game
+from colocated_grpo.environments.town.state import NAMES, Event, Game, Phase, Rules, Seat, new_game
 from colocated_grpo.environments.town.verdicts import Verdict, judge
 
 

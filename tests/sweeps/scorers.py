@@ -24,11 +24,10 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
-from colocated_grpo.environments.adapters.textarena_game import MOVE, VARIANT_SUFFIXES
+from colocated_grpo.environments.adapters.textarena import MOVE, VARIANT_SUFFIXES
 from colocated_grpo.environments.base import AnswerError, Task
-from colocated_grpo.environments.episodes import build_episode
+from colocated_grpo.environments.registry import build_episode, build_task
 from colocated_grpo.environments.rewards.scoring import score_text
-from colocated_grpo.environments.tasks import build_task
 from colocated_grpo.environments.user_code.loading import one_line
 
 ITEMS = 3

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, PrivateAttr, TypeAdapter, ValidationError
 
-from colocated_grpo.environments.adapters.seeded import SeededEpisode, draw_seed
+from colocated_grpo.environments.adapters.seeded import InvalidReply, SteppedEpisode, draw_seed
 from colocated_grpo.environments.base import EnvironmentSetupError, Item, Split
-from colocated_grpo.environments.conversation import ContextExhausted, Conversation
+from colocated_grpo.environments.chat import Conversation
 from colocated_grpo.environments.rewards.answers import without_thoughts
 from colocated_grpo.environments.user_code.loading import import_optional
 from colocated_grpo.types import JsonObject
@@ -56,8 +56,8 @@ ERRORS = {"CAPACITY_REACHED": ServerBusy, "VALIDATION_ERROR": InvalidAction}
 """Exceptions by the protocol's error code. Every other code raises ServerError."""
 
 
-class OpenEnv(SeededEpisode):
-    """Reward: the sum of the steps' rewards, plus `invalid_reward` for each reply that is not a valid action."""
+class OpenEnv(SteppedEpisode):
+    """An environment of a server."""
 
     url: str = Field(pattern=r"^https?://")
     """URL of the server. Example: http://localhost:8000"""
@@ -71,11 +71,7 @@ class OpenEnv(SeededEpisode):
     options: JsonObject = {}
     """Arguments of the environment's reset(), in addition to the seed."""
     max_turns: int = Field(20, ge=1)
-    """Turns of the policy in an episode."""
     max_turn_tokens: int = Field(512, ge=1)
-    """Tokens of one turn of the policy."""
-    invalid_reward: float = Field(-1.0, le=0)
-    """Reward of a reply that is not a valid action."""
 
     _action_schema: JsonObject = PrivateAttr()
     _field: str | None = PrivateAttr()
@@ -98,28 +94,18 @@ class OpenEnv(SeededEpisode):
 
     async def run(self, item: Item, model: Conversation) -> dict[str, float]:
         async with self._session(self._reset_args(item["seed"])) as (send, first):
-            text, over, earned, invalid = self._observation_text(first), bool(first["done"]), 0.0, 0
+            text = self._observation_text(first)
             if text != item["observation"]:
                 raise RuntimeError("the environment is not reproducible from its seed: siblings would differ")
-            with suppress(ContextExhausted):
-                while not over and model.turns < self.max_turns:
-                    if model.turns:
-                        model.observe(text)
-                    reply = (await model.generate(self.max_turn_tokens)).text
-                    try:
-                        result = await send({"type": "step", "data": self._action(reply)})
-                    except InvalidAction as error:
-                        invalid += 1
-                        text = f"Invalid action: {error}"
-                        continue
-                    text, over = self._observation_text(result), bool(result["done"])
-                    earned += float(result["reward"] or 0.0)
-        return {
-            "reward": earned + self.invalid_reward * invalid,
-            "return": earned,
-            "invalid": invalid / max(model.turns, 1),
-            "finished": float(over),
-        }
+
+            async def step(reply: str) -> tuple[str, float, bool]:
+                try:
+                    result = await send({"type": "step", "data": self._action(reply)})
+                except InvalidAction as error:
+                    raise InvalidReply(f"Invalid action: {error}") from None
+                return self._observation_text(result), float(result["reward"] or 0.0), bool(result["done"])
+
+            return await self._play(model, step, over=bool(first["done"]))
 
     @asynccontextmanager
     async def _session(self, reset_args: JsonObject) -> AsyncIterator[tuple[Send, JsonObject]]:

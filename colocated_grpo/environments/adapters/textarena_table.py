@@ -10,7 +10,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from colocated_grpo.environments.adapters.textarena_game import (
+from colocated_grpo.environments.adapters.textarena import (
     BOARD,
     RANDOM,
     RULES,
@@ -21,7 +21,7 @@ from colocated_grpo.environments.adapters.textarena_game import (
     render,
     render_message,
 )
-from colocated_grpo.environments.turns.credit import OutcomeCredit
+from colocated_grpo.environments.turns.base import OutcomeCredit
 from colocated_grpo.environments.user_code.loading import one_line
 from colocated_grpo.settings.base import Section
 from colocated_grpo.settings.turns import FROZEN

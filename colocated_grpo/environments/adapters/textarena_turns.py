@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from colocated_grpo.environments.adapters.textarena_game import (
+from colocated_grpo.environments.adapters.textarena import (
     KEY,
     ScriptedPlayer,
     check_known,
@@ -32,7 +32,7 @@ from colocated_grpo.environments.adapters.textarena_table import (
     TextArenaTable,
 )
 from colocated_grpo.environments.base import EnvironmentSetupError
-from colocated_grpo.environments.turns.credit import win_rates
+from colocated_grpo.environments.turns.base import FinishedGames, PlainOutcome, PlainReturn, win_rates
 from colocated_grpo.environments.user_code.loading import construct, resolve_mode
 from colocated_grpo.types import JsonObject
 
@@ -66,27 +66,12 @@ class TextArenaTurn:
         raise EnvironmentSetupError(f"{KEY}: structured=true: textarena has no grammar of legal replies; leave it out")
 
 
-@dataclass(frozen=True, slots=True)
-class TextArenaOutcome:
-    """Score of one completion."""
-
-    reward: float
-    parts: dict[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class TextArenaReturn:
-    """The share of a game's result that one of its turns gets. Field names are keys of checkpoints."""
-
-    turn_id: str
-    value: float
-
-
-class TextArenaTurns:
+class TextArenaTurns(FinishedGames):
     """Concurrent games. The same settings, seed and commits give the same turns, also across snapshot and restore."""
 
     def __init__(self, seed: int, **args: Any) -> None:
         """args: fields of TextArenaSettings, where `credit` may be the name of a mode."""
+        super().__init__()
         self.settings: TextArenaSettings = construct(TextArenaSettings, resolve_mode(args, "credit", CREDITS, KEY), KEY)
         check_known(self.settings.game)
         self._scripts = {
@@ -96,8 +81,6 @@ class TextArenaTurns:
         }
         self._seed = seed
         self._started = 0
-        self._returns: list[TextArenaReturn] = []
-        self._ended: list[JsonObject] = []
         self._counts: Counter[str] = Counter()
         self._results: list[dict[str, float]] = []
         self._tables = [self._advance(self._new_table()) for _ in range(self.settings.games)]
@@ -113,18 +96,18 @@ class TextArenaTurns:
         self._tables.append(self._advance(self._new_table()))
         return [self._turn(self._tables[-1])]
 
-    def score(self, turn: TextArenaTurn, completions: Sequence[str]) -> list[TextArenaOutcome]:
+    def score(self, turn: TextArenaTurn, completions: Sequence[str]) -> list[PlainOutcome]:
         table = TextArenaTable(self.settings, turn.game, turn.seed).replay(turn.moves)
         if table.rewards is not None or table.prompt() != turn.messages:
             raise RuntimeError(f"{self.settings.game} is not reproducible from its seed and its moves")
         return [self._outcome(table.copy(), turn.seat, move_of(each)) for each in completions]
 
-    def _outcome(self, table: TextArenaTable, seat: int, move: str) -> TextArenaOutcome:
+    def _outcome(self, table: TextArenaTable, seat: int, move: str) -> PlainOutcome:
         """Play the move on a copy of the table and score it."""
         legal = table.play(move).legal and bool(move)
         end = 0.0 if table.rewards is None else table.rewards[seat]
         reward = end if legal else end + self.settings.invalid_reward
-        return TextArenaOutcome(reward, {"parse_rate": float(bool(move)), "legal_rate": float(legal), "end": end})
+        return PlainOutcome(reward, {"parse_rate": float(bool(move)), "legal_rate": float(legal), "end": end})
 
     def commit(self, turn: TextArenaTurn, completion: str) -> None:
         index = self._index_of(turn)
@@ -135,14 +118,6 @@ class TextArenaTurns:
         index = self._index_of(turn)
         self._scripted_turn(self._tables[index], random_move)
         self._tables[index] = self._advance(self._tables[index])
-
-    def drain_returns(self) -> list[TextArenaReturn]:
-        returns, self._returns = self._returns, []
-        return returns
-
-    def drain_games(self) -> list[JsonObject]:
-        ended, self._ended = self._ended, []
-        return ended
 
     def drain_stats(self) -> dict[str, float]:
         """Return counts of games since the last call, and win rates by role, and by player if there are several."""
@@ -159,8 +134,7 @@ class TextArenaTurns:
         return {
             "started": self._started,
             "tables": [table.snapshot() for table in self._tables],
-            "returns": [asdict(each) for each in self._returns],
-            "ended": list(self._ended),
+            **self._finished_state(),
             "counts": dict(self._counts),
             "results": list(self._results),
         }
@@ -170,8 +144,7 @@ class TextArenaTurns:
             raise ValueError(f"games={self.settings.games}, but the snapshot holds {len(snapshot['tables'])}")
         self._started = snapshot["started"]
         self._tables = [TextArenaTable.restore(self.settings, table) for table in snapshot["tables"]]
-        self._returns = [TextArenaReturn(**each) for each in snapshot["returns"]]
-        self._ended = deepcopy(snapshot["ended"])
+        self._restore_finished(snapshot)
         self._counts = Counter(snapshot["counts"])
         self._results = deepcopy(snapshot["results"])
 
@@ -208,13 +181,13 @@ class TextArenaTurns:
         elif not self._results and table.number >= MAX_GAMES:
             raise RuntimeError(f"{self.settings.game}: every game raises an exception; the latest: {table.error}")
 
-    def _returns_of(self, table: TextArenaTable) -> list[TextArenaReturn]:
+    def _returns_of(self, table: TextArenaTable) -> list[PlainReturn]:
         rewards = table.results()
         committed = [move for move in table.moves if move.turn_id]
         shares = self.settings.credit.weights([move.seat for move in committed])
         return [
             # The last move of the game already got the result when it was scored.
-            TextArenaReturn(move.turn_id, 0.0 if move is table.moves[-1] else share * rewards[move.seat])
+            PlainReturn(move.turn_id, 0.0 if move is table.moves[-1] else share * rewards[move.seat])
             for move, share in zip(committed, shares, strict=True)
         ]
 

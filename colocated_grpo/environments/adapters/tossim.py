@@ -15,13 +15,12 @@ from base64 import b64decode, b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from io import BytesIO
 from typing import Any
 
 import cloudpickle
 
 from colocated_grpo.environments.base import EnvironmentSetupError
-from colocated_grpo.environments.turns.base import Return
+from colocated_grpo.environments.turns.base import FinishedGames, PlainOutcome
 from colocated_grpo.environments.user_code.isolation import isolated
 from colocated_grpo.environments.user_code.loading import construct, load_object, one_line
 from colocated_grpo.environments.user_code.own_logs import OwnLogs
@@ -53,15 +52,6 @@ class ToSSimTurn:
         raise EnvironmentSetupError(
             "environments 'tossim': structured=true: ToSSim has no grammar of legal replies; leave it out"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class ToSSimOutcome:
-    """Score of one completion."""
-
-    reward: float | None
-    """-1 malformed, 0 illegal, +1 legal; None if the batcher raised an exception."""
-    parts: dict[str, float]
 
 
 @dataclass(slots=True)
@@ -113,18 +103,6 @@ class ToSSimTable:
         return _numbers({"total_games": stats.get("total_games")}) | new
 
 
-FORMER_MODULES = ("colocated_grpo.environments.tossim", "colocated_grpo.environments.adapters.tossim")
-
-
-class _SnapshotUnpickler(pickle.Unpickler):
-    """Unpickler that also reads snapshots with a former module and name of the table's class."""
-
-    def find_class(self, module_name: str, global_name: str) -> Any:
-        if global_name == "Table" and module_name in FORMER_MODULES:
-            return ToSSimTable
-        return super().find_class(module_name, global_name)
-
-
 def _numbers(stats: Mapping[str, Any]) -> dict[str, float]:
     """Return the numeric entries. Converting others, such as notes, would raise, and the table would be replaced."""
     return {name: float(value) for name, value in stats.items() if isinstance(value, int | float)}
@@ -134,13 +112,14 @@ def _number(reward: Any) -> Any:
     return reward[0] if isinstance(reward, tuple | list) else reward
 
 
-class ToSSim:
+class ToSSim(FinishedGames):
     """Turn environment of tables with one batcher each. It starts with one table; add_game() adds more."""
 
     delayed = False
 
     def __init__(self, seed: int, environment: str, **args: Any) -> None:
         """environment: 'module:Class' of the batcher. args: keyword arguments of that class."""
+        super().__init__()
         self._key = f"environments 'tossim': args.environment={environment!r}"
         self._class = load_object(environment, self._key)
         self._args = args
@@ -159,17 +138,18 @@ class ToSSim:
         self._add_table()
         return self._turns(len(self._tables) - 1)
 
-    def score(self, turn: ToSSimTurn, completions: Sequence[str]) -> list[ToSSimOutcome]:
+    def score(self, turn: ToSSimTurn, completions: Sequence[str]) -> list[PlainOutcome]:
+        """Return rewards: -1 malformed, 0 illegal, +1 legal; None if the batcher raised an exception."""
         return [self._outcome(turn, completion) for completion in completions]
 
-    def _outcome(self, turn: ToSSimTurn, completion: str) -> ToSSimOutcome:
+    def _outcome(self, turn: ToSSimTurn, completion: str) -> PlainOutcome:
         try:
             with isolated(random.Random(f"{turn.id}/{completion}")), closing(OwnLogs()) as logs, logs.attached():
                 table: ToSSimTable = pickle.loads(turn.frozen)
                 reward = table.apply({turn.index: completion})[turn.index]
         except BaseException:  # As in scoring._result(): user code that exits must not end the run.
-            return ToSSimOutcome(None, {"failed": 1.0})
-        return ToSSimOutcome(reward, {"parse_rate": float(reward > -1), "legal_rate": float(reward >= 1)})
+            return PlainOutcome(None, {"failed": 1.0})
+        return PlainOutcome(reward, {"parse_rate": float(reward > -1), "legal_rate": float(reward >= 1)})
 
     def commit(self, turn: ToSSimTurn, completion: str) -> None:
         """Store a completion. With the last one of a batch, all are applied: a phase ends for all seats together."""
@@ -185,12 +165,6 @@ class ToSSim:
 
     def play_on(self, turn: ToSSimTurn) -> None:
         self.commit(turn, WAIT)
-
-    def drain_returns(self) -> list[Return]:
-        return []
-
-    def drain_games(self) -> list[JsonObject]:
-        return []
 
     def drain_stats(self) -> dict[str, float]:
         """Return the number of games at all tables, and the batchers' counts and replaced tables since the last call.
@@ -217,16 +191,16 @@ class ToSSim:
 
     def restore(self, snapshot: JsonObject) -> None:
         """Raises ValueError unless this user's runs wrote the snapshot: a pickle of any batcher can run any code."""
-        tables, logs = b64decode(snapshot["tables"]), b64decode(snapshot.get("logs", ""))
-        if not is_trusted(tables + logs, snapshot.get("signature")):
+        tables, logs = b64decode(snapshot["tables"]), b64decode(snapshot["logs"])
+        if not is_trusted(tables + logs, snapshot["signature"]):
             raise ValueError(
                 f"their pickle is not signed with {key_file()}, and reading it can run code; if you trust the run "
-                f"folder (your own, from another machine or an earlier version), set {TRUST_VARIABLE}=1"
+                f"folder (your own, from another machine), set {TRUST_VARIABLE}=1"
             )
         for own in self._logs:
             own.close()
-        self._tables = _SnapshotUnpickler(BytesIO(tables)).load()
-        self._logs = pickle.loads(logs) if logs else [OwnLogs() for _ in self._tables]
+        self._tables = pickle.loads(tables)
+        self._logs = pickle.loads(logs)
         self._built, self._resets = snapshot["seated"], snapshot["resets"]
 
     def _add_table(self) -> None:

@@ -1,15 +1,21 @@
-"""Base of procedural tasks and episodes: endless questions in two disjoint splits, and credit by position."""
+"""Procedural tasks: endless questions in two disjoint splits. Sorting, reversal, arithmetic and countdown."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ast
+import operator
+import re
+from collections.abc import Callable, Iterator
+from fractions import Fraction
 from hashlib import sha256
 from random import Random
-from typing import Annotated, Self
+from string import ascii_lowercase, digits
+from typing import Annotated, Literal, Self
 
-from pydantic import StringConstraints, model_validator
+from pydantic import Field, StringConstraints, model_validator
 
 from colocated_grpo.environments.base import EnvironmentSetupError, Item, Split
+from colocated_grpo.environments.rewards.answers import final_answer
 from colocated_grpo.settings.base import Section
 
 Template = Annotated[str, StringConstraints(pattern=r"\{question\}")]
@@ -86,3 +92,168 @@ def positional_reward(answer: str, expected: str, *, partial: bool) -> float:
         return 0.0
     hits = sum(given == wanted for given, wanted in zip(answer, expected, strict=False))
     return PARTIAL_CREDIT * hits / max(len(answer), len(expected))
+
+
+class Sorting(Procedural):
+    """Reward 1 for the sorted digits; below 1/2 for a wrong answer, by the fraction of right positions."""
+
+    min_digits: int = Field(4, ge=1)
+    """Digits of the shortest question."""
+    max_digits: int = Field(8, ge=1)
+    """Digits of the longest question."""
+    partial: bool = True
+    """Give partial credit for right positions; False: reward 1 or 0."""
+    template: Template = "sort {question}"
+    """Prompt text; {question} is replaced by the digits."""
+
+    def score(self, item: Item, completion: str) -> float:
+        return positional_reward(final_answer(completion), item["answer"], partial=self.partial)
+
+    def _draw(self, rng: Random) -> Item:
+        question = "".join(rng.choices(digits, k=rng.randint(self.min_digits, self.max_digits)))
+        return {"question": question, "answer": "".join(sorted(question))}
+
+
+class Reversal(Procedural):
+    """Reward 1 for the exact reversal; below 1/2 for a wrong one, by the fraction of right positions."""
+
+    min_length: int = Field(3, ge=1)
+    """Characters of the shortest string."""
+    max_length: int = Field(8, ge=1)
+    """Characters of the longest string."""
+    alphabet: str = Field(ascii_lowercase, min_length=2)
+    """Characters to draw from."""
+    partial: bool = True
+    """Give partial credit for right positions; False: reward 1 or 0."""
+    template: Template = "reverse {question}"
+    """Prompt text; {question} is replaced by the string."""
+
+    def score(self, item: Item, completion: str) -> float:
+        return positional_reward(final_answer(completion), item["answer"], partial=self.partial)
+
+    def _draw(self, rng: Random) -> Item:
+        question = "".join(rng.choices(self.alphabet, k=rng.randint(self.min_length, self.max_length)))
+        return {"question": question, "answer": question[::-1]}
+
+
+class Arithmetic(Procedural):
+    """Reward 1 for the right integer, 0 otherwise."""
+
+    min_digits: int = Field(1, ge=1)
+    """Digits of the shortest operand."""
+    max_digits: int = Field(3, ge=1, le=100)
+    """Digits of the longest operand."""
+    operators: list[Literal["+", "-", "*", "/"]] = Field(["+", "-"], min_length=1)
+    """Drawn uniformly; "/" always divides without remainder."""
+    template: Template = "What is {question}? Give the result between <answer> and </answer>."
+    """Prompt text; {question} is replaced by the question."""
+
+    def score(self, item: Item, completion: str) -> float:
+        return float(normal_integer(final_answer(completion)) == normal_integer(item["answer"]))
+
+    def _draw(self, rng: Random) -> Item:
+        operator = rng.choice(self.operators)
+        left, right = self._operand(rng), self._operand(rng)
+        if operator == "/":
+            right = max(right, 1)
+            left, result = left * right, left
+        else:
+            result = {"+": left + right, "-": left - right, "*": left * right}[operator]
+        return {"question": f"{left}{operator}{right}", "answer": str(result)}
+
+    def _operand(self, rng: Random) -> int:
+        digits = rng.randint(self.min_digits, self.max_digits)
+        return rng.randint(0 if digits == 1 else 10 ** (digits - 1), 10**digits - 1)
+
+
+def normal_integer(text: str) -> str | None:
+    """Return the canonical decimal form of an integer, or None. Sign, leading zeros and commas are normalized."""
+    # Works on characters: int() of a million digits would hold the GIL and stall every thread.
+    text = text.replace(",", "")
+    digits = text[1:] if text[:1] in ("+", "-") else text
+    if not (digits.isascii() and digits.isdecimal()):
+        return None
+    digits = digits.lstrip("0") or "0"
+    return f"-{digits}" if text[0] == "-" and digits != "0" else digits
+
+
+OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+EXPRESSION = re.compile(r"[\d+\-*/() ]{1,200}", re.ASCII)
+"""The length limit bounds all later costs: digits of a number, depth of the tree, size of a product."""
+
+
+class Countdown(Procedural):
+    """Reward 1 for an expression that uses every number once and equals the target."""
+
+    min_numbers: int = Field(3, ge=2)
+    """Minimum count of numbers given."""
+    max_numbers: int = Field(4, ge=2, le=8)
+    """Maximum count of numbers given."""
+    max_number: int = Field(99, ge=2)
+    """Largest number given."""
+    max_target: int = Field(999, ge=2)
+    """Largest target."""
+    format_reward: float = Field(0.1, ge=0, lt=1)
+    """Reward of an expression that uses every number once and misses the target."""
+    template: Template = (
+        "{question}. Use each number exactly once, with + - * / and parentheses. "
+        "Give only the expression between <answer> and </answer>."
+    )
+    """Prompt text; {question} is replaced by the question."""
+
+    def score(self, item: Item, completion: str) -> dict[str, float]:
+        # Models often append "= 24"; the expression before it is the answer.
+        expression = final_answer(completion).partition("=")[0].strip()
+        value, used = evaluate(expression)
+        if value is None or sorted(used) != sorted(item["numbers"]):
+            return {"reward": 0.0, "format": 0.0}
+        return {"reward": 1.0 if value == item["target"] else self.format_reward, "format": 1.0}
+
+    def _draw(self, rng: Random) -> Item:
+        while True:
+            count = rng.randint(self.min_numbers, self.max_numbers)
+            numbers = [rng.randint(1, self.max_number) for _ in range(count)]
+            expression, target = _random_solution(rng, numbers)
+            if 1 <= target <= self.max_target:
+                question = f"Make {target} from {', '.join(map(str, numbers))}"
+                return {"question": question, "answer": expression, "numbers": numbers, "target": target}
+
+
+def _random_solution(rng: Random, numbers: list[int]) -> tuple[str, int]:
+    """Combine random pairs of operands until one is left. Every intermediate value is an integer."""
+    operands = [(str(number), number) for number in numbers]
+    while len(operands) > 1:
+        rng.shuffle(operands)
+        (left_text, left), (right_text, right) = operands.pop(), operands.pop()
+        symbols = "+-*/" if right and left % right == 0 else "+-*"
+        symbol = rng.choice(symbols)
+        value = {"+": left + right, "-": left - right, "*": left * right, "/": left // (right or 1)}[symbol]
+        operands.append((f"({left_text}{symbol}{right_text})", value))
+    expression, value = operands[0]
+    return expression[1:-1], value
+
+
+def evaluate(expression: str) -> tuple[Fraction | None, list[int]]:
+    """Return the exact value and the numbers used, or (None, []) if malformed. No code is executed."""
+    if EXPRESSION.fullmatch(expression) is None:
+        return None, []
+    used: list[int] = []
+    try:
+        return _value(ast.parse(expression, mode="eval").body, used), used
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        return None, []
+
+
+def _value(node: ast.expr, used: list[int]) -> Fraction:
+    match node:
+        case ast.Constant(value=int(number)):
+            used.append(number)
+            return Fraction(number)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
+            return OPERATORS[type(op)](_value(left, used), _value(right, used))
+    raise ValueError(f"{type(node).__name__} is not allowed in an answer")

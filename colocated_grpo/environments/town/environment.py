@@ -1,4 +1,4 @@
-"""Many games of town side by side, as a turn environment (see environments/turns/base.py)."""
+"""Many games of town side by side, as a turn environment (see environments/turns/base.py), and their settings."""
 
 from __future__ import annotations
 
@@ -7,29 +7,84 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from random import Random
 
-from colocated_grpo.environments.town.acting import apply_verdict
-from colocated_grpo.environments.town.endings import seat_result
-from colocated_grpo.environments.town.events import game_record
 from colocated_grpo.environments.town.legality import LegalActions, reply_pattern
+from colocated_grpo.environments.town.night import seat_result
 from colocated_grpo.environments.town.observations import observe
 from colocated_grpo.environments.town.phases import begin, to_act
 from colocated_grpo.environments.town.players import SCRIPTED, scripted_reply, scripted_turn, sensible_player
-from colocated_grpo.environments.town.prompts import PROMPT_STYLES, Message
-from colocated_grpo.environments.town.rewards import TownReturn, immediate_reward, outcome_returns, reward_parts
-from colocated_grpo.environments.town.settings import POLICY, TownSettings
+from colocated_grpo.environments.town.rewards import (
+    CREDITS,
+    Credit,
+    TownStats,
+    immediate_reward,
+    outcome_returns,
+    reward_parts,
+)
 from colocated_grpo.environments.town.state import (
     DRAW,
+    MAX_SEATS,
+    MIN_SEATS,
     Game,
     Phase,
-    TurnRecord,
+    Rules,
+    cast_problem,
     frozen_state,
     new_game,
     restore_game,
     snapshot_game,
 )
-from colocated_grpo.environments.town.stats import TownStats
-from colocated_grpo.environments.town.verdicts import Status, Verdict, judge
+from colocated_grpo.environments.town.texts import PROMPT_STYLES, Message, game_record
+from colocated_grpo.environments.town.verdicts import Status, Verdict, apply_verdict, judge
+from colocated_grpo.environments.turns.base import FinishedGames, PlainOutcome
 from colocated_grpo.types import JsonObject
+
+POLICY = "policy"
+"""Label of the seats that the trained policy plays."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TownSettings:
+    """The `args` of town. Example: TownSettings(games=8, seats=9, seed=1, players=("policy", "sensible"))"""
+
+    games: int = 4
+    """Games played side by side. A new game replaces each one that ends."""
+    seats: int | tuple[int, int] = 7
+    """Seats of a game, or (lowest, highest), drawn for each game."""
+    roles: tuple[str, ...] = ()
+    """The cast, dealt at random. Empty: a playable mix is drawn for each game."""
+    seed: int = 0
+    players: tuple[str, ...] = (POLICY,)
+    """Labels of the players, repeated over the seats. 'sensible' and 'random' are scripts; models play all others."""
+    credit: Credit = field(default_factory=lambda: CREDITS["phase"])
+    rules: Rules = field(default_factory=Rules)
+    memory: int = 60
+    """Latest events that a prompt contains; older ones can be looked up."""
+    prompts: str = "full"
+    """full: rules and situation in sentences. brief: names and tags, for models of a few million parameters.
+    docs/guides/games.md gives their lengths."""
+
+    def __post_init__(self) -> None:
+        low, high = self.seat_bounds
+        if self.games < 1 or self.memory < 1:
+            raise ValueError(f"town: games={self.games}, memory={self.memory}: both must be at least 1")
+        if not MIN_SEATS <= low <= high <= MAX_SEATS:
+            raise ValueError(f"town: seats={self.seats}: not within {MIN_SEATS} to {MAX_SEATS}")
+        if self.prompts not in PROMPT_STYLES:
+            raise ValueError(f"town: prompts={self.prompts!r}: unknown style; valid: {', '.join(PROMPT_STYLES)}")
+        if self.roles and (problem := cast_problem(self.roles)):
+            raise ValueError(f"town: {problem}")
+        if all(label in SCRIPTED for label in self.players):
+            raise ValueError(
+                f"town: players={list(self.players)}: all are scripted, so there is nothing to train; add {POLICY!r}"
+            )
+        fewest = len(self.roles) or low
+        if len(self.players) > fewest:
+            raise ValueError(f"town: players={list(self.players)}: more than the {fewest} seats of a game")
+
+    @property
+    def seat_bounds(self) -> tuple[int, int]:
+        """(lowest, highest) number of seats."""
+        return (self.seats, self.seats) if isinstance(self.seats, int) else self.seats
 
 
 class TurnError(ValueError):
@@ -44,16 +99,10 @@ class TownTurn:
     """'game.seat.count': one completion of one seat. The same in every run with the same seed and commits."""
     game: int
     seat: int
-    name: str
-    role: str
-    faction: str
     player: str
     phase: str
-    day: int
     messages: list[Message]
     legal: LegalActions
-    look_ups: int
-    """Look-ups made so far in this turn of the game."""
     max_speech: int
     state: JsonObject = field(compare=False, repr=False)
     """The game without its events and turns: all that score() needs, in any process."""
@@ -67,29 +116,14 @@ class TownTurn:
         return reply_pattern(self.legal, self.max_speech)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TownOutcome:
-    """Score of one completion on the frozen state of its turn."""
-
-    reward: float
-    status: int
-    """-1 malformed, 0 illegal, +1 legal."""
-    code: str
-    detail: str
-    tag: str
-    argument: str
-    parts: dict[str, float]
-
-
-class TownEnvironment:
+class TownEnvironment(FinishedGames):
     """Concurrent games. The same settings and commits give the same turns, also across snapshot and restore."""
 
     def __init__(self, settings: TownSettings) -> None:
+        super().__init__()
         self.settings = settings
         self.stats = TownStats()
         self._started = 0
-        self._returns: list[TownReturn] = []
-        self._ended: list[JsonObject] = []
         self._games = [self._new_game() for _ in range(settings.games)]
 
     @property
@@ -109,12 +143,12 @@ class TownEnvironment:
         self._games.append(game)
         return [self._turn(game, seat) for seat in _external_seats(game)]
 
-    def score(self, turn: TownTurn, completions: Sequence[str]) -> list[TownOutcome]:
+    def score(self, turn: TownTurn, completions: Sequence[str]) -> list[PlainOutcome]:
         """Score the completions on the state that the turn carries. Pure: no game changes."""
         game = restore_game(turn.state)
         return [self._outcome(game, turn, judge(game, turn.seat, each, turn.legal)) for each in completions]
 
-    def commit(self, turn: TownTurn, completion: str) -> TownOutcome:
+    def commit(self, turn: TownTurn, completion: str) -> PlainOutcome:
         """Apply one completion to the game and close the turn. Raises TurnError if the turn is not open."""
         game = self._game_of(turn)
         verdict = judge(game, turn.seat, completion, turn.legal)
@@ -122,7 +156,7 @@ class TownEnvironment:
         if turn.trainable:
             self.stats.add_turn(verdict)
         # Recorded first: the completion may end the game, and then this turn is credited with the outcome too.
-        game.turns.append(TurnRecord(turn.id, turn.seat, turn.phase, outcome.status, outcome.reward))
+        game.turns.append((turn.id, turn.seat))
         apply_verdict(game, turn.seat, verdict, completion)
         self._replace_if_over(game)
         return outcome
@@ -137,16 +171,6 @@ class TownEnvironment:
         """Return the sensible player's reply to an open turn."""
         return scripted_reply(self._game_of(turn), turn.seat, sensible_player)
 
-    def drain_returns(self) -> list[TownReturn]:
-        """Return the outcome returns of all games that ended since the last call."""
-        returns, self._returns = self._returns, []
-        return returns
-
-    def drain_games(self) -> list[JsonObject]:
-        """Return the records of the games that ended since the last call."""
-        ended, self._ended = self._ended, []
-        return ended
-
     def drain_stats(self) -> dict[str, float]:
         """Return rates since the last call. Win rates cover the latest WIN_RATE_GAMES games instead."""
         rates, self.stats = self.stats.rates(), self.stats.after_reset()
@@ -156,9 +180,8 @@ class TownEnvironment:
         return {
             "started": self._started,
             "games": [snapshot_game(game) for game in self._games],
-            "returns": [asdict(each) for each in self._returns],
-            "ended": list(self._ended),
             "kpis": asdict(self.stats),
+            **self._finished_state(),
         }
 
     def restore(self, snapshot: JsonObject) -> None:
@@ -166,8 +189,7 @@ class TownEnvironment:
             raise ValueError(f"town: games={self.settings.games}, but the snapshot holds {len(snapshot['games'])}")
         self._started = snapshot["started"]
         self._games = [restore_game(game) for game in snapshot["games"]]
-        self._returns = [TownReturn(**each) for each in snapshot["returns"]]
-        self._ended = deepcopy(snapshot["ended"])
+        self._restore_finished(snapshot)
         self.stats = TownStats(**deepcopy(snapshot["kpis"]))
 
     def _new_game(self) -> Game:
@@ -204,20 +226,15 @@ class TownEnvironment:
         return self._new_game()
 
     def _turn(self, game: Game, seat: int) -> TownTurn:
-        holder, view = game.seats[seat], observe(game, seat)
+        view = observe(game, seat)
         return TownTurn(
             id=_turn_id(game, seat),
             game=game.number,
             seat=seat,
-            name=holder.name,
-            role=holder.role_name,
-            faction=str(holder.role.faction),
-            player=holder.player,
+            player=game.seats[seat].player,
             phase=str(game.phase),
-            day=game.day,
             messages=PROMPT_STYLES[self.settings.prompts](view, self.settings.memory),
             legal=view.legal,
-            look_ups=len(view.dialog),
             max_speech=view.max_speech,
             state=frozen_state(game),
         )
@@ -228,18 +245,11 @@ class TownEnvironment:
                 return game
         raise TurnError(f"turn {turn.id}: not open; a turn takes exactly one commit")
 
-    def _outcome(self, game: Game, turn: TownTurn, verdict: Verdict) -> TownOutcome:
+    def _outcome(self, game: Game, turn: TownTurn, verdict: Verdict) -> PlainOutcome:
         parts = reward_parts(game, turn.seat, verdict)
         rates = {"parse_rate": verdict.status is not Status.MALFORMED, "legal_rate": verdict.status is Status.OK}
-        return TownOutcome(
-            reward=immediate_reward(self.settings.credit, parts),
-            status=int(verdict.status),
-            code=verdict.code,
-            detail=verdict.detail,
-            tag=verdict.tag,
-            argument=verdict.argument,
-            parts=parts | {name: float(yes) for name, yes in rates.items()},
-        )
+        reward = immediate_reward(self.settings.credit, parts)
+        return PlainOutcome(reward, parts | {name: float(yes) for name, yes in rates.items()})
 
 
 def _external_seats(game: Game) -> list[int]:

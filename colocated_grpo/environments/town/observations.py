@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from colocated_grpo.environments.town.endings import UNKNOWN
 from colocated_grpo.environments.town.legality import LegalActions, legal_actions, look_ups, nominations_needed
+from colocated_grpo.environments.town.night import UNKNOWN
 from colocated_grpo.environments.town.roles import ROLES, Faction, Role
 from colocated_grpo.environments.town.state import NO_SEAT, Event, Game, Phase
 

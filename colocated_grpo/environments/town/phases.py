@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from colocated_grpo.environments.town.endings import eliminate, settle_winner
 from colocated_grpo.environments.town.legality import moves, nominations_needed
-from colocated_grpo.environments.town.night import resolve_night
+from colocated_grpo.environments.town.night import eliminate, resolve_night, settle_winner
 from colocated_grpo.environments.town.state import DRAW, NO_SEAT, Game, Phase
 
 SIMULTANEOUS = frozenset({Phase.PRE_NIGHT, Phase.NIGHT, Phase.JUDGEMENT})

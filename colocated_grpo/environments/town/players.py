@@ -7,15 +7,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from random import Random
 
-from colocated_grpo.environments.town.acting import apply_verdict
-from colocated_grpo.environments.town.casting import NAMES
-from colocated_grpo.environments.town.endings import UNKNOWN
-from colocated_grpo.environments.town.grammar import LOOK_UP_TAGS, WAIT
-from colocated_grpo.environments.town.legality import VOTES, ArgumentKind, ArgumentSpec
+from colocated_grpo.environments.town.legality import LOOK_UP_TAGS, VOTES, WAIT, ArgumentKind, ArgumentSpec
+from colocated_grpo.environments.town.night import UNKNOWN
 from colocated_grpo.environments.town.observations import Observation, observe
 from colocated_grpo.environments.town.roles import ROLES, Faction
-from colocated_grpo.environments.town.state import NO_SEAT, Event, Game, Phase
-from colocated_grpo.environments.town.verdicts import judge
+from colocated_grpo.environments.town.state import NAMES, NO_SEAT, Event, Game, Phase
+from colocated_grpo.environments.town.verdicts import apply_verdict, judge
 
 Player = Callable[[Observation, Random], str]
 """(observation, random stream) -> completion."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
-from colocated_grpo.environments.town.endings import seat_result
+from colocated_grpo.environments.town.legality import LOOK_UP_TAGS
+from colocated_grpo.environments.town.night import seat_result
 from colocated_grpo.environments.town.roles import Faction
-from colocated_grpo.environments.town.state import Game, Phase, TurnRecord
+from colocated_grpo.environments.town.state import Game, Phase
 from colocated_grpo.environments.town.verdicts import Status, Verdict
-from colocated_grpo.environments.turns.credit import OutcomeCredit
+from colocated_grpo.environments.turns.base import OutcomeCredit, PlainReturn, win_rates
 
 _HARMFUL = frozenset({"kill", "shoot", "execute", "douse", "jail", "frame", "silence", "distract"})
 _PROTECTIVE = frozenset({"protect", "guard"})
@@ -99,38 +101,71 @@ _SHAPING: dict[Phase, Callable[[Game, int, Verdict], float]] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TownReturn:
-    """The share of a game's outcome that one of its turns gets. Field names are keys of checkpoints."""
-
-    turn_id: str
-    game: int
-    seat: int
-    player: str
-    phase: str
-    reward: float
-    """Immediate reward of the committed completion."""
-    outcome: float
-    """+1 the seat won, -1 it lost, 0 a draw."""
-    value: float
-    """Weighted and discounted outcome, to be added to `reward`."""
-
-
-def outcome_returns(game: Game, credit: Credit) -> list[TownReturn]:
+def outcome_returns(game: Game, credit: Credit) -> list[PlainReturn]:
     """List the returns of an ended game, one for each committed turn, in the order of the commits."""
-    shares = credit.weights([record.seat for record in game.turns])
-    return [_return_of(game, record, share) for record, share in zip(game.turns, shares, strict=True)]
+    shares = credit.weights([seat for _, seat in game.turns])
+    return [
+        PlainReturn(turn_id, share * seat_result(game, seat))
+        for (turn_id, seat), share in zip(game.turns, shares, strict=True)
+    ]
 
 
-def _return_of(game: Game, record: TurnRecord, share: float) -> TownReturn:
-    outcome = seat_result(game, record.seat)
-    return TownReturn(
-        turn_id=record.turn_id,
-        game=game.number,
-        seat=record.seat,
-        player=game.seats[record.seat].player,
-        phase=record.phase,
-        reward=record.reward,
-        outcome=outcome,
-        value=share * outcome,
-    )
+WIN_RATE_GAMES = 100
+"""Number of latest games that win rates cover."""
+
+
+@dataclass(slots=True)
+class TownStats:
+    """Counts since the last reset. Field names are keys of checkpoints.
+
+    parse_rate, legal_rate and the reward by phase are not counted here: they are means over all completions, committed
+    or not.
+    """
+
+    turns: int = 0
+    look_ups: int = 0
+    codes: dict[str, int] = field(default_factory=dict)
+    """Rejected replies by error code."""
+    games: int = 0
+    days: int = 0
+    winners: list[str] = field(default_factory=list)
+    """Faction or 'draw' of each of the latest games. Kept across resets, because few games end in one step."""
+    won: dict[str, list[float]] = field(default_factory=dict)
+    """Share of seats that won in each of the latest games, by player. Kept across resets."""
+    tags: dict[str, int] = field(default_factory=dict)
+    """Legal actions by tag."""
+
+    def add_turn(self, verdict: Verdict) -> None:
+        """Add a committed turn."""
+        legal = verdict.status is Status.OK
+        self.turns += 1
+        self.look_ups += legal and verdict.tag in LOOK_UP_TAGS
+        counts, key = (self.tags, verdict.tag) if legal else (self.codes, verdict.code)
+        counts[key] = counts.get(key, 0) + 1
+
+    def add_game(self, winner: str, days: int, results: Sequence[tuple[str, float]]) -> None:
+        """Add an ended game. results: (player, +1 won, 0 draw, -1 lost) for each seat."""
+        self.games += 1
+        self.days += days
+        self.winners = [*self.winners[1 - WIN_RATE_GAMES :], str(winner)]
+        for player, share in win_rates(results).items():
+            self.won[player] = [*self.won.get(player, [])[1 - WIN_RATE_GAMES :], share]
+
+    def after_reset(self) -> TownStats:
+        """Return statistics with all counts at zero and the latest games kept."""
+        return TownStats(winners=self.winners, won=self.won)
+
+    def rates(self) -> dict[str, float]:
+        """Return the metrics by name. A rate without data is left out rather than reported as zero."""
+        rates: dict[str, float] = {"turns": self.turns, "games": self.games}
+        if self.turns:
+            rates["look_up_rate"] = self.look_ups / self.turns
+        if self.games:
+            rates["days_per_game"] = self.days / self.games
+        for winner, count in sorted(Counter(self.winners).items()):
+            rates[f"win_rate/{winner}"] = count / len(self.winners)
+        for player, shares in sorted(self.won.items()):
+            rates[f"win_rate/{player}"] = sum(shares) / len(shares)
+        rates |= {f"error/{code}": count / self.turns for code, count in sorted(self.codes.items())}
+        rates |= {f"action/{tag}": count / self.turns for tag, count in sorted(self.tags.items())}
+        return rates

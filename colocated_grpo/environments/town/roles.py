@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
+from functools import partial
 from typing import TypedDict, Unpack
 
 
@@ -42,12 +43,12 @@ class Power(IntEnum):
     FINAL = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Ability:
     """A night action."""
 
-    tag: str
     priority: Priority
+    tag: str
     aim: Aim = Aim.OTHER
     visits: bool = True
     """True for a visit, which lookouts and trackers see, and which bodyguards and veterans on alert can fight."""
@@ -91,59 +92,23 @@ class _Traits(TypedDict, total=False):
     unblockable: bool
 
 
-def _town(name: str, card: str, *abilities: Ability, **traits: Unpack[_Traits]) -> Role:
-    return Role(name=name, faction=Faction.TOWN, card=card, abilities=abilities, **traits)
+def _role(faction: Faction, name: str, card: str, *abilities: Ability, **traits: Unpack[_Traits]) -> Role:
+    return Role(name=name, faction=faction, card=card, abilities=abilities, **traits)
 
 
 def _mafia(name: str, card: str, *abilities: Ability, **traits: Unpack[_Traits]) -> Role:
     traits.setdefault("suspicious", True)
     traits["hostile"] = True
-    return Role(name=name, faction=Faction.MAFIA, card=card, abilities=abilities, **traits)
+    return _role(Faction.MAFIA, name, card, *abilities, **traits)
 
 
-def _neutral(name: str, card: str, *abilities: Ability, **traits: Unpack[_Traits]) -> Role:
-    return Role(name=name, faction=Faction.NEUTRAL, card=card, abilities=abilities, **traits)
-
-
-def _investigate(tag: str, aim: Aim = Aim.OTHER) -> Ability:
-    return Ability(tag=tag, priority=Priority.INVESTIGATE, aim=aim)
-
-
-def _mark(tag: str, aim: Aim = Aim.OTHER, uses: int | None = None) -> Ability:
-    return Ability(tag=tag, priority=Priority.MARK, aim=aim, uses=uses)
-
-
-def _protect(tag: str) -> Ability:
-    return Ability(tag=tag, priority=Priority.PROTECT)
-
-
-def _prepare(tag: str, uses: int) -> Ability:
-    return Ability(tag=tag, priority=Priority.PREPARE, aim=Aim.NONE, visits=False, uses=uses)
-
-
-def _block(aim: Aim = Aim.OTHER) -> Ability:
-    return Ability(tag="distract", priority=Priority.BLOCK, aim=aim)
-
-
-def _kill(
-    tag: str,
-    aim: Aim = Aim.OTHER,
-    *,
-    visits: bool = True,
-    uses: int | None = None,
-    from_night: int = 1,
-    attack: Power = Power.BASIC,
-) -> Ability:
-    return Ability(
-        tag=tag,
-        priority=Priority.ATTACK,
-        aim=aim,
-        visits=visits,
-        uses=uses,
-        from_night=from_night,
-        attack=attack,
-    )
-
+_town, _neutral = partial(_role, Faction.TOWN), partial(_role, Faction.NEUTRAL)
+_investigate = partial(Ability, Priority.INVESTIGATE)
+_mark = partial(Ability, Priority.MARK)
+_protect = partial(Ability, Priority.PROTECT)
+_prepare = partial(Ability, Priority.PREPARE, aim=Aim.NONE, visits=False)
+_block = partial(Ability, Priority.BLOCK, "distract")
+_kill = partial(Ability, Priority.ATTACK, attack=Power.BASIC)
 
 _TABLE = (
     _town("citizen", "You have no special skill: your voice and your vote are all you bring."),
@@ -171,7 +136,7 @@ _TABLE = (
     _town(
         "veteran",
         "On three nights you may lie in wait and shoot everybody who calls on you.",
-        _prepare("alert", 3),
+        _prepare("alert", uses=3),
         unique=True,
         unblockable=True,
     ),
@@ -179,7 +144,7 @@ _TABLE = (
         "jailor",
         "Before each night you may lock one person up: they can do nothing, nobody reaches them, you two can talk, "
         "and three times a game you may put the prisoner to death.",
-        _kill("execute", Aim.NONE, uses=3, visits=False, attack=Power.FINAL),
+        _kill("execute", aim=Aim.NONE, uses=3, visits=False, attack=Power.FINAL),
         day_power="jail",
         unique=True,
         unblockable=True,
@@ -193,7 +158,7 @@ _TABLE = (
     _mafia(
         "godfather",
         "You name the mafia's victim each night. Ordinary attacks do not kill you and a sheriff finds nothing on you.",
-        _kill("kill", Aim.OUTSIDER),
+        _kill("kill", aim=Aim.OUTSIDER),
         suspicious=False,
         defence=Power.BASIC,
         unique=True,
@@ -201,30 +166,30 @@ _TABLE = (
     _mafia(
         "mafioso",
         "You carry out the godfather's order each night; without one, the victim is yours to choose.",
-        _kill("kill", Aim.OUTSIDER),
+        _kill("kill", aim=Aim.OUTSIDER),
         unique=True,
     ),
     _mafia(
         "charmer",
         "Each night you keep one person busy, so that they do nothing.",
-        _block(Aim.OUTSIDER),
+        _block(aim=Aim.OUTSIDER),
         unblockable=True,
     ),
     _mafia(
         "framer",
         "Each night you plant evidence: a sheriff will find that person suspicious.",
-        _mark("frame", Aim.OUTSIDER),
+        _mark("frame", aim=Aim.OUTSIDER),
     ),
-    _mafia("informer", "Each night you learn one person's exact role.", _investigate("spy", Aim.OUTSIDER)),
+    _mafia("informer", "Each night you learn one person's exact role.", _investigate("spy", aim=Aim.OUTSIDER)),
     _mafia(
         "cleaner",
         "On three nights you may call on somebody; should they die that night, nobody learns their role or their will.",
-        _mark("clean", Aim.OUTSIDER, uses=3),
+        _mark("clean", aim=Aim.OUTSIDER, uses=3),
     ),
     _mafia(
         "silencer",
         "Each night you threaten one person, who cannot speak or whisper on the following day.",
-        _mark("silence", Aim.OUTSIDER),
+        _mark("silence", aim=Aim.OUTSIDER),
     ),
     _neutral("jester", "You win if the town puts you to death by vote."),
     _neutral(
@@ -234,7 +199,7 @@ _TABLE = (
     _neutral(
         "survivor",
         "You win if you are alive at the end, whoever else wins. On four nights you may wear a vest.",
-        _prepare("vest", 4),
+        _prepare("vest", uses=4),
     ),
     _neutral(
         "slayer",
@@ -250,7 +215,7 @@ _TABLE = (
         "Each night you either soak one person's house in oil or set fire to every soaked one, which nobody survives. "
         "You win when nobody is left to stop you. Ordinary attacks do not kill you.",
         _mark("douse"),
-        _kill("ignite", Aim.NONE, visits=False, attack=Power.FINAL),
+        _kill("ignite", aim=Aim.NONE, visits=False, attack=Power.FINAL),
         defence=Power.BASIC,
         hostile=True,
         unique=True,

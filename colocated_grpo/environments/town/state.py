@@ -7,9 +7,79 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from random import Random
 
-from colocated_grpo.environments.town.casting import NAMES, draw_cast
 from colocated_grpo.environments.town.roles import ROLES, Faction, Role
 from colocated_grpo.types import JsonObject
+
+MIN_SEATS, MAX_SEATS = 7, 15
+NAMES = (
+    "Ada", "Bram", "Cleo", "Dorn", "Elin", "Fitz", "Gwen", "Hugo",
+    "Iris", "Jory", "Kaya", "Lars", "Mina", "Nils", "Opal",
+)  # fmt: skip
+"""Names of the players. None is a role, a tag or a substring of another, so a name in a text is unambiguous."""
+
+_INVESTIGATORS = ("sheriff", "lookout", "tracker")
+_PROTECTORS = ("doctor", "bodyguard")
+_LEADERS = ("godfather", "mafioso")
+_MAX_COPIES = 2
+"""Maximum copies of a non-unique town role in a drawn cast."""
+
+
+def faction_sizes(seats: int) -> dict[Faction, int]:
+    """Return the number of seats of each faction in a cast of `seats`."""
+    mafia, neutral = max(2, (seats + 2) // 4), (seats - 3) // 4
+    return {Faction.MAFIA: mafia, Faction.NEUTRAL: neutral, Faction.TOWN: seats - mafia - neutral}
+
+
+def draw_cast(seats: int, rng: Random) -> list[str]:
+    """Return role names in seat order.
+
+    A cast always has an investigator, a protector, a mafia killer and at most one neutral killer.
+    """
+    sizes = faction_sizes(seats)
+    leaders = rng.sample(_LEADERS, 2 if sizes[Faction.MAFIA] > 2 else 1)
+    followers = [name for name in _roles_of(Faction.MAFIA) if name not in _LEADERS]
+    roles = leaders + rng.sample(followers, sizes[Faction.MAFIA] - len(leaders))
+    roles += _neutrals(sizes[Faction.NEUTRAL], rng)
+    roles += _townsfolk(sizes[Faction.TOWN], rng)
+    rng.shuffle(roles)
+    return roles
+
+
+def cast_problem(roles: Sequence[str]) -> str | None:
+    """Return a one-line error for the first rule that a user's list of roles breaks, or None."""
+    if not MIN_SEATS <= len(roles) <= MAX_SEATS:
+        return f"roles: {len(roles)} given; a game has {MIN_SEATS} to {MAX_SEATS} seats"
+    for name in roles:
+        if name not in ROLES:
+            return f"roles: {name!r} is unknown; valid: {', '.join(ROLES)}"
+        if ROLES[name].unique and roles.count(name) > 1:
+            return f"roles: {name} is unique but given {roles.count(name)} times"
+    if not any(ROLES[name].hostile for name in roles):
+        return "roles: none is hostile, so every game would end before the first turn; add a killer"
+    return None
+
+
+def _roles_of(faction: Faction) -> list[str]:
+    return [name for name, role in ROLES.items() if role.faction is faction]
+
+
+def _neutrals(count: int, rng: Random) -> list[str]:
+    killers = [name for name in _roles_of(Faction.NEUTRAL) if ROLES[name].hostile]
+    others = [name for name in _roles_of(Faction.NEUTRAL) if not ROLES[name].hostile]
+    # One killer at most: two can be invulnerable to each other, and then no faction could ever win.
+    pool = [rng.choice(killers), *others]
+    return rng.sample(pool, min(count, len(pool)))
+
+
+def _townsfolk(count: int, rng: Random) -> list[str]:
+    roles = [rng.choice(_INVESTIGATORS), rng.choice(_PROTECTORS)]
+    names = _roles_of(Faction.TOWN)
+    while len(roles) < count:
+        name = rng.choice(names)
+        if roles.count(name) < (1 if ROLES[name].unique else _MAX_COPIES):
+            roles.append(name)
+    return roles
+
 
 NO_SEAT = -1
 """Seat index that stands for no seat."""
@@ -110,17 +180,6 @@ class Seat:
         self.uses = {ability.tag: ability.uses for ability in self.role.abilities if ability.uses is not None}
 
 
-@dataclass(frozen=True, slots=True)
-class TurnRecord:
-    """One committed completion, to be credited with the outcome of the game."""
-
-    turn_id: str
-    seat: int
-    phase: str
-    status: int
-    reward: float
-
-
 @dataclass(slots=True)
 class Game:
     """State of one game. Seats are referred to by index."""
@@ -145,7 +204,8 @@ class Game:
     winner: str | None = None
     """The winning faction or DRAW; None while the game is open."""
     events: list[Event] = field(default_factory=list)
-    turns: list[TurnRecord] = field(default_factory=list)
+    turns: list[tuple[str, int]] = field(default_factory=list)
+    """(turn id, seat) of each committed completion, to be credited with the outcome."""
 
     def rng(self) -> Random:
         """Return a new random stream, derived from seed and counter, so that a snapshot needs no generator state."""
@@ -216,7 +276,7 @@ def snapshot_game(game: Game) -> JsonObject:
         "acquitted": list(game.acquitted),
         # asdict() would copy every field of every event, and a snapshot is taken before every step.
         "events": [[e.day, e.phase, e.kind, e.actor, e.target, e.text, e.audience] for e in game.events],
-        "turns": [[t.turn_id, t.seat, t.phase, t.status, t.reward] for t in game.turns],
+        "turns": [list(turn) for turn in game.turns],
     }
 
 
@@ -235,7 +295,7 @@ def restore_game(data: JsonObject) -> Game:
         "choices": {seat: (tag, argument) for seat, tag, argument in data["choices"]},
         "acquitted": list(data["acquitted"]),
         "events": [_restore_event(*row) for row in data["events"]],
-        "turns": [TurnRecord(*row) for row in data["turns"]],
+        "turns": [(turn_id, seat) for turn_id, seat in data["turns"]],
     }
     return Game(**{**data, **converted})
 

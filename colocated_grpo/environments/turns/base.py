@@ -1,12 +1,17 @@
-"""The contract of `type: turns`: multi-player games, trained turn by turn."""
+"""The contract of `type: turns`: multi-player games, trained turn by turn; win rates and credit for outcomes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol, TypeVar, runtime_checkable
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
-from colocated_grpo.environments.chat import Message
 from colocated_grpo.types import JsonObject
+
+if TYPE_CHECKING:
+    from colocated_grpo.environments.chat import Message
 
 
 class Turn(Protocol):
@@ -59,6 +64,22 @@ class Return(Protocol):
 
     @property
     def value(self) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PlainOutcome:
+    """The outcome of a game without anything of its own."""
+
+    reward: float | None
+    parts: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class PlainReturn:
+    """The share of a game's result that one of its turns gets. Field names are keys of checkpoints."""
+
+    turn_id: str
+    value: float
 
 
 TurnT = TypeVar("TurnT", bound=Turn)
@@ -117,3 +138,59 @@ class TurnEnvironment(Protocol[TurnT]):
         ...
 
     def restore(self, snapshot: JsonObject) -> None: ...
+
+
+class FinishedGames:
+    """Base of turn environments: returns and records of ended games, until they are drained."""
+
+    def __init__(self) -> None:
+        self._returns: list[PlainReturn] = []
+        self._ended: list[JsonObject] = []
+
+    def drain_returns(self) -> list[PlainReturn]:
+        """Return the returns of all games that ended since the last call."""
+        returns, self._returns = self._returns, []
+        return returns
+
+    def drain_games(self) -> list[JsonObject]:
+        """Return the records of the games that ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _finished_state(self) -> JsonObject:
+        return {"returns": [asdict(each) for each in self._returns], "ended": list(self._ended)}
+
+    def _restore_finished(self, state: JsonObject) -> None:
+        self._returns = [PlainReturn(**each) for each in state["returns"]]
+        self._ended = deepcopy(state["ended"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutcomeCredit:
+    """Settings that weight a seat's outcome in the rewards of its turns."""
+
+    outcome: float = 0.0
+    """Weight of the outcome. At 0 turns train without waiting for their game to end."""
+    discount: float = 1.0
+    """Factor on the weight per later turn of the same seat."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.discount <= 1:
+            raise ValueError(f"credit: discount={self.discount} is not in (0, 1]")
+
+    def weights(self, seats: Sequence[int]) -> list[float]:
+        """Return the weight of the outcome for each turn of a game. seats: the seat of each turn, in order."""
+        later: Counter[int] = Counter()
+        weights = []
+        for seat in reversed(seats):
+            weights.append(self.outcome * self.discount ** later[seat])
+            later[seat] += 1
+        return weights[::-1]
+
+
+def win_rates(results: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Return the fraction of seats that won, by name. results: (name, positive if won) of each seat."""
+    won: dict[str, list[bool]] = {}
+    for name, result in results:
+        won.setdefault(name, []).append(result > 0)
+    return {name: sum(seats) / len(seats) for name, seats in won.items()}

@@ -12,15 +12,17 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from typing import Any
 
-from colocated_grpo.environments.base import BatchResult, EnvironmentSetupError, Item
+from colocated_grpo.environments.base import BatchResult, EnvironmentSetupError, Item, Items
 from colocated_grpo.environments.prompts import BY_OPPONENT_KEY, PATTERN_KEY
+from colocated_grpo.environments.registry import KINDS, find
 from colocated_grpo.environments.rewards.scoring import as_number, as_score
 from colocated_grpo.environments.turns.base import Turn, TurnEnvironment
 from colocated_grpo.environments.turns.pending import PendingGroups
-from colocated_grpo.environments.user_code.loading import one_line
+from colocated_grpo.environments.user_code.loading import construct, one_line
 from colocated_grpo.errors import RunError
 from colocated_grpo.settings.turns import TurnsSourceConfig
 from colocated_grpo.types import Completion, Group, JsonObject, Prompt, Score
@@ -31,6 +33,24 @@ RATES = ("parse_rate", "legal_rate")
 """Parts of an outcome that are reported as metrics."""
 EnvironmentFactory = Callable[[int], TurnEnvironment]
 """Builds the environment from a seed."""
+
+
+def turn_factory(config: TurnsSourceConfig) -> EnvironmentFactory:
+    """Return the function that builds the environment from a seed. Raises EnvironmentSetupError."""
+    key = f"environments {config.name!r}"
+    if "seed" in config.args:
+        raise EnvironmentSetupError(f"{key}: args.seed is set by the run; remove it")
+    found, args = find(KINDS["turns"], config.name, config.args)
+
+    def build(seed: int) -> TurnEnvironment:
+        environment = construct(partial(found, seed=seed), args, key)
+        if not isinstance(environment, TurnEnvironment):
+            members = [name for name in dir(TurnEnvironment) if not name.startswith("_")]
+            missing = [name for name in members if not hasattr(environment, name)]
+            raise EnvironmentSetupError(f"{key}: not a turn environment, it has no {', '.join(missing)}")
+        return environment
+
+    return build
 
 
 class TurnScorer:
@@ -50,14 +70,14 @@ class TurnScorer:
         return scores
 
 
-class TurnGames:
-    """The environment of one `type: turns` entry."""
+class TurnGames(Items):
+    """The games of one `type: turns` entry."""
 
-    def __init__(self, name: str, factory: EnvironmentFactory, config: TurnsSourceConfig, seed: int) -> None:
+    def __init__(self, name: str, config: TurnsSourceConfig, seed: int) -> None:
         self.name = name
-        self._factory = factory
+        self._factory = turn_factory(config)
         self._config = config
-        environment = factory(_training_seed(seed))
+        environment = self._factory(_training_seed(seed))
         self.delayed = environment.delayed
         self.scorer = TurnScorer(environment)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from colocated_grpo.environments.names import check_names
+from colocated_grpo.environments.registry import check_names
 from colocated_grpo.runtime.run_folder import (
     CHECKPOINTS,
     LOCK_FILE,

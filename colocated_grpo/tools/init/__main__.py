@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from colocated_grpo.environments.dataset import READERS
+from colocated_grpo.environments.rows.files import READERS
 from colocated_grpo.errors import RunError
 from colocated_grpo.launch.arguments import visible_gpus
 from colocated_grpo.runtime.program import OneLineParser, prepare_streams, set_up_logging

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import psutil
 
 from colocated_grpo.environments.base import Item
-from colocated_grpo.environments.dataset import READERS
 from colocated_grpo.environments.rewards.functions import check_reward_name
+from colocated_grpo.environments.rows.files import READERS
 from colocated_grpo.environments.templates import with_system_prompt
 from colocated_grpo.settings.code_names import check_code_name
 from colocated_grpo.settings.config_json import longest_sequence, read_config_json

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from colocated_grpo.evaluation.best import BEST_FILE
+from colocated_grpo.evaluation.evaluator import BEST_FILE
 from colocated_grpo.evaluation.metrics import set_metrics
 from colocated_grpo.policy.export import AdapterExport, ModelExport
 from colocated_grpo.rollout.resample import resample_metrics

@@ -9,10 +9,9 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from colocated_grpo.environments import build_environments
 from colocated_grpo.environments.base import BatchResult
-from colocated_grpo.environments.town.environment import TownEnvironment
-from colocated_grpo.environments.town.settings import TownSettings
+from colocated_grpo.environments.build import build_environments
+from colocated_grpo.environments.town.environment import TownEnvironment, TownSettings
 from colocated_grpo.environments.town.state import Rules
 from colocated_grpo.settings import Config
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer

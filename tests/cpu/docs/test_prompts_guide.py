@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from colocated_grpo.assembly.data import open_source
-from colocated_grpo.environments import build_environments
+from colocated_grpo.environments.build import build_environments
 from colocated_grpo.settings.errors import parse_path, setting_names
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.sources import DatasetSourceConfig

@@ -9,7 +9,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from colocated_grpo.environments import build_environments
+from colocated_grpo.environments.build import build_environments
 from colocated_grpo.settings.errors import dotted, setting_names
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.sources import DatasetSourceConfig

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from colocated_grpo.environments import EnvironmentSetupError, build_environments
-from colocated_grpo.environments.curriculum import stage_sizes
-from colocated_grpo.environments.row_filter import difficulties
+from colocated_grpo.environments import EnvironmentSetupError
+from colocated_grpo.environments.build import build_environments
+from colocated_grpo.environments.rows.curriculum import stage_sizes
+from colocated_grpo.environments.rows.row_filter import difficulties
 from colocated_grpo.settings import Config
 from colocated_grpo.settings.rows import ColumnCurriculumConfig
 from colocated_grpo.settings.rules import check

@@ -6,13 +6,14 @@ import csv
 import json
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset, DatasetDict
 
 from colocated_grpo.assembly.evaluation import draw_held_out
-from colocated_grpo.environments import EnvironmentSetupError, build_environments, dataset
+from colocated_grpo.environments import EnvironmentSetupError
+from colocated_grpo.environments.build import build_environments
+from colocated_grpo.environments.rows import dataset
 from colocated_grpo.settings import Config
 from colocated_grpo.settings.evaluation import EvaluationConfig
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
@@ -85,8 +86,7 @@ def test_a_tenth_of_the_rows_is_held_out_by_default(tmp_path, rows, held_out):
 def test_a_note_says_if_too_few_rows_leave_none_held_out(tmp_path, rows, fields, every, noted):
     path = write(tmp_path / "rows.jsonl", ROWS[:rows])
     lines = []
-    evaluated = SimpleNamespace(evaluation=EvaluationConfig(every=every))
-    draw_held_out(evaluated, environments(path, **{"held_out": None} | fields), lines.append)
+    draw_held_out(EvaluationConfig(every=every), environments(path, **{"held_out": None} | fields), lines.append)
     line = f"environments '{path}': none of 9 rows is held out for evaluation; set held_out or eval_split"
     assert lines == [line] * noted
 
@@ -96,7 +96,7 @@ def test_local_files_need_neither_datasets_nor_torch(file):
         "import sys\n"
         "from types import SimpleNamespace\n"
         "from colocated_grpo.settings import Config\n"
-        "from colocated_grpo.environments import build_environments\n"
+        "from colocated_grpo.environments.build import build_environments\n"
         "tokenizer = SimpleNamespace(chat_template=None, all_special_tokens=[], bos_token=None,\n"
         "    encode=lambda text, add_special_tokens: [1] * len(text), get_vocab=lambda: dict(a=1))\n"
         f"entry = dict(type='dataset', name={str(file)!r}, rewards=['exact_match'], held_out=2)\n"

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colocated_grpo.environments import EnvironmentSetupError, build_environments
+from colocated_grpo.environments import EnvironmentSetupError
+from colocated_grpo.environments.build import build_environments
 from colocated_grpo.environments.prompts import PromptEncoder, checked_prompt
 from colocated_grpo.settings import Config
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer

@@ -8,9 +8,8 @@ import pytest
 from datasets import Dataset
 
 from colocated_grpo.assembly.data import open_source
-from colocated_grpo.environments import EnvironmentSetupError, build_environments
-from colocated_grpo.environments.agents.endpoint import Endpoint
-from colocated_grpo.environments.evaluation_sets import build_evaluation_sources
+from colocated_grpo.environments import EnvironmentSetupError
+from colocated_grpo.environments.build import build_environments
 from colocated_grpo.launch.dry_run import problems_of
 from colocated_grpo.settings import Config
 from colocated_grpo.settings.inputs import check_inputs
@@ -120,10 +119,10 @@ def test_the_dry_run_shows_the_counts_and_evaluation_sets_are_filtered(data, cap
     source = {"type": "dataset", "name": str(data), "rewards": ["format_think"], "where": {"level": 2}}
     sets = {"sets": [{"name": "own", "source": source}]}
     config = Config(model={"name": "none"}, environments=[entry(data)], evaluation=sets)
-    [made] = (sources := build_evaluation_sources(config, build_char_tokenizer(), Endpoint())).sources
-    prompts, _ = made.prompts(sources.encoder, 0, 0)
+    made = build_environments(config, build_char_tokenizer())
+    prompts, _ = made.evaluated(made.sets[0], None, 0)
     assert [len(prompt.item["prompt"]) for prompt in prompts] == [2, 6, 10]
-    assert "3 of 12 rows are kept" in made.filter_notes()[0]
+    assert "3 of 12 rows are kept" in made.sets[0].items.filter_notes[0]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from colocated_grpo.environments import build_environments
+from colocated_grpo.environments.build import build_environments
 from colocated_grpo.settings import Config
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
 from colocated_grpo.types import Group, Prompt, Rollout, Score

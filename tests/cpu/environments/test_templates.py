@@ -8,11 +8,9 @@ import json
 import pytest
 from transformers.utils import get_json_schema
 
-from colocated_grpo.environments import EnvironmentSetupError, build_environments
-from colocated_grpo.environments.agents.endpoint import Endpoint
-from colocated_grpo.environments.chat import ChatCodec
-from colocated_grpo.environments.conversation import Conversation
-from colocated_grpo.environments.evaluation_sets import build_evaluation_sources
+from colocated_grpo.environments import EnvironmentSetupError
+from colocated_grpo.environments.build import build_environments
+from colocated_grpo.environments.chat import ChatCodec, Conversation
 from colocated_grpo.servers.text import Limits, TextCodec
 from colocated_grpo.settings import Config
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
@@ -187,8 +185,8 @@ def test_evaluation_sets_have_settings_of_their_own(rows):
     config = Config(
         model={"name": "none"}, environments=[SORTING], evaluation={"sets": [{"name": "own", "source": source}]}
     )
-    made = build_evaluation_sources(config, TOKENIZER, Endpoint())
-    [prompt, _], dropped = made.sources[0].prompts(made.encoder, 0, 0)
+    made = build_environments(config, TOKENIZER)
+    [prompt, _], dropped = made.evaluated(made.sets[0], None, 0)
     assert (prompt.text, dropped) == ("<|system|>weather <|end|><|user|>hi<|end|><|assistant|><think></think>", 0)
 
 

@@ -12,14 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colocated_grpo import environments
 from colocated_grpo.environments.base import EnvironmentSetupError, Episode
-from colocated_grpo.environments.chat import ChatCodec
-from colocated_grpo.environments.conversation import Conversation
-from colocated_grpo.environments.episodes import build_episode
-from colocated_grpo.environments.episodes.toolbox import ToolError, calculate, search
+from colocated_grpo.environments.chat import ChatCodec, Conversation
 from colocated_grpo.environments.prompts import PromptEncoder
+from colocated_grpo.environments.registry import build_episode
 from colocated_grpo.environments.rewards.scoring import as_score
+from colocated_grpo.environments.tasks.tool_use import ToolError, calculate, search
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
 from colocated_grpo.tools.episode_teacher import EpisodeTeacher
 from colocated_grpo.tools.warm_start import IGNORE_INDEX, WarmStart
@@ -254,10 +252,6 @@ def test_slips_of_the_teacher_change_labels_and_never_inputs():
 
 
 # Names
-
-
-def test_the_earlier_name_of_context_exhausted_can_still_be_caught():
-    assert environments.OutOfRoom is environments.ContextExhausted
 
 
 USER_EPISODE = """

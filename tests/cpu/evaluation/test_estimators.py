@@ -12,10 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colocated_grpo.environments.base import EnvironmentSetupError
-from colocated_grpo.evaluation.answers import answer_function, boxed, final_answer, last_number
-from colocated_grpo.evaluation.best import Best
-from colocated_grpo.evaluation.estimators import majority, mean_and_error, pass_at_k
-from colocated_grpo.evaluation.metrics import set_metrics
+from colocated_grpo.evaluation.evaluator import Best
+from colocated_grpo.evaluation.metrics import (
+    answer_function,
+    boxed,
+    final_answer,
+    last_number,
+    majority,
+    mean_and_error,
+    pass_at_k,
+    set_metrics,
+)
 from colocated_grpo.types import Group, Prompt, Rollout, Score
 
 

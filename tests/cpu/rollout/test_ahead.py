@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from colocated_grpo.environments.base import BatchResult
-from colocated_grpo.rollout.ahead import AheadSupply
 from colocated_grpo.rollout.collect import Gather, Stopped
 from colocated_grpo.rollout.engine import Sampling
 from colocated_grpo.rollout.prompt_queue import Job
-from colocated_grpo.rollout.supply import Order
+from colocated_grpo.rollout.supply import AheadSupply, Order
 from colocated_grpo.types import Group, Prompt
 
 STEPS = 4

@@ -13,8 +13,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from colocated_grpo.environments.base import Episode
-from colocated_grpo.environments.chat import ChatCodec
-from colocated_grpo.environments.conversation import ContextExhausted, Conversation
+from colocated_grpo.environments.chat import ChatCodec, ContextExhausted, Conversation
 from colocated_grpo.rollout import collect as collect_module
 from colocated_grpo.rollout import episodes as episodes_module
 from colocated_grpo.rollout.collect import Collector, Stopped

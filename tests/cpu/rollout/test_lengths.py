@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from colocated_grpo.environments import build_environments
 from colocated_grpo.environments.base import BatchResult
+from colocated_grpo.environments.build import build_environments
 from colocated_grpo.rollout import lengths
 from colocated_grpo.rollout.lengths import ExpectedLengths, LongestFirst
 from colocated_grpo.settings import Config

@@ -17,9 +17,8 @@ from colocated_grpo.rollout.collect import Collector, Stopped
 from colocated_grpo.rollout.engine import Request, Sampling
 from colocated_grpo.rollout.episodes import EpisodeRunner
 from colocated_grpo.rollout.inbox import Driver, Inbox
-from colocated_grpo.rollout.mixed import MixedSupply
 from colocated_grpo.rollout.prompt_queue import StaticDispatch
-from colocated_grpo.rollout.supply import PromptSupply
+from colocated_grpo.rollout.supply import MixedSupply, PromptSupply
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.servers.rank_links import LoadBalancer, link_ranks
 from colocated_grpo.settings.schema import RolloutConfig

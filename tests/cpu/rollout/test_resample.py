@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 
 from colocated_grpo.environments.base import BatchResult
-from colocated_grpo.rollout.ahead import AheadSupply
 from colocated_grpo.rollout.collect import Collector, Stopped
 from colocated_grpo.rollout.engine import Sampling
 from colocated_grpo.rollout.episodes import EpisodeRunner
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.prompt_queue import DynamicDispatch, StaticDispatch
 from colocated_grpo.rollout.resample import Resampling, chosen_places, round_size
-from colocated_grpo.rollout.supply import PromptSupply
+from colocated_grpo.rollout.supply import AheadSupply, PromptSupply
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings.schema import RolloutConfig
 from colocated_grpo.summaries import is_informative

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from colocated_grpo.environments.names import check_names
+from colocated_grpo.environments.registry import check_names
 from colocated_grpo.tracking import files
 from tests.support.config_text import load
 from tests.support.paths import ROOT

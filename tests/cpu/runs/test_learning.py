@@ -12,8 +12,8 @@ import pytest
 from transformers import PreTrainedModel
 
 from colocated_grpo.environments.base import Split
-from colocated_grpo.environments.episodes import build_episode
-from colocated_grpo.environments.tasks.town_lessons import TownLessons
+from colocated_grpo.environments.registry import build_episode
+from colocated_grpo.environments.town.opening import TownLessons
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
 from colocated_grpo.tools.episode_teacher import EpisodeTeacher
 from colocated_grpo.tools.make_model import build_model, save_model

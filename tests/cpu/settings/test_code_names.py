@@ -8,7 +8,7 @@ from zipfile import ZipFile
 
 import pytest
 
-from colocated_grpo.environments.adapters import ADAPTERS
+from colocated_grpo.environments.registry import KINDS
 from colocated_grpo.settings.code_names import ADAPTED, check_code_name
 
 REWARDS = """\
@@ -176,4 +176,4 @@ def test_names_of_built_in_and_adapted_environments_are_not_checked(name):
 
 
 def test_the_adapted_libraries_are_those_with_an_adapter():
-    assert {*ADAPTERS, "reasoning_gym"} == set(ADAPTED)
+    assert {library for kind in KINDS.values() for library in kind.adapters} == set(ADAPTED)

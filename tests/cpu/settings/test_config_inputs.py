@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from colocated_grpo.environments.dataset import READERS
+from colocated_grpo.environments.rows.files import READERS
 from colocated_grpo.settings import adapter_files
 from colocated_grpo.settings.adapter_files import WEIGHTS_FILE
 from colocated_grpo.settings.config_json import longest_sequence

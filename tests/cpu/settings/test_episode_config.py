@@ -6,9 +6,9 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
-from colocated_grpo.environments import EnvironmentSetupError, build_environments, registry
-from colocated_grpo.environments.episodes import build_episode
-from colocated_grpo.environments.tasks import build_task
+from colocated_grpo.environments import EnvironmentSetupError, registry
+from colocated_grpo.environments.build import build_environments
+from colocated_grpo.environments.registry import build_episode, build_task
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.inputs import check_inputs
 from colocated_grpo.settings.rules import check
@@ -52,7 +52,7 @@ def installed(monkeypatch):
     """Entry points of two environments of another package, one of which cannot be imported."""
     points = {
         "their_tool": EntryPoint(
-            "their_tool", "colocated_grpo.environments.episodes.tool_use:ToolUse", registry.ENTRY_POINTS
+            "their_tool", "colocated_grpo.environments.tasks.tool_use:ToolUse", registry.ENTRY_POINTS
         ),
         "broken": EntryPoint("broken", "no_such_package:Thing", registry.ENTRY_POINTS),
     }

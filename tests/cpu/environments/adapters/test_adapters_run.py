@@ -8,8 +8,8 @@ import re
 import pytest
 import yaml
 
-from colocated_grpo.environments import build_environments
-from colocated_grpo.environments.adapters import ADAPTERS
+from colocated_grpo.environments.build import build_environments
+from colocated_grpo.environments.registry import KINDS
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
 from colocated_grpo.tracking import files
@@ -109,4 +109,4 @@ def test_every_configuration_of_the_guide_builds_and_yields_prompts():
             libraries |= {entry.name.partition(":")[0] for entry in config.environments}
             if "verifiers:" not in block:  # built in tests/cpu/environments/verifiers
                 assert build_environments(config, build_char_tokenizer()).held_out(1)
-    assert libraries == set(ADAPTERS)
+    assert libraries == set(KINDS["episode"].adapters)

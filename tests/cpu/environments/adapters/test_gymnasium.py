@@ -10,7 +10,7 @@ import pytest
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
 
 from colocated_grpo.environments import EnvironmentSetupError
-from colocated_grpo.environments.episodes import build_episode
+from colocated_grpo.environments.registry import build_episode
 from tests.support.adapter_play import items, items_from, observations, played, saying
 
 TOY = ["FrozenLake-v1", "CliffWalking-v1", "Taxi-v4", "Blackjack-v1"]

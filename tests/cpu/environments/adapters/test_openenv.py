@@ -11,7 +11,7 @@ import pytest
 
 from colocated_grpo.environments import EnvironmentSetupError
 from colocated_grpo.environments.adapters import openenv
-from colocated_grpo.environments.episodes import build_episode
+from colocated_grpo.environments.registry import build_episode
 from tests.support.adapter_play import items, items_from, observations, played, playing, saying
 from tests.support.openenv_server import NUMBER_ACTION, Guess, Server
 from tests.support.raw_server import raw_server, response

@@ -11,9 +11,9 @@ import numpy
 import pytest
 
 from colocated_grpo.environments import EnvironmentSetupError
-from colocated_grpo.environments.adapters.textarena_game import TextArenaGame, random_move
+from colocated_grpo.environments.adapters.textarena import TextArenaGame, random_move
 from colocated_grpo.environments.base import AnswerError
-from colocated_grpo.environments.episodes import build_episode
+from colocated_grpo.environments.registry import build_episode
 from colocated_grpo.environments.user_code.isolation import isolated
 from tests.support.adapter_play import items, items_from, observations, played, saying
 from tests.support.arena_games import BRITTLE, BROKEN, HASTY, UNORDERED

@@ -9,7 +9,8 @@ from collections import Counter
 
 import pytest
 
-from colocated_grpo.environments import EnvironmentSetupError, build_environments
+from colocated_grpo.environments import EnvironmentSetupError
+from colocated_grpo.environments.build import build_environments
 from colocated_grpo.errors import RunError
 from colocated_grpo.settings import Config
 from tests.support.arena_games import BROKEN, FICKLE

@@ -6,13 +6,14 @@ import json
 import logging
 import pickle
 import random
-from base64 import b64decode, b64encode
+from base64 import b64encode
 
 import pytest
 
-from colocated_grpo.environments import EnvironmentSetupError, build_environments
+from colocated_grpo.environments import EnvironmentSetupError
 from colocated_grpo.environments.adapters import tossim
 from colocated_grpo.environments.adapters.tossim import ToSSim
+from colocated_grpo.environments.build import build_environments
 from colocated_grpo.runtime import signing
 from colocated_grpo.settings import Config
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
@@ -205,21 +206,6 @@ def test_log_files_have_each_committed_action_once_and_nothing_is_printed(tmp_pa
     assert [file.read_text() for file in tmp_path.glob("score/*/actions.log")] == ["game\n"]
     assert capfd.readouterr() == ("", "")
     assert not logging.getLogger("social_batchers.actions").handlers
-
-
-def test_a_snapshot_that_names_the_former_class_of_its_tables_is_restored(monkeypatch):
-    environment, other = batcher(), batcher()
-    play(environment, 3)
-    saved = environment.snapshot()
-    tables = b64decode(saved["tables"])
-    # Protocol 2 spells a class as text; the current one as two length-prefixed strings.
-    former = pickle.dumps(pickle.loads(tables), protocol=2).replace(
-        b"colocated_grpo.environments.adapters.tossim\nToSSimTable\n", b"colocated_grpo.environments.tossim\nTable\n"
-    )
-    assert b"environments.tossim\nTable" in former
-    monkeypatch.setenv(signing.TRUST_VARIABLE, "1")  # snapshots of that time have no signature
-    other.restore({**saved, "tables": b64encode(former).decode()})
-    assert play(other, 5) == play(environment, 5)
 
 
 def test_a_snapshot_that_this_users_key_has_not_signed_is_not_unpickled(tmp_path, monkeypatch):

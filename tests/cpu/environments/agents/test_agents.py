@@ -19,14 +19,11 @@ import openai
 import psutil
 import pytest
 
-from colocated_grpo.environments.agents.conversation import AgentConversation, AgentLimits
-from colocated_grpo.environments.agents.endpoint import Access
-from colocated_grpo.environments.agents.episode import build_agent
-from colocated_grpo.environments.agents.program import STARTER, Program
-from colocated_grpo.environments.base import EnvironmentSetupError
+from colocated_grpo.environments.agents.programs import STARTER, Access, Program, build_agent
+from colocated_grpo.environments.agents.sequences import AgentConversation
+from colocated_grpo.environments.base import AgentLimits, EnvironmentSetupError
 from colocated_grpo.environments.chat import ChatCodec
 from colocated_grpo.rollout.collect import Stopped
-from colocated_grpo.settings.sources import AgentSourceConfig
 from colocated_grpo.types import Completion, Rollout, Score
 from tests.support.agents import END, TOKENIZER, AgentRun, prompt_of, says, says_tokens
 from tests.support.fakes import completion_of
@@ -533,11 +530,8 @@ def test_the_program_of_the_guide_rewards_an_agent_that_prints_none(tmp_path, mo
 )
 def test_a_program_that_cannot_be_started_is_one_line_before_the_run(tmp_path, program, arguments, expected):
     (tmp_path / "agents.py").write_text("def plain(item, base_url, api_key): ...\nasync def play(*_): ...\n")
-    entry = AgentSourceConfig(
-        type="agent", name="rows.jsonl", program=program.format(folder=tmp_path), arguments=arguments
-    )
     with pytest.raises(EnvironmentSetupError, match="environments 'rows'") as error:
-        build_agent(entry, "environments 'rows'")
+        build_agent(program.format(folder=tmp_path), arguments, "environments 'rows'")
     assert expected in str(error.value)
 
 
@@ -546,8 +540,7 @@ def test_any_executable_can_be_the_program(tmp_path, monkeypatch):
     script = tmp_path / "agent.sh"
     script.write_text(f"#!/bin/sh\nexec {sys.executable} -c 'print(1)'\n")
     os.chmod(script, 0o755)
-    entry = AgentSourceConfig(type="agent", name="rows.jsonl", program="agent.sh")
-    assert "without a request" in error_of(build_agent(entry, "key"))
+    assert "without a request" in error_of(build_agent("agent.sh", [], "key"))
 
 
 def test_a_program_ends_with_the_rank_that_started_it():

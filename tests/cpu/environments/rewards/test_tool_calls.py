@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from colocated_grpo.environments.registry import build_task
 from colocated_grpo.environments.rewards.functions import build_rewards
 from colocated_grpo.environments.rewards.scorer import RewardScorer
 from colocated_grpo.environments.rewards.scoring import score_text
 from colocated_grpo.environments.rewards.tool_calls import credit, expected_calls, is_exact, read_calls, render_calls
-from colocated_grpo.environments.tasks import build_task
 from colocated_grpo.settings.sources import RewardConfig
 from colocated_grpo.types import Completion, Prompt
 

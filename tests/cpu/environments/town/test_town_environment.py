@@ -18,12 +18,11 @@ from hypothesis import strategies as st
 
 from colocated_grpo import types
 from colocated_grpo.environments.town import roles
-from colocated_grpo.environments.town.environment import TurnError
+from colocated_grpo.environments.town.environment import TownSettings, TurnError
 from colocated_grpo.environments.town.players import reply
 from colocated_grpo.environments.town.rewards import CREDITS
-from colocated_grpo.environments.town.settings import TownSettings
 from colocated_grpo.environments.town.state import Phase, Rules
-from colocated_grpo.environments.turns import credit
+from colocated_grpo.environments.turns import base as turns
 from tests.support.town_tables import play, play_game, random_reply, small_town
 
 
@@ -102,7 +101,7 @@ def test_a_malformed_reply_acts_as_waiting_and_is_reported_to_its_seat():
     environment = small_town(games=1)
     turn = environment.next_batch()[0]
     outcome = environment.commit(turn, "I vote for Ada")
-    assert (outcome.status, outcome.code, outcome.tag, outcome.reward) == (-1, "missing_think", "wait", -1.0)
+    assert (outcome.reward, outcome.parts["parse_rate"]) == (-1.0, 0.0)
     while (again := environment.next_batch()[0]).seat != turn.seat:
         environment.commit(again, reply("wait"))
     assert "(Your reply did nothing. missing_think" in again.messages[1]["content"]
@@ -115,10 +114,10 @@ def test_a_look_up_returns_an_observation_and_leaves_the_turn_to_the_seat():
     for done in (1, 2):
         environment.commit(turn, reply("get_role", "doctor"))
         turn = next(each for each in environment.next_batch() if each.seat == first.seat)
-        assert (turn.look_ups, turn.game, turn.phase) == (done, first.game, first.phase)
+        assert (len(turn.messages), turn.game, turn.phase) == (2 + 2 * done, first.game, first.phase)
         assert turn.messages[-1]["content"].startswith("<observation>doctor (town; actions: protect)")
         assert turn.id != first.id
-    assert environment.score(turn, [reply("roles")])[0].code == "too_many_tools"
+    assert environment.score(turn, [reply("roles")])[0].reward == 0.0
 
 
 def test_games_are_determined_by_settings_and_commits():
@@ -257,9 +256,9 @@ def executed(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def test_town_without_its_config_needs_the_standard_library_only():
-    own = ("colocated_grpo.environments.town", credit.__name__, types.__name__)
-    town = [file for file in Path(roles.__file__).parent.glob("*.py") if file.name != "from_config.py"]
-    for file in [*town, Path(credit.__file__), Path(types.__file__)]:
+    own = ("colocated_grpo.environments.town", turns.__name__, types.__name__)
+    town = [file for file in Path(roles.__file__).parent.glob("*.py") if file.name != "opening.py"]
+    for file in [*town, Path(turns.__file__), Path(types.__file__)]:
         for node in executed(ast.parse(file.read_text())):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 name = node.module if isinstance(node, ast.ImportFrom) else node.names[0].name

@@ -8,14 +8,22 @@ from random import Random
 
 import pytest
 
-from colocated_grpo.environments.town.acting import apply_verdict
-from colocated_grpo.environments.town.casting import MAX_SEATS, cast_problem, draw_cast, faction_sizes
-from colocated_grpo.environments.town.endings import eliminate, seat_result, winning_side
+from colocated_grpo.environments.town.night import eliminate, seat_result, winning_side
 from colocated_grpo.environments.town.phases import begin, end_turn, enter, to_act
 from colocated_grpo.environments.town.players import reply
 from colocated_grpo.environments.town.roles import ROLES, Faction
-from colocated_grpo.environments.town.state import Game, Phase, Rules, restore_game, snapshot_game
-from colocated_grpo.environments.town.verdicts import Status, judge
+from colocated_grpo.environments.town.state import (
+    MAX_SEATS,
+    Game,
+    Phase,
+    Rules,
+    cast_problem,
+    draw_cast,
+    faction_sizes,
+    restore_game,
+    snapshot_game,
+)
+from colocated_grpo.environments.town.verdicts import Status, apply_verdict, judge
 from tests.support.town_tables import dead, events_of, kinds, play_game, private_texts, random_games, seat, table
 
 

@@ -10,8 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colocated_grpo.environments.town.grammar import ARGUMENT_TAGS, BARE_TAGS, Malformed, Reply, clean_line, parse
-from colocated_grpo.environments.town.legality import ArgumentKind, legal_actions, reply_pattern
+from colocated_grpo.environments.town.legality import (
+    ARGUMENT_TAGS,
+    BARE_TAGS,
+    ArgumentKind,
+    Malformed,
+    Reply,
+    clean_line,
+    legal_actions,
+    parse,
+    reply_pattern,
+)
 from colocated_grpo.environments.town.players import reply
 from colocated_grpo.environments.town.state import Phase, snapshot_game
 from colocated_grpo.environments.town.verdicts import Status, judge

@@ -11,16 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colocated_grpo.environments.town.acting import apply_verdict
 from colocated_grpo.environments.town.legality import look_ups
-from colocated_grpo.environments.town.look_ups import look_up
 from colocated_grpo.environments.town.observations import observe
 from colocated_grpo.environments.town.phases import begin, enter, to_act
 from colocated_grpo.environments.town.players import random_player, reply
-from colocated_grpo.environments.town.prompts import full_prompt
 from colocated_grpo.environments.town.roles import ROLES, Faction
 from colocated_grpo.environments.town.state import Event, Game, Phase, Rules, new_game
-from colocated_grpo.environments.town.verdicts import judge
+from colocated_grpo.environments.town.texts import full_prompt, look_up
+from colocated_grpo.environments.town.verdicts import apply_verdict, judge
 from tests.support.town_tables import argument_for, night, seat, table
 
 SECRET_KINDS = ("mafia_chat", "jailor_says", "prisoner_says", "whisper", "note", "result", "thought", "action")

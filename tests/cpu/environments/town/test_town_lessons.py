@@ -8,8 +8,8 @@ from itertools import islice
 import pytest
 
 from colocated_grpo.environments import EnvironmentSetupError
+from colocated_grpo.environments.registry import build_task
 from colocated_grpo.environments.rewards.scoring import score_text
-from colocated_grpo.environments.tasks import build_task
 from colocated_grpo.tools.char_tokenizer import build_char_tokenizer
 from colocated_grpo.tools.warm_start import encoded_prompts
 

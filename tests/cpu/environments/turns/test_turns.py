@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from colocated_grpo.environments import EnvironmentSetupError, build_environments
-from colocated_grpo.environments.source import PromptSource
+from colocated_grpo.environments import EnvironmentSetupError
+from colocated_grpo.environments.build import build_environments
+from colocated_grpo.environments.streams import PromptSource
 from colocated_grpo.environments.town.players import reply
 from colocated_grpo.environments.turns.pending import PendingGroups
 from colocated_grpo.errors import RunError

@@ -11,9 +11,10 @@ import sys
 import pytest
 import yaml
 
-from colocated_grpo.environments import EnvironmentSetupError, build_environments
-from colocated_grpo.environments.agents.episode import AgentTasks
-from colocated_grpo.environments.episodes import build_episode
+from colocated_grpo.environments import EnvironmentSetupError
+from colocated_grpo.environments.agents.programs import AgentTasks
+from colocated_grpo.environments.build import build_environments
+from colocated_grpo.environments.registry import build_episode
 from colocated_grpo.settings.schema import Config
 from tests.support.adapter_play import TOKENIZER, items, played, saying
 from tests.support.paths import ROOT

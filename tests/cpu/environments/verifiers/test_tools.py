@@ -10,8 +10,9 @@ from typing import Any
 import psutil
 import pytest
 
-from colocated_grpo.environments import EnvironmentSetupError, build_environments
-from colocated_grpo.environments.episodes import build_episode
+from colocated_grpo.environments import EnvironmentSetupError
+from colocated_grpo.environments.build import build_environments
+from colocated_grpo.environments.registry import build_episode
 from colocated_grpo.rollout.engine import Request
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.types import Completion, Rollout

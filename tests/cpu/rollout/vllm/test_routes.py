@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from colocated_grpo.environments.chat import ChatCodec
-from colocated_grpo.environments.conversation import Conversation
+from colocated_grpo.environments.chat import ChatCodec, Conversation
 from colocated_grpo.policy.blocks import blocks_of
 from colocated_grpo.rollout.engine import Request
 from colocated_grpo.runtime.distributed import World

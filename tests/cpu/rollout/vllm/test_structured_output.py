@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from colocated_grpo.environments import build_environments
-from colocated_grpo.environments.town.environment import TownEnvironment
-from colocated_grpo.environments.town.settings import TownSettings
+from colocated_grpo.environments.build import build_environments
+from colocated_grpo.environments.town.environment import TownEnvironment, TownSettings
 from colocated_grpo.environments.town.state import Rules
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings.errors import ConfigError

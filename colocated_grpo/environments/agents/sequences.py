@@ -10,9 +10,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
-from colocated_grpo.environments.chat import ChatCodec
-from colocated_grpo.environments.conversation import ContextExhausted, continued_routes
-from colocated_grpo.types import Completion, Prompt, Rollout, Routes, Score
+from colocated_grpo.environments.base import AgentLimits
+from colocated_grpo.environments.chat import ChatCodec, ContextExhausted, Tokens
+from colocated_grpo.types import Completion, Prompt, Rollout, Score
 
 SampleAgent = Callable[[list[int], int, Sequence[str]], Awaitable[Completion]]
 """Samples one completion. Arguments: the prompt, the maximum number of tokens to sample, strings that end it."""
@@ -22,43 +22,19 @@ class TooManyRequests(Exception):
     """The agent has used up its requests."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AgentLimits:
-    """Limits on the agents of one environment."""
-
-    max_tokens: int
-    """Longest sequence, prompt and completion of a request together."""
-    max_requests: int
-    """Completions of one agent."""
-    max_running: int
-    """Agents that run at a time on one rank."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _Sequence:
     """Tokens of consecutive requests, each of whose prompts extends the tokens before it."""
 
-    token_ids: list[int]
-    loss_mask: list[bool]
-    logprobs: list[float]
-    prompt_length: int
-    last: Completion
+    tokens: Tokens
     text: str
     """Decoded text of all tokens."""
-    routes: Routes | None = None
+    cut: bool = False
+    """True if a prompt that extends it did not fit."""
 
-    def continued(self, prompt: list[int], completion: Completion, text: str) -> _Sequence:
-        """Return the sequence after one more request. prompt: begins with all tokens of this sequence."""
-        observed, sampled = len(prompt) - len(self.token_ids), len(completion.token_ids)
-        return replace(
-            self,
-            token_ids=[*prompt, *completion.token_ids],
-            loss_mask=[*self.loss_mask, *[False] * observed, *[True] * sampled],
-            logprobs=[*self.logprobs, *[0.0] * observed, *completion.sampling_logprobs],
-            last=completion,
-            text=text,
-            routes=continued_routes(self.routes, completion.routes),
-        )
+    @property
+    def token_ids(self) -> list[int]:
+        return self.tokens.token_ids
 
 
 class AgentConversation:
@@ -107,35 +83,11 @@ class AgentConversation:
 
     def rollout(self, score: Score, temperature: float, *, plain: bool = False) -> Rollout:
         """Return all sequences as a training rollout. plain: see `Rollout.plain`."""
-        first, *further = [self._rollout(one, score, temperature, plain) for one in self._sequences] or [
-            Rollout(
-                token_ids=self._prompt.token_ids,
-                loss_mask=[False] * len(self._prompt.token_ids),
-                sampling_logprobs=[0.0] * len(self._prompt.token_ids),
-                prompt_length=len(self._prompt.token_ids),
-                text="",
-                finish_reason="abort",
-                policy_version=0,
-                temperature=temperature,
-                score=score,
-            )
+        sequences = self._sequences or [_Sequence(Tokens.of_prompt(self._prompt.token_ids), "")]
+        first, *further = [
+            one.tokens.rollout(self._codec, score, temperature, cut=one.cut, plain=plain) for one in sequences
         ]
         return replace(first, further=further)
-
-    def _rollout(self, one: _Sequence, score: Score, temperature: float, plain: bool) -> Rollout:
-        return Rollout(
-            token_ids=one.token_ids,
-            loss_mask=one.loss_mask,
-            sampling_logprobs=one.logprobs,
-            prompt_length=one.prompt_length,
-            text=self._codec.transcript(one.token_ids[one.prompt_length :]),
-            finish_reason=one.last.finish_reason,
-            policy_version=one.last.policy_version,
-            temperature=temperature,
-            score=score,
-            plain=plain,
-            routes=one.routes,
-        )
 
     def _count(self, n: int) -> None:
         """Count `n` more completions. Raises TooManyRequests, and counts none, if they exceed the limit."""
@@ -150,8 +102,7 @@ class AgentConversation:
         """Note that a prompt did not fit. The sequence that it extends, if any, counts as cut by the length."""
         self.exhausted = True
         if position is not None:
-            one = self._sequences[position]
-            self._sequences[position] = replace(one, last=replace(one.last, finish_reason="length"))
+            self._sequences[position] = replace(self._sequences[position], cut=True)
 
     def _store(self, prompt: list[int], completion: Completion) -> None:
         """Add a completion to the sequence that its prompt extends token by token, or as a new one.
@@ -160,11 +111,12 @@ class AgentConversation:
         """
         text = self._codec.transcript([*prompt, *completion.token_ids])
         position, tokens = self._continued_by(prompt)
-        if position is not None and tokens == prompt:
-            self._sequences[position] = self._sequences[position].continued(prompt, completion, text)
+        if position is None or tokens != prompt:
+            self._sequences.append(_Sequence(Tokens.of_prompt(prompt).sampled(completion), text))
             return
-        begin = _Sequence(token_ids=[], loss_mask=[], logprobs=[], prompt_length=len(prompt), last=completion, text="")
-        self._sequences.append(begin.continued(prompt, completion, text))
+        before = self._sequences[position].tokens
+        after = before.observed(prompt[len(before.token_ids) :]).sampled(completion)
+        self._sequences[position] = _Sequence(after, text)
 
     def _continued_by(self, prompt: list[int]) -> tuple[int | None, list[int]]:
         """Return the position of the longest sequence that the prompt extends, and the prompt in its tokens.

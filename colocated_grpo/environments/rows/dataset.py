@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import csv
-import json
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from colocated_grpo.environments.base import EnvironmentSetupError, Item
+from colocated_grpo.environments.base import EnvironmentSetupError, Item, Items, ItemStream
 from colocated_grpo.environments.prompts import checked_prompt, template_arguments
-from colocated_grpo.environments.row_filter import Keep, RowFilter, column_values, difficulties, select
-from colocated_grpo.environments.streams import Rows
+from colocated_grpo.environments.rows.curriculum import EasyToHard, RestingItems
+from colocated_grpo.environments.rows.files import READERS
+from colocated_grpo.environments.rows.row_filter import Keep, RowFilter, column_values, difficulties, select
+from colocated_grpo.environments.streams import Rows, RowStream
 from colocated_grpo.environments.templates import PLAIN, TOOLS, VARIABLES, with_system_prompt
 from colocated_grpo.environments.user_code.loading import one_line
 from colocated_grpo.settings.rows import ColumnCurriculumConfig
@@ -27,10 +30,6 @@ SAVED_TO_DISK = ("state.json", "dataset_dict.json")
 """Marker files that save_to_disk() writes for a Dataset and for a DatasetDict."""
 NULL_CHECK_ROWS = 10_000
 """Rows per batch of the null check."""
-MAX_DEPTH = 100
-"""Levels of lists and objects in a row of a JSON file. Copying and sending deeper values would exceed Python's
-recursion limit in the middle of a run."""
-TOO_DEEP = f"lists and objects are nested more than {MAX_DEPTH} deep"
 
 
 class DatasetRows:
@@ -57,6 +56,12 @@ class DatasetRows:
             self.train, self.held_out = _slice(rows, 0, count), _slice(rows, count, len(rows))
         else:
             self.train, self.held_out = rows, self._load(config.eval_split)
+
+    @property
+    def all(self) -> Iterator[Item]:
+        """Items of all rows of `split`, in the order of the data."""
+        splits = [self.train, self.held_out] if self.config.eval_split is None else [self.train]
+        return (self.item(rows, index) for rows in splits for index in range(len(rows)))
 
     @property
     def held_out_note(self) -> str | None:
@@ -244,82 +249,45 @@ def _slice(rows: list[Item] | Dataset, start: int, stop: int) -> list[Item] | Da
     return cast("Dataset", rows.select(range(start, stop)))  # annotated as Dataset | DatasetDict
 
 
-def read_jsonl(path: Path) -> list[Item]:
-    """Read one row per line. Empty lines are skipped."""
-    rows = []
-    with path.open(encoding="utf-8-sig") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                try:
-                    rows.append(_parsed_row(line))
-                except ValueError as error:
-                    raise ValueError(f"line {number}: {error}") from None
-    return rows
+class RowItems(Items):
+    """Rows as items. They are loaded on first use, on rank 0 only."""
 
+    default_count = sys.maxsize >> 1  # all rows
 
-def read_json(path: Path) -> list[Item]:
-    """Read a JSON list of rows, or JSON Lines, which the datasets library also writes to .json files."""
-    try:
-        rows = json.loads(path.read_text(encoding="utf-8-sig"))
-    except RecursionError:
-        raise ValueError(TOO_DEEP) from None
-    except json.JSONDecodeError as error:
-        if error.msg != "Extra data":
-            raise
-        return read_jsonl(path)
-    if not isinstance(rows, list):
-        raise ValueError(f"a .json file must hold a list of objects, this one holds a {type(rows).__name__}")
-    return [_checked_depth(_as_row(row)) for row in rows]
+    def __init__(
+        self, name: str, config: RowsSourceConfig, check: Callable[[Item], None], keep: Keep | None = None
+    ) -> None:
+        """check: raises EnvironmentSetupError for an item that cannot be scored. keep: the function `filter`."""
+        self._name = name
+        self._config = config
+        self._check = check
+        self._keep = keep
 
+    @cached_property
+    def _rows(self) -> DatasetRows:
+        return DatasetRows(self._name, self._config, self._check, self._keep)
 
-def read_csv(path: Path) -> list[Item]:
-    """Read rows under the header's names. Values stay text: an answer '007' must not become 7."""
-    with path.open(encoding="utf-8-sig", newline="") as lines:
-        reader = csv.reader(lines, strict=True)
-        header = next(reader, [])
-        rows = []
-        for cells in filter(None, reader):
-            if len(cells) != len(header):
-                amount = "more" if len(cells) > len(header) else "fewer"
-                raise ValueError(f"line {reader.line_num}: {amount} cells than the header's {len(header)}")
-            rows.append(dict(zip(header, cells, strict=True)))
-        return rows
+    @property
+    def filter_notes(self) -> Sequence[str]:
+        return self._rows.filter_notes
 
+    @property
+    def held_out_note(self) -> str | None:
+        return self._rows.held_out_note
 
-def read_parquet(path: Path) -> list[Item]:
-    from pyarrow.parquet import read_table
+    def open_stream(self, seed: int) -> ItemStream:
+        rows, curriculum = self._rows, self._config.curriculum
+        order_seed = seed if self._config.shuffle else None
+        to_item = partial(rows.item, rows.train)
+        if isinstance(curriculum, ColumnCurriculumConfig):
+            return EasyToHard(self._name, rows.train, to_item, order_seed, rows.difficulties(curriculum), curriculum)
+        stream = RowStream(self._name, rows.train, to_item, order_seed)
+        return stream if curriculum is None else RestingItems(stream, self._name, curriculum)
 
-    return read_table(path).to_pylist()
+    def held_out(self, seed: int) -> Iterator[Item]:
+        rows = self._rows
+        return (rows.item(rows.held_out, index) for index in range(len(rows.held_out)))
 
-
-def _parsed_row(line: str) -> Item:
-    try:
-        row = _as_row(json.loads(line))
-    except RecursionError:
-        raise ValueError(TOO_DEEP) from None
-    # Most lines have few brackets, and counting them costs less than walking through their values.
-    return row if line.count("[") + line.count("{") <= MAX_DEPTH else _checked_depth(row)
-
-
-def _checked_depth(row: Item) -> Item:
-    level: list[Any] = [row]
-    for _ in range(MAX_DEPTH):
-        inner = [value.values() if isinstance(value, dict) else value for value in level]
-        level = [value for values in inner for value in values if isinstance(value, dict | list)]
-        if not level:
-            return row
-    raise ValueError(TOO_DEEP)
-
-
-def _as_row(value: Any) -> Item:
-    if not isinstance(value, dict):
-        raise ValueError(f"a row must be an object, got {repr(value)[:60]}")
-    return value
-
-
-READERS: dict[str, Callable[[Path], list[Item]]] = {
-    ".jsonl": read_jsonl,
-    ".json": read_json,
-    ".csv": read_csv,
-    ".parquet": read_parquet,
-}
+    def evaluated(self, seed: int) -> Iterator[Item]:
+        """Yield all rows of `split` in the order of the data."""
+        return self._rows.all

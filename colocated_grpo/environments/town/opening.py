@@ -1,17 +1,17 @@
-"""Construction of town from the arguments of a config; the only file of town that imports a third-party package."""
+"""Town from the arguments of a config: as a turn environment, and as lessons to warm-start a model."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
 from pydantic import TypeAdapter
 
-from colocated_grpo.environments.base import EnvironmentSetupError
-from colocated_grpo.environments.town.environment import TownEnvironment
+from colocated_grpo.environments.base import EnvironmentSetupError, Item, Split
+from colocated_grpo.environments.town.environment import POLICY, TownEnvironment, TownSettings
 from colocated_grpo.environments.town.players import SCRIPTED
 from colocated_grpo.environments.town.rewards import CREDITS, Credit
-from colocated_grpo.environments.town.settings import POLICY, TownSettings
 from colocated_grpo.environments.town.state import Rules
 from colocated_grpo.environments.user_code.loading import resolve_mode, unknown_name
 from colocated_grpo.settings.turns import FROZEN
@@ -46,3 +46,26 @@ def _check_names(key: str, settings: type, given: object) -> None:
     for name in given if isinstance(given, dict) else ():
         if name not in names:
             raise unknown_name(f"{KEY}: {key}", "setting", name, names)
+
+
+SPLIT_SEEDS = {"train": 0, "held_out": 1}
+
+
+class TownLessons:
+    """Args are those of the turn environment 'town'. The teacher plays every seat; "answer" is its reply."""
+
+    def __init__(self, **args: Any) -> None:
+        self._args = args
+        self._judge = open_town(seed=0, **args)
+
+    def prompts(self, seed: int, split: Split) -> Iterator[Item]:
+        town = open_town(seed=2 * seed + SPLIT_SEEDS[split], **self._args)
+        while True:
+            for turn in town.next_batch():
+                yield {"prompt": turn.messages, "answer": town.advice(turn), "turn": turn}
+                town.play_on(turn)
+
+    def score(self, item: Item, completion: str) -> dict[str, float]:
+        """Return 1 for a legal reply, else 0. Move quality is not scored: whole games train it."""
+        [outcome] = self._judge.score(item["turn"], [completion])
+        return {"reward": outcome.parts["legal_rate"], "parse_rate": outcome.parts["parse_rate"]}

@@ -1,0 +1,246 @@
+"""Programs and functions of the user that play whole episodes over HTTP, each with an address and a key of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from inspect import iscoroutinefunction
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO, Any, Protocol, runtime_checkable
+
+from colocated_grpo.environments.agents.sequences import AgentConversation
+from colocated_grpo.environments.base import EnvironmentSetupError, Item, Split
+from colocated_grpo.environments.user_code.loading import load_object
+from colocated_grpo.runtime import parents_death
+from colocated_grpo.runtime.server_variables import KEY_VARIABLE, URLS_VARIABLE
+from colocated_grpo.settings.code_names import check_program
+from colocated_grpo.types import Completion
+
+PREFIX = "/episodes/"
+ID_BYTES, KEY_BYTES = 16, 32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Access:
+    """Address and key of one agent."""
+
+    base_url: str
+    """Base URL of the chat API, as in OPENAI_BASE_URL."""
+    api_key: str
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class OpenEpisode:
+    """One running episode, as the HTTP server sees it."""
+
+    key: str
+    conversation: AgentConversation
+    loop: asyncio.AbstractEventLoop
+    """Runs the episode. The server has another one."""
+    sampled: dict[str, str] = field(default_factory=dict)
+    """Sampled messages by the ids of the tool calls that were parsed from them."""
+
+    def complete(
+        self, prompt: list[int], max_tokens: int | None, n: int, stop: Sequence[str]
+    ) -> Future[list[Completion]]:
+        """Start `AgentConversation.complete` on the episode's loop. Thread-safe."""
+        work = self.conversation.complete(prompt, max_tokens, n, stop)
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def reject(self, text: str) -> None:
+        """Call `AgentConversation.reject` on the episode's loop, before a later response can end it. Thread-safe."""
+        self.loop.call_soon_threadsafe(self.conversation.reject, text)
+
+
+class OpenEpisodes:
+    """The open episodes of this rank. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, OpenEpisode] = {}
+        self.url = ""
+        """Address of the server, set when it listens."""
+
+    @contextmanager
+    def opened(self, conversation: AgentConversation) -> Iterator[Access]:
+        """Accept requests for a conversation. They are refused as soon as the block ends."""
+        episode_id, key = secrets.token_urlsafe(ID_BYTES), secrets.token_urlsafe(KEY_BYTES)
+        self._open[episode_id] = OpenEpisode(key=key, conversation=conversation, loop=asyncio.get_running_loop())
+        try:
+            yield Access(base_url=f"{self.url}{PREFIX}{episode_id}/v1", api_key=key)
+        finally:
+            del self._open[episode_id]
+
+    def find(self, episode_id: str, key: bytes) -> OpenEpisode | None:
+        """Return the open episode with this id, if the key is its own."""
+        episode = self._open.get(episode_id)
+        if episode is None or not hmac.compare_digest(episode.key.encode(), key):
+            return None
+        return episode
+
+
+STARTER = parents_death.__file__
+"""Becomes the program, which the kernel then kills when the rank ends."""
+OPENAI_URL, OPENAI_KEY = "OPENAI_BASE_URL", "OPENAI_API_KEY"
+"""Variables that OpenAI's clients read."""
+RANK_VARIABLES = {
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
+    *("ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
+    *(URLS_VARIABLE, KEY_VARIABLE),
+}
+"""Removed: with torchrun's variables, a program that uses torch would act as a rank."""
+TAIL_BYTES = 1 << 16
+MAX_SHOWN = 160
+
+
+class AgentFailed(Exception):
+    """The agent has ended without a result. The message is one line."""
+
+
+class Program:
+    """A command that gets the item as one line of JSON on stdin, and prints its reward in the last line of stdout."""
+
+    def __init__(self, program: str, arguments: list[str]) -> None:
+        """program: a Python file, another executable, or a command in PATH."""
+        path = Path(program)
+        self._name = path.name
+        interpreter = [sys.executable] if path.suffix == ".py" else []
+        self._command = [*interpreter, str(path.resolve()) if path.is_file() else program, *arguments]
+
+    async def play(self, item: Item, access: Access) -> Any:
+        """Run the program and return its result. Raises AgentFailed. Cancellation kills it with all it has started."""
+        with TemporaryFile() as given, TemporaryFile() as printed, TemporaryFile() as errors:
+            given.write(json.dumps(item, default=str).encode() + b"\n")
+            given.seek(0)
+            # Files and not pipes: what the program leaves running could keep a pipe open for ever.
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", STARTER, str(os.getpid()), *self._command),
+                stdin=given,
+                stdout=printed,
+                stderr=errors,
+                env=_environment(access),
+                start_new_session=True,  # Ctrl-C must reach the trainer only; and it makes a group that one kill ends
+            )
+            try:
+                code = await process.wait()
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            if code:
+                raise AgentFailed(f"{self._name}: {_ending(code)}{_last_words(errors)}")
+            return self._result(_last_line(printed))
+
+    def _result(self, line: str) -> Any:
+        with suppress(ValueError, RecursionError):
+            result = json.loads(line)
+            if result is None or isinstance(result, int | float | dict):
+                return result
+        raise AgentFailed(
+            f"{self._name}: the last line of its output must be a number or a JSON object with 'reward', got "
+            f"{_shown(line)!r}"
+        )
+
+
+def _environment(access: Access) -> dict[str, str]:
+    inherited = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+    return {**inherited, OPENAI_URL: access.base_url, OPENAI_KEY: access.api_key}
+
+
+def _ending(code: int) -> str:
+    return f"exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
+
+
+def _last_words(errors: IO[bytes]) -> str:
+    line = _last_line(errors)
+    return f": {_shown(line)}" if line else ""
+
+
+def _shown(line: str) -> str:
+    return line if len(line) <= MAX_SHOWN else line[: MAX_SHOWN - 3] + "..."
+
+
+def _last_line(file: IO[bytes]) -> str:
+    """Return the last line that is not empty; '' if there is none."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - TAIL_BYTES))
+    lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
+    return next((line for line in reversed(lines) if line), "")
+
+
+class Agent(Protocol):
+    """Code of the user that holds the conversation."""
+
+    async def play(self, item: Item, access: Access) -> Any:
+        """Return the reward in a form that `as_score` reads."""
+        ...
+
+
+@runtime_checkable
+class AgentTasks(Agent, Protocol):
+    """Tasks of another library, with the agent that plays them."""
+
+    max_requests: int
+    max_running: int
+
+    def prompts(self, seed: int, split: Split) -> Iterator[Item]:
+        """Yield items, as Task.prompts does. The agent writes its own messages; "prompt" shows where they start."""
+        ...
+
+
+class Function:
+    """An async function of the user: `await function(item, base_url, api_key)`."""
+
+    def __init__(self, name: str, key: str) -> None:
+        self._function = load_object(name, f"{key}: program")
+        if not iscoroutinefunction(self._function):
+            raise EnvironmentSetupError(f"{key}: program={name!r}: must be a coroutine function: write `async def`")
+
+    async def play(self, item: Item, access: Access) -> Any:
+        return await self._function(item, access.base_url, access.api_key)
+
+
+class AgentEpisode:
+    """Runs the agents of one environment."""
+
+    def __init__(self, agent: Agent, endpoint: OpenEpisodes) -> None:
+        self._agent = agent
+        self._endpoint = endpoint
+
+    async def run(self, item: Item, model: AgentConversation) -> Any:
+        """Return the agent's reward.
+
+        An agent that fails after a request exceeded the context or `max_requests` has reward 0, as an episode that does
+        not catch ContextExhausted. Raises AgentFailed for one that made no request, and what the agent itself raises.
+        """
+        with self._endpoint.opened(model) as access:
+            try:
+                result = await self._agent.play(item, access)
+            except asyncio.CancelledError:
+                raise
+            except Exception:
+                if model.exhausted:
+                    return 0.0
+                raise
+        if not model.requests:
+            raise AgentFailed("the agent has ended without a request to its base URL")
+        return result
+
+
+def build_agent(program: str, arguments: list[str], key: str) -> Agent:
+    """Find the program or import the function. Raises EnvironmentSetupError."""
+    for line in check_program(f"{key}: program", program):
+        raise EnvironmentSetupError(line)
+    if ":" in program:
+        if arguments:
+            raise EnvironmentSetupError(f"{key}: arguments={arguments}: a function has none; use a program")
+        return Function(program, key)
+    return Program(program, arguments)

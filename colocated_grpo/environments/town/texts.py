@@ -1,0 +1,273 @@
+"""The game in words: events, prompts, look-ups, and the record of an ended game."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from colocated_grpo.environments.town.legality import LOOK_UP_TAGS, ArgumentKind, ArgumentSpec
+from colocated_grpo.environments.town.night import seat_result
+from colocated_grpo.environments.town.observations import Observation, observe
+from colocated_grpo.environments.town.roles import ROLES
+from colocated_grpo.environments.town.state import NO_SEAT, Event, Game, Phase
+from colocated_grpo.types import JsonObject
+
+_SENTENCES = {
+    "dawn": "--- Day {day} ---",
+    "nightfall": "--- Night {day} ---",
+    "speech": '{actor}: "{text}"',
+    "whisper": '{actor} whispers to {target}: "{text}"',
+    "whispered": "{actor} whispers to {target}.",
+    "mafia_chat": '{actor} to the mafia: "{text}"',
+    "jailor_says": 'The jailor: "{text}"',
+    "prisoner_says": '{actor}, in jail: "{text}"',
+    "jailed": "{target} is locked up for the night.",
+    "promoted": "{actor} is the mafia's {text} now.",
+    "killed": "{actor} was found dead. Role: {text}.",
+    "hanged": "{actor} was hanged. Role: {text}.",
+    "nominated": "{actor} nominates {target}.",
+    "trial": "{target} is on trial.",
+    "vote": "{actor} votes {text}.",
+    "condemned": "{target} is condemned: {text}.",
+    "acquitted": "{target} is let go: {text}.",
+    "revealed": "{actor} shows the mayor's chain of office.",
+    "note": "(Only you: {text})",
+    "result": "(Result on {target}: {text}.)",
+    "rejected": "(Your reply did nothing. {text}.)",
+    "over": "The game is over: {text}.",
+    "action": "[{actor} chooses: {text} -> {target}]",
+    "thought": "[{actor} thinks: {text}]",
+}
+"""Wording by kind of event, the same in prompts, look-ups and transcripts."""
+
+
+def event_line(event: Event, names: Sequence[str]) -> str:
+    """Return the event as one line. names: player names by seat."""
+    actor = names[event.actor] if event.actor >= 0 else ""
+    target = names[event.target] if event.target >= 0 else ""
+    return _SENTENCES[event.kind].format(day=event.day, actor=actor, target=target, text=event.text)
+
+
+def event_lines(events: Iterable[Event], names: Sequence[str]) -> list[str]:
+    return [event_line(event, names) for event in events]
+
+
+def game_record(game: Game) -> JsonObject:
+    """Return an ended game for the run folder: cast and result, transcript, and one row for each event."""
+    return {**_summary(game), "transcript": _transcript(game), "events": list(_event_rows(game))}
+
+
+def _summary(game: Game) -> JsonObject:
+    seats = [
+        {
+            "name": seat.name,
+            "role": seat.role_name,
+            "faction": str(seat.role.faction),
+            "player": seat.player,
+            "alive": seat.alive,
+            "result": seat_result(game, index),
+        }
+        for index, seat in enumerate(game.seats)
+    ]
+    return {"game": game.number, "seed": game.seed, "winner": str(game.winner), "days": game.day, "seats": seats}
+
+
+def _event_rows(game: Game) -> Iterator[JsonObject]:
+    for number, event in enumerate(game.events):
+        yield {
+            "game": game.number,
+            "seed": game.seed,
+            "number": number,
+            "day": event.day,
+            "phase": str(event.phase),
+            "kind": event.kind,
+            "actor": _name(game, event.actor),
+            # The role at the end of the game: an executioner may have become a jester since this event.
+            "role": game.seats[event.actor].role_name if event.actor >= 0 else "",
+            "target": _name(game, event.target),
+            "text": event.text,
+            "audience": _audience(game, event),
+        }
+
+
+def _transcript(game: Game) -> str:
+    """Return the whole game, secrets included. A line that only some seats saw ends with their names."""
+    names = [f"{seat.name} ({seat.role_name})" for seat in game.seats]
+    cast = "Cast: " + ", ".join(names)
+    return "\n".join([cast, *(_transcript_line(game, event, names) for event in game.events)]) + "\n"
+
+
+def _transcript_line(game: Game, event: Event, names: list[str]) -> str:
+    line = event_line(event, names)
+    # An empty audience needs no suffix: thoughts and choices are in brackets already.
+    return f"    {line}  <- {_audience(game, event)}" if event.audience else line
+
+
+def _name(game: Game, seat: int) -> str:
+    return game.seats[seat].name if seat >= 0 else ""
+
+
+def _audience(game: Game, event: Event) -> str:
+    """Return 'all', the names of the seats that saw the event, or 'record' if none did."""
+    if event.audience is None:
+        return "all"
+    return ", ".join(game.names(event.audience)) or "record"
+
+
+Message = dict[str, str]
+"""A chat message: role and content."""
+
+_RULES = """\
+You are {name}, one of {seats} people in a small town. The town wants to hang every killer; the mafia knows its own \
+and wants to reach half of the living; others have goals of their own. By night people act in secret. By day all \
+talk, nominate, and judge whoever is brought to trial.
+Your role: {role} ({faction}). {card}
+Answer with <think>your reasoning</think> followed by exactly one action tag and nothing else."""
+
+_QUESTIONS = {
+    Phase.PRE_NIGHT: "Night is near.",
+    Phase.NIGHT_TALK: "It is night. You may talk in your closed circle.",
+    Phase.NIGHT: "It is night. Choose what to do.",
+    Phase.DISCUSSION: "The town talks.",
+    Phase.NOMINATION: "The town may bring somebody to trial: it takes {needed} who name the same person.",
+    Phase.DEFENCE: "You are on trial. Defend yourself.",
+    Phase.JUDGEMENT: "Judge {accused}.",
+    Phase.LAST_WORDS: "You are condemned. Your last words.",
+}
+
+_LASTING = frozenset({"result", "killed", "hanged", "revealed"})
+"""Kinds of events that stay in the full prompt even if they are older than the latest `memory` events."""
+
+
+def full_prompt(view: Observation, memory: int) -> list[Message]:
+    """Return the rules, the situation with the latest `memory` events, and the look-ups of this turn.
+
+    A look-up only appends messages, so that sampled tokens keep their positions.
+    """
+    return _with_look_ups(
+        view, [{"role": "system", "content": _rules(view)}, {"role": "user", "content": _situation(view, memory)}]
+    )
+
+
+def brief_prompt(view: Observation, memory: int) -> list[Message]:
+    """Return the situation in few words, without the rules of the game and without older events."""
+    people = {"Alive": view.living, "Mafia": view.allies, "Mark": [view.mark] if view.mark != NO_SEAT else []}
+    text = [
+        f"{view.name}, {view.role.name}. Day {view.day}, {view.phase}.",
+        *(f"{label}: {' '.join(view.names[seat] for seat in seats)}." for label, seats in people.items() if seats),
+        *([f"On trial: {view.names[view.accused]}."] if view.accused != NO_SEAT else []),
+        *event_lines(view.events[-memory:], view.names),
+        " ".join(_usage(tag, spec) for tag, spec in view.legal.items()),
+    ]
+    return _with_look_ups(view, [{"role": "user", "content": "\n".join(text)}])
+
+
+PROMPT_STYLES: dict[str, Callable[[Observation, int], list[Message]]] = {"full": full_prompt, "brief": brief_prompt}
+"""(observation, memory) -> messages, by the name in `args.prompts`."""
+
+
+def _with_look_ups(view: Observation, chat: list[Message]) -> list[Message]:
+    for completion, observation in view.dialog:
+        chat += [{"role": "assistant", "content": completion}, {"role": "user", "content": observation}]
+    return chat
+
+
+def _rules(view: Observation) -> str:
+    role = view.role
+    rules = _RULES.format(name=view.name, seats=len(view.names), role=role.name, faction=role.faction, card=role.card)
+    if view.allies:
+        rules += f" The mafia beside you: {_people(view, view.allies)}."
+    if view.mark != NO_SEAT:
+        rules += f" Your mark: {view.names[view.mark]}."
+    return rules
+
+
+def _people(view: Observation, roles: dict[int, str]) -> str:
+    return ", ".join(f"{view.names[seat]} ({role_name})" for seat, role_name in roles.items())
+
+
+def _situation(view: Observation, memory: int) -> str:
+    events = [event for event in view.events[:-memory] if event.kind in _LASTING] + list(view.events[-memory:])
+    return "\n".join(
+        [
+            *event_lines(events, view.names),
+            "",
+            f"Day {view.day}, {view.phase}. Alive: {', '.join(view.names[seat] for seat in view.living)}.",
+            f"Dead: {_people(view, {grave.seat: grave.role_name for grave in view.graves}) or 'nobody'}.",
+            _QUESTIONS[view.phase].format(accused=view.names[view.accused], needed=view.nominations_needed),
+            *_choices(view),
+        ]
+    )
+
+
+def _choices(view: Observation) -> list[str]:
+    text = [f"Actions: {'; '.join(_usage(tag, spec) for tag, spec in view.legal.items() if tag not in LOOK_UP_TAGS)}"]
+    if view.tool_calls:
+        # Listed even when none is left: a look-up must not change the messages before it.
+        look_ups = "; ".join(_usage(tag, spec) for tag, spec in view.look_ups.items())
+        text.append(f"Look-ups, at most {view.tool_calls} a turn, answered before you act: {look_ups}")
+    return text
+
+
+def _usage(tag: str, spec: ArgumentSpec) -> str:
+    """Return the syntax of the action. Example: <vote>guilty|innocent|abstain</vote>"""
+    if spec.kind is ArgumentKind.EMPTY:
+        return f"<{tag}/>"
+    inside = {
+        ArgumentKind.TEXT: "text",
+        ArgumentKind.CHOICE: "role" if tag == "get_role" else "|".join(spec.options),
+        ArgumentKind.ADDRESSED: "name: text",
+    }
+    return f"<{tag}>{inside[spec.kind]}</{tag}>"
+
+
+def look_up(game: Game, seat: int, tag: str, argument: str) -> str:
+    """Return the observation of a legal look-up. Only write_will changes the game."""
+    if tag == "write_will":
+        game.seats[seat].will = argument
+        answer = "Your will is kept."
+    else:
+        answer = _ANSWERS[tag](observe(game, seat), argument)
+    left = game.rules.tool_calls - len(game.seats[seat].dialog) - 1
+    return f"<observation>{answer} (look-ups left this turn: {left})</observation>"
+
+
+def _get_role(view: Observation, name: str) -> str:
+    role = ROLES[name]
+    tags = ", ".join(ability.tag for ability in role.abilities) or role.day_power or "none"
+    return f"{name} ({role.faction}; actions: {tags}). {role.card}"
+
+
+def _roles(view: Observation, argument: str) -> str:
+    """List all roles of the game, not those dealt: the cast is secret."""
+    by_faction: dict[str, list[str]] = {}
+    for name, role in ROLES.items():
+        by_faction.setdefault(role.faction, []).append(name)
+    return "; ".join(f"{faction}: {', '.join(names)}" for faction, names in by_faction.items())
+
+
+def _chat_history(view: Observation, day: str) -> str:
+    events = [event for event in view.events if str(event.day) == day]
+    return "\n".join(event_lines(events, view.names)) or "Nothing was said."
+
+
+def _graveyard(view: Observation, argument: str) -> str:
+    return "; ".join(f"{grave.name}: {grave.role_name}" for grave in view.graves)
+
+
+def _check_will(view: Observation, name: str) -> str:
+    will = next(grave.will for grave in view.graves if grave.name == name)
+    return f'The will of {name}: "{will}"' if will else f"{name} left no will."
+
+
+def _view_will(view: Observation, argument: str) -> str:
+    return f'Your will: "{view.will}"' if view.will else "You have not written a will."
+
+
+_ANSWERS: dict[str, Callable[[Observation, str], str]] = {
+    "get_role": _get_role,
+    "roles": _roles,
+    "chat_history": _chat_history,
+    "graveyard": _graveyard,
+    "check_will": _check_will,
+    "view_will": _view_will,
+}
