@@ -62,20 +62,20 @@ END = "end"
 
 
 class EveryRank:
-    """Runs named commands on all ranks of a group: rank 0 calls, the others `follow`."""
+    """Runs commands on all ranks of an engine: rank 0 calls, the others `follow`."""
 
     def __init__(
         self,
-        commands: Mapping[str, Callable[..., Any]],
+        engine: RolloutEngine,
         group: dist.ProcessGroup | None,
-        may_fail_on_one: Collection[str] = (),
+        commands: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
-        """group: None for a single rank.
+        """engine: this rank's; its methods are commands. group: None for a single rank.
 
-        may_fail_on_one: commands that may raise ValueError on some ranks only; rank 0 then raises it too.
+        commands: further ones, by name. They may raise ValueError on some ranks only; rank 0 then raises it too.
         """
-        self._commands = commands
-        self._may_fail_on_one = may_fail_on_one
+        self.engine = engine
+        self._commands = commands or {}
         self._group = group
 
     def call(self, name: str, *arguments: Any) -> Any:
@@ -84,7 +84,9 @@ class EveryRank:
         return self._run(name, arguments)
 
     def _run(self, name: str, arguments: tuple[Any, ...]) -> Any:
-        if self._group is None or name not in self._may_fail_on_one:
+        if name not in self._commands:
+            return getattr(self.engine, name)(*arguments)
+        if self._group is None:
             return self._commands[name](*arguments)
         result, problem = None, None
         try:
@@ -118,28 +120,13 @@ class EveryRank:
             dist.broadcast_object_list([(name, arguments)], src=0, group=self._group)
 
 
-def engine_commands(engine: RolloutEngine) -> dict[str, Callable[..., Any]]:
-    """Return the commands that `MirroredEngine` calls."""
-    return {
-        "submit": engine.submit,
-        "step": engine.step,
-        "abort": engine.abort,
-        "top_logprobs": engine.top_logprobs,
-        "weights_changed": engine.weights_changed,
-        "wake": engine.wake,
-        "sleep": engine.sleep,
-    }
-
-
 class MirroredEngine:
     """`RolloutEngine` of rank 0 whose calls run on every rank of the engine."""
 
-    def __init__(self, engine: RolloutEngine, every_rank: EveryRank) -> None:
-        """every_rank: has the `engine_commands` of this engine."""
-        self._engine = engine
+    def __init__(self, every_rank: EveryRank) -> None:
         self._every_rank = every_rank
-        self.max_num_seqs = engine.max_num_seqs
-        self.admission_cost = engine.admission_cost
+        self.max_num_seqs = every_rank.engine.max_num_seqs
+        self.admission_cost = every_rank.engine.admission_cost
 
     def submit(self, requests: Iterable[Request]) -> None:
         self._every_rank.call("submit", list(requests))
@@ -148,7 +135,7 @@ class MirroredEngine:
         return self._every_rank.call("step")
 
     def deltas(self) -> list[tuple[Hashable, TokenDelta]]:
-        return self._engine.deltas()
+        return self._every_rank.engine.deltas()
 
     def abort(self, keys: Collection[Hashable] | None = None) -> None:
         self._every_rank.call("abort", None if keys is None else list(keys))
@@ -168,4 +155,4 @@ class MirroredEngine:
     def close(self) -> None:
         """End the other ranks, then this rank's engine."""
         self._every_rank.end()
-        self._engine.close()
+        self._every_rank.engine.close()

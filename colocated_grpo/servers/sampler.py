@@ -93,24 +93,22 @@ class Sampler:
 
         All prompts are checked before any is sampled. When one completion fails, the others are aborted.
         """
-        requests = self._all_requests(prompts, parameters, stream=False)
-        tasks = [
-            asyncio.ensure_future(self._sample_one(index, request, parameters, num_top_logprobs))
-            for index, request in enumerate(requests)
-        ]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            _cancel(tasks)
+        parts = [part async for part in self._parts(prompts, parameters, num_top_logprobs, stream=False)]
+        return sorted(parts, key=lambda part: part.index)
 
-    async def stream(
+    def stream(
         self, prompts: Sequence[list[int]], parameters: SamplingParameters, num_top_logprobs: int = 0
     ) -> AsyncGenerator[CompletionPart]:
         """Yield the completions of all prompts in parts, as they are sampled. Errors are those of `sample`.
 
         Top log-probabilities are computed after a completion has finished, which then is a single part.
         """
-        requests = self._all_requests(prompts, parameters, stream=not num_top_logprobs)
+        return self._parts(prompts, parameters, num_top_logprobs, stream=not num_top_logprobs)
+
+    async def _parts(
+        self, prompts: Sequence[list[int]], parameters: SamplingParameters, num_top_logprobs: int, *, stream: bool
+    ) -> AsyncGenerator[CompletionPart]:
+        requests = [request for prompt in prompts for request in self._requests(prompt, parameters, stream=stream)]
         parts: asyncio.Queue[CompletionPart | None] = asyncio.Queue()
         tasks = [
             asyncio.ensure_future(self._stream_one(index, request, parameters, num_top_logprobs, parts))
@@ -129,11 +127,6 @@ class Sampler:
             await all_done
         finally:
             _cancel(tasks)
-
-    def _all_requests(
-        self, prompts: Sequence[list[int]], parameters: SamplingParameters, *, stream: bool
-    ) -> list[Request]:
-        return [request for prompt in prompts for request in self._requests(prompt, parameters, stream=stream)]
 
     def _requests(self, prompt: list[int], parameters: SamplingParameters, *, stream: bool) -> list[Request]:
         self._limits.check_prompt(prompt)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from colocated_grpo.errors import RunError
 from colocated_grpo.policy.loading import compute_dtype, dtype_of
@@ -29,10 +29,10 @@ from colocated_grpo.servers.engine_routes import LARGE_PATHS, Sessions, add_engi
 from colocated_grpo.servers.exported import export, export_folder, move_to_shared_memory
 from colocated_grpo.servers.options import RESTART, Restart, ServeOptions, model_settings
 from colocated_grpo.servers.rank_links import LoadBalancer
-from colocated_grpo.servers.ranks import EveryRank, MirroredEngine, engine_commands, join_ranks
+from colocated_grpo.servers.ranks import EveryRank, MirroredEngine, join_ranks
 from colocated_grpo.servers.receiver import WeightReceiver
 from colocated_grpo.servers.sampler import Sampler
-from colocated_grpo.servers.text import Limits, limits_of
+from colocated_grpo.servers.text import limits_of
 from colocated_grpo.settings.config_json import config_json_in, shape_of
 from colocated_grpo.types import JsonObject
 from colocated_grpo.web.guards import Hosts
@@ -43,7 +43,6 @@ MAX_BODY_BYTES = 8 << 20
 MAX_REQUESTS = 4096
 BASE_PREFIX = "model"
 """Prefix of the base model in checkpoint names."""
-WEIGHT_COMMANDS = frozenset({"load_adapter", "unload_adapter", "join", "update"})
 IDLE_LIMIT = timedelta(days=3650)
 """The other ranks of an engine wait for rank 0's next call without limit."""
 
@@ -63,13 +62,12 @@ def serve(options: ServeOptions) -> int:
         _share_weights(engine, model, facts)
     receiver = WeightReceiver(engine, model.folder, world)
     commands = {
-        **engine_commands(engine),
         "load_adapter": engine.adapters.load,
         "unload_adapter": engine.adapters.unload,
         "join": receiver.join,
         "update": receiver.update,
     }
-    ranks = EveryRank(commands, _idle_group(world), WEIGHT_COMMANDS)
+    ranks = EveryRank(engine, _idle_group(world), commands)
     if world.is_main:
         stop = StopRequest(world.store)
         stop.listen()
@@ -136,7 +134,7 @@ def _lead(
 ) -> int:
     """Serve on rank 0. engine: this rank's."""
     note = partial(print, "note:", flush=True)
-    whole, inbox, restart = MirroredEngine(engine, ranks), Inbox(), Restart()
+    whole, inbox, restart = MirroredEngine(ranks), Inbox(), Restart()
     control, sessions = EngineControl(whole, inbox, Driver(whole, inbox)), Sessions(inbox, note)
 
     limits = limits_of(model, options.max_model_len, seed=0, max_tokens_setting="--max-model-len")
@@ -147,7 +145,20 @@ def _lead(
         add_weight_routes(app, control, ranks.call, engine.adapters.status, restart, note)
 
     try:
-        server = listen(options, model, limits, inbox, add_routes)
+        server = _listen(
+            create_app(
+                Sampler(LoadBalancer(inbox), model.tokenizer, limits, note),
+                options.model,
+                limits.max_tokens,
+                hosts=Hosts(options.host, options.allow_host),
+                api_key=os.environ[options.api_key_variable] if options.api_key_variable else None,
+                max_body_bytes=MAX_BODY_BYTES,
+                max_requests=MAX_REQUESTS,
+                add_routes=add_routes,
+                large_paths=LARGE_PATHS,
+            ),
+            options,
+        )
         restart.ready(options.model, server.ports[0])
         host = f"[{options.host}]" if ":" in options.host else options.host
         print(f"serving {options.model} at http://{host}:{server.ports[0]}", flush=True)
@@ -187,25 +198,7 @@ def parameters_of(engine: VLLMEngine) -> JsonObject:
     }
 
 
-def listen(
-    options: ServeOptions,
-    model: ModelFiles,
-    limits: Limits,
-    inbox: Inbox,
-    add_routes: Callable[[FastAPI], None],
-) -> ServerThread:
-    sampler = Sampler(LoadBalancer(inbox), model.tokenizer, limits, partial(print, "note:", flush=True))
-    app = create_app(
-        sampler,
-        options.model,
-        limits.max_tokens,
-        hosts=Hosts(options.host, options.allow_host),
-        api_key=os.environ[options.api_key_variable] if options.api_key_variable else None,
-        max_body_bytes=MAX_BODY_BYTES,
-        max_requests=MAX_REQUESTS,
-        add_routes=add_routes,
-        large_paths=LARGE_PATHS,
-    )
+def _listen(app: ASGIApp, options: ServeOptions) -> ServerThread:
     try:
         return ServerThread(app, options.host, [options.port])
     except OSError as error:  # taken while the engine was built
