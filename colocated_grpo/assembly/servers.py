@@ -25,7 +25,9 @@ from colocated_grpo.servers.exported import CONFIG_NAME, attach, export_folder, 
 from colocated_grpo.servers.remote import EngineGroup, RemoteEngine, Restore
 from colocated_grpo.servers.saved import AdapterSync, RestartSync
 from colocated_grpo.settings.config_json import first_difference, read_config_json, shape_of
+from colocated_grpo.settings.engine import EngineConfig
 from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.settings.policy import PolicyConfig
 from colocated_grpo.settings.schema import Config, ModelConfig
 from colocated_grpo.types import JsonObject
 
@@ -46,17 +48,21 @@ def connect(config: Config, world: World, stop: StopRequest) -> list[EngineServe
     key = None if variable is None else os.environ[variable]
     servers = [EngineServer(url, key, config.engine.server_timeout, stop.requested) for url in urls]
     prepare = partial(
-        _prepare, config.model, config.max_sequence_tokens, config.engine.bridge, _required_dtype(config, world.device)
+        _prepare,
+        config.model,
+        config.max_sequence_tokens,
+        config.engine.bridge,
+        _required_dtype(config.engine, config.policy, world.device),
     )
     world.from_main(lambda: [prepare(server, server.wait_until_ready()) for server in servers] and None)
     return servers
 
 
-def _required_dtype(config: Config, device: torch.device) -> str | None:
+def _required_dtype(engine: EngineConfig, policy: PolicyConfig, device: torch.device) -> str | None:
     """Return the type that the servers' weights must have; None: any, as they are cast on their way."""
-    if config.engine.dtype == "auto" and config.engine.bridge != "shared":
+    if engine.dtype == "auto" and engine.bridge != "shared":
         return None
-    return str(engine_dtype(config.engine, config.policy, device)).removeprefix("torch.")
+    return str(engine_dtype(engine, policy, device)).removeprefix("torch.")
 
 
 def _prepare(
