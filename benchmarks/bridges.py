@@ -65,7 +65,7 @@ def _measure_bridge(
     with ExitStack() as stack:
         scratch = world.broadcast_object(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bridges-"))))
         os.environ |= world.from_main(lambda: _start_server(config, world, options, scratch, stack))
-        servers = connect(config, world, stop)
+        servers = connect(config.engine, config.model, config.policy, config.max_sequence_tokens, world, stop)
         policy = Policy(config, read_model_config(config.model, folder), folder, world)
         engines = build_remote(
             config, servers, policy, read_model_files(config.model, world, config.policy.lora), scratch, world, stop

@@ -164,6 +164,6 @@ def wake_with_weights(config: Config, engine: VLLMEngine, policy: Policy, world:
     from colocated_grpo.assembly.policy import build_sync  # imports vLLM, which --help does not need
 
     engine.wake("weights")
-    build_sync(config, policy, engine, world).sync()
+    build_sync(policy, engine, world, shared=config.weights == "shared", check_every=config.freshness.every).sync()
     engine.weights_changed(policy.version)
     engine.wake("kv_cache")

@@ -37,13 +37,14 @@ def parser() -> argparse.ArgumentParser:
 
 def measure(world: World, options: argparse.Namespace) -> JsonObject:
     # Imported here because they import vLLM, which takes seconds and is needed in the ranks only.
+    from colocated_grpo.assembly.engines import engine_spec
     from colocated_grpo.assembly.policy import build_engine
     from colocated_grpo.rollout.vllm import patches
 
     with model_folder(options, world) as folder:
         config = config_of(folder, options, **sections(options))
         policy = Policy(config, read_model_config(config.model, folder), folder, world)
-        engine = build_engine(config, policy, folder, world)
+        engine = build_engine(engine_spec(config, folder, world), policy, world)
         for _ in range(2):  # the second pass follows a sleep
             wake_with_weights(config, engine, policy, world)
             tokens = sample(engine, options)

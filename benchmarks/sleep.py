@@ -95,12 +95,13 @@ def import_seconds() -> float:
 
 def first_token(config: Config, policy: Policy, folder: Path, world: World) -> tuple[VLLMEngine, dict[str, float]]:
     """Return an awake engine, and the seconds until it was built and until it sampled from the policy's weights."""
+    from colocated_grpo.assembly.engines import engine_spec
     from colocated_grpo.assembly.policy import build_engine
     from colocated_grpo.trainer import settle_garbage_collector
 
     barrier(world.device)
     begin = time.perf_counter()
-    engine = build_engine(config, policy, folder, world)
+    engine = build_engine(engine_spec(config, folder, world), policy, world)
     built = time.perf_counter() - begin
     wake_with_weights(config, engine, policy, world)
     sample_one_token(engine)

@@ -44,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
 
 def measure(world: World, options: argparse.Namespace) -> JsonObject:
     # Imported here because they import vLLM, which takes seconds and is needed in the ranks only.
+    from colocated_grpo.assembly.engines import engine_spec
     from colocated_grpo.assembly.policy import build_engine
     from colocated_grpo.weights.colocated import ColocatedSync
     from colocated_grpo.weights.transport import TransportCheck
@@ -52,7 +53,7 @@ def measure(world: World, options: argparse.Namespace) -> JsonObject:
     with model_folder(options, world) as folder:
         config = config_of(folder, options, engine={"max_num_seqs": MAX_NUM_SEQS})
         policy = Policy(config, read_model_config(config.model, folder), folder, world)
-        engine = build_engine(config, policy, folder, world)
+        engine = build_engine(engine_spec(config, folder, world), policy, world)
     engine.wake("weights")
     published, conversion = policy.weights.published(), policy.model.conversion
     planned = ColocatedSync(published, engine, conversion, world, check_every=0)

@@ -17,6 +17,7 @@ from colocated_grpo.errors import NothingUsable
 from colocated_grpo.evaluation.evaluator import EvaluationSet
 from colocated_grpo.freshness import staleness_of
 from colocated_grpo.metrics import Metrics, reduce
+from colocated_grpo.phases import profiled
 from colocated_grpo.policy.activations import out_of_memory_in_one_line
 from colocated_grpo.policy.export import Export
 from colocated_grpo.policy.masters import Weights
@@ -24,9 +25,8 @@ from colocated_grpo.policy.policy import fill_missing, score
 from colocated_grpo.rollout.collect import Stopped
 from colocated_grpo.run import BEST, GOAL_REACHED, LEARNING_RATE, Run
 from colocated_grpo.runtime.distributed import derive_seed, seed_everything
-from colocated_grpo.runtime.profiling import profiled
 from colocated_grpo.runtime.run_folder import MODEL_SHAPE
-from colocated_grpo.settings.schema import Config
+from colocated_grpo.runtime.verdict import FINISHED, STOPPED
 from colocated_grpo.summaries import (
     check_reward_errors,
     environment_metrics,
@@ -35,7 +35,6 @@ from colocated_grpo.summaries import (
     lack_of_signal,
     rollout_metrics,
 )
-from colocated_grpo.tracking.ending import FINISHED, STOPPED
 from colocated_grpo.types import Group
 
 PUSH_SECONDS = 5.0
@@ -195,16 +194,12 @@ def make_batch(run: Run, step: int, groups: list[Group]) -> Batch:
         )
 
 
-def several_updates(config: Config) -> bool:
-    return config.batch.minibatches * config.batch.epochs > 1
-
-
 def with_logprobs(run: Run, batch: Batch) -> Batch:
     """Add the constant log-probabilities that the loss needs; none for one on-policy update without a reference."""
     config = run.config
     if batch.lacks_sampling_logprobs:
         batch = run.policy.with_sampling_logprobs(batch)
-    if several_updates(config) and config.loss.old_logprobs == "trainer":
+    if config.batch.updates > 1 and config.loss.old_logprobs == "trainer":
         batch = run.policy.with_old_logprobs(batch)
     if run.reference is not None:
         with run.reference.scoring() as reference:

@@ -104,7 +104,7 @@ class Trainer:
             config=config,
             settings=settings,
         )
-        check_names(self._loaded.config)
+        check_names(self._loaded.config.sources)
         self._name = program_name() if config is None else Path(config).stem
         # GRPOConfig joins a process group under torchrun, and does not use it.
         self._replaces_group = args is not None and hasattr(args, "generation_batch_size")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from colocated_grpo.assembly.data import (
     build_collector,
@@ -16,7 +17,7 @@ from colocated_grpo.assembly.data import (
     build_prompt_supply,
     listen_to_agents,
 )
-from colocated_grpo.assembly.engines import Engines
+from colocated_grpo.assembly.engines import Engines, engine_spec
 from colocated_grpo.assembly.evaluation import evaluation_sets
 from colocated_grpo.assembly.policy import (
     build_colocated,
@@ -24,7 +25,6 @@ from colocated_grpo.assembly.policy import (
     build_judge,
     build_opponent,
     build_reference,
-    check_engine,
     fetch_opponent,
     opponent_state,
     read_opponent,
@@ -38,15 +38,20 @@ from colocated_grpo.policy.activations import choose_micro_batch_size
 from colocated_grpo.policy.blocks import blocks_of, num_checkpointed
 from colocated_grpo.policy.lora.weights import AdapterWeights, frozen_experts
 from colocated_grpo.policy.model_files import ModelFiles, read_model_files
+from colocated_grpo.policy.model_loader import ModelLoader
 from colocated_grpo.policy.policy import Policy
+from colocated_grpo.policy.reference import Reference
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.supply import AheadSupply, MixedSupply, PromptSupply, Supply
+from colocated_grpo.rollout.vllm.spec import EngineSpec
+from colocated_grpo.rollout.vllm.vllm_engine import prepare
 from colocated_grpo.run import BEST, GOAL_REACHED, LEARNING_RATE, Run
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.run_folder import CHECKPOINTS, complete_checkpoints
 from colocated_grpo.runtime.supervision import StopRequest
 from colocated_grpo.settings.config_json import has_text_part, read_config_json
-from colocated_grpo.settings.schema import Config
+from colocated_grpo.settings.generation import ModelConfig
+from colocated_grpo.settings.schema import Config, HubConfig
 from colocated_grpo.tracking import RunOutput, files, make_tracker
 from colocated_grpo.tracking.hub import Hub
 
@@ -72,27 +77,29 @@ def build_run(
     tracker = make_tracker(folder, output, config.tracking, is_main=world.is_main)
     with output.phase("reading the model's settings and tokenizer"):
         model = read_model_files(config.model, world, config.policy.lora)
-        opponent_folder = fetch_opponent(config, world)
-        check_engine(config, model, world)
+        opponent_folder = fetch_opponent(config.opponent_model, world)
+        in_rank = config.engine.placement == "colocated"  # engine servers have checked their own vLLM
+        spec = engine_spec(config, model.folder, world) if in_rank else None
+        if spec is not None:
+            prepare(spec, world.device)
     with output.phase("reading data, rewards and environments"):
         data = build_data(config, model, world, tracker, resources)
     inbox = Inbox()
     serving = build_serving(config, folder, inbox, model, world, tracker.note, resources)
     listen_to_agents(config, data, model, resources)
     with output.phase("waiting for the engine servers"):
-        servers = connect_servers(config, world, stop)
+        servers = [] if in_rank else connect_servers(config, world, stop)
 
     with output.phase("reading the weights"):
-        policy = Policy(config, model.hf_config, model.folder, world)
-        reference = build_reference(config, model, policy, world)
-        frozen = read_opponent(config, opponent_folder, model.hf_config, world)
-        checkpoints = Checkpoints(folder, config.checkpoint, world, opponent_state(config, frozen), tracker.note)
+        policy, reference, frozen = build_models(config, model, opponent_folder, world)
+        kept = opponent_state(config.opponent, frozen)
+        checkpoints = Checkpoints(folder, config.checkpoint, world, kept, tracker.note)
         start, state = checkpoints.restore(policy)
     policy.fixed_lr = state.get(LEARNING_RATE)
 
     clock = Clock(world.device)
-    with output.phase("connecting to the engines" if servers else engine_phase(config, world)):
-        engines = build_engines(config, servers, policy, model, folder, world, stop, resources)
+    with output.phase("connecting to the engines" if spec is None else engine_phase(spec, world.device)):
+        engines = build_engines(config, spec, servers, policy, model, folder, world, stop, resources)
     opponent = build_opponent(config.opponent, frozen, policy, engines, world, config.freshness.every)
     with output.phase("rehearsing a training step"):
         # The engine sleeps, so memory that is free now is free while the policy trains.
@@ -103,8 +110,10 @@ def build_run(
     resources.callback(collector.close)
     sampled = build_prompt_supply(config, data, model, collector, world, stop, opponent, tracker.note)
     served = None if serving is None else serving.start(driver, start, stop.requested, lambda: policy.version)
-    supply = resources.enter_context(closing(join_supplies(config, sampled, served)))
+    ahead = config.training_steps if config.rollout.max_staleness else 0
+    supply = resources.enter_context(closing(join_supplies(sampled, served, ahead)))
     resources.callback(finish_writing, checkpoints)
+    final = config.training_steps if config.checkpoint.final else None
     best = Best(config.evaluation.keep_best, config.evaluation.patience)
     if state:
         supply.load_state_dict(state["source"])
@@ -122,13 +131,13 @@ def build_run(
         collector=collector,
         supply=supply,
         choreography=Choreography(policy, engines.engine, engines.sync, clock, config.sync_frequency),
-        judge_samples=build_judge(config, policy.dtype, engines, world),
+        judge_samples=build_judge(config.freshness, config.rollout.temperature, policy.dtype, engines, world),
         clock=clock,
         evaluator=Evaluator(evaluation_sets(config, data.evaluated, model.stop_token_ids), collector, world),
         best=best,
         checkpoints=checkpoints,
-        exports=build_exports(config, policy, model, world),
-        hub=build_hub(config, folder, world, tracker.note, resources),
+        exports=build_exports(config.checkpoint, config.policy.lora, config.model.name, policy, model, world),
+        hub=build_hub(config.hub, final, config.model, folder, world, tracker.note, resources),
         tracker=tracker,
         callbacks=Callbacks(callbacks, config.training_steps, folder, world, tracker.note, policy.fixed_lr),
         start=start,
@@ -136,24 +145,35 @@ def build_run(
     )
 
 
+def build_models(
+    config: Config, model: ModelFiles, opponent_folder: Path | None, world: World
+) -> tuple[Policy, Reference | None, dict[str, DTensor]]:
+    """Read the weights: the policy, the reference of its KL penalty, and a frozen opponent's shards. Collective."""
+    policy = Policy(config, model.hf_config, model.folder, world)
+    loader_of = partial(ModelLoader, config, model.hf_config, world=world)
+    offloaded = config.policy.cpu_offload
+    reference = build_reference(config.loss.kl, policy, loader_of(model.folder), offloaded=offloaded)
+    frozen = read_opponent(None if opponent_folder is None else loader_of(opponent_folder), world.device)
+    return policy, reference, frozen
+
+
 def connect_servers(config: Config, world: World, stop: StopRequest) -> list[EngineServer]:
-    """Return the engine servers of the run; none if the engines are in the ranks. Collective."""
-    if config.engine.placement == "colocated":
-        return []
+    """Wait for the engine servers of the run. Collective. Raises ConfigError or RunError."""
     # Imported here: other runs need none of it.
     from colocated_grpo.assembly.servers import connect
 
-    return connect(config, world, stop)
+    return connect(config.engine, config.model, config.policy, config.max_sequence_tokens, world, stop)
 
 
-def engine_phase(config: Config, world: World) -> str:
+def engine_phase(spec: EngineSpec, device: torch.device) -> str:
     """Return the name of the phase in which the engines of the ranks are built."""
-    graphs = world.device.type == "cuda" and not config.engine.enforce_eager
+    graphs = device.type == "cuda" and not spec.enforce_eager
     return "building the engine" + (" and capturing its CUDA graphs" if graphs else "")
 
 
 def build_engines(
     config: Config,
+    spec: EngineSpec | None,
     servers: list[EngineServer],
     policy: Policy,
     model: ModelFiles,
@@ -162,8 +182,10 @@ def build_engines(
     stop: StopRequest,
     resources: ExitStack,
 ) -> Engines:
-    if not servers:
-        return build_colocated(config, policy, model.folder, world, resources)
+    """spec: of the engines in the ranks; None with engine servers. Collective."""
+    if spec is not None:
+        shared, every = config.weights == "shared", config.freshness.every
+        return build_colocated(spec, policy, world, resources, shared=shared, check_every=every)
     from colocated_grpo.assembly.servers import build_remote
 
     engines = build_remote(config, servers, policy, model, folder, world, stop)
@@ -171,12 +193,15 @@ def build_engines(
     return engines
 
 
-def join_supplies(config: Config, sampled: PromptSupply | None, served: Supply | None) -> Supply:
-    """One supply of the run's own prompts and of groups that other processes bring. At least one is given."""
+def join_supplies(sampled: PromptSupply | None, served: Supply | None, ahead: int) -> Supply:
+    """One supply of the run's own prompts and of groups that other processes bring. At least one is given.
+
+    ahead: steps of the run if each is sampled while the former one trains; 0: it is not.
+    """
     if sampled is not None and served is not None:
         return MixedSupply(sampled, served)
-    if sampled is not None and config.rollout.max_staleness:
-        return AheadSupply(sampled, config.training_steps)
+    if sampled is not None and ahead:
+        return AheadSupply(sampled, ahead)
     only = sampled or served
     assert only is not None  # the config has at least one environment
     return only
@@ -196,22 +221,30 @@ def build_serving(
         return None
     # Imported here: the web framework would delay the start of every other run.
     from colocated_grpo.assembly.serving import Serving
+    from colocated_grpo.atropos.source import trainer_of
     from colocated_grpo.servers.text import limits_of
 
     keep = partial(files.write_atropos_batch, folder) if config.atropos.keep_last_batch else lambda items: None
     limits = limits_of(model, config.max_sequence_tokens, config.seed)
-    serving = Serving(config, config.atropos, folder, inbox, model.tokenizer, limits, world, note, keep)
+    registration = trainer_of(config, folder)
+    serving = Serving(config.atropos, config.model, registration, inbox, model.tokenizer, limits, world, note, keep)
     resources.callback(serving.close)
     return serving
 
 
 def build_hub(
-    config: Config, folder: Path, world: World, note: Callable[[str], None], resources: ExitStack
+    settings: HubConfig | None,
+    final: int | None,
+    model: ModelConfig,
+    folder: Path,
+    world: World,
+    note: Callable[[str], None],
+    resources: ExitStack,
 ) -> Hub | None:
-    if config.hub is None:
+    """final: the step at the end, if the run exports its final weights."""
+    if settings is None:
         return None
-    final = config.training_steps if config.checkpoint.final else None
-    hub = Hub(config.hub, folder, final, has_text_part(read_config_json(config.model)), note)
+    hub = Hub(settings, folder, final, has_text_part(read_config_json(model)), note)
     if world.is_main:
         resources.callback(hub.close)
     return hub

@@ -28,16 +28,21 @@ from colocated_grpo.settings.config_json import first_difference, read_config_js
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.generation import EngineConfig
 from colocated_grpo.settings.schema import Config, ModelConfig
-from colocated_grpo.settings.training import PolicyConfig
+from colocated_grpo.settings.training import LoRAConfig, PolicyConfig
 from colocated_grpo.types import JsonObject
 
 WEIGHTS_FOLDER = "engine_weights"
 """In the run folder: weights that servers load from files."""
 
 
-def connect(config: Config, world: World, stop: StopRequest) -> list[EngineServer]:
-    """Wait for the servers and check that they can serve this run. Collective. Raises ConfigError or RunError."""
-    urls, variable = config.engine.urls, config.engine.api_key_variable
+def connect(
+    engine: EngineConfig, model: ModelConfig, policy: PolicyConfig, max_tokens: int, world: World, stop: StopRequest
+) -> list[EngineServer]:
+    """Wait for the servers and check that they can serve this run. Collective. Raises ConfigError or RunError.
+
+    max_tokens: of a sequence.
+    """
+    urls, variable = engine.urls, engine.api_key_variable
     if not urls:
         urls, variable = os.environ.get(URLS_VARIABLE, "").split(), KEY_VARIABLE
     if not urls:
@@ -46,14 +51,8 @@ def connect(config: Config, world: World, stop: StopRequest) -> list[EngineServe
             "with run_colocated_grpo.py, which starts them"
         )
     key = None if variable is None else os.environ[variable]
-    servers = [EngineServer(url, key, config.engine.server_timeout, stop.requested) for url in urls]
-    prepare = partial(
-        _prepare,
-        config.model,
-        config.max_sequence_tokens,
-        config.engine.bridge,
-        _required_dtype(config.engine, config.policy, world.device),
-    )
+    servers = [EngineServer(url, key, engine.server_timeout, stop.requested) for url in urls]
+    prepare = partial(_prepare, model, max_tokens, engine.bridge, _required_dtype(engine, policy, world.device))
     world.from_main(lambda: [prepare(server, server.wait_until_ready()) for server in servers] and None)
     return servers
 
@@ -107,7 +106,9 @@ def build_remote(
     stop: StopRequest,
 ) -> Engines:
     """Collective."""
-    sync, restore = _bridge(config, servers, policy, model, folder / WEIGHTS_FOLDER, world)
+    lora, base, check_every = config.policy.lora, config.model.name, config.freshness.every
+    files = folder / WEIGHTS_FOLDER
+    sync, restore = _bridge(config.engine, lora, base, servers, policy, model, files, world, check_every)
     replicas = [RemoteEngine(server, restore, stop.request) for server in servers]
     infos = [server.wait_until_ready() for server in servers]
     return Engines(
@@ -121,20 +122,25 @@ def build_remote(
 
 
 def _bridge(
-    config: Config, servers: list[EngineServer], policy: Policy, model: ModelFiles, folder: Path, world: World
+    engine: EngineConfig,
+    lora: LoRAConfig | None,
+    base: str,
+    servers: list[EngineServer],
+    policy: Policy,
+    model: ModelFiles,
+    folder: Path,
+    world: World,
+    check_every: int,
 ) -> tuple[WeightSync, Restore]:
-    """Return the way in which weights reach the servers. folder: for weights that travel as files."""
-    prefix, check_every = policy.model.lm.base_model_prefix, config.freshness.every
-    match config.engine.bridge:
+    """Return the way in which weights reach the servers. base: name of the model. folder: for weights in files."""
+    prefix = policy.model.lm.base_model_prefix
+    match engine.bridge:
         case "broadcast":
             broadcast = BroadcastSync(policy.weights.published(), prefix, servers, world, check_every)
             return broadcast, broadcast.restore
         case "adapter":
-            lora = config.policy.lora
             assert lora is not None  # a rule of the config
-            adapter = AdapterExport(
-                policy=policy, lora=lora, base=config.model.name, tokenizer=model.tokenizer, world=world
-            )
+            adapter = AdapterExport(policy=policy, lora=lora, base=base, tokenizer=model.tokenizer, world=world)
             load = AdapterSync(adapter, folder, servers, world)
             return load, load.restore
         case "restart":
@@ -146,12 +152,10 @@ def _bridge(
                 dtype=policy.dtype,
                 world=world,
             )
-            restart = RestartSync(
-                export, folder, servers, world, base=config.model.name, version=lambda: policy.version
-            )
+            restart = RestartSync(export, folder, servers, world, base=base, version=lambda: policy.version)
             return restart, restart.restore
         case "shared":
-            file = Path(config.engine.bridge_config or export_folder() / CONFIG_NAME)
+            file = Path(engine.bridge_config or export_folder() / CONFIG_NAME)
             views = attach(file, servers[0].wait_until_ready()["instance"])
             adopted = partial(adopt, policy.model)
             sync = share_exported(views, prefix, policy.weights.published, adopted, world, check_every)

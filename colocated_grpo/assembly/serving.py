@@ -9,14 +9,14 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from colocated_grpo.atropos.exchange import Registration
 from colocated_grpo.atropos.origins import Origins
 from colocated_grpo.atropos.reader import GroupReader
-from colocated_grpo.atropos.source import AtroposClient, AtroposSource, trainer_of
+from colocated_grpo.atropos.source import AtroposClient, AtroposSource
 from colocated_grpo.atropos.supply import AtroposSupply, MainSupply, WorkerSupply
 from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.environments.chat import ChatCodec
@@ -27,7 +27,7 @@ from colocated_grpo.servers.rank_links import LoadBalancer, link_ranks
 from colocated_grpo.servers.sampler import Sampler
 from colocated_grpo.servers.text import Limits
 from colocated_grpo.settings.atropos import AtroposSourceConfig, ServerConfig
-from colocated_grpo.settings.schema import Config
+from colocated_grpo.settings.schema import ModelConfig
 from colocated_grpo.web.guards import Hosts
 from colocated_grpo.web.server import ServerThread
 
@@ -43,9 +43,9 @@ class Serving:
 
     def __init__(
         self,
-        config: Config,
         atropos: AtroposSourceConfig,
-        folder: Path,
+        model: ModelConfig,
+        registration: Registration,
         inbox: Inbox,
         tokenizer: PreTrainedTokenizerBase,
         limits: Limits,
@@ -63,20 +63,20 @@ class Serving:
         self._servers: list[ServerThread] = []
         self.source: AtroposSource | None = None
         """On rank 0 only."""
-        world.from_main(lambda: self._open(config, atropos, folder, tokenizer, keep))
+        world.from_main(lambda: self._open(atropos, model, registration, tokenizer, keep))
 
     def _open(
         self,
-        config: Config,
         atropos: AtroposSourceConfig,
-        folder: Path,
+        model: ModelConfig,
+        registration: Registration,
         tokenizer: PreTrainedTokenizerBase,
         keep: Keep,
     ) -> None:
         origins = Origins(REMEMBERED_COMPLETIONS)
         client = AtroposClient(
             atropos.url,
-            trainer_of(config, folder),
+            registration,
             may_reset=atropos.reset,
             api_key=_key(atropos.api_key_variable),
         )
@@ -96,10 +96,10 @@ class Serving:
             tokenizer,
             self._limits,
             self._note,
-            template_variables=config.model.chat_template_kwargs,
+            template_variables=model.chat_template_kwargs,
             on_sampled=origins.record,
         )
-        self._servers.append(listen(sampler, config.model.name, atropos.server, self._limits))
+        self._servers.append(listen(sampler, model.name, atropos.server, self._limits))
         ports = ", ".join(map(str, self._servers[0].ports))
         self._note(f"atropos: batches from {atropos.url}; environments sample at {atropos.server.host}, port {ports}")
 

@@ -5,7 +5,7 @@ Built-in classes and adapters are imported when a config names them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from colocated_grpo.environments.base import EnvironmentSetupError, Episode, Task
 from colocated_grpo.environments.user_code.loading import construct, load_object, one_line, unknown_name
 from colocated_grpo.settings.errors import ConfigError
-from colocated_grpo.settings.schema import Config
+from colocated_grpo.settings.sources import EnvironmentConfig
 from colocated_grpo.types import JsonObject
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ KINDS = {
 """By `type` of a config's entry."""
 
 
-def check_names(config: Config) -> None:
+def check_names(sources: Iterable[EnvironmentConfig]) -> None:
     """Raise ConfigError with one line per name that is not built in, not installed and not of a user-code form.
 
     By look-up alone: no user code is imported. The launcher calls it, so that a misspelled name fails before the ranks
@@ -88,7 +88,7 @@ def check_names(config: Config) -> None:
     from colocated_grpo.environments.rewards.functions import check_reward_name
 
     lines = []
-    for source in [*config.environments, *(entry.source for entry in config.evaluation.sets)]:
+    for source in sources:
         try:
             if source.type in KINDS and getattr(source, "given", None) is None:
                 check_name(KINDS[source.type], source.name)

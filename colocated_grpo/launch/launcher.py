@@ -181,10 +181,15 @@ def missing_inputs(launch: Launch, config: Config) -> list[str]:
     from colocated_grpo.settings.inputs import check_inputs
 
     problems = []
-    resumed = partial(check_resumed, resume=launch.resume, name=Path(launch.config).stem)
-    for check in (check_names, check_inputs, resumed, lambda config: check_installed()):
+    checks = [
+        partial(check_names, config.sources),
+        partial(check_inputs, config),
+        partial(check_resumed, config, launch.resume, Path(launch.config).stem),
+        check_installed,
+    ]
+    for check in checks:
         try:
-            check(config)
+            check()
         except ConfigError as error:
             problems += str(error).splitlines()
     return list(dict.fromkeys(problems))  # two checks read the model and may report the same problem

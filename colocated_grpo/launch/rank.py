@@ -22,11 +22,10 @@ from colocated_grpo.runtime.distributed import (
 from colocated_grpo.runtime.joining import Joined
 from colocated_grpo.runtime.run_folder import choose_run_folder, lock_folder, removed_if_unused
 from colocated_grpo.runtime.user_code import UserCodeWatch
-from colocated_grpo.runtime.verdict import leave, stacks_file
+from colocated_grpo.runtime.verdict import FAILED, STOPPED, leave, stacks_file
 from colocated_grpo.settings.schema import Config, RolloutConfig
 from colocated_grpo.settings.sources import AgentSourceConfig, EpisodeSourceConfig
 from colocated_grpo.tracking import RunOutput
-from colocated_grpo.tracking.ending import FAILED, STOPPED
 from colocated_grpo.trainer import settle_garbage_collector, train
 
 
@@ -105,13 +104,12 @@ class RankProcess:
 
 def start_rank(config: Config, joined: Joined, output: RunOutput) -> RankProcess:
     """Build the process group of the ranks. Stop signals keep their handlers. Collective."""
-    sources = [*config.environments, *(entry.source for entry in config.evaluation.sets)]
     if config.deterministic:
         use_deterministic_kernels()
     with output.phase("connecting the ranks"):
         return RankProcess(
             joined,
-            *user_code_limit(config.rollout, sources),
+            *user_code_limit(config.rollout, config.sources),
             replicate_nodes=config.policy.replicate == "nodes",
             context_parallel=config.policy.context_parallel,
         )

@@ -19,6 +19,8 @@ VERDICT_VARIABLE = "COLOCATED_GRPO_VERDICT"
 """Variable with the launcher's temporary folder, in which the processes of its node leave their files."""
 STACKS = ".stacks"
 """Suffix of the file with the stacks of a rank's threads, written if user code has kept all of them from running."""
+FINISHED, STOPPED, FAILED, KILLED = "finished", "stopped", "failed", "killed"
+"""Outcomes of a run."""
 RUN_ERROR, USAGE_ERROR = 1, 2
 """Exit codes: the run failed; the settings or arguments are invalid."""
 

@@ -178,7 +178,7 @@ class Config(Section):
     @property
     def optimizer_steps(self) -> int:
         """Optimizer steps of the whole run."""
-        return self.training_steps * self.batch.minibatches * self.batch.epochs
+        return self.training_steps * self.batch.updates
 
     @property
     def is_mixed(self) -> bool:
@@ -198,10 +198,14 @@ class Config(Section):
         return "weights" if self.weights == "shared" else None
 
     @property
+    def sources(self) -> list[EnvironmentConfig]:
+        """The environments that are trained and those of the evaluation sets."""
+        return [*self.environments, *(entry.source for entry in self.evaluation.sets)]
+
+    @property
     def has_agents(self) -> bool:
         """True if an environment or an evaluation set runs agents."""
-        sources = [*self.environments, *(entry.source for entry in self.evaluation.sets)]
-        return any(isinstance(source, AgentSourceConfig) for source in sources)
+        return any(isinstance(source, AgentSourceConfig) for source in self.sources)
 
     @property
     def structured(self) -> bool:

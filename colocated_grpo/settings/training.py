@@ -244,3 +244,8 @@ class BatchConfig(Section):
     mask_truncated: bool = False
     """Exclude the tokens of completions cut at rollout.max_completion_tokens from the loss. The completions still count
     in the denominator of grpo, dr_grpo and gspo."""
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps of one batch."""
+        return self.minibatches * self.epochs

@@ -18,14 +18,13 @@ from colocated_grpo.errors import ConfigError, RunError, in_one_line
 from colocated_grpo.runtime.program import error_text
 from colocated_grpo.runtime.run_folder import AUTO, remove_if_unused
 from colocated_grpo.runtime.user_code import innermost, lines_of_error
-from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, ProcessEnd, leave
+from colocated_grpo.runtime.verdict import FAILED, KILLED, RUN_ERROR, USAGE_ERROR, ProcessEnd, leave
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.output import LOG_FILE, RunOutput
 from colocated_grpo.tracking.report import write_report
 from colocated_grpo.tracking.text import number
 from colocated_grpo.types import JsonObject
 
-FINISHED, STOPPED, FAILED, KILLED = "finished", "stopped", "failed", "killed"
 HELD_OUT_REWARD = "held_out/reward"
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
 """Full disk, quota, file size limit, file system remounted read-only, disk failure, lost network share."""

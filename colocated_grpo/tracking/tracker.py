@@ -12,9 +12,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from colocated_grpo.runtime.verdict import STOPPED
 from colocated_grpo.settings.secret_values import masked_arguments
 from colocated_grpo.tracking import files, notes
-from colocated_grpo.tracking.ending import STOPPED, summary_line, write_summary
+from colocated_grpo.tracking.ending import summary_line, write_summary
 from colocated_grpo.tracking.output import RunOutput
 from colocated_grpo.tracking.records import Decode, GameWriter, RunWriter
 from colocated_grpo.tracking.report import LiveReport, write_report

@@ -47,15 +47,20 @@ class Pair:
     def __init__(self, world: World, model: Path, **changes: Any) -> None:
         os.environ.update(library_environment("INFO"))
         # Imported here, because the engine's modules read these variables on import.
+        from colocated_grpo.assembly.engines import engine_spec
         from colocated_grpo.assembly.policy import build_colocated, build_opponent, fetch_opponent, read_opponent
+        from colocated_grpo.policy.model_loader import ModelLoader
 
         self.world = world
         self.config = Config.model_validate(settings(model, **changes))
         hf_config = read_model_config(self.config.model, model)
         self.policy = Policy(self.config, hf_config, model, world)
-        opponent_folder = fetch_opponent(self.config, world)
-        frozen = read_opponent(self.config, opponent_folder, hf_config, world)
-        engines = build_colocated(self.config, self.policy, model, world, ExitStack())
+        opponent_folder = fetch_opponent(self.config.opponent_model, world)
+        loader = None if opponent_folder is None else ModelLoader(self.config, hf_config, opponent_folder, world)
+        frozen = read_opponent(loader, world.device)
+        spec, shared = engine_spec(self.config, model, world), self.config.weights == "shared"
+        every = self.config.freshness.every
+        engines = build_colocated(spec, self.policy, world, ExitStack(), shared=shared, check_every=every)
         self.engine = cast("VLLMEngine", engines.engine)
         self.sync = engines.sync
         self.opponent = build_opponent(self.config.opponent, frozen, self.policy, engines, world, 1)

@@ -8,6 +8,7 @@ import netrc
 import os
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -54,9 +55,9 @@ def check_settings(subject: Subject) -> Finding:
 def check_files(subject: Subject) -> Finding:
     """Look up the files and names in the settings. User code is not imported: the dry run does."""
     lines: list[str] = []
-    for check in (check_names, check_inputs):
+    for check in (partial(check_names, subject.run.sources), partial(check_inputs, subject.run)):
         try:
-            check(subject.run)
+            check()
         except ConfigError as error:
             lines += str(error).splitlines()
     lines = [line for line in dict.fromkeys(lines) if line not in subject.model.error.splitlines()]
