@@ -159,12 +159,9 @@ def test_a_trainer_that_a_reward_blocks_continues_with_the_same_server(server, t
     """A reward holds the interpreter lock while the server decodes for step 3."""
     blocked = block_rank(task, step=3)
     with ForkedRun(tmp_path, work(task, server, rollout={"reward_timeout": 5.0})) as run:
-        assert run.wait() == -signal.SIGKILL
-        assert run.stderr.splitlines()[-1] == (
-            f"error: rollout.reward_timeout=5: no thread of rank 0 could run, because score (work.py, line "
-            f"{BLOCKING_LINE}) holds Python's interpreter lock; the rank was ended; --resume auto continues from the "
-            "last checkpoint"
-        )
+        assert run.wait() == 1
+        assert "Timeout (" in run.stderr  # stacks of all threads: there is no launcher to make a line of them
+        assert f'work.py", line {BLOCKING_LINE} in score' in run.stderr
     assert blocked.exists()
     until(lambda: server.printed[-1].endswith("has disconnected; another may connect"))
     resumed = train(tmp_path, work(task, server), "--resume", "auto")
