@@ -15,10 +15,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from colocated_grpo.atropos.client import AtroposClient, trainer_of
-from colocated_grpo.atropos.rows import GroupReader
-from colocated_grpo.atropos.source import AtroposSource
-from colocated_grpo.atropos.supply import AtroposSupply, MainRank, Note, ServingRank, WorkerRank
+from colocated_grpo.atropos.reader import GroupReader
+from colocated_grpo.atropos.source import AtroposClient, AtroposSource, trainer_of
+from colocated_grpo.atropos.supply import AtroposSupply, MainSupply, WorkerSupply
 from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.environments.chat import ChatCodec
 from colocated_grpo.rollout.inbox import Driver, Inbox
@@ -53,7 +52,7 @@ class Serving:
         tokenizer: PreTrainedTokenizerBase,
         limits: Limits,
         world: World,
-        note: Note,
+        note: Callable[[str], None],
         keep: Keep,
     ) -> None:
         """Collective. Raises EnvironmentSetupError with one line, on every rank."""
@@ -127,23 +126,22 @@ class Serving:
         driver: of the inbox given at construction.
         """
         source = self.source
+        self._world.from_main(lambda: None if source is None else source.begin(step))
         if source is None:
             assert self._end is not None  # every rank but 0 has one
-            rank: ServingRank = WorkerRank(driver, self._end)
-        else:
-            rank = MainRank(
-                source,
-                driver,
-                self._inbox,
-                self._links,
-                self._engines,
-                self._servers,
-                stop_requested,
-                policy_version,
-                self._note,
-            )
-        self._world.from_main(lambda: None if source is None else source.begin(step))
-        return AtroposSupply(rank, self._world, stop_requested)
+            return WorkerSupply(self._world, driver, stop_requested, inbox=self._end)
+        return MainSupply(
+            self._world,
+            driver,
+            stop_requested,
+            source=source,
+            inbox=self._inbox,
+            rank_links=self._links,
+            engines=self._engines,
+            servers=self._servers,
+            policy_version=policy_version,
+            note=self._note,
+        )
 
 
 def _key(variable: str | None) -> str | None:

@@ -11,18 +11,27 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from gzip import compress
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from msgspec import Meta, Raw, Struct
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from colocated_grpo.atropos.exchange import Exchange, NotRegistered, QueueFull, UnknownEnvironment, Volume
-from colocated_grpo.atropos.posted import InvalidGroup, no_group, read_group, read_groups
-from colocated_grpo.atropos.wire import EnvIdentifier, EnvRegistration, Registration
+from colocated_grpo.atropos.exchange import (
+    EnvRegistration,
+    Exchange,
+    InvalidGroup,
+    QueueFull,
+    Registration,
+    ScoredGroup,
+    UnknownEnvironment,
+)
+from colocated_grpo.atropos.reader import Overrides
 from colocated_grpo.runtime.program import raise_descriptor_limit
 from colocated_grpo.settings.atropos import is_loopback
 from colocated_grpo.types import JsonObject
@@ -40,12 +49,73 @@ MAX_QUEUED = 1 << 20
 MAX_QUEUED_BYTES = 16 << 30
 """Text of the groups in the queue: its memory. Further posts are rejected with status 503."""
 GROUP_PATHS = frozenset({"/scored_data", "/scored_data_list"})
-GROUPS = Shape(values=MAX_BODY_BYTES, containers=MAX_BODY_BYTES, strings=1 << 18, depth=40)
-"""Bounds of a request body. Numbers are not limited here: `posted` checks them one sequence at a time."""
-PUBLIC_PATHS = frozenset({"/"})
+GROUPS = Shape(values=MAX_BODY_BYTES, containers=1 << 20, strings=1 << 18, depth=40)
+"""Bounds of a request body. Numbers are not limited here: they are parsed one sequence at a time."""
+MAX_SEQUENCES = 1 << 14
+MAX_ROW_NUMBERS = 1 << 20
+"""Numbers of one sequence, and scores. Bounds the memory for the objects of one row."""
 GZIP_MIN_BYTES = 1000
 GZIP_LEVEL = 1
 """Higher levels take several times as long."""
+
+T = TypeVar("T")
+Rows = Annotated[list[Raw], Meta(max_length=MAX_SEQUENCES)]
+ABSENT = Raw(b"null")
+
+
+class PostedGroup(Struct):
+    """The fields of a scored group that a trainer reads. Every other field is skipped unread.
+
+    Numbers stay JSON text, a fifth of the memory of parsed lists: a batch is sent by joining texts.
+    """
+
+    tokens: Rows
+    masks: Rows
+    scores: Raw
+    advantages: Rows | None = None
+    ref_logprobs: Rows | None = None
+    inference_logprobs: Rows | None = None
+    generation_params: Overrides | None = None
+    overrides: Annotated[list[Overrides], Meta(max_length=MAX_SEQUENCES)] | None = None
+    group_overrides: Overrides | None = None
+    images: Raw = ABSENT
+    """Kept as true if there are any."""
+    env_id: int | None = None
+
+
+NOT_KEPT = b',"messages":null,"distill_token_ids":null,"distill_logprobs":null}'
+ROWS: dict[str, msgspec.json.Decoder[Any]] = {
+    **dict.fromkeys(("tokens", "masks"), msgspec.json.Decoder(list[int])),
+    **dict.fromkeys(("advantages", "ref_logprobs", "inference_logprobs"), msgspec.json.Decoder(list[float])),
+}
+SCORES = msgspec.json.Decoder(Annotated[list[float | bool], Meta(max_length=MAX_SEQUENCES)])
+EMPTY_GROUP = {name: [] for name in [*ROWS, "scores", "generation_params", "messages", "images"]}
+
+
+def read_group(posted: PostedGroup) -> ScoredGroup:
+    """Check that the trainer can parse a group. The lengths of its lists are not checked against each other.
+
+    Raises InvalidGroup.
+    """
+    for name, decoder in ROWS.items():
+        for index, row in enumerate(getattr(posted, name) or []):
+            _parsed(f"{name}: sequence {index}", row, decoder)
+    scores = [float(score) for score in _parsed("scores", posted.scores, SCORES)]  # atroposlib accepts true and false
+    has_images = bytes(posted.images).strip(b"[]{}nul, \t\r\n") != b""
+    kept = msgspec.structs.replace(
+        posted, scores=Raw(msgspec.json.encode(scores)), images=Raw(b"true") if has_images else ABSENT
+    )
+    return ScoredGroup(len(posted.tokens), posted.env_id, (msgspec.json.encode(kept)[:-1] + NOT_KEPT,))
+
+
+def _parsed(name: str, row: Raw, decoder: msgspec.json.Decoder[T]) -> T:
+    text = bytes(row)
+    if text.count(b",") >= MAX_ROW_NUMBERS:
+        raise InvalidGroup(f"{name}: more than {MAX_ROW_NUMBERS} numbers")
+    try:
+        return decoder.decode(text)
+    except msgspec.MsgspecError as error:
+        raise InvalidGroup(f"{name}: {error}") from None
 
 
 def create_app(
@@ -62,13 +132,14 @@ def create_app(
     hosts: not checked if there is an API key. origins: of web pages that may send requests.
     """
     app = FastAPI(title="Atropos API", docs_url=None, redoc_url=None, openapi_url=None)
-    exchange = Exchange(Volume(max_queued, max_queued_bytes))
-    _add_exception_handlers(app)
+    exchange = Exchange(max_queued, max_queued_bytes)
+    for error, status in {InvalidBody: 422, InvalidGroup: 422, UnknownEnvironment: 404, QueueFull: 503}.items():
+        app.add_exception_handler(error, partial(_on_exception, status))
     _add_trainer_routes(app, exchange)
     _add_environment_routes(app, exchange)
     guarded: ASGIApp = BodyLimit(app, max_body_bytes, _error_response, GROUPS, GROUP_PATHS)
     if api_key is not None:
-        guarded = RequireApiKey(guarded, api_key, PUBLIC_PATHS)
+        guarded = RequireApiKey(guarded, api_key, {"/"})
     if origins:
         guarded = CORSMiddleware(guarded, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     return OwnRequests(guarded, hosts if api_key is None else None, _error_response, origins)
@@ -78,32 +149,20 @@ def _error_response(status: int, message: str) -> JSONResponse:
     return JSONResponse({"detail": message}, status)
 
 
-def _add_exception_handlers(app: FastAPI) -> None:
-    @app.exception_handler(InvalidBody)
-    async def invalid_body(_request: Request, error: InvalidBody) -> JSONResponse:
-        return _error_response(422, str(error))
-
-    @app.exception_handler(InvalidGroup)
-    async def invalid_group(_request: Request, error: InvalidGroup) -> JSONResponse:
-        return _error_response(422, str(error))
-
-    @app.exception_handler(UnknownEnvironment)
-    async def unknown_environment(_request: Request, error: UnknownEnvironment) -> JSONResponse:
-        return _error_response(404, str(error))
-
-    @app.exception_handler(QueueFull)
-    async def queue_full(_request: Request, error: QueueFull) -> JSONResponse:
-        return _error_response(503, str(error))
+async def _on_exception(status: int, _request: Request, error: Exception) -> JSONResponse:
+    return _error_response(status, str(error))
 
 
 def _add_trainer_routes(app: FastAPI, exchange: Exchange) -> None:
+    registration = msgspec.json.Decoder(Registration)
+
     @app.get("/")
     async def root() -> dict[str, str]:
         return {"message": "AtroposLib API"}
 
     @app.post("/register")
     async def register(request: Request) -> JsonObject:
-        return exchange.register(await read_json(request, _REGISTRATION.decode))
+        return exchange.register(await read_json(request, registration.decode))
 
     # Both verbs: clients of atroposlib take batches and reset with GET. A browser fetches any address that a page or a
     # person names, so it has to use POST, which marks its origin.
@@ -111,21 +170,26 @@ def _add_trainer_routes(app: FastAPI, exchange: Exchange) -> None:
     @app.post("/batch")
     async def batch(request: Request) -> Response:
         _refuse_get_of_browsers(request)
-        try:
-            groups = exchange.batch()
-        except NotRegistered:
+        if exchange.trainer is None:
             message = "Trainer not registered. Call /register first."
             return JSONResponse({"status": "error", "message": message, "batch": []})
-        text = b"null" if groups is None else b"[" + b",".join(group.text for group in groups) + b"]"
-        return await _json(request, b'{"batch":' + text + b"}")
+        groups = exchange.batch()
+        texts = [text for group in groups or [] for text in group.texts]
+        return await _json(request, b'{"batch":' + (b"[" + b",".join(texts) + b"]" if texts else b"null") + b"}")
 
     @app.get("/info")
     async def info() -> dict[str, int]:
-        return exchange.info()
+        trainer = exchange.trainer
+        if trainer is None:
+            return {"batch_size": -1, "max_token_len": -1}
+        return {"batch_size": trainer.batch_size, "max_token_len": trainer.max_token_len}
 
     @app.get("/wandb_info")
     async def wandb_info() -> dict[str, str | None]:
-        return exchange.wandb_info()
+        trainer = exchange.trainer
+        if trainer is None:
+            return {"group": None, "project": None}
+        return {"group": trainer.wandb_group, "project": trainer.wandb_project}
 
     @app.get("/status")
     async def status() -> dict[str, int]:
@@ -133,8 +197,7 @@ def _add_trainer_routes(app: FastAPI, exchange: Exchange) -> None:
 
     @app.get("/latest_example")
     async def latest_example(request: Request) -> Response:
-        group = exchange.latest_example()
-        return JSONResponse(no_group()) if group is None else await _json(request, group.text)
+        return JSONResponse(EMPTY_GROUP) if exchange.latest is None else await _json(request, exchange.latest)
 
     @app.get("/reset_data")
     @app.post("/reset_data")
@@ -158,73 +221,69 @@ async def _json(request: Request, text: bytes) -> Response:
     return Response(text, media_type="application/json", headers=headers)
 
 
+class EnvIdentifier(Struct):
+    env_id: int
+
+
 def _add_environment_routes(app: FastAPI, exchange: Exchange) -> None:
+    env_registration, env_identifier = msgspec.json.Decoder(EnvRegistration), msgspec.json.Decoder(EnvIdentifier)
+    one, several = msgspec.json.Decoder(PostedGroup), msgspec.json.Decoder(list[PostedGroup])
+
     @app.post("/register-env")
     async def register_env(request: Request) -> JsonObject:
-        return exchange.register_env(await read_json(request, _ENV_REGISTRATION.decode))
+        return exchange.register_env(await read_json(request, env_registration.decode))
 
     @app.post("/disconnect-env")
     async def disconnect_env(request: Request) -> JsonObject:
-        return exchange.disconnect_env((await read_json(request, _ENV_IDENTIFIER.decode)).env_id)
+        return exchange.disconnect_env((await read_json(request, env_identifier.decode)).env_id)
 
     @app.get("/status-env")
     async def status_env(request: Request) -> JsonObject:
-        return exchange.status_env((await read_json(request, _ENV_IDENTIFIER.decode)).env_id)
+        return exchange.status_env((await read_json(request, env_identifier.decode)).env_id)
 
     @app.post("/scored_data")
     async def scored_data(request: Request) -> JsonObject:
-        return exchange.post(await read_json(request, read_group))
+        group = await read_json(request, lambda body: read_group(one.decode(body)))
+        return exchange.post([group])[0]
 
     @app.post("/scored_data_list")
     async def scored_data_list(request: Request) -> JsonObject:
-        groups = await read_json(request, read_groups)
-        responses = exchange.post_all(groups)
+        groups = await read_json(request, lambda body: [read_group(posted) for posted in several.decode(body)])
+        responses = exchange.post(groups)
         buffered = [response["buffer_size"] for response in responses if response["status"] == "buffered"]
         counts = {"buffered": len(buffered), "last_buffer_size": buffered[-1]} if buffered else {}
         return {"status": "received", "groups_processed": len(groups), **counts}
 
 
-_REGISTRATION = msgspec.json.Decoder(Registration)
-_ENV_REGISTRATION, _ENV_IDENTIFIER = msgspec.json.Decoder(EnvRegistration), msgspec.json.Decoder(EnvIdentifier)
-
-
-def _parser() -> argparse.ArgumentParser:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="colocated_grpo.atropos.api", description="Atropos' API server. Its state is lost when it exits."
     )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 allows other machines")
-    parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument(
-        "--max-body-bytes", type=int, default=MAX_BODY_BYTES, help="limit of a decompressed request body"
-    )
-    parser.add_argument("--max-queued", type=int, default=MAX_QUEUED, help="limit of sequences queued for the trainer")
-    parser.add_argument(
-        "--max-queued-bytes", type=int, default=MAX_QUEUED_BYTES, help="limit of the memory for queued groups"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 allows other machines")
+    add("--port", type=int, default=8000)
+    add("--max-body-bytes", type=int, default=MAX_BODY_BYTES, help="limit of a decompressed request body")
+    add("--max-queued", type=int, default=MAX_QUEUED, help="limit of sequences queued for the trainer")
+    add("--max-queued-bytes", type=int, default=MAX_QUEUED_BYTES, help="limit of the memory for queued groups")
+    add(
         "--api-key-variable",
         metavar="NAME",
         help="environment variable with a key; environments send it in --env.rollout_server_url http://any:KEY@HOST:PORT",
     )
-    parser.add_argument(
+    add(
         "--allow-host",
         action="append",
         default=[],
         metavar="NAME",
         help="a further name of this machine that clients use; repeat for several (not needed with a key)",
     )
-    parser.add_argument(
+    add(
         "--allow-origin",
         action="append",
         default=[],
         metavar="URL",
         help="origin of web pages that may send requests, such as http://localhost:3000; repeat for several",
     )
-    return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = _parser()
     options = parser.parse_args(arguments)
     api_key = os.environ.get(options.api_key_variable) if options.api_key_variable else None
     if options.api_key_variable and not api_key:

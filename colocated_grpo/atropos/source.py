@@ -1,4 +1,5 @@
-"""Batches from an Atropos API server that may start late, restart, be reset, or send malformed groups."""
+"""The trainer's side of Atropos' API: a client, and batches from a server that may start late, restart, be reset, or
+send malformed groups."""
 
 from __future__ import annotations
 
@@ -8,24 +9,127 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
+from typing import Annotated
 
-from colocated_grpo.atropos.client import AtroposClient, NotRegistered
-from colocated_grpo.atropos.rows import MISSING_LOGPROBS, GroupReader, ReadBatch
+import msgspec
+from msgspec import Meta
+
+from colocated_grpo.atropos.exchange import Registration
+from colocated_grpo.atropos.reader import MISSING_LOGPROBS, GroupReader, ReadBatch
 from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.errors import NothingUsable
+from colocated_grpo.settings.schema import Config
 from colocated_grpo.types import Group, JsonObject
-from colocated_grpo.web.client import RequestRejected, Unavailable
+from colocated_grpo.web.client import JsonClient, RequestRejected, Unavailable
 
+UNSET = -1
+"""Reported by GET /info while no trainer is registered."""
+BATCH_SECONDS = 300.0
+"""Timeout of GET /batch. The server takes a batch off its queue before compressing it, which is slow for millions of
+tokens. A batch whose client times out meanwhile is lost."""
+REGISTRATION_ATTEMPTS = 3
+"""Consecutive resets before giving up. An environment that posts between reset and registration spoils the attempt."""
 POLL_SECONDS = 0.5
 MAX_RETRY_SECONDS = 30.0
 EXPLAIN_SECONDS = 60.0
 """While no batch arrives, the log says at this interval how many groups wait in the server's queue."""
 REPORT_SECONDS = 10.0
 """Shortest time between two lines about dropped sequences: a client can post thousands of groups a second."""
-MAX_NAMED = 5
-"""Environments that such a line names."""
-NEEDS_LOGPROBS = "GRPO requires inference_logprobs for importance sampling!"
-"""As in Atropos' own trainer."""
+
+Number = Annotated[float, Meta(ge=0, lt=2**53)]
+
+
+def trainer_of(config: Config, folder: Path) -> Registration:
+    """Return the registration of a run at the API server."""
+    return Registration(
+        batch_size=round(config.atropos_share) * config.rollout.group_size,
+        max_token_len=config.max_sequence_tokens + 1,
+        checkpoint_dir=str(folder),
+        save_checkpoint_interval=config.checkpoint.every or config.training_steps,
+        num_steps=config.training_steps,
+        wandb_group=config.tracking.wandb_group or "",
+        wandb_project=config.tracking.wandb_project,
+    )
+
+
+class AtroposClient:
+    """HTTP calls of one trainer. Every method raises Unavailable without a usable response, RequestRejected on 4xx."""
+
+    def __init__(
+        self,
+        url: str,
+        trainer: Registration,
+        *,
+        may_reset: bool,
+        timeout: float = 30.0,
+        api_key: str | None = None,
+    ) -> None:
+        """may_reset: allow discarding another trainer's registration, with its queue and environments."""
+        self.url = url
+        self.batch_size = trainer.batch_size
+        self._trainer = trainer
+        self._may_reset = may_reset
+        self._http = JsonClient(url, timeout=timeout, api_key=api_key)
+        self._http_for_batches = JsonClient(url, timeout=BATCH_SECONDS, api_key=api_key)
+
+    def is_registered(self) -> bool:
+        """Raise EnvironmentSetupError when another trainer is registered with other settings."""
+        info = self._object("/info")
+        expected = {"batch_size": self._trainer.batch_size, "max_token_len": self._trainer.max_token_len}
+        registered = {name: info.get(name, UNSET) for name in expected}
+        if registered != expected and registered["batch_size"] != UNSET and not self._may_reset:
+            theirs, ours = (
+                " and ".join(f"{name}={value}" for name, value in each.items()) for each in (registered, expected)
+            )
+            raise EnvironmentSetupError(
+                f"environments: {self.url} is registered with {theirs} and this run needs {ours}; restart the API "
+                "server, or set reset: true in the atropos entry to empty it (its queue and its environments are lost)"
+            )
+        return registered == expected
+
+    def register(self, step: int, note: Callable[[str], None]) -> list[object] | None:
+        """Register as the server's trainer and return the batch that was waiting, if any.
+
+        Environments cannot register before the trainer's first request for a batch. The server keeps the first
+        registration that it gets, and atroposlib's silently keeps none if an environment has posted before. So the
+        result is verified with GET /info. A conflicting registration is reset only with `may_reset`.
+        """
+        for _ in range(REGISTRATION_ATTEMPTS):
+            self._http.post("/register", {**msgspec.structs.asdict(self._trainer), "starting_step": step})
+            if self.is_registered():
+                return self.batch()
+            note(f"atropos: {self.url} did not keep this registration; resetting the server with GET /reset_data")
+            self._http.get("/reset_data")
+        raise Unavailable("it does not keep a registration")
+
+    def batch(self) -> list[object] | None:
+        """Return the groups of the next batch, unchecked; None while the server has none."""
+        response = self._object("/batch", self._http_for_batches)
+        if response.get("status") == "error":
+            raise Unavailable("the registration was lost: the server was restarted or reset")
+        batch = response.get("batch", 0)
+        if batch is not None and not isinstance(batch, list):
+            raise Unavailable("the batch of GET /batch is not a list")
+        return batch or None
+
+    def latest_group(self) -> JsonObject:
+        """Return the group that was posted last; its lists are empty if there is none."""
+        return self._object("/latest_example")
+
+    def status(self) -> dict[str, float]:
+        """Return current_step, which counts batches formed (not trained), and queue_size, the waiting groups."""
+        try:
+            status = msgspec.convert(self._object("/status"), dict[str, Number])
+            return {"current_step": status["current_step"], "queue_size": status["queue_size"]}
+        except (msgspec.ValidationError, KeyError):
+            raise Unavailable("the response of GET /status is not that of Atropos' API") from None
+
+    def _object(self, path: str, http: JsonClient | None = None) -> JsonObject:
+        response = (http or self._http).get(path)
+        if not isinstance(response, dict):
+            raise Unavailable(f"the response of GET {path} is not that of Atropos' API")
+        return response
 
 
 class AtroposSource:
@@ -50,23 +154,18 @@ class AtroposSource:
         self._note = note
         self._keep = keep
         self._registered = False
+        self._num_registrations = 0
         self._num_failures = 0
         """Consecutive failed requests for a batch."""
-        self._num_reconnects = 0
         self._unusable_since: float | None = None
         """Arrival of the first batch without a valid sequence since the last one with some."""
-        self._unreported = ReadBatch()
-        """Counts of dropped sequences that the log does not name yet."""
         self._reported = -REPORT_SECONDS
         self._untrained: deque[list[object]] = deque()
         """Batches received and not yet trained, the next one first. The server no longer has them."""
         self._groups_read = 0
         """Groups of all batches trained so far; the prompt index of the next batch's first group."""
-        self._num_groups = 0
-        self._num_sequences = 0
-        """Counts of the batch last read."""
         self._last = ReadBatch()
-        """Counts of the last `wait_for_groups`, over all batches that it read."""
+        """Groups of the batch last read, and counts of all batches that the last `wait_for_groups` read."""
         self._status: dict[str, float] = {}
         """The server's status after the last usable batch, for the metrics."""
 
@@ -78,39 +177,26 @@ class AtroposSource:
         deadline = time.monotonic() + self._connect_timeout
         while True:
             try:
-                self._client.check()
+                self._client.is_registered()
                 return
             except Unavailable as error:
-                reason = str(error)
+                reason = f"within {self._connect_timeout:g} s ({error})"
+                failed = time.monotonic() >= deadline
             except RequestRejected as error:
-                raise self._no_api(str(error)) from None
-            if time.monotonic() >= deadline:
-                raise self._no_api(f"within {self._connect_timeout:g} s ({reason})")
+                reason, failed = str(error), True
+            if failed:
+                raise EnvironmentSetupError(
+                    f"environments: atropos: url={self._client.url!r}: no Atropos API there, {reason}; start run-api, "
+                    "or python -m colocated_grpo.atropos.api"
+                )
             time.sleep(POLL_SECONDS)
-
-    def _no_api(self, reason: str) -> EnvironmentSetupError:
-        return EnvironmentSetupError(
-            f"environments: atropos: url={self._client.url!r}: no Atropos API there, {reason}; start run-api, or "
-            "python -m colocated_grpo.atropos.api"
-        )
 
     def begin(self, step: int) -> None:
         """Register. A failure is logged, and `wait_for_groups` tries again.
 
         Building the engines takes minutes, so the server may have stopped or restarted since `connect`.
         """
-        try:
-            self._register(step)
-        except (Unavailable, RequestRejected, NotRegistered) as error:
-            reason = str(error) or "the registration was lost"
-            self._note(
-                f"atropos: could not register at {self._client.url} ({reason}); trying again with the next batch"
-            )
-
-    def _register(self, step: int) -> None:
-        if items := self._client.register(step, self._note):
-            self._untrained.append(items)
-        self._registered = True
+        self._fetch(step)
 
     def wait_for_groups(self, step: int, policy_version: int, stop: threading.Event) -> list[Group] | None:
         """Return the groups of the next batch; None once `stop` is set.
@@ -123,41 +209,30 @@ class AtroposSource:
         while not stop.is_set():
             if self._untrained:
                 if groups := self._read(self._untrained[0], policy_version):
-                    self._unusable_since = None
                     return groups
                 self._untrained.popleft()
                 self._check_patience()
-            elif not self._fetch(step, stop):
+            elif pause := self._fetch(step):
                 if time.monotonic() - explained > EXPLAIN_SECONDS:
                     explained = time.monotonic()
                     self._explain_missing_batch()
-                stop.wait(POLL_SECONDS * random.uniform(0.5, 1.5))
+                stop.wait(pause)
         return None
 
-    def _read(self, items: list[object], policy_version: int) -> list[Group]:
-        self._keep(items)
-        batch = self._reader.read(items, self._groups_read, policy_version)
-        self._count(batch)
-        if batch.groups:
-            with suppress(Unavailable, RequestRejected):
-                self._status = self._client.status()
-        return batch.groups
-
-    def _fetch(self, step: int, stop: threading.Event) -> bool:
-        """Request a batch once and return True if one is available. Pauses after a failure."""
+    def _fetch(self, step: int) -> float:
+        """Request a batch, after registering if needed. Returns the seconds to wait if none has arrived, else 0."""
         try:
-            if not self._registered:
-                self._register(step)
-                self._num_reconnects += 1
-                self._note(f"atropos: registered again at {self._client.url}")
-            if not self._untrained and (items := self._client.batch()):
-                self._untrained.append(items)
+            if self._registered:
+                items = self._client.batch()
+            else:
+                items = self._client.register(step, self._note)
+                if self._num_registrations:
+                    self._note(f"atropos: registered again at {self._client.url}")
+                self._registered = True
+                self._num_registrations += 1
             self._num_failures = 0
-        except NotRegistered:
-            self._registered = False
-            self._note(f"atropos: {self._client.url} has lost the registration of this trainer; registering again")
         except (Unavailable, RequestRejected) as error:
-            # Register again: after a reset, atroposlib's /batch fails with status 500 until a trainer registers.
+            # Register again after any failure: after a reset, atroposlib's /batch responds with status 500.
             self._registered = False
             self._num_failures += 1
             pause = min(MAX_RETRY_SECONDS, 2.0 ** (self._num_failures - 1) * POLL_SECONDS)
@@ -166,18 +241,24 @@ class AtroposSource:
                     f"atropos: no batch from {self._client.url} ({error}); trying again, at most every "
                     f"{MAX_RETRY_SECONDS:g} s"
                 )
-            stop.wait(pause * random.uniform(0.5, 1.0))
-        return bool(self._untrained)
+            return pause * random.uniform(0.5, 1.0)
+        if not items:
+            return POLL_SECONDS * random.uniform(0.5, 1.5)
+        self._untrained.append(items)
+        return 0.0
 
-    def _count(self, batch: ReadBatch) -> None:
+    def _read(self, items: list[object], policy_version: int) -> list[Group]:
+        self._keep(items)
+        batch = self._reader.read(items, self._groups_read, policy_version)
         self._last.update(batch)
-        self._unreported.update(batch)
-        self._num_groups = len(batch.groups)
-        self._num_sequences = sum(len(group.rollouts) for group in batch.groups)
-        now = time.monotonic()
-        if self._unreported.dropped and now - self._reported >= REPORT_SECONDS:
-            self._note(f"atropos: dropped {_description(self._unreported)}")
-            self._unreported, self._reported = ReadBatch(), now
+        if batch.dropped and time.monotonic() - self._reported >= REPORT_SECONDS:
+            self._note(f"atropos: dropped {self._last.description()}")
+            self._reported = time.monotonic()
+        if batch.groups:
+            self._unusable_since = None
+            with suppress(Unavailable, RequestRejected):
+                self._status = self._client.status()
+        return batch.groups
 
     def _check_patience(self) -> None:
         """Raise NothingUsable once unusable batches have arrived for `unusable_timeout`.
@@ -191,25 +272,34 @@ class AtroposSource:
             return
         problem = (
             f"environments: nothing that {self._client.url} sent for {self._unusable_timeout:g} s can be trained: "
-            f"dropped {_description(self._last)}"
+            f"dropped {self._last.description()}"
         )
         if MISSING_LOGPROBS in self._last.dropped:
-            advice = "sample through managed_server with server_type vllm, or set missing_logprobs: recompute"
-            raise NothingUsable(f"{NEEDS_LOGPROBS} {problem}; {advice} in the atropos entry")
+            raise NothingUsable(  # the first sentence as in Atropos' own trainer
+                f"GRPO requires inference_logprobs for importance sampling! {problem}; sample through managed_server "
+                "with server_type vllm, or set missing_logprobs: recompute in the atropos entry"
+            )
         raise NothingUsable(f"{problem}; correct the environment, then resume")
 
     def _explain_missing_batch(self) -> None:
         try:
-            status = self._client.status()
+            num_waiting = int(self._client.status()["queue_size"])
+            latest = self._client.latest_group().get("tokens")
         except (Unavailable, RequestRejected):
             return
-        num_waiting = int(status["queue_size"])
-        if num_waiting >= self._client.batch_size:
-            advice = self._explain_stall()
+        batch_size = self._client.batch_size
+        if num_waiting >= batch_size:
+            size = len(latest) if isinstance(latest, list) else 0
+            suspect = f" (the latest has {size})" if size and batch_size % size else ""
+            advice = (
+                f"these suffice for a batch of {batch_size} sequences, so a group of a size that does not divide "
+                f"{batch_size}{suspect}, or an environment with min_batch_allocation that has ended, blocks this "
+                "server: restart it, or use python -m colocated_grpo.atropos.api, which neither blocks"
+            )
         elif num_waiting:
             advice = (
                 "batches are made of whole groups whose sizes are powers of two that divide the batch of "
-                f"{self._client.batch_size} sequences"
+                f"{batch_size} sequences"
             )
         else:
             advice = (
@@ -220,29 +310,18 @@ class AtroposSource:
             f"atropos: no batch for {EXPLAIN_SECONDS:g} s; {self._client.url} holds {num_waiting} groups; {advice}"
         )
 
-    def _explain_stall(self) -> str:
-        """Return why no batch comes from a queue that holds enough sequences for one."""
-        batch_size, suspect = self._client.batch_size, ""
-        with suppress(Unavailable, RequestRejected):
-            size = self._client.latest_size()
-            suspect = f" (the latest has {size})" if size and batch_size % size else ""
-        return (
-            f"these suffice for a batch of {batch_size} sequences, so a group of a size that does not divide "
-            f"{batch_size}{suspect}, or an environment with min_batch_allocation that has ended, blocks this server: "
-            "restart it, or use python -m colocated_grpo.atropos.api, which neither blocks"
-        )
-
     def settle(self) -> None:
         """Mark the last batch as trained."""
         self._untrained.popleft()
-        self._groups_read += self._num_groups
+        self._groups_read += len(self._last.groups)
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the last batch."""
+        num_sequences = sum(len(group.rollouts) for group in self._last.groups)
         row = {
             "atropos/dropped": float(self._last.dropped.total()),
-            "atropos/unknown_origin": self._last.num_unknown / self._num_sequences if self._num_sequences else 0.0,
-            "atropos/reconnects": float(self._num_reconnects),
+            "atropos/unknown_origin": self._last.num_unknown / num_sequences if num_sequences else 0.0,
+            "atropos/reconnects": float(max(0, self._num_registrations - 1)),
         }
         row |= {f"atropos/dropped/{reason}": float(count) for reason, count in self._last.dropped.items()}
         return row | {f"atropos/{name}": value for name, value in self._status.items()}
@@ -268,11 +347,3 @@ class AtroposSource:
         self._groups_read = state["groups_read"]
         self._untrained.extendleft(reversed(state.get("taken", [])))
         self._reader.origins.load_state_dict(state.get("origins", []))
-
-
-def _description(batch: ReadBatch) -> str:
-    """Return how many sequences of which environments were dropped, and why."""
-    reasons = ", ".join(f"{count} {reason}" for reason, count in batch.dropped.most_common())
-    senders = [sender for sender, _ in batch.senders.most_common(MAX_NAMED)]
-    others = [f"{len(batch.senders) - MAX_NAMED} others"] if len(batch.senders) > MAX_NAMED else []
-    return f"{batch.dropped.total()} sequences of {', '.join([*senders, *others])}: {reasons}"

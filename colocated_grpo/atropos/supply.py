@@ -1,4 +1,4 @@
-"""A Supply of groups that Atropos environments sample from this run's engines, score, and post to an API server.
+"""Supplies of groups that Atropos environments sample from this run's engines, score, and post to an API server.
 
 Phases of a step:
 SERVE  engines awake: requests are answered, rank 0 polls the API server for a batch
@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Protocol
 
 from colocated_grpo.atropos.source import AtroposSource
 from colocated_grpo.environments.base import BatchResult
@@ -32,63 +32,84 @@ LAST_BATCH_SECONDS = 10.0
 """Longest wait, after a stop request, for a batch already requested: the server sends each batch only once. Short,
 because schedulers soon kill a stopping process."""
 
-Note = Callable[[str], None]
 
+class AtroposSupply:
+    """A rank's `Supply` of groups from Atropos environments."""
 
-class ServingRank(Protocol):
-    """One rank's part of serving."""
+    def __init__(self, world: World, driver: Driver, stop_requested: Callable[[], bool]) -> None:
+        self._world = world
+        self._driver = driver
+        self._stop_requested = stop_requested
 
-    def before_wake(self) -> None:
-        """Run just before the engine wakes."""
-        ...
+    def order(self, step: int) -> Order:
+        if self._world.from_main(self._stop_requested):
+            raise Stopped
+        return lambda: self._collect(step)
 
-    def collect(self, step: int, world: World) -> list[Group] | None:
+    def _collect(self, step: int) -> list[Group]:
+        groups = self._serve(step)
+        if groups is None:
+            raise Stopped
+        return groups
+
+    @abstractmethod
+    def _serve(self, step: int) -> list[Group] | None:
         """Serve until a batch has arrived and return its groups; None on a stop request. Collective, engine awake."""
-        ...
 
-    def settle(self) -> dict[str, float]:
-        """Mark the batch as trained and return its metrics."""
-        ...
+    def settle(self, groups: list[Group]) -> BatchResult:
+        return BatchResult(trained_now=list(range(len(groups))))
 
-    def state_dict(self) -> JsonObject | None: ...
+    def release_engine(self) -> None:
+        """Do nothing: requests of environments stay queued while no batch is collected."""
 
-    def load_state_dict(self, state: JsonObject) -> None: ...
+    def state_dict(self) -> JsonObject | None:
+        return None
 
-    def close(self) -> None: ...
+    def load_state_dict(self, state: JsonObject) -> None:
+        pass
+
+    def close(self) -> None:
+        self._driver.abort()
 
 
-class MainRank:
+class MainSupply(AtroposSupply):
     """Rank 0: HTTP, its own engine, and the API server's batches."""
 
     def __init__(
         self,
-        source: AtroposSource,
+        world: World,
         driver: Driver,
+        stop_requested: Callable[[], bool],
+        *,
+        source: AtroposSource,
         inbox: Inbox,
         rank_links: list[RankLink],
         engines: LoadBalancer,
         servers: list[ServerThread],
-        stop_requested: Callable[[], bool],
         policy_version: Callable[[], int],
-        note: Note,
+        note: Callable[[str], None],
     ) -> None:
+        super().__init__(world, driver, stop_requested)
         self._source = source
-        self._driver = driver
         self._inbox = inbox
         self._rank_links = rank_links
         self._engines = engines
         self._servers = servers
-        self._stop_requested = stop_requested
         self._policy_version = policy_version
         self._note = note
-        self._asleep_since: float | None = None
+        self._asleep_since = time.monotonic()
         self._batch_thread = ThreadPoolExecutor(1, thread_name_prefix="atropos")
 
-    def collect(self, step: int, world: World) -> list[Group] | None:
-        # Served inside from_main: an error of the source then ends all ranks with the same message.
-        return world.from_main(lambda: self._serve(step))
-
     def _serve(self, step: int) -> list[Group] | None:
+        # An error of the source ends all ranks with the same message.
+        return self._world.from_main(lambda: self._serve_clients(step))
+
+    def _serve_clients(self, step: int) -> list[Group] | None:
+        if (asleep := time.monotonic() - self._asleep_since) > LONG_SLEEP_SECONDS:
+            self._note(
+                f"atropos: requests were pending for {asleep:.0f} s while the policy trained; environments give up "
+                "after --env.worker_timeout, 600 s by default"
+            )
         end = threading.Event()
         batch = self._batch_thread.submit(self._source.wait_for_groups, step, self._policy_version(), end)
         batch.add_done_callback(lambda _: self._inbox.wake())
@@ -116,19 +137,9 @@ class MainRank:
                 "that batch is lost"
             )
 
-    def before_wake(self) -> None:
-        if self._asleep_since is None:
-            return
-        asleep = time.monotonic() - self._asleep_since
-        if asleep > LONG_SLEEP_SECONDS:
-            self._note(
-                f"atropos: requests were pending for {asleep:.0f} s while the policy trained; environments give up "
-                "after --env.worker_timeout, 600 s by default"
-            )
-
-    def settle(self) -> dict[str, float]:
+    def settle(self, groups: list[Group]) -> BatchResult:
         self._source.settle()
-        return self._source.metrics()
+        return BatchResult(trained_now=list(range(len(groups))), metrics=self._source.metrics())
 
     def state_dict(self) -> JsonObject:
         return self._source.state_dict()
@@ -139,7 +150,7 @@ class MainRank:
     def close(self) -> None:
         # In this order: reject new requests, respond to pending ones, close the connections.
         self._engines.closed = True
-        self._driver.abort()
+        super().close()
         for server in self._servers:
             server.close()
         for link in self._rank_links:
@@ -147,65 +158,17 @@ class MainRank:
         self._batch_thread.shutdown(wait=False, cancel_futures=True)
 
 
-class WorkerRank:
+class WorkerSupply(AtroposSupply):
     """Every other rank: its engine, for the requests that rank 0 sends over the rank link."""
 
-    def __init__(self, driver: Driver, inbox: RemoteInbox) -> None:
-        self._driver = driver
+    def __init__(self, world: World, driver: Driver, stop_requested: Callable[[], bool], *, inbox: RemoteInbox) -> None:
+        super().__init__(world, driver, stop_requested)
         self._inbox = inbox
 
-    def before_wake(self) -> None:
-        pass
-
-    def collect(self, step: int, world: World) -> list[Group] | None:
+    def _serve(self, step: int) -> list[Group] | None:
         self._inbox.serve(self._driver, step + 1)
-        return world.from_main(lambda: None)  # receives rank 0's groups; the argument is not called on this rank
-
-    def settle(self) -> dict[str, float]:
-        return {}
-
-    def state_dict(self) -> None:
-        return None
-
-    def load_state_dict(self, state: JsonObject) -> None:
-        pass
+        return self._world.from_main(lambda: None)  # receives rank 0's groups; the argument is not called on this rank
 
     def close(self) -> None:
-        self._driver.abort()
+        super().close()
         self._inbox.close()
-
-
-class AtroposSupply:
-    """A `Supply` whose groups come from Atropos environments."""
-
-    def __init__(self, rank: ServingRank, world: World, stop_requested: Callable[[], bool]) -> None:
-        self._rank = rank
-        self._world = world
-        self._stop_requested = stop_requested
-
-    def order(self, step: int) -> Order:
-        if self._world.from_main(self._stop_requested):
-            raise Stopped
-        self._rank.before_wake()
-        return lambda: self._collect(step)
-
-    def _collect(self, step: int) -> list[Group]:
-        groups = self._rank.collect(step, self._world)
-        if groups is None:
-            raise Stopped
-        return groups
-
-    def settle(self, groups: list[Group]) -> BatchResult:
-        return BatchResult(trained_now=list(range(len(groups))), metrics=self._rank.settle())
-
-    def release_engine(self) -> None:
-        """Do nothing: requests of environments stay queued while no batch is collected."""
-
-    def state_dict(self) -> JsonObject | None:
-        return self._rank.state_dict()
-
-    def load_state_dict(self, state: JsonObject) -> None:
-        self._rank.load_state_dict(state)
-
-    def close(self) -> None:
-        self._rank.close()

@@ -7,13 +7,13 @@ import threading
 from typing import Any
 from urllib.request import Request, urlopen
 
-from colocated_grpo.atropos.client import AtroposClient, TrainerSettings
-from colocated_grpo.atropos.rows import GroupReader
-from colocated_grpo.atropos.source import AtroposSource
+from colocated_grpo.atropos.exchange import Registration
+from colocated_grpo.atropos.reader import GroupReader
+from colocated_grpo.atropos.source import AtroposClient, AtroposSource
 from colocated_grpo.servers.origins import Origins
 
 BATCH_SIZE = 4
-TRAINER = TrainerSettings(
+TRAINER = Registration(
     batch_size=BATCH_SIZE,
     max_token_len=64,
     checkpoint_dir="runs/a",

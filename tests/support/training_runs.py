@@ -7,6 +7,7 @@ slow modules: it starts in seconds instead of 15 s, for tests in which neither t
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -282,6 +283,30 @@ def train(output_dir: Path, config: Settings, *flags: str, ranks: int = 1) -> Tr
     """Run forked ranks to the end and assert success."""
     with ForkedRun(output_dir, config, *flags, ranks=ranks) as run:
         return run.finish()
+
+
+def resume_after_a_kill(
+    whole: TrainingRun, output_dir: Path, config: Settings, *, first_step: int, ranks: int = 1
+) -> TrainingRun:
+    """Resume a copy of a finished run at a checkpoint, and assert that it ends bit for bit like that run.
+
+    The copy is what a kill in the step after that checkpoint leaves: it has no later checkpoint and no result.
+    """
+    copy = shutil.copytree(whole.folder, output_dir / whole.folder.name)
+    for path in copy.glob("checkpoints/step_*"):
+        if int(path.name.removeprefix("step_")) > first_step:
+            shutil.rmtree(path)
+    for name in ("final_model", "final_adapter", "best_model"):
+        shutil.rmtree(copy / name, ignore_errors=True)
+    for name in (files.SUMMARY_FILE, "best.json"):
+        (copy / name).unlink(missing_ok=True)
+    resumed = train(output_dir, config, "--resume", "auto", ranks=ranks)
+    assert [start["first_step"] for start in files.read_environment(resumed.folder)] == [0, first_step]
+    assert weights_of(resumed) == weights_of(whole)
+    for kind in (files.TRAIN, files.EVALUATION):
+        assert without_wall_clock(resumed.rows(kind)) == without_wall_clock(whole.rows(kind))
+    assert files.read_rollouts(resumed.folder) == files.read_rollouts(whole.folder)
+    return resumed
 
 
 def launch(

@@ -6,12 +6,13 @@ import os
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
-from colocated_grpo.atropos.client import AtroposClient, TrainerSettings
-from colocated_grpo.atropos.rows import GroupReader
+from colocated_grpo.atropos.exchange import Registration
+from colocated_grpo.atropos.reader import GroupReader
+from colocated_grpo.atropos.source import AtroposClient
 from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.servers.origins import Origins
 from colocated_grpo.settings.atropos import AtroposSourceConfig
-from colocated_grpo.web.client import JsonClient, RequestRejected, Unavailable
+from colocated_grpo.web.client import RequestRejected, Unavailable
 
 SECONDS = 5.0
 UNLIMITED = 1 << 31
@@ -34,7 +35,7 @@ class AtroposState:
 
 
 def read_state(
-    atropos: AtroposSourceConfig, trainer: TrainerSettings, max_tokens: int, vocab_size: int | None
+    atropos: AtroposSourceConfig, trainer: Registration, max_tokens: int, vocab_size: int | None
 ) -> AtroposState:
     """trainer: the run's registration. max_tokens: of a sequence. vocab_size: None if unknown."""
     variable = atropos.api_key_variable
@@ -42,15 +43,15 @@ def read_state(
     client = AtroposClient(atropos.url, trainer, may_reset=atropos.reset, timeout=SECONDS, api_key=key)
     try:
         status = client.status()
-        latest = JsonClient(atropos.url, timeout=SECONDS, api_key=key).get("/latest_example")
+        latest = client.latest_group()
     except (Unavailable, RequestRejected) as error:
         return AtroposState(error=str(error))
     waiting, conflict = int(status["queue_size"]), ""
     try:
-        client.check()
+        client.is_registered()
     except EnvironmentSetupError as error:
         conflict = str(error)
-    tokens = latest.get("tokens") if isinstance(latest, dict) else None
+    tokens = latest.get("tokens")
     if not isinstance(tokens, list) or not tokens:
         return AtroposState(conflict=conflict, waiting=waiting)
     dropped = _dropped(latest, _reader(atropos, max_tokens), vocab_size)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from colocated_grpo.atropos.rows import MISSING_LOGPROBS
+from colocated_grpo.atropos.reader import MISSING_LOGPROBS
 from colocated_grpo.environments.registry import check_names
 from colocated_grpo.runtime.run_folder import (
     CHECKPOINTS,

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from packaging.utils import canonicalize_name
 
-from colocated_grpo.atropos.client import trainer_of
+from colocated_grpo.atropos.source import trainer_of
 from colocated_grpo.launch.arguments import Launch
 from colocated_grpo.settings.adapter_files import with_adapter_settings
 from colocated_grpo.settings.config_json import read_config_json, text_part

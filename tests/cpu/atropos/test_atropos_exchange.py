@@ -12,21 +12,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colocated_grpo.atropos.exchange import Exchange, Volume
-from colocated_grpo.atropos.grouping import choose_batch, choose_parts
-from colocated_grpo.atropos.posted import FIELDS as FIELDS_OF_A_GROUP
-from colocated_grpo.atropos.posted import ScoredGroup
-from colocated_grpo.atropos.wire import Registration
+from colocated_grpo.atropos.api import PostedGroup
+from colocated_grpo.atropos.exchange import Exchange, Registration, ScoredGroup, choose_batch, choose_parts
 from tests.support.servers import EMBEDDED, ApiProcess
 
 LIMIT = 20_000
+HUGE = "9" * 5_000
 NUMBER = st.integers() | st.floats() | st.none()
 JSON = st.recursive(
     NUMBER | st.text() | st.booleans(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
     max_leaves=12,
 )
-FIELDS = st.sampled_from(sorted(FIELDS_OF_A_GROUP))
+FIELDS = st.sampled_from([*PostedGroup.__struct_fields__, "messages", "distill_token_ids"])
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +56,11 @@ def group(size: int = 4) -> dict[str, Any]:
 
 
 def posted(size: int, env_id: int | None = None, mark: int = 0) -> ScoredGroup:
-    return ScoredGroup(size, env_id, str(mark).encode())
+    return ScoredGroup(size, env_id, (str(mark).encode(),))
 
 
 def marks_of(batches: list[list[ScoredGroup]]) -> list[int]:
-    return [int(group.text) for batch in batches for group in batch]
+    return [int(text) for batch in batches for group in batch for text in group.texts]
 
 
 @pytest.fixture
@@ -146,9 +144,34 @@ def test_numbers_that_json_cannot_represent_are_rejected(fresh, number, place):
     assert call(fresh.url + "/scored_data", body.encode())[0] == 422
 
 
-@pytest.mark.parametrize(("depth", "status"), [(30, 200), (36, 422), (200, 400)])
-def test_images_nested_too_deep_to_serialize_are_rejected(fresh, depth, status):
+@pytest.mark.parametrize(("depth", "status"), [(36, 200), (200, 400)])
+def test_fields_nested_too_deep_are_rejected(fresh, depth, status):
     assert post(fresh, "/scored_data", {**group(), "images": json.loads("[" * depth + "]" * depth)}) == status
+
+
+@pytest.mark.parametrize("name", ["images", "messages", "distill_token_ids", "distill_logprobs", "unknown"])
+def test_fields_that_no_trainer_reads_are_not_kept(fresh, name):
+    """The trainer's parser rejects an integer of 5,000 digits, and with it the whole batch."""
+    post(fresh, "/register", registration())
+    body = json.dumps({**group(8), name: 0}).replace(f'"{name}": 0', f'"{name}": {HUGE}').encode()
+    assert call(fresh.url + "/scored_data", body)[0] == 200
+    (kept,) = json.loads(call(fresh.url + "/batch")[1])["batch"]
+    assert kept.get(name) is (True if name == "images" else None), "of images only that there are some"
+
+
+@pytest.mark.parametrize(
+    "column", ['"tokens": [[%s]]', '"overrides": [{"temperature": %s}]', '"images": [], "env_id": %s']
+)
+def test_a_group_that_the_trainer_cannot_parse_is_rejected(fresh, column):
+    body = '{"masks": [[1]], "scores": [0], "tokens": [[1]], ' + column % HUGE + "}"
+    assert call(fresh.url + "/scored_data", body.encode())[0] == 422
+
+
+def test_millions_of_empty_lists_are_rejected():
+    with ApiProcess(EMBEDDED) as server:
+        body = b'{"masks": [[1]], "scores": [0], "tokens": [[1]], "distill_token_ids": [' + b"[]," * (1 << 20) + b"[]]}"
+        status, response = call(server.url + "/scored_data", body)
+    assert (status, b"more than 1048576 lists and objects" in response) == (400, True)
 
 
 def test_a_list_above_the_queue_limit_is_rejected_as_a_whole(fresh):
@@ -197,24 +220,29 @@ def test_no_bytes_make_the_server_fail(server, raw, compressed, path):
 QUEUE = st.lists(st.tuples(st.sampled_from([1, 2, 3, 4, 8]), st.sampled_from([None, 0, 1])), max_size=12)
 
 
-@given(
-    queue=QUEUE,
-    batch_size=st.integers(1, 24),
-    allocations=st.dictionaries(st.sampled_from([0, 1]), st.sampled_from([0.0, 0.3, 0.5, 0.9])),
-)
+@given(queue=QUEUE, batch_size=st.integers(1, 24))
 @settings(max_examples=500)
-def test_batches_equal_those_of_atroposlib(queue, batch_size, allocations):
+def test_batches_equal_those_of_atroposlib(queue, batch_size):
     upstream = pytest.importorskip("atroposlib.api.utils", reason="atroposlib is not installed")
     items = [{"tokens": [[0]] * size, "env_id": env, "position": index} for index, (size, env) in enumerate(queue)]
-    envs = [{"registered_id": env, "connected": True, "min_batch_allocation": allocations.get(env)} for env in (0, 1)]
-    expected, _ = upstream.grab_batch_with_minimum_allocations(items, batch_size, envs)
-    in_order = dict(sorted(allocations.items()))
+    expected, _ = upstream.grab_batch_with_minimum_allocations(items, batch_size, [])
     sizes = [size for size, _ in queue]
-    chosen = choose_batch(sizes, [env for _, env in queue], batch_size, in_order)
+    chosen = choose_batch(sizes, [env for _, env in queue], batch_size, {})
     if expected:
         assert chosen == [item["position"] for item in expected]
     else:  # atroposlib stalls on some queues whose smaller groups make a batch
         assert sum(sizes[position] for position in chosen) in (0, batch_size)
+
+
+@given(queue=QUEUE, batch_size=st.integers(1, 24), reserved=st.dictionaries(st.sampled_from([0, 1]), st.integers(1, 8)))
+@settings(max_examples=500)
+def test_reserved_parts_are_in_every_batch(queue, batch_size, reserved):
+    sizes, envs = [size for size, _ in queue], [env for _, env in queue]
+    chosen = choose_batch(sizes, envs, batch_size, reserved)
+    assert sum(sizes[position] for position in chosen) in (0, batch_size)
+    assert len(set(chosen)) == len(chosen)
+    for env in reserved if chosen and sum(reserved.values()) + 2 * max(sizes) <= batch_size else ():
+        assert env in {envs[position] for position in chosen}
 
 
 @given(sizes=st.lists(st.integers(1, 9), max_size=8), group_size=st.integers(1, 12))
@@ -228,10 +256,10 @@ def test_parts_add_up_to_a_group_whenever_they_do_in_atroposlib(sizes, group_siz
 
 
 def test_every_group_is_served_exactly_once():
-    exchange = Exchange(Volume(1000, 1 << 20))
+    exchange = Exchange(1000, 1 << 20)
     exchange.register(Registration(**registration()))
     for index in range(20):
-        exchange.post(posted(4, mark=index))
+        exchange.post([posted(4, mark=index)])
     batches = [exchange.batch() for _ in range(11)]
     assert batches.pop() is None
     assert sorted(marks_of(batches)) == list(range(20))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from itertools import pairwise
 from typing import Any
 
@@ -11,11 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colocated_grpo.atropos import exchange as exchange_module
-from colocated_grpo.atropos.exchange import MAX_PARTS, Exchange, QueueFull, Volume
-from colocated_grpo.atropos.grouping import choose_batch, is_servable
-from colocated_grpo.atropos.posted import InvalidGroup, ScoredGroup
-from colocated_grpo.atropos.wire import EnvRegistration, Registration
+from colocated_grpo.atropos.exchange import (
+    MAX_PARTS,
+    PATIENCE,
+    EnvRegistration,
+    Exchange,
+    InvalidGroup,
+    QueueFull,
+    Registration,
+    ScoredGroup,
+    choose_batch,
+)
 
 
 def trainer(batch_size: int) -> Registration:
@@ -33,14 +38,14 @@ def trainer(batch_size: int) -> Registration:
 
 def started(batch_size: int = 64, *, sequences: int = 1 << 20, num_bytes: int = 1 << 30) -> Exchange:
     """Return an exchange whose trainer has registered and asked for a batch."""
-    exchange = Exchange(Volume(sequences, num_bytes))
+    exchange = Exchange(sequences, num_bytes)
     exchange.register(trainer(batch_size))
     assert exchange.batch() is None
     return exchange
 
 
 def group(size: int, env_id: int | None = None, mark: str = "") -> ScoredGroup:
-    return ScoredGroup(size, env_id, mark.encode())
+    return ScoredGroup(size, env_id, (mark.encode(),))
 
 
 def add_env(exchange: Exchange, group_size: int, **changes: Any) -> int:
@@ -60,26 +65,26 @@ def test_a_group_larger_than_a_batch_is_refused_and_the_others_are_served():
     with pytest.raises(
         InvalidGroup, match=r"a group of 65 sequences can never be served: .* use a group size that div"
     ):
-        exchange.post(group(65))
+        exchange.post([group(65)])
     for _ in range(200):
-        exchange.post(group(8))
+        exchange.post([group(8)])
     assert num_batches(exchange) == 25
 
 
 @pytest.mark.parametrize("size", [3, 48, 63])
 def test_a_group_whose_size_does_not_divide_the_batch_is_refused(size):
     with pytest.raises(InvalidGroup, match="can never be served"):
-        started(64).post(group(size))
+        started(64).post([group(size)])
 
 
 def test_a_group_posted_before_the_batch_size_was_known_blocks_no_others():
-    exchange = Exchange(Volume(1 << 20, 1 << 30))
+    exchange = Exchange(1 << 20, 1 << 30)
     for size in (65, 8, 3):
-        exchange.post(group(size))
+        exchange.post([group(size)])
     exchange.register(trainer(64))
     assert exchange.status()["queue_size"] == 1
     for _ in range(7):
-        exchange.post(group(8))
+        exchange.post([group(8)])
     assert num_batches(exchange) == 1
 
 
@@ -92,17 +97,17 @@ def test_a_group_larger_than_its_environment_has_registered_is_refused():
     exchange = started(64)
     env = add_env(exchange, 4)
     with pytest.raises(InvalidGroup, match=r"a group of 8 sequences .* has registered a group size of 4"):
-        exchange.post(group(8, env))
+        exchange.post([group(8, env)])
 
 
 def test_one_group_of_a_larger_size_does_not_hold_back_smaller_ones():
     """In atroposlib no pack of six consists of fours, so the six blocks them."""
     exchange = started(12)
-    exchange.post(group(6))
+    exchange.post([group(6)])
     for _ in range(3):
-        exchange.post(group(4))
+        exchange.post([group(4)])
     assert num_batches(exchange) == 1
-    exchange.post(group(6))
+    exchange.post([group(6)])
     assert num_batches(exchange) == 1
 
 
@@ -112,7 +117,7 @@ def test_one_group_of_a_larger_size_does_not_hold_back_smaller_ones():
 )
 @settings(max_examples=300)
 def test_whatever_waits_enough_groups_of_one_size_are_served(sizes, batch_size):
-    waiting = [size for size in sizes if is_servable(size, batch_size)]
+    waiting = [size for size in sizes if batch_size % size == 0]
     chosen = choose_batch(waiting, [None] * len(waiting), batch_size, {})
     total = sum(waiting[position] for position in chosen)
     assert total == batch_size if any(waiting.count(s) * s >= batch_size for s in waiting) else total in (0, batch_size)
@@ -122,13 +127,13 @@ def test_incomplete_groups_do_not_fill_the_queue_for_others():
     exchange = started(8, sequences=64)
     env = add_env(exchange, 8)
     for _ in range(12):
-        exchange.post(group(5, env))
-    exchange.post(group(8, mark="whole"))
+        exchange.post([group(5, env)])
+    exchange.post([group(8, mark="whole")])
     assert num_batches(exchange) == 1
     for _ in range(8):
-        exchange.post(group(8))
+        exchange.post([group(8)])
     with pytest.raises(QueueFull, match="64 sequences are waiting"):
-        exchange.post(group(8))
+        exchange.post([group(8)])
 
 
 @given(
@@ -142,14 +147,13 @@ def test_parts_of_any_sizes_that_add_up_to_a_group_are_served_together(cuts, all
     env = add_env(exchange, 8, min_batch_allocation=allocation)
     for number, inner in enumerate(cuts):
         for begin, end in pairwise([0, *inner, 8]):
-            exchange.post(group(end - begin, env, str(number)))
+            exchange.post([group(end - begin, env, str(number))])
     batches = list(iter(exchange.batch, None))
     assert len(batches) == len(cuts) // 8
     for batch in batches:
-        sizes: Counter[bytes] = Counter()
-        for part in batch:
-            sizes[part.text] += part.size
-        assert list(sizes.values()) == [8] * 8
+        assert [group.size for group in batch] == [8] * 8
+        assert all(len(set(group.texts)) == 1 for group in batch), "parts of the same group"
+        assert len({group.texts[0] for group in batch}) == 8
 
 
 def test_many_groups_in_parts_do_not_hold_back_others():
@@ -158,10 +162,10 @@ def test_many_groups_in_parts_do_not_hold_back_others():
     in_parts, whole = add_env(exchange, 8), add_env(exchange, 8)
     for _ in range(600):
         for size in (3, 5):
-            exchange.post(group(size, in_parts))
+            exchange.post([group(size, in_parts)])
     assert num_batches(exchange) == 75
     for _ in range(8):
-        exchange.post(group(8, whole))
+        exchange.post([group(8, whole)])
     assert num_batches(exchange) == 1
 
 
@@ -169,7 +173,7 @@ def test_an_environment_paces_itself_by_whole_groups():
     exchange = started(64)
     env, other = add_env(exchange, 8), add_env(exchange, 8)
     for size in (3, 5):
-        exchange.post(group(size, env))
+        exchange.post([group(size, env)])
     status = exchange.status_env(other)
     assert (status["queue_size"], status["max_group_size"]) == (1, 8)
     assert exchange.status_env(env)["self_queue_size"] == 1
@@ -179,40 +183,50 @@ def test_an_environment_keeps_the_newest_of_its_incomplete_groups():
     exchange = started(64)
     env = add_env(exchange, 64)
     for _ in range(MAX_PARTS):
-        exchange.post(group(33, env))
-    assert exchange.post(group(33, env)) == {"status": "buffered", "buffer_size": MAX_PARTS * 33}
+        exchange.post([group(33, env)])
+    assert exchange.post([group(33, env)])[0] == {"status": "buffered", "buffer_size": MAX_PARTS * 33}
 
 
 def test_the_queue_is_bounded_in_bytes_too():
     exchange = started(64, num_bytes=100)
-    exchange.post(group(8, mark="a" * 60))
+    exchange.post([group(8, mark="a" * 60)])
     with pytest.raises(QueueFull, match="60 bytes are waiting for the trainer; the limit is 100"):
-        exchange.post(group(8, mark="a" * 60))
+        exchange.post([group(8, mark="a" * 60)])
 
 
 def test_what_has_been_served_no_longer_counts():
     exchange = started(8, sequences=8)
     for _ in range(3):
-        exchange.post(group(8))
+        exchange.post([group(8)])
         assert num_batches(exchange) == 1
 
 
-def test_an_environment_that_has_died_does_not_keep_its_reserved_part(monkeypatch):
+@pytest.mark.parametrize("num_groups", [0, 1])
+def test_an_environment_without_new_groups_does_not_keep_its_reserved_part(num_groups):
+    """It may have been killed, or never have had a group; asking for its status does not prolong the reservation."""
     exchange = started(8)
-    add_env(exchange, 4, min_batch_allocation=0.5)
-    other = add_env(exchange, 4)
+    reserved, other = add_env(exchange, 4, min_batch_allocation=1.0), add_env(exchange, 4)
+    for _ in range(num_groups):
+        exchange.post([group(4, reserved)])
     for _ in range(2):
-        exchange.post(group(4, other))
-    assert num_batches(exchange) == 0
-    later = time.monotonic() + exchange_module.SILENT_SECONDS
-    monkeypatch.setattr(exchange_module.time, "monotonic", lambda: later)
-    assert num_batches(exchange) == 1
+        exchange.post([group(4, other)])
+    requests = 0
+    while exchange.batch() is None:
+        exchange.status_env(reserved)
+        requests += 1
+    assert requests == 0, "a batch is made of any groups that wait"
+    exchange.post([group(4, other)] * 2)
+    while exchange.batch() is None:
+        exchange.status_env(reserved)
+        exchange.post([group(3, reserved)])  # parts that never add up to a group
+        requests += 1
+        assert requests <= PATIENCE * num_groups
 
 
 def test_a_long_queue_is_served_in_time_linear_in_its_length():
     exchange = started(8)
     for _ in range(50_000):
-        exchange.post(group(1))
+        exchange.post([group(1)])
     start = time.process_time()
     assert num_batches(exchange) == 6250
     assert time.process_time() - start < 5, "quadratic time takes minutes"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from colocated_grpo.atropos import supply as supply_module
-from colocated_grpo.atropos.supply import AtroposSupply, MainRank
+from colocated_grpo.atropos.supply import MainSupply
 from colocated_grpo.rollout.collect import Stopped
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.runtime.distributed import World
@@ -28,18 +28,18 @@ class Run:
         self.stop = threading.Event()
         self.engine = FakeEngine()
         inbox = Inbox()
-        rank = MainRank(
-            self.harness.source,
+        self.supply = MainSupply(
+            world,
             Driver(self.engine, inbox),
-            inbox,
-            [],
-            LoadBalancer([]),
-            [],
             self.stop.is_set,
-            lambda: 0,
-            self.harness.notes.append,
+            source=self.harness.source,
+            inbox=inbox,
+            rank_links=[],
+            engines=LoadBalancer([]),
+            servers=[],
+            policy_version=lambda: 0,
+            note=self.harness.notes.append,
         )
-        self.supply = AtroposSupply(rank, world, self.stop.is_set)
         self.harness.source.begin(0)
         if state is not None:
             self.supply.load_state_dict(state)

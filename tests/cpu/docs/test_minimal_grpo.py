@@ -14,7 +14,7 @@ from tests.support.paths import ROOT
 
 EXAMPLE = ROOT / "docs/examples/minimal_grpo.py"
 MAX_LINES = 300
-STEPS = 24
+STEPS = 16
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from colocated_grpo.atropos import supply
-from colocated_grpo.atropos.supply import AtroposSupply, MainRank, WorkerRank
+from colocated_grpo.atropos.supply import MainSupply, WorkerSupply
 from colocated_grpo.environments.base import BatchResult, EnvironmentSetupError
 from colocated_grpo.rollout.collect import Collector, Stopped
 from colocated_grpo.rollout.engine import Request, Sampling
@@ -144,20 +144,21 @@ class Both:
         self.outside = Outside(lambda: ask(self))
         self.notes: list[str] = []
         if end is None:
-            role: Any = MainRank(
-                self.outside,
+            served: Any = MainSupply(
+                world,
                 driver,
-                self.inbox,
-                self.links,
-                LoadBalancer([]),
-                [],
                 stop_requested,
-                lambda: 0,
-                self.notes.append,
+                source=self.outside,
+                inbox=self.inbox,
+                rank_links=self.links,
+                engines=LoadBalancer([]),
+                servers=[],
+                policy_version=lambda: 0,
+                note=self.notes.append,
             )
         else:
-            role = WorkerRank(driver, end)
-        self.supply = MixedSupply(sampled, AtroposSupply(role, world, stop_requested))
+            served = WorkerSupply(world, driver, stop_requested, inbox=end)
+        self.supply = MixedSupply(sampled, served)
 
     def collect(self, step: int) -> list[Group]:
         return self.supply.order(step)()
@@ -190,12 +191,12 @@ def test_each_batch_holds_groups_of_both_sides_and_each_side_settles_its_own():
 
 
 def test_a_note_says_when_requests_were_pending_for_long(monkeypatch):
-    monkeypatch.setattr(supply, "LONG_SLEEP_SECONDS", -1.0)
     with single_rank_group() as world:
         both = Both(world, FakeEngine(), lambda: False, of_own_engine)
         both.collect(0)
         assert both.notes == []
-        both.supply.order(1)
+        monkeypatch.setattr(supply, "LONG_SLEEP_SECONDS", -1.0)
+        both.collect(1)
         both.supply.close()
     assert [note.partition(" for ")[0] for note in both.notes] == ["atropos: requests were pending"]
 

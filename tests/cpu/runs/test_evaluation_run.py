@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,8 @@ from tests.support.training_runs import (
     Settings,
     TrainingRun,
     deterministic,
+    resume_after_a_kill,
     train,
-    weights_of,
-    without_wall_clock,
 )
 
 STEPS, EVERY, PROMPTS = 6, 2, 4
@@ -110,17 +108,8 @@ def test_the_best_step_is_kept_and_exported(whole):
 
 def test_a_resumed_run_repeats_evaluations_rounds_and_the_best_step(whole, data, tmp_path):
     """The copy is what a kill after step 2's checkpoint leaves, before the best model of that step was exported."""
-    copy = tmp_path / "run"
-    shutil.copytree(whole.folder, copy)
-    for step in range(EVERY + 1, STEPS + 1):
-        shutil.rmtree(copy / f"checkpoints/step_{step:06d}", ignore_errors=True)
-    for left in ("best.json", "best_model", "final_model"):
-        path = copy / left
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    resumed = train(tmp_path, config(data), "--resume", str(copy), ranks=2)
-    assert weights_of(resumed) == weights_of(whole)
-    for kind in (files.TRAIN, files.EVALUATION):
-        assert without_wall_clock(resumed.rows(kind)) == without_wall_clock(whole.rows(kind))
+    resumed = resume_after_a_kill(whole, tmp_path, config(data), first_step=EVERY, ranks=2)
+    copy = resumed.folder
     assert (copy / "best.json").read_text() == (whole.folder / "best.json").read_text()
     for name in ("model.safetensors", "config.json"):
         assert (copy / "best_model" / name).read_bytes() == (whole.folder / "best_model" / name).read_bytes()

@@ -8,19 +8,17 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from benchmarks.workload import MAX_PROMPT_TOKENS, TASK
-from colocated_grpo.tools import compare_runs
 from tests.support.families import SETTINGS
 from tests.support.serve_process import ServeProcess
 from tests.support.served_runs import SERVER_FLAGS
 from tests.support.training_runs import (
-    ForkedRun,
     Settings,
     TrainingRun,
     assert_on_policy,
+    resume_after_a_kill,
     settings,
     tiny_model,
     train,
-    weights_of,
 )
 
 STEPS = 3
@@ -63,12 +61,7 @@ def test_engine_and_policy_agree_and_the_export_has_the_layout_of_the_hub(whole)
 
 
 def test_a_killed_run_resumes_bit_for_bit(whole, tmp_path):
-    with ForkedRun(tmp_path, with_experts(), ranks=2) as run:
-        run.wait_for_step(0)
-        run.kill()
-    resumed = train(tmp_path, with_experts(), "--resume", "auto", ranks=2)
-    assert weights_of(resumed) == weights_of(whole)
-    assert compare_runs.main([str(resumed.folder), str(whole.folder), "--assert-equal"]) == 0
+    resume_after_a_kill(whole, tmp_path, with_experts(), first_step=STEPS - 1, ranks=2)
 
 
 def test_an_engine_server_receives_the_experts(tmp_path):

@@ -32,6 +32,7 @@ from tests.support.training_runs import (
     TrainingRun,
     checkpoint_tensors,
     deterministic,
+    resume_after_a_kill,
     settings,
     tiny_model,
     train,
@@ -89,34 +90,33 @@ def assert_same_run(a: TrainingRun, b: TrainingRun) -> None:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory) -> dict[int, TrainingRun]:
-    """Runs with copied weights, by number of ranks."""
-    return {ranks: train(tmp_path_factory.mktemp("whole"), everything("copied"), ranks=ranks) for ranks in (1, 2)}
+def uninterrupted(tmp_path_factory) -> dict[str, TrainingRun]:
+    """Runs with copied weights, by dtype: in float32 on one rank, in bfloat16 on two."""
+    return {
+        dtype: train(tmp_path_factory.mktemp(dtype), everything("copied", dtype), ranks=ranks)
+        for dtype, ranks in (("float32", 1), ("bfloat16", 2))
+    }
 
 
 @pytest.mark.parametrize(("weights", "ranks"), [("shared", 1), ("copied", 2)])
-def test_a_killed_run_resumes_bit_for_bit_and_shared_weights_change_nothing(tmp_path, weights, ranks):
+def test_a_killed_run_resumes_bit_for_bit_and_shared_weights_change_nothing(uninterrupted, tmp_path, weights, ranks):
     # Not in bfloat16: on CPUs a few of many equal runs then compute other last bits, from their first step on.
-    whole = train(tmp_path / "whole", everything("copied", "float32"), ranks=ranks)
     config = everything(weights, "float32")
-    with ForkedRun(tmp_path, config, ranks=ranks) as run:
-        run.wait_for_step(1)
-        run.kill()
-    resumed = train(tmp_path, config, "--resume", "auto", ranks=ranks)
-    first, second = (start["first_step"] for start in files.read_environment(resumed.folder))
-    assert first == 0 < second < STEPS
-    assert_same_run(resumed, whole)
+    whole = train(tmp_path / "whole", config, ranks=ranks)
+    resumed = resume_after_a_kill(whole, tmp_path, config, first_step=STEPS - 1, ranks=ranks)
+    assert_same_run(resumed, uninterrupted["float32"] if ranks == 1 else whole)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_sampler_and_trainer_agree_in_every_step_while_the_adapter_moves(uninterrupted, ranks):
-    rows = uninterrupted[ranks].rows(files.TRAIN)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sampler_and_trainer_agree_in_every_step_while_the_adapter_moves(uninterrupted, dtype):
+    run = uninterrupted[dtype]
+    rows = run.rows(files.TRAIN)
     assert len(rows) == STEPS
     for row in rows:
         assert row["mismatch/plain"] < BFLOAT16_CLOSE
         assert row["mismatch/abs"] < BFLOAT16_CLOSE
         assert row["kl"] > 10 * BFLOAT16_CLOSE, "the policy is still close to the reference"
-    states = [adapter_of(uninterrupted[ranks], f"adapter_step_{step + 1}") for step in range(STEPS)]
+    states = [adapter_of(run, f"adapter_step_{step + 1}") for step in range(STEPS)]
     for before, after in pairwise(states):
         assert all((after[name] - before[name]).abs().max() > 1e-3 for name in after)
 
@@ -128,10 +128,11 @@ def merged(tmp_path_factory) -> TrainingRun:
 
 
 def test_only_adapters_are_exported_unless_the_merged_model_is_wanted(uninterrupted, merged):
-    run = uninterrupted[1].folder
+    run = uninterrupted["float32"].folder
     folders = {"final_adapter", *(f"adapter_step_{step + 1}" for step in range(STEPS))}
     assert {path.parent.relative_to(run).as_posix() for path in run.rglob("*.safetensors")} == folders
-    assert exported(uninterrupted[1])["final_adapter"] == exported(uninterrupted[1])[f"adapter_step_{STEPS}"]
+    adapters = exported(uninterrupted["float32"])
+    assert adapters["final_adapter"] == adapters[f"adapter_step_{STEPS}"]
     assert all((run / folder / "adapter_config.json").is_file() for folder in folders)
     assert {path.parent.name for path in merged.folder.rglob("*.safetensors")} == {"final_adapter", "final_model"}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -15,9 +14,8 @@ from tests.support.training_runs import (
     Settings,
     TrainingRun,
     deterministic,
+    resume_after_a_kill,
     train,
-    weights_of,
-    without_wall_clock,
 )
 
 STEPS, EVERY = 6, 3
@@ -95,13 +93,4 @@ def test_rows_become_harder_and_prompts_rest(whole, data):
 
 def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(whole, data, tmp_path):
     """The copy is what a kill after step 3 leaves: in the middle of a stage, with prompts that rest."""
-    copy = tmp_path / "run"
-    shutil.copytree(whole.folder, copy)
-    for step in range(EVERY + 1, STEPS + 1):
-        shutil.rmtree(copy / f"checkpoints/step_{step:06d}", ignore_errors=True)
-    shutil.rmtree(copy / "final_model")
-    resumed = train(tmp_path, config(data), "--resume", str(copy))
-    assert [start["first_step"] for start in files.read_environment(copy)] == [0, EVERY]
-    assert files.read_rollouts(resumed.folder) == files.read_rollouts(whole.folder)
-    assert without_wall_clock(resumed.rows(files.TRAIN)) == without_wall_clock(whole.rows(files.TRAIN))
-    assert weights_of(resumed) == weights_of(whole)
+    resume_after_a_kill(whole, tmp_path, config(data), first_step=EVERY)

@@ -6,11 +6,10 @@ import pytest
 import yaml
 
 from benchmarks.workload import MAX_PROMPT_TOKENS, TASK
-from colocated_grpo.tools import compare_runs
 from colocated_grpo.tracking import files
 from tests.support.families import SETTINGS
 from tests.support.paths import ROOT
-from tests.support.training_runs import ForkedRun, Settings, TrainingRun, settings, tiny_model, train, weights_of
+from tests.support.training_runs import Settings, TrainingRun, resume_after_a_kill, settings, tiny_model, train
 
 STEPS = 3
 MODEL = "qwen3_moe"
@@ -50,10 +49,4 @@ def test_replayed_routes_bring_policy_and_engine_closer(replayed, tmp_path):
 
 
 def test_a_killed_run_resumes_bit_for_bit(replayed, tmp_path):
-    config = in_bfloat16(replay=True)
-    with ForkedRun(tmp_path, config, ranks=2) as run:
-        run.wait_for_step(0)
-        run.kill()
-    resumed = train(tmp_path, config, "--resume", "auto", ranks=2)
-    assert weights_of(resumed) == weights_of(replayed)
-    assert compare_runs.main([str(resumed.folder), str(replayed.folder), "--assert-equal"]) == 0
+    resume_after_a_kill(replayed, tmp_path, in_bfloat16(replay=True), first_step=STEPS - 1, ranks=2)

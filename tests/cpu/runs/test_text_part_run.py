@@ -21,7 +21,6 @@ from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.program import library_environment
 from colocated_grpo.settings import Config
 from colocated_grpo.settings.errors import ConfigError
-from colocated_grpo.tools import compare_runs
 from colocated_grpo.tools.shapes import TINY
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.hub import card
@@ -33,13 +32,12 @@ from tests.support.ranks import run_on_ranks, start_module
 from tests.support.serve_process import ServeProcess
 from tests.support.served_runs import SERVER_FLAGS
 from tests.support.training_runs import (
-    ForkedRun,
     LaunchedRun,
     Settings,
     TrainingRun,
+    resume_after_a_kill,
     settings,
     train,
-    weights_of,
 )
 
 STEPS = 3
@@ -152,16 +150,11 @@ def test_the_final_model_is_a_text_model(alone, gemma):
 
 
 def test_a_killed_run_resumes_bit_for_bit(alone, gemma, tmp_path):
-    with ForkedRun(tmp_path, work(gemma)) as run:
-        run.wait_for_step(0)
-        run.kill()
-    resumed = train(tmp_path, work(gemma), "--resume", "auto")
-    assert weights_of(resumed) == weights_of(alone)
-    assert compare_runs.main([str(resumed.folder), str(alone.folder), "--assert-equal"]) == 0
+    resume_after_a_kill(alone, tmp_path, work(gemma), first_step=STEPS - 1)
 
 
 def test_a_run_continues_from_the_final_model(alone, tmp_path):
-    continued = train(tmp_path, work(alone.folder / "final_model"))
+    continued = train(tmp_path, work(alone.folder / "final_model", training_steps=1))
     assert max(row["mismatch/plain"] for row in continued.rows(files.TRAIN)) < CLOSE
 
 
@@ -225,13 +218,19 @@ def test_a_run_continues_from_the_adapter(adapted, gemma, tmp_path):
     assert row["grad_norm"] > 0
 
 
-@pytest.mark.parametrize("bridge", ["broadcast", "restart"])
-def test_a_server_gives_the_result_of_a_colocated_run(server, alone, gemma, adapted, tmp_path, bridge):
+def test_a_server_gives_the_result_of_a_colocated_run(server, alone, gemma, adapted, tmp_path):
     """After the adapter's run: a server whose base model was changed takes no adapters."""
-    run = train(tmp_path, work(gemma, engine=served(server, bridge)))
+    run = train(tmp_path, work(gemma, engine=served(server, "broadcast")))
     assert max(row["mismatch/plain"] for row in run.rows(files.TRAIN)) < CLOSE
     ours, theirs = (load_file(each.folder / "final_model/model.safetensors") for each in (run, alone))
     assert max((ours[name] - theirs[name]).abs().max().item() for name in theirs) < 2e-4
+
+
+def test_a_server_is_restarted_with_the_text_model(server, alone, gemma, adapted, tmp_path):
+    run = train(tmp_path, work(gemma, engine=served(server, "restart"), training_steps=2))
+    rows, expected = run.rows(files.TRAIN), alone.rows(files.TRAIN)
+    assert max(row["mismatch/plain"] for row in rows) < CLOSE
+    assert [row["reward"] for row in rows] == [row["reward"] for row in expected[:2]], "sampled with the same weights"
 
 
 def test_one_copy_of_the_weights_is_trained_in_the_engine_server(gemma, tmp_path):

@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.workload import MAX_PROMPT_TOKENS, TASK
-from colocated_grpo.tools import compare_runs
 from colocated_grpo.tracking import files
 from tests.support.training_runs import (
     ForkedRun,
@@ -18,9 +17,9 @@ from tests.support.training_runs import (
     TrainingRun,
     checkpoint_tensors,
     deterministic,
+    resume_after_a_kill,
     tiny_model,
     train,
-    weights_of,
 )
 
 STEPS = 4
@@ -65,16 +64,8 @@ def shared(tmp_path_factory) -> TrainingRun:
 
 @pytest.mark.parametrize(("weights", "ranks"), [("shared", 1), ("copied", 2)])
 def test_a_killed_run_resumes_bit_for_bit(copied, shared, tmp_path, weights, ranks):
-    with ForkedRun(tmp_path, one_block(weights), ranks=ranks) as run:
-        run.wait_for_step(1)
-        run.kill()
-    resumed = train(tmp_path, one_block(weights), "--resume", "auto", ranks=ranks)
-    first, second = (start["first_step"] for start in files.read_environment(resumed.folder))
-    assert first == 0 < second < STEPS
     whole = {"shared": shared, "copied": copied}[weights]
-    assert weights_of(resumed) == weights_of(whole)
-    assert compare_runs.main([str(resumed.folder), str(whole.folder), "--assert-equal"]) == 0
-    assert files.read_rollouts(resumed.folder) == files.read_rollouts(whole.folder)
+    resume_after_a_kill(whole, tmp_path, one_block(weights), first_step=STEPS - 1, ranks=ranks)
 
 
 def test_shared_weights_change_the_same_block_to_nearly_the_same_values(copied, shared):
@@ -92,7 +83,6 @@ def test_shared_weights_change_the_same_block_to_nearly_the_same_values(copied, 
     ("layers", "line"),
     [
         ("0", "has 'model.model.layers.1."),
-        ("0-1", "lacks 'model.model.layers.0."),
         (None, "lacks 'model.model.embed_tokens.weight'"),
     ],
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from colocated_grpo.atropos.client import trainer_of
+from colocated_grpo.atropos.source import trainer_of
 from colocated_grpo.settings import Config
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.inputs import check_inputs
