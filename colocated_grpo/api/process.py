@@ -17,6 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from colocated_grpo.errors import RunError
+from colocated_grpo.launch.cli import join_ranks
 from colocated_grpo.runtime.program import environment_problem, library_environment, rank_environment
 from colocated_grpo.runtime.run_folder import unlock_folders
 from colocated_grpo.settings.schema import Config
@@ -24,7 +25,7 @@ from colocated_grpo.tracking.console import in_notebook
 from colocated_grpo.tracking.output import RunOutput
 
 if TYPE_CHECKING:
-    from colocated_grpo.runtime.rank_process import RankProcess
+    from colocated_grpo.launch.rank import RankProcess
 
 STOPPING = (
     "\nstopping: the run saves a checkpoint at the next safe point, and train() returns; interrupt again to end at once"
@@ -78,7 +79,6 @@ def process_of(config: Config, output: RunOutput, *, replace_group: bool) -> Ite
     import torch
     import torch.distributed as dist
 
-    from colocated_grpo.launch.joining import join_ranks
     from colocated_grpo.launch.rank import start_rank
 
     sleeps = torch.cuda.is_available() and config.engine.placement == "colocated" and config.engine.sleep

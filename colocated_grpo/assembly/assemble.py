@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing, nullcontext, suppress
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,7 +33,6 @@ from colocated_grpo.assembly.policy import (
     read_opponent,
 )
 from colocated_grpo.assembly.servers import build_remote, connect
-from colocated_grpo.assembly.user_code import Guarded
 from colocated_grpo.callbacks import Callbacks
 from colocated_grpo.checkpoint import Checkpoints
 from colocated_grpo.errors import RunError
@@ -66,13 +65,12 @@ def build_run(
     stop: StopRequest,
     output: RunOutput,
     resources: ExitStack,
-    guarded: Guarded = nullcontext,
     callbacks: Sequence[object] = (),
 ) -> Run:
     """Build every object and resume from the newest complete checkpoint in `folder`, if there is one. Collective.
 
     Steps that can fail for outside reasons come first, before device memory is allocated. output: shows each phase.
-    resources: receives what to close, also after a failure. guarded: wraps rewards and episodes. callbacks: the user's.
+    resources: receives what to close, also after a failure. callbacks: the user's.
     """
     tracker = make_tracker(folder, output, config.tracking, is_main=world.is_main)
     with output.phase("reading the model's settings and tokenizer"):
@@ -104,7 +102,7 @@ def build_run(
         config = choose_micro_batch_size(policy, config, world)
 
     driver = Driver(engines.engine, inbox)
-    collector = build_collector(config, driver, inbox, data, model, world, stop, guarded)
+    collector = build_collector(config, driver, inbox, data, model, world, stop)
     resources.callback(collector.close)
     sampled = build_prompt_supply(config, data, model, collector, world, stop, opponent, tracker.note)
     served = None if serving is None else serving.start(driver, start, stop.requested, lambda: policy.version)

@@ -12,7 +12,6 @@ from typing import cast
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from colocated_grpo.assembly.evaluation import Evaluated, read_evaluated
-from colocated_grpo.assembly.user_code import Guarded, GuardedEpisode, GuardedScorer
 from colocated_grpo.environments.build import Environments, build_environments
 from colocated_grpo.environments.chat import ChatCodec
 from colocated_grpo.environments.prompts import longest_token
@@ -188,12 +187,11 @@ def build_collector(
     model: ModelFiles,
     world: World,
     stop: StopRequest,
-    guarded: Guarded,
 ) -> Collector:
     rollout, codec = config.rollout, ChatCodec(model.tokenizer)
     environments = data.environments
     episodes = EpisodeRunner(
-        {name: GuardedEpisode(episode, guarded) for name, episode in environments.episodes.items()},
+        environments.episodes,
         codec,
         inbox,
         seed=config.seed,
@@ -203,7 +201,7 @@ def build_collector(
     return Collector(
         driver,
         episodes,
-        {name: GuardedScorer(scorer, guarded) for name, scorer in environments.scorers.items()},
+        environments.scorers,
         codec.message_text,
         world,
         build_dispatch(

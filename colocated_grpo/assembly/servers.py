@@ -18,7 +18,7 @@ from colocated_grpo.policy.masters import adopt
 from colocated_grpo.policy.model_loader import engine_dtype
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.runtime.distributed import World
-from colocated_grpo.runtime.server_variables import KEY_VARIABLE, URLS_VARIABLE
+from colocated_grpo.runtime.program import KEY_VARIABLE, URLS_VARIABLE
 from colocated_grpo.runtime.supervision import StopRequest
 from colocated_grpo.servers.broadcast import BroadcastSync
 from colocated_grpo.servers.engine_group import EngineGroup

@@ -42,7 +42,7 @@ class Task(Protocol):
     def score(self, item: Item, completion: str) -> float | dict[str, float] | None:
         """Return the reward, named parts including "reward", or None if not applicable. Must be thread-safe.
 
-        An exception gives the answer reward 0 (`rewards.unscorable`) or, if it is not the answer's fault, none.
+        An exception gives the answer reward 0 (`rewards.scoring`) or, if it is not the answer's fault, none.
         """
         ...
 

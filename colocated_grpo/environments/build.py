@@ -21,6 +21,8 @@ from colocated_grpo.environments.base import (
 )
 from colocated_grpo.environments.prompts import PromptEncoder
 from colocated_grpo.environments.registry import build_episode, build_task
+from colocated_grpo.environments.rewards.functions import build_rewards
+from colocated_grpo.environments.rewards.scorer import RewardScorer, start_workers
 from colocated_grpo.environments.rewards.scoring import TaskScorer
 from colocated_grpo.environments.streams import GeneratedItems, Mixture, PromptSource
 from colocated_grpo.environments.templates import build_template, check_is_read
@@ -185,9 +187,6 @@ def _task(name: str, entry: TaskSourceConfig, run: _RunValues) -> Environment:
 
 
 def _dataset(name: str, entry: DatasetSourceConfig, run: _RunValues) -> Environment:
-    from colocated_grpo.environments.rewards.functions import build_rewards
-    from colocated_grpo.environments.rewards.placement import start_workers
-    from colocated_grpo.environments.rewards.scorer import RewardScorer
     from colocated_grpo.environments.rows.dataset import RowItems
     from colocated_grpo.environments.rows.row_filter import load_filter
 

@@ -7,7 +7,6 @@ have to be set first.
 from __future__ import annotations
 
 import argparse
-import errno
 import faulthandler
 import logging
 import os
@@ -17,30 +16,27 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from colocated_grpo.errors import AlreadyReported, ConfigError
 from colocated_grpo.runtime.program import (
     LOG_LEVEL_VARIABLE,
     LOG_LEVELS,
     OneLineParser,
-    environment_problem,
     error_text,
+    exit_on_stop_signals,
     frozen_imports,
-    library_environment,
-    prepare_streams,
+    parse_rank_arguments,
+    prepare_libraries,
     raise_descriptor_limit,
-    rank_environment,
-    set_up_logging,
 )
-from colocated_grpo.runtime.signals import exit_on_stop_signals
-from colocated_grpo.runtime.verdict import FINISHED_SUFFIX, RECORDED_SUFFIX, RUN_ERROR, USAGE_ERROR, mark, report
+from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, leave, report
 
 if TYPE_CHECKING:
+    from colocated_grpo.runtime.joining import Joined
     from colocated_grpo.settings.config_file import LoadedConfig
     from colocated_grpo.settings.schema import Config
     from colocated_grpo.tracking import RunOutput
 
 AUTO = "auto"
-DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
-"""Full disk, quota, file size limit, file system remounted read-only, disk failure, lost network share."""
 DEFAULT_CONFIG = "training_configs/dr_grpo_config.yaml"
 """The config of a run without --config. The package has it too, so it is found in any folder."""
 
@@ -107,30 +103,22 @@ def default_config_note(options: argparse.Namespace) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run this rank and return its exit code. Unexpected exceptions, which are defects, propagate."""
-    prepare_streams()
     parser = OneLineParser(
         prog="python -m colocated_grpo",
         description="Train on this rank. Started by torchrun, by srun, or alone; settings override the file.",
         allow_abbrev=False,
     )
     add_run_arguments(parser)
-    options, overrides = parser.parse_known_args(arguments)
-    os.environ.update(rank_environment(os.environ))
-    if problem := environment_problem(os.environ):
-        parser.error(problem)
-    for name, value in library_environment(options.log_level).items():
-        os.environ.setdefault(name, value)
+    options, overrides = parse_rank_arguments(parser, arguments)
+    prepare_libraries(options.log_level, prefix=f"[rank {os.environ['RANK']}] ")
     raise_descriptor_limit()
     faulthandler.enable()
     exit_on_stop_signals(lambda: "stopped during start-up, before the first step")
-    rank = os.environ["RANK"]
-    set_up_logging(options.log_level, prefix=f"[rank {rank}] ")
     return _train(options, overrides)
 
 
 def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from colocated_grpo.settings.config_file import read_config
-    from colocated_grpo.settings.errors import ConfigError
     from colocated_grpo.tracking import make_output
     from colocated_grpo.tracking.ending import leave_start
 
@@ -159,8 +147,8 @@ def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def checked(loaded: LoadedConfig, resume: str | None, name: str) -> tuple[Config, list[str]]:
     """Return the settings adapted to their model, and lines to print. Raises ConfigError where the run cannot start."""
+    from colocated_grpo.rollout.vllm.versions import check_installed
     from colocated_grpo.runtime.run_folder import check_resumed
-    from colocated_grpo.runtime.vllm_version import check_installed
     from colocated_grpo.settings.inputs import check_inputs
     from colocated_grpo.settings.rules import check_world
     from colocated_grpo.settings.source_rules import exposures
@@ -184,8 +172,7 @@ def _import_trainer() -> Callable[..., None]:
 
 def _run(config: Config, resume: str | None, name: str, output: RunOutput) -> int:
     """Train and return an exit code. Errors that the user can act on become one line; all are recorded."""
-    from colocated_grpo.errors import AlreadyReported
-    from colocated_grpo.launch.joining import join_ranks
+    from colocated_grpo.tracking.ending import record_ending
 
     try:
         joined = join_ranks(output)
@@ -194,7 +181,7 @@ def _run(config: Config, resume: str | None, name: str, output: RunOutput) -> in
         train(config, joined, resume=resume, name=name, output=output)
     except AlreadyReported:
         output.close()
-        mark(RECORDED_SUFFIX)
+        leave(recorded=True)
         logging.getLogger(__name__).debug("another rank failed first; the error of this rank:", exc_info=True)
         return RUN_ERROR
     except BaseException as error:
@@ -205,49 +192,17 @@ def _run(config: Config, resume: str | None, name: str, output: RunOutput) -> in
             raise
         report(code, lines)
         return code
-    mark(FINISHED_SUFFIX)
+    leave(finished=True)
     return 0
 
 
-def record_ending(output: RunOutput, error: BaseException, run_folders: Sequence[str | None]) -> tuple[int, list[str]]:
-    """Close the output and record the error that ends this rank, the first of all to fail, in the run folder.
+def join_ranks(output: RunOutput) -> Joined:
+    """Wait for the other ranks, before the trainer is imported. Collective. Stop signals keep their handlers."""
+    from colocated_grpo.runtime.joining import join
+    from colocated_grpo.tracking.ending import leave_with_other_rank
 
-    Returns the exit code and the lines that stand for the error; no lines for a defect, whose traceback is shown.
-    """
-    from colocated_grpo.tracking.ending import record_exception
-
-    code, lines = _ending_of(error, run_folders)
-    if code == USAGE_ERROR:  # the settings are wrong, and the run has not begun
-        output.close()
-    else:
-        record_exception(output, error, lines, code, int(os.environ["RANK"]))
-    return code, lines
-
-
-def _ending_of(error: BaseException, run_folders: Sequence[str | None]) -> tuple[int, list[str]]:
-    """Return the exit code and the lines that stand for the error; no lines for a defect, whose traceback is shown."""
-    from colocated_grpo.errors import RunError
-    from colocated_grpo.settings.errors import ConfigError
-
-    if isinstance(error, ConfigError):
-        return USAGE_ERROR, error_text(str(error).splitlines())
-    if isinstance(error, RunError):
-        return RUN_ERROR, error_text(str(error).splitlines())
-    line = explain_os_error(error, run_folders) if isinstance(error, OSError) else None
-    return RUN_ERROR, [f"error: {line}"] if line else []
-
-
-def explain_os_error(error: OSError, run_folders: Sequence[str | None]) -> str | None:
-    """Return one line for an error of the disk, of the file limit, or of a file in `run_folders`; None for others."""
-    if error.errno in (errno.EMFILE, errno.ENFILE):
-        return f"{error.strerror}: raise the limit on open files (ulimit -n)"
-    if error.errno in DISK_ERRORS:
-        return f"{error.strerror}: {error.filename or 'while writing into the run folder'}"
-    if isinstance(error.filename, str):
-        file = Path(error.filename).absolute()
-        if any(file.is_relative_to(Path(folder).absolute()) for folder in run_folders if folder not in (None, AUTO)):
-            return f"{error.strerror}: {error.filename}"
-    return None
+    with output.phase("waiting for the other ranks"):
+        return join(before_exit=partial(leave_with_other_rank, output))
 
 
 def _print_on_rank_0(*lines: str, to: TextIO) -> None:

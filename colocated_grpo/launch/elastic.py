@@ -15,12 +15,13 @@ from collections.abc import Mapping
 from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.run import parse_args, run
 
-from colocated_grpo.launch.rendezvous import use_loopback
-from colocated_grpo.runtime.addresses import wait_for_listener
-from colocated_grpo.runtime.signals import stop_signals
-from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, report, verdict_written
+from colocated_grpo.runtime.program import stop_signals
+from colocated_grpo.runtime.stores import serve_store, wait_for_listener
+from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, first_report, report
 
 AGENT_LOGGER = "torch.distributed.elastic.multiprocessing.api"
 """Name of the logger that reports how each process ended."""
@@ -28,13 +29,16 @@ REPEATED = ("Sending process", "failed (exitcode")
 """First words of its messages about what the report of the failure says as well."""
 JOINED = re.compile(r"waiting for clients\. (\d+)/(\d+) clients joined")
 """Text of torch's error where nodes are missing."""
+BACKEND = "loopback"
+HOST = "127.0.0.1"
+TIMEOUT_SECONDS = 600
 NO_FILE = "<N/A>"
 """torch's name of the error file of a process that has left no traceback."""
 
 
 @record
 def main() -> None:
-    logging.getLogger(AGENT_LOGGER).addFilter(lambda log: not (verdict_written() or log.msg.startswith(REPEATED)))
+    logging.getLogger(AGENT_LOGGER).addFilter(lambda log: first_report() is None and not log.msg.startswith(REPEATED))
     arguments = parse_args(sys.argv[1:])
     use_loopback(arguments)
     if arguments.nnodes.isdecimal() and int(arguments.nnodes) > 1:
@@ -43,7 +47,7 @@ def main() -> None:
     try:
         run(arguments)
     except ChildFailedError as error:
-        if verdict_written():
+        if first_report() is not None:
             sys.exit(RUN_ERROR)
         if (line := explain_killed_ranks(error.failures)) is None:
             raise
@@ -116,6 +120,34 @@ def explain_killed_ranks(failures: Mapping[int, ProcessFailure]) -> str | None:
         f"error: the run was ended from outside, {ranks}: for example by the system because memory ran out, or by a "
         "crash inside a library; --resume auto continues from the last checkpoint"
     )
+
+
+class LoopbackRendezvous(StaticTCPRendezvous):
+    """Rendezvous for the ranks of one node, through a store that only this machine can reach.
+
+    torch's stores listen on every interface, and the state that torchrun keeps in one with `--standalone` is a pickle:
+    whoever reaches the port could run code.
+    """
+
+    def __init__(self, run_id: str) -> None:
+        store, port = serve_store(HOST, 0, TIMEOUT_SECONDS)
+        super().__init__(HOST, port, rank=0, world_size=1, run_id=run_id, timeout=TIMEOUT_SECONDS)
+        self._store = store  # torch's class would make one that listens on every interface
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+
+def use_loopback(arguments: argparse.Namespace) -> None:
+    """Replace the rendezvous of torchrun's `--standalone` by one on the loopback address, at any free port."""
+    if arguments.standalone:
+        rendezvous_handler_registry.register(BACKEND, _handler)
+        arguments.standalone = False
+        arguments.rdzv_backend, arguments.rdzv_endpoint = BACKEND, f"{HOST}:0"
+
+
+def _handler(parameters: RendezvousParameters) -> RendezvousHandler:
+    return LoopbackRendezvous(parameters.run_id)
 
 
 if __name__ == "__main__":

@@ -10,30 +10,38 @@ import os
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from colocated_grpo.errors import ConfigError
+from colocated_grpo.errors import ConfigError, RunError
 from colocated_grpo.launch.arguments import read_launch, run_parser, visible_gpus
 from colocated_grpo.launch.cli import default_config_note
-from colocated_grpo.launch.ending import STARTING, ending, stop_action
-from colocated_grpo.runtime.processes import run_command, scratch_folder
+from colocated_grpo.runtime.processes import SAVING, STOP_RANKS, StopAction, run_command, scratch_folder
 from colocated_grpo.runtime.program import (
     LOG_LEVEL_VARIABLE,
     Launch,
     error_text,
     library_environment,
+    prepare_libraries,
     prepare_streams,
     python_path,
 )
-from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, VERDICT_VARIABLE
+from colocated_grpo.runtime.verdict import (
+    RUN_ERROR,
+    USAGE_ERROR,
+    VERDICT_VARIABLE,
+    ProcessEnd,
+    read_verdicts,
+    write_verdict,
+)
 from colocated_grpo.servers.engine_servers import EngineServers, ServerPlan, plan_servers
 
 if TYPE_CHECKING:
-    from colocated_grpo.settings.schema import Config
+    from colocated_grpo.settings.schema import Config, ModelConfig
 
 COMMANDS = {
     "doctor": "colocated_grpo.tools.doctor",
@@ -45,6 +53,9 @@ SHUTDOWN_SECONDS = 600
 # The path of a Unix socket has at most 107 characters, of which vLLM needs 37.
 MAX_SOCKET_FOLDER = 70
 TRAINER_LOG = "trainer.log"
+STARTING = b"\nstopping during start-up, before the first step\n"
+START_SECONDS = 5.0
+"""Time in which ranks must end that have not begun to train. One that is blocked in a library receives no signal."""
 LOOPBACK = "lo"
 """Linux' name of the interface that only this machine reaches."""
 
@@ -75,7 +86,8 @@ def _launch(arguments: Sequence[str]) -> int:
         default = default_config_note(options)
         config, notes = read_settings(launch)
         servers = plan_servers(launch, config, os.environ)
-        model = model_verdict(launch, config)
+        on_cpu = launch.gpus == 0 and not config.engine.urls
+        model = model_verdict(config.model, config.policy.compute_dtype if on_cpu else None)
         missing = missing_devices(launch)
         problems = missing_inputs(launch, config)
         if (missing or problems) and not options.dry_run:
@@ -86,8 +98,6 @@ def _launch(arguments: Sequence[str]) -> int:
     command = torchrun_command(launch)
     text = "\n".join([banner(launch, command, servers, model), *default, *remarks])
     if options.dry_run:
-        from colocated_grpo.launch.dry_run import dry_run
-
         print(text, *(f"note: {note}" for note in notes), *(f"warning: {line}" for line in missing), sep="\n")
         return dry_run(config, problems, launch.log_level)
     environment = child_environment(os.environ, launch.gpus, launch.ranks, launch.log_level)
@@ -144,27 +154,30 @@ def missing_devices(launch: Launch) -> list[str]:
     return [f"--gpus={launch.gpus}: only {visible} GPUs are visible (nvidia-smi, CUDA_VISIBLE_DEVICES)"]
 
 
-def model_verdict(launch: Launch, config: Config) -> str:
-    """Return what the model's config.json alone says about this run. Raises ConfigError where the model cannot run."""
+def model_verdict(model: ModelConfig, cpu_dtype: str | None) -> str:
+    """Return what the model's config.json alone says about this run. Raises ConfigError where the model cannot run.
+
+    cpu_dtype: type of the weights in an engine on the CPU; None: on GPUs or in servers.
+    """
     from colocated_grpo.settings.config_json import read_config_json
     from colocated_grpo.settings.model_support import check_cpu_engine, check_trains, verdict
 
     try:
-        config_json = read_config_json(config.model)
+        config_json = read_config_json(model)
     except ConfigError:  # `missing_inputs` reports why
-        return f"{config.model.name}: unknown, as its config.json cannot be read"
-    setting = f"model.name={config.model.name!r}"
+        return f"{model.name}: unknown, as its config.json cannot be read"
+    setting = f"model.name={model.name!r}"
     check_trains(config_json, setting)
-    if launch.gpus == 0 and not config.engine.urls:
-        check_cpu_engine(config_json, setting, bfloat16=config.policy.compute_dtype == "bfloat16")
-    return f"{config.model.name}: {verdict(config_json)}"
+    if cpu_dtype is not None:
+        check_cpu_engine(config_json, setting, bfloat16=cpu_dtype == "bfloat16")
+    return f"{model.name}: {verdict(config_json)}"
 
 
 def missing_inputs(launch: Launch, config: Config) -> list[str]:
     """Return one line for each model, file, function, package or run to resume that is missing or does not fit."""
     from colocated_grpo.environments.registry import check_names
+    from colocated_grpo.rollout.vllm.versions import check_installed
     from colocated_grpo.runtime.run_folder import check_resumed
-    from colocated_grpo.runtime.vllm_version import check_installed
     from colocated_grpo.settings.inputs import check_inputs
 
     problems = []
@@ -234,18 +247,86 @@ def banner(launch: Launch, command: Sequence[str], servers: ServerPlan | None, m
     return "\n".join(["Co-located GRPO", *rows])
 
 
+def dry_run(config: Config, problems: Sequence[str], log_level: str) -> int:
+    """Print warnings, `problems` and, if there are none, those of `problems_of`. Returns 2 if there are any, else 0.
+
+    problems: lines about files and names, found by look-up alone.
+    """
+    from colocated_grpo.settings.source_rules import exposures
+
+    for line in exposures(config.environments):
+        print(f"warning: {line}")
+    if not problems:
+        prepare_libraries(log_level)
+        problems = problems_of(config)
+    for line in error_text(problems):
+        print(line, file=sys.stderr)
+    print("Dry run mode - command not executed")
+    return USAGE_ERROR if problems else 0
+
+
+def problems_of(config: Config) -> list[str]:
+    """Build the model without parameters; and environments and evaluation sets as a run does: import their code, read
+    their data, draw prompts.
+
+    Prints how many rows are left out. Returns the error lines of the first problem.
+    """
+    from colocated_grpo.assembly.data import load_tokenizer, open_source
+    from colocated_grpo.assembly.evaluation import draw_evaluated, import_answers
+    from colocated_grpo.environments.build import build_environments
+    from colocated_grpo.policy.checkpoint_files import fetch_tokenizer
+    from colocated_grpo.policy.model_loader import check_model
+
+    def note(line: str) -> None:
+        print(f"note: {line}")
+
+    try:
+        folder = fetch_tokenizer(config.model)
+        check_model(config.model, folder)
+        tokenizer = load_tokenizer(config.model, folder)
+        environments = build_environments(config, tokenizer)
+        import_answers(config.evaluation)
+        if environments.trained:
+            open_source(environments, note).next(config.rollout.prompts_per_step)
+        draw_evaluated(config.evaluation, environments, note)
+    except (ConfigError, RunError) as error:
+        return str(error).splitlines()
+    return []
+
+
 def _run(command: Sequence[str], environment: Mapping[str, str], redirect: Path | None) -> int:
     with scratch_folder() as folder:
-        verdict = folder / "verdict"
         # torchrun's log folder and the sockets of tensor-parallel engines would otherwise stay behind in /tmp.
-        inside = {"PET_LOG_DIR": str(folder), **environment, VERDICT_VARIABLE: str(verdict)}
+        inside = {"PET_LOG_DIR": str(folder), **environment, VERDICT_VARIABLE: str(folder)}
         if len(str(folder)) <= MAX_SOCKET_FOLDER:
             inside.setdefault("VLLM_RPC_BASE_PATH", str(folder))
-        code, lines = ending(run_command(command, inside, redirect, stop_action(verdict)), verdict)
+        code = run_command(command, inside, redirect, stop_action(folder))
+        verdicts = read_verdicts(folder) if folder.is_dir() else None
+    if code == 0 and any(verdict.finished and not verdict.stopped for verdict in verdicts or ()):
+        return 0
+    from colocated_grpo.tracking.ending import ending
+
+    code, lines = ending(code, verdicts)
     if lines:
         with suppress(OSError):
-            _show(lines, redirect, sys.stderr)
+            _show("\n".join(lines), redirect, sys.stderr)
     return code
+
+
+def stop_action(folder: Path) -> StopAction:
+    """Return the effect of the first stop signal: a run that trains saves a checkpoint, one that starts just ends.
+
+    folder: of the verdicts.
+    """
+
+    def begin(number: int) -> tuple[bytes, float | None]:
+        if any(verdict.training for verdict in read_verdicts(folder)):
+            return SAVING, None
+        # Keeps torchrun from reporting the ranks that end: this line is all there is to say.
+        write_verdict(folder / "launcher.json", ProcessEnd(code=128 + number, reported=time.time()))
+        return STARTING, START_SECONDS
+
+    return StopAction(begin=begin, targets=STOP_RANKS.targets)
 
 
 def _show(text: str, redirect: Path | None, console: TextIO) -> None:

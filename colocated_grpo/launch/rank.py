@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
+import torch.distributed as dist
+
 from colocated_grpo.assembly.assemble import build_run, describe, note_unusual_resume
-from colocated_grpo.assembly.user_code import user_code_limit
 from colocated_grpo.environments.chat import ChatCodec
 from colocated_grpo.errors import RunError
-from colocated_grpo.runtime.distributed import derive_seed, seed_everything, use_deterministic_kernels
+from colocated_grpo.runtime.distributed import (
+    derive_seed,
+    init_world,
+    seed_everything,
+    use_deterministic_kernels,
+    with_context,
+)
 from colocated_grpo.runtime.joining import Joined
-from colocated_grpo.runtime.rank_process import RankProcess
 from colocated_grpo.runtime.run_folder import choose_run_folder, lock_folder, removed_if_unused
-from colocated_grpo.runtime.verdict import FOLDER_SUFFIX, STOPPED_SUFFIX, TRAINING_SUFFIX, mark
-from colocated_grpo.settings.schema import Config
+from colocated_grpo.runtime.user_code import UserCodeWatch
+from colocated_grpo.runtime.verdict import leave, stacks_file
+from colocated_grpo.settings.schema import Config, RolloutConfig
+from colocated_grpo.settings.sources import AgentSourceConfig, EpisodeSourceConfig
 from colocated_grpo.tracking import RunOutput
 from colocated_grpo.tracking.ending import FAILED, STOPPED
 from colocated_grpo.trainer import settle_garbage_collector, train
@@ -34,17 +43,90 @@ def main(config: Config, joined: Joined, *, resume: str | None, name: str, outpu
     process.close()
 
 
+class RankProcess:
+    """One run's hold on this process. Construction is collective.
+
+    A process that ends with its run calls `close` after a run without errors, and exits after any other. A process that
+    goes on calls `abandon` then.
+    """
+
+    def __init__(
+        self,
+        joined: Joined,
+        user_code_seconds: float,
+        setting: str,
+        *,
+        replicate_nodes: bool = False,
+        context_parallel: int = 1,
+    ) -> None:
+        """user_code_seconds: longest time that user code may block all threads, as `setting` says.
+
+        replicate_nodes: as in `init_world`. context_parallel: as in `with_context`.
+        """
+        try:
+            self.world = with_context(init_world(joined.store, replicate_nodes=replicate_nodes), context_parallel)
+        except Exception as error:
+            if (shown := joined.failure(error)) is error:
+                raise
+            raise shown from error
+        self.stop = joined.stop
+        self.failure = joined.failure
+        """Makes the other ranks exit, and returns the exception to raise for an error of this rank's run."""
+        self._watchdog = joined.watchdog
+        warn = logging.getLogger(__name__).warning
+        self._user_code = UserCodeWatch(user_code_seconds, setting, warn, stacks=stacks_file())
+        self.resources = ExitStack()
+        """Resources that the run has opened. Closed at the end of a run without errors, and by `abandon`."""
+
+    def close(self) -> None:
+        """Leave the process group and restore the signal handlers. Collective; the run is complete."""
+        self._release()
+        self._watchdog.close()
+        self.world.barrier()
+        self._watchdog.links.close()
+        dist.destroy_process_group()
+
+    def abandon(self) -> None:
+        """Give back all that this process can give back after a failed run.
+
+        With several ranks that is little: the others exit, and a process group without them cannot be left.
+        """
+        if self.world.size == 1:
+            self.resources.close()
+        self._release()
+        if self.world.size == 1:
+            self._watchdog.close()
+            dist.destroy_process_group()
+
+    def _release(self) -> None:
+        self._user_code.close()
+        self.stop.close()
+
+
 def start_rank(config: Config, joined: Joined, output: RunOutput) -> RankProcess:
     """Build the process group of the ranks. Stop signals keep their handlers. Collective."""
+    sources = [*config.environments, *(entry.source for entry in config.evaluation.sets)]
     if config.deterministic:
         use_deterministic_kernels()
     with output.phase("connecting the ranks"):
         return RankProcess(
             joined,
-            *user_code_limit(config),
+            *user_code_limit(config.rollout, sources),
             replicate_nodes=config.policy.replicate == "nodes",
             context_parallel=config.policy.context_parallel,
         )
+
+
+def user_code_limit(rollout: RolloutConfig, sources: Sequence[object]) -> tuple[float, str]:
+    """Return for how many seconds user code may block a rank, and the setting that says so, for error lines.
+
+    The longer of rollout.reward_timeout and, with episodes or agents, rollout.tool_timeout.
+    """
+    limits = {"rollout.reward_timeout": rollout.reward_timeout}
+    if any(isinstance(entry, EpisodeSourceConfig | AgentSourceConfig) for entry in sources):
+        limits["rollout.tool_timeout"] = rollout.tool_timeout
+    name = max(limits, key=lambda name: limits[name])
+    return limits[name], f"{name}={limits[name]:g}"
 
 
 def train_on(
@@ -68,16 +150,15 @@ def train_on(
         folder = world.from_main(lambda: lock_folder(choose_run_folder(output_dir, config.run_name, resume, name)))
         with removed_if_unused(folder):
             output.folder = folder
-            mark(FOLDER_SUFFIX, str(folder))
-            resources, guarded = process.resources, process.guard.armed
-            run = build_run(config, folder, world, process.stop, output, resources, guarded, callbacks)
+            leave(folder=str(folder))
+            run = build_run(config, folder, world, process.stop, output, process.resources, callbacks)
         settings, transcript = run.config.model_dump(mode="json"), ChatCodec(run.tokenizer).transcript
         run.tracker.start(settings, describe(run), run.start, transcript)
         if resume is not None:
             note_unusual_resume(run)
         settle_garbage_collector()
         output.trains = True
-        mark(TRAINING_SUFFIX)
+        leave(training=True)
         on_start()
         try:
             outcome = train(run)
@@ -92,7 +173,7 @@ def train_on(
         if outcome == STOPPED and (reasons := list(filter(None, world.gather_objects(process.stop.reason)))):
             raise RunError(f"{reasons[0]}; the run has saved a checkpoint, from which --resume auto continues")
         if outcome == STOPPED:
-            mark(STOPPED_SUFFIX)
+            leave(stopped=True)
     except BaseException as error:
         if (shown := process.failure(error)) is error:
             raise

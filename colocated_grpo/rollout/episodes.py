@@ -26,6 +26,7 @@ from colocated_grpo.rollout.engine import Request
 from colocated_grpo.rollout.inbox import Inbox
 from colocated_grpo.rollout.prompt_queue import Job
 from colocated_grpo.runtime.distributed import derive_seed
+from colocated_grpo.runtime.user_code import limited
 from colocated_grpo.types import Completion, Rollout, Score
 
 GRACE_SECONDS = 2.0
@@ -208,7 +209,8 @@ class EpisodeRunner:
         try:
             async with clock:
                 item = deepcopy(prompt.item)  # an episode may change it, and siblings must not see that
-                return as_score(await self._episodes[prompt.source].run(item, _conversation_of(playing)))
+                with limited():
+                    return as_score(await self._episodes[prompt.source].run(item, _conversation_of(playing)))
         except ContextExhausted:
             return Score(reward=0.0)
         except AnswerError as error:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from colocated_grpo.environments.rewards.scoring import REWARD_LOOP
 from colocated_grpo.environments.rewards.workers import end_busy_workers, last_ready
-from colocated_grpo.runtime.blocking_code import innermost_user_frame
+from colocated_grpo.runtime.user_code import limited, line_of_thread
 from colocated_grpo.types import Completion, Prompt, Score
 
 STOP_SECONDS = 5.0
@@ -44,10 +42,8 @@ class RewardCall:
 
     def find_place(self) -> None:
         """Note where a call that does not return is."""
-        frame = innermost_user_frame(sys._current_frames().get(self.thread or 0))
-        if frame is not None:
-            code = frame.f_code
-            self.place = f", in {code.co_name} ({Path(code.co_filename).name}, line {frame.f_lineno})"
+        line = line_of_thread(self.thread)
+        self.place = "" if line is None else f", in {line}"
 
 
 class RewardCalls:
@@ -114,7 +110,8 @@ class RewardCalls:
 
     def _run(self, call: RewardCall) -> Judged:
         call.thread, call.began = threading.get_ident(), time.monotonic()
-        return self._judge(call.prompt, call.completions)
+        with limited():
+            return self._judge(call.prompt, call.completions)
 
     def _end(self, hanging: Sequence[RewardCall]) -> None:
         """End the worker processes of hanging calls. Threads cannot be ended: they are abandoned and replaced."""

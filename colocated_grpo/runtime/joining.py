@@ -19,9 +19,8 @@ import psutil
 import torch.distributed as dist
 
 from colocated_grpo.errors import AlreadyReported, RunError, in_one_line
-from colocated_grpo.runtime.addresses import own_address, wait_for_listener
 from colocated_grpo.runtime.node_links import LinkAddress
-from colocated_grpo.runtime.stores import wait_for_keys
+from colocated_grpo.runtime.stores import own_address, wait_for_keys, wait_for_listener
 from colocated_grpo.runtime.supervision import ProcessId, StopRequest, Watchdog, named_ranks, own_process
 from colocated_grpo.settings.errors import ConfigError
 

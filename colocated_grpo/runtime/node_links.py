@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import NamedTuple
 from weakref import WeakSet
 
-from colocated_grpo.runtime.addresses import CONNECT_SECONDS
+from colocated_grpo.runtime.stores import CONNECT_SECONDS
 
 PROBE_SECONDS = 5
 """Time without traffic before a probe, and between probes."""

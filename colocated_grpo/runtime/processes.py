@@ -24,7 +24,7 @@ from pathlib import Path
 import psutil
 
 from colocated_grpo.runtime.parents_death import signal_at_parents_death
-from colocated_grpo.runtime.signals import stop_signals
+from colocated_grpo.runtime.program import stop_signals
 
 REAP_SECONDS = 10.0
 DUPLICATE_SECONDS = 1.0

@@ -12,15 +12,17 @@ import logging
 import os
 import re
 import resource
+import signal
 import sys
+import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from colocated_grpo.runtime.verdict import USAGE_ERROR
+from colocated_grpo.runtime.verdict import USAGE_ERROR, first_report, report
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 LOG_LEVEL_VARIABLE = "COLOCATED_GRPO_LOG_LEVEL"
@@ -31,6 +33,10 @@ PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 LAST_PORT = 65535
 ANY_PORT = "0"
 """MASTER_PORT of a single rank: its store takes any free port, as no other rank connects."""
+URLS_VARIABLE = "COLOCATED_GRPO_ENGINE_URLS"
+"""Addresses of the servers, separated by spaces, for ranks whose config names none."""
+KEY_VARIABLE = "COLOCATED_GRPO_ENGINE_API_KEY"
+"""Their API key, new in each launch: other users of the machine can reach its ports."""
 DESCRIPTORS = 65_536
 """Requested soft limit: more than all connections and files of one run."""
 
@@ -93,6 +99,28 @@ def set_up_logging(log_level: str, *, prefix: str = "") -> None:
     # It has a handler of its own: every retry of a download would be shown twice.
     logging.getLogger("huggingface_hub").propagate = False
     logging.getLogger("colocated_grpo").setLevel(log_level)
+
+
+def prepare_libraries(log_level: str, *, prefix: str = "") -> None:
+    """Set what libraries read when they are imported, and log at this level. prefix: of every line."""
+    for name, value in library_environment(log_level).items():
+        os.environ.setdefault(name, value)
+    set_up_logging(log_level, prefix=prefix)
+
+
+def parse_rank_arguments(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None
+) -> tuple[argparse.Namespace, list[str]]:
+    """Return the flags of a program that is a rank, under torchrun, under srun or alone, and overrides of settings.
+
+    Sets torchrun's variables. Exits with one line where they or the arguments are invalid.
+    """
+    prepare_streams()
+    options, overrides = parser.parse_known_args(arguments)
+    os.environ.update(rank_environment(os.environ))
+    if problem := environment_problem(os.environ):
+        parser.error(problem)
+    return options, overrides
 
 
 def library_environment(log_level: str) -> dict[str, str]:
@@ -210,3 +238,50 @@ def first_host(nodelist: str) -> str:
     """Return the first host of a SLURM node list: 'gpu[03-07,12],login' -> 'gpu03'."""
     found = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,\[]*))?", nodelist)
     return "".join(part or "" for part in found.groups()) if found else nodelist
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Return the signals that stop a run: SIGTERM, SIGINT, and SIGHUP unless it is ignored, as under nohup."""
+    hangup_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [signal.SIGTERM, signal.SIGINT] + ([] if hangup_ignored else [signal.SIGHUP])
+
+
+def exit_on_stop_signals(ending: Callable[[], str]) -> None:
+    """End this process at once on a stop signal, with exit code 128 + its number: there is nothing to save yet.
+
+    ending: cleans up and returns the line to print. It is called inside the signal handler. Raising an exception
+    instead would not do: libraries catch it, or it is lost in a callback.
+    """
+
+    def on_signal(number: int, _frame: object) -> None:
+        line = ending()
+        if first_report() is None and os.environ.get("RANK", "0") == "0":  # one line, not one for each rank
+            report(128 + number, [line])
+        os._exit(128 + number)
+
+    for number in stop_signals():
+        signal.signal(number, on_signal)
+
+
+def reset_in_forked_children(signals: Sequence[signal.Signals]) -> Callable[[], None]:
+    """Restore the default action of `signals` in every child forked from now on, such as a reward's process pool.
+
+    A child would otherwise inherit the rank's handler, survive SIGTERM, and block the process that joins it. Returns a
+    function that ends this.
+    """
+    blocked, ended = threading.local(), threading.Event()
+
+    def before_fork() -> None:
+        # A signal that arrives before the child has reset its handlers would be caught by the inherited handler.
+        blocked.previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, [] if ended.is_set() else signals)
+
+    def in_parent() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked.previous_mask)
+
+    def in_child() -> None:
+        for number in [] if ended.is_set() else signals:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked.previous_mask)
+
+    os.register_at_fork(before=before_fork, after_in_parent=in_parent, after_in_child=in_child)
+    return ended.set

@@ -1,4 +1,4 @@
-"""Key-value stores over TCP that listen on one address only; torch's own listen on every interface."""
+"""Addresses of this machine, and key-value stores that listen on one of them; torch's own listen on all."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+RETRY_SECONDS = 0.2
+CONNECT_SECONDS = 10.0
+"""Limit of one attempt to connect to another machine."""
 SLICE = timedelta(seconds=1)
 """A wait in a store blocks signal handlers, so long waits consist of short ones."""
 
@@ -45,3 +48,30 @@ def wait_for_keys(store: dist.Store, keys: Sequence[str], deadline: float) -> li
             return []
         if time.monotonic() > deadline:
             return [key for key in keys if not store.check([key])]
+
+
+def own_address(peer: str) -> str:
+    """Return this machine's address on the route to `peer`.
+
+    The address of the machine's own hostname is often 127.0.1.1, which other machines cannot reach.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(peer, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)  # UDP: selects the route and sends nothing
+        return probe.getsockname()[0]
+
+
+def wait_for_listener(host: str, port: int, seconds: float) -> None:
+    """Return when a process listens at this address. Raises the last OSError after `seconds`.
+
+    torch's store would wait as well, but prints its C++ stack when the time is over, and delays stop signals.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=min(seconds, CONNECT_SECONDS)).close()
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(RETRY_SECONDS)

@@ -16,8 +16,8 @@ from typing import NamedTuple, TypeVar
 import torch.distributed as dist
 
 from colocated_grpo.runtime.node_links import PROBE_SECONDS, PROBES, Lost, NodeLinks
-from colocated_grpo.runtime.signals import reset_in_forked_children, stop_signals
-from colocated_grpo.runtime.verdict import RUN_ERROR, VERDICT_VARIABLE, read_verdict, report, verdict_written
+from colocated_grpo.runtime.program import reset_in_forked_children, stop_signals
+from colocated_grpo.runtime.verdict import RUN_ERROR, VERDICT_VARIABLE, first_report, report
 
 T = TypeVar("T")
 
@@ -153,20 +153,20 @@ class Watchdog:
     def _leave(self, dead: Sequence[int], lost: Sequence[Lost]) -> None:
         """Show and record why this process ends, if this rank is the first to notice."""
         line = explain_missing_ranks(dead, lost)
+        known = first_report() if dead else None  # of a dead rank, for the launcher
+        if known is not None:
+            line = " ".join(known.lines).removeprefix("error: ")
         first = None if line is None else self._claim(line)
         repeated = first is False or (first is None and lost and not self._leads_node())
         if line is None or repeated:
             self._before_exit(None)
             self.show_failure_of_other_node()
-        elif verdict_written():  # by the same node's guard process or rank, for the launcher
-            _, lines = read_verdict(Path(os.environ[VERDICT_VARIABLE]))
-            self._before_exit(lines.removeprefix("error: "))
-        elif lost:
-            self._before_exit(line)
-            report(RUN_ERROR, [f"error: {line}"])
         else:
             self._before_exit(line)
-            print(f"error: {line}", file=sys.stderr)
+            if lost:
+                report(RUN_ERROR, [f"error: {line}"])
+            elif known is None:
+                print(f"error: {line}", file=sys.stderr)
 
     def _claim(self, line: str) -> bool | None:
         """Record a failure in the store. Return True if none was recorded before, and None if the store is gone."""

@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from colocated_grpo.errors import RunError, in_one_line
-from colocated_grpo.runtime.addresses import own_address
 from colocated_grpo.runtime.distributed import World
-from colocated_grpo.runtime.stores import serve_store
+from colocated_grpo.runtime.stores import own_address, serve_store
 from colocated_grpo.servers.engine_server import EngineServer
 from colocated_grpo.servers.joined_group import JoinedGroup, MissingMembers
 from colocated_grpo.weights.buckets import count_shards, gather, make_buckets

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from colocated_grpo.runtime.processes import StopAction, run_command, scratch_folder
-from colocated_grpo.runtime.program import prepare_streams, python_path
-from colocated_grpo.runtime.signals import stop_signals
+from colocated_grpo.runtime.program import prepare_streams, python_path, stop_signals
 from colocated_grpo.runtime.verdict import USAGE_ERROR
 from colocated_grpo.servers.options import ServeOptions, parse
 from colocated_grpo.servers.restarts import RESTART, STATE_VARIABLE

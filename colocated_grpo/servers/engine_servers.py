@@ -21,8 +21,7 @@ import psutil
 
 from colocated_grpo.errors import ConfigError
 from colocated_grpo.runtime.parents_death import signal_at_parents_death
-from colocated_grpo.runtime.program import Launch
-from colocated_grpo.runtime.server_variables import KEY_VARIABLE, URLS_VARIABLE
+from colocated_grpo.runtime.program import KEY_VARIABLE, URLS_VARIABLE, Launch
 
 if TYPE_CHECKING:
     from colocated_grpo.settings.schema import Config

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
-from colocated_grpo.runtime.program import frozen_imports, library_environment, prepare_streams, set_up_logging
+from colocated_grpo.runtime.program import frozen_imports, prepare_libraries, prepare_streams
 from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, run_program
 from colocated_grpo.servers.options import parse, within_model
 from colocated_grpo.servers.restarts import resumed
@@ -15,9 +14,7 @@ def main() -> int:
     """Serve until SIGTERM, SIGINT or a restart. Returns the exit code."""
     prepare_streams()
     options = resumed(parse(None))
-    for name, value in library_environment(options.log_level).items():
-        os.environ.setdefault(name, value)
-    set_up_logging(options.log_level)
+    prepare_libraries(options.log_level)
     from colocated_grpo.errors import RunError
     from colocated_grpo.settings.errors import ConfigError
 

@@ -17,8 +17,8 @@ from contextlib import suppress
 
 from colocated_grpo.rollout.engine import Request, TokenDelta
 from colocated_grpo.rollout.inbox import Driver, Inbox, OnDelta
-from colocated_grpo.runtime.addresses import own_address
 from colocated_grpo.runtime.distributed import World
+from colocated_grpo.runtime.stores import own_address
 from colocated_grpo.servers.wire import completion_message, read_completion, read_request, request_message
 from colocated_grpo.types import Completion, JsonObject
 

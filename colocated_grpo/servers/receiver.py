@@ -13,9 +13,8 @@ from torch import Tensor
 from colocated_grpo.errors import in_one_line
 from colocated_grpo.policy.conversion import read_conversion
 from colocated_grpo.rollout.engine import LocalEngine
-from colocated_grpo.runtime.addresses import CONNECT_SECONDS
 from colocated_grpo.runtime.distributed import World
-from colocated_grpo.runtime.stores import connect_store
+from colocated_grpo.runtime.stores import CONNECT_SECONDS, connect_store
 from colocated_grpo.servers.joined_group import JoinedGroup
 from colocated_grpo.types import JsonObject
 from colocated_grpo.weights.buckets import Bucket, full_tensors, make_buckets, shard_slices, write_planned

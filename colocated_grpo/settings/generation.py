@@ -147,7 +147,7 @@ class RolloutConfig(Section):
     """Time limit in seconds for the rewards of one prompt. It starts with the call, but not before the rank has sampled
     its last completion of the step. On timeout the completions count as failed, and hanging threads and processes are
     replaced. User code that keeps all threads of its rank from running for this long ends the run: the limit is this
-    or, with episodes or agents, tool_timeout if that is longer; at least 5 s."""
+    or, with episodes or agents, tool_timeout if that is longer; at least 10 s."""
     tool_timeout: Number = Field(60.0, gt=0)
     """Time limit in seconds between two turns of an episode (tools, reward). On timeout the episode has failed."""
     max_reward_errors: Fraction = 0.2

@@ -7,7 +7,6 @@ terminal, each of its lines is a message, and only the replies are printed.
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,13 +16,11 @@ from typing import TYPE_CHECKING
 from colocated_grpo.runtime.program import (
     OneLineParser,
     error_text,
+    exit_on_stop_signals,
     frozen_imports,
-    library_environment,
-    prepare_streams,
-    rank_environment,
-    set_up_logging,
+    parse_rank_arguments,
+    prepare_libraries,
 )
-from colocated_grpo.runtime.signals import exit_on_stop_signals
 from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, run_program
 
 if TYPE_CHECKING:
@@ -54,13 +51,10 @@ class NoReply(ValueError):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Chat until the end of the input. Returns exit code 0, 2 for wrong settings, 1 if the model cannot be loaded."""
-    prepare_streams()
-    options, overrides = _parser().parse_known_args(arguments)
-    os.environ.update(rank_environment(os.environ))
+    parser = _parser()
+    options, overrides = parse_rank_arguments(parser, arguments)
     exit_on_stop_signals(lambda: "stopped")
-    for name, value in library_environment("INFO").items():
-        os.environ.setdefault(name, value)
-    set_up_logging("WARNING")
+    prepare_libraries("WARNING")
     from colocated_grpo.errors import RunError
     from colocated_grpo.settings.errors import ConfigError
 

@@ -16,12 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from colocated_grpo.runtime.program import (
     OneLineParser,
-    environment_problem,
     frozen_imports,
-    library_environment,
-    prepare_streams,
-    rank_environment,
-    set_up_logging,
+    parse_rank_arguments,
+    prepare_libraries,
 )
 from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, run_program
 
@@ -32,15 +29,8 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Evaluate and print the metrics. Returns exit code 0, 2 for wrong settings, 1 if the evaluation fails."""
-    prepare_streams()
-    parser = _parser()
-    options, overrides = parser.parse_known_args(arguments)
-    os.environ.update(rank_environment(os.environ))
-    if problem := environment_problem(os.environ):
-        parser.error(problem)
-    for name, value in library_environment("INFO").items():
-        os.environ.setdefault(name, value)
-    set_up_logging("WARNING", prefix=f"[rank {os.environ['RANK']}] ")
+    options, overrides = parse_rank_arguments(_parser(), arguments)
+    prepare_libraries("WARNING", prefix=f"[rank {os.environ['RANK']}] ")
     from colocated_grpo.errors import RunError
     from colocated_grpo.settings.errors import ConfigError
     from colocated_grpo.tools.subject import subject_of

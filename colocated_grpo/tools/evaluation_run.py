@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
@@ -72,7 +72,7 @@ def prepare_evaluation(config: Config, adapter: Path | None) -> Iterator[Evaluat
     engine = subject_engine(engine_spec(config, model.folder, world, sequences), adapter, world)
     inbox = Inbox()
     collector = resources.enter_context(
-        closing(build_collector(config, Driver(engine, inbox), inbox, data, model, world, stop, nullcontext))
+        closing(build_collector(config, Driver(engine, inbox), inbox, data, model, world, stop))
     )
     try:
         yield Evaluation(evaluator=Evaluator(sets, collector, world), engine=engine, world=world)

@@ -1,18 +1,24 @@
-"""How a run ended, in summary.json: finished, stopped, failed (with the error and its place) or killed."""
+"""How a run ended, in summary.json: finished, stopped, failed (with the error and its place) or killed.
+
+A failure is recorded by the rank that failed first, else by the launcher.
+"""
 
 from __future__ import annotations
 
+import errno
+import os
+import signal
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from traceback import walk_tb
 
-from colocated_grpo.errors import RunError, in_one_line
-from colocated_grpo.runtime.blocking_code import LIBRARIES, PACKAGE
-from colocated_grpo.runtime.run_folder import remove_if_unused
-from colocated_grpo.runtime.verdict import RECORDED_SUFFIX, RUN_ERROR, mark
+from colocated_grpo.errors import ConfigError, RunError, in_one_line
+from colocated_grpo.runtime.program import error_text
+from colocated_grpo.runtime.run_folder import AUTO, remove_if_unused
+from colocated_grpo.runtime.user_code import innermost, lines_of_error
+from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, ProcessEnd, leave
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.output import LOG_FILE, RunOutput
 from colocated_grpo.tracking.report import write_report
@@ -21,6 +27,13 @@ from colocated_grpo.types import JsonObject
 
 FINISHED, STOPPED, FAILED, KILLED = "finished", "stopped", "failed", "killed"
 HELD_OUT_REWARD = "held_out/reward"
+DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
+"""Full disk, quota, file size limit, file system remounted read-only, disk failure, lost network share."""
+UNFINISHED = (
+    "the run exited with code 0 before it was finished, for example by os._exit() in a reward or an environment; "
+    "--resume auto continues from its last checkpoint"
+)
+KILLED_BY_USER = "killed on request, before the run had saved a checkpoint and ended"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,20 +87,38 @@ def record_failure(run_dir: Path, failure: Failure, *, training: bool, state: st
     return lines
 
 
-def record_exception(output: RunOutput, error: BaseException, lines: Sequence[str], code: int, rank: int) -> None:
-    """Close the output and record the exception that ends this rank, the first of all to fail.
+def record_ending(output: RunOutput, error: BaseException, run_folders: Sequence[str | None]) -> tuple[int, list[str]]:
+    """Close the output and record the error that ends this rank, the first of all to fail, in the run folder.
 
-    lines: the error as it is shown to the user; empty for a defect, whose traceback goes to run.log.
+    Returns the exit code and the lines that stand for the error; no lines for a defect, whose traceback is shown and
+    goes to run.log.
     """
+    if isinstance(error, ConfigError):  # the run has not begun
+        output.close()
+        return USAGE_ERROR, error_text(str(error).splitlines())
+    lines: list[str] = []
+    if isinstance(error, RunError):
+        lines = error_text(str(error).splitlines())
+    elif isinstance(error, OSError) and (line := explain_os_error(error, run_folders)):
+        lines = [f"error: {line}"]
     text = " ".join(lines).removeprefix("error: ") or in_one_line(error)
-    places = [place for place in (_phase(output), place_of(error)) if place]
-    failure = Failure(error=text, where="; ".join(places) or None, exit_code=code, rank=rank)
+    where = "; ".join(place for place in (_phase(output), place_of(error)) if place) or None
+    failure = Failure(error=text, where=where, exit_code=RUN_ERROR, rank=int(os.environ["RANK"]))
     _record(output, failure, lines or "".join(traceback.format_exception(error)).splitlines())
+    return RUN_ERROR, lines
 
 
-def record_line(output: RunOutput, line: str, code: int) -> None:
-    """Close the output and record a failure that is known by its line only, such as the loss of a rank."""
-    _record(output, Failure(error=line, where=_phase(output), exit_code=code), [f"error: {line}"])
+def explain_os_error(error: OSError, run_folders: Sequence[str | None]) -> str | None:
+    """Return one line for an error of the disk, of the file limit, or of a file in `run_folders`; None for others."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return f"{error.strerror}: raise the limit on open files (ulimit -n)"
+    if error.errno in DISK_ERRORS:
+        return f"{error.strerror}: {error.filename or 'while writing into the run folder'}"
+    if isinstance(error.filename, str):
+        file = Path(error.filename).absolute()
+        if any(file.is_relative_to(Path(folder).absolute()) for folder in run_folders if folder not in (None, AUTO)):
+            return f"{error.strerror}: {error.filename}"
+    return None
 
 
 def _record(output: RunOutput, failure: Failure, log_lines: Sequence[str]) -> None:
@@ -99,7 +130,7 @@ def _record(output: RunOutput, failure: Failure, log_lines: Sequence[str]) -> No
     for line in lines:
         output.note(line)
     append_to_log(output.folder, log_lines)
-    mark(RECORDED_SUFFIX)
+    leave(recorded=True)
 
 
 def leave_start(output: RunOutput) -> str:
@@ -107,7 +138,7 @@ def leave_start(output: RunOutput) -> str:
     output.close()
     if output.folder is not None:
         remove_if_unused(output.folder)
-    mark(RECORDED_SUFFIX)
+    leave(recorded=True)
     return output.stop_line()
 
 
@@ -115,8 +146,38 @@ def leave_with_other_rank(output: RunOutput, line: str | None) -> None:
     """Restore the terminal before the watchdog ends this rank. line: why, where no rank is alive to record it."""
     output.close()
     if line is not None:
-        record_line(output, line, RUN_ERROR)
-    mark(RECORDED_SUFFIX)
+        _record(output, Failure(error=line, where=_phase(output), exit_code=RUN_ERROR), [f"error: {line}"])
+    leave(recorded=True)
+
+
+def ending(code: int, verdicts: Sequence[ProcessEnd] | None) -> tuple[int, list[str]]:
+    """Return the run's exit code and the lines to show, and record a failure that no rank has recorded.
+
+    For the launcher. code: of the command that ran the ranks. verdicts: of its processes; None if a cleanup of /tmp has
+    removed them.
+    """
+    if verdicts is None or any(verdict.finished for verdict in verdicts):
+        # Stopped by a signal that this launcher has not received: a scheduler must not take the run for finished.
+        stopped = any(verdict.stopped for verdict in verdicts or ())
+        return (128 + signal.SIGTERM if stopped and code == 0 else code), []
+    lines: list[str] = []
+    first = verdicts[0] if verdicts else ProcessEnd()
+    if code == 0:
+        code, lines = RUN_ERROR, [f"error: {UNFINISHED}"]
+    elif first.code is not None:
+        code, lines = first.code, list(first.lines)
+        if not lines:  # stopped during its start
+            return code, lines
+    folder = next((verdict.folder for verdict in verdicts if verdict.folder is not None), None)
+    if folder is not None and not any(verdict.recorded for verdict in verdicts):
+        stopped = code > 128 and not lines
+        error = KILLED_BY_USER if stopped else "\n".join(lines).removeprefix("error: ")
+        unknown = f"the processes ended with exit code {code} and no error message: killed, for example out of memory"
+        training = any(verdict.training for verdict in verdicts)
+        failure = Failure(error=error or unknown, where=None if training else "start-up", exit_code=code)
+        record_failure(Path(folder), failure, training=training, state=KILLED if stopped else FAILED)
+        append_to_log(Path(folder), [f"error: {failure.error}"])
+    return code, lines
 
 
 def append_to_log(run_dir: Path, lines: Sequence[str]) -> None:
@@ -137,10 +198,6 @@ def place_of(error: BaseException) -> str | None:
 
     For an error that was raised from another one: the place of the other.
     """
-    frames = [(frame.f_code, line) for frame, line in walk_tb((error.__cause__ or error).__traceback__)]
-    inside = [place for place in frames if place[0].co_filename.startswith(PACKAGE)]
-    user = [place for place in frames if not place[0].co_filename.startswith((PACKAGE, *LIBRARIES))]
-    if not (found := user or inside):
-        return None
-    code, line = found[-1]
-    return f"{code.co_name} ({Path(code.co_filename).name}, line {line})"
+    lines = lines_of_error(error.__cause__ or error)
+    found = innermost(lines) or next((line for line in lines if line.is_ours()), None)
+    return None if found is None else str(found)

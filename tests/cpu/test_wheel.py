@@ -27,8 +27,6 @@ OF_THE_USER = {"IPython", "mlflow", "swanlab", "trackio"}
 """Imported in a notebook, or for a tracker whose package the user has installed."""
 WITH_CUDA = {"fla", "triton"}
 """Come with the CUDA builds of torch or are installed beside them. What imports them is imported on GPUs only."""
-WORKER = "environments/rewards/math_worker.py"
-"""A program of its own, started for the reward math_verify alone."""
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +119,7 @@ def test_every_module_imports_only_declared_packages_and_what_these_require():
         for package, at_once in imports(file):
             if package in sys.stdlib_module_names or package in {"colocated_grpo", *OF_THE_USER, *WITH_CUDA}:
                 continue
-            allowed = always if at_once and not file.match(WORKER) else always | extras
+            allowed = always if at_once else always | extras
             if not providers.get(package, {package}) & allowed:
                 wrong.append(f"{file.relative_to(ROOT)} imports {package}")
     assert not wrong

@@ -158,7 +158,7 @@ def fail_after_the_engine(model: Path, output: Path) -> dict[str, Any]:
     return {
         "error": error[:2],
         "engine": parallel_state._WORLD is not None,
-        "reward processes": [each.pid for each in process.children() if "worker_process" in " ".join(each.cmdline())],
+        "reward processes": [each.pid for each in process.children() if "rewards.workers" in " ".join(each.cmdline())],
         "ports": [one.laddr.port for one in process.net_connections() if one.status == psutil.CONN_LISTEN],
         "threads": [one.name for one in threading.enumerate() if one.name == "http"],
     }

@@ -19,12 +19,11 @@ from typing import Any
 
 import cloudpickle
 
+from colocated_grpo.environments.adapters.signing import TRUST_VARIABLE, is_trusted, key_file, sign
 from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.environments.turns.base import FinishedGames, PlainOutcome
-from colocated_grpo.environments.user_code.isolation import isolated
+from colocated_grpo.environments.user_code.isolation import OwnLogs, isolated
 from colocated_grpo.environments.user_code.loading import construct, load_object, one_line
-from colocated_grpo.environments.user_code.own_logs import OwnLogs
-from colocated_grpo.runtime.signing import TRUST_VARIABLE, is_trusted, key_file, sign
 from colocated_grpo.types import JsonObject
 
 WAIT = "<think></think><wait/>"

@@ -22,7 +22,7 @@ from colocated_grpo.environments.agents.sequences import AgentConversation
 from colocated_grpo.environments.base import EnvironmentSetupError, Item, Split
 from colocated_grpo.environments.user_code.loading import load_object
 from colocated_grpo.runtime import parents_death
-from colocated_grpo.runtime.server_variables import KEY_VARIABLE, URLS_VARIABLE
+from colocated_grpo.runtime.program import KEY_VARIABLE, URLS_VARIABLE
 from colocated_grpo.types import Completion
 
 PREFIX = "/episodes/"

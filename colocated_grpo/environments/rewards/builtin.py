@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import resource
 from collections.abc import Callable, Sequence
 from decimal import Decimal
+from importlib.util import find_spec
 from typing import Any
 
 from colocated_grpo.environments.rewards.answers import final_answer, last_number
-from colocated_grpo.environments.rewards.math_judge import equal_math
 from colocated_grpo.environments.rewards.tool_calls import credit, expected_calls, is_exact, read_calls
+from colocated_grpo.environments.rewards.workers import LATE, Answer, Started, WorkerPool
 
+MATH_SECONDS = 5.0
+"""Time limit of one comparison by math-verify, import of the package excluded."""
+MATH_MEMORY = 4 << 30
 Completions = Sequence[str | list[dict[str, Any]]]
 
 
@@ -42,6 +49,47 @@ def math_verify(
         raise ValueError(f"needs a column 'answer' or 'solution'; available: {', '.join(columns) or 'none'}")
     verdicts = [equal_math(str(wanted), text) for text, wanted in zip(completion_texts(completions), gold, strict=True)]
     return [None if verdict is None else float(verdict) for verdict in verdicts]
+
+
+def equal_math(gold: str, answer: str) -> bool | None:
+    """Return whether the results are equal; False after MATH_SECONDS; None if `gold` contains nothing to compare.
+
+    In a worker process: answers such as 9^9^9 keep math-verify busy indefinitely, its own time limit works only in the
+    main thread, and one long operation holds the interpreter lock.
+    """
+    if find_spec("math_verify") is None:
+        raise ModuleNotFoundError("math-verify is not installed; install it with: pip install math-verify")
+    responses, ended = _math.ask((gold, answer), seconds=MATH_SECONDS)
+    if ended not in (None, LATE):
+        raise RuntimeError(ended)
+    return responses[0] if responses else False
+
+
+def load_math() -> tuple[Started, Answer]:
+    """Load math-verify in a worker process, to which a request is a pair of reference and answer."""
+    from math_verify import parse, verify
+
+    logging.disable(logging.CRITICAL)
+    resource.setrlimit(resource.RLIMIT_AS, (MATH_MEMORY, MATH_MEMORY))
+    silent = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silent, 1)
+    os.dup2(silent, 2)
+
+    def parsed(text: str) -> list[Any]:
+        # None disables the library's own time limit, although the parameter is annotated as int.
+        return parse(text, parsing_timeout=None)  # pyrefly: ignore[bad-argument-type]
+
+    def compare(pair: tuple[str, str]) -> list[bool | None]:
+        try:
+            gold = parsed(pair[0]) or parsed(f"${pair[0]}$")
+            return [bool(verify(gold, parsed(pair[1]), timeout_seconds=None)) if gold else None]
+        except (MemoryError, RecursionError):
+            return [False]
+
+    return Started(), compare
+
+
+_math = WorkerPool(load_math)
 
 
 def format_think(completions: Completions, **columns: Any) -> list[float]:

@@ -10,10 +10,9 @@ from typing import Any
 
 from colocated_grpo.environments.base import EnvironmentSetupError, Item
 from colocated_grpo.environments.rewards.builtin import REWARDS
-from colocated_grpo.environments.rewards.code.reward import RunCode
-from colocated_grpo.environments.rewards.judge.reward import Judge
-from colocated_grpo.environments.rewards.scoring import NoReward, as_number, resolve_awaitable
-from colocated_grpo.environments.rewards.unscorable import reward_of_unscorable
+from colocated_grpo.environments.rewards.judge import Judge
+from colocated_grpo.environments.rewards.run_code import RunCode
+from colocated_grpo.environments.rewards.scoring import NoReward, as_number, resolve_awaitable, reward_of_unscorable
 from colocated_grpo.environments.user_code.loading import construct, load_object, one_line, unknown_name
 from colocated_grpo.settings.sources import RewardConfig
 

@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import ast
+import inspect
+import pickle
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
 
-from colocated_grpo.environments.base import Item
+from colocated_grpo.environments.base import EnvironmentSetupError, Item
 from colocated_grpo.environments.rewards.functions import (
+    BUILT_IN,
     NOT_COLUMNS,
     FunctionResult,
     RewardFunction,
     RewardInputs,
+    load_reward,
     results_of,
 )
-from colocated_grpo.environments.rewards.workers import RewardWorkers
+from colocated_grpo.environments.rewards.workers import Answer, Started, WorkerPool
+from colocated_grpo.environments.user_code.loading import one_line
+from colocated_grpo.runtime.user_code import is_user_code
+from colocated_grpo.settings.sources import RewardConfig
 from colocated_grpo.types import Completion, Prompt, Score
+
+DEVICE_LIBRARIES = {"cupy", "jax", "sentence_transformers", "tensorflow", "torch", "transformers", "triton", "vllm"}
+"""Libraries that hold device memory. Their import alone takes seconds, and half a gigabyte in each process."""
+NOT_SENDABLE = (pickle.PicklingError, TypeError, AttributeError, RecursionError)
+"""Errors that pickle raises for an object that it cannot send."""
 
 
 class RewardScorer:
@@ -67,3 +84,92 @@ class RewardScorer:
 def _errors(results: Iterable[FunctionResult]) -> str | None:
     """Return one line; functions whose process has ended have the same error."""
     return "; ".join(dict.fromkeys(result.error for result in results if result.error is not None)) or None
+
+
+class RewardWorkers:
+    """The processes that run functions of one dataset."""
+
+    def __init__(self, named: Sequence[tuple[str, RewardConfig]], key: str) -> None:
+        """named: functions with their names. One process is started at once."""
+        # Those of weight 0 are called last: one that ends the process then costs no completion its reward.
+        named = sorted(named, key=lambda one: one[1].weight == 0)
+        self._names = [name for name, _ in named]
+        self._pool = WorkerPool(partial(load_functions, named, key))
+        self._first = self._pool.start()
+
+    def started(self) -> Started:
+        """Wait for the first process."""
+        return self._first.wait_until_started()
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def results(self, inputs: RewardInputs) -> dict[str, list[FunctionResult]]:
+        """Return the results by function. Those that have not returned fail if the process ends."""
+        responses: list[list[FunctionResult]] = []
+        try:
+            responses, error = self._pool.ask(inputs, count=len(self._names))
+        except NOT_SENDABLE as problem:
+            error = f"run_in: cannot send the prompt to a process: {one_line(problem)}; set thread"
+        failed = {name: [FunctionResult(error=error)] * len(inputs.texts) for name in self._names}
+        return failed | dict(zip(self._names, responses, strict=False))
+
+
+def load_functions(named: Sequence[tuple[str, RewardConfig]], key: str) -> tuple[Started, Answer]:
+    """Load functions in a worker process, to which a request is the inputs of all of them."""
+    functions: list[RewardFunction] = []
+    try:
+        functions += [load_reward(name, config, key) for name, config in named]
+        started = Started(modules=sorted(DEVICE_LIBRARIES & sys.modules.keys()))
+    except EnvironmentSetupError as error:
+        started = Started(error=str(error))
+    return started, lambda inputs: (results_of(function, inputs) for function in functions)
+
+
+def start_workers(
+    configs: Sequence[RewardConfig], functions: Sequence[RewardFunction], key: str
+) -> RewardWorkers | None:
+    """Return the processes for the functions that run in them; None if there is none.
+
+    `auto` chooses threads for functions that a process cannot load, or that import a library of DEVICE_LIBRARIES.
+    """
+    pairs = [(function, config) for function, config in zip(functions, configs, strict=True)]
+    chosen = [(f.name, c) for f, c in pairs if c.run_in == "process" or (c.run_in == "auto" and _suits(c, f.function))]
+    forced = [(name, config) for name, config in chosen if config.run_in == "process"]
+    for named in (chosen, forced):
+        if not named:
+            return None
+        workers = RewardWorkers(named, key)
+        started = workers.started()
+        if started.error is None and (named == forced or not started.modules):
+            return workers
+        workers.close()
+        if named == forced:
+            raise EnvironmentSetupError(f"{key}: {started.error}; it was loaded in a process (run_in)")
+    return None
+
+
+def _suits(config: RewardConfig, function: Callable[..., Any]) -> bool:
+    """Return True for a plain function of the user whose file has no sign of device memory or shared state.
+
+    The built-in functions take linear time, and run in threads. So do coroutines, which share the connections and the
+    limits of one event loop.
+    """
+    if config.name in BUILT_IN or config.args is not None or not inspect.isfunction(function):
+        return False
+    if config.given is not None:  # it may use any object of the program
+        return False
+    file = function.__code__.co_filename
+    if inspect.iscoroutinefunction(function) or not is_user_code(file):
+        return False
+    try:
+        nodes = list(ast.walk(ast.parse(Path(file).read_text(encoding="utf-8"))))
+    except (OSError, ValueError, SyntaxError):
+        return False
+    return not any(isinstance(node, ast.Global) for node in nodes) and not _imported(nodes) & DEVICE_LIBRARIES
+
+
+def _imported(nodes: Sequence[ast.AST]) -> set[str]:
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    return {name.partition(".")[0] for name in names}

@@ -1,15 +1,20 @@
-"""Scoring by a task's own score(). An exception affects only the completion that caused it."""
+"""Scoring by a task's own score(). An exception affects only the completion that caused it.
+
+A scorer that parses answers may raise on a malformed one. Such an answer gets a reward like any other bad one, because
+a policy that may fail without loss does not learn to avoid it. A scorer that fails on every answer is broken: its
+completions get no reward, and the run stops above rollout.max_reward_errors.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Sequence
+import re
+from collections.abc import Awaitable, Callable, Sequence
 from inspect import isawaitable
 from typing import Any
 
-from colocated_grpo.environments.base import Item, Task
-from colocated_grpo.environments.rewards.unscorable import reward_of_unscorable
+from colocated_grpo.environments.base import AnswerError, Item, Task
 from colocated_grpo.environments.user_code.event_loops import ReusableLoop
 from colocated_grpo.environments.user_code.loading import one_line
 from colocated_grpo.types import Completion, Prompt, Score
@@ -18,6 +23,19 @@ REWARD_LOOP = ReusableLoop("async-rewards")
 """Event loop of the process for coroutines that reward functions and tasks return."""
 MAX_REWARD = 1e30
 """Largest absolute reward: squares and weighted sums of larger ones overflow a float."""
+PARSING_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+    re.error,
+)
+"""Exceptions of code that reads an unexpected answer. Others, such as OSError, NameError or the exceptions of an HTTP
+client, say nothing about the answer."""
 
 
 class NoReward(Exception):
@@ -87,3 +105,17 @@ def resolve_awaitable(result: Any) -> Any:
 
 async def _value(result: Awaitable[Any]) -> Any:
     return await result
+
+
+def reward_of_unscorable(
+    error: BaseException, scored: Sequence[float], worst: Callable[[Sequence[float]], float] = min
+) -> float | None:
+    """Return the reward of an answer on which the scorer raised `error`; None if the scorer itself failed.
+
+    scored: rewards of the prompt's other completions. Without one there is no sign that the scorer works, unless it
+    raised AnswerError. The reward is the worst of 0 and its siblings': it must not pay to be unreadable.
+    worst: max for a function of negative weight.
+    """
+    if isinstance(error, AnswerError):
+        return worst([error.reward, *scored])
+    return worst([0.0, *scored]) if scored and isinstance(error, PARSING_ERRORS) else None

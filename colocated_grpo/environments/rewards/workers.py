@@ -1,52 +1,52 @@
-"""Worker processes for reward functions of the user.
+"""Worker processes: one pool for reward functions of the user, math-verify and programs of completions.
 
-A function that never returns, holds the interpreter lock or crashes costs its own completions: the process is killed
-and replaced. Processes are started when more calls run at a time than before, at most one for each reward thread.
+A call that never returns, holds the interpreter lock or crashes costs its own completions: the process is killed and
+replaced. Processes are kept between calls, and started when more calls run at a time than before.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import pickle
+import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from io import BufferedRWPair
 from math import inf
+from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import Any
 
-from colocated_grpo.environments.base import EnvironmentSetupError
-from colocated_grpo.environments.rewards.functions import FunctionResult, RewardInputs
-from colocated_grpo.environments.user_code.loading import one_line
-from colocated_grpo.runtime.blocking_code import LIBRARIES, PACKAGE
-from colocated_grpo.runtime.guard_process import DUMP_SIGNAL, read_dump, user_place
-from colocated_grpo.settings.sources import RewardConfig
+from colocated_grpo.runtime.parents_death import die_with
+from colocated_grpo.runtime.program import reset_in_forked_children, stop_signals
+from colocated_grpo.runtime.user_code import PACKAGE, lines_in_dump
 
-DEVICE_LIBRARIES = {"cupy", "jax", "sentence_transformers", "tensorflow", "torch", "transformers", "triton", "vllm"}
-"""Libraries that hold device memory. Their import alone takes seconds, and half a gigabyte in each process."""
-MODULE = "colocated_grpo.environments.rewards.worker_process"
+PROGRAM = (sys.executable, "-c", f"from {__name__} import main; main()")
+"""Command of a worker that imports this package. The descriptors of its connection and for stacks, and the id of this
+process, are its arguments."""
+DUMP_SIGNAL = signal.SIGRTMIN + 11
+"""Makes a process write its stack, inside the C-level handler. No library uses this number."""
 DUMP_SECONDS = 1.0
 EXIT_SECONDS = 1.0
 START_SECONDS = 120.0
 """Longest start that the time limit of rewards does not include."""
-NOT_SENDABLE = (pickle.PicklingError, TypeError, AttributeError, RecursionError)
-"""Errors that pickle raises for an object that it cannot send."""
-
-Results = dict[str, list[FunctionResult]]
+LATE = "the worker process does not answer"
+"""Why a process was ended that has exceeded the time limit of a request."""
 
 _lock = threading.Lock()
 _workers: set[Worker] = set()
 """All workers of this process."""
 # The kernel kills a worker when the thread that started it ends, so this one never does.
-_starter = ThreadPoolExecutor(1, thread_name_prefix="reward processes")
+_starter = ThreadPoolExecutor(1, thread_name_prefix="worker processes")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,9 +54,15 @@ class Started:
     """First message of a worker."""
 
     error: str | None = None
-    """Why the functions cannot be loaded."""
-    device_libraries: Sequence[str] = ()
-    """Those that are imported."""
+    """Why it cannot answer requests."""
+    modules: Sequence[str] = ()
+    """Imported modules that the parent has to know of."""
+
+
+Answer = Callable[[Any], Iterable[Any]]
+"""From a request to its responses, in the worker."""
+Prepare = Callable[[], tuple[Started, Answer]]
+"""First message to a worker that imports this package: loads what answers the requests."""
 
 
 @dataclass(eq=False, slots=True)
@@ -64,7 +70,7 @@ class Worker:
     """One process, and the connection to it."""
 
     process: subprocess.Popen[bytes]
-    stream: BufferedRWPair
+    connection: Connection
     dumps: int
     busy: bool = False
     ended: str | None = None
@@ -75,112 +81,129 @@ class Worker:
     launched: float = field(default_factory=time.monotonic)
 
     def wait_until_started(self) -> Started:
+        """Return the first message. Where the process ends before, its `error` says how."""
         if self.started is None:
-            self.started = pickle.load(self.stream)
+            try:
+                self.started = self.connection.recv()
+            except (EOFError, OSError):
+                self.started = Started(error=_ending(self.process.wait()))
             self.ready = time.monotonic()
         assert self.started is not None
         return self.started
 
-    def ask(self, request: bytes, functions: Sequence[str]) -> Iterator[tuple[str, list[FunctionResult]]]:
-        """Yield each function's results when it has returned. Raises EOFError or OSError if the process ends."""
-        if error := self.wait_until_started().error:
-            raise EnvironmentSetupError(error)
-        self.stream.write(request)
-        self.stream.flush()
-        for name in functions:
-            yield name, pickle.load(self.stream)
+    def ask(self, request: bytes, count: int, seconds: float | None) -> Iterable[Any]:
+        """Yield the responses. Raises EOFError or OSError if the process ends, also because of the time limit."""
+        self.connection.send_bytes(request)
+        for _ in range(count):
+            if seconds is not None and not self.connection.poll(seconds):
+                self.ended = LATE
+                return
+            yield self.connection.recv()
 
     def end(self, reason: str) -> None:
         """Kill the process. `ended` is then the reason and the line of user code."""
         self.process.send_signal(DUMP_SIGNAL)
         dump = ""
         with suppress(OSError):  # closed, because the process has died meanwhile
-            dump = read_dump(self.dumps, DUMP_SECONDS)
-        place = user_place([dump], [*LIBRARIES, PACKAGE], PACKAGE)
-        self.ended = reason if place is None else f"{reason}, in {place}"
-        self.process.kill()
+            dump = _read_dump(self.dumps)
+        self.ended = ", in ".join([reason, *map(str, lines_in_dump(dump))])
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill the process and what it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
     def discard(self) -> int:
-        """Close the connection, upon which an idle process exits, and return its exit code."""
+        """Close the connection, upon which an idle process exits, and return its exit code. Once only."""
         with _lock:
-            _workers.discard(self)
-        with suppress(OSError):
-            self.stream.close()
+            if self not in _workers:
+                return 0
+            _workers.remove(self)
+        if self.ended is not None:
+            self.kill()
+        self.connection.close()
         os.close(self.dumps)
         try:
             return self.process.wait(EXIT_SECONDS)
         except subprocess.TimeoutExpired:
-            self.process.kill()
+            self.kill()
             return self.process.wait()
 
 
-class RewardWorkers:
-    """The processes that run the functions of one dataset."""
+class WorkerPool:
+    """Processes that answer the same requests."""
 
-    def __init__(self, named: Sequence[tuple[str, RewardConfig]], key: str) -> None:
-        """named: functions with their names. One process is started at once."""
-        # Those of weight 0 are called last: one that ends the process then costs no completion its reward.
-        self._named, self._key = sorted(named, key=lambda one: one[1].weight == 0), key
+    def __init__(
+        self,
+        prepare: Prepare | None = None,
+        *,
+        command: Sequence[str] = PROGRAM,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """prepare: for the command PROGRAM; another command answers without it. environment: None inherits this one,
+        without GPUs.
+        """
+        self._prepare, self._command, self._environment = prepare, command, environment
         self._idle: SimpleQueue[Worker] = SimpleQueue()
-        self._first = self._start()
-        self._idle.put(self._first)
 
-    def started(self) -> Started:
-        """Wait for the first process."""
-        try:
-            return self._first.wait_until_started()
-        except (EOFError, OSError):
-            return Started(error=f"{self._key}: {_ending(self._first.process.wait())}")
+    def start(self) -> Worker:
+        """Start an idle process, so that its imports do not delay the next request."""
+        worker = self._new()
+        self._idle.put(worker)
+        return worker
+
+    def _new(self) -> Worker:
+        worker = _starter.submit(_start, self._command, self._environment).result()
+        if self._prepare is None:
+            worker.started, worker.ready = Started(), worker.launched
+        else:
+            with suppress(OSError):  # it has died at once: the first answer says so
+                worker.connection.send(self._prepare)
+        return worker
+
+    def _take(self) -> Worker:
+        """Return a process for a request: an idle one that has not been discarded, or a new one."""
+        while True:
+            try:
+                worker = self._idle.get_nowait()
+            except Empty:
+                worker = self._new()
+            with _lock:
+                if worker in _workers:
+                    worker.busy = True
+                    return worker
+
+    def ask(self, request: object, *, count: int = 1, seconds: float | None = None) -> tuple[list[Any], str | None]:
+        """Return up to `count` responses, and why there are not more: LATE, or how the process has ended.
+
+        seconds: for each response; None: until `end_busy_workers`. Raises the errors of pickle for a request that
+        cannot be sent.
+        """
+        data = pickle.dumps(request)
+        worker = self._take()
+        responses: list[Any] = []
+        error = worker.wait_until_started().error
+        if error is None:
+            with suppress(EOFError, OSError, pickle.UnpicklingError):
+                for response in worker.ask(data, count, seconds):
+                    responses.append(response)
+        with _lock:
+            worker.busy = False
+            ended = worker.ended
+        if ended is None and len(responses) == count:
+            self._idle.put(worker)
+            return responses, None
+        code = worker.discard()
+        if error is None:
+            self.start()
+        return responses, None if len(responses) == count else ended or error or _ending(code)
 
     def close(self) -> None:
         """End the idle processes."""
         with suppress(Empty):
             while True:
                 self._idle.get_nowait().discard()
-
-    def results(self, inputs: RewardInputs) -> Results:
-        """Return the results by function. Those that have not returned fail if the process ends."""
-        try:
-            request = pickle.dumps(inputs)
-        except NOT_SENDABLE as error:
-            return self._failed(inputs, f"run_in: cannot send the prompt to a process: {one_line(error)}; set thread")
-        try:
-            worker = self._idle.get_nowait()
-        except Empty:
-            worker = self._start()
-        worker.busy = True
-        results: Results = {}
-        try:
-            results.update(worker.ask(request, [name for name, _ in self._named]))
-        except (EOFError, OSError, pickle.UnpicklingError):
-            return self._failed(inputs, self._replace(worker)) | results
-        except EnvironmentSetupError as error:
-            worker.discard()
-            return self._failed(inputs, str(error))
-        with _lock:
-            worker.busy = False
-            usable = worker.ended is None
-        if usable:
-            self._idle.put(worker)
-        else:
-            self._replace(worker)
-        return results
-
-    def _start(self) -> Worker:
-        worker = _starter.submit(_start_worker).result()
-        with suppress(OSError):  # it has died at once: the first answer says so
-            pickle.dump((self._named, self._key), worker.stream)
-            worker.stream.flush()
-        return worker
-
-    def _replace(self, worker: Worker) -> str:
-        """Start another process, whose imports then do not delay the next call. Return why this one ended."""
-        code = worker.discard()
-        self._idle.put(self._start())
-        return worker.ended or _ending(code)
-
-    def _failed(self, inputs: RewardInputs, error: str) -> Results:
-        return {name: [FunctionResult(error=error)] * len(inputs.texts) for name, _ in self._named}
 
 
 def last_ready() -> float:
@@ -192,7 +215,7 @@ def last_ready() -> float:
 
 
 def end_busy_workers(reason: str) -> bool:
-    """Kill all processes that run a function. Returns False if there are none."""
+    """Kill all processes that answer a request. Returns False if there are none."""
     with _lock:
         busy = [worker for worker in _workers if worker.busy and worker.ended is None]
         for worker in busy:
@@ -203,34 +226,69 @@ def end_busy_workers(reason: str) -> bool:
 
 
 def end_idle_workers() -> None:
-    """End all processes that run no function."""
+    """End all processes that answer no request."""
     with _lock:
         idle = [worker for worker in _workers if not worker.busy]
     for worker in idle:
         worker.discard()
 
 
-def _start_worker() -> Worker:
-    connection, other = socket.socketpair()
-    dumps, writer = os.pipe()
-    with connection, other:
+def _start(command: Sequence[str], environment: Mapping[str, str] | None) -> Worker:
+    if environment is None:
         path = [str(Path(PACKAGE).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+        # Without GPUs: a library that allocates memory on one would do so in each process.
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "CUDA_VISIBLE_DEVICES": ""}
+    own, other = socket.socketpair()
+    dumps, writer = os.pipe()
+    with other:
         process = subprocess.Popen(
-            [sys.executable, "-m", MODULE, str(other.fileno()), str(writer), str(os.getpid())],
-            # Without GPUs: a library that allocates memory on one would do so in each process.
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "CUDA_VISIBLE_DEVICES": ""},
+            [*command, str(other.fileno()), str(writer), str(os.getpid())],
+            env=dict(environment),
             stdin=subprocess.DEVNULL,
             pass_fds=[other.fileno(), writer],
-            start_new_session=True,  # Ctrl-C in a terminal is for the launcher
+            start_new_session=True,  # Ctrl-C in a terminal is for the launcher; and one kill ends the group
         )
         os.close(writer)
-        worker = Worker(process, connection.makefile("rwb"), dumps)
+        worker = Worker(process, Connection(own.detach()), dumps)
     with _lock:
         _workers.add(worker)
     return worker
 
 
+def _read_dump(descriptor: int) -> str:
+    """Return what is written into the pipe within DUMP_SECONDS, up to a short pause."""
+    parts = []
+    while select.select([descriptor], [], [], 0.05 if parts else DUMP_SECONDS)[0]:
+        if not (part := os.read(descriptor, 1 << 16)):
+            break
+        parts.append(part)
+    return b"".join(parts).decode(errors="replace")
+
+
 def _ending(code: int) -> str:
     if code < 0:
-        return f"the reward process was ended by {signal.Signals(-code).name}"
-    return f"the reward process ended with exit code {code}"
+        return f"the worker process was ended by {signal.Signals(-code).name}"
+    return f"the worker process ended with exit code {code}"
+
+
+def main() -> None:
+    """Answer requests. Runs in a worker."""
+    descriptor, dumps, parent = map(int, sys.argv[1:])
+    die_with(parent)
+    _ignore_stop_signals()
+    faulthandler.enable()
+    faulthandler.register(DUMP_SIGNAL, file=dumps, all_threads=False)
+    with Connection(descriptor) as connection:
+        started, answer = connection.recv()()
+        connection.send(started)
+        with suppress(EOFError):  # the parent has closed the connection
+            while started.error is None:
+                for response in answer(connection.recv()):
+                    connection.send(response)
+
+
+def _ignore_stop_signals() -> None:
+    """A batch system sends them to every process of a job; the rank then still needs the rewards of its step."""
+    for number in stop_signals():
+        signal.signal(number, lambda *_: None)  # SIG_IGN would be inherited by programs that a reward starts
+    reset_in_forked_children(stop_signals())

@@ -6,13 +6,11 @@ import importlib
 import importlib.util
 import os
 import sys
-import sysconfig
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from hashlib import sha256
 from inspect import signature
 from pathlib import Path
-from traceback import walk_tb
 from types import ModuleType
 from typing import Any
 
@@ -20,28 +18,18 @@ from pydantic import ValidationError
 
 from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.errors import in_one_line
+from colocated_grpo.runtime.user_code import innermost, lines_of_error
 from colocated_grpo.types import JsonObject
 
 MAX_ERROR_CHARACTERS = 200
-FOREIGN_PREFIXES = (
-    *(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-    f"{Path(__file__).resolve().parents[2]}{os.sep}",
-    "<",
-)
-"""Prefixes of file names that are not user code: the standard library, installed packages, this package."""
 
 
 def one_line(error: BaseException) -> str:
     """Return type and message without newlines, cut to MAX_ERROR_CHARACTERS, and the line of user code that raised."""
     line = in_one_line(error)
-    return (line if len(line) <= MAX_ERROR_CHARACTERS else line[: MAX_ERROR_CHARACTERS - 3] + "...") + _place(error)
-
-
-def _place(error: BaseException) -> str:
-    """Return the innermost line of user code, as ' (my_rewards.py, line 7)', or '' if there is none."""
-    places = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
-    own = [(file, line) for file, line in places if not file.startswith(FOREIGN_PREFIXES)]
-    return f" ({Path(own[-1][0]).name}, line {own[-1][1]})" if own else ""
+    shown = line if len(line) <= MAX_ERROR_CHARACTERS else line[: MAX_ERROR_CHARACTERS - 3] + "..."
+    own = innermost(lines_of_error(error))
+    return shown if own is None else f"{shown} ({own.place})"
 
 
 def load_object(path: str, key: str) -> Any:

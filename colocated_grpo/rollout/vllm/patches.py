@@ -23,7 +23,7 @@ from packaging.version import Version
 
 from colocated_grpo.errors import RunError
 from colocated_grpo.rollout.vllm import process
-from colocated_grpo.runtime.vllm_version import SUPPORTED, supported_version
+from colocated_grpo.rollout.vllm.versions import SUPPORTED, supported_version
 
 Device = Literal["cpu", "cuda"]
 Make = Callable[["Patch", Any], Any]

@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
-from colocated_grpo.runtime.vllm_version import ENGINES, SUPPORTED
+from colocated_grpo.rollout.vllm.versions import ENGINES, SUPPORTED
 from colocated_grpo.tools.doctor.subject import GIB, Finding, Subject, fabric_states, failed, gib, ok, skipped, warning
 
 MIN_DRIVER = {11: "450", 12: "525", 13: "580"}

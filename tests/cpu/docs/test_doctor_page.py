@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from colocated_grpo.runtime.vllm_version import ENGINES
+from colocated_grpo.rollout.vllm.versions import ENGINES
 from colocated_grpo.settings.model_sizes import ENGINE_RESERVE
 from colocated_grpo.tools.doctor.__main__ import MACHINE, RUN
 from colocated_grpo.tools.doctor.machine import MIN_DRIVER, MIN_SHARED_MEMORY

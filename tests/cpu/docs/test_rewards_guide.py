@@ -7,10 +7,9 @@ import re
 
 import pytest
 
-from colocated_grpo.environments.rewards.code.cases import cases_of
-from colocated_grpo.environments.rewards.code.reward import RunCode
 from colocated_grpo.environments.rewards.functions import BUILT_IN, build_rewards
-from colocated_grpo.environments.rewards.judge.reward import Judge
+from colocated_grpo.environments.rewards.judge import Judge
+from colocated_grpo.environments.rewards.run_code import RunCode, cases_of
 from tests.support.config_text import load
 from tests.support.paths import ROOT
 

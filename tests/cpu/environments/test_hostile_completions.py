@@ -14,7 +14,7 @@ from colocated_grpo.environments.adapters.gymnasium import ACTION
 from colocated_grpo.environments.adapters.textarena import MOVE, THOUGHTS
 from colocated_grpo.environments.rewards.answers import tagged_parts
 from colocated_grpo.environments.rewards.builtin import REWARDS
-from colocated_grpo.environments.rewards.code.answer import last_code_block
+from colocated_grpo.environments.rewards.run_code import last_code_block
 from colocated_grpo.environments.tasks.procedural import EXPRESSION
 from colocated_grpo.environments.tasks.tool_use import MALFORMED, Call, read_call
 from colocated_grpo.environments.town.legality import parse

@@ -10,7 +10,7 @@ from datasets import Dataset
 from colocated_grpo.assembly.data import open_source
 from colocated_grpo.environments import EnvironmentSetupError
 from colocated_grpo.environments.build import build_environments
-from colocated_grpo.launch.dry_run import problems_of
+from colocated_grpo.launch.launcher import problems_of
 from colocated_grpo.settings import Config
 from colocated_grpo.settings.inputs import check_inputs
 from colocated_grpo.tools.make_model import build_char_tokenizer

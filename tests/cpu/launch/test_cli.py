@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from colocated_grpo.launch.cli import DEFAULT_CONFIG, add_run_arguments, explain_os_error
+from colocated_grpo.launch.cli import DEFAULT_CONFIG, add_run_arguments
+from colocated_grpo.runtime import verdict
 from colocated_grpo.runtime.program import (
     DESCRIPTORS,
     LOG_LEVEL_VARIABLE,
@@ -23,7 +24,8 @@ from colocated_grpo.runtime.program import (
     rank_environment,
     set_up_logging,
 )
-from colocated_grpo.runtime.verdict import VERDICT_VARIABLE, report
+from colocated_grpo.runtime.verdict import VERDICT_VARIABLE, ProcessEnd, first_report, report
+from colocated_grpo.tracking.ending import explain_os_error
 from tests.support.paths import ROOT
 
 
@@ -258,15 +260,18 @@ def test_incomplete_torchrun_variables_are_a_one_line_error(changes, problem):
 
 
 def test_the_first_report_of_a_node_is_kept(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv(VERDICT_VARIABLE, str(tmp_path / "verdict"))
-    report(1, ["error: rank 1 was killed by its guard process"])
-    report(1, ["error: rank 1 has ended without an error message"])
-    assert (tmp_path / "verdict").read_text() == "1\nerror: rank 1 was killed by its guard process"
+    monkeypatch.setenv(VERDICT_VARIABLE, str(tmp_path))
+    for rank in ("1", "0"):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setattr(verdict, "_own", ProcessEnd())
+        report(1, [f"error: rank {rank} has failed"])
+        report(1, [f"error: rank {rank} has failed again"])
+    assert first_report().lines == ["error: rank 1 has failed"]
     assert capsys.readouterr().err == ""
 
 
 def test_an_error_is_printed_when_the_launchers_temporary_folder_was_deleted(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv(VERDICT_VARIABLE, str(tmp_path / "gone/verdict"))
+    monkeypatch.setenv(VERDICT_VARIABLE, str(tmp_path / "gone"))
     report(1, ["error: what went wrong"])
     assert capsys.readouterr().err == "error: what went wrong\n"
 

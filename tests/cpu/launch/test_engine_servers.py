@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from colocated_grpo.launch.launcher import main
-from colocated_grpo.runtime.server_variables import KEY_VARIABLE, URLS_VARIABLE
+from colocated_grpo.runtime.program import KEY_VARIABLE, URLS_VARIABLE
 from colocated_grpo.servers.engine_servers import EngineServers, ServerPlan
 from colocated_grpo.servers.options import parse
 from tests.support.servers import until

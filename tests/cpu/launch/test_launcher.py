@@ -443,7 +443,7 @@ def test_an_exit_code_of_0_is_success_only_where_a_rank_has_finished(
     def run_command(_command, environment, _redirect, _action):
         if finishes:
             monkeypatch.setenv(VERDICT_VARIABLE, environment[VERDICT_VARIABLE])
-            monkeypatch.setattr("colocated_grpo.launch.joining.join_ranks", lambda _: None)
+            monkeypatch.setattr("colocated_grpo.launch.cli.join_ranks", lambda _: None)
             monkeypatch.setattr("colocated_grpo.launch.cli._import_trainer", lambda: lambda *_, **__: None)
             return _run(load_config(config), None, "any", RunOutput())
         return 0  # like os._exit(0) in a reward

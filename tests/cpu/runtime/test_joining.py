@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from colocated_grpo.errors import AlreadyReported, RunError
+from colocated_grpo.launch.rank import RankProcess
 from colocated_grpo.runtime import joining, node_links
 from colocated_grpo.runtime.joining import Joined, join
 from colocated_grpo.runtime.node_links import LinkAddress, NodeLinks
 from colocated_grpo.runtime.program import ANY_PORT
-from colocated_grpo.runtime.rank_process import RankProcess
 from colocated_grpo.runtime.supervision import StopRequest, Watchdog, explain_missing_ranks
-from colocated_grpo.runtime.verdict import VERDICT_VARIABLE
+from colocated_grpo.runtime.verdict import VERDICT_VARIABLE, read_verdicts
 from tests.support.ranks import Ranks, in_process_group, run_on_ranks
 from tests.support.servers import free_port
 
@@ -108,9 +108,9 @@ def test_ranks_that_never_start_are_named_once_after_the_time_limit(tmp_path, fi
     assert (tmp_path / "errors").read_text() == f"error: {expected}\n"
 
 
-def fail_on_another_node(world, verdict: Path) -> None:
+def fail_on_another_node(world, folder: Path) -> None:
     """Watch no processes, as ranks of different nodes do."""
-    os.environ[VERDICT_VARIABLE] = str(verdict)
+    os.environ[VERDICT_VARIABLE] = str(folder)
     watchdog = Watchdog(world.store, StopRequest(world.store), world.rank)
     world.barrier()
     if world.rank == 1:
@@ -119,11 +119,12 @@ def fail_on_another_node(world, verdict: Path) -> None:
 
 
 def test_the_launcher_of_a_node_shows_the_error_of_the_node_that_failed_first(tmp_path):
-    with Ranks(in_process_group, 2, fail_on_another_node, tmp_path / "verdict") as ranks:
+    with Ranks(in_process_group, 2, fail_on_another_node, tmp_path) as ranks:
         ranks.processes[0].join(STARTED)
         assert ranks.processes[0].exitcode == 1
     line = "error: rank 1 of another node failed first: policy.lr=0.1: the gradient is not finite"
-    assert (tmp_path / "verdict").read_text() == f"1\n{line}"
+    [verdict] = read_verdicts(tmp_path)
+    assert (verdict.code, verdict.lines) == (1, [line])
 
 
 @pytest.fixture

@@ -155,14 +155,14 @@ def test_a_server_gives_the_result_of_a_colocated_run_bit_for_bit(server, task, 
     assert len({row["grad_norm"] for row in served.rows(files.TRAIN)}) == STEPS  # every step moves the weights
 
 
-def test_a_trainer_that_its_guard_kills_continues_with_the_same_server(server, task, uninterrupted, tmp_path):
+def test_a_trainer_that_a_reward_blocks_continues_with_the_same_server(server, task, uninterrupted, tmp_path):
     """A reward holds the interpreter lock while the server decodes for step 3."""
     blocked = block_rank(task, step=3)
     with ForkedRun(tmp_path, work(task, server, rollout={"reward_timeout": 5.0})) as run:
         assert run.wait() == -signal.SIGKILL
         assert run.stderr.splitlines()[-1] == (
             f"error: rollout.reward_timeout=5: no thread of rank 0 could run, because score (work.py, line "
-            f"{BLOCKING_LINE}) holds Python's interpreter lock; the rank was killed; --resume auto continues from the "
+            f"{BLOCKING_LINE}) holds Python's interpreter lock; the rank was ended; --resume auto continues from the "
             "last checkpoint"
         )
     assert blocked.exists()

@@ -8,18 +8,23 @@ import pytest
 
 from colocated_grpo.errors import RunError
 from colocated_grpo.tracking import files
-from colocated_grpo.tracking.ending import leave_start, leave_with_other_rank, place_of, record_exception
+from colocated_grpo.tracking.ending import leave_start, leave_with_other_rank, place_of, record_ending
 from colocated_grpo.tracking.output import RunOutput
 from colocated_grpo.tracking.report import write_report
 from tests.support.tracked_run import TrackedRun, finished_run
 
 
-def failed_run(run_dir: Path, error: BaseException, lines: list[str], code: int = 1) -> TrackedRun:
-    """Record three steps, then a failure of rank 0."""
+@pytest.fixture(autouse=True)
+def rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "2")
+
+
+def failed_run(run_dir: Path, error: BaseException) -> TrackedRun:
+    """Record three steps, then a failure of rank 2."""
     run = TrackedRun(run_dir).train(last_step=3)
     run.output.folder, run.output.trains = run_dir, True
     run.tracker.abandon()
-    record_exception(run.output, error, lines, code, rank=0)
+    assert record_ending(run.output, error, [])[0] == 1
     return run
 
 
@@ -36,7 +41,7 @@ def banner(run_dir: Path) -> str:
 
 
 def test_a_defect_is_recorded_with_its_place_step_and_traceback(tmp_path: Path) -> None:
-    run = failed_run(tmp_path, raised(), [])
+    run = failed_run(tmp_path, raised())
     summary = files.read_summary(tmp_path)
     place = summary.pop("where")
     assert re.fullmatch(r"raised \(test_ending\.py, line \d+\)", place)
@@ -44,19 +49,19 @@ def test_a_defect_is_recorded_with_its_place_step_and_traceback(tmp_path: Path) 
         "state": "failed",
         "error": "ZeroDivisionError: division by zero",
         "step": 3,
-        "rank": 0,
+        "rank": 2,
         "exit_code": 1,
         "steps": 3,
     }
     assert "ZeroDivisionError: division by zero" in banner(tmp_path) and place in banner(tmp_path)
-    assert "step 3, rank 0, exit code 1" in banner(tmp_path)
+    assert "step 3, rank 2, exit code 1" in banner(tmp_path)
     log = (tmp_path / "run.log").read_text()
     assert "Traceback (most recent call last)" in log and "step 2/6" in log
     assert "failed after 3 steps" in run.printed and "failed after 3 steps" in log
 
 
 def test_an_error_of_the_run_is_recorded_as_its_line(tmp_path: Path) -> None:
-    failed_run(tmp_path, RunError("rewards: 3 of 4 failed <b>"), ["error: rewards: 3 of 4 failed <b>"])
+    failed_run(tmp_path, RunError("rewards: 3 of 4 failed <b>"))
     assert files.read_summary(tmp_path)["error"] == "rewards: 3 of 4 failed <b>"
     assert "rewards: 3 of 4 failed &lt;b&gt;" in banner(tmp_path)
     assert (tmp_path / "run.log").read_text().endswith("error: rewards: 3 of 4 failed <b>\n")
@@ -76,7 +81,7 @@ def test_a_failure_before_the_first_step_has_a_report_that_names_the_phase(tmp_p
     output.folder = tmp_path / "run"
     with pytest.raises(MemoryError) as caught, output.phase("building the engine"):
         raise MemoryError("no memory left")
-    record_exception(output, caught.value, [], 1, rank=2)
+    record_ending(output, caught.value, [])
     summary = files.read_summary(output.folder)
     assert summary["step"] is None and summary["steps"] == 0 and summary["rank"] == 2
     assert summary["where"].startswith("start-up (building the engine); test_a_failure_before")
@@ -121,5 +126,5 @@ def test_a_failure_in_a_folder_that_is_gone_does_not_hide_the_error(tmp_path: Pa
     output = RunOutput()
     (tmp_path / "file").touch()
     output.folder = tmp_path / "file" / "run"
-    record_exception(output, raised(), [], 1, rank=0)
+    record_ending(output, raised(), [])
     assert not output.folder.exists()

@@ -185,7 +185,7 @@ def test_no_more_threads_send_requests_than_allowed():
     with judge_server(lambda body: (200, {"score": together.wait(30)})) as server:
         judge = scorer(server.url, concurrency=4)
         assert None not in rewards(score(judge, [str(number) for number in range(32)]))
-    assert len(judge.functions[0].function._endpoint._threads._threads) == 4
+    assert len(judge.functions[0].function._threads._threads) == 4
 
 
 @pytest.mark.parametrize(

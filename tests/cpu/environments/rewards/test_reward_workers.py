@@ -10,8 +10,7 @@ import pytest
 from colocated_grpo.environments import EnvironmentSetupError
 from colocated_grpo.environments.rewards import workers
 from colocated_grpo.environments.rewards.functions import build_rewards
-from colocated_grpo.environments.rewards.placement import start_workers
-from colocated_grpo.environments.rewards.scorer import RewardScorer
+from colocated_grpo.environments.rewards.scorer import RewardScorer, start_workers
 from colocated_grpo.settings.sources import RewardConfig
 from colocated_grpo.types import Completion, Prompt, Score
 from tests.support.servers import until
@@ -112,7 +111,7 @@ def test_calls_that_hang_are_ended_with_their_line_and_their_processes_are_repla
 
 def test_a_call_that_ends_its_process_costs_its_completions_only(scorer):
     misbehaving = scorer("misbehave")
-    assert scores(misbehaving, "exit", "fine")[1].error == "the reward process ended with exit code 0"
+    assert scores(misbehaving, "exit", "fine")[1].error == "the worker process ended with exit code 0"
     assert scores(misbehaving, "fine")[0].reward == 1.0
 
 
@@ -124,12 +123,18 @@ def test_a_reward_of_weight_zero_that_ends_its_process_costs_no_completion_its_r
     finally:
         scorer.workers.close()
     assert (exited.reward, fine.reward, exited.parts["length"]) == (8.0, 8.0, 8.0)
-    assert exited.error == "the reward process ended with exit code 0"
+    assert exited.error == "the worker process ended with exit code 0"
 
 
 def test_a_process_that_ends_leaves_no_completion_with_a_part_of_its_reward(scorer):
     for names in (("misbehave", "length"), ("length", "misbehave")):
         assert [one.reward for one in scores(scorer(*names), "exit", "fine")] == [None, None]
+
+
+def test_after_the_idle_processes_were_ended_the_next_call_starts_one(scorer):
+    assert scores(scorer("gpu"), "fine")[0].reward == 1.0
+    workers.end_idle_workers()
+    assert scores(scorer("gpu"), "fine")[0].reward == 1.0
 
 
 def test_a_prompt_that_cannot_be_sent_is_named(scorer):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,11 +16,12 @@ from trl import rewards as trl_rewards
 
 from colocated_grpo.advantages import group_advantages
 from colocated_grpo.environments.base import AnswerError, EnvironmentSetupError
-from colocated_grpo.environments.rewards import math_judge
-from colocated_grpo.environments.rewards.builtin import REWARDS
+from colocated_grpo.environments.rewards import builtin
+from colocated_grpo.environments.rewards.builtin import REWARDS, equal_math
 from colocated_grpo.environments.rewards.functions import RewardFunction, build_rewards
 from colocated_grpo.environments.rewards.scorer import RewardScorer
 from colocated_grpo.environments.rewards.scoring import MAX_REWARD, NoReward
+from colocated_grpo.environments.rewards.workers import WorkerPool
 from colocated_grpo.settings.losses import AdvantageConfig
 from colocated_grpo.settings.sources import DatasetSourceConfig, RewardConfig
 from colocated_grpo.types import Completion, Prompt
@@ -484,27 +487,23 @@ def test_a_hostile_completion_costs_no_time(name, text):
 
 
 def test_math_verify_times_out_on_endless_answers_while_other_threads_continue(monkeypatch):
-    monkeypatch.setattr(math_judge, "SECONDS", 2.0)
-    monkeypatch.setattr(math_judge, "_idle", math_judge.SimpleQueue())
+    monkeypatch.setattr(builtin, "MATH_SECONDS", 2.0)
     answers = [r"\boxed{9^{9^{9^{9}}}}", r"\boxed{2^{1000000000}}", r"\boxed{4}", r"\boxed{5}"]
     assert threading.current_thread() is threading.main_thread()
     start = time.perf_counter()
     with ThreadPoolExecutor(4) as threads:
-        verdicts = list(threads.map(lambda answer: math_judge.equal_math("4", answer), answers))
+        verdicts = list(threads.map(lambda answer: equal_math("4", answer), answers))
     assert verdicts == [False, False, True, False]
     assert time.perf_counter() - start < 15
-    assert math_judge.equal_math("4", "$4$") is True
+    assert equal_math("4", "$4$") is True
 
 
-def test_a_math_process_that_exits_costs_one_completion_and_is_reported(monkeypatch, tmp_path):
-    broken = tmp_path / "worker.py"
-    broken.write_text("raise SystemExit(3)")
-    monkeypatch.setattr(math_judge, "WORKER", broken)
-    monkeypatch.setattr(math_judge, "_idle", math_judge.SimpleQueue())
+def test_a_math_process_that_exits_costs_one_completion_and_is_reported(monkeypatch):
+    monkeypatch.setattr(builtin, "_math", WorkerPool(partial(sys.exit, 3)))
     [one] = score(built({"name": "math_verify"}), ["4"], prompt_of(answer="4"))
     assert (one.reward, one.error) == (
         None,
-        "math_verify: RuntimeError: the math-verify process exited with code 3",
+        "math_verify: RuntimeError: the worker process ended with exit code 3",
     )
 
 

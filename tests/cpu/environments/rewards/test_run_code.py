@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 
 import psutil
 import pytest
 
 from colocated_grpo.environments.base import EnvironmentSetupError
-from colocated_grpo.environments.rewards.code import processes
+from colocated_grpo.environments.rewards import run_code as run_code_module
 from colocated_grpo.environments.rewards.functions import RewardInputs, build_rewards, results_of
+from colocated_grpo.environments.rewards.run_code import GRACE
 from colocated_grpo.settings.sources import RewardConfig
 
 RIGHT = "def add(a, b):\n    return a + b\n"
@@ -112,7 +114,7 @@ def test_a_program_that_does_not_end_is_killed(brief, program):
     since = time.monotonic()
     [result] = results(brief, program)
     assert (result.value, result.error) == (0.0, None)
-    assert time.monotonic() - since < processes.GRACE
+    assert time.monotonic() - since < GRACE
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
 
 
@@ -139,11 +141,11 @@ def test_a_runner_that_ends_costs_one_completion_its_reward_and_is_replaced():
     runner = function.function._runners._idle.get_nowait()
     function.function._runners._idle.put(runner)
     runner.kill()
-    runner.wait()
+    runner.process.wait()
     [first] = results(function, RIGHT)
     assert (first.value, first.error) == (
         None,
-        "run_code: the process that runs the tests has ended with exit code -9",
+        "run_code: the worker process was ended by SIGKILL",
     )
     assert values(function, RIGHT) == [1.0]
 
@@ -151,12 +153,12 @@ def test_a_runner_that_ends_costs_one_completion_its_reward_and_is_replaced():
 def test_a_runner_that_does_not_answer_is_killed(monkeypatch, tmp_path):
     function = build(timeout=0.1)
     runner = function.function._runners._idle.get_nowait()
-    monkeypatch.setattr(processes, "GRACE", 0.1)
+    monkeypatch.setattr(run_code_module, "GRACE", 0.1)
     silent = tmp_path / "silent.py"
-    silent.write_text("import sys\nfor line in sys.stdin: pass\n")
-    monkeypatch.setattr(processes, "RUNNER", silent)
+    silent.write_text("import time\ntime.sleep(600)\n")
+    monkeypatch.setattr(function.function._runners, "_command", [sys.executable, str(silent)])
     [result] = results(function, RIGHT)
-    assert result.error == "run_code: the process that runs the tests does not answer"
+    assert result.error == "run_code: the worker process does not answer"
     runner.kill()
 
 

@@ -23,7 +23,7 @@ from colocated_grpo.rollout.vllm.patches import (
     counted,
     report,
 )
-from colocated_grpo.runtime.vllm_version import SUPPORTED, supported_version
+from colocated_grpo.rollout.vllm.versions import SUPPORTED, supported_version
 from colocated_grpo.settings.errors import ConfigError
 from tests.support.paths import ROOT
 from tests.support.source_names import defines

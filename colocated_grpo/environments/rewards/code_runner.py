@@ -1,14 +1,13 @@
 """Runs programs with their tests, each test in a process of its own. Run as a file.
 
-Reads lines of JSON, {"program", "cases", "folder", "seconds", "memory", "file"}, and answers each with the number of
-passed tests. It exits when its input closes. The process of a test has limits on time, memory and the size of a file. A
+Receives jobs, {"program", "cases", "folder", "seconds", "memory", "file"}, and answers each with the number of passed
+tests. It exits when the connection closes. The process of a test has limits on time, memory and the size of a file. A
 seccomp filter refuses it new processes, sockets and signals to other processes, so one kill ends all that it has
 started. These limits are for accidents: they are no sandbox.
 """
 
 import ctypes
 import errno
-import json
 import os
 import platform
 import resource
@@ -19,6 +18,8 @@ import sys
 import tempfile
 import time
 import types
+from contextlib import suppress
+from multiprocessing.connection import Connection
 
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 1, 38, 22, 2
 """Linux <sys/prctl.h>"""
@@ -150,8 +151,16 @@ def _lines(text: str) -> list[str]:
 
 
 def main() -> None:
-    for line in sys.stdin:
-        print(passed(json.loads(line)), flush=True)
+    given, dumps = map(int, sys.argv[1:3])
+    with Connection(os.dup(given)) as connection, suppress(EOFError):
+        # A test closes the descriptors below MAX_OPEN_FILES; these numbers may be above.
+        os.close(given)
+        os.close(dumps)
+        silent = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silent, 1)
+        os.dup2(silent, 2)
+        while True:
+            connection.send(passed(connection.recv()))
 
 
 if __name__ == "__main__":

@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
+import random
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Self
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from colocated_grpo.environments.rewards.builtin import Completions, completion_texts
-from colocated_grpo.environments.rewards.judge.answers import DEFAULT_PARSE, fill, last_score, places, plain_text
-from colocated_grpo.environments.rewards.judge.budget import Budget
-from colocated_grpo.environments.rewards.judge.cache import ScoreCache, request_key
-from colocated_grpo.environments.rewards.judge.endpoint import BudgetSpent, Endpoint, Retries
 from colocated_grpo.environments.rewards.scoring import NoReward
 from colocated_grpo.settings.base import FileName, NonNegative, Positive, Section
-from colocated_grpo.web.client import JsonClient
+from colocated_grpo.web.client import JsonClient, RequestRejected, Unavailable
+
+RETRIED_STATUS = {408, 409, 425, 429}
+"""4xx responses that are about the moment, not about the request. All 5xx responses are retried too."""
+MAX_WAIT = 10.0
+"""Longest wait in seconds before a retry."""
+PLACE = re.compile(r"\{\{|\}\}|\{(\w+)\}")
+DEFAULT_PARSE = r"(?i)\bscore\b\W{0,9}(-?\d+(?:\.\d+)?)"
+"""Matches `Score: 7`, `**Score**: 0.5` and `{"score": 1}`."""
+SHOWN_CHARACTERS = 80
 
 Outcome = float | NoReward | None
 """A score; why there is none; None if the budget is spent."""
@@ -65,9 +76,11 @@ class Judge(Section):
     max_tokens: Positive | None = None
     """The same for the sum of `usage.total_tokens` of the responses. Requests that are under way still count."""
 
-    _endpoint: Endpoint = PrivateAttr()
+    _client: JsonClient = PrivateAttr()
+    _threads: ThreadPoolExecutor = PrivateAttr()
     _cache: ScoreCache = PrivateAttr()
-    _budget: Budget = PrivateAttr()
+    _requests: int = PrivateAttr(0)
+    _tokens: int = PrivateAttr(0)
 
     @field_validator("parse")
     @classmethod
@@ -94,12 +107,9 @@ class Judge(Section):
 
     def model_post_init(self, _context: Any) -> None:
         key = os.environ.get(self.api_key_variable) if self.api_key_variable is not None else None
-        client = JsonClient(self.url, timeout=self.timeout, api_key=key)
-        retries = Retries(count=self.retries, backoff=self.backoff)
-        path = "" if self.model is None else "/chat/completions"
-        self._endpoint = Endpoint(client, path, concurrency=self.concurrency, retries=retries)
+        self._client = JsonClient(self.url, timeout=self.timeout, api_key=key)
+        self._threads = ThreadPoolExecutor(self.concurrency, thread_name_prefix="judge")
         self._cache = ScoreCache(self.cache_size, None if self.cache_file is None else Path(self.cache_file))
-        self._budget = Budget(self.max_requests, self.max_tokens)
 
     @property
     def required_columns(self) -> set[str]:
@@ -138,7 +148,7 @@ class Judge(Section):
 
     async def _outcome(self, key: str, body: Mapping[str, Any]) -> Outcome:
         try:
-            score = self._score(await self._endpoint.ask(body, self._budget.take))
+            score = self._score(await self._ask(body))
         except BudgetSpent:
             return None
         except NoReward as failure:
@@ -146,13 +156,39 @@ class Judge(Section):
         self._cache.put(key, score)
         return score
 
+    async def _ask(self, body: object) -> object:
+        """Return the JSON of the response. Raises BudgetSpent, and NoReward if no attempt succeeds."""
+        attempt = 0
+        while True:
+            if self._requests >= (self.max_requests or math.inf) or self._tokens >= (self.max_tokens or math.inf):
+                raise BudgetSpent
+            self._requests += 1
+            try:
+                return await self._post(body)
+            except Unavailable as error:
+                if attempt == self.retries:
+                    raise NoReward(f"the judge is unavailable, attempts: {attempt + 1}, the last: {error}") from None
+            # Random, so that requests that were refused together do not come back together. It holds no thread.
+            await asyncio.sleep(min(MAX_WAIT, self.backoff * 2**attempt) * random.uniform(0.5, 1.0))
+            attempt += 1
+
+    async def _post(self, body: object) -> object:
+        """Send the request once. Raises Unavailable if another attempt may succeed, else NoReward."""
+        path = "" if self.model is None else "/chat/completions"
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, self._client.post, path, body)
+        except RequestRejected as error:
+            if error.status in RETRIED_STATUS:
+                raise Unavailable(str(error)) from None
+            raise NoReward(f"the judge rejects the request: {error}") from None
+
     def _score(self, response: Any) -> float:
         """Return the score in a response, and count its tokens. Raises NoReward."""
         try:
             if self.model is None:
                 score = float(response["score"])
             else:
-                self._budget.tokens += int((response.get("usage") or {}).get("total_tokens") or 0)
+                self._tokens += int((response.get("usage") or {}).get("total_tokens") or 0)
                 score = last_score(self.parse, response["choices"][0]["message"]["content"] or "")
         except (LookupError, TypeError, AttributeError):
             raise NoReward(f"the judge's response has no {'score' if self.model is None else 'answer'}") from None
@@ -162,3 +198,81 @@ class Judge(Section):
         if not low <= score <= high or math.isinf(score):
             raise NoReward(f"the judge's score {score:g} is outside bounds={[low, high]}")
         return score
+
+
+class BudgetSpent(Exception):
+    """The budget allows no further request."""
+
+
+def request_key(url: str, body: object) -> str:
+    """Return a digest of everything that decides the answer."""
+    return sha256(json.dumps([url, body], sort_keys=True).encode()).hexdigest()
+
+
+class ScoreCache:
+    """The `size` scores that were used last. A file keeps all of them, one JSON line each."""
+
+    def __init__(self, size: int, file: Path | None) -> None:
+        """file: appended to, and read first if it exists. Several processes may use it. Raises OSError."""
+        self._size = size
+        self._file = file
+        self._scores: OrderedDict[str, float] = OrderedDict()
+        if file is not None:
+            self._append(b"")  # a file that cannot be written is found at the start
+            for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+                with suppress(ValueError, TypeError):  # a line that a killed process has left unfinished
+                    key, score = json.loads(line)
+                    self._remember(str(key), float(score))
+
+    def get(self, key: str) -> float | None:
+        if key in self._scores:
+            self._scores.move_to_end(key)
+        return self._scores.get(key)
+
+    def put(self, key: str, score: float) -> None:
+        self._remember(key, score)
+        if self._file is not None:
+            self._append((json.dumps([key, score]) + "\n").encode())
+
+    def _remember(self, key: str, score: float) -> None:
+        self._scores[key] = score
+        self._scores.move_to_end(key)
+        if len(self._scores) > self._size:
+            self._scores.popitem(last=False)
+
+    def _append(self, line: bytes) -> None:
+        assert self._file is not None
+        # One write to a file opened for appending, so that lines of several processes do not mix.
+        descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            os.write(descriptor, line)
+        finally:
+            os.close(descriptor)
+
+
+def places(template: str) -> set[str]:
+    """Return the names in {braces} of a template."""
+    return {name for name in PLACE.findall(template) if name}
+
+
+def fill(template: str, values: Mapping[str, Any]) -> str:
+    """Replace each {name} by its value. {{ and }} become single braces; other braces stay as they are."""
+    return PLACE.sub(lambda found: str(values[found[1]]) if found[1] else found[0][0], template)
+
+
+def last_score(pattern: str, text: str) -> float:
+    """Return the number in the last match's group. Raises ValueError if there is none."""
+    found = re.findall(pattern, text)
+    if not found:
+        shown = text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."
+        raise ValueError(f"no score in the judge's answer {shown!r}")
+    return float(found[-1])
+
+
+def plain_text(prompt: str | list[dict[str, Any]]) -> str:
+    """Return a prompt as text: the content of a single message, else `role: content` for each message."""
+    if isinstance(prompt, str):
+        return prompt
+    if len(prompt) == 1:
+        return str(prompt[0]["content"])
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)

@@ -1,0 +1,157 @@
+"""The built-in reward `run_code`: the fraction of a row's tests that the program in a completion passes."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal, Self, TypedDict
+
+from pydantic import Field, PrivateAttr, model_validator
+
+from colocated_grpo.environments.rewards import code_runner
+from colocated_grpo.environments.rewards.builtin import Completions, completion_texts
+from colocated_grpo.environments.rewards.scoring import NoReward
+from colocated_grpo.environments.rewards.workers import WorkerPool
+from colocated_grpo.settings.base import Positive, Section
+
+MEGABYTE = 1 << 20
+FENCE = "```"
+GRACE = 10.0
+"""Seconds for a process to end its tests, beside their time limit."""
+
+
+class RunCode(Section):
+    """Fraction of passed tests. 0 without a closed code block; None for a row without tests."""
+
+    language: Literal["python"] = "python"
+    """Language of the programs."""
+    tests_column: str = "tests"
+    """Column of the tests."""
+    timeout: float = Field(5.0, gt=0)
+    """Seconds for all tests of a completion. Tests that are left then have failed."""
+    memory_mb: Positive = 1024
+    """Address space of a test's process."""
+    file_mb: Positive = 16
+    """Largest size of a file that a test writes, standard output included."""
+    processes: Positive | None = None
+    """Completions tested at a time, per rank. Default: the cores of the host, divided by its ranks."""
+
+    _threads: ThreadPoolExecutor = PrivateAttr()
+    _runners: WorkerPool = PrivateAttr()
+
+    @model_validator(mode="after")
+    def _runs_here(self) -> Self:
+        if platform.system() != "Linux" or platform.machine() not in code_runner.SYSTEMS:
+            raise ValueError(f"needs Linux on {' or '.join(code_runner.SYSTEMS)}")
+        try:
+            limits_hold = self._passed("", cases_of("pass")) == 1
+        except NoReward as failure:
+            raise ValueError(str(failure)) from None
+        if not limits_hold:
+            raise ValueError("the limits cannot be set here: no seccomp, or memory_mb or timeout is too small")
+        return self
+
+    def model_post_init(self, _context: Any) -> None:
+        self._threads = ThreadPoolExecutor(self.processes or _cores(), thread_name_prefix="run_code")
+        self._runners = WorkerPool(
+            # -I: neither the environment nor the working folder changes what a program imports.
+            command=[sys.executable, "-I", str(Path(code_runner.__file__))],
+            # Without the variables of this process, among which are API keys.
+            environment={"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        )
+
+    @property
+    def required_columns(self) -> set[str]:
+        return {self.tests_column}
+
+    def __call__(self, completions: Completions, **columns: Sequence[Any]) -> list[float | NoReward | None]:
+        """Return the fraction of passed tests of each completion. Raises ValueError for tests of an unknown form."""
+        return list(self._threads.map(self._reward, completion_texts(completions), columns[self.tests_column]))
+
+    def _reward(self, text: str, tests: Any) -> float | NoReward | None:
+        cases = cases_of(tests)
+        program = last_code_block(text)
+        if not cases:
+            return None
+        if program is None:
+            return 0.0
+        try:
+            return self._passed(program, cases) / len(cases)
+        except NoReward as failure:
+            return failure
+
+    def _passed(self, program: str, cases: Sequence[Case]) -> int:
+        limits = {"seconds": self.timeout, "memory": self.memory_mb * MEGABYTE, "file": self.file_mb * MEGABYTE}
+        # The working folder of the tests is empty, and is removed afterwards.
+        with TemporaryDirectory(prefix="run_code_", ignore_cleanup_errors=True) as folder:
+            job = {"program": program, "cases": cases, "folder": folder, **limits}
+            responses, ended = self._runners.ask(job, seconds=self.timeout + GRACE)
+        if ended is not None:
+            raise NoReward(ended)
+        return responses[0]
+
+
+def _cores() -> int:
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, len(os.sched_getaffinity(0)) // ranks)
+
+
+def last_code_block(text: str) -> str | None:
+    """Return the content of the last closed block between ``` fences; None if there is none.
+
+    The rest of the opening line, such as "python", is not part of it.
+    """
+    parts = text.split(FENCE)
+    blocks = [part for part in parts[1:-1:2] if "\n" in part]
+    return blocks[-1].partition("\n")[2] if blocks else None
+
+
+class Case(TypedDict):
+    """One test: statements that follow the program, or a standard input and the expected standard output."""
+
+    check: str | None
+    stdin: str
+    stdout: str
+
+
+def cases_of(tests: Any) -> list[Case]:
+    """Return the tests of a cell. Raises ValueError for another form.
+
+    Python statements as text or a list of texts; {"input", "output"} pairs in a list; {"inputs": [...], "outputs":
+    [...]}; and each of these as JSON.
+    """
+    if isinstance(tests, str):
+        if tests.lstrip()[:1] not in ("[", "{"):
+            return [_check(tests)] if tests.strip() else []
+        tests = json.loads(tests)
+    if isinstance(tests, Mapping) and {"inputs", "outputs"} <= tests.keys():
+        return [_pair(*pair) for pair in zip(tests["inputs"], tests["outputs"], strict=True)]
+    if isinstance(tests, list | tuple):
+        return [_case(test) for test in tests]
+    raise ValueError(f"tests must be statements, a list of them or of input and output pairs, got {tests!r:.80}")
+
+
+def _case(test: Any) -> Case:
+    if isinstance(test, str):
+        return _check(test)
+    if isinstance(test, Mapping) and {"input", "output"} <= test.keys():
+        return _pair(test["input"], test["output"])
+    raise ValueError(f'a test must be statements, or have "input" and "output", got {test!r:.80}')
+
+
+def _check(statements: str) -> Case:
+    return Case(check=statements, stdin="", stdout="")
+
+
+def _pair(given: Any, expected: Any) -> Case:
+    return Case(check=None, stdin=_lines(given), stdout=_lines(expected))
+
+
+def _lines(value: Any) -> str:
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,0 +1,220 @@
+"""User code in this process: the line where it is, and its end where it keeps all threads from running.
+
+Standard library only: the launcher reads the stacks that a blocked rank has left.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import re
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from itertools import takewhile
+from pathlib import Path
+from traceback import walk_stack, walk_tb
+from types import FrameType
+from typing import NamedTuple
+
+PACKAGE = str(Path(__file__).parents[1])
+MODEL_CODE = f"{os.sep}transformers_modules{os.sep}"
+"""In the path of model code that transformers has downloaded. Its forward pass is the trainer's own work."""
+FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+COMPREHENSIONS = {"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"}
+DUMPED = "Timeout ("
+"""First word of what faulthandler writes at the limit."""
+MIN_SECONDS = 10.0
+"""Lower bound of the limit: the compilation of a kernel beside a reward may hold the interpreter lock for seconds."""
+FIRST_REPORT_SECONDS = 60.0
+"""Time in one line before the first report. The interval doubles with each report."""
+POLL_SECONDS = 1.0
+
+
+class Line(NamedTuple):
+    """A line of code that runs or has raised."""
+
+    file: str
+    number: int
+    function: str
+    frame: int = 0
+    """id() of the frame of a line that runs."""
+
+    @property
+    def place(self) -> str:
+        return f"{os.path.basename(self.file)}, line {self.number}"
+
+    def __str__(self) -> str:
+        return f"{self.function} ({self.place})"
+
+    def is_ours(self) -> bool:
+        return self.file.startswith(PACKAGE + os.sep)
+
+
+@cache
+def foreign() -> tuple[str, ...]:
+    """Return prefixes of file names that are not user code: libraries, and this package."""
+    return ("<", PACKAGE + os.sep, *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")))
+
+
+def is_user_code(file: str) -> bool:
+    return not file.startswith(foreign()) and MODEL_CODE not in file
+
+
+def innermost(lines: Iterable[Line]) -> Line | None:
+    """Return the first line of user code. lines: from the innermost frame outwards."""
+    found: Line | None = None
+    for line in lines:
+        if found is None and is_user_code(line.file):
+            found = line
+        # A comprehension has a frame of its own; the function around it says more.
+        if found is not None and line.file == found.file and line.function not in COMPREHENSIONS:
+            return found._replace(function=line.function)
+    return found
+
+
+def lines_of_error(error: BaseException) -> list[Line]:
+    """Return the lines of a traceback, innermost first."""
+    return [_line(frame, number) for frame, number in walk_tb(error.__traceback__)][::-1]
+
+
+def line_of_thread(identifier: int | None) -> Line | None:
+    """Return the line of user code in which a thread is; None if it is in this package, or has ended."""
+    frame = sys._current_frames().get(identifier or 0)
+    return None if frame is None else _called(_line(each, number) for each, number in walk_stack(frame))
+
+
+def lines_in_dump(text: str) -> list[Line]:
+    """Return the lines of user code in faulthandler's stacks of threads, without repetitions."""
+    threads = [
+        [Line(file, int(number), name) for file, number, name in FRAME.findall(part)] for part in text.split("\n\n")
+    ]
+    return list(dict.fromkeys(line for lines in threads if (line := _called(lines)) is not None))
+
+
+def _line(frame: FrameType, number: int) -> Line:
+    return Line(frame.f_code.co_filename, number, frame.f_code.co_name, id(frame))
+
+
+def _called(lines: Iterable[Line]) -> Line | None:
+    """Return the innermost line of user code that this package has called: not that of a script that calls it."""
+    return innermost(takewhile(lambda line: not line.is_ours(), lines))
+
+
+class UserCodeWatch:
+    """A thread that keeps user code from blocking this process.
+
+    Rewards and episodes have timeouts, which other threads enforce. Code that holds the interpreter lock, such as a
+    regular expression that backtracks for hours, stops those too. So while rewards and episodes run, this thread sets
+    a timer of faulthandler again and again. If it cannot for as long as the limit, faulthandler's own thread, which
+    needs no lock, writes the stacks of all threads and ends the process.
+
+    User code for prompts, batches and games runs in the main thread without a timeout: a line that does not return is
+    reported.
+    """
+
+    def __init__(
+        self,
+        seconds: float,
+        setting: str,
+        report: Callable[[str], None],
+        *,
+        stacks: Path | None = None,
+        first: float = FIRST_REPORT_SECONDS,
+        poll: float = POLL_SECONDS,
+    ) -> None:
+        """seconds: the limit, as `setting` says. stacks: a file for the launcher; None: standard error.
+
+        Call from the thread that `report` is about.
+        """
+        self._seconds = max(seconds, MIN_SECONDS)
+        self._report, self._first, self._poll = report, first, poll
+        self._path = stacks
+        self._stacks = None if stacks is None else stacks.open("w", encoding="utf-8")
+        if self._stacks is not None:
+            self._stacks.write(f"{setting}\n")
+            self._stacks.flush()
+        self._lock = threading.Lock()
+        self._running = 0
+        self._is_set = False
+        self._watched = threading.get_ident()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="user code", daemon=True)
+        self._thread.start()
+        _watches.append(self)
+
+    @contextmanager
+    def limited(self) -> Iterator[None]:
+        """Context of user code that must not hold the interpreter lock for long, for any number of threads."""
+        with self._lock:
+            self._running += 1
+            if not self._is_set:
+                self._set_timer()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._running -= 1  # the thread cancels the timer: calls are many, and setting it costs a thread
+
+    def close(self) -> None:
+        _watches.remove(self)
+        self._done.set()
+        self._thread.join()
+        faulthandler.cancel_dump_traceback_later()
+        if self._stacks is not None and self._path is not None:
+            self._stacks.close()
+            self._path.unlink(missing_ok=True)
+
+    def _set_timer(self) -> None:
+        stream = sys.__stderr__ if self._stacks is None else self._stacks
+        faulthandler.dump_traceback_later(self._seconds, exit=True, file=stream or 2)
+        self._is_set = True
+
+    def _watch(self) -> None:
+        frame, since, due = 0, 0.0, 0.0
+        while not self._done.wait(self._poll):
+            with self._lock:
+                if self._running:
+                    self._set_timer()
+                elif self._is_set:
+                    faulthandler.cancel_dump_traceback_later()
+                    self._is_set = False
+            line, now = line_of_thread(self._watched), time.monotonic()
+            if line is None or line.frame != frame:
+                frame, since, due = 0 if line is None else line.frame, now, self._first
+            elif now - since >= due:
+                self._report(f"blocked for {now - since:.0f} s in {line}; the run continues when this code returns")
+                due *= 2
+
+
+_watches: list[UserCodeWatch] = []
+"""The watch of the run of this process, if there is one."""
+
+
+@contextmanager
+def limited() -> Iterator[None]:
+    """Context of a reward or an episode, under the limit of the run."""
+    if not _watches:
+        yield
+        return
+    with _watches[-1].limited():
+        yield
+
+
+def explain_blocked(stacks: Path) -> str | None:
+    """Return the error line for a rank that left its stacks, because user code kept its threads from running."""
+    try:
+        setting, _, dump = stacks.read_text(encoding="utf-8", errors="replace").partition("\n")
+    except OSError:
+        return None
+    if not dump.startswith(DUMPED):
+        return None
+    places = " or ".join(map(str, lines_in_dump(dump))) or "a library"
+    return (
+        f"error: {setting}: no thread of rank {stacks.stem.removeprefix('rank_')} could run, because {places} holds "
+        "Python's interpreter lock; the rank was ended; --resume auto continues from the last checkpoint"
+    )
