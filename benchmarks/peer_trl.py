@@ -33,8 +33,8 @@ from transformers import (
 from benchmarks.peer import WARMUP, OutOfMemoryPhase, PeerSpec, failure_file, grpo_arguments
 from benchmarks.peer_layers import name_present_layers
 from benchmarks.workload import CHARACTERS, LONGEST_PROMPT, RandomWork
-from colocated_grpo.assembly.data import stop_token_ids
 from colocated_grpo.phases import Clock
+from colocated_grpo.policy.model_files import stop_token_ids
 from colocated_grpo.types import JsonObject
 
 if TYPE_CHECKING:

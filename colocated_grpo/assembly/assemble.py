@@ -11,13 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from colocated_grpo.assembly.data import (
-    ModelFiles,
     build_collector,
     build_data,
     build_prompt_supply,
-    limits_of,
     listen_to_agents,
-    read_model_files,
 )
 from colocated_grpo.assembly.engines import Engines
 from colocated_grpo.assembly.evaluation import evaluation_sets
@@ -32,7 +29,6 @@ from colocated_grpo.assembly.policy import (
     opponent_state,
     read_opponent,
 )
-from colocated_grpo.assembly.servers import build_remote, connect
 from colocated_grpo.callbacks import Callbacks
 from colocated_grpo.checkpoint import Checkpoints
 from colocated_grpo.errors import RunError
@@ -41,6 +37,7 @@ from colocated_grpo.phases import Choreography, Clock
 from colocated_grpo.policy.activations import choose_micro_batch_size
 from colocated_grpo.policy.blocks import blocks_of, num_checkpointed
 from colocated_grpo.policy.lora.weights import AdapterWeights, frozen_experts
+from colocated_grpo.policy.model_files import ModelFiles, read_model_files
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.supply import AheadSupply, MixedSupply, PromptSupply, Supply
@@ -48,7 +45,6 @@ from colocated_grpo.run import BEST, GOAL_REACHED, LEARNING_RATE, Run
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.run_folder import CHECKPOINTS, complete_checkpoints
 from colocated_grpo.runtime.supervision import StopRequest
-from colocated_grpo.servers.engine_server import EngineServer
 from colocated_grpo.settings.config_json import has_text_part, read_config_json
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.tracking import RunOutput, files, make_tracker
@@ -56,6 +52,7 @@ from colocated_grpo.tracking.hub import Hub
 
 if TYPE_CHECKING:
     from colocated_grpo.assembly.serving import Serving
+    from colocated_grpo.servers.engine_server import EngineServer
 
 
 def build_run(
@@ -83,7 +80,7 @@ def build_run(
     serving = build_serving(config, folder, inbox, model, world, tracker.note, resources)
     listen_to_agents(config, data, model, resources)
     with output.phase("waiting for the engine servers"):
-        servers = connect(config, world, stop)
+        servers = connect_servers(config, world, stop)
 
     with output.phase("reading the weights"):
         policy = Policy(config, model.hf_config, model.folder, world)
@@ -94,7 +91,7 @@ def build_run(
     policy.fixed_lr = state.get(LEARNING_RATE)
 
     clock = Clock(world.device)
-    with output.phase(engine_phase(config, world)):
+    with output.phase("connecting to the engines" if servers else engine_phase(config, world)):
         engines = build_engines(config, servers, policy, model, folder, world, stop, resources)
     opponent = build_opponent(config.opponent, frozen, policy, engines, world, config.freshness.every)
     with output.phase("rehearsing a training step"):
@@ -139,10 +136,18 @@ def build_run(
     )
 
 
+def connect_servers(config: Config, world: World, stop: StopRequest) -> list[EngineServer]:
+    """Return the engine servers of the run; none if the engines are in the ranks. Collective."""
+    if config.engine.placement == "colocated":
+        return []
+    # Imported here: other runs need none of it.
+    from colocated_grpo.assembly.servers import connect
+
+    return connect(config, world, stop)
+
+
 def engine_phase(config: Config, world: World) -> str:
-    """Return the name of the phase in which the engines are built."""
-    if config.engine.placement != "colocated":
-        return "connecting to the engines"
+    """Return the name of the phase in which the engines of the ranks are built."""
     graphs = world.device.type == "cuda" and not config.engine.enforce_eager
     return "building the engine" + (" and capturing its CUDA graphs" if graphs else "")
 
@@ -157,8 +162,10 @@ def build_engines(
     stop: StopRequest,
     resources: ExitStack,
 ) -> Engines:
-    if config.engine.placement == "colocated":
+    if not servers:
         return build_colocated(config, policy, model.folder, world, resources)
+    from colocated_grpo.assembly.servers import build_remote
+
     engines = build_remote(config, servers, policy, model, folder, world, stop)
     resources.callback(engines.engine.close)
     return engines
@@ -189,6 +196,7 @@ def build_serving(
         return None
     # Imported here: the web framework would delay the start of every other run.
     from colocated_grpo.assembly.serving import Serving
+    from colocated_grpo.servers.text import limits_of
 
     keep = partial(files.write_atropos_batch, folder) if config.atropos.keep_last_batch else lambda items: None
     limits = limits_of(model, config.max_sequence_tokens, config.seed)

@@ -11,7 +11,6 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
-from colocated_grpo.assembly.data import ModelFiles
 from colocated_grpo.assembly.engines import Engines, engine_spec
 from colocated_grpo.freshness import Judge, default_limit, make_judge
 from colocated_grpo.phases import WeightSync
@@ -20,6 +19,7 @@ from colocated_grpo.policy.export import AdapterExport, Export, ModelExport
 from colocated_grpo.policy.lora.weights import AdapterWeights
 from colocated_grpo.policy.masters import ShardedWeights, adopt
 from colocated_grpo.policy.model import host_copy
+from colocated_grpo.policy.model_files import ModelFiles
 from colocated_grpo.policy.model_loader import ModelLoader, dtype_of, engine_dtype
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.policy.reference import InitialAdapter, Reference, ReferenceModel

@@ -4,45 +4,39 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from colocated_grpo.assembly.data import ModelFiles
 from colocated_grpo.assembly.engines import Engines
 from colocated_grpo.phases import WeightSync
 from colocated_grpo.policy.export import AdapterExport, ModelExport
 from colocated_grpo.policy.masters import adopt
+from colocated_grpo.policy.model_files import ModelFiles
 from colocated_grpo.policy.model_loader import engine_dtype
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.program import KEY_VARIABLE, URLS_VARIABLE
 from colocated_grpo.runtime.supervision import StopRequest
 from colocated_grpo.servers.broadcast import BroadcastSync
-from colocated_grpo.servers.engine_group import EngineGroup
 from colocated_grpo.servers.engine_server import EngineServer
-from colocated_grpo.servers.exported import CONFIG_NAME, attach, export_folder
-from colocated_grpo.servers.remote import RemoteEngine, Restore
+from colocated_grpo.servers.exported import CONFIG_NAME, attach, export_folder, share_exported
+from colocated_grpo.servers.remote import EngineGroup, RemoteEngine, Restore
 from colocated_grpo.servers.saved import AdapterSync, RestartSync
 from colocated_grpo.settings.config_json import first_difference, read_config_json, shape_of
 from colocated_grpo.settings.errors import ConfigError
-from colocated_grpo.settings.schema import Config
+from colocated_grpo.settings.generation import EngineConfig
+from colocated_grpo.settings.schema import Config, ModelConfig
+from colocated_grpo.settings.training import PolicyConfig
 from colocated_grpo.types import JsonObject
-from colocated_grpo.weights.shared import share_exported
 
 WEIGHTS_FOLDER = "engine_weights"
 """In the run folder: weights that servers load from files."""
 
 
 def connect(config: Config, world: World, stop: StopRequest) -> list[EngineServer]:
-    """Wait for the servers and check that they can serve this run. Collective. Raises ConfigError or RunError.
-
-    Returns none if the engines are in the ranks.
-    """
-    if config.engine.placement == "colocated":
-        return []
+    """Wait for the servers and check that they can serve this run. Collective. Raises ConfigError or RunError."""
     urls, variable = config.engine.urls, config.engine.api_key_variable
     if not urls:
         urls, variable = os.environ.get(URLS_VARIABLE, "").split(), KEY_VARIABLE
@@ -53,30 +47,38 @@ def connect(config: Config, world: World, stop: StopRequest) -> list[EngineServe
         )
     key = None if variable is None else os.environ[variable]
     servers = [EngineServer(url, key, config.engine.server_timeout, stop.requested) for url in urls]
-    dtype = _required_dtype(config, world.device)
-    world.from_main(lambda: [_prepare(config, dtype, server, server.wait_until_ready()) for server in servers] and None)
+    prepare = partial(
+        _prepare,
+        config.model,
+        config.max_sequence_tokens,
+        config.engine.bridge,
+        _required_dtype(config.engine, config.policy, world.device),
+    )
+    world.from_main(lambda: [prepare(server, server.wait_until_ready()) for server in servers] and None)
     return servers
 
 
-def _required_dtype(config: Config, device: torch.device) -> str | None:
+def _required_dtype(engine: EngineConfig, policy: PolicyConfig, device: torch.device) -> str | None:
     """Return the type that the servers' weights must have; None: any, as they are cast on their way."""
-    if config.engine.dtype == "auto" and config.engine.bridge != "shared":
+    if engine.dtype == "auto" and engine.bridge != "shared":
         return None
-    return str(engine_dtype(config.engine, config.policy, device)).removeprefix("torch.")
+    return str(engine_dtype(engine, policy, device)).removeprefix("torch.")
 
 
-def _prepare(config: Config, dtype: str | None, server: EngineServer, info: JsonObject) -> None:
+def _prepare(
+    model: ModelConfig, max_tokens: int, bridge: str, dtype: str | None, server: EngineServer, info: JsonObject
+) -> None:
     """Check that the server fits, and unload an adapter that an earlier trainer has left. Raises ConfigError."""
-    shape, served = shape_of(read_config_json(config.model)), info["shape"]
+    shape, served = shape_of(read_config_json(model)), info["shape"]
     if (key := first_difference(shape, served)) is not None:
         raise ConfigError(
             f"engine.urls={server.url}: serves {info['model']}, whose {key} is {served[key]}, but {shape[key]} in "
-            f"model.name={config.model.name!r}; start it with the run's model"
+            f"model.name={model.name!r}; start it with the run's model"
         )
-    if info["max_model_len"] < config.max_sequence_tokens:
+    if info["max_model_len"] < max_tokens:
         raise ConfigError(
             f"engine.urls={server.url}: reads {info['max_model_len']} tokens; start it with --max-model-len "
-            f"{config.max_sequence_tokens} (rollout.max_prompt_tokens + rollout.max_completion_tokens) or more"
+            f"{max_tokens} (rollout.max_prompt_tokens + rollout.max_completion_tokens) or more"
         )
     if dtype not in (None, info["dtype"]):
         raise ConfigError(
@@ -84,7 +86,7 @@ def _prepare(config: Config, dtype: str | None, server: EngineServer, info: Json
             f"policy.compute_dtype; start it with --dtype {dtype}"
         )
     adapters = server.until_answered(server.adapters)
-    if config.engine.bridge != "adapter":
+    if bridge != "adapter":
         if adapters["adapter_name"] is not None:
             server.post_or_end("/lora/unload")
     elif not adapters["enabled"]:
@@ -105,7 +107,7 @@ def build_remote(
     stop: StopRequest,
 ) -> Engines:
     """Collective."""
-    sync, restore = _BRIDGES[config.engine.bridge](config, servers, policy, model, folder / WEIGHTS_FOLDER, world)
+    sync, restore = _bridge(config, servers, policy, model, folder / WEIGHTS_FOLDER, world)
     replicas = [RemoteEngine(server, restore, stop.request) for server in servers]
     infos = [server.wait_until_ready() for server in servers]
     return Engines(
@@ -118,52 +120,39 @@ def build_remote(
     )
 
 
-def _broadcast(
+def _bridge(
     config: Config, servers: list[EngineServer], policy: Policy, model: ModelFiles, folder: Path, world: World
 ) -> tuple[WeightSync, Restore]:
-    prefix = policy.model.lm.base_model_prefix
-    sync = BroadcastSync(policy.weights.published(), prefix, servers, world, config.freshness.every)
-    return sync, sync.restore
-
-
-def _adapter(
-    config: Config, servers: list[EngineServer], policy: Policy, model: ModelFiles, folder: Path, world: World
-) -> tuple[WeightSync, Restore]:
-    lora = config.policy.lora
-    assert lora is not None  # a rule of the config
-    export = AdapterExport(policy=policy, lora=lora, base=config.model.name, tokenizer=model.tokenizer, world=world)
-    sync = AdapterSync(export, folder, servers, world)
-    return sync, sync.restore
-
-
-def _restart(
-    config: Config, servers: list[EngineServer], policy: Policy, model: ModelFiles, folder: Path, world: World
-) -> tuple[WeightSync, Restore]:
-    export = ModelExport(
-        policy=policy,
-        hf_config=model.hf_config,
-        tokenizer=model.tokenizer,
-        source=model.folder,
-        dtype=policy.dtype,
-        world=world,
-    )
-    sync = RestartSync(export, folder, servers, world, base=config.model.name, version=lambda: policy.version)
-    return sync, sync.restore
-
-
-def _shared(
-    config: Config, servers: list[EngineServer], policy: Policy, model: ModelFiles, folder: Path, world: World
-) -> tuple[WeightSync, Restore]:
-    file = Path(config.engine.bridge_config or export_folder() / CONFIG_NAME)
-    views = attach(file, servers[0].wait_until_ready()["instance"])
-    published, adopted = policy.weights.published, partial(adopt, policy.model)
-    sync = share_exported(views, policy.model.lm.base_model_prefix, published, adopted, world, config.freshness.every)
-    return sync, lambda server: False
-
-
-_BRIDGES: dict[str, Callable[..., tuple[WeightSync, Restore]]] = {
-    "broadcast": _broadcast,
-    "adapter": _adapter,
-    "restart": _restart,
-    "shared": _shared,
-}
+    """Return the way in which weights reach the servers. folder: for weights that travel as files."""
+    prefix, check_every = policy.model.lm.base_model_prefix, config.freshness.every
+    match config.engine.bridge:
+        case "broadcast":
+            broadcast = BroadcastSync(policy.weights.published(), prefix, servers, world, check_every)
+            return broadcast, broadcast.restore
+        case "adapter":
+            lora = config.policy.lora
+            assert lora is not None  # a rule of the config
+            adapter = AdapterExport(
+                policy=policy, lora=lora, base=config.model.name, tokenizer=model.tokenizer, world=world
+            )
+            load = AdapterSync(adapter, folder, servers, world)
+            return load, load.restore
+        case "restart":
+            export = ModelExport(
+                policy=policy,
+                hf_config=model.hf_config,
+                tokenizer=model.tokenizer,
+                source=model.folder,
+                dtype=policy.dtype,
+                world=world,
+            )
+            restart = RestartSync(
+                export, folder, servers, world, base=config.model.name, version=lambda: policy.version
+            )
+            return restart, restart.restore
+        case "shared":
+            file = Path(config.engine.bridge_config or export_folder() / CONFIG_NAME)
+            views = attach(file, servers[0].wait_until_ready()["instance"])
+            adopted = partial(adopt, policy.model)
+            sync = share_exported(views, prefix, policy.weights.published, adopted, world, check_every)
+            return sync, lambda server: False

@@ -9,12 +9,12 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from colocated_grpo.atropos.origins import Origins
 from colocated_grpo.atropos.reader import GroupReader
 from colocated_grpo.atropos.source import AtroposClient, AtroposSource, trainer_of
 from colocated_grpo.atropos.supply import AtroposSupply, MainSupply, WorkerSupply
@@ -23,14 +23,12 @@ from colocated_grpo.environments.chat import ChatCodec
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.servers.app import create_app
-from colocated_grpo.servers.limits import Limits
-from colocated_grpo.servers.load_balancer import LoadBalancer
-from colocated_grpo.servers.origins import Origins
-from colocated_grpo.servers.rank_links import link_ranks
+from colocated_grpo.servers.rank_links import LoadBalancer, link_ranks
 from colocated_grpo.servers.sampler import Sampler
+from colocated_grpo.servers.text import Limits
 from colocated_grpo.settings.atropos import AtroposSourceConfig, ServerConfig
 from colocated_grpo.settings.schema import Config
-from colocated_grpo.web.browsers import Hosts
+from colocated_grpo.web.guards import Hosts
 from colocated_grpo.web.server import ServerThread
 
 REMEMBERED_COMPLETIONS = 1 << 17
@@ -61,7 +59,7 @@ class Serving:
         self._limits = limits
         self._inbox = inbox
         self._links, self._end = link_ranks(self._inbox, world)
-        self._engines = LoadBalancer([self._inbox.put, *(link.put for link in self._links)])
+        self._engines = LoadBalancer(self._inbox, self._links)
         self._servers: list[ServerThread] = []
         self.source: AtroposSource | None = None
         """On rank 0 only."""
@@ -95,19 +93,15 @@ class Serving:
         tokenizer = copy.deepcopy(tokenizer)
         sampler = Sampler(
             self._engines,
-            self._top_logprobs,
             tokenizer,
-            origins,
             self._limits,
             self._note,
-            config.model.chat_template_kwargs,
+            template_variables=config.model.chat_template_kwargs,
+            on_sampled=origins.record,
         )
-        self._servers.append(listen(sampler, config, atropos.server, self._limits))
+        self._servers.append(listen(sampler, config.model.name, atropos.server, self._limits))
         ports = ", ".join(map(str, self._servers[0].ports))
         self._note(f"atropos: batches from {atropos.url}; environments sample at {atropos.server.host}, port {ports}")
-
-    def _top_logprobs(self, token_ids: list[int], k: int) -> Future[list[dict[int, float]]]:
-        return self._inbox.call(lambda engine: engine.top_logprobs(token_ids, k))
 
     def close(self) -> None:
         """Close ports and links. After `start` the supply has closed them, once its requests had a response."""
@@ -162,11 +156,11 @@ def make_reader(
     )
 
 
-def listen(sampler: Sampler, config: Config, settings: ServerConfig, limits: Limits) -> ServerThread:
+def listen(sampler: Sampler, model: str, settings: ServerConfig, limits: Limits) -> ServerThread:
     """Open the engine's ports. Raises EnvironmentSetupError if one is taken."""
     app = create_app(
         sampler,
-        config.model.name,
+        model,
         limits.max_tokens,
         hosts=Hosts(settings.host, settings.allowed_hosts),
         api_key=_key(settings.api_key_variable),

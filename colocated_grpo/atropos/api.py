@@ -35,12 +35,10 @@ from colocated_grpo.atropos.reader import Overrides
 from colocated_grpo.runtime.program import raise_descriptor_limit
 from colocated_grpo.settings.atropos import is_loopback
 from colocated_grpo.types import JsonObject
-from colocated_grpo.web.bodies import BodyLimit, off_the_loop
-from colocated_grpo.web.browsers import Hosts, OwnRequests, is_from_browser
-from colocated_grpo.web.guards import RequireApiKey
-from colocated_grpo.web.json_bodies import InvalidBody, read_json
+from colocated_grpo.web.bodies import BodyLimit, InvalidBody, off_the_loop, read_json
+from colocated_grpo.web.guards import Hosts, OwnRequests, RequireApiKey, is_from_browser
 from colocated_grpo.web.server import Connection
-from colocated_grpo.web.shape import Shape
+from colocated_grpo.web.shape import BodyShape
 
 MAX_BODY_BYTES = 64 << 20
 """64 sequences of 32,768 tokens, with masks and log-probabilities: 32 bytes of text a token."""
@@ -49,7 +47,7 @@ MAX_QUEUED = 1 << 20
 MAX_QUEUED_BYTES = 16 << 30
 """Text of the groups in the queue: its memory. Further posts are rejected with status 503."""
 GROUP_PATHS = frozenset({"/scored_data", "/scored_data_list"})
-GROUPS = Shape(values=MAX_BODY_BYTES, containers=1 << 20, strings=1 << 18, depth=40)
+GROUPS = BodyShape(values=MAX_BODY_BYTES, containers=1 << 20, strings=1 << 18, depth=40)
 """Bounds of a request body. Numbers are not limited here: they are parsed one sequence at a time."""
 MAX_SEQUENCES = 1 << 14
 MAX_ROW_NUMBERS = 1 << 20

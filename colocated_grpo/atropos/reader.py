@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
-from colocated_grpo.servers.origins import Origin, Origins
+from colocated_grpo.atropos.origins import Origin, Origins
 from colocated_grpo.settings.generation import MIN_TEMPERATURE
 from colocated_grpo.types import Group, Prompt, Rollout, Score
 

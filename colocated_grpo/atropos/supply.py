@@ -21,8 +21,7 @@ from colocated_grpo.rollout.collect import Stopped
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.supply import Order
 from colocated_grpo.runtime.distributed import World
-from colocated_grpo.servers.load_balancer import LoadBalancer
-from colocated_grpo.servers.rank_links import RankLink, RemoteInbox
+from colocated_grpo.servers.rank_links import LoadBalancer, RankLink, RemoteInbox
 from colocated_grpo.types import Group, JsonObject
 from colocated_grpo.web.server import ServerThread
 

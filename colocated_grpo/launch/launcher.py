@@ -271,10 +271,11 @@ def problems_of(config: Config) -> list[str]:
 
     Prints how many rows are left out. Returns the error lines of the first problem.
     """
-    from colocated_grpo.assembly.data import load_tokenizer, open_source
+    from colocated_grpo.assembly.data import open_source
     from colocated_grpo.assembly.evaluation import draw_evaluated, import_answers
     from colocated_grpo.environments.build import build_environments
     from colocated_grpo.policy.checkpoint_files import fetch_tokenizer
+    from colocated_grpo.policy.model_files import load_tokenizer
     from colocated_grpo.policy.model_loader import check_model
 
     def note(line: str) -> None:

@@ -1,7 +1,88 @@
-"""Entry point: `python -m colocated_grpo.servers MODEL --port 9001`."""
+"""Entry point: `python -m colocated_grpo.servers MODEL`. Checks the arguments, then runs the engine's processes.
 
+They are started again after a crash, and when a trainer asks for another model.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
 import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
 
-from colocated_grpo.servers.command import main
+from colocated_grpo.runtime.processes import StopAction, run_command, scratch_folder
+from colocated_grpo.runtime.program import prepare_streams, python_path, stop_signals
+from colocated_grpo.runtime.verdict import USAGE_ERROR
+from colocated_grpo.servers.options import RESTART, STATE_VARIABLE, ServeOptions, parse
+from colocated_grpo.settings.atropos import is_loopback
 
-sys.exit(main())
+MAX_CRASHES = 3
+"""Crashes in a row after which the server ends."""
+STEADY_SECONDS = 60.0
+"""A crash after this time is the first in a row."""
+STOP_ENGINE = StopAction(
+    begin=lambda number: (b"\nstopping: running requests are aborted\n", None), targets=lambda command: [command]
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT. Returns the exit code: 2 for invalid arguments, 1 if serving fails."""
+    prepare_streams()
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    options = parse(arguments)
+    problem = _problem(options)
+    if problem is not None:
+        print(f"error: {problem}", file=sys.stderr)
+        return USAGE_ERROR
+    if options.api_key_variable is None and not is_loopback(options.host):
+        warning = f"--host={options.host}: every machine that reaches port {options.port} can control the engine"
+        print(f"warning: {warning}; set --api-key-variable", file=sys.stderr)
+    with scratch_folder() as folder:
+        return _run([sys.executable, "-m", "colocated_grpo.servers.rank", *arguments], folder / "state.json")
+
+
+def _run(command: Sequence[str], state: Path) -> int:
+    environment = {**os.environ, "PYTHONPATH": python_path(os.environ), STATE_VARIABLE: str(state)}
+    stopped = {128 + number for number in stop_signals()}
+    crashes = 0
+    while True:
+        started = time.monotonic()
+        code = run_command(command, environment, stop_action=STOP_ENGINE)
+        if code in stopped:
+            return 0
+        if code == RESTART:
+            crashes = 0
+            continue
+        crashes = 1 if time.monotonic() - started > STEADY_SECONDS else crashes + 1
+        if code == 0 or not state.exists() or crashes > MAX_CRASHES:
+            return code
+        print(f"note: the engine ended with exit code {code}; it is started again ({crashes} of {MAX_CRASHES})")
+        sys.stdout.flush()
+
+
+def _problem(options: ServeOptions) -> str | None:
+    """Return one line for what can be checked without importing a slow library; None if all is well."""
+    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+        return (
+            "RANK, WORLD_SIZE: set; start a server without torchrun, and with --tensor-parallel-size for several GPUs"
+        )
+    variable = options.api_key_variable
+    if variable is not None and not os.environ.get(variable):
+        return f"--api-key-variable={variable}: this environment variable is not set; export it"
+    try:
+        family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((options.host, options.port))
+    except OSError as error:
+        taken = f"stop the process that does (lsof -i :{options.port}) or set another port"
+        advice = taken if error.errno == errno.EADDRINUSE else "set another --host or --port"
+        return f"--port={options.port}: cannot listen on {options.host} ({error.strerror}); {advice}"
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

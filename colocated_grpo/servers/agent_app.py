@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
-from collections.abc import Iterator, Sequence
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
+from transformers import PreTrainedTokenizerBase
 
 from colocated_grpo.environments.agents.programs import PREFIX, OpenEpisode, OpenEpisodes
 from colocated_grpo.environments.agents.sequences import TooManyRequests
 from colocated_grpo.environments.chat import ContextExhausted
+from colocated_grpo.environments.rewards.tool_calls import OPEN, read_calls
 from colocated_grpo.servers.app import (
     CHAT,
     EVENT_STREAM,
@@ -22,24 +26,40 @@ from colocated_grpo.servers.app import (
     encode_chat,
     shape_of_bodies,
 )
-from colocated_grpo.servers.detokenizer import before_stop
-from colocated_grpo.servers.limits import InvalidRequest, TooLong
 from colocated_grpo.servers.request_bodies import ChatBody
-from colocated_grpo.servers.response_bodies import chat_response, models_response
-from colocated_grpo.servers.sampler import ServedCompletion
-from colocated_grpo.servers.text_codec import TextCodec
-from colocated_grpo.servers.tool_messages import as_sampled, assistant_message
+from colocated_grpo.servers.responses import ChatFormat, models_response
+from colocated_grpo.servers.sampler import CompletionPart
+from colocated_grpo.servers.text import InvalidRequest, Limits, TextCodec, TooLong, before_stop
 from colocated_grpo.types import Completion, JsonObject
-from colocated_grpo.web.bodies import BodyLimit
-from colocated_grpo.web.browsers import OwnRequests
-from colocated_grpo.web.guards import ConcurrencyLimit, error_response, key_in
-from colocated_grpo.web.json_bodies import read_json
+from colocated_grpo.web.bodies import BodyLimit, read_json
+from colocated_grpo.web.guards import ConcurrencyLimit, OwnRequests, error_response, key_in
+from colocated_grpo.web.server import ServerThread
 
 MAX_BODY_BYTES = 8 << 20
 MAX_REQUESTS = 4096
 """In flight, over all episodes of the rank."""
+HOST = "127.0.0.1"
 EPISODE = "episode"
 """Key of the open episode in the ASGI scope."""
+
+
+def listen_for_agents(
+    episodes: OpenEpisodes,
+    tokenizer: PreTrainedTokenizerBase,
+    limits: Limits,
+    model: str,
+    template_variables: JsonObject | None = None,
+    stop: Sequence[str] = (),
+) -> ServerThread:
+    """Start the server on a free port, and write its address into `episodes`. model: its name, as agents see it.
+
+    template_variables: of the chat template. stop: strings that end every completion of the run.
+    """
+    # A copy, because tokenizers are not thread-safe.
+    codec = TextCodec(copy.deepcopy(tokenizer), limits, template_variables or {})
+    server = ServerThread(create_agent_app(episodes, codec, model, limits.max_tokens, stop), HOST, [0])
+    episodes.url = f"http://{HOST}:{server.ports[0]}"
+    return server
 
 
 class EpisodeGate:
@@ -48,16 +68,16 @@ class EpisodeGate:
     Counts the chat requests of each episode.
     """
 
-    def __init__(self, app: ASGIApp, endpoint: OpenEpisodes) -> None:
+    def __init__(self, app: ASGIApp, episodes: OpenEpisodes) -> None:
         self._app = app
-        self._endpoint = endpoint
+        self._episodes = episodes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
         episode_id, _, path = scope["path"].removeprefix(PREFIX).partition("/")
         key = key_in(Headers(scope=scope).get("authorization", ""))
-        episode = self._endpoint.find(episode_id, key)
+        episode = self._episodes.find(episode_id, key)
         if episode is None:
             await error_response(401, "no running episode has this path and API key")(scope, receive, send)
         else:
@@ -66,7 +86,7 @@ class EpisodeGate:
 
 
 def create_agent_app(
-    endpoint: OpenEpisodes, codec: TextCodec, model: str, max_tokens: int, stop: Sequence[str]
+    episodes: OpenEpisodes, codec: TextCodec, model: str, max_tokens: int, stop: Sequence[str]
 ) -> ASGIApp:
     """Return the application behind its guards. model, max_tokens: name and context length, as clients see them.
 
@@ -96,7 +116,7 @@ def create_agent_app(
         return _as_events(response, body) if body.stream else JSONResponse(response)
 
     shape = shape_of_bodies(max_tokens)
-    limited = EpisodeGate(BodyLimit(app, MAX_BODY_BYTES, error_response, shape, {CHAT}), endpoint)
+    limited = EpisodeGate(BodyLimit(app, MAX_BODY_BYTES, error_response, shape, {CHAT}), episodes)
     return OwnRequests(ConcurrencyLimit(limited, MAX_REQUESTS, ()), None, error_response)
 
 
@@ -117,15 +137,13 @@ def _response(
 ) -> JsonObject:
     """Return the response body, with tool calls if the request describes tools."""
     ends = () if body.include_stop_str_in_output else (*stop, *body.stop)
+    texts = [codec.decode(one.token_ids, skip_special_tokens=body.skip_special_tokens) for one in completions]
     served = [
-        ServedCompletion(
-            completion=one,
-            text=before_stop(codec.decode(one.token_ids, skip_special_tokens=body.skip_special_tokens), ends),
-        )
-        for one in completions
+        CompletionPart.whole(index, one, before_stop(text, ends))
+        for index, (one, text) in enumerate(zip(completions, texts, strict=True))
     ]
-    name, logprobs = body.model or model, bool(body.logprobs)
-    response = chat_response(name, served, codec.detokenize, prompt_tokens, logprobs=logprobs)
+    form = ChatFormat(body.model or model, codec.detokenize, prompt_tokens, logprobs=bool(body.logprobs))
+    response = form.response(served)
     for choice in response["choices"] if body.tools else ():
         text = choice["message"]["content"]
         choice["message"] = assistant_message(text)
@@ -152,3 +170,37 @@ def _chunks(response: JsonObject, *, include_usage: bool) -> Iterator[JsonObject
         yield {**head, "choices": [{"index": choice["index"], "delta": {}, "finish_reason": end}]}
     if include_usage:
         yield {**head, "choices": [], "usage": response["usage"]}
+
+
+def assistant_message(text: str) -> JsonObject:
+    """Return the message with its <tool_call> blocks as `tool_calls`; as plain content without well-formed blocks."""
+    calls = read_calls(text)
+    if not calls:
+        return {"role": "assistant", "content": text}
+    return {
+        "role": "assistant",
+        "content": text.partition(OPEN)[0].strip() or None,
+        "tool_calls": [
+            {
+                "id": f"call_{uuid.uuid4().hex}",
+                "type": "function",
+                "function": {"name": call["name"], "arguments": json.dumps(call["arguments"])},
+            }
+            for call in calls
+        ],
+    }
+
+
+def as_sampled(messages: Sequence[JsonObject], sampled: Mapping[str, str]) -> list[JsonObject]:
+    """Return the messages with parsed calls replaced by the text from which they were parsed.
+
+    sampled: texts by the id of a call. A template would write the calls anew, with other spaces or order.
+    """
+    return [_as_sampled(message, sampled) for message in messages]
+
+
+def _as_sampled(message: JsonObject, sampled: Mapping[str, str]) -> JsonObject:
+    calls = message.get("tool_calls")
+    first = calls[0] if isinstance(calls, list) and calls else None
+    text = sampled.get(str(first.get("id"))) if isinstance(first, dict) else None
+    return message if text is None else {"role": message["role"], "content": text}

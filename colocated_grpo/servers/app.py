@@ -12,42 +12,35 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
-from colocated_grpo.servers.limits import InvalidRequest
-from colocated_grpo.servers.load_balancer import ServerClosing
+from colocated_grpo.servers.rank_links import ServerClosing
 from colocated_grpo.servers.request_bodies import (
     ChatBody,
     CompletionBody,
     GenerateBody,
+    SamplingParameters,
     TextPrompt,
     TokenPrompt,
     TokensBody,
     first_problem,
 )
-from colocated_grpo.servers.response_bodies import (
-    chat_response,
-    completion_response,
-    generate_response,
-    models_response,
-    tokens_response,
-)
-from colocated_grpo.servers.sampler import CompletionDelta, Sampler
-from colocated_grpo.servers.streaming import (
+from colocated_grpo.servers.responses import (
+    ChatFormat,
+    CompletionFormat,
+    Format,
     StreamingBody,
+    TokensFormat,
     as_json_lines,
     as_server_sent_events,
-    chat_chunks,
-    completion_chunks,
     generate_chunks,
-    prepend,
-    tokens_chunks,
+    generate_response,
+    models_response,
 )
-from colocated_grpo.servers.text_codec import TextCodec
+from colocated_grpo.servers.sampler import CompletionPart, Sampler
+from colocated_grpo.servers.text import InvalidRequest, TextCodec
 from colocated_grpo.types import JsonObject
-from colocated_grpo.web.bodies import BodyLimit
-from colocated_grpo.web.browsers import Hosts, OwnRequests
-from colocated_grpo.web.guards import ConcurrencyLimit, RequireApiKey, error_response
-from colocated_grpo.web.json_bodies import InvalidBody, read_json
-from colocated_grpo.web.shape import Shape
+from colocated_grpo.web.bodies import BodyLimit, InvalidBody, read_json
+from colocated_grpo.web.guards import ConcurrencyLimit, Hosts, OwnRequests, RequireApiKey, error_response
+from colocated_grpo.web.shape import BodyShape
 
 T = TypeVar("T")
 
@@ -96,9 +89,9 @@ def create_app(
     return OwnRequests(RequireApiKey(bounded, api_key, PUBLIC_PATHS), None, error_response)
 
 
-def shape_of_bodies(max_tokens: int) -> Shape:
+def shape_of_bodies(max_tokens: int) -> BodyShape:
     """Return the bounds of request bodies. max_tokens: context length."""
-    return Shape(values=MAX_VALUES + max_tokens, containers=MAX_CONTAINERS, strings=MAX_STRINGS, depth=MAX_DEPTH)
+    return BodyShape(values=MAX_VALUES + max_tokens, containers=MAX_CONTAINERS, strings=MAX_STRINGS, depth=MAX_DEPTH)
 
 
 def add_exception_handlers(app: FastAPI) -> None:
@@ -145,23 +138,18 @@ def _add_token_routes(app: FastAPI, sampler: Sampler, model: str) -> None:
         body = await read_json(request, GenerateBody.from_json)
         prompt_ids = await _token_ids(sampler, body)
         if body.stream:
-            deltas = sampler.stream([prompt_ids], body)
-            started = await _start(request, deltas)
+            parts = sampler.stream([prompt_ids], body)
+            started = await _start(request, parts)
             chunks = generate_chunks(sampler.codec.decode(prompt_ids), body.n, started)
-            return StreamingBody(as_json_lines(chunks), deltas, JSON_LINES)
+            return StreamingBody(as_json_lines(chunks), parts, JSON_LINES)
         return await cancel_on_disconnect(request, _generate(sampler, prompt_ids, body))
 
     @app.post(TOKENS)
     async def generate_tokens(request: Request) -> Response:
         body = await read_json(request, TokensBody.from_json)
-        parameters, name = body.sampling_params, body.model or model
-        if body.stream:
-            deltas = sampler.stream([body.token_ids], parameters)
-            started = await _start(request, deltas)
-            chunks = tokens_chunks(body.request_id, name, started, logprobs=parameters.logprobs is not None)
-            return StreamingBody(as_server_sent_events(chunks), deltas, EVENT_STREAM)
-        completions = await cancel_on_disconnect(request, sampler.sample([body.token_ids], parameters))
-        return JSONResponse(tokens_response(body.request_id, name, completions, parameters))
+        parameters = body.sampling_params
+        form = TokensFormat(body.request_id, body.model or model, logprobs=parameters.logprobs is not None)
+        return await _respond(request, sampler, form, [body.token_ids], parameters, stream=body.stream)
 
 
 async def _token_ids(sampler: Sampler, body: GenerateBody) -> list[int]:
@@ -181,40 +169,56 @@ async def _generate(sampler: Sampler, prompt_ids: list[int], body: GenerateBody)
 
 
 def _add_openai_routes(app: FastAPI, sampler: Sampler, model: str) -> None:
-    detokenize = sampler.codec.detokenize
+    def respond(
+        request: Request,
+        body: CompletionBody | ChatBody,
+        form: type[CompletionFormat | ChatFormat],
+        prompts: list[list[int]],
+        *,
+        logprobs: bool,
+    ) -> Awaitable[Response]:
+        tokens = sum(map(len, prompts))
+        formed = form(
+            body.model or model,
+            sampler.codec.detokenize,
+            tokens,
+            logprobs=logprobs,
+            include_usage=body.includes_usage,
+        )
+        parameters, k = body.sampling_parameters, body.num_top_logprobs
+        return _respond(request, sampler, formed, prompts, parameters, k, stream=body.stream)
 
     @app.post(COMPLETIONS)
     async def completions(request: Request) -> Response:
         body = await read_json(request, CompletionBody.from_json)
         prompts = await sampler.codec.encode_all(body.prompts)
-        name, logprobs, prompt_tokens = body.model or model, body.logprobs is not None, sum(map(len, prompts))
-        if body.stream:
-            deltas = sampler.stream(prompts, body.sampling_parameters, body.num_top_logprobs)
-            started = await _start(request, deltas)
-            chunks = completion_chunks(
-                name, started, detokenize, prompt_tokens, logprobs=logprobs, include_usage=body.includes_usage
-            )
-            return StreamingBody(as_server_sent_events(chunks), deltas, EVENT_STREAM)
-        work = sampler.sample(prompts, body.sampling_parameters, body.num_top_logprobs)
-        sampled = await cancel_on_disconnect(request, work)
-        return JSONResponse(completion_response(name, sampled, detokenize, prompt_tokens, logprobs=logprobs))
+        return await respond(request, body, CompletionFormat, prompts, logprobs=body.logprobs is not None)
 
     @app.post(CHAT)
     async def chat_completions(request: Request) -> Response:
         body = await read_json(request, ChatBody.from_json)
         messages = [message.model_dump(exclude_none=True) for message in body.messages]
         prompt = await encode_chat(sampler.codec, body, messages)
-        name, logprobs = body.model or model, bool(body.logprobs)
-        if body.stream:
-            deltas = sampler.stream([prompt], body.sampling_parameters, body.num_top_logprobs)
-            started = await _start(request, deltas)
-            chunks = chat_chunks(
-                name, started, detokenize, len(prompt), logprobs=logprobs, include_usage=body.includes_usage
-            )
-            return StreamingBody(as_server_sent_events(chunks), deltas, EVENT_STREAM)
-        work = sampler.sample([prompt], body.sampling_parameters, body.num_top_logprobs)
-        sampled = await cancel_on_disconnect(request, work)
-        return JSONResponse(chat_response(name, sampled, detokenize, len(prompt), logprobs=logprobs))
+        return await respond(request, body, ChatFormat, [prompt], logprobs=bool(body.logprobs))
+
+
+async def _respond(
+    request: Request,
+    sampler: Sampler,
+    form: Format,
+    prompts: list[list[int]],
+    parameters: SamplingParameters,
+    num_top_logprobs: int = 0,
+    *,
+    stream: bool | None,
+) -> Response:
+    """Sample and return the completions, whole or as a stream of events."""
+    if stream:
+        parts = sampler.stream(prompts, parameters, num_top_logprobs)
+        started = await _start(request, parts)
+        return StreamingBody(as_server_sent_events(form.chunks(started)), parts, EVENT_STREAM)
+    sampled = await cancel_on_disconnect(request, sampler.sample(prompts, parameters, num_top_logprobs))
+    return JSONResponse(form.response(sampled))
 
 
 async def encode_chat(codec: TextCodec, body: ChatBody, messages: list[JsonObject]) -> list[int]:
@@ -228,9 +232,16 @@ async def encode_chat(codec: TextCodec, body: ChatBody, messages: list[JsonObjec
     return await codec.encode_chat(messages, settings)
 
 
-async def _start(request: Request, deltas: AsyncGenerator[CompletionDelta]) -> AsyncIterator[CompletionDelta]:
-    """Await the first delta and return all of them. An earlier error can still set the response's status."""
-    return prepend(await cancel_on_disconnect(request, anext(deltas)), deltas)
+async def _start(request: Request, parts: AsyncGenerator[CompletionPart]) -> AsyncIterator[CompletionPart]:
+    """Await the first part and return all of them. An earlier error can still set the response's status."""
+    first = await cancel_on_disconnect(request, anext(parts))
+
+    async def from_first() -> AsyncIterator[CompletionPart]:
+        yield first
+        async for part in parts:
+            yield part
+
+    return from_first()
 
 
 async def cancel_on_disconnect(request: Request, work: Awaitable[T]) -> T:

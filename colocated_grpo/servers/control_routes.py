@@ -1,36 +1,33 @@
-"""HTTP routes that control an engine: /bridge/*, under the names of Atropos' example server."""
+"""HTTP routes that control an engine and change its weights: /bridge/* and /lora/*, as in Atropos' example server."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from colocated_grpo.servers.engine_control import EngineControl
-from colocated_grpo.servers.limits import InvalidRequest
-from colocated_grpo.servers.load_balancer import result_of
+from colocated_grpo.servers.options import Restart
+from colocated_grpo.servers.rank_links import result_of
+from colocated_grpo.servers.receiver import Offer
+from colocated_grpo.servers.request_bodies import StrictBody
+from colocated_grpo.servers.text import InvalidRequest
+from colocated_grpo.settings.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from colocated_grpo.types import JsonObject
-from colocated_grpo.web.guards import error_response
+from colocated_grpo.web.bodies import read_json
 
 T = TypeVar("T")
-
-ABSENT = {
-    "POST /bridge/notify_update": "POST /bridge/update receives a trainer's weights and waits for them",
-    "POST /bridge/disable": "there is no bridge to disable",
-    "GET /bridge/debug": "see GET /bridge/info and GET /bridge/state_dict_info",
-    "GET /bridge/list_endpoints": "docs/guides/engines.md lists the routes",
-}
-"""Routes of Atropos' example server that this one does not have -> why, or what to use."""
 
 
 def add_control_routes(app: FastAPI, control: EngineControl, facts: JsonObject, parameters: JsonObject) -> None:
     """facts: further entries of /bridge/info. parameters: shape and type of each of the engine's, by vLLM's names."""
     _add_queries(app, control, facts, parameters)
     _add_commands(app, control)
-    for route, reason in ABSENT.items():
-        _add_absent(app, route, reason)
 
 
 def _add_queries(app: FastAPI, control: EngineControl, facts: JsonObject, parameters: JsonObject) -> None:
@@ -88,9 +85,113 @@ async def result_or_400(future: Future[T]) -> T:
         raise InvalidRequest(str(error)) from None
 
 
-def _add_absent(app: FastAPI, route: str, reason: str) -> None:
-    method, path = route.split()
+class LoadBody(StrictBody):
+    """The body of /lora/load."""
 
-    @app.api_route(path, methods=[method])
-    async def absent() -> JSONResponse:
-        return error_response(404, f"{route} is not available: {reason}")
+    adapter_path: str
+    adapter_name: str | None = None
+    """Default: the folder's name."""
+
+
+class NamedLoadBody(StrictBody):
+    """The body of /v1/load_lora_adapter, as in vLLM."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+    """Accepted and not needed: an adapter always replaces the one before it."""
+
+
+class NamedUnloadBody(StrictBody):
+    """The body of /v1/unload_lora_adapter, as in vLLM."""
+
+    lora_name: str
+    lora_int_id: int | None = None
+
+
+class RestartBody(StrictBody):
+    """The body of /bridge/restart."""
+
+    model: str
+    """Folder of this server's machine with the model to load."""
+
+
+def add_weight_routes(
+    app: FastAPI,
+    control: EngineControl,
+    call: Callable[..., Any],
+    adapters: Callable[[], JsonObject],
+    restart: Restart,
+    note: Callable[[str], None],
+) -> None:
+    """call: `EveryRank.call` of the engine. adapters: return their status. note: logs one line."""
+    _add_adapter_routes(app, control, call, adapters)
+
+    @app.post("/bridge/init")
+    async def init(request: Request) -> JSONResponse:
+        offer = await read_json(request, Offer.from_json)
+        # Not awaited: the trainer enters its group when all servers have accepted.
+        joined = control.submit_idle(partial(call, "join", offer))
+        joined.add_done_callback(lambda done: _note_failure(done, note))
+        return JSONResponse({"accepted": True})
+
+    @app.post("/bridge/update")
+    async def received() -> JSONResponse:
+        return JSONResponse(await result_or_400(control.receive_weights(partial(call, "update"))))
+
+    @app.post("/bridge/restart")
+    async def restarted(request: Request) -> JSONResponse:
+        body = await read_json(request, RestartBody.from_json)
+        _require_file(body.model, "config.json", "model")
+        return JSONResponse(await result_or_400(control.submit_idle(lambda: restart.request(body.model))))
+
+
+def _note_failure(joined: Future[None], note: Callable[[str], None]) -> None:
+    if not joined.cancelled() and (error := joined.exception()) is not None:
+        note(str(error))
+
+
+def _add_adapter_routes(
+    app: FastAPI, control: EngineControl, call: Callable[..., Any], adapters: Callable[[], JsonObject]
+) -> None:
+    """A loaded adapter applies to all later requests, whatever model they name. Running requests finish first."""
+
+    async def load(name: str, path: str) -> JSONResponse:
+        for file in (CONFIG_FILE, WEIGHTS_FILE):
+            _require_file(path, file, "adapter")
+        return await changed("load_adapter", name, path)
+
+    async def changed(*command: str | None) -> JSONResponse:
+        return JSONResponse(await result_or_400(control.change_weights(partial(call, *command))))
+
+    @app.post("/lora/load")
+    async def load_adapter(request: Request) -> JSONResponse:
+        body = await read_json(request, LoadBody.from_json)
+        return await load(body.adapter_name or Path(body.adapter_path).resolve().name, body.adapter_path)
+
+    @app.post("/v1/load_lora_adapter")
+    async def load_named(request: Request) -> JSONResponse:
+        body = await read_json(request, NamedLoadBody.from_json)
+        return await load(body.lora_name, body.lora_path)
+
+    @app.post("/lora/unload")
+    async def unload_adapter() -> JSONResponse:
+        return await changed("unload_adapter", None)
+
+    @app.post("/v1/unload_lora_adapter")
+    async def unload_named(request: Request) -> JSONResponse:
+        body = await read_json(request, NamedUnloadBody.from_json)
+        return await changed("unload_adapter", body.lora_name)
+
+    @app.get("/lora/status")
+    async def status() -> JSONResponse:
+        return JSONResponse(adapters())
+
+
+def _require_file(folder: str, name: str, key: str) -> None:
+    try:
+        exists = (Path(folder) / name).is_file()
+    except (OSError, ValueError):  # a name that is too long, or with NUL
+        exists = False
+    if not exists:
+        raise InvalidRequest(f"{key}={folder[:200]!r}: no {name} in this folder of the server's machine")

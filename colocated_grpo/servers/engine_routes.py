@@ -1,81 +1,109 @@
-"""HTTP routes with which a trainer uses the engine as its own: /engine/*. `rollout/remote.py` is their client."""
+"""HTTP routes with which a trainer uses the engine as its own: /engine/*. `servers/remote.py` is their client."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from contextlib import suppress
-from functools import partial
-from typing import Any
+from dataclasses import asdict
+from typing import Annotated
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import ConfigDict, Field
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from colocated_grpo.rollout.engine import TokenDelta
-from colocated_grpo.rollout.inbox import Inbox, OnDelta
+from colocated_grpo.rollout.engine import Request as EngineRequest
+from colocated_grpo.rollout.engine import Sampling, TokenDelta
+from colocated_grpo.rollout.inbox import Inbox
 from colocated_grpo.servers.control_routes import result_or_400
-from colocated_grpo.servers.engine_bodies import (
-    AbortBody,
-    ClientName,
-    RequestBody,
-    RequestsBody,
-    TopLogprobsBody,
-    VersionBody,
-)
 from colocated_grpo.servers.engine_control import EngineControl
-from colocated_grpo.servers.limits import Limits
-from colocated_grpo.servers.wire import CONFLICT, completion_message
-from colocated_grpo.types import Completion, JsonObject
-from colocated_grpo.web.json_bodies import read_json
+from colocated_grpo.servers.rank_links import Outcome, PeerRequests
+from colocated_grpo.servers.remote import CONFLICT
+from colocated_grpo.servers.request_bodies import StrictBody, TokenIds
+from colocated_grpo.servers.text import Limits
+from colocated_grpo.types import JsonObject
+from colocated_grpo.web.bodies import read_json
 
 HEARTBEAT_SECONDS = 5.0
 LARGE_PATHS = frozenset({"/engine/requests", "/engine/top_logprobs"})
 """Routes whose bodies hold tokens."""
+MAX_REQUESTS_PER_POST = 4096
+SEED_LIMIT = 1 << 63
+
+Number = Annotated[int, Field(ge=0, lt=SEED_LIMIT)]
+ClientName = Annotated[str, Field(min_length=16, max_length=64)]
 
 
-class Session:
+class RequestBody(StrictBody):
+    """A request as `remote.request_message` writes it, under a number of the client in place of its key."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+    id: Number
+    token_ids: TokenIds
+    seed: int = Field(ge=-SEED_LIMIT, lt=SEED_LIMIT)
+    sampling: Sampling
+    pattern: str | None
+    stream: bool
+
+    def request(self, key: Hashable) -> EngineRequest:
+        return EngineRequest(
+            key=key,
+            token_ids=self.token_ids,
+            seed=self.seed,
+            sampling=self.sampling,
+            pattern=self.pattern,
+            stream=self.stream,
+        )
+
+
+class RequestsBody(StrictBody):
+    client: ClientName
+    policy_version: int
+    """Version of the weights that must sample the requests."""
+    requests: list[RequestBody] = Field(max_length=MAX_REQUESTS_PER_POST, fail_fast=True)
+
+
+class AbortBody(StrictBody):
+    client: ClientName
+    ids: list[Number] = Field(fail_fast=True)
+
+
+class VersionBody(StrictBody):
+    policy_version: int
+
+
+class TopLogprobsBody(StrictBody):
+    token_ids: Annotated[TokenIds, Field(min_length=2)]
+    k: int = Field(ge=0)
+
+
+class TrainerSession:
     """Requests of one client and the messages for its stream. For the event loop's thread."""
 
     def __init__(self, client: str, inbox: Inbox) -> None:
         self.client = client
-        self._inbox = inbox
         self._loop = asyncio.get_running_loop()
         self._messages: asyncio.Queue[JsonObject | None] = asyncio.Queue()
-        self._futures: dict[int, Future[Completion]] = {}
+        self.requests = PeerRequests(inbox, self._send)
 
-    def submit(self, bodies: Sequence[RequestBody]) -> None:
-        """Put the requests into the inbox at once, so that the engine admits them in the same step."""
-        entries = [(body.request((self.client, body.id)), self._listener(body)) for body in bodies]
-        for body, future in zip(bodies, self._inbox.put_all(entries), strict=True):
-            self._futures[body.id] = future
-            future.add_done_callback(partial(self._on_loop, self._finish, body.id))
+    def put(self, bodies: Sequence[RequestBody]) -> None:
+        self.requests.put({body.id: body.request((self.client, body.id)) for body in bodies})
 
-    def _listener(self, body: RequestBody) -> OnDelta | None:
-        return partial(self._on_delta, body.id) if body.stream else None
-
-    def _on_delta(self, number: int, delta: TokenDelta) -> None:
-        self._on_loop(self._messages.put_nowait, {"id": number, "delta": delta})
-
-    def _on_loop(self, call: Callable[..., None], *arguments: Any) -> None:
+    def _send(self, number: int, outcome: Outcome) -> None:
         with suppress(RuntimeError):  # the loop is closed: the server is ending
-            self._loop.call_soon_threadsafe(call, *arguments)
+            self._loop.call_soon_threadsafe(self._queue, number, outcome)
 
-    def _finish(self, number: int, done: Future[Completion]) -> None:
-        if self._futures.pop(number, None) is None or done.cancelled():
-            return  # aborted by the client, or the server is closing
-        error = done.exception()
-        outcome = {"completion": completion_message(done.result())} if error is None else {"error": str(error)}
-        self._messages.put_nowait({"id": number, **outcome})
-
-    def abort(self, numbers: list[int]) -> None:
-        for number in numbers:
-            future = self._futures.pop(number, None)
-            if future is not None:
-                future.cancel()
+    def _queue(self, number: int, outcome: Outcome) -> None:
+        """Queue the message. No message if the engine has stopped: the client posts its requests to the next one."""
+        if isinstance(outcome, TokenDelta):
+            self._messages.put_nowait({"id": number, "delta": outcome})
+        elif isinstance(outcome, str):
+            self._messages.put_nowait({"id": number, "error": outcome})
+        elif outcome is not None:
+            self._messages.put_nowait({"id": number, "completion": asdict(outcome)})
 
     async def lines(self) -> AsyncIterator[str]:
         """Yield a first line, a line for each message, and an empty one after each HEARTBEAT_SECONDS without."""
@@ -92,7 +120,7 @@ class Session:
 
     def close(self) -> None:
         """End the stream and abort all requests."""
-        self.abort(list(self._futures))
+        self.requests.cancel()
         self._messages.put_nowait(None)
 
 
@@ -103,23 +131,23 @@ class Sessions:
         """note: logs one line."""
         self._inbox = inbox
         self._note = note
-        self._open: dict[str, Session] = {}
+        self._open: dict[str, TrainerSession] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def open(self, client: str) -> Session:
+    def open(self, client: str) -> TrainerSession:
         """Return a new session, in place of one whose connection the client has lost."""
         self._loop = asyncio.get_running_loop()
         if (former := self._open.pop(client, None)) is not None:
             former.close()
         else:
             self._note(f"trainer {client[:8]} has connected")
-        self._open[client] = session = Session(client, self._inbox)
+        self._open[client] = session = TrainerSession(client, self._inbox)
         return session
 
-    def get(self, client: str) -> Session | None:
+    def get(self, client: str) -> TrainerSession | None:
         return self._open.get(client)
 
-    def close(self, session: Session) -> None:
+    def close(self, session: TrainerSession) -> None:
         session.close()
         if self._open.get(session.client) is session:
             del self._open[session.client]
@@ -139,7 +167,7 @@ class Sessions:
 class SessionStream(StreamingResponse):
     """The response that carries a session's messages. The session ends with it."""
 
-    def __init__(self, session: Session, sessions: Sessions) -> None:
+    def __init__(self, session: TrainerSession, sessions: Sessions) -> None:
         super().__init__(session.lines(), media_type="application/x-ndjson")
         self._session = session
         self._sessions = sessions
@@ -184,12 +212,12 @@ def _add_request_routes(app: FastAPI, control: EngineControl, sessions: Sessions
             )
         for one in body.requests:
             limits.check_prompt(one.token_ids)
-        session.submit(body.requests)
+        session.put(body.requests)
         return JSONResponse(None)
 
     @app.post("/engine/abort")
     async def abort(request: Request) -> JSONResponse:
         body = await read_json(request, AbortBody.from_json)
         if (session := sessions.get(body.client)) is not None:
-            session.abort(body.ids)
+            session.requests.cancel(body.ids)
         return JSONResponse(None)

@@ -24,7 +24,9 @@ from colocated_grpo.runtime.parents_death import signal_at_parents_death
 from colocated_grpo.runtime.program import KEY_VARIABLE, URLS_VARIABLE, Launch
 
 if TYPE_CHECKING:
-    from colocated_grpo.settings.schema import Config
+    from colocated_grpo.settings.generation import EngineConfig
+    from colocated_grpo.settings.schema import Config, ModelConfig
+    from colocated_grpo.settings.training import PolicyConfig
 
 LOG_VARIABLE = "LOGDIR"
 """Folder of vllm_bridge_config.json, for servers and ranks."""
@@ -63,12 +65,13 @@ def plan_servers(launch: Launch, config: Config, environment: Mapping[str, str])
         raise ConfigError(
             "engine.urls: empty; with several nodes start servers with colocated-grpo serve and name them"
         )
-    devices, trainer_devices = _divide_gpus(launch, config, environment)
+    devices, trainer_devices = _divide_gpus(launch, engine, environment)
     folder = launch.log_dir or Path(config.output_dir)
     names = ["server.log"] if len(devices) == 1 else [f"server_{index}.log" for index in range(len(devices))]
     ports = free_ports(len(devices))
+    command = _serve_command(config.model, engine, config.policy, engine.max_model_len or config.max_sequence_tokens)
     return ServerPlan(
-        commands=[_serve_command(config, port) for port in ports],
+        commands=[[*command, "--port", str(port)] for port in ports],
         devices=devices,
         urls=[f"http://127.0.0.1:{port}" for port in ports],
         trainer_devices=trainer_devices,
@@ -76,17 +79,19 @@ def plan_servers(launch: Launch, config: Config, environment: Mapping[str, str])
     )
 
 
-def _divide_gpus(launch: Launch, config: Config, environment: Mapping[str, str]) -> tuple[list[str | None], str | None]:
+def _divide_gpus(
+    launch: Launch, engine: EngineConfig, environment: Mapping[str, str]
+) -> tuple[list[str | None], str | None]:
     """Return the visible devices of each server and of the ranks."""
-    size = config.engine.tensor_parallel_size
-    if launch.engine_gpus == 0 and launch.gpus and config.engine.bridge == "broadcast":
+    size = engine.tensor_parallel_size
+    if launch.engine_gpus == 0 and launch.gpus and engine.bridge == "broadcast":
         raise ConfigError(
             f"--engine-gpus=0: must be at least {size} with engine.bridge: broadcast, as NCCL does not connect two "
             "processes on one GPU; on one GPU use engine.placement: colocated, or engine.bridge: shared"
         )
     if launch.engine_gpus == 0:
         return [None], None  # on the CPU, or on the ranks' own GPUs
-    if config.engine.bridge == "shared":
+    if engine.bridge == "shared":
         raise ConfigError(f"--engine-gpus={launch.engine_gpus}: must be absent with engine.bridge: shared, one copy")
     if launch.engine_gpus % size:
         raise ConfigError(
@@ -99,11 +104,11 @@ def _divide_gpus(launch: Launch, config: Config, environment: Mapping[str, str])
     return [",".join(theirs[first : first + size]) for first in range(0, len(theirs), size)], ",".join(ours)
 
 
-def _serve_command(config: Config, port: int) -> list[str]:
-    engine, model = config.engine, config.model
-    dtype = config.policy.compute_dtype if engine.dtype == "auto" else engine.dtype
-    command = [sys.executable, "-m", "colocated_grpo.servers", model.name, "--port", str(port), "--dtype", dtype]
-    command += ["--max-model-len", str(engine.max_model_len or config.max_sequence_tokens)]
+def _serve_command(model: ModelConfig, engine: EngineConfig, policy: PolicyConfig, max_tokens: int) -> list[str]:
+    """Return the command of a server, without its port."""
+    dtype = policy.compute_dtype if engine.dtype == "auto" else engine.dtype
+    command = [sys.executable, "-m", "colocated_grpo.servers", model.name, "--dtype", dtype]
+    command += ["--max-model-len", str(max_tokens)]
     command += ["--tensor-parallel-size", str(engine.tensor_parallel_size), "--api-key-variable", KEY_VARIABLE]
     given = {
         "--revision": model.revision,
@@ -114,8 +119,8 @@ def _serve_command(config: Config, port: int) -> list[str]:
     }
     command += [text for flag, value in given.items() if value is not None for text in (flag, str(value))]
     command += ["--trust-remote-code"] * model.trust_remote_code + ["--enforce-eager"] * engine.enforce_eager
-    if engine.bridge == "adapter" and config.policy.lora is not None:
-        command += ["--enable-lora", "--max-lora-rank", str(_allowed_rank(config.policy.lora.rank))]
+    if engine.bridge == "adapter" and policy.lora is not None:
+        command += ["--enable-lora", "--max-lora-rank", str(_allowed_rank(policy.lora.rank))]
     return command + ["--share-weights"] * (engine.bridge == "shared")
 
 

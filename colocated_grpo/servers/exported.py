@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from colocated_grpo.errors import RunError
+from colocated_grpo.runtime.distributed import World
 from colocated_grpo.types import JsonObject
+from colocated_grpo.weights.shared import Adopt, SharedSync, verified_sync
 
 CONFIG_NAME = "vllm_bridge_config.json"
 MAPPINGS = "param_mappings"
@@ -107,6 +109,29 @@ def attach(file: Path, instance: str) -> dict[str, Tensor]:
     except (OSError, ValueError, LookupError, TypeError, RuntimeError) as error:
         raise RunError(f"engine.bridge_config={file}: not usable ({error}); start the server again") from None
     return views
+
+
+def share_exported(
+    views: Mapping[str, Tensor],
+    prefix: str,
+    published: Callable[[], Mapping[str, Tensor]],
+    adopt: Adopt,
+    world: World,
+    check_every: int,
+) -> SharedSync:
+    """Replace the policy's compute weights by a server's parameters. Raises RunError where they do not fit.
+
+    views: of `attach`. prefix: the base model's, such as "model"; names of the views may have or lack it. published:
+    `Weights.published`.
+    """
+    start = f"{prefix}."
+    named = {alias: view for name, view in views.items() for alias in (name, name.removeprefix(start), start + name)}
+    if not adopt(named):
+        raise RunError(
+            "engine.bridge=shared: the server's weights have other names, shapes, types or devices than the policy's; "
+            "start it with the run's model and --dtype, on the same device"
+        )
+    return verified_sync(published(), named, world, check_every)
 
 
 def _attached(entry: JsonObject, storages: dict[str, torch.UntypedStorage]) -> Tensor:

@@ -1,13 +1,16 @@
-"""Command line of the engine server. Imports no slow library."""
+"""Command line of the engine server, and what a server that is started again keeps of it. Imports no slow library."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field, Json, TypeAdapter, ValidationError
 
 from colocated_grpo.runtime.program import LAST_PORT, LOG_LEVEL_VARIABLE, LOG_LEVELS, OneLineParser
 from colocated_grpo.servers.engine_servers import LORA_RANKS
@@ -18,9 +21,12 @@ if TYPE_CHECKING:
 DEFAULT_PORT = 9001
 DEFAULT_LENGTH = 4096
 DTYPES = ("auto", "bfloat16", "float16", "float32")
-MIN_LENGTH = 2
 SHARE_VARIABLE = "VLLM_ENABLE_SHARED_WEIGHTS"
 """Environment variable that stands for --share-weights at 1, as in Atropos' example server."""
+STATE_VARIABLE = "COLOCATED_GRPO_SERVE_STATE"
+"""Environment variable with the path of the file. It exists once the engine has been ready."""
+RESTART = 75
+"""Exit code of an engine process that is to be started again (EX_TEMPFAIL)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +61,26 @@ def parse(arguments: Sequence[str] | None) -> ServeOptions:
     if options.share_weights and options.tensor_parallel_size > 1:
         parser.error(f"--share-weights: needs --tensor-parallel-size 1, not {options.tensor_parallel_size}")
     return options
+
+
+def _checked(kind: Any, rule: str) -> Callable[[str], Any]:
+    """Return a type for argparse that accepts what pydantic reads as `kind`. rule: completes "must be ..."."""
+    adapter = TypeAdapter(kind)
+
+    def read(text: str) -> Any:
+        try:
+            return adapter.validate_strings(text)
+        except ValidationError:
+            raise argparse.ArgumentTypeError(f"{text!r}: must be {rule}") from None
+
+    return read
+
+
+_port = _checked(Annotated[int, Field(ge=0, le=LAST_PORT)], f"a port, 0-{LAST_PORT}; 0 is any free one")
+_fraction = _checked(Annotated[float, Field(gt=0, le=1)], "above 0 and at most 1")
+_positive = _checked(Annotated[int, Field(gt=0)], "a positive whole number")
+_length = _checked(Annotated[int, Field(ge=2)], "at least 2, a token of prompt and one sampled")
+_object = _checked(Json[dict[str, Any]], "a JSON object")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -135,43 +161,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _port(text: str) -> int:
-    if text.isdecimal() and int(text) <= LAST_PORT:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r}: must be a port, 0-{LAST_PORT}; 0 is any free one")
-
-
-def _fraction(text: str) -> float:
-    try:
-        if 0 < float(text) <= 1:
-            return float(text)
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"{text!r}: must be above 0 and at most 1")
-
-
-def _positive(text: str) -> int:
-    if text.isdecimal() and int(text) > 0:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r}: must be a positive whole number")
-
-
-def _object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if isinstance(value, dict):
-        return value
-    raise argparse.ArgumentTypeError(f"{text!r}: must be a JSON object")
-
-
-def _length(text: str) -> int:
-    if _positive(text) < MIN_LENGTH:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be at least {MIN_LENGTH}, a token of prompt and one sampled")
-    return int(text)
-
-
 def model_settings(options: ServeOptions) -> ModelConfig:
     from colocated_grpo.settings.generation import ModelConfig
 
@@ -187,3 +176,42 @@ def within_model(options: ServeOptions) -> ServeOptions:
 
     own_limit = longest_sequence(text_part(read_config_json(model_settings(options))))
     return replace(options, max_model_len=min(options.max_model_len, own_limit or options.max_model_len))
+
+
+def resumed(options: ServeOptions) -> ServeOptions:
+    """Return the options with the port and the model of the process before, if there was one."""
+    file = _file()
+    if file is None or not file.exists():
+        return options
+    return replace(options, **json.loads(file.read_text(encoding="utf-8")))
+
+
+def _write(model: str, port: int) -> None:
+    file = _file()
+    if file is not None:
+        partial = file.with_suffix(".partial")
+        partial.write_text(json.dumps({"model": model, "port": port}), encoding="utf-8")
+        partial.replace(file)
+
+
+class Restart:
+    """A request to start the engine again with another model, on the same port."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._port = 0
+
+    def ready(self, model: str, port: int) -> None:
+        """Record model and port, with which the engine is started again after a crash."""
+        self._port = port
+        _write(model, port)
+
+    def request(self, model: str) -> None:
+        """End this process, to be started again with `model`."""
+        _write(model, self._port)
+        self.requested = True
+
+
+def _file() -> Path | None:
+    path = os.environ.get(STATE_VARIABLE)
+    return None if path is None else Path(path)

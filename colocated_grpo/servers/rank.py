@@ -1,4 +1,4 @@
-"""Entry point of an engine process: `python -m colocated_grpo.servers.rank MODEL`. Started by `serve.command`."""
+"""Entry point of an engine process: `python -m colocated_grpo.servers.rank MODEL`. Started by `servers.__main__`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import sys
 
 from colocated_grpo.runtime.program import frozen_imports, prepare_libraries, prepare_streams
 from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, run_program
-from colocated_grpo.servers.options import parse, within_model
-from colocated_grpo.servers.restarts import resumed
+from colocated_grpo.servers.options import parse, resumed, within_model
 
 
 def main() -> int:

@@ -1,74 +1,164 @@
-"""Rank links carry requests from rank 0, which serves HTTP, to the other ranks' engines, and completions back.
+"""Requests to the engines of all ranks, from rank 0, which serves HTTP.
 
-One TCP connection for each other rank, one JSON object per line. Rank 0 authenticates with a secret that was broadcast
-over the process group.
+A rank link is one connection to another rank. Python's `multiprocessing.connection` frames and pickles its messages,
+and both ends prove by HMAC that they have the secret that was broadcast over the process group. Unlike
+`servers/remote.py`, a link is never restored: it ends with the run.
 """
 
 from __future__ import annotations
 
-import hmac
-import json
+import asyncio
 import os
 import secrets
 import socket
 import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
+from typing import Any, TypeVar, cast
 
 from colocated_grpo.rollout.engine import Request, TokenDelta
 from colocated_grpo.rollout.inbox import Driver, Inbox, OnDelta
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.stores import own_address
-from colocated_grpo.servers.wire import completion_message, read_completion, read_request, request_message
-from colocated_grpo.types import Completion, JsonObject
+from colocated_grpo.types import Completion
 
-CONNECT_SECONDS = 60.0
-MAX_SECRET_BYTES = 256
+T = TypeVar("T")
+Outcome = TokenDelta | Completion | str | None
+"""Answer to a request: new tokens, and at last the completion, the line of an engine that rejects it, or None if the
+engine has stopped."""
 
 
-class _JsonLines:
-    """JSON objects over a socket, one per line. Sending is thread-safe."""
+class ServerClosing(Exception):
+    """The engines have stopped, so the request cannot be completed."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    def __init__(self) -> None:
+        super().__init__("the server is shutting down")
+
+
+class LoadBalancer:
+    """Send each request to the engine with the fewest in flight. Not thread-safe: for one event loop."""
+
+    def __init__(self, inbox: Inbox, links: Sequence[Inbox | RankLink] = ()) -> None:
+        """inbox: of this rank's engine. links: to those of the other ranks."""
+        self._inbox = inbox
+        self._engines = [inbox, *links]
+        self.in_flight = [0] * len(self._engines)
+        self.closed = False
+        """Set when the engines have stopped for good; every later request raises ServerClosing."""
+
+    async def send(
+        self,
+        request: Request,
+        on_delta: OnDelta | None = None,
+        on_completion: Callable[[Completion], None] | None = None,
+    ) -> Completion:
+        """Return the completion. Cancellation aborts the request in its engine. Raises ServerClosing.
+
+        on_completion: called on the thread of this rank's engine before that engine may sleep. It restricts the
+        request to this engine.
+        """
+        if self.closed:
+            raise ServerClosing
+        chosen = min(range(len(self._engines)), key=self.in_flight.__getitem__) if on_completion is None else 0
+        self.in_flight[chosen] += 1
+        try:
+            future = self._engines[chosen].put(request, on_delta)
+            if on_completion is not None:
+                future.add_done_callback(
+                    lambda f: None if f.cancelled() or f.exception() else on_completion(f.result())
+                )
+            return await result_of(future)
+        finally:
+            self.in_flight[chosen] -= 1
+
+    def top_logprobs(self, token_ids: list[int], k: int) -> Future[list[dict[int, float]]]:
+        """Return the future of `RolloutEngine.top_logprobs` of this rank's engine."""
+        return self._inbox.call(lambda engine: engine.top_logprobs(token_ids, k))
+
+
+async def result_of(future: Future[T]) -> T:
+    """Await an engine's future. Cancelling the task cancels the future.
+
+    A future that the engine itself cancelled raises ServerClosing, since engines only do that when they stop.
+    """
+    try:
+        return await asyncio.wrap_future(future)
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        assert task is not None, "coroutines run in a task"
+        if task.cancelling():
+            raise
+        raise ServerClosing from None
+
+
+class PeerRequests:
+    """Requests of one peer, by its numbers, in this process's inbox."""
+
+    def __init__(self, inbox: Inbox, send: Callable[[int, Outcome], None]) -> None:
+        """send: called on the thread that drives the engine."""
+        self._inbox = inbox
+        self._send = send
+        self._futures: dict[int, Future[Completion]] = {}
+
+    def put(self, requests: Mapping[int, Request]) -> None:
+        """Queue the requests at once, so that the engine admits them in the same step."""
+        entries = [(one, partial(self._send, number) if one.stream else None) for number, one in requests.items()]
+        for number, future in zip(requests, self._inbox.put_all(entries), strict=True):
+            self._futures[number] = future
+            future.add_done_callback(partial(self._finish, number))
+
+    def cancel(self, numbers: Iterable[int] | None = None) -> None:
+        """Abort these requests, or all. They have no outcome."""
+        for number in list(self._futures) if numbers is None else numbers:
+            if (future := self._futures.pop(number, None)) is not None:
+                future.cancel()
+
+    def _finish(self, number: int, done: Future[Completion]) -> None:
+        if self._futures.pop(number, None) is None:
+            return  # cancelled by the peer
+        if done.cancelled():
+            self._send(number, None)
+        else:
+            self._send(number, done.result() if done.exception() is None else str(done.exception()))
+
+
+class _Messages:
+    """Tuples over a connection. Sending is thread-safe."""
+
+    def __init__(self, connection: Connection) -> None:
+        with socket.socket(fileno=os.dup(connection.fileno())) as same:
+            same.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection = connection
-        self._reader = connection.makefile("rb")
         self._lock = threading.Lock()
 
-    def send(self, message: JsonObject) -> None:
-        data = json.dumps(message).encode() + b"\n"
+    def send(self, *message: Any) -> None:
+        """Raises OSError if the other rank has ended."""
         with self._lock:
-            self._connection.sendall(data)
+            self._connection.send(message)
 
-    def receive(self) -> JsonObject | None:
-        """Return the next object; None when the connection is closed."""
+    def receive(self) -> tuple[Any, ...] | None:
+        """Return the next message; None when the connection is closed."""
         try:
-            line = self._reader.readline()
-        except (OSError, ValueError):  # closed by this side during the read
+            return self._connection.recv()
+        except (OSError, EOFError, TypeError):  # TypeError: closed by this side during the read
             return None
-        return json.loads(line) if line else None
-
-    def receive_raw(self, max_bytes: int) -> bytes:
-        """Return the next line as bytes, cut off after `max_bytes`; empty when the connection is closed."""
-        try:
-            return self._reader.readline(max_bytes).rstrip(b"\n")
-        except OSError:
-            return b""
 
     def close(self) -> None:
-        with suppress(OSError):  # the peer has already closed
-            self._connection.shutdown(socket.SHUT_RDWR)
+        with suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as same:
+            same.shutdown(socket.SHUT_RDWR)  # wakes the receiving thread
         self._connection.close()
 
 
 class RankLink:
     """Rank 0's end of a link. `put` behaves like `Inbox.put` on the other rank."""
 
-    def __init__(self, address: tuple[str, int], secret: str) -> None:
-        connection = socket.create_connection(address, timeout=CONNECT_SECONDS)
-        connection.settimeout(None)
-        connection.sendall(secret.encode() + b"\n")
-        self._lines = _JsonLines(connection)
+    def __init__(self, address: tuple[str, int], secret: bytes) -> None:
+        self._messages = _Messages(Client(address, _family(address[0]), secret))
         self._futures: dict[int, Future[Completion]] = {}
         self._on_delta: dict[int, OnDelta] = {}
         self._num_sent = 0
@@ -84,74 +174,67 @@ class RankLink:
             self._futures[number] = future
             if on_delta is not None:
                 self._on_delta[number] = on_delta
-        message = {"id": number, **request_message(request)}
         future.add_done_callback(lambda done: self._cancel(number) if done.cancelled() else None)
         try:
-            self._lines.send(message)
+            self._messages.send("put", number, request)
         except OSError:  # the other rank has ended
             future.cancel()
         return future
 
     def _cancel(self, number: int) -> None:
-        with self._lock:
-            known = self._futures.pop(number, None)
-            self._on_delta.pop(number, None)
-        if known is not None:
+        if self._forget(number) is not None:
             with suppress(OSError):  # the other rank has ended
-                self._lines.send({"cancel": number})
+                self._messages.send("cancel", number)
+
+    def _forget(self, number: int) -> Future[Completion] | None:
+        with self._lock:
+            self._on_delta.pop(number, None)
+            return self._futures.pop(number, None)
 
     def end_phase(self, phase: int, *, abort: bool) -> None:
         """End a phase on the other rank, which finishes or aborts its running requests. Phases are counted from 1."""
-        self._lines.send({"end": phase, "abort": abort})
+        self._messages.send("end", phase, abort)
 
     def _receive(self) -> None:
-        while (message := self._lines.receive()) is not None:
-            if "delta" in message:
-                self._deliver(message["id"], TokenDelta(*message["delta"]))
-                continue
-            with self._lock:
-                future = self._futures.pop(message["id"], None)
-                self._on_delta.pop(message["id"], None)
-            if future is None:
-                continue  # cancelled here while the completion was on its way
-            if "completion" not in message and "error" not in message:
-                future.cancel()
-            elif future.set_running_or_notify_cancel():
-                _resolve(future, message)
-
-    def _deliver(self, number: int, delta: TokenDelta) -> None:
-        with self._lock:
-            on_delta = self._on_delta.get(number)
-        if on_delta is not None:
-            on_delta(delta)
+        while (message := self._messages.receive()) is not None:
+            number, outcome = message
+            if isinstance(outcome, TokenDelta):
+                if (on_delta := self._on_delta.get(number)) is not None:
+                    on_delta(outcome)
+            elif (future := self._forget(number)) is not None:  # else cancelled here while the outcome was on its way
+                _resolve(future, outcome)
 
     def close(self) -> None:
-        self._lines.close()
+        self._messages.close()
 
 
-def _resolve(future: Future[Completion], message: JsonObject) -> None:
-    if "error" in message:
-        future.set_exception(ValueError(message["error"]))
-    else:
-        future.set_result(read_completion(message["completion"]))
+def _resolve(future: Future[Completion], outcome: Completion | str | None) -> None:
+    if outcome is None:
+        future.cancel()
+    elif future.set_running_or_notify_cancel():
+        if isinstance(outcome, str):
+            future.set_exception(ValueError(outcome))
+        else:
+            future.set_result(outcome)
 
 
 class RemoteInbox:
     """The other rank's end of a link: puts the requests of rank 0 into this rank's inbox."""
 
-    def __init__(self, inbox: Inbox, host: str, secret: str) -> None:
+    def __init__(self, inbox: Inbox, host: str, secret: bytes) -> None:
         self._inbox = inbox
         self._secret = secret
-        self._listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-        self._lines: _JsonLines | None = None
-        self._futures: dict[int, Future[Completion]] = {}
+        self._listener = Listener((host, 0), _family(host))
+        self._closed = False
+        self._messages: _Messages | None = None
+        self._requests = PeerRequests(inbox, self._send)
         self._last_ended = 0
         self._aborted = False
-        threading.Thread(target=self._receive, name="rank link", daemon=True).start()
+        threading.Thread(target=self._accept, name="rank link", daemon=True).start()
 
     @property
     def address(self) -> tuple[str, int]:
-        return self._listener.getsockname()[:2]
+        return cast(tuple[str, int], self._listener.address[:2])
 
     def ended(self, phase: int) -> bool:
         """Return True once rank 0 has ended this phase."""
@@ -166,68 +249,49 @@ class RemoteInbox:
         else:
             driver.drain()
 
-    def _receive(self) -> None:
-        while self._lines is None:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return  # closed
-            self._lines = self._authenticate(connection)
-        while (message := self._lines.receive()) is not None:
-            self._handle(message)
+    def _accept(self) -> None:
+        """Receive from each connection on a thread of its own: one without the secret keeps no other waiting."""
+        while not self._closed:
+            with suppress(OSError):  # closed
+                connection = self._listener.accept()
+                threading.Thread(target=self._receive, args=(connection,), name="rank link", daemon=True).start()
 
-    def _authenticate(self, connection: socket.socket) -> _JsonLines | None:
-        """Return the connection if the peer sends the secret. Otherwise close it and return None."""
-        connection.settimeout(CONNECT_SECONDS)
-        lines = _JsonLines(connection)
-        if not hmac.compare_digest(lines.receive_raw(MAX_SECRET_BYTES), self._secret.encode()):
-            lines.close()
-            return None
-        connection.settimeout(None)
-        return lines
+    def _receive(self, connection: Connection) -> None:
+        try:
+            deliver_challenge(connection, self._secret)
+            answer_challenge(connection, self._secret)
+        except (AuthenticationError, OSError, EOFError):
+            connection.close()
+            return
+        self._messages = messages = _Messages(connection)
+        while (message := messages.receive()) is not None:
+            self._handle(*message)
 
-    def _handle(self, message: JsonObject) -> None:
-        if "end" in message:
+    def _handle(self, kind: str, number: int, content: Any = None) -> None:
+        if kind == "end":
             # In this order: the driving thread reads `_aborted` after it has seen the phase end.
-            self._aborted = message["abort"]
-            self._last_ended = message["end"]
+            self._aborted = content
+            self._last_ended = number
             self._inbox.wake()
-        elif "cancel" in message:
-            future = self._futures.pop(message["cancel"], None)
-            if future is not None:
-                future.cancel()
+        elif kind == "cancel":
+            self._requests.cancel([number])
         else:
-            self._put(message)
+            self._requests.put({number: replace(content, key=("link", number))})
 
-    def _put(self, message: JsonObject) -> None:
-        number = message["id"]
-        request = read_request(("link", number), message)
-        future = self._inbox.put(request, (lambda delta: self._send_delta(number, delta)) if request.stream else None)
-        self._futures[number] = future
-        future.add_done_callback(lambda done: self._send_result(number, done))
-
-    def _send_result(self, number: int, done: Future[Completion]) -> None:
-        """Send the completion or the error. A message with neither tells rank 0 that the engine aborted the request."""
-        if self._futures.pop(number, None) is None:
-            return  # cancelled by rank 0
-        message: JsonObject = {"id": number}
-        if not done.cancelled():
-            error = done.exception()
-            message |= {"completion": completion_message(done.result())} if error is None else {"error": str(error)}
-        self._send(message)
-
-    def _send_delta(self, number: int, delta: TokenDelta) -> None:
-        self._send({"id": number, "delta": delta})
-
-    def _send(self, message: JsonObject) -> None:
-        assert self._lines is not None, "requests arrive over the connection"
+    def _send(self, number: int, outcome: Outcome) -> None:
+        assert self._messages is not None, "requests arrive over the connection"
         with suppress(OSError):  # rank 0 has exited; the watchdog ends this process too
-            self._lines.send(message)
+            self._messages.send(number, outcome)
 
     def close(self) -> None:
+        self._closed = True
         self._listener.close()
-        if self._lines is not None:
-            self._lines.close()
+        if self._messages is not None:
+            self._messages.close()
+
+
+def _family(host: str) -> str:
+    return "AF_INET6" if ":" in host else "AF_INET"
 
 
 def link_ranks(inbox: Inbox, world: World) -> tuple[list[RankLink], RemoteInbox | None]:
@@ -235,7 +299,7 @@ def link_ranks(inbox: Inbox, world: World) -> tuple[list[RankLink], RemoteInbox 
 
     Returns the links in rank order on rank 0 (and None), and an empty list and the remote inbox on every other rank.
     """
-    secret = world.broadcast_object(secrets.token_hex(32) if world.is_main else None)
+    secret = world.broadcast_object(secrets.token_bytes(32) if world.is_main else None)
     remote = None if world.is_main else RemoteInbox(inbox, own_address(os.environ["MASTER_ADDR"]), secret)
     addresses = world.gather_objects(None if remote is None else remote.address)
     links = [RankLink(address, secret) for address in addresses if address is not None] if world.is_main else []

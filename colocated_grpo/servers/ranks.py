@@ -1,4 +1,4 @@
-"""The processes of a tensor-parallel engine: rank 0 starts the others and ends with them."""
+"""A tensor-parallel engine: rank 0 starts the processes of the other ranks, and repeats each of its calls on them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
 
 import torch.distributed as dist
 
+from colocated_grpo.rollout.engine import Finished, Part, Request, RolloutEngine, TokenDelta
 from colocated_grpo.runtime.parents_death import signal_at_parents_death
 from colocated_grpo.runtime.stores import connect_store, serve_store
 from colocated_grpo.runtime.verdict import RUN_ERROR
@@ -52,3 +56,103 @@ def _watch(peers: list[subprocess.Popen[bytes]]) -> None:
             if code := peer.poll():  # 0 after rank 0 has ended them
                 print(f"error: rank {rank} of the engine ended with exit code {code}", file=sys.stderr, flush=True)
                 os._exit(RUN_ERROR)
+
+
+END = "end"
+
+
+class EveryRank:
+    """Runs commands on all ranks of an engine: rank 0 calls, the others `follow`."""
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        group: dist.ProcessGroup | None,
+        commands: Mapping[str, Callable[..., Any]] | None = None,
+    ) -> None:
+        """engine: this rank's; its methods are commands. group: None for a single rank.
+
+        commands: further ones, by name. They may raise ValueError on some ranks only; rank 0 then raises it too.
+        """
+        self.engine = engine
+        self._commands = commands or {}
+        self._group = group
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Broadcast the call, then return this rank's result. Arguments must be picklable. Rank 0 only."""
+        self._send(name, arguments)
+        return self._run(name, arguments)
+
+    def _run(self, name: str, arguments: tuple[Any, ...]) -> Any:
+        if name not in self._commands:
+            return getattr(self.engine, name)(*arguments)
+        if self._group is None:
+            return self._commands[name](*arguments)
+        result, problem = None, None
+        try:
+            result = self._commands[name](*arguments)
+        except ValueError as error:
+            problem = str(error)
+        problems: list[str | None] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(problems, problem, group=self._group)
+        for rank, text in enumerate(problems):
+            if text is not None:
+                raise ValueError(f"rank {rank} of the engine: {text}")
+        return result
+
+    def follow(self) -> None:
+        """Run rank 0's calls until `end`. A ValueError is rank 0's to report. Other ranks only."""
+        while True:
+            box: list[Any] = [None]
+            dist.broadcast_object_list(box, src=0, group=self._group)
+            name, arguments = box[0]
+            if name == END:
+                return
+            with suppress(ValueError):
+                self._run(name, arguments)
+
+    def end(self) -> None:
+        """Let the other ranks return from `follow`. Rank 0 only."""
+        self._send(END, ())
+
+    def _send(self, name: str, arguments: tuple[Any, ...]) -> None:
+        if self._group is not None:
+            dist.broadcast_object_list([(name, arguments)], src=0, group=self._group)
+
+
+class MirroredEngine:
+    """`RolloutEngine` of rank 0 whose calls run on every rank of the engine."""
+
+    def __init__(self, every_rank: EveryRank) -> None:
+        self._every_rank = every_rank
+        self.max_num_seqs = every_rank.engine.max_num_seqs
+        self.admission_cost = every_rank.engine.admission_cost
+
+    def submit(self, requests: Iterable[Request]) -> None:
+        self._every_rank.call("submit", list(requests))
+
+    def step(self) -> Finished:
+        return self._every_rank.call("step")
+
+    def deltas(self) -> list[tuple[Hashable, TokenDelta]]:
+        return self._every_rank.engine.deltas()
+
+    def abort(self, keys: Collection[Hashable] | None = None) -> None:
+        self._every_rank.call("abort", None if keys is None else list(keys))
+
+    def top_logprobs(self, token_ids: Sequence[int], k: int) -> list[dict[int, float]]:
+        return self._every_rank.call("top_logprobs", list(token_ids), k)
+
+    def weights_changed(self, policy_version: int) -> None:
+        self._every_rank.call("weights_changed", policy_version)
+
+    def wake(self, part: Part) -> None:
+        self._every_rank.call("wake", part)
+
+    def sleep(self) -> None:
+        self._every_rank.call("sleep")
+
+    def close(self) -> None:
+        """End the other ranks, then this rank's engine."""
+        self._every_rank.end()
+        self._every_rank.engine.close()

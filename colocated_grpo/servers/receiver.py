@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Annotated
 
 import torch
+from pydantic import ConfigDict, Field
 from torch import Tensor
 
 from colocated_grpo.errors import in_one_line
@@ -15,7 +16,8 @@ from colocated_grpo.policy.conversion import read_conversion
 from colocated_grpo.rollout.engine import LocalEngine
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.stores import CONNECT_SECONDS, connect_store
-from colocated_grpo.servers.joined_group import JoinedGroup
+from colocated_grpo.servers.broadcast import JoinedGroup
+from colocated_grpo.servers.request_bodies import StrictBody
 from colocated_grpo.types import JsonObject
 from colocated_grpo.weights.buckets import Bucket, full_tensors, make_buckets, shard_slices, write_planned
 from colocated_grpo.weights.fingerprints import rows_of
@@ -23,22 +25,26 @@ from colocated_grpo.weights.plan import Plan
 from colocated_grpo.weights.transport import Fingerprints, Summed, ViewFingerprints
 from colocated_grpo.weights.verified_plan import verified_plan
 
+Port = Annotated[int, Field(gt=0, lt=1 << 16)]
+Count = Annotated[int, Field(gt=0, le=1 << 16)]
+Shape = Annotated[list[Annotated[int, Field(gt=0)]], Field(min_length=1, max_length=8)]
 
-@dataclass(frozen=True, kw_only=True)
-class Offer:
-    """A trainer's group, as it describes it to each server."""
 
+class Offer(StrictBody):
+    """A trainer's group, as it describes it to each server: the body of /bridge/init."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
     address: str
     """Address of the group's store."""
-    port: int
-    first_rank: int
+    port: Port
+    first_rank: Count
     """Rank of this server's first rank in the group; 0 is the trainer."""
-    group_size: int
-    timeout: float
-    trainer_ranks: int
+    group_size: Count
+    timeout: float = Field(gt=0)
+    trainer_ranks: Count
     prefix: str
     """The base model's in checkpoint names, such as "model"."""
-    shapes: Mapping[str, list[int]]
+    shapes: dict[str, Shape] = Field(min_length=1)
     """Shapes of the trainer's parameters, by checkpoint name."""
 
 

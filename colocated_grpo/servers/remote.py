@@ -1,4 +1,4 @@
-"""`RolloutEngine` over HTTP.
+"""`RolloutEngine` over HTTP: the engine of one server, and those of several as one.
 
 Requests are posted in batches, and their completions arrive on one streamed response: any number of requests needs two
 connections. A request is under way until its completion has been read. After a lost connection those under way are
@@ -11,15 +11,14 @@ import itertools
 import secrets
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from queue import Empty
 from typing import Any
 
 from colocated_grpo.errors import RunError
-from colocated_grpo.rollout.engine import Finished, Part, Request, TokenDelta
+from colocated_grpo.rollout.engine import Finished, Part, Request, RolloutEngine, TokenDelta
 from colocated_grpo.servers.engine_server import EngineServer, Messages
-from colocated_grpo.servers.wire import CONFLICT, read_completion, request_message
-from colocated_grpo.types import JsonObject
+from colocated_grpo.types import Completion, JsonObject
 from colocated_grpo.web.client import RequestRejected, Unavailable
 
 STEP_SECONDS = 0.005
@@ -35,8 +34,24 @@ Restore = Callable[[EngineServer], bool]
 """Gives a restarted server the current weights; False if that needs a weight sync of all ranks. Raises Unavailable."""
 
 
+CONFLICT = 409
+"""HTTP status of requests that need other weights than the server has, or whose client has no open stream."""
+
+
+def request_message(number: int, request: Request) -> JsonObject:
+    """Return the request under a number of the sender in place of its key. `engine_routes.RequestBody` reads it."""
+    return {
+        "id": number,
+        "token_ids": request.token_ids,
+        "seed": request.seed,
+        "sampling": asdict(request.sampling),
+        "pattern": request.pattern,
+        "stream": request.stream,
+    }
+
+
 @dataclass
-class _Running:
+class _Underway:
     """A request without a completion."""
 
     request: Request
@@ -76,7 +91,7 @@ class RemoteEngine:
         self._instance: str = info["instance"]
         self._client = secrets.token_hex(16)
         self._numbers = itertools.count()
-        self._running: dict[int, _Running] = {}
+        self._running: dict[int, _Underway] = {}
         """By number at the server."""
         self._unsent: list[int] = []
         self._deltas: list[tuple[Hashable, TokenDelta]] = []
@@ -91,7 +106,7 @@ class RemoteEngine:
             if len(request.token_ids) >= self._max_tokens:
                 raise ValueError(f"a prompt of {len(request.token_ids)} tokens: at most {self._max_tokens - 1}")
             number = next(self._numbers)
-            self._running[number] = _Running(request)
+            self._running[number] = _Underway(request)
             self._unsent.append(number)
 
     def step(self) -> Finished:
@@ -157,7 +172,7 @@ class RemoteEngine:
         try:
             while self._unsent:
                 batch = self._next_post()
-                messages = [{"id": number, **request_message(self._running[number].request)} for number in batch]
+                messages = [request_message(number, self._running[number].request) for number in batch]
                 body = {"client": self._client, "policy_version": self._policy_version, "requests": messages}
                 self._server.post("/engine/requests", body)
                 del self._unsent[: len(batch)]
@@ -201,7 +216,7 @@ class RemoteEngine:
         if "error" in message:
             raise RunError(f"engine.urls={self._server.url}: rejects a request: {message['error']}")
         del self._running[message["id"]]
-        finished.append((running.request.key, read_completion(message["completion"])))
+        finished.append((running.request.key, Completion(**message["completion"])))
 
     def deltas(self) -> list[tuple[Hashable, TokenDelta]]:
         return list(self._deltas)
@@ -251,3 +266,60 @@ class RemoteEngine:
 
     def close(self) -> None:
         self.abort()
+
+
+class EngineGroup:
+    """`RolloutEngine` that gives each request to the engine with the fewest running."""
+
+    def __init__(self, engines: Sequence[RolloutEngine], max_num_seqs: int | None = None) -> None:
+        """max_num_seqs: requests to submit at the same time. Default: what the engines decode together."""
+        self._engines = engines
+        self._running = [0] * len(engines)
+        self._engine_of: dict[Hashable, int] = {}
+        """By key, for running requests."""
+        self.max_num_seqs = max_num_seqs or sum(engine.max_num_seqs for engine in engines)
+        self.admission_cost = max(engine.admission_cost for engine in engines)
+
+    def submit(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            chosen = min(range(len(self._engines)), key=self._running.__getitem__)
+            self._engines[chosen].submit([request])
+            self._engine_of[request.key] = chosen
+            self._running[chosen] += 1
+
+    def step(self) -> Finished:
+        finished = [pair for engine in self._engines for pair in engine.step()]
+        for key, _ in finished:
+            self._forget(key)
+        return finished
+
+    def _forget(self, key: Hashable) -> None:
+        self._running[self._engine_of.pop(key)] -= 1
+
+    def deltas(self) -> list[tuple[Hashable, TokenDelta]]:
+        return [pair for engine in self._engines for pair in engine.deltas()]
+
+    def abort(self, keys: Collection[Hashable] | None = None) -> None:
+        for engine in self._engines:
+            engine.abort(keys)
+        for key in list(self._engine_of) if keys is None else [key for key in keys if key in self._engine_of]:
+            self._forget(key)
+
+    def top_logprobs(self, token_ids: Sequence[int], k: int) -> list[dict[int, float]]:
+        return self._engines[0].top_logprobs(token_ids, k)
+
+    def weights_changed(self, policy_version: int) -> None:
+        for engine in self._engines:
+            engine.weights_changed(policy_version)
+
+    def wake(self, part: Part) -> None:
+        for engine in self._engines:
+            engine.wake(part)
+
+    def sleep(self) -> None:
+        for engine in self._engines:
+            engine.sleep()
+
+    def close(self) -> None:
+        for engine in self._engines:
+            engine.close()

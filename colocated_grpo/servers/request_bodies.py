@@ -8,9 +8,64 @@ from typing import Annotated, Any, Self
 import msgspec
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from colocated_grpo.servers.openai_keys import check_keys
 from colocated_grpo.types import JsonObject
-from colocated_grpo.web.json_bodies import InvalidBody
+from colocated_grpo.web.bodies import InvalidBody
+
+CHANGES_SAMPLES = "would change which tokens are sampled, and the trainer could not reproduce their probabilities"
+CHANGES_PROMPT = "would change the prompt, and is not supported"
+CHANGES_RESPONSE = "would change the response, and is not supported"
+GENERATE_HAS_IT = CHANGES_RESPONSE + " here; POST /generate returns tokens and has prompt_logprobs"
+MEANS_TOOLS = "tool calls are not parsed; describe tools with `tools` and read calls from the text"
+
+REJECTED: dict[str, str] = {
+    **dict.fromkeys(("allowed_token_ids", "bad_words", "best_of", "length_penalty", "min_tokens"), CHANGES_SAMPLES),
+    **dict.fromkeys(("response_format", "structured_outputs", "logits_processors"), CHANGES_SAMPLES),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), CHANGES_SAMPLES),
+    **dict.fromkeys(("repetition_detection", "thinking_token_budget", "use_beam_search"), CHANGES_SAMPLES),
+    **dict.fromkeys(("vllm_xargs", "watermarking"), CHANGES_SAMPLES),
+    **dict.fromkeys(("add_special_tokens", "chat_template", "documents", "prompt_embeds"), CHANGES_PROMPT),
+    **dict.fromkeys(("media_io_kwargs", "mm_payload", "mm_processor_kwargs", "web_search_options"), CHANGES_PROMPT),
+    **dict.fromkeys(("truncate_prompt_tokens", "truncation_side"), CHANGES_PROMPT),
+    "reasoning_effort": CHANGES_PROMPT + "; use chat_template_kwargs",
+    **dict.fromkeys(("audio", "echo", "logprob_token_ids", "modalities", "moderation", "verbosity"), CHANGES_RESPONSE),
+    **dict.fromkeys(("return_mm_kwargs", "return_prompt_text", "return_token_offsets"), CHANGES_RESPONSE),
+    **dict.fromkeys(("routed_experts_prompt_start", "spaces_between_special_tokens"), CHANGES_RESPONSE),
+    **dict.fromkeys(("prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids"), GENERATE_HAS_IT),
+    **dict.fromkeys(("function_call", "functions", "tool_choice"), MEANS_TOOLS),
+}
+"""Key -> why a value is rejected, unless it has no effect."""
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("add_special_tokens", "allowed_token_ids", "prompt_logprobs"), ()),
+    **dict.fromkeys(("thinking_token_budget", "truncate_prompt_tokens"), ()),
+    "best_of": (1,),
+    "length_penalty": (1.0,),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "spaces_between_special_tokens": (True,),
+    "function_call": ("auto", "none"),
+    "tool_choice": ("auto", "none"),
+}
+"""Values without effect, beside null and, for keys that are not here, false, 0 and empty lists and objects."""
+
+IGNORED = frozenset(
+    {
+        *("cache_salt", "metadata", "priority", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+        *("request_id", "safety_identifier", "service_tier", "session_id", "store", "user"),  # bookkeeping
+        *("ec_transfer_params", "kv_transfer_params", "prediction", "stream_interval"),  # speed
+        *("include_reasoning", "parallel_tool_calls"),  # responses have no reasoning and no parsed calls
+    }
+)
+"""Keys without effect on tokens and text. Keys that neither OpenAI nor vLLM knows are ignored too, as by OpenAI."""
+
+
+def check_keys(content: JsonObject, supported: frozenset[str]) -> None:
+    """Raise ValueError with one line for the first key that is not supported and has an effect."""
+    for key in REJECTED.keys() & content.keys() - supported:
+        value = content[key]
+        harmless = HARMLESS.get(key, (False, 0, [], {}))
+        if value is not None and not any(value == other and type(value) in (type(other), int) for other in harmless):
+            raise ValueError(f"{key}: {REJECTED[key]}")
+
 
 MAX_COMPLETIONS = 256
 """Completions of one request, over all its prompts."""
@@ -223,7 +278,7 @@ class CompletionBody(OpenAIBody):
         return self
 
 
-class Message(BaseModel):
+class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: str
@@ -242,7 +297,7 @@ class Message(BaseModel):
 class ChatBody(OpenAIBody):
     """POST /v1/chat/completions"""
 
-    messages: list[Message] = Field(min_length=1, fail_fast=True)
+    messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)

@@ -6,47 +6,58 @@ import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from colocated_grpo.rollout.engine import Request, Sampling, TokenDelta
 from colocated_grpo.rollout.inbox import OnDelta
 from colocated_grpo.runtime.distributed import derive_seed
-from colocated_grpo.servers.detokenizer import Detokenizer, before_stop
-from colocated_grpo.servers.limits import InvalidRequest, Limits
-from colocated_grpo.servers.load_balancer import LoadBalancer, result_of
-from colocated_grpo.servers.origins import Origin, Origins
+from colocated_grpo.servers.rank_links import LoadBalancer, result_of
 from colocated_grpo.servers.request_bodies import SamplingParameters
-from colocated_grpo.servers.text_codec import TextCodec, Tokenizer
+from colocated_grpo.servers.text import Detokenizer, InvalidRequest, Limits, TextCodec, Tokenizer, before_stop
 from colocated_grpo.settings.generation import MIN_TEMPERATURE
-from colocated_grpo.types import Completion, JsonObject
+from colocated_grpo.types import Completion, FinishReason, JsonObject
 
 TopLogprobs = list[dict[int, float]]
 """For each position the most likely tokens with their log-probabilities, the actual token first."""
+OnSampled = Callable[[Request, Completion, float], None]
+"""Called with a completion and the temperature of its log-probabilities."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServedCompletion:
-    """One completion with its text, cut off before a stop string."""
-
-    completion: Completion
-    text: str
-    top_logprobs: TopLogprobs | None = None
-    """None unless requested."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompletionDelta:
-    """The next increment of one streamed completion."""
+class CompletionPart:
+    """The next part of a completion that is streamed, or a whole completion."""
 
     index: int
     """Position of the completion within the HTTP request."""
     text: str
+    """The text of a completion is cut off before a stop string."""
     token_ids: list[int]
     logprobs: list[float]
-    final: ServedCompletion | None = None
-    """The whole completion, in its last delta."""
+    start: int = 0
+    """Tokens of the completion before this part."""
+    finish_reason: FinishReason | None = None
+    """None before the last part."""
+    top_logprobs: TopLogprobs | None = None
+    """None unless requested, and then the completion is a single part."""
+
+    @property
+    def token_logprobs(self) -> list[tuple[int, float]]:
+        return list(zip(self.token_ids, self.logprobs, strict=True))
+
+    @classmethod
+    def whole(
+        cls, index: int, completion: Completion, text: str, top_logprobs: TopLogprobs | None = None
+    ) -> CompletionPart:
+        return cls(
+            index=index,
+            text=text,
+            token_ids=completion.token_ids,
+            logprobs=completion.sampling_logprobs,
+            finish_reason=completion.finish_reason,
+            top_logprobs=top_logprobs,
+        )
 
 
 class Sampler:
@@ -55,19 +66,21 @@ class Sampler:
     def __init__(
         self,
         engines: LoadBalancer,
-        top_logprobs: Callable[[list[int], int], Future[TopLogprobs]],
         tokenizer: Tokenizer,
-        origins: Origins,
         limits: Limits,
         note: Callable[[str], None],
+        *,
         template_variables: JsonObject | None = None,
+        on_sampled: OnSampled = lambda request, completion, temperature: None,
     ) -> None:
-        """top_logprobs: thread-safe `RolloutEngine.top_logprobs` of the first engine. note: logs one line.
-        template_variables: variables of the chat template that hold where a request does not set them."""
+        """note: logs one line.
+
+        template_variables: variables of the chat template that hold where a request does not set them. on_sampled:
+        receives every completion before its client does.
+        """
         self._engines = engines
-        self._top_logprobs = top_logprobs
         self.codec = TextCodec(tokenizer, limits, template_variables or {})
-        self._origins = origins
+        self._on_sampled = on_sampled
         self._limits = limits
         self._note = note
         self._noted = False
@@ -75,49 +88,45 @@ class Sampler:
 
     async def sample(
         self, prompts: Sequence[list[int]], parameters: SamplingParameters, num_top_logprobs: int = 0
-    ) -> list[ServedCompletion]:
+    ) -> list[CompletionPart]:
         """Return `parameters.n` completions of each prompt, prompt by prompt. Raises InvalidRequest or ServerClosing.
 
         All prompts are checked before any is sampled. When one completion fails, the others are aborted.
         """
-        requests = self._all_requests(prompts, parameters, stream=False)
-        tasks = [asyncio.ensure_future(self._sample_one(request, parameters, num_top_logprobs)) for request in requests]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            _cancel(tasks)
+        parts = [part async for part in self._parts(prompts, parameters, num_top_logprobs, stream=False)]
+        return sorted(parts, key=lambda part: part.index)
 
-    async def stream(
+    def stream(
         self, prompts: Sequence[list[int]], parameters: SamplingParameters, num_top_logprobs: int = 0
-    ) -> AsyncGenerator[CompletionDelta]:
-        """Yield the completions of all prompts in deltas, as they are sampled. Errors are those of `sample`.
+    ) -> AsyncGenerator[CompletionPart]:
+        """Yield the completions of all prompts in parts, as they are sampled. Errors are those of `sample`.
 
-        Top log-probabilities are computed after a completion has finished, which then is a single delta.
+        Top log-probabilities are computed after a completion has finished, which then is a single part.
         """
-        requests = self._all_requests(prompts, parameters, stream=not num_top_logprobs)
-        deltas: asyncio.Queue[CompletionDelta | None] = asyncio.Queue()
+        return self._parts(prompts, parameters, num_top_logprobs, stream=not num_top_logprobs)
+
+    async def _parts(
+        self, prompts: Sequence[list[int]], parameters: SamplingParameters, num_top_logprobs: int, *, stream: bool
+    ) -> AsyncGenerator[CompletionPart]:
+        requests = [request for prompt in prompts for request in self._requests(prompt, parameters, stream=stream)]
+        parts: asyncio.Queue[CompletionPart | None] = asyncio.Queue()
         tasks = [
-            asyncio.ensure_future(self._stream_one(index, request, parameters, num_top_logprobs, deltas))
+            asyncio.ensure_future(self._stream_one(index, request, parameters, num_top_logprobs, parts))
             for index, request in enumerate(requests)
         ]
         all_done = asyncio.gather(*tasks)
 
         def end(done: asyncio.Future[list[None]]) -> None:
             done.exception()  # marks it as retrieved: asyncio logs it otherwise when the client has disconnected
-            deltas.put_nowait(None)
+            parts.put_nowait(None)
 
         all_done.add_done_callback(end)
         try:
-            while (delta := await deltas.get()) is not None:
-                yield delta
+            while (part := await parts.get()) is not None:
+                yield part
             await all_done
         finally:
             _cancel(tasks)
-
-    def _all_requests(
-        self, prompts: Sequence[list[int]], parameters: SamplingParameters, *, stream: bool
-    ) -> list[Request]:
-        return [request for prompt in prompts for request in self._requests(prompt, parameters, stream=stream)]
 
     def _requests(self, prompt: list[int], parameters: SamplingParameters, *, stream: bool) -> list[Request]:
         self._limits.check_prompt(prompt)
@@ -135,16 +144,17 @@ class Sampler:
 
     async def _sample_one(
         self,
+        index: int,
         request: Request,
         parameters: SamplingParameters,
         num_top_logprobs: int,
         on_delta: OnDelta | None = None,
-    ) -> ServedCompletion:
+    ) -> CompletionPart:
         scored: list[Future[TopLogprobs]] = []
 
         def score(completion: Completion) -> None:
             sequence = [*request.token_ids, *completion.token_ids][: self._limits.max_tokens - 1]
-            scored.append(self._top_logprobs(sequence, num_top_logprobs))
+            scored.append(self._engines.top_logprobs(sequence, num_top_logprobs))
 
         try:
             completion = await self._engines.send(request, on_delta, score if num_top_logprobs else None)
@@ -153,14 +163,14 @@ class Sampler:
             raise InvalidRequest(str(error)) from None
         # Greedy log-probabilities are at temperature 1. vLLM raises lower positive temperatures to MIN_TEMPERATURE.
         temperature = max(parameters.temperature, MIN_TEMPERATURE) if parameters.temperature else 1.0
-        origin = Origin(temperature, completion.policy_version, completion.finish_reason)
-        self._origins.remember(request.token_ids, completion.token_ids, origin)
+        self._on_sampled(request, completion, temperature)
         text = self.codec.decode(completion.token_ids, skip_special_tokens=parameters.skip_special_tokens)
         entries = entries[len(request.token_ids) - 1 :]
-        return ServedCompletion(
-            completion=completion,
-            text=text if parameters.include_stop_str_in_output else before_stop(text, parameters.stop),
-            top_logprobs=_at_temperature(completion, temperature, entries) if num_top_logprobs else None,
+        return CompletionPart.whole(
+            index,
+            completion,
+            text if parameters.include_stop_str_in_output else before_stop(text, parameters.stop),
+            _at_temperature(completion, temperature, entries) if num_top_logprobs else None,
         )
 
     async def _stream_one(
@@ -169,7 +179,7 @@ class Sampler:
         request: Request,
         parameters: SamplingParameters,
         num_top_logprobs: int,
-        deltas: asyncio.Queue[CompletionDelta | None],
+        parts: asyncio.Queue[CompletionPart | None],
     ) -> None:
         loop = asyncio.get_running_loop()
         stop = [] if parameters.include_stop_str_in_output else parameters.stop
@@ -183,26 +193,26 @@ class Sampler:
             token_ids.extend(tokens.token_ids)
             logprobs.extend(tokens.sampling_logprobs)
             if text := detokenizer.add(tokens.token_ids):
-                new = slice(num_emitted, None)
-                deltas.put_nowait(
-                    CompletionDelta(index=index, text=text, token_ids=token_ids[new], logprobs=logprobs[new])
+                start, num_emitted = num_emitted, len(token_ids)
+                part = CompletionPart(
+                    index=index, text=text, token_ids=token_ids[start:], logprobs=logprobs[start:], start=start
                 )
-                num_emitted = len(token_ids)
+                parts.put_nowait(part)
 
         def on_delta(tokens: TokenDelta) -> None:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(emit, tokens)
 
-        final = await self._sample_one(request, parameters, num_top_logprobs, on_delta if request.stream else None)
-        deltas.put_nowait(
-            CompletionDelta(
-                index=index,
-                text=final.text[detokenizer.emitted :],
-                token_ids=final.completion.token_ids[num_emitted:],
-                logprobs=final.completion.sampling_logprobs[num_emitted:],
-                final=final,
-            )
+        listener = on_delta if request.stream else None
+        whole = await self._sample_one(index, request, parameters, num_top_logprobs, listener)
+        last = replace(
+            whole,
+            text=whole.text[detokenizer.emitted :],
+            token_ids=whole.token_ids[num_emitted:],
+            logprobs=whole.logprobs[num_emitted:],
+            start=num_emitted,
         )
+        parts.put_nowait(last)
 
     async def prompt_logprobs(self, prompt: list[int], k: int) -> list[dict[int, float] | None]:
         """Return the log-probabilities, at temperature 1, of each prompt token and of the k most likely tokens there.
@@ -213,7 +223,7 @@ class Sampler:
         if len(prompt) < 2:
             return [None]
         try:
-            return [None, *await result_of(self._top_logprobs(prompt, k))]
+            return [None, *await result_of(self._engines.top_logprobs(prompt, k))]
         except ValueError as error:
             raise InvalidRequest(str(error)) from None
 

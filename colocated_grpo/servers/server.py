@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -12,9 +11,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from fastapi import FastAPI
+from starlette.types import ASGIApp
 
-from colocated_grpo.assembly.data import ModelFiles, limits_of, read_model_files
 from colocated_grpo.errors import RunError
+from colocated_grpo.policy.model_files import ModelFiles, read_model_files
 from colocated_grpo.policy.model_loader import compute_dtype, dtype_of
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.vllm.spec import EngineSpec
@@ -22,35 +22,27 @@ from colocated_grpo.rollout.vllm.vllm_engine import VLLMEngine
 from colocated_grpo.runtime.checksums import exported_digest
 from colocated_grpo.runtime.distributed import World, init_world
 from colocated_grpo.runtime.supervision import StopRequest
-from colocated_grpo.servers.adapter_routes import add_adapter_routes
 from colocated_grpo.servers.app import create_app
-from colocated_grpo.servers.bridge_routes import add_bridge_routes
-from colocated_grpo.servers.control_routes import add_control_routes
+from colocated_grpo.servers.control_routes import add_control_routes, add_weight_routes
 from colocated_grpo.servers.engine_control import EngineControl
 from colocated_grpo.servers.engine_routes import LARGE_PATHS, Sessions, add_engine_routes
 from colocated_grpo.servers.exported import export, export_folder, move_to_shared_memory
-from colocated_grpo.servers.limits import Limits
-from colocated_grpo.servers.load_balancer import LoadBalancer
-from colocated_grpo.servers.mirrored import EveryRank, MirroredEngine, engine_commands
-from colocated_grpo.servers.options import ServeOptions, model_settings
-from colocated_grpo.servers.origins import Origins
-from colocated_grpo.servers.ranks import join_ranks
+from colocated_grpo.servers.options import RESTART, Restart, ServeOptions, model_settings
+from colocated_grpo.servers.rank_links import LoadBalancer
+from colocated_grpo.servers.ranks import EveryRank, MirroredEngine, join_ranks
 from colocated_grpo.servers.receiver import WeightReceiver
-from colocated_grpo.servers.restarts import RESTART, Restart
 from colocated_grpo.servers.sampler import Sampler
+from colocated_grpo.servers.text import limits_of
 from colocated_grpo.settings.config_json import config_json_in, shape_of
 from colocated_grpo.types import JsonObject
-from colocated_grpo.web.browsers import Hosts
+from colocated_grpo.web.guards import Hosts
 from colocated_grpo.web.server import ServerThread
 from colocated_grpo.weights.verified_plan import checkpoint_shapes, verified_plan
 
 MAX_BODY_BYTES = 8 << 20
 MAX_REQUESTS = 4096
-REMEMBERED_COMPLETIONS = 1
-"""Only a trainer reads recorded completions, so this is the minimum."""
 BASE_PREFIX = "model"
 """Prefix of the base model in checkpoint names."""
-WEIGHT_COMMANDS = frozenset({"load_adapter", "unload_adapter", "join", "update"})
 IDLE_LIMIT = timedelta(days=3650)
 """The other ranks of an engine wait for rank 0's next call without limit."""
 
@@ -70,13 +62,12 @@ def serve(options: ServeOptions) -> int:
         _share_weights(engine, model, facts)
     receiver = WeightReceiver(engine, model.folder, world)
     commands = {
-        **engine_commands(engine),
         "load_adapter": engine.adapters.load,
         "unload_adapter": engine.adapters.unload,
         "join": receiver.join,
         "update": receiver.update,
     }
-    ranks = EveryRank(commands, _idle_group(world), WEIGHT_COMMANDS)
+    ranks = EveryRank(engine, _idle_group(world), commands)
     if world.is_main:
         stop = StopRequest(world.store)
         stop.listen()
@@ -143,7 +134,7 @@ def _lead(
 ) -> int:
     """Serve on rank 0. engine: this rank's."""
     note = partial(print, "note:", flush=True)
-    whole, inbox, restart = MirroredEngine(engine, ranks), Inbox(), Restart()
+    whole, inbox, restart = MirroredEngine(ranks), Inbox(), Restart()
     control, sessions = EngineControl(whole, inbox, Driver(whole, inbox)), Sessions(inbox, note)
 
     limits = limits_of(model, options.max_model_len, seed=0, max_tokens_setting="--max-model-len")
@@ -151,11 +142,23 @@ def _lead(
     def add_routes(app: FastAPI) -> None:
         add_control_routes(app, control, facts, parameters_of(engine))
         add_engine_routes(app, control, inbox, sessions, limits)
-        add_adapter_routes(app, control, EngineAdapters(engine, ranks))
-        add_bridge_routes(app, control, partial(ranks.call, "join"), partial(ranks.call, "update"), restart, note)
+        add_weight_routes(app, control, ranks.call, engine.adapters.status, restart, note)
 
     try:
-        server = listen(options, model, limits, inbox, add_routes)
+        server = _listen(
+            create_app(
+                Sampler(LoadBalancer(inbox), model.tokenizer, limits, note),
+                options.model,
+                limits.max_tokens,
+                hosts=Hosts(options.host, options.allow_host),
+                api_key=os.environ[options.api_key_variable] if options.api_key_variable else None,
+                max_body_bytes=MAX_BODY_BYTES,
+                max_requests=MAX_REQUESTS,
+                add_routes=add_routes,
+                large_paths=LARGE_PATHS,
+            ),
+            options,
+        )
         restart.ready(options.model, server.ports[0])
         host = f"[{options.host}]" if ":" in options.host else options.host
         print(f"serving {options.model} at http://{host}:{server.ports[0]}", flush=True)
@@ -167,24 +170,6 @@ def _lead(
     finally:
         whole.close()
     return RESTART if restart.requested else 0
-
-
-class EngineAdapters:
-    """Adapters on all ranks of an engine."""
-
-    def __init__(self, engine: VLLMEngine, ranks: EveryRank) -> None:
-        """engine: rank 0's."""
-        self._engine = engine
-        self._ranks = ranks
-
-    def load(self, name: str, path: str) -> JsonObject:
-        return self._ranks.call("load_adapter", name, path)
-
-    def unload(self, name: str | None = None) -> JsonObject:
-        return self._ranks.call("unload_adapter", name)
-
-    def status(self) -> JsonObject:
-        return self._engine.adapters.status()
 
 
 def describe(options: ServeOptions, model: ModelFiles, engine: VLLMEngine, world: World) -> JsonObject:
@@ -213,32 +198,7 @@ def parameters_of(engine: VLLMEngine) -> JsonObject:
     }
 
 
-def listen(
-    options: ServeOptions,
-    model: ModelFiles,
-    limits: Limits,
-    inbox: Inbox,
-    add_routes: Callable[[FastAPI], None],
-) -> ServerThread:
-    sampler = Sampler(
-        LoadBalancer([inbox.put]),
-        lambda token_ids, k: inbox.call(lambda engine: engine.top_logprobs(token_ids, k)),
-        model.tokenizer,
-        Origins(REMEMBERED_COMPLETIONS),
-        limits,
-        partial(print, "note:", flush=True),
-    )
-    app = create_app(
-        sampler,
-        options.model,
-        limits.max_tokens,
-        hosts=Hosts(options.host, options.allow_host),
-        api_key=os.environ[options.api_key_variable] if options.api_key_variable else None,
-        max_body_bytes=MAX_BODY_BYTES,
-        max_requests=MAX_REQUESTS,
-        add_routes=add_routes,
-        large_paths=LARGE_PATHS,
-    )
+def _listen(app: ASGIApp, options: ServeOptions) -> ServerThread:
     try:
         return ServerThread(app, options.host, [options.port])
     except OSError as error:  # taken while the engine was built

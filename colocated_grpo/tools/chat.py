@@ -111,7 +111,7 @@ def _open(options: argparse.Namespace, overrides: Sequence[str]) -> Chat:
     positions = longest_sequence(text_part(read_config_json(config.model)))
     options.context = min(options.context, positions or options.context)
     with frozen_imports():
-        from colocated_grpo.assembly.data import read_tokenizer
+        from colocated_grpo.policy.model_files import read_tokenizer
 
     has_template = bool(read_tokenizer(config.model).chat_template)
     if options.system is not None and not has_template:
@@ -140,8 +140,8 @@ class Chat:
 
     def __init__(self, subject: ModelSubject, config: Config, options: argparse.Namespace) -> None:
         """options: of the command line. Raises ConfigError or RunError."""
-        from colocated_grpo.assembly.data import read_model_files
         from colocated_grpo.assembly.engines import engine_spec
+        from colocated_grpo.policy.model_files import read_model_files
         from colocated_grpo.runtime.distributed import init_world
         from colocated_grpo.tools.subject import subject_engine
 
@@ -188,7 +188,7 @@ class Chat:
     def _sample(self, token_ids: list[int], interrupts: Interrupts) -> Iterator[str]:
         from colocated_grpo.rollout.engine import Request, Sampling
         from colocated_grpo.runtime.distributed import derive_seed
-        from colocated_grpo.servers.detokenizer import Detokenizer
+        from colocated_grpo.servers.text import Detokenizer
 
         length, context = len(token_ids), self._options.context
         if length >= context:

@@ -1,4 +1,4 @@
-"""Middleware that reads, decompresses and validates request bodies within limits of size, memory and time."""
+"""Request bodies: read, decompressed, checked and parsed within limits of size, memory and time."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
+import msgspec
 import numpy as np
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from colocated_grpo.web.gunzip import TooLarge, gunzip
-from colocated_grpo.web.shape import Shape, TooComplex
+from colocated_grpo.web.client import TooLarge, gunzip
+from colocated_grpo.web.shape import BodyShape, TooComplex
 
 T = TypeVar("T")
 
@@ -72,7 +74,7 @@ class BodyLimit:
         app: ASGIApp,
         max_bytes: int,
         error_response: Callable[[int, str], Response],
-        shape: Shape,
+        shape: BodyShape,
         large_paths: Collection[str],
     ) -> None:
         """error_response: makes a response from a status and a message. large_paths: the limit of any other path is
@@ -245,3 +247,43 @@ def _replay(body: bytes, receive: Receive, consumed: Callable[[], None]) -> Rece
         return await receive()
 
     return replay
+
+
+T = TypeVar("T")
+
+
+class InvalidBody(Exception):
+    """A request body that cannot be parsed. The message is one line for the client."""
+
+
+async def read_json(request: Request, decode: Callable[[bytes], T]) -> T:
+    """Return the decoded body of the request. Raises InvalidBody.
+
+    decode: may raise InvalidBody, TooComplex or msgspec's errors. Large bodies are decoded on another thread.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        raise InvalidBody("the Content-Type must be application/json")
+    # `request.body()` would keep the bytes until the response, which may be hours later.
+    body = (await request.receive()).get("body", b"")
+    if len(body) <= INLINE_BYTES:
+        return _decoded(body, decode)
+    return await off_the_loop(lambda: _decoded(body, decode))
+
+
+def _decoded(body: bytes, decode: Callable[[bytes], T]) -> T:
+    try:
+        return decode(body)
+    except msgspec.ValidationError as error:
+        raise InvalidBody(_with_the_place_first(str(error))) from None
+    except RecursionError:
+        raise InvalidBody("nested too deep") from None
+    except (msgspec.DecodeError, TooComplex) as error:
+        raise InvalidBody(str(error)) from None
+
+
+def _with_the_place_first(message: str) -> str:
+    """Return "n: Expected `int`" for msgspec's "Expected `int` - at `$.n`"."""
+    problem, found, place = message.rpartition(" - at `$")
+    place = place.removesuffix("`").lstrip(".")
+    return f"{place}: {problem}" if found and place else problem or message

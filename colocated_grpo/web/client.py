@@ -11,8 +11,6 @@ from http.client import HTTPException, HTTPResponse, IncompleteRead
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
-from colocated_grpo.web.gunzip import TooLarge, gunzip
-
 HEADERS = {"Accept-Encoding": "gzip", "Content-Type": "application/json"}
 MAX_RESPONSE_BYTES = 1 << 30
 """Limit after decompression: enough for a batch of tens of millions of tokens."""
@@ -114,3 +112,18 @@ def _reason(error: BaseException) -> str:
     """Return the message of the exception that urllib wrapped, or its type name when the message is empty."""
     inner = getattr(error, "reason", error)
     return str(inner) or type(inner).__name__
+
+
+class TooLarge(Exception):
+    """The decompressed body exceeds the limit."""
+
+
+def gunzip(compressed: bytes, max_bytes: int) -> bytes:
+    """Decompress one gzip member. Raises TooLarge above `max_bytes`, zlib.error for corrupt or truncated data."""
+    decompressor = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
+    body = decompressor.decompress(compressed, max_bytes + 1)
+    if len(body) > max_bytes:
+        raise TooLarge
+    if not decompressor.eof:
+        raise zlib.error("truncated gzip data")
+    return body

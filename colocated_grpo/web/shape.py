@@ -26,7 +26,7 @@ class TooComplex(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class BodyShape:
     """Largest structure of a JSON text. Brackets and commas within strings do not count."""
 
     values: int

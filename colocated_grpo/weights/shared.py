@@ -57,34 +57,13 @@ def share(
         )
     for rows in plan.padding:
         rows.zero_()  # once is enough: no sync writes to them later
-    return _verified(published(), {name: target.view for name, target in plan.targets.items()}, world, check_every)
+    return verified_sync(published(), {name: target.view for name, target in plan.targets.items()}, world, check_every)
 
 
-def share_exported(
-    views: Mapping[str, Tensor],
-    prefix: str,
-    published: Callable[[], Mapping[str, Tensor]],
-    adopt: Adopt,
-    world: World,
-    check_every: int,
-) -> SharedSync:
-    """Replace the policy's compute weights by a server's parameters. Raises RunError where they do not fit.
-
-    prefix: the base model's, such as "model"; names of the views may have or lack it. published: `Weights.published`.
-    """
-    start = f"{prefix}."
-    named = {alias: view for name, view in views.items() for alias in (name, name.removeprefix(start), start + name)}
-    if not adopt(named):
-        raise RunError(
-            "engine.bridge=shared: the server's weights have other names, shapes, types or devices than the policy's; "
-            "start it with the run's model and --dtype, on the same device"
-        )
-    return _verified(published(), named, world, check_every)
-
-
-def _verified(
+def verified_sync(
     published: Mapping[str, Tensor], views: Mapping[str, Tensor], world: World, check_every: int
 ) -> SharedSync:
+    """Return the sync of a policy that computes with `views`. published: `Weights.published`."""
     masters = {name: master for name, master in published.items() if master.data_ptr() != views[name].data_ptr()}
     if not masters:
         return SharedSync(None, check_every)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,12 +15,10 @@ from colocated_grpo.rollout.engine import Request, Sampling
 from colocated_grpo.rollout.episodes import EpisodeRunner
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.prompt_queue import DynamicDispatch, Job
-from colocated_grpo.servers.agent_app import create_agent_app
-from colocated_grpo.servers.limits import Limits
-from colocated_grpo.servers.text_codec import TextCodec
+from colocated_grpo.servers.agent_app import listen_for_agents
+from colocated_grpo.servers.text import Limits
 from colocated_grpo.tools.make_model import build_char_tokenizer
 from colocated_grpo.types import Completion, Group, Prompt
-from colocated_grpo.web.server import ServerThread
 from tests.support.fakes import FakeEngine
 from tests.support.ranks import single_rank_world
 
@@ -81,9 +78,7 @@ class AgentRun:
         limits = Limits(
             max_tokens=max_tokens, longest_token=13, vocab_size=len(tokenizer), stop_token_ids=(END,), seed=0
         )
-        codec = TextCodec(copy.deepcopy(tokenizer), limits, {})
-        self.server = ServerThread(create_agent_app(self.endpoint, codec, "policy", max_tokens, []), "127.0.0.1", [0])
-        self.endpoint.url = f"http://127.0.0.1:{self.server.ports[0]}"
+        self.server = listen_for_agents(self.endpoint, tokenizer, limits, "policy")
         inbox, world = Inbox(), single_rank_world()
         agent = agent if hasattr(agent, "play") else Played(agent)
         runner = EpisodeRunner(

@@ -8,9 +8,9 @@ from typing import Any
 from urllib.request import Request, urlopen
 
 from colocated_grpo.atropos.exchange import Registration
+from colocated_grpo.atropos.origins import Origins
 from colocated_grpo.atropos.reader import GroupReader
 from colocated_grpo.atropos.source import AtroposClient, AtroposSource
-from colocated_grpo.servers.origins import Origins
 
 BATCH_SIZE = 4
 TRAINER = Registration(

@@ -9,13 +9,13 @@ from typing import Any
 
 import openai
 
+from colocated_grpo.atropos.origins import Origins
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.servers.app import create_app
-from colocated_grpo.servers.limits import Limits
-from colocated_grpo.servers.load_balancer import LoadBalancer
-from colocated_grpo.servers.origins import Origins
+from colocated_grpo.servers.rank_links import LoadBalancer
 from colocated_grpo.servers.sampler import Sampler
-from colocated_grpo.web.browsers import Hosts
+from colocated_grpo.servers.text import Limits
+from colocated_grpo.web.guards import Hosts
 from colocated_grpo.web.server import ServerThread
 from tests.support.fakes import VOCABULARY, FakeEngine
 
@@ -58,12 +58,11 @@ class EngineServer:
         self.awake, self.ended = threading.Event(), threading.Event()
         self.awake.set()
         sampler = Sampler(
-            LoadBalancer([lambda *request, i=inbox: i.put(*request) for inbox in self.inboxes]),
-            lambda tokens, k: self.inboxes[0].call(lambda engine: engine.top_logprobs(tokens, k)),
+            LoadBalancer(self.inboxes[0], self.inboxes[1:]),
             LetterTokenizer(),
-            self.origins,
             LIMITS,
             self.notes.append,
+            on_sampled=self.origins.record,
         )
         guards = {
             "hosts": Hosts("127.0.0.1"),

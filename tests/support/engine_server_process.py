@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from colocated_grpo.servers.limits import Limits
+from colocated_grpo.servers.text import Limits
 from colocated_grpo.settings.atropos import ServerConfig
 from tests.support import engine_server
 from tests.support.paths import ROOT

@@ -14,12 +14,11 @@ from colocated_grpo.servers.control_routes import add_control_routes
 from colocated_grpo.servers.engine_control import EngineControl
 from colocated_grpo.servers.engine_routes import Sessions, add_engine_routes
 from colocated_grpo.servers.engine_server import EngineServer
-from colocated_grpo.servers.load_balancer import LoadBalancer
-from colocated_grpo.servers.origins import Origins
+from colocated_grpo.servers.rank_links import LoadBalancer
 from colocated_grpo.servers.remote import RemoteEngine, Restore
 from colocated_grpo.servers.sampler import Sampler
 from colocated_grpo.types import Completion
-from colocated_grpo.web.browsers import Hosts
+from colocated_grpo.web.guards import Hosts
 from colocated_grpo.web.server import ServerThread
 from tests.support.engine_server import LIMITS, MAX_TOKENS, MODEL, LetterTokenizer
 from tests.support.fakes import VOCABULARY, FakeEngine
@@ -79,10 +78,8 @@ class TrainerServer:
     def _sampler(self) -> Sampler:
         inbox = self.process.inbox
         return Sampler(
-            LoadBalancer([inbox.put]),
-            lambda tokens, k: inbox.call(lambda engine: engine.top_logprobs(tokens, k)),
+            LoadBalancer(inbox),
             LetterTokenizer(),
-            Origins(1),
             LIMITS,
             self.notes.append,
         )

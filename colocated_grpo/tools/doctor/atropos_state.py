@@ -7,10 +7,10 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from colocated_grpo.atropos.exchange import Registration
+from colocated_grpo.atropos.origins import Origins
 from colocated_grpo.atropos.reader import GroupReader
 from colocated_grpo.atropos.source import AtroposClient
 from colocated_grpo.environments.base import EnvironmentSetupError
-from colocated_grpo.servers.origins import Origins
 from colocated_grpo.settings.atropos import AtroposSourceConfig
 from colocated_grpo.web.client import RequestRejected, Unavailable
 

@@ -126,7 +126,7 @@ class Choices:
 
 def make_plan(data: Path, model_name: str, reward_name: str | None, place: Placement) -> Choices:
     """Raises ConfigError where a file or a column is missing, or if the model does not fit."""
-    from colocated_grpo.assembly.data import read_tokenizer
+    from colocated_grpo.policy.model_files import read_tokenizer
 
     rows = _read(data)
     column = prompt_column(rows)

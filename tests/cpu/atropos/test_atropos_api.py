@@ -12,7 +12,7 @@ import pytest
 
 from colocated_grpo.atropos import api as api_module
 from colocated_grpo.atropos.api import create_app
-from colocated_grpo.web.browsers import Hosts
+from colocated_grpo.web.guards import Hosts
 from colocated_grpo.web.server import ServerThread
 
 KEYS = {

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from colocated_grpo.atropos import supply as supply_module
+from colocated_grpo.atropos.origins import Origin
 from colocated_grpo.atropos.supply import MainSupply
 from colocated_grpo.rollout.collect import Stopped
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.runtime.distributed import World
-from colocated_grpo.servers.load_balancer import LoadBalancer
-from colocated_grpo.servers.origins import Origin
+from colocated_grpo.servers.rank_links import LoadBalancer
 from tests.support.atropos_source import SourceHarness, post_group
 from tests.support.fakes import FakeEngine
 from tests.support.servers import EMBEDDED, ApiProcess, until
@@ -35,7 +35,7 @@ class Run:
             source=self.harness.source,
             inbox=inbox,
             rank_links=[],
-            engines=LoadBalancer([]),
+            engines=LoadBalancer(inbox),
             servers=[],
             policy_version=lambda: 0,
             note=self.harness.notes.append,

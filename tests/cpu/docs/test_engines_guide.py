@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
-from colocated_grpo.servers.adapter_routes import Adapters, add_adapter_routes
-from colocated_grpo.servers.bridge_routes import add_bridge_routes
-from colocated_grpo.servers.control_routes import ABSENT
-from colocated_grpo.servers.restarts import Restart
+from colocated_grpo.servers.control_routes import add_weight_routes
+from colocated_grpo.servers.options import Restart
 from tests.support.paths import ROOT
 from tests.support.trainer_server import TrainerServer
 
@@ -24,9 +21,8 @@ class Listing(TrainerServer):
 
     def _add_routes(self, app: FastAPI, facts: dict[str, Any]) -> None:
         super()._add_routes(app, facts)
-        add_adapter_routes(app, self.process.control, cast(Adapters, SimpleNamespace()))
         nothing = lambda *_: None  # noqa: E731
-        add_bridge_routes(app, self.process.control, nothing, nothing, Restart(), nothing)
+        add_weight_routes(app, self.process.control, nothing, dict, Restart(), nothing)
         routes = [route for route in app.routes if isinstance(route, APIRoute)]
         self.routes = {f"{method} {route.path}" for route in routes for method in route.methods}
 
@@ -40,9 +36,5 @@ def documented() -> set[str]:
 
 def test_the_guide_lists_every_route():
     with Listing() as server:
-        served = server.routes - set(ABSENT)
+        served = server.routes
     assert documented() == served
-
-
-def test_the_guide_names_the_routes_that_are_absent():
-    assert [route for route in ABSENT if f"`{route.split()[1]}`" not in GUIDE] == []

@@ -11,13 +11,12 @@ import asyncio
 import pytest
 from transformers import AutoTokenizer
 
-from colocated_grpo.assembly.data import stop_token_ids
 from colocated_grpo.environments import EnvironmentSetupError
 from colocated_grpo.environments.chat import ChatCodec
 from colocated_grpo.environments.prompts import PromptEncoder
 from colocated_grpo.environments.templates import PromptTemplate
-from colocated_grpo.servers.limits import Limits
-from colocated_grpo.servers.text_codec import TextCodec
+from colocated_grpo.policy.model_files import stop_token_ids
+from colocated_grpo.servers.text import Limits, TextCodec
 from tests.support.real_models import real_model
 
 SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"

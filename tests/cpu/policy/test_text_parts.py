@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from colocated_grpo.assembly.data import load_tokenizer
 from colocated_grpo.batching import MicroBatch
 from colocated_grpo.policy.export import ModelExport
 from colocated_grpo.policy.model import read_model_config
+from colocated_grpo.policy.model_files import load_tokenizer
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings.config_json import text_part
 from colocated_grpo.settings.errors import ConfigError

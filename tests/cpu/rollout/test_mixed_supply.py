@@ -20,8 +20,7 @@ from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.prompt_queue import StaticDispatch
 from colocated_grpo.rollout.supply import MixedSupply, PromptSupply
 from colocated_grpo.runtime.distributed import World
-from colocated_grpo.servers.load_balancer import LoadBalancer
-from colocated_grpo.servers.rank_links import link_ranks
+from colocated_grpo.servers.rank_links import LoadBalancer, link_ranks
 from colocated_grpo.settings.generation import RolloutConfig
 from colocated_grpo.types import Completion, Group, Prompt, Rollout, Score
 from tests.support.fakes import FakeEngine, completion_of
@@ -151,7 +150,7 @@ class Both:
                 source=self.outside,
                 inbox=self.inbox,
                 rank_links=self.links,
-                engines=LoadBalancer([]),
+                engines=LoadBalancer(self.inbox, self.links),
                 servers=[],
                 policy_version=lambda: 0,
                 note=self.notes.append,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colocated_grpo.servers.detokenizer import Decode, Detokenizer, before_stop
+from colocated_grpo.servers.text import Decode, Detokenizer, before_stop
 
 TEXTS = st.text(alphabet="ab \u00e9\u20ac\U0001f600", max_size=30)
 STOPS = st.lists(st.text(alphabet="ab \u20ac", min_size=1, max_size=3), max_size=3)

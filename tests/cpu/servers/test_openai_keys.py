@@ -10,8 +10,7 @@ import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
-from colocated_grpo.servers.openai_keys import IGNORED, REJECTED
-from colocated_grpo.servers.request_bodies import ChatBody, CompletionBody
+from colocated_grpo.servers.request_bodies import IGNORED, REJECTED, ChatBody, CompletionBody
 from tests.support.engine_server import CHAT, MODEL
 
 BODIES = {"ChatCompletionRequest": ChatBody, "CompletionRequest": CompletionBody}

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from colocated_grpo.rollout.inbox import Driver, Inbox
-from colocated_grpo.servers.load_balancer import LoadBalancer
-from colocated_grpo.servers.origins import Origins
+from colocated_grpo.servers.rank_links import LoadBalancer
 from colocated_grpo.servers.request_bodies import SamplingParameters
 from colocated_grpo.servers.sampler import Sampler
 from colocated_grpo.types import Completion
@@ -101,10 +100,8 @@ def test_top_logprobs_are_at_the_sampling_temperature(server):
 def test_top_logprobs_are_computed_before_the_engine_may_sleep():
     inbox, engine = Inbox(), FakeEngine(decode_steps=lambda request: 3)
     sampler = Sampler(
-        LoadBalancer([inbox.put]),
-        lambda tokens, k: inbox.call(lambda engine: engine.top_logprobs(tokens, k)),
+        LoadBalancer(inbox),
         LetterTokenizer(),
-        Origins(10),
         LIMITS,
         lambda line: None,
     )

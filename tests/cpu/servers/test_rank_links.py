@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from multiprocessing import AuthenticationError
 
 import pytest
 
@@ -33,8 +34,8 @@ class Pair:
     def __init__(self) -> None:
         self.engine, inbox = FakeEngine(), Inbox()
         self.driver = Driver(self.engine, inbox)
-        self.remote = RemoteInbox(inbox, "127.0.0.1", "secret")
-        self.link = RankLink(self.remote.address, "secret")
+        self.remote = RemoteInbox(inbox, "127.0.0.1", b"secret")
+        self.link = RankLink(self.remote.address, b"secret")
 
     def serve(self, phase: int) -> threading.Thread:
         thread = threading.Thread(target=self.remote.serve, args=(self.driver, phase))
@@ -135,12 +136,13 @@ def test_requests_to_a_rank_that_has_ended_are_cancelled_without_an_error(pair, 
 
 def test_a_connection_without_the_secret_is_closed_and_the_next_one_is_accepted():
     inbox = Inbox()
-    remote = RemoteInbox(inbox, "127.0.0.1", "secret")
-    for guess in (b"wrong\n", b"secre\n", b"{}\n" * 200):
-        with socket.create_connection(remote.address) as stranger:
-            stranger.sendall(guess)
-            assert stranger.recv(10) == b""
-    link = RankLink(remote.address, "secret")
+    remote = RemoteInbox(inbox, "127.0.0.1", b"secret")
+    with pytest.raises(AuthenticationError):
+        RankLink(remote.address, b"wrong")
+    with socket.create_connection(remote.address) as silent, socket.create_connection(remote.address) as stranger:
+        stranger.sendall(b"{}\n" * 200)
+        link = RankLink(remote.address, b"secret")
+        assert silent.fileno() > 0
     link.put(request(1))
     until(lambda: inbox)
     link.close()

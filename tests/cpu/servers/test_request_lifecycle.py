@@ -18,11 +18,10 @@ from starlette.requests import ClientDisconnect
 
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.runtime.program import DESCRIPTORS
-from colocated_grpo.servers.load_balancer import LoadBalancer, ServerClosing
-from colocated_grpo.servers.origins import Origins
+from colocated_grpo.servers.rank_links import LoadBalancer, ServerClosing
 from colocated_grpo.servers.request_bodies import SamplingParameters
-from colocated_grpo.servers.sampler import CompletionDelta, Sampler
-from colocated_grpo.servers.streaming import StreamingBody, as_json_lines, generate_chunks
+from colocated_grpo.servers.responses import StreamingBody, as_json_lines, generate_chunks
+from colocated_grpo.servers.sampler import CompletionPart, Sampler
 from colocated_grpo.web.server import ServerThread
 from tests.support.engine_server import (
     CHAT,
@@ -101,10 +100,10 @@ def test_a_disconnect_within_a_stream_aborts_the_requests_in_the_engine(server, 
 def test_a_stream_that_cannot_be_sent_closes_its_source():
     closed: list[bool] = []
 
-    async def source() -> AsyncGenerator[CompletionDelta]:
+    async def source() -> AsyncGenerator[CompletionPart]:
         try:
             while True:
-                yield CompletionDelta(index=0, text="a", token_ids=[1], logprobs=[-1.0])
+                yield CompletionPart(index=0, text="a", token_ids=[1], logprobs=[-1.0])
         finally:
             closed.append(True)
 
@@ -149,11 +148,11 @@ def test_a_chunk_is_sent_before_the_next_step_and_a_shutdown_is_an_event(server)
 def test_a_shutdown_while_top_logprobs_are_computed_ends_the_stream():
     """Without an end the client would wait until the server closes the connection."""
     inbox, scored = Inbox(), [Future() for _ in range(2)]
+    engines = LoadBalancer(inbox)
+    engines.top_logprobs = lambda tokens, k: scored.pop()
     sampler = Sampler(
-        LoadBalancer([inbox.put]),
-        lambda tokens, k: scored.pop(),
+        engines,
         LetterTokenizer(),
-        Origins(10),
         LIMITS,
         lambda line: None,
     )
@@ -166,7 +165,7 @@ def test_a_shutdown_while_top_logprobs_are_computed_ends_the_stream():
         cancelled.cancel()
         with pytest.raises(ServerClosing):
             await anext(deltas)
-        return first.final.top_logprobs
+        return first.top_logprobs
 
     driver = Driver(FakeEngine(), inbox)
     with ThreadPoolExecutor(1) as pool:

@@ -103,7 +103,7 @@ def weights_differ_by(run: TrainingRun, other: TrainingRun) -> float:
 
 
 SENDS_THE_FIRST_WEIGHTS_AGAIN = """
-from colocated_grpo.weights import broadcast
+from colocated_grpo.servers import broadcast
 gather, first = broadcast.gather, {}
 def stale(bucket, *rest):
     gathered = gather(bucket, *rest)
@@ -112,7 +112,7 @@ broadcast.gather = stale
 """
 
 READS_ANOTHER_FOLDER = """
-from colocated_grpo.weights import saved
+from colocated_grpo.servers import saved
 saved.exported_digest = lambda folder: "another"
 """
 

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from colocated_grpo.servers.origins import Origin
+from colocated_grpo.atropos.origins import Origin
 from tests.support.engine_server import GENERATE, MAX_TOKENS, LetterTokenizer
 
 

@@ -13,8 +13,8 @@ import aiohttp
 import pytest
 
 from colocated_grpo.atropos.api import create_app
-from colocated_grpo.web.browsers import Hosts
 from colocated_grpo.web.client import JsonClient, RequestRejected
+from colocated_grpo.web.guards import Hosts
 from colocated_grpo.web.server import ServerThread
 from tests.support.engine_server import GENERATE, EngineServer
 

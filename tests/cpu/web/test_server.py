@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from colocated_grpo.runtime import descriptors
+from colocated_grpo.runtime import program
 from colocated_grpo.web import server as server_module
 from colocated_grpo.web.server import Connection, ServerThread
 from tests.support.servers import until
@@ -97,7 +97,7 @@ def test_an_endless_request_head_is_rejected(server):
                 connection.sendall(b"a: " + b"b" * 8000 + b"\r\n")
 
 
-@pytest.mark.parametrize(("soft", "most"), [(1024, 768), (-1, descriptors.DESCRIPTORS * 3 // 4)])
+@pytest.mark.parametrize(("soft", "most"), [(1024, 768), (-1, program.DESCRIPTORS * 3 // 4)])
 def test_a_quarter_of_the_descriptors_is_reserved_for_the_run(monkeypatch, soft, most):
-    monkeypatch.setattr(descriptors.resource, "getrlimit", lambda which: (soft, -1))
-    assert descriptors.max_client_connections() == most
+    monkeypatch.setattr(program.resource, "getrlimit", lambda which: (soft, -1))
+    assert program.max_client_connections() == most

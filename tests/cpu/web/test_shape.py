@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from colocated_grpo.web import bodies, shape
 from colocated_grpo.web.bodies import BodyRejected
-from colocated_grpo.web.shape import Shape, TooComplex
+from colocated_grpo.web.shape import BodyShape, TooComplex
 
 JSON = st.recursive(
     st.none() | st.integers() | st.text(alphabet='"\\[]{},:a\n', max_size=6),
@@ -21,7 +21,7 @@ JSON = st.recursive(
 
 
 def measures(value: Any) -> tuple[int, int, int, int]:
-    """Return the numbers of values, containers and strings, and the depth, as `Shape` counts them."""
+    """Return the numbers of values, containers and strings, and the depth, as `BodyShape` counts them."""
     if isinstance(value, str):
         return 0, 0, 1, 0
     if not isinstance(value, list | dict):
@@ -40,11 +40,11 @@ def test_the_structure_is_counted_exactly_and_strings_do_not_count(value, chunk)
     exact = dict(zip(("values", "containers", "strings", "depth"), measures(value), strict=True))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shape, "CHUNK_BYTES", chunk)
-        Shape(**exact).check(text)
+        BodyShape(**exact).check(text)
         for name, count in exact.items():
             if count > 0:
                 with pytest.raises(TooComplex, match=f"more than {count - 1} "):
-                    Shape(**{**exact, name: count - 1}).check(text)
+                    BodyShape(**{**exact, name: count - 1}).check(text)
 
 
 SURROGATES = st.lists(st.sampled_from(["\\ud83d", "\\ude00", "\\ud83d\\ude00", "\\\\", "\\n", "a", "\\u0041"]))

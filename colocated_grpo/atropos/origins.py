@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
-from colocated_grpo.types import FinishReason
+from colocated_grpo.rollout.engine import Request
+from colocated_grpo.types import Completion, FinishReason
 
 KEY_BYTES = 16
 
@@ -30,6 +31,11 @@ class Origins:
         self._capacity = capacity
         self._lock = threading.Lock()
         self._known: OrderedDict[bytes, Origin] = OrderedDict()
+
+    def record(self, request: Request, completion: Completion, temperature: float) -> None:
+        """Remember a completion of the sampler, which has no other use for its origin."""
+        origin = Origin(temperature, completion.policy_version, completion.finish_reason)
+        self.remember(request.token_ids, completion.token_ids, origin)
 
     def remember(self, prompt: Sequence[int], completion: Sequence[int], origin: Origin) -> None:
         with self._lock:

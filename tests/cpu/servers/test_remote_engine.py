@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from colocated_grpo.errors import RunError
-from colocated_grpo.rollout import remote
 from colocated_grpo.rollout.engine import Sampling
 from colocated_grpo.rollout.inbox import Driver, Inbox
-from colocated_grpo.servers.engine_group import EngineGroup
+from colocated_grpo.servers import remote
+from colocated_grpo.servers.remote import EngineGroup
 from tests.support.engine_server import StepGate
 from tests.support.fakes import FakeEngine
 from tests.support.servers import until

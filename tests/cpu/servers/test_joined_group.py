@@ -11,10 +11,9 @@ import torch
 
 from colocated_grpo.errors import RunError
 from colocated_grpo.runtime.stores import connect_store, serve_store
-from colocated_grpo.servers.bridge_routes import add_bridge_routes
-from colocated_grpo.servers.broadcast import BroadcastSync
+from colocated_grpo.servers.broadcast import BroadcastSync, JoinedGroup, MissingMembers
+from colocated_grpo.servers.control_routes import add_weight_routes
 from colocated_grpo.servers.engine_server import EngineServer
-from colocated_grpo.servers.joined_group import JoinedGroup, MissingMembers
 from colocated_grpo.servers.receiver import Offer
 from tests.support.ranks import single_rank_world
 from tests.support.servers import until
@@ -61,7 +60,9 @@ class OfferedServer(TrainerServer):
 
     def _add_routes(self, app: Any, facts: dict[str, Any]) -> None:
         super()._add_routes(app, facts | {"device": "cpu", "tensor_parallel_size": self._ranks})
-        add_bridge_routes(app, self.process.control, self._join, lambda: None, None, self.notes.append)
+        add_weight_routes(
+            app, self.process.control, lambda _name, offer: self._join(offer), dict, None, self.notes.append
+        )
 
 
 def join(offer: Offer) -> None:

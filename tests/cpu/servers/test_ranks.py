@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from colocated_grpo.runtime.distributed import World
-from colocated_grpo.servers.mirrored import EveryRank, MirroredEngine, engine_commands
+from colocated_grpo.servers.ranks import EveryRank, MirroredEngine
 from tests.support.fakes import FakeEngine
 from tests.support.ranks import run_on_ranks
 from tests.support.trainer_server import alone, completed, requests
@@ -14,9 +14,9 @@ from tests.support.trainer_server import alone, completed, requests
 def served_on_all_ranks(world: World) -> tuple[list[str], list[object], list[object]]:
     """Return this rank's calls, the keys that it has been given, and rank 0's results."""
     engine, results = FakeEngine(), []
-    ranks = EveryRank(engine_commands(engine), world.control if world.size > 1 else None)
+    ranks = EveryRank(engine, world.control if world.size > 1 else None)
     if world.is_main:
-        whole = MirroredEngine(engine, ranks)
+        whole = MirroredEngine(ranks)
         results = use(whole)
         whole.close()
     else:
@@ -62,11 +62,11 @@ def rejected_on_all_ranks(world: World) -> tuple[str, list[str]]:
         done.append(reason)
         raise ValueError(reason)
 
-    ranks = EveryRank({**engine_commands(engine), "fail": fail}, world.control)
+    ranks = EveryRank(engine, world.control, {"fail": fail})
     if not world.is_main:
         ranks.follow()
         return "", [*done, *engine.events]
-    whole = MirroredEngine(engine, ranks)
+    whole = MirroredEngine(ranks)
     with pytest.raises(ValueError, match="unknown token"):
         whole.top_logprobs([99, 99], 1)
     with pytest.raises(ValueError, match="as asked") as error:
@@ -78,5 +78,5 @@ def rejected_on_all_ranks(world: World) -> tuple[str, list[str]]:
 
 def test_an_invalid_call_is_the_first_ranks_error_and_the_others_go_on():
     (error, calls), (_, followed) = run_on_ranks(rejected_on_all_ranks, 2)
-    assert error == "as asked"
+    assert error == "rank 0 of the engine: as asked"
     assert followed == calls == ["as asked", "top 1", "weights changed 4"]

@@ -1,0 +1,103 @@
+"""The files of a model's folder except its weights: settings, tokenizer and the tokens that end a completion."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from colocated_grpo.errors import in_one_line
+from colocated_grpo.policy.checkpoint_files import fetch_model, fetch_tokenizer
+from colocated_grpo.policy.model import read_model_config
+from colocated_grpo.runtime.distributed import World
+from colocated_grpo.settings.adapter_files import adapter_shape
+from colocated_grpo.settings.config_json import config_json_in, shape_of
+from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.settings.inputs import is_inline
+from colocated_grpo.settings.schema import ModelConfig
+from colocated_grpo.settings.training import LoRAConfig
+from colocated_grpo.types import JsonObject
+
+PROCESSOR_TEMPLATE = "chat_template.json"
+"""File that older vision-language models have their chat template in. transformers reads it with a processor only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFiles:
+    """Everything that is read from the model's folder except the weights."""
+
+    folder: Path
+    hf_config: PretrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    stop_token_ids: tuple[int, ...]
+    """Every token that ends a completion."""
+    shape: JsonObject
+    """Settings that determine the shapes of weights and adapter. A run resumes only with equal ones."""
+
+
+def read_model_files(model: ModelConfig, world: World, lora: LoRAConfig | None = None) -> ModelFiles:
+    """Collective: rank 0 downloads the model if its name is not a folder. lora: settings of a trained adapter."""
+    folder = fetch_model(model, world)
+    hf_config = read_model_config(model, folder)
+    tokenizer = load_tokenizer(model, folder)
+    return ModelFiles(
+        folder=folder,
+        hf_config=hf_config,
+        tokenizer=tokenizer,
+        stop_token_ids=stop_token_ids(tokenizer, folder),
+        shape=shape_of(config_json_in(folder)) | adapter_shape(lora),
+    )
+
+
+def load_tokenizer(model: ModelConfig, folder: Path) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of `folder`, with the template of the settings if set. Raises ConfigError if not usable."""
+    try:
+        tokenizer = _read_tokenizer(model, folder)
+        template = model.chat_template
+        if template is not None:
+            tokenizer.chat_template = template if is_inline(template) else Path(template).read_text(encoding="utf-8")
+        elif tokenizer.chat_template is None and (folder / PROCESSOR_TEMPLATE).is_file():
+            entries = json.loads((folder / PROCESSOR_TEMPLATE).read_text(encoding="utf-8"))
+            tokenizer.chat_template = entries.get("chat_template")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.name={model.name!r}: no usable tokenizer: {in_one_line(error)}") from error
+    return tokenizer
+
+
+def _read_tokenizer(model: ModelConfig, folder: Path) -> PreTrainedTokenizerBase:
+    loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
+    if type(loaded).__name__ == "MistralCommonBackend":
+        return _without_mistral_common(model, folder)
+    return cast(PreTrainedTokenizerBase, loaded)  # a model's own code may bring another class
+
+
+def _without_mistral_common(model: ModelConfig, folder: Path) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of tokenizer.json. Raises ConfigError without that file.
+
+    If a folder has Mistral's tekken.json, and mistral-common is installed, which vLLM needs, transformers (5.19) loads
+    a tokenizer without a chat template: prompts would become plain text.
+    """
+    if not (folder / "tokenizer.json").is_file():
+        raise ConfigError(
+            f"model.name={model.name!r}: its only tokenizer is Mistral's tekken.json, which has no chat template; add "
+            "the tokenizer.json and chat template of another release of the model"
+        )
+    return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def read_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """Return the tokenizer alone: no weights are downloaded. Raises ConfigError where it cannot be read."""
+    return load_tokenizer(model, fetch_tokenizer(model))
+
+
+def stop_token_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> tuple[int, ...]:
+    """Return the end-of-sequence tokens of the tokenizer and of the model's generation settings, ascending."""
+    ids = {tokenizer.eos_token_id}
+    settings = folder / "generation_config.json"
+    if settings.exists():
+        eos = json.loads(settings.read_text(encoding="utf-8")).get("eos_token_id")
+        ids |= set(eos) if isinstance(eos, list) else {eos}
+    return tuple(sorted(ids - {None}))
