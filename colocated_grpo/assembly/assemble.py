@@ -72,7 +72,7 @@ def build_run(
     """Build every object and resume from the newest complete checkpoint in `folder`, if there is one. Collective.
 
     Steps that can fail for outside reasons come first, before device memory is allocated. output: shows each phase.
-    resources: receives what to close, also after a failure. callbacks: the user's.
+    resources: collects everything to close, also after a failure. callbacks: the user's.
     """
     tracker = make_tracker(folder, output, config.tracking, is_main=world.is_main)
     with output.phase("reading the model's settings and tokenizer"):
@@ -156,14 +156,14 @@ def build_models(
 
 def connect_servers(config: Config, world: World, stop: StopRequest) -> list[EngineServer]:
     """Wait for the engine servers of the run. Collective. Raises ConfigError or RunError."""
-    # Imported here: other runs need none of it.
+    # Imported here: other runs do not need it.
     from colocated_grpo.assembly.servers import connect
 
     return connect(config.engine, config.model, config.policy, config.max_sequence_tokens, world, stop)
 
 
 def engine_phase(spec: EngineSpec, device: torch.device) -> str:
-    """Return the name of the phase in which the engines of the ranks are built."""
+    """Return the name of the start phase that builds the engines of the ranks."""
     graphs = device.type == "cuda" and not spec.enforce_eager
     return "building the engine" + (" and capturing its CUDA graphs" if graphs else "")
 
@@ -191,7 +191,7 @@ def build_engines(
 
 
 def join_supplies(sampled: PromptSupply | None, served: Supply | None, ahead: int) -> Supply:
-    """One supply of the run's own prompts and of groups that other processes bring. At least one is given.
+    """Join the supply of the run's own prompts and that of groups from other processes. At least one is given.
 
     ahead: `Config.steps_sampled_ahead`.
     """
@@ -213,7 +213,7 @@ def build_serving(
     note: Callable[[str], None],
     resources: ExitStack,
 ) -> Serving | None:
-    """The engines over HTTP for environments in other processes; None without an atropos entry. Collective."""
+    """Serve the engines over HTTP to environments in other processes; None without an atropos entry. Collective."""
     if config.atropos is None:
         return None
     # Imported here: the web framework would delay the start of every other run.
@@ -248,7 +248,7 @@ def build_hub(
 
 
 def finish_writing(checkpoints: Checkpoints) -> None:
-    """Wait for a checkpoint that was being written when the run failed, whose own error is not the cause."""
+    """Wait for a checkpoint being written when the run failed, and ignore its error, which is not the cause."""
     with suppress(RunError):
         checkpoints.wait()
 

@@ -41,7 +41,7 @@ def build_data(
 ) -> Data:
     """Collective. User code is imported on every rank; datasets are read on rank 0 only.
 
-    resources: end the processes of reward functions.
+    resources: ends the processes of reward functions.
     """
     resources.callback(end_idle_workers)
     environments = build_environments(config, model.tokenizer)
@@ -60,7 +60,7 @@ def open_source(environments: Environments, note: Callable[[str], None]) -> Long
 
 
 def listen_to_agents(config: Config, data: Data, model: ModelFiles, resources: ExitStack) -> None:
-    """Open the address at which agents sample from this rank's engine, if there are agents. resources: close it."""
+    """Open the address at which agents sample from this rank's engine, if there are agents. resources: closes it."""
     if data.environments.open_episodes is None:
         return
     # Imported here: the web framework would delay the start of every other run.

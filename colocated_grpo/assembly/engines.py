@@ -1,4 +1,4 @@
-"""The engines of a run, wherever they are, and what belongs to them."""
+"""The engines of a run, in its own or in other processes, and their build parameters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Engines:
     """One set of engines with the same weights."""
 
     engine: RolloutEngine
-    """All that this rank uses, as one."""
+    """All engines that this rank uses, behind one interface."""
     local: LocalEngine | None
     """The engine in this process; None with engine servers."""
     sync: WeightSync
@@ -34,7 +34,7 @@ class Engines:
 def engine_spec(config: Config, folder: Path, world: World, sequences: int | None = None) -> EngineSpec:
     """Return the engine of one rank of a run with the model in `folder`.
 
-    sequences: that it receives at a time, where engine.max_num_seqs is open; None: its part of a step's completions.
+    sequences: received at a time, used if engine.max_num_seqs is not set. None: its part of a step's completions.
     """
     engine, has_senders = config.engine, config.atropos is not None
     if sequences is None:
@@ -53,9 +53,9 @@ def engine_spec(config: Config, folder: Path, world: World, sequences: int | Non
         gpu_memory_utilization=engine.gpu_memory_utilization,
         enforce_eager=engine.enforce_eager,
         sleep=engine.sleep,
-        # The policy computes with the weights, or not every phase begins with a sync.
+        # The policy computes with the engine's weights, or some phases begin without a sync.
         keeps_weights=config.weights == "shared" or config.sync_frequency > 1,
-        # Requests of agents and of other processes may have stop strings, whatever rollout.stop says.
+        # Requests of agents and of other processes may have stop strings, regardless of rollout.stop.
         needs_text=bool(config.rollout.stop) or has_senders or config.has_agents,
         structured=config.structured,
         records_routes=config.policy.routing_replay,

@@ -1,4 +1,4 @@
-"""The evaluation side of a run: prompts, sampling and metrics of everything that is evaluated."""
+"""The evaluation side of a run: prompts, sampling and metrics of held-out prompts and evaluation sets."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Evaluated:
     held_out: list[Prompt]
     """Held-out prompts of the training environments."""
     sets: list[list[Prompt]]
-    """Prompts of each evaluation set; none of a set that this run does not evaluate."""
+    """Prompts of each evaluation set; empty for a set that this run does not evaluate."""
     answers: list[Answer | None]
     """Functions that return the answers of each set for maj@k; None for a set without maj@k."""
 
@@ -79,7 +79,7 @@ def draw_held_out(evaluation: EvaluationConfig, environments: Environments, note
 
 
 def evaluation_sets(config: Config, evaluated: Evaluated, stop_tokens: tuple[int, ...]) -> list[EvaluationSet]:
-    """Return the held-out prompts and the sets of the config. Those that this run does not evaluate have no prompts."""
+    """Return the held-out prompts and the sets of the config. Sets that this run does not evaluate have no prompts."""
     evaluation = config.evaluation
     sampling = partial(_sampling, config.rollout, stop_tokens)
     sets = zip(evaluation.sets, evaluated.sets, evaluated.answers, strict=True)

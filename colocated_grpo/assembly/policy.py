@@ -62,7 +62,7 @@ def read_opponent(loader: ModelLoader | None, device: torch.device) -> dict[str,
 
 
 def opponent_state(opponent: OpponentConfig | None, shards: Mapping[str, DTensor]) -> dict[str, DTensor]:
-    """Return the opponent's shards for checkpoints, under names of their own; none if they never change."""
+    """Return the opponent's shards for checkpoints, under separate names; none if they never change."""
     if opponent is None or not opponent.refresh_every:
         return {}
     return {f"opponent.{name}": weight for name, weight in shards.items()}
@@ -78,7 +78,7 @@ def build_colocated(
 
 
 def build_engine(spec: EngineSpec, policy: Policy, world: World) -> VLLMEngine:
-    """An engine beside the trainer's resident state, asleep. Collective."""
+    """Build an engine beside the trainer's resident state, and put it to sleep. Collective."""
     if world.device.type == "cuda":
         # The cache is sized from free memory, so everything that stays must be allocated first.
         policy.init_optimizer_state()
@@ -94,7 +94,7 @@ def build_engine(spec: EngineSpec, policy: Policy, world: World) -> VLLMEngine:
 def build_sync(policy: Policy, engine: LocalEngine, world: World, *, shared: bool, check_every: int) -> WeightSync:
     """Return the sync from the policy into the engine.
 
-    shared: `weights: shared`, so that both use one copy from here on. check_every: verify every n-th sync; 0: none.
+    shared: with `weights: shared`, both use one copy from here on. check_every: verify every n-th sync; 0: none.
     """
     model, weights = policy.model, policy.weights
     copies = ColocatedSync(

@@ -1,4 +1,4 @@
-"""Engines in other processes: connections to their servers, and the way in which weights reach them."""
+"""Engines in other processes: connections to their servers, and the bridge that sends them weights."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def connect(
 ) -> list[EngineServer]:
     """Wait for the servers and check that they can serve this run. Collective. Raises ConfigError or RunError.
 
-    max_tokens: of a sequence.
+    max_tokens: longest sequence.
     """
     urls, variable = engine.urls, engine.api_key_variable
     if not urls:
@@ -58,7 +58,7 @@ def connect(
 
 
 def _required_dtype(engine: EngineConfig, policy: PolicyConfig, device: torch.device) -> str | None:
-    """Return the type that the servers' weights must have; None: any, as they are cast on their way."""
+    """Return the type that the servers' weights must have; None: any, because weights are cast when they are sent."""
     if engine.dtype == "auto" and engine.bridge != "shared":
         return None
     return str(engine_dtype(engine, policy, device)).removeprefix("torch.")
@@ -67,7 +67,7 @@ def _required_dtype(engine: EngineConfig, policy: PolicyConfig, device: torch.de
 def _prepare(
     model: ModelConfig, max_tokens: int, bridge: str, dtype: str | None, server: EngineServer, info: JsonObject
 ) -> None:
-    """Check that the server fits, and unload an adapter that an earlier trainer has left. Raises ConfigError."""
+    """Check that the server fits, and unload an adapter left by an earlier trainer. Raises ConfigError."""
     shape, served = shape_of(read_config_json(model)), info["shape"]
     if (key := first_difference(shape, served)) is not None:
         raise ConfigError(
@@ -132,7 +132,7 @@ def _bridge(
     world: World,
     check_every: int,
 ) -> tuple[WeightSync, Restore]:
-    """Return the way in which weights reach the servers. base: name of the model. folder: for weights in files."""
+    """Return the bridge that sends weights to the servers. base: name of the model. folder: for weights in files."""
     prefix = policy.model.lm.base_model_prefix
     match engine.bridge:
         case "broadcast":

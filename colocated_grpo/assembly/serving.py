@@ -32,7 +32,7 @@ from colocated_grpo.web.guards import Hosts
 from colocated_grpo.web.server import ServerThread
 
 REMEMBERED_COMPLETIONS = 1 << 17
-"""Several batches of the largest size."""
+"""Limit of remembered completions: several batches of the largest size."""
 
 Keep = Callable[[list[Any]], None]
 """Called with each batch as it was received."""
@@ -104,7 +104,7 @@ class Serving:
         self._note(f"atropos: batches from {atropos.url}; environments sample at {atropos.server.host}, port {ports}")
 
     def close(self) -> None:
-        """Close ports and links. After `start` the supply has closed them, once its requests had a response."""
+        """Close ports and links. After `start` the supply closes them, once its requests have a response."""
         for server in self._servers:
             server.close()
         for link in self._links:
@@ -145,7 +145,7 @@ def _key(variable: str | None) -> str | None:
 def make_reader(
     atropos: AtroposSourceConfig, limits: Limits, origins: Origins, tokenizer: PreTrainedTokenizerBase
 ) -> GroupReader:
-    """The reader that turns rows of the API server into groups."""
+    """Return the reader that turns rows of the API server into groups."""
     return GroupReader(
         source=atropos.name,
         vocab_size=limits.vocab_size,

@@ -1,4 +1,4 @@
-"""Contracts of environments: tasks, episodes, scorers, what the config's entries become, and the source of prompts."""
+"""Interfaces of environments: tasks, episodes, scorers, entries built from the config, and the source of prompts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Task(Protocol):
     def score(self, item: Item, completion: str) -> float | dict[str, float] | None:
         """Return the reward, named parts including "reward", or None if not applicable. Must be thread-safe.
 
-        An exception gives the answer reward 0 (`rewards.scoring`) or, if it is not the answer's fault, none.
+        An exception gives reward 0 if the answer caused it, else no reward (`rewards.scoring`).
         """
         ...
 
@@ -147,7 +147,7 @@ class Items:
     """The items of one environment. Rank 0 only: all members may read data."""
 
     default_count = 64
-    """Prompts of an evaluation set that does not give their number: these items may have no end."""
+    """Default number of prompts of an evaluation set, because these items may be endless."""
 
     @property
     def filter_notes(self) -> Sequence[str]:
@@ -186,7 +186,7 @@ class AgentLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """One entry of the config: its items, and what rewards their completions. The same on every rank."""
+    """One entry of the config: its items, and their scorer or episode. The same on every rank."""
 
     name: str
     """`Prompt.source` of its prompts, unique in the run."""
@@ -195,7 +195,7 @@ class Environment:
     """Scores single completions. None: `episode` plays whole conversations."""
     episode: Playable | None = None
     limits: AgentLimits | None = None
-    """Of an episode whose turns an agent requests over HTTP."""
+    """Set for an episode whose turns an agent requests over HTTP."""
 
 
 class BatchSource(Protocol):

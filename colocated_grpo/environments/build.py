@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from colocated_grpo.environments.agents.programs import OpenEpisodes
 
 MAX_DROPPED_HELD_OUT = 1000
-"""Held-out items that may be dropped before the search for usable ones ends."""
+"""Dropped held-out items after which the search for usable ones ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +62,11 @@ class Environments:
     seed: int
     skip_solved: SkipSolvedConfig | None
     open_episodes: OpenEpisodes | None
-    """Where the agents of this rank sample; None without agents."""
+    """Episodes at which the agents of this rank sample; None without agents."""
 
     @property
     def scorers(self) -> dict[str, Scorer]:
-        """By `Prompt.source`, as the next two."""
+        """Return scorers by `Prompt.source`. The next two properties have the same keys."""
         return {each.name: each.scorer for each in self._all if each.scorer is not None}
 
     @property
@@ -83,7 +83,7 @@ class Environments:
         return [*self.trained, *self.sets]
 
     def open_source(self) -> BatchSource:
-        """Return the source of training prompts. Rank 0 only, as all methods below: reads data."""
+        """Return the source of training prompts. Rank 0 only, like all methods below, because it reads data."""
         streams = {each.name: self._open_stream(each) for each in self.trained}
         return PromptSource(streams, self.weights, self.encoder)
 
@@ -117,7 +117,7 @@ class Environments:
         return self._encoded(one.name, one.items.evaluated(self.seed), wanted, first_index)
 
     def _encoded(self, source: str, items: Iterator[Item], count: int, first_index: int) -> tuple[list[Prompt], int]:
-        """Return the first `count` usable prompts, or all there are, and how many items were dropped.
+        """Return up to `count` usable prompts, and the number of dropped items.
 
         Raises EnvironmentSetupError if there are items and none is usable.
         """
@@ -138,7 +138,7 @@ class Environments:
 
 @dataclass(frozen=True, kw_only=True)
 class _RunValues:
-    """Values of the config that builders use, beside the entry itself."""
+    """Values of the config that builders use in addition to the entry itself."""
 
     seed: int
     loss: LossConfig

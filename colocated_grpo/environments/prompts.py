@@ -104,7 +104,7 @@ class PromptEncoder:
 
 
 def _check_not_needed(template: PromptTemplate, source: str) -> None:
-    """Raise for settings that do not reach a prompt to which no chat template is applied."""
+    """Raise for chat template settings if no chat template is applied to the prompt."""
     for name in [TOOLS] * bool(template.tools) + ["system_prompt"] * bool(template.system_prompt):
         raise EnvironmentSetupError(
             f"environments {source!r}: {name}: a prompt contains special tokens, so no chat template is applied to it; "
@@ -135,7 +135,7 @@ def _texts(prompt: str | list[Message]) -> list[str]:
 
 
 def _is_blank(prompt: str | list[Message]) -> bool:
-    """Return True if nothing is said, apart from a system message."""
+    """Return True if all text except a system message is blank."""
     if not isinstance(prompt, str):
         prompt = [message for message in prompt if message["role"] != "system"] or prompt
     return not any(text.strip() for text in _texts(prompt))
@@ -161,7 +161,7 @@ def checked_prompt(item: Any, source: str) -> str | list[Message]:
 
 
 def _check_content(message: Message, source: str) -> None:
-    """Reject a message that a chat template would render without what it is to say. A tool call needs no content."""
+    """Reject a message without text content, which a chat template would render empty. A tool call needs none."""
     content = message.get("content")
     if isinstance(content, str) or (content is None and message.get("tool_calls")):
         return

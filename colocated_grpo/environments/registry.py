@@ -82,8 +82,8 @@ KINDS = {
 def check_names(sources: Iterable[EnvironmentConfig]) -> None:
     """Raise ConfigError with one line per name that is not built in, not installed and not of a user-code form.
 
-    By look-up alone: no user code is imported. The launcher calls it, so that a misspelled name fails before the ranks
-    start.
+    Names are only looked up: no user code is imported. The launcher calls this, so that a misspelled name fails before
+    the ranks start.
     """
     from colocated_grpo.environments.rewards.functions import check_reward_name
 
@@ -102,7 +102,7 @@ def check_names(sources: Iterable[EnvironmentConfig]) -> None:
 
 
 def check_name(kind: Kind, name: str) -> None:
-    """Raise EnvironmentSetupError unless `name` is built in, adapted, installed, or of a form of user code."""
+    """Raise EnvironmentSetupError unless `name` is built in, adapted, installed, or has a form of user code."""
     library = name.partition(":")[0]
     if library in kind.adapters or name in kind.built_in or name in installed():
         return

@@ -31,7 +31,7 @@ DIGEST_ROWS = 64
 
 
 class Prompting(Protocol):
-    """A task, an episode or tasks of agents: it yields its own prompts."""
+    """A source of prompts: a task, an episode or tasks of agents."""
 
     def prompts(self, seed: int, split: Split) -> Iterator[Item]: ...
 
@@ -177,7 +177,7 @@ def sample_digest(rows: Rows) -> str:
 
 
 def row_at(size: int, seed: int | None, taken: int) -> int:
-    """Return the index of the row that follows `taken` others, in passes over `size` rows. seed: None is in order."""
+    """Return the index of the row drawn after `taken` others, in passes over `size` rows. seed: None keeps order."""
     epoch, position = divmod(taken, size)
     return position if seed is None else epoch_order(size, seed, epoch)[position]
 

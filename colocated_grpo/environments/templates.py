@@ -1,4 +1,4 @@
-"""Tools, variables and a system message for the chat template, which gets them besides the messages of a prompt."""
+"""Tools, variables and a system message that the chat template receives in addition to a prompt's messages."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class PromptTemplate:
     system_prompt: str | None = None
 
     def arguments(self, item: Item) -> JsonObject:
-        """Return arguments of apply_chat_template(). Raises ValueError if those of the item are malformed."""
+        """Return arguments of apply_chat_template(). Raises ValueError if the item's are malformed."""
         given = item_tools(item)
         tools = self.tools if given is None else given
         variables = {**self.variables, **item_variables(item)}
-        return {**variables, TOOLS: list(tools)} if tools else variables  # templates describe an empty list, too
+        return {**variables, TOOLS: list(tools)} if tools else variables  # templates render an empty list, too
 
 
 TemplatedConfig = TaskSourceConfig | EpisodeSourceConfig | DatasetSourceConfig
@@ -139,7 +139,7 @@ def check_is_read(tokenizer: PreTrainedTokenizerBase, key: str, name: str) -> No
 
 
 def _schema(tool: Tool, key: str) -> JsonObject:
-    """Return the JSON schema of a tool. transformers makes that of a function from its type hints and docstring."""
+    """Return the JSON schema of a tool. For a function, transformers derives it from type hints and docstring."""
     if isinstance(tool, dict):
         return tool
     function = load_object(tool, key)
@@ -147,7 +147,7 @@ def _schema(tool: Tool, key: str) -> JsonObject:
 
     try:
         return get_json_schema(function)
-    except Exception as error:  # DocstringParsingException, TypeHintParsingException, and what inspect raises
+    except Exception as error:  # DocstringParsingException, TypeHintParsingException, or one of inspect's
         raise EnvironmentSetupError(f"{key}={tool!r}: no JSON schema can be made of it: {one_line(error)}") from error
 
 

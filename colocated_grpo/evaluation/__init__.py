@@ -1,1 +1,1 @@
-"""Evaluation: what is measured on prompts that are not trained, and which step was the best."""
+"""Evaluation on prompts that are not trained on, and the record of the best step."""

@@ -1,4 +1,4 @@
-"""Sampling of the prompts that are evaluated, and the record of the best step."""
+"""Evaluation sets, their sampling, and the record of the best step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class EvaluationSet:
     """Prompts that are evaluated together."""
 
     name: str
-    """Unique in the run; first part of the names of its metrics."""
+    """Unique in the run; prefix of its metric names."""
     every: int
     """Steps between evaluations; 0: none during a run."""
     prompts: Sequence[Prompt]
@@ -41,7 +41,7 @@ class Evaluator:
         """Step of each set's last evaluation."""
 
     def due(self, step: int, *, last: bool = False) -> list[EvaluationSet]:
-        """Return the sets to evaluate before training step `step`; all that have not been, if it is the `last`."""
+        """Return the sets to evaluate before training step `step`. last: all that were not evaluated at this step."""
         chosen = [each for each in self._sets if each.every and (last or step % each.every == 0)]
         return [each for each in chosen if self._evaluated.get(each.name) != step]
 
@@ -59,7 +59,7 @@ class Evaluator:
             )
         )
         self._evaluated[evaluated.name] = step
-        # On rank 0, as functions of the user may be among the metrics: all ranks must use the same numbers.
+        # Computed on rank 0: metrics may call user functions, and all ranks must use the same numbers.
         return self._world.from_main(lambda: evaluated.metrics(groups)), groups
 
 
@@ -77,7 +77,7 @@ class Best:
         self.step: int | None = None
         """Completed steps of the best weights."""
         self._last_step = -1
-        """Step of the last evaluation that counted; one that is repeated after a resume does not count again."""
+        """Step of the last counted evaluation. An evaluation repeated after a resume does not count again."""
         self._without_better = 0
 
     def update(self, step: int, row: Mapping[str, float]) -> bool:
@@ -125,7 +125,7 @@ class Best:
         return {**self._record, "last_step": self._last_step, "without_better": self._without_better}
 
     def load_state_dict(self, state: JsonObject) -> None:
-        """Continue a record; one of another metric is ignored, as values of two metrics cannot be compared."""
+        """Restore a record. A record of another metric is ignored: values of two metrics are not comparable."""
         if state.get("metric") != self.metric:
             return
         self.value, self.step = state["value"], state["step"]

@@ -40,7 +40,7 @@ def majority(answers: Sequence[Hashable | None], passed: Sequence[bool]) -> floa
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
-    """Return the mean over prompts and its standard error; None as the error of a single prompt.
+    """Return the mean over prompts and its standard error; the error of a single prompt is None.
 
     One value per prompt: completions of one prompt are not independent of each other.
     """
@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 Answer = Callable[[str], Hashable | None]
 BOX = "\\boxed{"
 LAYOUT = re.compile(r"\\(?:left|right|displaystyle|[,;:! ])|[$\s]")
-"""TeX that changes how an answer looks and not what it is."""
+"""TeX that changes only the layout of an answer."""
 
 
 def final_answer(text: str) -> str | None:
@@ -91,7 +91,7 @@ def _balanced(text: str, start: int) -> str | None:
 
 
 def _as_number(text: str) -> Decimal | None:
-    """Return the number that the whole text is; None if it is none. 1.50 and 1.5 are the same answer."""
+    """Parse the whole text as a number; None if it is not one. 1.50 and 1.5 are the same answer."""
     found = answers.NUMBER.fullmatch(text)
     return Decimal(text.replace(",", "")) if found else None
 
@@ -100,7 +100,7 @@ BUILT_IN: dict[str, Answer] = {"final_answer": final_answer, "last_number": last
 
 
 def answer_function(name: str, key: str) -> Answer:
-    """Return the function of this name, built in or of the user. Raises EnvironmentSetupError."""
+    """Return the built-in or user function of this name. Raises EnvironmentSetupError."""
     if name in BUILT_IN:
         return BUILT_IN[name]
     function = load_object(name, key)
@@ -132,8 +132,8 @@ def set_metrics(
 ) -> dict[str, float]:
     """Return the metrics of the groups under names that begin with `prefix`.
 
-    answer: extracts what maj@k compares; None: no maj@k. A completion whose reward is None has not passed, and counts
-    in `errors` if scoring it failed.
+    answer: extracts the answers that maj@k compares; None: no maj@k. A completion with reward None counts as not
+    passed, and in `errors` if its scoring failed.
     """
     by_prompt: dict[str, list[float]] = {}
 

@@ -25,7 +25,7 @@ OVERDUE_CHECK_SECONDS = 0.5
 Decode = Callable[[Sequence[int]], str]
 """From token ids of a completion to text without special tokens."""
 Gather = Callable[[], list[Group]]
-"""Collective: all groups of a job, as `Collector.collect` gives them."""
+"""Collective: return all groups of a job, as `Collector.collect` does."""
 
 
 class Stopped(Exception):
@@ -68,7 +68,7 @@ class Collector:
         return gather()
 
     def sample(self, job: Job) -> Gather:
-        """Decode this rank's prompts without waiting for other ranks or for requests of the inbox."""
+        """Decode this rank's prompts without waiting for other ranks or for inbox requests."""
         done = self._decode_prompts(job, self._dispatch.open(job))
         return lambda: self._gather(job, done())
 
@@ -101,7 +101,7 @@ class Collector:
         return groups
 
     def _judged(self, job: Job, calls: Mapping[int, RewardCall], ended: float) -> dict[int, Group] | None:
-        """Groups of the calls; None after a stop request that rewards would have delayed."""
+        """Return the groups of the calls; None if rewards are not ready soon after a stop request."""
         if not self._rewards.wait(list(calls.values()), since=ended):
             return None
         return {index: self._group(job, call) for index, call in calls.items()}
@@ -154,7 +154,7 @@ class _Batch:
         while self.running < room and not self._exhausted:
             index = queue.take()
             if index is None:
-                self._exhausted = True  # another take would cost a round trip to the store with every decode step
+                self._exhausted = True  # taking again would cost a store round trip per decode step
             elif self._episodes.plays(self._job.prompts[index].source):
                 self._episodes.start(self._job, index)
                 self._playing += self._job.group_size
@@ -190,7 +190,7 @@ class _Batch:
                 yield index
         if self._playing:
             self._store(self._episodes.finished())
-            # Also while the engine decodes: requests from outside may keep it busy without end.
+            # Check while the engine decodes too: requests of other clients may keep it busy for ever.
             if not self._driver.running or time.monotonic() >= self._next_overdue_check:
                 self._store(self._episodes.give_up_overdue())
                 self._next_overdue_check = time.monotonic() + OVERDUE_CHECK_SECONDS

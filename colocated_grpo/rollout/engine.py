@@ -28,7 +28,7 @@ class Sampling:
 
     @property
     def is_plain(self) -> bool:
-        """True if tokens are drawn from the model's whole distribution, only divided by the temperature."""
+        """True if only the temperature changes the model's distribution."""
         return (self.top_p, self.top_k, self.min_p, self.repetition_penalty) == (1.0, 0, 0.0, 1.0)
 
 
@@ -66,7 +66,7 @@ class RolloutEngine(Protocol):
     max_num_seqs: int
     """Completions that decode together."""
     admission_cost: int
-    """Decode steps that each running request loses when new requests are admitted."""
+    """Cost of admitting requests, in decode steps lost by each running request."""
 
     def submit(self, requests: Iterable[Request]) -> None:
         """Raises ValueError for a request that the engine cannot serve."""
@@ -88,7 +88,7 @@ class RolloutEngine(Protocol):
         ...
 
     def top_logprobs(self, token_ids: Sequence[int], k: int) -> list[dict[int, float]]:
-        """For each of token_ids[1:], itself and the `k` most likely tokens, itself first; at temperature 1.
+        """Return log-probabilities at temperature 1 for each of token_ids[1:]: its own first, then the `k` highest.
 
         No request may be running. Raises ValueError for unknown tokens and for a `k` above the engine's limit.
         """
@@ -115,7 +115,7 @@ class LocalEngine(RolloutEngine, Protocol):
     transforms_weights: bool
     """True if weights change layout or type after loading (quantisation, experts on the CPU).
 
-    Only `load_weights` can write them then.
+    In that case only `load_weights` can write them.
     """
     is_quantized: bool
     """True if weights or KV cache have 8 bits or fewer."""

@@ -30,7 +30,7 @@ from colocated_grpo.runtime.user_code import limited
 from colocated_grpo.types import Completion, Rollout, Score
 
 GRACE_SECONDS = 2.0
-"""An episode that has not ended this long after its deadline blocks its event loop."""
+"""Grace period after a deadline. An episode still running then is blocking the event loop."""
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -41,16 +41,16 @@ class _Playing:
     index: int
     sibling: int
     deadline: float | None = None
-    """time.monotonic() by which its tools must return; None before it begins and while the engine samples its turns."""
+    """Deadline of its tools, in time.monotonic(). None before it begins and while the engine samples its turns."""
     clock: asyncio.Timeout | None = None
-    """The same deadline on the event loop, which cancels the episode. None when the episode does not run."""
+    """The event loop's timeout for the same deadline, which cancels the episode. None if the episode is not running."""
     conversation: Conversation | AgentConversation | None = None
     loop: asyncio.AbstractEventLoop | None = None
     task: Future[Rollout] | None = None
     requests: int = 0
     """Turns that were requested so far."""
     sampling: set[Future[Completion]] = field(default_factory=set)
-    """Turns that the engine samples now. An agent may request several at a time."""
+    """Turns being sampled. An agent may request several at once."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Guards `sampling` and `deadline`, which the engine's thread changes too."""
     abandoned: bool = False
@@ -86,7 +86,7 @@ class EpisodeRunner:
         self._groups: defaultdict[int, dict[int, Rollout]] = defaultdict(dict)
         """Finished siblings by prompt."""
         self._waiting: defaultdict[str, deque[_Playing]] = defaultdict(deque)
-        """By source, episodes above its limit of running ones."""
+        """Episodes by source, queued until the source's limit allows them to run."""
         self._running: Counter[str] = Counter()
         """By source."""
 
@@ -94,7 +94,7 @@ class EpisodeRunner:
         return source in self._episodes
 
     def start(self, job: Job, index: int) -> None:
-        """Start the episodes of one prompt of the job, or queue those for which no more may run."""
+        """Start the episodes of one prompt of the job. Queue those above their source's limit."""
         for sibling in range(job.group_size):
             playing = _Playing(job=job, index=index, sibling=sibling)
             playing.conversation = self._conversation(playing)
@@ -158,7 +158,7 @@ class EpisodeRunner:
             self._abandon_loop()
 
     def _event_loop(self) -> asyncio.AbstractEventLoop:
-        """The one loop of all batches, because connections of user code belong to the loop that opened them."""
+        """Return the loop, shared by all batches: connections of user code are bound to the loop that opened them."""
         if self._loop is None:
             self._loop = start_loop("episodes")
         return self._loop
@@ -226,7 +226,7 @@ class EpisodeRunner:
     async def _turn(
         self, playing: _Playing, token_ids: list[int], max_tokens: int, stop: Sequence[str] = ()
     ) -> Completion:
-        """Sample one turn of the policy. The timeout does not run meanwhile."""
+        """Sample one turn of the policy. The timeout is paused meanwhile."""
         if playing.abandoned:
             raise asyncio.CancelledError
         _set_clock(playing, None)

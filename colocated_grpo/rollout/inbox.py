@@ -18,7 +18,7 @@ from colocated_grpo.types import Completion
 IDLE_SECONDS = 0.5
 """Longest wait of a step without work, so that the caller can check for a stop request."""
 MAX_STEPS_QUEUED = 64
-"""A request for which a slot is free is admitted after this many steps at the latest."""
+"""Longest wait, in steps, of a queued request that has a free slot."""
 
 Call = Callable[[RolloutEngine], Any]
 OnDelta = Callable[[TokenDelta], None]
@@ -29,7 +29,7 @@ class Inbox:
 
     def __init__(self) -> None:
         self._requests: deque[list[tuple[Request, Future[Completion], OnDelta | None]]] = deque()
-        """As queued: each list at once."""
+        """Each list was queued by one call, and is taken whole."""
         self._cancelled: deque[tuple[Hashable, Future[Completion]]] = deque()
         self._calls: deque[tuple[Call, Future[Any]]] = deque()
         self._wakeup = threading.Event()
@@ -78,7 +78,7 @@ class Inbox:
     def wait(self, timeout: float) -> None:
         """Wait until something is queued or `wake` is called since the last wait, at most `timeout` seconds."""
         self._wakeup.wait(timeout)
-        # Clear before the queues are read, so that whatever is queued from now on wakes the next wait.
+        # Clear before the queues are read, so that requests queued from now on wake the next wait.
         self._wakeup.clear()
 
     def __bool__(self) -> bool:
@@ -162,11 +162,11 @@ class Driver:
             future.set_exception(error)
 
     def _admit_queued(self) -> None:
-        """Admit queued requests once waiting has cost as much as their admission, or after MAX_STEPS_QUEUED steps.
+        """Admit queued requests once their wait has cost as much as an admission, or after MAX_STEPS_QUEUED steps.
 
-        Requests admitted one by one, as slots become free or tools return, would keep the engine from decoding at full
-        speed (docs/results/entry_of_requests_1xh200.json). Admitted as soon as the steps that free slots have lost
-        reach the cost of an admission, they cost at most twice the best schedule (the ski-rental rule).
+        Admitting requests one by one, as slots become free or tools return, would keep the engine from decoding at full
+        speed (docs/results/entry_of_requests_1xh200.json). Waiting until free slots have lost as many steps as an
+        admission costs (the ski-rental rule) costs at most twice the best schedule.
         """
         in_engine = self.running - len(self._queue)
         admissible = min(len(self._queue), self.max_num_seqs - in_engine)

@@ -1,6 +1,6 @@
-"""Longest expected completions first, because the group that starts last decides when a batch ends.
+"""Prompts in order of expected completion length, longest first: the last group to start decides when a batch ends.
 
-A long group that starts late leaves all other slots and ranks idle. The order decides only when a prompt is sampled,
+A long group that starts late leaves all other slots and ranks idle. The order changes only when a prompt is sampled,
 not its samples: seeds are derived from the prompt's index.
 """
 
@@ -16,9 +16,9 @@ from colocated_grpo.environments.base import BatchResult
 from colocated_grpo.types import Group, Prompt
 
 REMEMBERED = 1 << 16
-"""Prompts with a remembered length, more than common datasets have rows. They are part of every checkpoint."""
+"""Maximum number of remembered lengths, above the row count of common datasets. Every checkpoint contains them."""
 RECENT = 256
-"""Groups in a running mean: completions grow or shrink as the policy learns."""
+"""Window of a running mean, in groups: completions grow or shrink as the policy learns."""
 
 
 class RunningMean:

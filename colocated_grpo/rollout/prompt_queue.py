@@ -36,7 +36,7 @@ class PromptQueue:
     max_running: int = sys.maxsize
     """The rank takes a prompt only while fewer completions than this are running."""
     counts: bool = True
-    """False: this rank generates the same groups as another one, whose groups are scored and used."""
+    """False: this rank's groups duplicate those of another rank, which are scored and used instead."""
     may_stop: bool = True
     """False: this rank must stay in step with the other ranks of its tensor-parallel engine."""
 
@@ -50,8 +50,8 @@ class Dispatch(Protocol):
 class DynamicDispatch:
     """Each engine takes the next prompt when it has room. The position is a counter in the store of all ranks.
 
-    At the start an engine takes at most 1/num_engines of the prompts (rounded up), so that the first to start does not
-    take them all.
+    At the start an engine takes at most 1/num_engines of the prompts (rounded up), so that the first engine to start
+    does not take all of them.
     """
 
     def __init__(self, store: dist.Store, num_engines: int) -> None:

@@ -1,8 +1,8 @@
 """Dynamic sampling: groups without reward variance are replaced by groups of fresh prompts (DAPO, Yu et al. 2025).
 
-A step samples in rounds. All completions of a round end before its groups are judged, and the step trains the first
-informative groups in the order in which their prompts were drawn. Neither the time that a group took nor its place in
-the queue decides whether it is trained, so prompts with long completions are as likely to be trained as others.
+A step samples in rounds. Groups are judged after all completions of their round have ended. The step trains the first
+informative groups in draw order. A group's duration and queue position have no effect, so prompts with long completions
+are as likely to be trained as others.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from colocated_grpo.summaries import group_rewards, is_informative
 from colocated_grpo.types import Group, Prompt
 
 Draw = Callable[[int], Sequence[Prompt]]
-"""Collective: returns that many fresh prompts on every rank. Raises Stopped on every rank after a stop request."""
+"""Collective: returns the given number of fresh prompts on every rank. Raises Stopped on every rank after a stop
+request."""
 Collect = Callable[[Job], list[Group]]
 
 
 class Resampling:
-    """Replaces the groups of one step at a time. Every rank has one and decides alike, from the same groups."""
+    """Replaces the groups of one step at a time. All ranks decide from the same groups, and therefore alike."""
 
     def __init__(self, max_rounds: int, wanted: int, note: Callable[[str], None]) -> None:
-        """wanted: informative groups per step. note: is called with a line when they are not found."""
+        """wanted: informative groups per step. note: called with one line when a step finds fewer."""
         self._max_rounds = max_rounds
         self._wanted = wanted
         self._note = note
@@ -49,7 +50,7 @@ class Resampling:
     def _report(self, job: Job, groups: Sequence[Group]) -> None:
         found = sum(map(is_informative, groups))
         short = found < self._wanted
-        if short and not self._short:  # one line for a row of steps
+        if short and not self._short:  # one line for consecutive short steps
             self._note(
                 f"{job.name}: {found} of {self._wanted} groups have reward variance, after {self._rounds} more rounds "
                 f"and {len(groups)} prompts; the batch is filled with groups without (resample/missing counts them)"
@@ -57,7 +58,7 @@ class Resampling:
         self._short = short
 
     def choose(self, groups: Sequence[Group], result: BatchResult) -> BatchResult:
-        """Return `result` with the groups that are trained, and with metrics of all that were sampled."""
+        """Return `result` with the groups to train, and with metrics of all sampled groups."""
         chosen = set(chosen_places(groups, self._wanted))
         dropped = [group for place, group in enumerate(groups) if place not in chosen]
         metrics = resample_metrics(groups, dropped, self._wanted) | {"resample/rounds": float(self._rounds)}
@@ -66,7 +67,7 @@ class Resampling:
 
 
 def round_size(missing: int, groups: Sequence[Group], most: int) -> int:
-    """Return how many prompts give `missing` informative groups at the rate of `groups`; at most `most`."""
+    """Return the number of prompts that yield `missing` informative groups at the rate of `groups`; at most `most`."""
     rate = Fraction(sum(map(is_informative, groups)), len(groups))
     return min(most, math.ceil(missing / rate)) if rate else most
 
@@ -74,7 +75,7 @@ def round_size(missing: int, groups: Sequence[Group], most: int) -> int:
 def chosen_places(groups: Sequence[Group], wanted: int) -> list[int]:
     """Return the places of the trained groups: the first informative ones, then others if there are too few.
 
-    First in the order of `Prompt.index`, in which prompts were drawn. With others the batch keeps its size, and they
+    The order is that of `Prompt.index`, in which prompts were drawn. The other groups keep the batch size constant, and
     count in the denominator of the loss as they do without resampling.
     """
     order = sorted(

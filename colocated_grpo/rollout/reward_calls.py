@@ -34,14 +34,14 @@ class RewardCall:
     began: float | None = None
     thread: int | None = None
     place: str = ""
-    """Where a call that timed out was, for its error: ', in judge (my_rewards.py, line 12)'."""
+    """Position of a timed-out call, for its error: ', in judge (my_rewards.py, line 12)'."""
 
     def judged(self) -> Judged | None:
         """The result; None if the call timed out. Raises the judge's exception."""
         return self.future.result() if self.future.done() and not self.future.cancelled() else None
 
     def find_place(self) -> None:
-        """Note where a call that does not return is."""
+        """Record the position at which a hanging call is blocked."""
         line = line_of_thread(self.thread)
         self.place = "" if line is None else f", in {line}"
 
@@ -65,13 +65,13 @@ class RewardCalls:
         return call
 
     def wait(self, calls: Sequence[RewardCall], since: float) -> bool:
-        """Wait until each call is done or has timed out. The timeout starts at `since` or when the call begins.
+        """Wait until each call is done or has timed out. The timeout starts at `since`, or later when the call begins.
 
-        The start of a worker process, which imports the user's modules, does not count.
+        The timeout does not include the start of a worker process, which imports the user's modules.
 
         If all started calls are overdue, the others are queued behind hanging calls and get new workers. This repeats
-        only while new workers finish something: otherwise a reward that always hangs would cost one timeout for every
-        few prompts.
+        only while new workers finish calls: otherwise a reward that always hangs would cost one timeout for every few
+        prompts.
 
         Returns False if a stop was requested and the rewards are not ready soon after it.
         """

@@ -37,11 +37,11 @@ class Supply(Protocol):
         ...
 
     def release_engine(self) -> None:
-        """Wait until no rank samples, and discard what was sampled for a step that is not ordered."""
+        """Wait until all ranks have stopped sampling. Groups sampled for a step not yet ordered are discarded."""
         ...
 
     def state_dict(self) -> JsonObject | None:
-        """Position of the supply, on rank 0. Work that is ordered and not settled is repeated after a resume."""
+        """Position of the supply, on rank 0. Work that is ordered but not settled is repeated after a resume."""
         ...
 
     def load_state_dict(self, state: JsonObject) -> None: ...
@@ -88,10 +88,10 @@ class PromptSupply:
         self._resampling = resampling
         self._routes = routes
         self._before: JsonObject | None = None
-        """The source's state before the prompts that are not settled yet."""
+        """The source's state before it drew the prompts that are not settled yet."""
 
     def resized(self, config: RolloutConfig, sampling: Sampling) -> PromptSupply:
-        """The same supply with another amount of work a step, for benchmarks."""
+        """Return the same supply with other batch sizes and sampling settings, for benchmarks."""
         other = copy(self)
         other._config, other.sampling = config, sampling
         return other
@@ -116,12 +116,12 @@ class PromptSupply:
         )
 
     def sample(self, job: Job) -> Gather:
-        """Decode this rank's prompts of the job; see `Collector.sample`. Further rounds are sampled by the gather."""
+        """Decode this rank's prompts; see `Collector.sample`. The returned function samples further rounds."""
         gather = self._collector.sample(job)
         return lambda: self._completed(job, gather())
 
     def _completed(self, job: Job, groups: list[Group]) -> list[Group]:
-        """Return the groups, and those of further rounds."""
+        """Return the groups of this round and of further ones."""
         if self._resampling is None:
             return groups
         return self._resampling.complete(job, groups, self._draw_more, self._collector.collect)
@@ -139,7 +139,7 @@ class PromptSupply:
         groups = self._collector.collect(replace(job, prompts=own)) if own else []
         others = [prompt for prompt in job.prompts if prompt.by_opponent]
         if others:
-            assert self._opponent is not None  # the config of games with an opponent's turns names one
+            assert self._opponent is not None  # the config requires one for games with an opponent's turns
             with self._opponent.plays():
                 its_job = replace(job, name=f"{job.name}/opponent", prompts=others, group_size=1, routes=False)
                 groups += self._collector.collect(its_job)
@@ -180,14 +180,14 @@ class PromptSupply:
 
 
 class AheadSupply:
-    """`Supply` whose completions were sampled with the weights of one step before.
+    """`Supply` that samples the completions of a step with the weights of the step before.
 
     Sampling of step n + 1 starts when step n is settled, and ends before the weights of step n + 1 reach the engine.
-    The first step of a run, also of a resumed one, is sampled with its own weights.
+    The first step after a start or a resume is sampled with its own weights.
     """
 
     def __init__(self, supply: PromptSupply, num_steps: int) -> None:
-        """num_steps: of the whole run; nothing is sampled for a step after the last."""
+        """num_steps: length of the run, after which no step is sampled ahead."""
         self._supply = supply
         self._num_steps = num_steps
         self._step = 0
@@ -227,7 +227,7 @@ class AheadSupply:
             except BaseException as error:
                 sampled.set_exception(error)  # raised by `order`
 
-        # A daemon: an error of the training thread must not wait for the completions.
+        # A daemon thread: if the training thread fails, the process must not wait for completions.
         threading.Thread(target=sample, name="sampling ahead", daemon=True).start()
         self._ahead = sampled
 
@@ -240,7 +240,7 @@ class AheadSupply:
             self._supply.wait_for_ranks()
 
     def state_dict(self) -> JsonObject | None:
-        """Position before the prompts that are being sampled ahead, which a resumed run draws again."""
+        """Position before the prompts being sampled ahead. A resumed run draws them again."""
         return self._supply.state_dict()
 
     def load_state_dict(self, state: JsonObject) -> None:
@@ -301,5 +301,5 @@ class MixedSupply:
 
 
 def _renumbered(groups: Sequence[Group], side: int) -> list[Group]:
-    """Interleave the indices of both sides, which each count from 0: sampled groups even, served groups odd."""
+    """Make the indices of both sides unique; each counts from 0. Sampled groups become even, served groups odd."""
     return [replace(group, prompt=replace(group.prompt, index=2 * group.prompt.index + side)) for group in groups]

@@ -1,6 +1,6 @@
 """Chat with a model in the terminal: python -m colocated_grpo.tools.chat RUN_OR_MODEL
 
-RUN_OR_MODEL is a run folder, a model's or an adapter's folder, or a name on the Hub. Where standard input is no
+RUN_OR_MODEL is a run folder, a model's or an adapter's folder, or a name on the Hub. If standard input is not a
 terminal, each of its lines is a message, and only the replies are printed.
 """
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 RESET, QUIT = "/reset", ("/quit", "/exit")
 MAX_CONTEXT = 16_384
-"""Default limit of a conversation in tokens: the KV cache of a model's longest one may not fit."""
+"""Default limit of a conversation in tokens: the KV cache for a model's full context may not fit."""
 
 
 class Interrupts:
-    """Ctrl-C: ends the running reply; without one, or pressed again, raises KeyboardInterrupt."""
+    """Handler of Ctrl-C. Ends the running reply; pressed again, or without a reply, raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self.replying = self.requested = False
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGINT, interrupts)
         converse(session, _lines(), interrupts)
     except (ConfigError, RunError, OSError) as error:
-        if isinstance(error, BrokenPipeError):  # the reader of the replies has gone
+        if isinstance(error, BrokenPipeError):  # the reader of the replies has exited
             return 0
         print(*error_text(str(error).splitlines()), sep="\n", file=sys.stderr)
         return USAGE_ERROR if isinstance(error, ConfigError) else RUN_ERROR
@@ -136,10 +136,10 @@ def _settings(subject: ModelSubject, overrides: Sequence[str]) -> Config:
 
 
 class Chat:
-    """A model in an engine of this process that decodes one sequence, and one conversation with it."""
+    """One conversation with a model, in an engine of this process that decodes one sequence."""
 
     def __init__(self, subject: ModelSubject, config: Config, options: argparse.Namespace) -> None:
-        """options: of the command line. Raises ConfigError or RunError."""
+        """options: the parsed command line. Raises ConfigError or RunError."""
         from colocated_grpo.assembly.engines import engine_spec
         from colocated_grpo.policy.model_files import read_model_files
         from colocated_grpo.runtime.distributed import init_world
@@ -165,7 +165,7 @@ class Chat:
     def reply(self, text: str, interrupts: Interrupts) -> Iterator[str]:
         """Yield the reply to a message of the user in parts, as they are sampled. An interrupted reply is kept.
 
-        Without a chat template the model continues the text alone. Raises NoReply.
+        Without a chat template the model continues this text only, without earlier messages. Raises NoReply.
         """
         messages: list[Message] = [*self._messages, {"role": "user", "content": text}]
         parts = []

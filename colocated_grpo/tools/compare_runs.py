@@ -40,7 +40,7 @@ class Difference:
 
     @staticmethod
     def _at(values: Values, step: int) -> tuple[bool, float | None]:
-        # .get returns None for a missing step and for a value that was not finite; `in` tells them apart.
+        # .get returns None for a missing step and for a value that was not finite; `in` distinguishes them.
         return step in values, values.get(step)
 
 

@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def settings(subject: ModelSubject, config_file: str | None, overrides: Sequence[str]) -> Config:
-    """Return the config with the model, one engine per rank, and every set due, else the held-out prompts.
+    """Return the config with the model, one engine per rank, and all sets due; without sets, the held-out prompts.
 
     Raises ConfigError.
     """

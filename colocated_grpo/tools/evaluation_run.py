@@ -36,7 +36,7 @@ class Evaluation:
 
 
 def evaluate(config: Config, adapter: Path | None) -> dict[str, Any] | None:
-    """Evaluate everything that the config names. Returns results by set on rank 0, None elsewhere. Collective.
+    """Run all evaluations of the config. Returns results by set on rank 0, None elsewhere. Collective.
 
     Raises ConfigError or RunError with one line.
     """

@@ -105,7 +105,7 @@ def build_model(
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     for name, buffer in model.named_buffers():
-        if name in model.state_dict():  # constants that belong to the checkpoint, which are 1 in a new model
+        if name in model.state_dict():  # constants of the checkpoint, which are 1 in a new model
             buffer.uniform_(0.5, 1.5)
     return model
 
@@ -118,7 +118,7 @@ def model_config(
 ) -> PreTrainedConfig:
     """Return the transformers config. Raises ValueError for an unknown architecture.
 
-    settings: further entries of config.json, or replacements of those that follow from the shape.
+    settings: further entries of config.json. They override entries derived from the shape.
     """
     if shape.architecture not in ARCHITECTURES:
         raise ValueError(f"architecture={shape.architecture!r}: must be one of {', '.join(ARCHITECTURES)}")
@@ -155,14 +155,14 @@ def _size_arguments(shape: Shape) -> dict[str, object]:
         "max_position_embeddings": shape.max_positions,
     }
     if shape.architecture == "deepseek_v3":
-        # All heads have keys of their own, and defaults are the sizes of a model of 671 B parameters.
+        # Every head has its own keys. The defaults are the sizes of a model of 671 B parameters.
         del sizes["head_dim"]
         heads = {"qk_nope_head_dim": shape.head_dim, "v_head_dim": shape.head_dim}
         sizes |= {"num_key_value_heads": shape.heads, "q_lora_rank": None, **heads}
     if shape.architecture == "olmoe":
         del sizes["head_dim"]  # its heads divide the hidden size
     if shape.architecture == "gemma4":
-        # Sizes of its layers without a window, and of the input that each layer adds: large by default.
+        # Sizes of its layers without a window, and of the inputs per layer, which are large by default.
         sizes |= {"global_head_dim": shape.head_dim, "hidden_size_per_layer_input": 0}
     if shape.architecture in ("gemma2", "gemma3"):
         # Attention scores are divided by its square root. The default is for the head size of released checkpoints.
@@ -206,7 +206,7 @@ def make_model(
 ) -> Path:
     """Write a model with random weights and its tokenizer to the new folder `out`, and return the path.
 
-    architecture: instead of the shape's. settings: as in `model_config`.
+    architecture: replaces the shape's. settings: as in `model_config`.
     """
     out = Path(out)
     check_writable(out, force=False)

@@ -97,7 +97,7 @@ def rollout_panel(row: Row, encoding: str) -> Panel:
 
 
 def _shown(messages: Sequence[Passage], encoding: str) -> Iterator[Text | Padding]:
-    """Yield each message below its speaker. What the policy read is dim; what it sampled is indented."""
+    """Yield each message below its speaker. Text that the policy read is dim; text that it sampled is indented."""
     for message in messages:
         text = Text(printable(message.text, encoding), style="" if message.sampled else "dim")
         yield Text(printable(message.speaker, encoding), style="bold green" if message.sampled else "bold cyan")

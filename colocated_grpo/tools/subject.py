@@ -1,4 +1,4 @@
-"""The model that a tool loads into an engine: a folder, an adapter with its base, or what a run has exported."""
+"""The model that a tool loads into an engine: a folder, an adapter with its base, or the export of a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 RUN_CONFIG = "config.yaml"
 EXPORTS = ("best_model", "best_adapter", "final_model", "final_adapter")
-"""Folders of a run, the one that is used first."""
+"""Export folders of a run, in order of preference."""
 _EXPORT_OF_STEP = re.compile(r"(?:adapter_)?step_(\d+)")
 
 
@@ -31,10 +31,10 @@ class ModelSubject:
     """A model, and the settings that come with it."""
 
     model: str
-    """Folder or Hub name with the weights, of an adapter's base."""
+    """Folder or Hub name of the weights; for an adapter, of its base."""
     adapter: Path | None = None
     rank: int = 0
-    """The adapter's."""
+    """Rank of the adapter."""
     run_config: Path | None = None
     """Config of the run that exported it."""
 
@@ -45,7 +45,7 @@ class ModelSubject:
 
 
 def subject_of(name: str) -> ModelSubject:
-    """Return what `name` means: a run folder stands for its best export, else its final one, else its newest.
+    """Return the subject called `name`. A run folder stands for its best export, else its final one, else its newest.
 
     Raises ConfigError.
     """
@@ -102,7 +102,7 @@ def with_subject(config: Config, subject: ModelSubject) -> Config:
 
 
 def subject_engine(spec: EngineSpec, adapter: Path | None, world: World) -> VLLMEngine:
-    """Return an engine with the model's weights from disk, and the adapter beside them. Raises RunError. Collective.
+    """Return an engine with the model's weights from disk, and with the adapter if given. Raises RunError. Collective.
 
     spec: of a config of `with_subject`.
     """

@@ -59,13 +59,13 @@ UNPLOTTED = ("seconds/", "env/", "held_out/env/", "reward_std/")
 TRAINER_PREFIXES = frozenset(
     ("atropos", "clip_fraction", "correction", "eval", "groups", "held_out", "hub", "logprob", "loss")
 ) | {"curriculum", "memory", "mismatch", "prompts_skipped", "resample", "tokens_per_second"}
-"""First part of the names of metrics that the trainer records; others come from environments."""
+"""Name prefixes of metrics that the trainer records. Other metrics come from environments."""
 HUGE = 1e100
 """Larger values are not drawn: they would overflow the axis arithmetic, and flatten all other points."""
 
 
 def meaning(key: str) -> str:
-    """Return the line on a metric; '' if there is none."""
+    """Return the explanation of a metric; '' if there is none."""
     key = key.removeprefix("held_out/")
     return MEANINGS.get(key) or MEANINGS.get(f"{key.partition('/')[0]}/<name>", "")
 
@@ -78,7 +78,7 @@ class Chart:
     lines: dict[str, str]
     """Metric key -> name in the legend."""
     unit: str = ""
-    """Shown after the title: the unit, or what is measured."""
+    """Shown after the title: the unit or the quantity."""
 
 
 SECTIONS = {
@@ -159,7 +159,7 @@ def _evaluation_charts(points: dict[str, list[Point]]) -> list[Chart]:
 
 
 def family_charts(keys: Iterable[str]) -> Iterator[Chart]:
-    """Yield charts of metrics with a common prefix: parts of the reward, environments, and what games report."""
+    """Yield charts of metrics with a common prefix: parts of the reward, environments, and metrics of games."""
     families: dict[str, dict[str, str]] = {}
     for key in keys:
         first, _, name = key.partition("/")
@@ -176,7 +176,7 @@ def family_charts(keys: Iterable[str]) -> Iterator[Chart]:
     for title, lines in families.items():
         pairs = list(lines.items())
         for part in (pairs[start : start + NUM_COLORS] for start in range(0, len(pairs), NUM_COLORS)):
-            # A title that says all: "town/turns" for the only metric of its prefix.
+            # The full name as title: "town/turns" for the only metric of its prefix.
             single = len(lines) == 1 and f"{title}/{part[0][1]}" == part[0][0]
             yield Chart(part[0][0] if single else title, dict(part))
 

@@ -23,7 +23,7 @@ from colocated_grpo.tracking.text import as_html, duration, number, printable
 MIN_PHASE_SHARE = 0.02
 """Phases below this share of a step are omitted from its line."""
 GAP = 2
-"""Characters from one column to the next, and at both edges of the table together."""
+"""Characters between two columns, and at both edges of the table together."""
 
 Row = dict[str, float]
 STEPS_SHOWN = 12
@@ -32,7 +32,7 @@ ETA_STEPS = 20
 SHORTEST_PHASE = 0.1
 """Seconds; shorter phases of the start get no line."""
 Show = Callable[[str], None]
-"""Shows HTML, in place of what it showed before."""
+"""Shows HTML, replacing its previous output."""
 
 
 @dataclass(frozen=True, slots=True)

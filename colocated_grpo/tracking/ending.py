@@ -37,7 +37,7 @@ KILLED_BY_USER = "killed on request, before the run had saved a checkpoint and e
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Why a run has failed."""
+    """Cause of a run's failure."""
 
     error: str
     where: str | None
@@ -64,7 +64,7 @@ def write_summary(run_dir: Path, state: str, failure: Failure | None = None, *, 
 
 
 def summary_line(summary: JsonObject) -> str:
-    """Return one line about how many steps the run has completed, and its held-out reward."""
+    """Return one line with the number of completed steps and the held-out reward."""
     line = f"{summary['state']} after {summary['steps']} steps"
     if "held_out_reward" in summary:
         before, after = summary["held_out_reward"]["before"], summary["held_out_reward"]["after"]
@@ -76,7 +76,7 @@ def summary_line(summary: JsonObject) -> str:
 def record_failure(run_dir: Path, failure: Failure, *, training: bool, state: str = FAILED) -> list[str]:
     """Write summary.json and the report of a run that has failed, and return lines for the console.
 
-    Returns none where the folder cannot be written or is damaged: the error itself must still be shown.
+    Returns no lines if the folder cannot be written or is damaged: the error itself must still be shown.
     """
     lines: list[str] = []
     with suppress(OSError, RunError):
@@ -87,10 +87,10 @@ def record_failure(run_dir: Path, failure: Failure, *, training: bool, state: st
 
 
 def record_ending(output: RunOutput, error: BaseException, run_folders: Sequence[str | None]) -> tuple[int, list[str]]:
-    """Close the output and record the error that ends this rank, the first of all to fail, in the run folder.
+    """Close the output, and record in the run folder the error of this rank, the first to fail.
 
-    Returns the exit code and the lines that stand for the error; no lines for a defect, whose traceback is shown and
-    goes to run.log.
+    Returns the exit code and the lines to show for the error. A defect has no lines: its traceback is shown and written
+    to run.log.
     """
     if isinstance(error, ConfigError):  # the run has not begun
         output.close()
@@ -142,7 +142,7 @@ def leave_start(output: RunOutput) -> str:
 
 
 def leave_with_other_rank(output: RunOutput, line: str | None) -> None:
-    """Restore the terminal before the watchdog ends this rank. line: why, where no rank is alive to record it."""
+    """Restore the terminal before the watchdog ends this rank. line: the reason, if no rank is alive to record it."""
     output.close()
     if line is not None:
         _record(output, Failure(error=line, where=_phase(output), exit_code=RUN_ERROR), [f"error: {line}"])
@@ -152,8 +152,8 @@ def leave_with_other_rank(output: RunOutput, line: str | None) -> None:
 def ending(code: int, verdicts: Sequence[ProcessEnd] | None) -> tuple[int, list[str]]:
     """Return the run's exit code and the lines to show, and record a failure that no rank has recorded.
 
-    For the launcher. code: of the command that ran the ranks. verdicts: of its processes; None if a cleanup of /tmp has
-    removed them.
+    For the launcher. code: exit code of the command that ran the ranks. verdicts: how its processes ended; None if a
+    cleanup of /tmp has removed these files.
     """
     if verdicts is None or any(verdict.finished for verdict in verdicts):
         # Stopped by a signal that this launcher has not received: a scheduler must not take the run for finished.
@@ -195,7 +195,7 @@ def _phase(output: RunOutput) -> str | None:
 def place_of(error: BaseException) -> str | None:
     """Return the innermost line of user code, else of this package, as 'judge (my_rewards.py, line 12)'.
 
-    For an error that was raised from another one: the place of the other.
+    If the error was raised from another one, return the place of the other.
     """
     lines = lines_of_error(error.__cause__ or error)
     found = innermost(lines) or next((line for line in lines if line.is_ours()), None)

@@ -1,4 +1,4 @@
-"""The files of a run folder: their names, how they are read, and those that are replaced as a whole.
+"""The files of a run folder: their names, their readers, and atomic replacement of whole files.
 
 Files of .jsonl have one JSON object per line and are flushed every step. A killed run loses at most the line being
 written, so readers skip an incomplete last line and reject any other damage.
@@ -37,7 +37,7 @@ EVENTS_TABLE = "game_events.csv"
 Row = JsonObject
 NUMBER = int | float | None
 SET_ASIDE = ".damaged"
-"""Suffix of a damaged file that a resumed run has replaced."""
+"""Suffix for a damaged file that a resumed run has set aside and replaced."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def read_rows(path: Path, schema: RowSchema = STEP_ROW) -> Iterator[Row]:
 def keep_before(path: Path, first_step: int, schema: RowSchema, note: Callable[[str], None]) -> None:
     """Rewrite a .jsonl file without the rows of steps >= `first_step`, streaming: it may be larger than memory.
 
-    Damaged lines are left out, with a note: a log must not keep a run from being resumed.
+    Damaged lines are left out, with a note: a damaged log must not prevent a resume.
     """
 
     def kept() -> Iterator[str]:
@@ -128,14 +128,14 @@ def write_atomically(path: Path, parts: str | Iterable[str]) -> None:
     `parts` may be a generator that reads the old file.
     """
     temporary = path.with_name(f".{path.name}.part")
-    temporary.unlink(missing_ok=True)  # of a killed run, or a link to somewhere else
+    temporary.unlink(missing_ok=True)  # left by a killed run, or a link to another file
     with temporary.open("x", encoding="utf-8") as file:
         file.writelines([parts] if isinstance(parts, str) else parts)
     os.replace(temporary, path)
 
 
 def _parsed_rows(path: Path, schema: RowSchema) -> Iterator[Row | RunFolderError]:
-    """Yield each line as a row, or as the error that it is not one."""
+    """Yield each line as a row, or an error if it is not one."""
     if not path.is_file():
         return
     with path.open(encoding="utf-8", errors="replace") as lines:

@@ -1,4 +1,4 @@
-"""Pushes of a run's exports to the Hugging Face Hub with a model card: in the background, and never fatal."""
+"""Background pushes of a run's exports, with a model card, to the Hugging Face Hub. Failures never end the run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from colocated_grpo.tracking.text import number, visible
 from colocated_grpo.types import JsonObject
 
 STAGING = "hub"
-"""Folder in the run folder with what is being pushed."""
+"""Folder in the run folder for the files being pushed."""
 LONGEST_ERROR = 300
 CURVES = re.compile(r"reward|held_out/reward|eval/[^/]+/(mean|(pass|maj)@\d+)")
 SETTINGS = (
@@ -48,13 +48,13 @@ class _Job:
 class Hub:
     """The run's repository. Every rank has one, to know when a push is `due`; only rank 0 pushes.
 
-    Each push is an `hf upload` in a process of its own, so a slow or broken connection costs training nothing.
+    Each push is an `hf upload` in its own process, so a slow or broken connection does not delay training.
     """
 
     def __init__(
         self, settings: HubConfig, run_dir: Path, final: int | None, text_part: bool, note: Callable[[str], None]
     ) -> None:
-        """final: the step whose export is pushed at the end. text_part: an adapter is of a part of its base model."""
+        """final: the step whose export is pushed at the end. text_part: an adapter is for a part of its base model."""
         self._settings = settings
         self._run_dir = run_dir
         self._final = final
@@ -74,12 +74,12 @@ class Hub:
 
     def start(self) -> None:
         """Create the repository, so that a wrong token is noted at the start of the run."""
-        shutil.rmtree(self._run_dir / STAGING, ignore_errors=True)  # of a run that was killed
+        shutil.rmtree(self._run_dir / STAGING, ignore_errors=True)  # left by a killed run
         command = ["repos", "create", self._settings.repo, *self._private, "--exist-ok"]
         self._add(_Job(f"repository {self._settings.repo}", command))
 
     def free(self, step: int) -> bool:
-        """Return whether a push can begin; False, with a note, while the former one is not complete."""
+        """Return whether a push can begin; False, with a note, while the previous one is incomplete."""
         self._advance()
         busy = [job for job in (self._job, *self._waiting) if job is not None and job.folder is not None]
         if busy:
@@ -119,7 +119,7 @@ class Hub:
         return {"hub/failed": float(self._failed)}
 
     def close(self) -> None:
-        """End what is being pushed."""
+        """Drop waiting pushes and end the running one."""
         self._waiting.clear()
         if self._process is not None:
             self._end("the run ended first")
@@ -149,7 +149,7 @@ class Hub:
                 self._fail(self._job, str(error))
 
     def _end(self, reason: str) -> None:
-        """Record the result of the process. reason: of the failure if it has to be killed."""
+        """Record the result of the process. reason: cause of the failure, if the process must be killed."""
         assert self._process is not None and self._job is not None
         job, process = self._job, self._process
         killed = process.poll() is None

@@ -1,4 +1,4 @@
-"""Lines that the tracker prints: the banner, evaluations, one completion, errors of scoring, too large updates."""
+"""Lines that the tracker prints: the banner, evaluations, one completion, scoring errors, oversized updates."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def banner_facts(settings: JsonObject, facts: dict[str, str], run_dir: Path) -> 
 
 
 def evaluation_line(step: int, row: dict[str, float]) -> str:
-    """Return the metrics of one evaluation in a line, standard errors behind their metrics."""
+    """Return the metrics of one evaluation in a line, each followed by its standard error."""
     base, *rest = next(iter(row), "").split("/")
     prefix = "held_out/" if base == "held_out" else f"{base}/{rest[0]}/"  # of a set: eval/<name>/
     name = "held-out evaluation" if base == "held_out" else f"evaluation of {rest[0]}"

@@ -20,7 +20,7 @@ LOG_FILE = "run.log"
 LOGGER = "colocated_grpo"
 """Parent of this package's loggers; their warnings go to run.log too."""
 PATIENCE = 5.0
-"""Seconds after which a plain console shows the phase that is not finished."""
+"""Seconds after which a plain console shows an unfinished phase."""
 
 
 class LogFile(io.StringIO):
@@ -62,7 +62,7 @@ class RunOutput:
         self._log = log
         self._patience = patience
         self.phase_name: str | None = None
-        """The phase of the start that is not finished."""
+        """The unfinished phase of the start."""
         self.folder: Path | None = None
         """The run folder, once it is locked for this run."""
         self.trains = False

@@ -1,4 +1,4 @@
-"""Append what a run records to its folder: metrics, rollouts and ended games."""
+"""Writers of a run's metrics, rollouts and ended games, which append to files of its folder."""
 
 from __future__ import annotations
 

@@ -22,9 +22,9 @@ from colocated_grpo.tracking.transcripts import before_and_after, last_training_
 from colocated_grpo.types import JsonObject
 
 REFRESH_SECONDS = 30
-"""Time between two reports of a running run, and after which the browser loads the page again."""
+"""Interval at which the report of a running run is rewritten and the browser reloads it."""
 MAX_SHARE = 0.01
-"""Largest share of the run's time that is spent on writing them."""
+"""Maximum share of the run's time spent on writing reports."""
 NO_END = "did not end properly"
 NO_END_ADVICE = "Its processes were killed, or the machine went down. --resume auto continues from the last checkpoint."
 SMALLEST_SHARE = 0.005
@@ -36,7 +36,7 @@ MAX_WINDOW = 20
 CLEAR = 2.0
 """Changes above this many standard errors are called a change."""
 MOSTLY = 0.5
-"""Above this share of groups without signal the sentence says what to change."""
+"""Share of groups without signal above which the sentence suggests a change."""
 
 
 class LiveReport:

@@ -43,7 +43,7 @@ class Sink:
 
 
 class Sinks:
-    """The external trackers enabled in the configuration. None are by default, and then nothing is imported."""
+    """The external trackers enabled in the configuration. By default there are none, and nothing is imported."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note
@@ -81,7 +81,7 @@ class Sinks:
             assert sink.table is not None
             try:
                 sink.table(step, table)
-            except Exception as error:  # as for metrics, which this sink still gets
+            except Exception as error:  # as for metrics, which are still sent to this sink
                 self._sinks[name] = replace(sink, table=None)
                 self._note(f"{name}: tables of completions disabled: {_reason(error)}")
 
@@ -192,7 +192,7 @@ def valid_name(metric: str) -> str:
 
 @contextmanager
 def _no_prompts() -> Iterator[None]:
-    """Let prompts fail in this block: a client that asks for a key would block the other ranks in a collective."""
+    """Make prompts for input fail in this block: waiting for a key would block the other ranks in a collective."""
     stdin = sys.stdin
     with open(os.devnull, encoding="utf-8") as sys.stdin:
         try:
@@ -268,7 +268,7 @@ def _wandb_table(tracker: Any, step: int, table: Table) -> None:
 
 def _trackio_table(tracker: Any, step: int, table: Table) -> None:
     import pandas
-    import trackio  # pyrefly: ignore[missing-import]  # of the user's choice
+    import trackio  # pyrefly: ignore[missing-import]  # installed by the user
 
     tracker.log({TITLE: trackio.Table(dataframe=pandas.DataFrame(table.rows, columns=table.columns))}, step=step)
 
@@ -284,7 +284,7 @@ def _mlflow_table(tracker: Any, _step: int, table: Table) -> None:
     import mlflow  # pyrefly: ignore[missing-import]
 
     columns = {name: [row[place] for row in table.rows] for place, name in enumerate(table.columns)}
-    # One file, to which MLflow appends: it lists a run's tables in a tag, which has room for some eighty names.
+    # One file, to which MLflow appends: it lists a run's tables in a tag with room for about eighty names.
     mlflow.log_table(columns, f"{TITLE}.json", run_id=tracker.tracker.info.run_id)
 
 
@@ -304,4 +304,4 @@ WRITERS: dict[str, Callable[[Any, int, Table], None]] = {
     "clearml": _clearml_table,
     "comet_ml": _comet_table,
 }
-"""Name of a tracker of accelerate -> what sends a table to it. Aim and TensorBoard have no tables."""
+"""accelerate's name of a tracker -> function that sends it a table. Aim and TensorBoard have no tables."""

@@ -74,7 +74,7 @@ class Tracker:
             self.note(f"settings changed since the last start: {', '.join(changes)}")
 
     def _former_config(self) -> JsonObject:
-        """Return the settings of the last start, to list what has changed; empty if their file is damaged."""
+        """Return the settings of the last start, to list changes; empty if their file is damaged."""
         try:
             return files.read_config(self._run_dir)
         except files.RunFolderError as error:
@@ -127,7 +127,7 @@ class Tracker:
             self.note(f"report: {write_report(self._run_dir)}")
 
     def abandon(self) -> None:
-        """Restore the terminal and close all files, of a run that has failed: `ending` records why."""
+        """Restore the terminal and close all files of a failed run. `ending` records the cause."""
         self._output.close()
         self._sinks.close()
         if self._writer is not None:

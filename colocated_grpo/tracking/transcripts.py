@@ -1,4 +1,4 @@
-"""Stored rollouts and games as passages of their speakers, for the report and the tools."""
+"""Stored rollouts and games, split into passages by speaker, for the report and the tools."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def completion_messages(row: Row) -> list[Passage]:
     messages: list[Passage] = []
     for turn in turns:
         if turn["sampled"]:
-            # No search for headers: a policy may write anything.
+            # Not searched for headers: a policy may write them itself.
             messages.append(Passage(POLICY, _TOKEN.sub("", turn["text"]) if row.get("turns") else turn["text"], True))
         else:
             messages += _parsed(turn["text"], ENVIRONMENT)
@@ -74,7 +74,7 @@ def one_line(messages: Sequence[Passage], limit: int) -> str:
 
 
 def _parsed(text: str, speaker: str) -> Iterator[Passage]:
-    """Yield the messages in text that a chat template has written; all as one of `speaker` if it has no header."""
+    """Yield the messages of text rendered by a chat template; one message of `speaker` if it has no header."""
     begin = 0
     for header in _HEADER.finditer(text):
         yield from _message(speaker, text[begin : header.start()])
@@ -84,7 +84,7 @@ def _parsed(text: str, speaker: str) -> Iterator[Passage]:
 
 
 def _message(speaker: str, text: str) -> Iterator[Passage]:
-    """Yield a message unless it is empty, such as the opening of the one that the policy writes."""
+    """Yield a message unless it is empty, such as the opening of the policy's message."""
     if shown := _TOKEN.sub("", text).strip():
         yield Passage(speaker, shown, sampled=False)
 

@@ -112,7 +112,7 @@ class Gymnasium(SteppedEpisode):
     rules: str | None = None
     """Start of the prompt. The toy-text environments have a default."""
     actions: list[str] | None = None
-    """Names of the actions in their order. A reply may always give the number of an action instead."""
+    """Names of the actions in order. A reply may always give an action's number instead."""
     _view: View = PrivateAttr()
     _prompt_env: Any = PrivateAttr()
     """Environment for the first observations of prompts. Episodes run in other threads and use their own."""

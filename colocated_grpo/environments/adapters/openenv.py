@@ -64,10 +64,10 @@ class OpenEnv(SteppedEpisode):
     instruction: str = ""
     """Start of the prompt; the first observation follows."""
     action: str | None = None
-    """Field of the action that takes the reply as text. Without it, the only required field if that takes text.
-    Otherwise the reply is the whole action as a JSON object."""
+    """Field of the action that receives the reply as text. Default: the only required field, if it takes text;
+    otherwise the reply is the whole action as a JSON object."""
     observation: str | None = None
-    """Field of the observation that the policy reads. Without it, the whole observation as JSON."""
+    """Field of the observation that the policy reads. Default: the whole observation as JSON."""
     options: JsonObject = {}
     """Arguments of the environment's reset(), in addition to the seed."""
     max_turns: int = Field(20, ge=1)

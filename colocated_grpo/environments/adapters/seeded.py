@@ -1,4 +1,4 @@
-"""Bases of the adapters' episodes: items that are built from a seed, and environments that answer each action."""
+"""Base classes of the adapters' episodes: items built from a seed, and environments stepped by actions."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ class SteppedEpisode(SeededEpisode):
     max_turn_tokens: int = Field(64, ge=1)
     """Tokens of one turn of the policy."""
     invalid_reward: float = Field(-1.0, le=0)
-    """Reward of a reply without a valid action. At 0, invalid replies would pay where every step has a cost."""
+    """Reward of a reply without a valid action. At 0, an invalid reply would be better than a valid one if every step
+    has a cost."""
 
     async def _play(self, model: Conversation, step: Step, *, over: bool = False) -> dict[str, float]:
         text, earned, invalid = "", 0.0, 0

@@ -1,7 +1,7 @@
-"""Signatures of state that runs code when it is read, with a key that only this user has.
+"""Signatures of state that can run code when it is loaded. The key is private to the user.
 
-A checkpoint may hold such state (a pickle of a user's game). The signature shows that this user's runs wrote it: a run
-folder made by another user is then data, and cannot run code here.
+A checkpoint may hold such state (a pickle of a user's game). The signature proves that one of this user's runs wrote
+it, so a run folder made by another user cannot run code here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 TRUST_VARIABLE = "COLOCATED_GRPO_TRUST_STATE"
-"""Environment variable that accepts state without a valid signature. It is not in any file of a run folder."""
+"""Environment variable that permits state without a valid signature. No file of a run folder contains it."""
 _KEY_BYTES = 32
 
 

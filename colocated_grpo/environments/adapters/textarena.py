@@ -34,7 +34,7 @@ THOUGHTS = re.compile(r"^.*</think>|<think>.*$", re.DOTALL)
 RULES, BOARD, COMPLAINT = "PROMPT", "GAME_BOARD", "GAME_ADMIN"
 """Kinds of messages."""
 ILLEGAL_REWARD = -1.0
-"""Reward of a game that ended at an illegal move and gives no number."""
+"""Reward if a game ended at an illegal move and returned no number."""
 MAX_TRIED_MOVES = 30
 """Maximum moves that the random player tries in one turn."""
 VARIANT_SUFFIXES = ("-raw", "-train")
@@ -138,8 +138,8 @@ class TextArenaGame:
         """Return the reward of a seat in a game that is over, and whether its last move was illegal."""
         rewards, _ = self._env.close()
         if isinstance(rewards[seat], str):
-            # textarena 0.7.4's Countdown, Cryptarithm, Slitherlink and ThreeCardMonte end at an illegal move with their
-            # complaint in place of the reward.
+            # textarena 0.7.4's Countdown, Cryptarithm, Slitherlink and ThreeCardMonte end at an illegal move with an
+            # error text in place of the reward.
             return ILLEGAL_REWARD, True
         return float(rewards[seat]), self._is_invalid(seat)
 

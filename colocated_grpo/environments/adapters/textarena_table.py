@@ -56,8 +56,8 @@ class TextArenaSettings(Section):
     options: JsonObject = {}
     """Keyword arguments of the game. Example: {discussion_rounds: 1}"""
     credit: OutcomeCredit = CREDITS["terminal"]
-    """Share of the result that the earlier turns of a seat get: 'immediate', 'terminal', 'mix', or
-    {outcome, discount}."""
+    """Share of the result credited to the earlier turns of a seat: 'immediate', 'terminal', 'mix', or {outcome,
+    discount}."""
     invalid_reward: float = -1.0
     """Immediate reward of an empty reply, or of one that the game rejects. Legal replies get 0."""
     max_turns: int = Field(100, ge=1)

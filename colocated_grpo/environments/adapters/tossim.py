@@ -3,8 +3,8 @@
 `next_batch()` returns `(prompts, meta)`, a list of (prompt, meta) pairs, or a list of bare prompts. Actions are applied
 by `apply_actions(meta, completions)`, or by `apply_actions(completions)` for bare prompts. Rewards are numbers or
 (number, note) pairs. A batcher cannot reward an action without applying it, so each completion is scored on a pickled
-copy of the batcher and its open batch (`ToSSimTable`). Copies write to no log file. cloudpickle makes them, because
-ToSSim's own environment contains local functions; pickle reads them.
+copy of the batcher and its open batch (`ToSSimTable`). Copies write to no log file. They are written by cloudpickle,
+because ToSSim's own environment contains local functions, and read by pickle.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class ToSSim(FinishedGames):
         return PlainOutcome(reward, {"parse_rate": float(reward > -1), "legal_rate": float(reward >= 1)})
 
     def commit(self, turn: ToSSimTurn, completion: str) -> None:
-        """Store a completion. With the last one of a batch, all are applied: a phase ends for all seats together."""
+        """Store a completion. The last one of a batch applies all, because a phase ends for all seats together."""
         table = self._tables[turn.table]
         if turn.index not in table.open_indices() or turn.id != _turn_id(turn.table, table, turn.index):
             raise ValueError(f"turn {turn.id}: not open; a turn takes exactly one commit")

@@ -1,10 +1,10 @@
-"""Tasksets of verifiers 0.4: its tasks give the prompts and the rewards.
+"""Tasksets of verifiers 0.4, whose tasks supply prompts and rewards.
 
-A task of one question and one answer is answered by the policy directly, as everywhere in this project. Tasks with
-tools, and those whose hooks or rewards need a runtime, are played by the library's own agent, which samples at the
-address of the episode. The library then runs everything but the sampling: tool servers, hooks, limits and rewards. Its
-agent is a program, called a harness. The default here is a loop of chat requests and tool calls in this process; the
-library's own ones prepare an environment for each program with `uv`, which needs the network.
+The policy answers single-turn tasks directly, as in the rest of this project. Tasks with tools, and tasks whose hooks
+or rewards need a runtime, are played by the library's own agent, which samples at the address of the episode. The
+library then runs everything except sampling: tool servers, hooks, limits and rewards. Its agent is a program, called a
+harness. The default harness here is a loop of chat requests and tool calls in this process. The library's own harnesses
+prepare an environment for each program with `uv`, which needs network access.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from colocated_grpo.types import JsonObject
 
 MODEL = "policy"
 LOCAL = {"type": "subprocess"}
-"""Runtime without a sandbox. The library's default is a paid one in the cloud."""
+"""Runtime without a sandbox. The library's default is a paid cloud runtime."""
 SET_BY_THE_RUN = ("model", "client")
 
 
@@ -50,7 +50,7 @@ class VerifiersAgent:
         self._tasks = tasks
         self._config = _agent_config(tasks, settings.agent or {}, settings.max_turn_tokens)
         self._shared_tools = SharedTools(tasks, self._config.runtime)
-        # The library warns of each request that does not fit the context, which is no fault.
+        # The library warns of each request that does not fit the context, which is expected here.
         logging.getLogger("verifiers.v1").setLevel(logging.ERROR)
         # Imported here: during the first episode, it would block the event loop of all episodes for seconds.
         import_optional("mcp.client.streamable_http", "mcp", KEY)
@@ -64,7 +64,7 @@ class VerifiersAgent:
         """Run the agent on a task and return its score. Raises AgentFailed with the error that ended it."""
         from verifiers.v1 import EvalClientConfig
 
-        # The key is sent as basic authentication: the library reads a bearer's key from a variable of the process.
+        # The key is sent as basic authentication: the library reads bearer keys from an environment variable.
         url = urlsplit(access.base_url)
         address = url._replace(netloc=f"agent:{access.api_key}@{url.netloc}").geturl()
         agent = _agent(self._config, EvalClientConfig(base_url=address, api_key_var=""))
@@ -75,20 +75,20 @@ class VerifiersAgent:
 
 
 class SharedTools:
-    """The tool servers of a taskset, which all its episodes use. They start with the first episode.
+    """Tool servers of a taskset, used by all its episodes. They start with the first episode.
 
-    They stop with the event loop of the episodes. Each also asks the kernel to be killed with the thread of the loop.
+    They stop with the event loop of the episodes. The kernel also kills them when the thread of the loop ends.
     """
 
     def __init__(self, tasks: VerifiersTasks, runtime: Any) -> None:
-        """runtime: of the agents, as the library's settings. Tools are tunnelled to one on another machine."""
+        """runtime: the agents' runtime, as the library's settings. Tools are tunnelled to a remote one."""
         self._tasks = tasks
         self._runtime = runtime
         self._locks: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
         self._servers: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Any]] = WeakKeyDictionary()
 
     async def running(self) -> dict[str, Any]:
-        """Return the servers by name, in the form in which the library's agent takes them."""
+        """Return the servers by name, in the form that the library's agent expects."""
         from verifiers.v1.mcp import serve_shared
         from verifiers.v1.runtimes import runtime_is_local
 
@@ -123,7 +123,7 @@ def _agent_config(tasks: VerifiersTasks, settings: JsonObject, max_turn_tokens: 
 
 
 def _agent(config: Any, client: Any = None) -> Any:
-    """Return the library's agent with its harness. client: where it samples; None to look at the harness only."""
+    """Return the library's agent with its harness. client: used for sampling; None to inspect the harness only."""
     from verifiers.v1 import Agent, HarnessConfig
 
     agent = Agent(config.model_copy(update={"client": client}))
@@ -176,9 +176,9 @@ def _chat_harness() -> type:
 async def _converse(
     base_url: str, api_key: str, model: str, servers: dict[str, JsonObject], messages: list[Any]
 ) -> None:
-    """Request completions and call their tools until one calls none, or the context is exhausted.
+    """Request completions and call their tools until a completion calls none, or the context is exhausted.
 
-    servers: of tools, by name. messages: the prompt, extended in place.
+    servers: tool servers by name. messages: the prompt, extended in place.
     """
     from openai import APIStatusError, AsyncOpenAI, omit
     from verifiers.v1.harnesses.utils.compaction import is_context_overflow
@@ -206,7 +206,7 @@ async def _converse(
 
 
 async def _result_of_call(call: Any, names: dict[str, Any], connections: dict[str, Any]) -> JsonObject:
-    """Call a tool and return its message. The message of a tool that does not exist says so."""
+    """Call a tool and return its message, or an error message if the tool does not exist."""
     from verifiers.v1.harnesses.utils.compaction import bound_tool_message
     from verifiers.v1.harnesses.utils.mcp import call_mcp
 
@@ -232,9 +232,9 @@ class Verifiers(Section):
     """Maximum tokens of an answer. null: as many as fit."""
     agent: JsonObject | None = None
     """Settings of verifiers' agent, as under `[env.agent]` in its own configs. If given, even as {}, the agent plays.
-    null: it plays the tasks that need it, with its default settings."""
+    null: the agent plays only tasks that need it, with its default settings."""
     max_requests: int = Field(64, ge=1)
-    """Completions that one agent may ask for."""
+    """Maximum completions of one agent."""
     max_running: int = Field(32, ge=1)
     """Agents that run at a time on one rank."""
 
@@ -249,7 +249,7 @@ class Verifiers(Section):
         return SingleTurn(tasks, self.max_turn_tokens)
 
 
-@wraps(Verifiers, updated=())  # its signature is what settings are checked against
+@wraps(Verifiers, updated=())  # settings are checked against its signature
 def build_verifiers(**args: Any) -> Episode | AgentTasks:
     return Verifiers(**args).episode()
 

@@ -1,4 +1,4 @@
-"""Tasksets of verifiers 0.4: the items of their tasks, and the rewards that a task has given."""
+"""Tasksets of verifiers 0.4: the items of their tasks, and the rewards of finished tasks."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class VerifiersTasks:
 
     @property
     def needs_runtime(self) -> bool:
-        """True if hooks or rewards of the tasks use the runtime in which an agent has worked."""
+        """True if hooks or rewards of the tasks use the agent's runtime."""
         own_hooks = {hook for base in _own_classes(self.task_type) for hook in vars(base)}
         if self.first.NEEDS_CONTAINER or own_hooks.intersection(RUNTIME_HOOKS):
             return True
@@ -90,7 +90,7 @@ class VerifiersTasks:
 def validated(settings_type: Any, values: JsonObject, key: str, owner: str) -> Any:
     """Return the settings as an object of the library. Raises EnvironmentSetupError with the key of the first problem.
 
-    key: where the settings stand. owner: what has them, for the error line.
+    key: position of the settings in the config. owner: what they configure, for the error line.
     """
     try:
         return settings_type.model_validate(values)

@@ -1,4 +1,4 @@
-"""Programs and functions of the user that play whole episodes over HTTP, each with an address and a key of its own."""
+"""User programs and functions that play whole episodes over HTTP, each with its own address and key."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class OpenEpisode:
     key: str
     conversation: AgentConversation
     loop: asyncio.AbstractEventLoop
-    """Runs the episode. The server has another one."""
+    """Event loop of the episode. The server has its own."""
     sampled: dict[str, str] = field(default_factory=dict)
     """Sampled messages by the ids of the tool calls that were parsed from them."""
 
@@ -88,7 +88,7 @@ class OpenEpisodes:
 
 
 STARTER = parents_death.__file__
-"""Becomes the program, which the kernel then kills when the rank ends."""
+"""Replaces itself by the program, after it has asked the kernel to kill the process when the rank ends."""
 OPENAI_URL, OPENAI_KEY = "OPENAI_BASE_URL", "OPENAI_API_KEY"
 """Variables that OpenAI's clients read."""
 RANK_VARIABLES = {
@@ -116,18 +116,18 @@ class Program:
         self._command = [*interpreter, str(path.resolve()) if path.is_file() else program, *arguments]
 
     async def play(self, item: Item, access: Access) -> object:
-        """Run the program and return its result. Raises AgentFailed. Cancellation kills it with all it has started."""
+        """Run the program and return its result. Raises AgentFailed. Cancellation kills it and its children."""
         with TemporaryFile() as given, TemporaryFile() as printed, TemporaryFile() as errors:
             given.write(json.dumps(item, default=str).encode() + b"\n")
             given.seek(0)
-            # Files and not pipes: what the program leaves running could keep a pipe open for ever.
+            # Files, not pipes: a process that the program leaves running could keep a pipe open for ever.
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-I", "-S", STARTER, str(os.getpid()), *self._command),
                 stdin=given,
                 stdout=printed,
                 stderr=errors,
                 env=_environment(access),
-                start_new_session=True,  # Ctrl-C must reach the trainer only; and it makes a group that one kill ends
+                start_new_session=True,  # Ctrl-C must reach the trainer only, and one kill must end the whole group
             )
             try:
                 code = await process.wait()
@@ -191,7 +191,7 @@ class AgentTasks(Agent, Protocol):
     max_running: int
 
     def prompts(self, seed: int, split: Split) -> Iterator[Item]:
-        """Yield items, as Task.prompts does. The agent writes its own messages; "prompt" shows where they start."""
+        """Yield items, as Task.prompts does. The agent writes its own messages; "prompt" contains the first ones."""
         ...
 
 
@@ -217,8 +217,9 @@ class AgentEpisode:
     async def run(self, item: Item, model: AgentConversation) -> object:
         """Return the agent's reward.
 
-        An agent that fails after a request exceeded the context or `max_requests` has reward 0, as an episode that does
-        not catch ContextExhausted. Raises AgentFailed for one that made no request, and what the agent itself raises.
+        If the agent fails after a request exceeded the context or `max_requests`, the reward is 0, as for an episode
+        that does not catch ContextExhausted. Raises AgentFailed if the agent made no request, and the agent's own
+        exceptions.
         """
         with self._endpoint.opened(model) as access:
             try:
@@ -235,7 +236,7 @@ class AgentEpisode:
 
 
 def build_agent(program: str, arguments: list[str], key: str) -> Agent:
-    """Return the program, which the launcher has looked up, or import the function. Raises EnvironmentSetupError."""
+    """Return the program, already found by the launcher, or import the function. Raises EnvironmentSetupError."""
     if ":" in program:
         if arguments:
             raise EnvironmentSetupError(f"{key}: arguments={arguments}: a function has none; use a program")

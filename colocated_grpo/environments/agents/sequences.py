@@ -24,7 +24,7 @@ class TooManyRequests(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Sequence:
-    """Tokens of consecutive requests, each of whose prompts extends the tokens before it."""
+    """Tokens of consecutive requests. Each prompt extends the tokens before it."""
 
     tokens: Tokens
     text: str
@@ -50,7 +50,7 @@ class AgentConversation:
         self.requests = 0
         """Requests that arrived, including rejected ones. Counted by the HTTP server."""
         self.exhausted = False
-        """True if a request did not fit the context or what was left of `max_requests`."""
+        """True if a request did not fit the context or the rest of `max_requests`."""
         self._requested = 0
         """Completions requested, including failed ones."""
 
@@ -78,7 +78,7 @@ class AgentConversation:
         return completions
 
     def reject(self, text: str) -> None:
-        """Note that a rendered prompt is too long to be encoded."""
+        """Record that a rendered prompt is too long to be encoded."""
         self._exhaust(next((place for place, one in self._longest_first() if text.startswith(one.text)), None))
 
     def rollout(self, score: Score, temperature: float, *, plain: bool = False) -> Rollout:
@@ -93,13 +93,13 @@ class AgentConversation:
         """Count `n` more completions. Raises TooManyRequests, and counts none, if they exceed the limit."""
         most = self._limits.max_requests
         if self._requested + n > most:
-            # A request that could never be served is an error of the agent, which must not pass as reward 0.
+            # A request that could never be served is an error of the agent, which reward 0 would hide.
             self.exhausted = self.exhausted or n <= most
             raise TooManyRequests(f"max_requests={most}: n={n} more after {self._requested} completions exceed it")
         self._requested += n
 
     def _exhaust(self, position: int | None) -> None:
-        """Note that a prompt did not fit. The sequence that it extends, if any, counts as cut by the length."""
+        """Record that a prompt did not fit. The sequence that it extends, if any, counts as cut by length."""
         self.exhausted = True
         if position is not None:
             self._sequences[position] = replace(self._sequences[position], cut=True)
@@ -107,7 +107,7 @@ class AgentConversation:
     def _store(self, prompt: list[int], completion: Completion) -> None:
         """Add a completion to the sequence that its prompt extends token by token, or as a new one.
 
-        Looked up again: a request that ran at the same time may have continued or begun a sequence.
+        The sequence is looked up again, because a concurrent request may have continued or begun one.
         """
         text = self._codec.transcript([*prompt, *completion.token_ids])
         position, tokens = self._continued_by(prompt)

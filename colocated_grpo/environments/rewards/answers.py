@@ -10,7 +10,7 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?", re.ASCII)
 
 
 def without_thoughts(text: str) -> str:
-    """Return what follows the last </think>, or all of the text if there is none."""
+    """Return the text after the last </think>, or all of it if there is none."""
     return text.rpartition("</think>")[2]
 
 

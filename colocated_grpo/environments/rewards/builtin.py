@@ -54,8 +54,8 @@ def math_verify(
 def equal_math(gold: str, answer: str) -> bool | None:
     """Return whether the results are equal; False after MATH_SECONDS; None if `gold` contains nothing to compare.
 
-    In a worker process: answers such as 9^9^9 keep math-verify busy indefinitely, its own time limit works only in the
-    main thread, and one long operation holds the interpreter lock.
+    Runs in a worker process: answers such as 9^9^9 keep math-verify busy indefinitely, its own time limit works only in
+    the main thread, and one long operation holds the interpreter lock.
     """
     if find_spec("math_verify") is None:
         raise ModuleNotFoundError("math-verify is not installed; install it with: pip install math-verify")
@@ -66,7 +66,7 @@ def equal_math(gold: str, answer: str) -> bool | None:
 
 
 def load_math() -> tuple[Started, Answer]:
-    """Load math-verify in a worker process, to which a request is a pair of reference and answer."""
+    """Load math-verify in a worker process. A request is a pair of reference and answer."""
     from math_verify import parse, verify
 
     logging.disable(logging.CRITICAL)

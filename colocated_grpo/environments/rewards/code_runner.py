@@ -1,9 +1,9 @@
-"""Runs programs with their tests, each test in a process of its own. Run as a file.
+"""Runs programs with their tests, each test in its own process. Executed as a file.
 
 Receives jobs, {"program", "cases", "folder", "seconds", "memory", "file"}, and answers each with the number of passed
 tests. It exits when the connection closes. The process of a test has limits on time, memory and the size of a file. A
-seccomp filter refuses it new processes, sockets and signals to other processes, so one kill ends all that it has
-started. These limits are for accidents: they are no sandbox.
+seccomp filter blocks new processes, sockets and signals to other processes, so one kill ends the whole test. These
+limits guard against accidents. They are not a sandbox.
 """
 
 import ctypes
@@ -64,7 +64,7 @@ def _passes(case: dict, job: dict, deadline: float) -> bool:
 
 
 def _wait(child: int, deadline: float) -> bool:
-    """Return whether the process ends before the deadline. It is killed there."""
+    """Return whether the process ends before the deadline, at which it is killed."""
     descriptor = os.pidfd_open(child)
     try:
         in_time = bool(select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0])

@@ -1,4 +1,4 @@
-"""Reward functions in TRL's signature, and what they are called with."""
+"""Reward functions in TRL's signature, and their arguments."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class WrongNumberOfRewards(ValueError):
 
 
 SYSTEMATIC = (WrongNumberOfRewards, EnvironmentSetupError)
-"""Exceptions that say nothing about single completions."""
+"""Exceptions that no single completion has caused."""
 
 
 class RewardFunction:
@@ -104,7 +104,7 @@ class RewardFunction:
             )
 
     def check_text(self, item: Item) -> None:
-        """Raise EnvironmentSetupError if a function of TRL needs messages. Calls it once, for the first text prompt."""
+        """Raise EnvironmentSetupError if a TRL function needs messages. Calls it once, with the first text prompt."""
         if not self._check_with_text:
             return
         self._check_with_text = False

@@ -1,4 +1,4 @@
-"""The built-in reward `judge`: a score that another model or a scoring server gives over HTTP."""
+"""The built-in reward `judge`: a score from another model or a scoring server, over HTTP."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from colocated_grpo.settings.base import FileName, NonNegative, Positive, Sectio
 from colocated_grpo.web.client import JsonClient, RequestRejected, Unavailable
 
 RETRIED_STATUS = {408, 409, 425, 429}
-"""4xx responses that are about the moment, not about the request. All 5xx responses are retried too."""
+"""4xx statuses of temporary failures. All 5xx responses are retried too."""
 MAX_WAIT = 10.0
 """Longest wait in seconds before a retry."""
 PLACE = re.compile(r"\{\{|\}\}|\{(\w+)\}")
@@ -33,11 +33,11 @@ DEFAULT_PARSE = r"(?i)\bscore\b\W{0,9}(-?\d+(?:\.\d+)?)"
 SHOWN_CHARACTERS = 80
 
 Outcome = float | NoReward | None
-"""A score; why there is none; None if the budget is spent."""
+"""A score; the reason for a missing one; None if the budget is spent."""
 
 
 class Judge(Section):
-    """Scores of a server, one request for each different completion. All requests of a prompt are sent at once."""
+    """Scores from a server, with one request per distinct completion. All requests of a prompt are sent at once."""
 
     url: str = Field(pattern=r"^https?://[^/]")
     """With `model`: base URL of an OpenAI-compatible API, such as http://localhost:8000/v1. Without: the URL that
@@ -45,7 +45,8 @@ class Judge(Section):
     model: str | None = None
     """Name of the chat model. Without it, `url` is a scoring endpoint."""
     prompt: str | None = None
-    """User message to the chat model. {prompt}, {completion} and {<column>} are replaced; {{ and }} are braces."""
+    """User message to the chat model. {prompt}, {completion} and {<column>} are replaced. {{ and }} stand for
+    braces."""
     system: str | None = None
     """System message to the chat model."""
     parse: str = DEFAULT_PARSE
@@ -72,9 +73,9 @@ class Judge(Section):
     cache_file: FileName | None = None
     """File that keeps scores for later runs."""
     max_requests: Positive | None = None
-    """Requests per rank and start of the run, after which completions have no reward from this function."""
+    """Budget of requests, per rank and start of the run. When it is spent, this function returns no rewards."""
     max_tokens: Positive | None = None
-    """The same for the sum of `usage.total_tokens` of the responses. Requests that are under way still count."""
+    """Budget for the sum of `usage.total_tokens` of the responses. Requests already sent still count."""
 
     _client: JsonClient = PrivateAttr()
     _threads: ThreadPoolExecutor = PrivateAttr()
@@ -122,7 +123,7 @@ class Judge(Section):
         log_metric: Callable[[str, float], None],
         **columns: Sequence[Any],
     ) -> list[Outcome]:
-        """Return the score of each completion. Logs which fractions came from the cache and found no budget."""
+        """Return the score of each completion. Logs the fractions answered from the cache and left without budget."""
         rows = zip(prompts, completion_texts(completions), strict=True)
         wanted = sorted(self.required_columns)
         bodies = [
@@ -168,7 +169,7 @@ class Judge(Section):
             except Unavailable as error:
                 if attempt == self.retries:
                     raise NoReward(f"the judge is unavailable, attempts: {attempt + 1}, the last: {error}") from None
-            # Random, so that requests that were refused together do not come back together. It holds no thread.
+            # Random, so that requests refused together are not retried together. The wait blocks no thread.
             await asyncio.sleep(min(MAX_WAIT, self.backoff * 2**attempt) * random.uniform(0.5, 1.0))
             attempt += 1
 
@@ -205,12 +206,12 @@ class BudgetSpent(Exception):
 
 
 def request_key(url: str, body: object) -> str:
-    """Return a digest of everything that decides the answer."""
+    """Return a digest of everything that affects the response."""
     return sha256(json.dumps([url, body], sort_keys=True).encode()).hexdigest()
 
 
 class ScoreCache:
-    """The `size` scores that were used last. A file keeps all of them, one JSON line each."""
+    """Cache of the `size` most recently used scores. A file keeps every score, one JSON line each."""
 
     def __init__(self, size: int, file: Path | None) -> None:
         """file: appended to, and read first if it exists. Several processes may use it. Raises OSError."""
@@ -218,9 +219,9 @@ class ScoreCache:
         self._file = file
         self._scores: OrderedDict[str, float] = OrderedDict()
         if file is not None:
-            self._append(b"")  # a file that cannot be written is found at the start
+            self._append(b"")  # fails at the start if the file cannot be written
             for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
-                with suppress(ValueError, TypeError):  # a line that a killed process has left unfinished
+                with suppress(ValueError, TypeError):  # an unfinished line of a killed process
                     key, score = json.loads(line)
                     self._remember(str(key), float(score))
 

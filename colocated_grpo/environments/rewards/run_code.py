@@ -23,7 +23,7 @@ from colocated_grpo.settings.base import Positive, Section
 MEGABYTE = 1 << 20
 FENCE = "```"
 GRACE = 10.0
-"""Seconds for a process to end its tests, beside their time limit."""
+"""Seconds that a process gets to end its tests, in addition to their time limit."""
 
 
 class RunCode(Section):
@@ -34,7 +34,7 @@ class RunCode(Section):
     tests_column: str = "tests"
     """Column of the tests."""
     timeout: float = Field(5.0, gt=0)
-    """Seconds for all tests of a completion. Tests that are left then have failed."""
+    """Seconds for all tests of a completion. Tests not finished by then count as failed."""
     memory_mb: Positive = 1024
     """Address space of a test's process."""
     file_mb: Positive = 16
@@ -62,7 +62,7 @@ class RunCode(Section):
         self._runners = WorkerPool(
             # -I: neither the environment nor the working folder changes what a program imports.
             command=[sys.executable, "-I", str(Path(code_runner.__file__))],
-            # Without the variables of this process, among which are API keys.
+            # Without the environment variables of this process, which may contain API keys.
             environment={"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         )
 

@@ -63,7 +63,7 @@ class RewardScorer:
         return [self._combine(results) for results in zip(*by_function, strict=True)]
 
     def check_item(self, item: Item) -> None:
-        """Raise EnvironmentSetupError if a function needs a column that the item lacks, or messages and gets text."""
+        """Raise EnvironmentSetupError if a function needs a missing column, or needs messages but gets text."""
         for function in self.functions:
             function.check_columns(item.keys() - NOT_COLUMNS)
             if isinstance(item["prompt"], str):
@@ -76,7 +76,7 @@ class RewardScorer:
         summed = [(function.weight, result) for function, result in named if function.weight != 0]
         weighted = [weight * result.value for weight, result in summed if result.value is not None]
         if not weighted or any(result.error is not None and result.value is None for _, result in summed):
-            # Without a reward, an error means that scoring failed: not where only a function of weight 0 raised.
+            # An error without a reward means that scoring failed, unless only a function of weight 0 raised.
             return Score(reward=None, parts=parts, error=_errors(result for _, result in summed))
         return Score(reward=sum(weighted), parts=parts, error=_errors(results))
 
@@ -91,7 +91,7 @@ class RewardWorkers:
 
     def __init__(self, named: Sequence[tuple[str, RewardConfig]], key: str) -> None:
         """named: functions with their names. One process is started at once."""
-        # Those of weight 0 are called last: one that ends the process then costs no completion its reward.
+        # Functions of weight 0 are called last: if one ends the process, no completion loses its reward.
         named = sorted(named, key=lambda one: one[1].weight == 0)
         self._names = [name for name, _ in named]
         self._pool = WorkerPool(partial(load_functions, named, key))
@@ -105,7 +105,7 @@ class RewardWorkers:
         self._pool.close()
 
     def results(self, inputs: RewardInputs) -> dict[str, list[FunctionResult]]:
-        """Return the results by function. Those that have not returned fail if the process ends."""
+        """Return the results by function. If the process ends, functions without a result count as failed."""
         responses: list[list[FunctionResult]] = []
         try:
             responses, error = self._pool.ask(inputs, count=len(self._names))
@@ -116,7 +116,7 @@ class RewardWorkers:
 
 
 def load_functions(named: Sequence[tuple[str, RewardConfig]], key: str) -> tuple[Started, Answer]:
-    """Load functions in a worker process, to which a request is the inputs of all of them."""
+    """Load functions in a worker process. A request contains the inputs of all functions."""
     functions: list[RewardFunction] = []
     try:
         functions += [load_reward(name, config, key) for name, config in named]
@@ -152,8 +152,8 @@ def start_workers(
 def _suits(config: RewardConfig, function: Callable[..., Any]) -> bool:
     """Return True for a plain function of the user whose file has no sign of device memory or shared state.
 
-    The built-in functions take linear time, and run in threads. So do coroutines, which share the connections and the
-    limits of one event loop.
+    The built-in functions take linear time, and run in threads. Coroutines run there too, because they share the
+    connections and the limits of one event loop.
     """
     if config.name in BUILT_IN or config.args is not None or not inspect.isfunction(function):
         return False

@@ -1,8 +1,8 @@
 """Scoring by a task's own score(). An exception affects only the completion that caused it.
 
-A scorer that parses answers may raise on a malformed one. Such an answer gets a reward like any other bad one, because
-a policy that may fail without loss does not learn to avoid it. A scorer that fails on every answer is broken: its
-completions get no reward, and the run stops above rollout.max_reward_errors.
+A scorer that parses answers may raise on a malformed one. Such an answer gets the reward of a bad answer; otherwise the
+policy would not learn to avoid it. A scorer that fails on every answer is broken: its completions get no reward, and
+the run stops above rollout.max_reward_errors.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ PARSING_ERRORS = (
     ValueError,
     re.error,
 )
-"""Exceptions of code that reads an unexpected answer. Others, such as OSError, NameError or the exceptions of an HTTP
-client, say nothing about the answer."""
+"""Exceptions of code that parses an unexpected answer. Others, such as OSError, NameError or the exceptions of an HTTP
+client, are not caused by the answer."""
 
 
 class NoReward(Exception):
-    """In place of a number in the list that a reward function returns: why this completion has no reward.
+    """The reason why a completion has no reward. A reward function returns it in its list, in place of a number.
 
-    It says nothing about the other completions, so the function is not called again for each of them.
+    Other completions are not affected, so the function is not called again for each of them.
     """
 
 
@@ -112,9 +112,9 @@ def reward_of_unscorable(
 ) -> float | None:
     """Return the reward of an answer on which the scorer raised `error`; None if the scorer itself failed.
 
-    scored: rewards of the prompt's other completions. Without one there is no sign that the scorer works, unless it
-    raised AnswerError. The reward is the worst of 0 and its siblings': it must not pay to be unreadable.
-    worst: max for a function of negative weight.
+    scored: rewards of the prompt's other completions. If there are none, the scorer counts as failed unless it raised
+    AnswerError. The reward is the worst of 0 and the siblings' rewards, so that unreadable answers do not pay. worst:
+    max for a function of negative weight.
     """
     if isinstance(error, AnswerError):
         return worst([error.reward, *scored])

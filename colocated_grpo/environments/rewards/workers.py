@@ -1,7 +1,7 @@
-"""Worker processes: one pool for reward functions of the user, math-verify and programs of completions.
+"""Worker processes for user reward functions, math-verify and programs in completions.
 
-A call that never returns, holds the interpreter lock or crashes costs its own completions: the process is killed and
-replaced. Processes are kept between calls, and started when more calls run at a time than before.
+A call that never returns, holds the interpreter lock or crashes costs only its own completions: the process is killed
+and replaced. Processes are kept between calls. More are started when more calls run concurrently than before.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from colocated_grpo.runtime.program import reset_in_forked_children, stop_signal
 from colocated_grpo.runtime.user_code import PACKAGE, lines_in_dump
 
 PROGRAM = (sys.executable, "-c", f"from {__name__} import main; main()")
-"""Command of a worker that imports this package. The descriptors of its connection and for stacks, and the id of this
-process, are its arguments."""
+"""Command of a worker that imports this package. Arguments: the descriptors of its connection and of the pipe for
+stacks, and the id of this process."""
 DUMP_SIGNAL = signal.SIGRTMIN + 11
 """Makes a process write its stack, inside the C-level handler. No library uses this number."""
 DUMP_SECONDS = 1.0
 EXIT_SECONDS = 1.0
 START_SECONDS = 120.0
-"""Longest start that the time limit of rewards does not include."""
+"""Longest start of a worker that is excluded from the time limit of rewards."""
 LATE = "the worker process does not answer"
-"""Why a process was ended that has exceeded the time limit of a request."""
+"""Reason for ending a process at the time limit of a request."""
 
 _lock = threading.Lock()
 _workers: set[Worker] = set()
 """All workers of this process."""
-# The kernel kills a worker when the thread that started it ends, so this one never does.
+# The kernel kills a worker when the thread that started it ends, so this thread never ends.
 _starter = ThreadPoolExecutor(1, thread_name_prefix="worker processes")
 
 
@@ -54,15 +54,15 @@ class Started:
     """First message of a worker."""
 
     error: str | None = None
-    """Why it cannot answer requests."""
+    """Reason why it cannot answer requests."""
     modules: Sequence[str] = ()
-    """Imported modules that the parent has to know of."""
+    """Imported modules that the parent checks."""
 
 
 Answer = Callable[[Any], Iterable[Any]]
 """From a request to its responses, in the worker."""
 Prepare = Callable[[], tuple[Started, Answer]]
-"""First message to a worker that imports this package: loads what answers the requests."""
+"""First message to a worker that imports this package: loads the function that answers requests."""
 
 
 @dataclass(eq=False, slots=True)
@@ -74,14 +74,14 @@ class Worker:
     dumps: int
     busy: bool = False
     ended: str | None = None
-    """Why this process has ended it."""
+    """Reason why this process killed it."""
     started: Started | None = None
     ready: float = inf
     """time.monotonic() at which it was ready."""
     launched: float = field(default_factory=time.monotonic)
 
     def wait_until_started(self) -> Started:
-        """Return the first message. Where the process ends before, its `error` says how."""
+        """Return the first message. If the process ends before it, `error` says how."""
         if self.started is None:
             try:
                 self.started = self.connection.recv()
@@ -101,21 +101,21 @@ class Worker:
             yield self.connection.recv()
 
     def end(self, reason: str) -> None:
-        """Kill the process. `ended` is then the reason and the line of user code."""
+        """Kill the process. `ended` then contains the reason and the line of user code."""
         self.process.send_signal(DUMP_SIGNAL)
         dump = ""
-        with suppress(OSError):  # closed, because the process has died meanwhile
+        with suppress(OSError):  # closed if the process has died
             dump = _read_dump(self.dumps)
         self.ended = ", in ".join([reason, *map(str, lines_in_dump(dump))])
         self.kill()
 
     def kill(self) -> None:
-        """Kill the process and what it has started."""
+        """Kill the process and its children."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def discard(self) -> int:
-        """Close the connection, upon which an idle process exits, and return its exit code. Once only."""
+        """Close the connection, so that an idle process exits, and return its exit code. Call once."""
         with _lock:
             if self not in _workers:
                 return 0
@@ -141,7 +141,7 @@ class WorkerPool:
         command: Sequence[str] = PROGRAM,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """prepare: for the command PROGRAM; another command answers without it. environment: None inherits this one,
+        """prepare: first message, for the command PROGRAM only. environment: None inherits that of this process,
         without GPUs.
         """
         self._prepare, self._command, self._environment = prepare, command, environment
@@ -158,7 +158,7 @@ class WorkerPool:
         if self._prepare is None:
             worker.started, worker.ready = Started(), worker.launched
         else:
-            with suppress(OSError):  # it has died at once: the first answer says so
+            with suppress(OSError):  # died at once, which the first answer reports
                 worker.connection.send(self._prepare)
         return worker
 
@@ -175,7 +175,7 @@ class WorkerPool:
                     return worker
 
     def ask(self, request: object, *, count: int = 1, seconds: float | None = None) -> tuple[list[Any], str | None]:
-        """Return up to `count` responses, and why there are not more: LATE, or how the process has ended.
+        """Return up to `count` responses, and the reason if there are fewer: LATE, or how the process ended.
 
         seconds: for each response; None: until `end_busy_workers`. Raises the errors of pickle for a request that
         cannot be sent.
@@ -207,7 +207,7 @@ class WorkerPool:
 
 
 def last_ready() -> float:
-    """Return when the last process with a call was ready, as time.monotonic(): now if one is still starting."""
+    """Return the time.monotonic() at which the last process with a call was ready; now if one is still starting."""
     now = time.monotonic()
     with _lock:
         busy = [worker for worker in _workers if worker.busy]
@@ -256,7 +256,7 @@ def _start(command: Sequence[str], environment: Mapping[str, str] | None) -> Wor
 
 
 def _read_dump(descriptor: int) -> str:
-    """Return what is written into the pipe within DUMP_SECONDS, up to a short pause."""
+    """Return the text written to the pipe within DUMP_SECONDS, up to a short pause."""
     parts = []
     while select.select([descriptor], [], [], 0.05 if parts else DUMP_SECONDS)[0]:
         if not (part := os.read(descriptor, 1 << 16)):
@@ -288,7 +288,7 @@ def main() -> None:
 
 
 def _ignore_stop_signals() -> None:
-    """A batch system sends them to every process of a job; the rank then still needs the rewards of its step."""
+    """Ignore stop signals: batch systems signal every process of a job, but the rank still needs its step's rewards."""
     for number in stop_signals():
         signal.signal(number, lambda *_: None)  # SIG_IGN would be inherited by programs that a reward starts
     reset_in_forked_children(stop_signals())

@@ -16,19 +16,19 @@ from colocated_grpo.settings.sources import ColumnCurriculumConfig, PassRateCurr
 from colocated_grpo.types import Group, JsonObject
 
 REMEMBERED = 1 << 17
-"""Prompts with a count, more than common datasets have rows. They are part of every checkpoint."""
+"""Maximum number of prompts with a count, above the row count of common datasets. Every checkpoint contains them."""
 STAGES = "stages"
-"""Key of the state of `EasyToHard`, beside those of its base."""
+"""Key of the state of `EasyToHard`, in addition to those of its base."""
 
 
 class SkippedItems:
-    """Base of an `ItemStream` that draws from another stream, and leaves out some of its items for a while.
+    """Base of an `ItemStream` that draws from another stream and skips some of its items for a while.
 
-    If a whole pass is left out, the next item is drawn all the same.
+    If a whole pass is skipped, the next item is drawn anyway.
     """
 
     key = ""
-    """Key of this stream's state, beside those of the stream that it draws from."""
+    """Key of this stream's state, in addition to those of the stream that it draws from."""
 
     def __init__(self, stream: ItemStream, name: str) -> None:
         self._stream = stream
@@ -90,7 +90,7 @@ class SkippedItems:
 
 
 class UnsolvedItems(SkippedItems):
-    """Leaves out items whose last `after` visits were solved. The numbers are solved visits in a row.
+    """Leaves out items whose last `after` visits were solved. The numbers are consecutive solved visits.
 
     Where all items are solved, the numbers are forgotten and every item is visited again.
     """
@@ -118,7 +118,7 @@ class UnsolvedItems(SkippedItems):
 
 
 class RestingItems(SkippedItems):
-    """Lets items rest whose last visit was outside the bounds of the pass rate. The numbers are remaining turns."""
+    """Skips items for some turns if their last pass rate was out of bounds. The numbers are remaining turns."""
 
     key = "resting"
 
@@ -174,7 +174,7 @@ class EasyToHard(RowStream):
         self._order = sorted(range(self.size), key=lambda index: difficulties[index])
         self._sizes = stage_sizes([difficulties[index] for index in self._order], config.stages)
         self._layout: JsonObject = {"column": config.column, "order": config.order, "sizes": self._sizes}
-        """Identity of the stages: progress saved under another one does not apply."""
+        """Identity of the stages. Progress saved under another identity is ignored."""
         self._config = config
         self._steps = 0
         """Steps recorded so far."""
@@ -240,14 +240,14 @@ class EasyToHard(RowStream):
         super().load_state_dict(state)
         beginning: JsonObject = {"steps": 0, "stage": 0, "drawn": 0, "rates": []}
         saved = state.get(STAGES, beginning)
-        if any(saved.get(key) != value for key, value in self._layout.items()):  # no curriculum, or another
+        if any(saved.get(key) != value for key, value in self._layout.items()):  # no curriculum, or another one
             saved = beginning
         self._steps, self._stage, self._drawn = saved["steps"], saved["stage"], saved["drawn"]
         self._rates = list(saved["rates"])
 
 
 def stage_sizes(difficulties: Sequence[float], stages: int) -> list[int]:
-    """Return how many of the rows, sorted by difficulty, each stage draws from. Equal difficulties stay together."""
+    """Return the number of easiest rows that each stage draws from. Equal difficulties stay together."""
     size = len(difficulties)
     ends = [math.ceil(size * stage / stages) for stage in range(1, stages + 1)]
     return [bisect_right(difficulties, difficulties[end - 1]) for end in ends]

@@ -43,7 +43,7 @@ class DatasetRows:
         self._check = check
         self._filter = RowFilter(config, keep)
         self.filter_notes: list[str] = []
-        """A line for the log on the rows of each split that were left out."""
+        """Log line on the filtered rows of each split."""
         rows = self._load(config.split)
         self.train: list[Item] | Dataset
         self.held_out: list[Item] | Dataset
@@ -129,7 +129,7 @@ class DatasetRows:
         return self._load_hub(split), self.name
 
     def _given(self, split: str) -> list[Item] | Dataset | None:
-        """Return the rows of a split that the program has given; None: they are loaded by name."""
+        """Return the rows of a split passed by the program; None if they are loaded by name."""
         return self.config.given if split == self.config.split else self.config.given_held_out
 
     def _check_item(self, row: Item, where: str) -> None:
@@ -149,7 +149,7 @@ class DatasetRows:
                 raise self._error(f"row {index} of {split!r}: column {self.config.prompt_column!r} is null")
 
     def _check_json(self, rows: Dataset, numbers: Sequence[int], where: str) -> None:
-        """Raise for text that the chat template cannot get. Values that are not text are typed, as those of row 0."""
+        """Raise for JSON text that the chat template cannot use. Other columns are typed, so row 0 stands for all."""
         for column in rows.column_names:
             key = self.config.columns.get(column, column)
             is_text = "string" in getattr(rows.features[column], "dtype", "")
@@ -282,6 +282,6 @@ class RowItems(Items):
         return (rows.item(rows.held_out, index) for index in range(len(rows.held_out)))
 
     def evaluated(self, seed: int) -> Iterator[Item]:
-        """Yield all rows of `split` in the order of the data. Sets have no other held-out rows than the last ones."""
+        """Yield all rows of `split` in the order of the data: the held-out rows of a set are its last ones."""
         parts = (self._rows.train, self._rows.held_out)
         return (self._rows.item(rows, index) for rows in parts for index in range(len(rows)))

@@ -41,7 +41,7 @@ class RowFilter:
         self._keep_name = config.filter
 
     def kept(self, rows: list[Item] | Dataset) -> tuple[list[int], str | None]:
-        """Return the numbers of the rows that meet all conditions, and a line on the others, None if there are none.
+        """Return the numbers of the rows that meet all conditions, and a log line on the others, if there are any.
 
         Raises ValueError if a condition cannot be applied to a row.
         """
@@ -55,7 +55,7 @@ class RowFilter:
         return left, f"{len(left)} of {len(rows)} rows are kept; left out: {', '.join(parts)}" if parts else None
 
     def _conditions(self, rows: list[Item] | Dataset) -> Iterator[tuple[str, Callable[[int], bool]]]:
-        """Yield the name of each condition, and a function that returns whether the row of a number meets it."""
+        """Yield the name of each condition, and a function that tests a row by its number."""
         for column in self._where:
             yield f"where.{column}", partial(self._meets, column, column_values(rows, column))
         if self._keep is not None:
@@ -76,7 +76,7 @@ class RowFilter:
 
 
 def meets_condition(value: object, condition: ConditionConfig, where: str) -> bool:
-    """Return whether a value meets a condition; null never does. Raises ValueError for bounds of what is no number."""
+    """Return whether a value meets a condition; null never does. Raises ValueError for bounds on a non-number."""
     if value is None:
         return False
     if condition.any is not None:
@@ -89,7 +89,7 @@ def meets_condition(value: object, condition: ConditionConfig, where: str) -> bo
 
 
 def is_equal(value: object, wanted: Scalar) -> bool:
-    """Return whether a value of the data is the wanted one. Text equals the number, true or false that it spells."""
+    """Return whether a value of the data is the wanted one. Text equals the number or boolean that it spells."""
     if isinstance(wanted, bool) or isinstance(value, bool):
         return as_bool(value) is wanted
     if isinstance(wanted, str):
@@ -98,14 +98,14 @@ def is_equal(value: object, wanted: Scalar) -> bool:
 
 
 def as_bool(value: object) -> bool | None:
-    """Return true or false, also of one written as text, in any case; None for anything else."""
+    """Return a boolean, parsed from text in any case; None for anything else."""
     if isinstance(value, str):
         return {"true": True, "false": False}.get(value.lower())
     return value if isinstance(value, bool) else None
 
 
 def as_number(value: object) -> float | None:
-    """Return a number, also of one written as text; None for anything else and for NaN."""
+    """Return a number, parsed if it is text; None for anything else and for NaN."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:

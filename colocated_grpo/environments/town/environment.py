@@ -105,7 +105,7 @@ class TownTurn:
     legal: LegalActions
     max_speech: int
     state: JsonObject = field(compare=False, repr=False)
-    """The game without its events and turns: all that score() needs, in any process."""
+    """The game without its events and turns: all state that score() needs, in any process."""
 
     @property
     def trainable(self) -> bool:

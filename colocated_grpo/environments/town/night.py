@@ -208,7 +208,7 @@ def _resolve(night: Night, first: Priority, last: Priority) -> None:
 
 
 def _ambush(night: Night) -> None:
-    """Let every veteran on alert attack all visitors, whatever their side."""
+    """Let every veteran on alert attack all visitors, regardless of side."""
     for host in sorted(night.alert):
         for visitor in night.visitors_of(host):
             night.attack(host, visitor, Power.STRONG, guardable=False)

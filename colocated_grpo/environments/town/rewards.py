@@ -57,7 +57,7 @@ def shaping(game: Game, seat: int, verdict: Verdict) -> float:
 
 
 def interest_in_survival(game: Game, seat: int, other: int) -> float:
-    """Return what the other seat's survival is worth to the seat's side, in [-1, 1]; -1 if the side wants it dead."""
+    """Return the value of the other seat's survival to the seat's side, in [-1, 1]; -1 if the side wants it dead."""
     one, two = game.seats[seat], game.seats[other]
     if one.role_name == "executioner":
         return -1.0 if other == one.mark else 0.0

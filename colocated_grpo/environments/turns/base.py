@@ -68,7 +68,7 @@ class Return(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PlainOutcome:
-    """The outcome of a game without anything of its own."""
+    """Outcome for games that need no class of their own."""
 
     reward: float | None
     parts: dict[str, float]
@@ -76,7 +76,7 @@ class PlainOutcome:
 
 @dataclass(frozen=True, slots=True)
 class PlainReturn:
-    """The share of a game's result that one of its turns gets. Field names are keys of checkpoints."""
+    """The share of a game's result credited to one of its turns. Field names are keys of checkpoints."""
 
     turn_id: str
     value: float

@@ -47,7 +47,7 @@ class PendingGroups:
         overdue = [key for key, pending in self._pending.items() if self._step - pending.since >= self._max_wait]
         self._step += 1
         late = [self._pending.pop(turn_id).group for turn_id in overdue]
-        # As game states, routes would dominate the checkpoint size. Later on, the policy chooses the experts itself.
+        # Like game states, routes would dominate the checkpoint size. Without routes, the policy chooses the experts.
         for turn_id, pending in self._pending.items():
             self._pending[turn_id] = replace(pending, group=_without_routes(pending.group))
         return complete, late

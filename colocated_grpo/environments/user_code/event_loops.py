@@ -30,7 +30,7 @@ _entered: WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncExitStack] = WeakKey
 
 
 async def enter_for_loop(context: AbstractAsyncContextManager[Entered]) -> Entered:
-    """Enter a context on the running loop, which `start_loop` has started. It is left when the loop is retired."""
+    """Enter a context on the running loop, one of `start_loop`. The context is exited when the loop is retired."""
     stack = _entered.setdefault(asyncio.get_running_loop(), AsyncExitStack())
     return await stack.enter_async_context(context)
 

@@ -25,7 +25,7 @@ _inside = threading.local()
 
 
 class _SilentHere:
-    """A stream that drops what the thread in an isolated block writes, and passes on what other threads write."""
+    """A stream that drops writes of the thread in an isolated block, and forwards those of other threads."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -45,7 +45,7 @@ def _silent(stream: TextIO) -> TextIO:
 def isolated(rng: random.Random) -> Iterator[None]:
     """Suppress printing to both streams, and make `rng` the state of `random`; numpy's global stream is seeded from it.
 
-    `rng` advances by what the block draws. Raises RuntimeError after LOCK_TIMEOUT if another block does not end.
+    `rng` advances with the block's draws. Raises RuntimeError after LOCK_TIMEOUT if another block does not end.
     """
     with _exclusive(), redirect_stdout(_silent(sys.stdout)), redirect_stderr(_silent(sys.stderr)):
         before, numpy_before = random.getstate(), numpy.random.get_state()
@@ -74,9 +74,9 @@ def _exclusive() -> Iterator[None]:
 class OwnLogs:
     """The log files of one game object, written only by calls inside `attached`.
 
-    Loggers are found by name, so without this the records of every copy, table and process part would go into the files
-    of all games. Of several files with the same name on the same logger, the one added last is kept: a record is then
-    in one file, and games that come and go do not use up the process's file descriptors.
+    Loggers are global by name, so without this the records of every copy, table and part of the process would go into
+    the files of all games. If one logger has several files with the same name, only the last is kept: each record is
+    then written to one file, and short-lived games do not exhaust the process's file descriptors.
     """
 
     def __init__(self) -> None:
@@ -84,9 +84,10 @@ class OwnLogs:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Attach the files, and afterwards detach them and whatever handlers the block has added.
+        """Attach the files. On exit, detach them and all handlers that the block has added.
 
-        Added handlers that are not files print to the console, and are dropped. Not thread-safe: use inside `isolated`.
+        Added handlers other than files are dropped, because they print to the console. Not thread-safe: use inside
+        `isolated`.
         """
         before = {id(handler) for logger in _loggers() for handler in logger.handlers}
         for (name, _), handler in self._files.items():

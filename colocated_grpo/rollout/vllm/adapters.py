@@ -1,4 +1,4 @@
-"""Adapters that vLLM applies beside the base weights, for engine servers. Training merges its adapter instead."""
+"""Adapters that vLLM applies on top of the base weights, for engine servers. Training merges its adapter instead."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ class VLLMAdapters:
     def load(self, name: str, path: str) -> JsonObject:
         """Use the PEFT adapter in folder `path`. No request may be running.
 
-        Returns the new status and the folder's `exported_digest`. Raises ValueError where the engine cannot load it, or
-        files differ from their checksums; the former adapter stays.
+        Returns the new status and the folder's `exported_digest`. If the engine cannot load it, or files differ from
+        their checksums, raises ValueError and keeps the previous adapter.
         """
         self._require_support()
         problem = exported_damage(Path(path))
         if problem is not None:
             raise ValueError(f"adapter {path!r}: {problem}")
         number = next(self._ids)
-        # vLLM 0.26 looks up cached prefixes by the name alone: a second adapter of one name would find the first one's.
+        # vLLM 0.26 looks up cached prefixes by name alone: a second adapter of the same name would hit the first one's.
         request = LoRARequest(f"{name}#{number}", number, path)
         try:
             loaded = self._engine.add_lora(request)
-        except Exception as error:  # of the files, of PEFT's settings, of vLLM's checks: of many types
+        except Exception as error:  # of many types: unreadable files, PEFT's settings, vLLM's checks
             raise ValueError(f"adapter {path!r}: {in_one_line(error)}") from error
         if not loaded:
             raise ValueError(f"adapter {path!r}: vLLM did not load it")

@@ -57,7 +57,7 @@ def shape_for(programs: int, shared_memory: int) -> LaunchShape:
 
 
 def make_attention(vllm_attention: Callable[..., Any], count_use: Callable[[], None]) -> Callable[..., Any]:
-    """Return the backend's `flash_attn_varlen_func` with this kernel for the calls that it suits.
+    """Return the backend's `flash_attn_varlen_func` with this kernel in place of supported calls.
 
     The backend passes keywords only. Install before CUDA graphs are captured.
     """
@@ -145,7 +145,7 @@ def decode(
 def _shared_memory(device: torch.device) -> int:
     if device.type == "cpu":  # Triton's interpreter, in tests
         return FOR_FEW.shared_memory
-    utils = triton.runtime.driver.active.utils  # pyrefly: ignore[missing-attribute]  # only of the CUDA driver
+    utils = triton.runtime.driver.active.utils  # pyrefly: ignore[missing-attribute]  # missing on other drivers
     return utils.get_device_properties(device.index)["max_shared_mem"]
 
 

@@ -1,4 +1,4 @@
-"""Size of an engine's KV cache beside the trainer's state."""
+"""Size of an engine's KV cache in the memory that the trainer's state leaves free."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ GIB = 1 << 30
 CPU_LIMIT = 1 * GIB
 MIN_CACHE = 64 << 20
 FILL_FRACTION = 0.5
-"""Part of the worst case (all sequences at full length at once) that the cache is sized for. Completions that stop
-early need less. If all run to full length, vLLM preempts some of them."""
+"""Cache size as a fraction of the worst case (all sequences at full length at once). Completions that stop early need
+less. If all run to full length, vLLM preempts some of them."""
 MIN_FULL_SEQUENCES = 8
-"""Sequences that always fit at full length."""
+"""Minimum number of sequences that fit at full length."""
 BLOCK = 64
-"""Upper bound of the tokens by which a sequence's last cache block exceeds the sequence."""
+"""Upper bound of the unused tokens in a sequence's last cache block."""
 
 
 def kv_cache_arguments(spec: EngineSpec, device: torch.device) -> dict[str, Any]:
@@ -37,8 +37,8 @@ def kv_cache_arguments(spec: EngineSpec, device: torch.device) -> dict[str, Any]
         return {"gpu_memory_utilization": spec.gpu_memory_utilization}
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    # Even if the exact size is given, vLLM does not start if its utilisation exceeds the fraction that is free after it
-    # has initialised NCCL and its kernels (2.3 GiB on an H100). It uses the value for nothing else then.
+    # Even with an exact size, vLLM does not start if `gpu_memory_utilization` exceeds the free fraction after it has
+    # initialised NCCL and its kernels (2.3 GiB on an H100). The value has no other effect in this case.
     return {
         "kv_cache_memory_bytes": given or _size_beside(free, spec),
         "gpu_memory_utilization": round(free / total / 2, 4),
@@ -46,9 +46,9 @@ def kv_cache_arguments(spec: EngineSpec, device: torch.device) -> dict[str, Any]
 
 
 def _check_holds_a_sequence(size: int, spec: EngineSpec) -> None:
-    """Raise RunError for a cache in which no sequence of full length fits: vLLM's own error names other settings.
+    """Raise RunError if the cache cannot hold one sequence of full length: vLLM's own error names other settings.
 
-    Layers that cache a window only, caches of another type than the engine's, and unknown models are left to vLLM.
+    Sliding-window layers, caches of another type than the engine's, and unknown models are left to vLLM.
     """
     settings = _settings(spec.folder, trust_remote_code=spec.trust_remote_code)
     sizes = sizes_of(settings)
@@ -63,7 +63,7 @@ def _check_holds_a_sequence(size: int, spec: EngineSpec) -> None:
 
 
 def _size_beside(free: int, spec: EngineSpec) -> int:
-    """Return the automatic size, for `free` bytes that the engine's weights need too."""
+    """Return the automatic cache size. free: bytes available to the cache and the engine's weights together."""
     room = free - weight_bytes(spec) - ENGINE_RESERVE
     if room < MIN_CACHE:
         raise RunError(
@@ -75,12 +75,12 @@ def _size_beside(free: int, spec: EngineSpec) -> int:
 
 
 def useful_bytes(spec: EngineSpec) -> int:
-    """KV bytes on one rank for FILL_FRACTION of spec.max_num_seqs sequences of full length."""
+    """Return the KV bytes on one rank for FILL_FRACTION of spec.max_num_seqs sequences of full length."""
     sizes = model_sizes(spec.folder, trust_remote_code=spec.trust_remote_code)
     bytes_per_token = sizes.kv_bytes_per_token(spec.dtype.itemsize, spec.tensor_parallel_size)
     sequences = max(ceil(FILL_FRACTION * spec.max_num_seqs), min(MIN_FULL_SEQUENCES, spec.max_num_seqs))
     states = sizes.state_bytes(spec.dtype.itemsize, spec.tensor_parallel_size)
-    # vLLM makes cache blocks as large as a state, so each sequence may leave one more of this size partly empty.
+    # vLLM makes cache blocks as large as a state, so each sequence may leave one more block of this size partly empty.
     return bytes_per_token * sequences * (spec.max_model_len + BLOCK) + 2 * states * spec.max_num_seqs
 
 
@@ -93,14 +93,14 @@ def model_sizes(folder: Path, *, trust_remote_code: bool = False) -> Sizes:
 
 
 def _settings(folder: Path, *, trust_remote_code: bool) -> dict[str, Any]:
-    """Return the settings of the language model, with transformers' values of those that config.json leaves out."""
+    """Return the settings of the language model, with transformers' defaults for those missing in config.json."""
     text = read_text_config(folder, trust_remote_code=trust_remote_code).get_text_config()
     settings = text.to_dict()
     return settings | {name: settings[own] for name, own in text.attribute_map.items() if own in settings}
 
 
 def weight_bytes(spec: EngineSpec) -> int:
-    """Bytes of the model's weights on one rank of the engine, in the engine's type."""
+    """Return the bytes of the model's weights on one rank of the engine, in the engine's type."""
     if files := weight_files(spec.folder):
         own_name = own_names(spec.folder)
         total = sum(_count_elements(file, own_name) for file in files) * spec.dtype.itemsize

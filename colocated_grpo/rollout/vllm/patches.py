@@ -1,12 +1,13 @@
-"""Every replacement inside vLLM, one row each: target, replacement, the failure it cures, versions, upstream, hits.
+"""All replacements inside vLLM, one row each: target, replacement, failure avoided, versions, upstream, hits.
 
-vLLM is written for a process of its own. Inside the trainer's process it would destroy the trainer's process group,
+vLLM is written to run in its own process. Inside the trainer's process it would destroy the trainer's process group,
 freeze its heap and repack weights that the trainer writes in place. The remaining rows make decoding faster.
 
-`apply` installs the rows that fit this version and device before an engine is built. If a target is missing within its
-versions, it raises an error where the run would be wrong, and logs one warning where the run would only be slower.
-Private attributes of vLLM that this package reads or writes without replacing them are listed in `PRIVATE_STATE`. A
-test looks up every entry of both lists in the sources of the oldest supported and the installed version.
+`apply` installs the rows that fit this version and device before an engine is built. If a target is missing in a
+version that should have it, `apply` raises an error if the run would be wrong, and logs one warning if it would only be
+slower. Private attributes of vLLM that this package reads or writes without replacing them are listed in
+`PRIVATE_STATE`. A test looks up every entry of both lists in the sources of the oldest supported and the installed
+version.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Patch:
     cures: str
     """The failure or the cost without this replacement."""
     upstream: str
-    """Issue, pull request or source file to look at before the row is changed or dropped."""
+    """Issue, pull request or source file to check before the row is changed or dropped."""
     versions: SpecifierSet = SUPPORTED
     devices: tuple[Device, ...] = ("cpu", "cuda")
     required: bool = False
@@ -49,7 +50,7 @@ class Patch:
     hits: int = 0
     """Calls that took the replacement's own path; 0 for a replaced constant.
 
-    Of a kernel inside CUDA graphs only the captures count: replays run no Python.
+    For a kernel inside CUDA graphs only captures count, because replays run no Python.
     """
     status: str = "not applied"
 
@@ -85,7 +86,7 @@ class Patch:
         return original
 
     def _locate(self) -> tuple[Any, str]:
-        """The object that holds the target, and the target's name in it."""
+        """Return the object that holds the target, and the target's attribute name."""
         module, _, path = self.target.partition(":")
         *parents, name = path.split(".")
         owner: Any = importlib.import_module(module)
@@ -102,7 +103,7 @@ class Patch:
 
 
 def counted(replacement: Callable[..., Any]) -> Make:
-    """A row's `make` for a function that is replaced as a whole; each call is a hit."""
+    """Return a row's `make` that replaces the whole function. Each call is a hit."""
 
     def make(patch: Patch, _original: Any) -> Any:
         def call(*arguments: Any, **options: Any) -> Any:
@@ -115,7 +116,7 @@ def counted(replacement: Callable[..., Any]) -> Make:
 
 
 def around(replacement: Callable[..., Any]) -> Make:
-    """A row's `make` for `replacement(original, *arguments)`, which calls the original; each call is a hit."""
+    """Return a row's `make` for `replacement(original, *arguments)`, which calls the original. Each call is a hit."""
     return lambda patch, original: counted(partial(replacement, original))(patch, original)
 
 
@@ -124,9 +125,9 @@ def _no_shapes(_patch: Patch, _original: Any) -> tuple[()]:
 
 
 def kernel(module: str, factory: str) -> Make:
-    """A row's `make` for a function of another file of this folder: `factory(original, count_use)` in `module`.
+    """Return a row's `make` that calls `factory(original, count_use)` from `module`, another file of this folder.
 
-    The module is imported when the row is applied: Triton is only beside CUDA, and `routes` imports this table.
+    The module is imported when the row is applied: Triton is installed only with CUDA, and `routes` imports this table.
     """
 
     def make(patch: Patch, original: Any) -> Any:
@@ -306,8 +307,8 @@ PRIVATE_STATE: dict[str, str] = {
 def apply(device: Device, patches: Iterable[Patch] = PATCHES) -> None:
     """Install the rows for this device and the installed version of vLLM. Later calls in a process add nothing.
 
-    Raises ConfigError outside SUPPORTED, and RunError where a required target is missing: a run would fail late, or
-    sample from old weights.
+    Raises ConfigError for versions outside SUPPORTED, and RunError if a required target is missing: a run would fail
+    late, or sample from old weights.
     """
     import vllm
 
@@ -317,7 +318,7 @@ def apply(device: Device, patches: Iterable[Patch] = PATCHES) -> None:
 
 
 def report(patches: Iterable[Patch] = PATCHES) -> list[dict[str, str | int]]:
-    """One row a patch: target, status, hits, cures, versions. For benchmarks and bug reports."""
+    """Return one row per patch: target, status, hits, cures, versions. For benchmarks and bug reports."""
     return [
         {
             "target": patch.target,

@@ -20,7 +20,7 @@ from colocated_grpo.rollout.engine import Part
 from colocated_grpo.runtime.distributed import World
 
 _run_token = ""
-"""Random text in the names of this run's shared memory, equal on all ranks."""
+"""Random token in the names of this run's shared memory, the same on all ranks."""
 
 
 def name_shared_memory(world: World) -> None:
@@ -36,8 +36,10 @@ def unique_group_name(communicator: Any) -> str:
 
 
 def join_shared_memory(init_cpu_shm: Callable[[Any], int], group: Any) -> int:
-    """Join through vLLM's own function, then unlink the name: every rank has it mapped, and a killed process leaves
-    nothing in /dev/shm."""
+    """Join through vLLM's own function, then unlink the name.
+
+    By then every rank has mapped it, so a killed process leaves nothing in /dev/shm.
+    """
     handle = init_cpu_shm(group)
     Path(f"/dev/shm/{group.group_name}_{group.communicator.rank}").unlink(missing_ok=True)
     return handle
@@ -53,14 +55,14 @@ def plain_cpu_linear(layer: nn.Module, remove_weight: bool) -> None:
 
 
 def convolve_unpacked(original: Callable[..., Tensor], *, weight: Tensor, **arguments: Any) -> Tensor:
-    """Call vLLM's convolution with a weight [C, 1, W] as it is stored, instead of one packed at load time."""
+    """Call vLLM's convolution with the stored weight [C, 1, W] instead of a copy packed at load time."""
     return original(weight=weight.flatten(1), **{**arguments, "is_weight_packed": False})
 
 
 def rotate_flat(
     original: Callable[..., Any], rotary: nn.Module, positions: Tensor, query: Tensor, key: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Call vLLM's rotation with contiguous rows of all heads where it gets [T, H, D], views into wider rows."""
+    """Call vLLM's rotation with contiguous rows [T, H * D] if it gets [T, H, D] views into wider rows."""
     if query.dim() < 3:
         return original(rotary, positions, query, key)
     rows = [None if heads is None else heads.flatten(1).contiguous() for heads in (query, key)]
@@ -73,7 +75,7 @@ def leave_heap() -> None:
 
 
 def count_at_least(rows_NV: Tensor, values_N1: Tensor) -> Tensor:
-    """[N] entries of each row that are at least the row's value."""
+    """Return [N] counts of the entries of each row that are at least the row's value."""
     return (rows_NV >= values_N1).sum(-1)
 
 

@@ -1,4 +1,4 @@
-"""Two paths of a request through vLLM: without its output processor, or with it where stop strings need text."""
+"""Two paths of a request through vLLM: around its output processor or, if stop strings need text, through it."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ class TextRequests:
         return finished
 
     def _append(self, output: RequestOutput) -> TokenDelta:
-        """All tokens of the request if this output ends it, else the new ones."""
+        """Return all tokens of the request if this output ends it, else the new ones."""
         new, so_far = _tokens_of(output), self._running[output.request_id]
         if so_far is not None:
             so_far.token_ids.extend(new.token_ids)

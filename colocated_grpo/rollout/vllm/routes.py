@@ -1,8 +1,8 @@
 """Record the experts that each layer chose for each token, by the token's slot in the KV cache.
 
-vLLM can return them itself (`enable_return_routed_experts`), but not on CPUs, where it needs Triton, and in 0.26 only
-with its older model runner. A slot keeps its routes as long as its keys: tokens of cached prefixes and preempted
-requests have them too; those of a preempted request are of its last computation.
+vLLM's own option (`enable_return_routed_experts`) needs Triton, which CPUs lack, and works in 0.26 only with the older
+model runner. A slot keeps its routes as long as its keys, so tokens of cached prefixes and of preempted requests have
+routes too. The routes of a preempted request are those of its last computation.
 
 Shapes: S slots of the KV cache, T tokens, L layers with experts, K experts per token.
 """
@@ -28,7 +28,7 @@ from colocated_grpo.rollout.vllm.patches import FREE_REQUEST
 from colocated_grpo.types import MAX_UINT8_EXPERTS, Completion, Routes
 
 RECORD_ROUTES = "colocated_grpo_record_routes"
-"""Key in vLLM's `additional_config` of engines that record the experts that they choose."""
+"""Key in vLLM's `additional_config` that turns on the recording of chosen experts."""
 
 
 class SlotRoutes:
@@ -37,13 +37,13 @@ class SlotRoutes:
     def __init__(self, model: nn.Module, cache: KVCacheConfig, device: torch.device) -> None:
         """Raises RunError for engines whose routes cannot be recorded."""
         self.group = _attention_group(cache)
-        """Position of the group of cache blocks whose slots are used."""
+        """Index of the KV cache group whose slots are used."""
         group = cache.kv_cache_groups[self.group]
         self._block_size, self._attention = group.kv_cache_spec.block_size, group.layer_names[0]
         runners = [module for module in model.modules() if isinstance(module, MoERunner)]
         routers = [_router(runner) for runner in sorted(runners, key=lambda runner: runner.layer_id)]
         dtype = torch.uint8 if routers[0].global_num_experts <= MAX_UINT8_EXPERTS else torch.int16
-        # The last row takes what padding tokens write, whose slot is -1.
+        # The last row receives the writes of padding tokens, whose slot is -1.
         rows = cache.num_blocks * self._block_size + 1
         self._routes_SLK = torch.zeros((rows, len(routers), routers[0].top_k), dtype=dtype, device=device)
         for layer, router in enumerate(routers):
@@ -112,9 +112,9 @@ class RequestRoutes:
 
 
 def make_initialize(original: Callable[..., None], count_use: Callable[[], None]) -> Callable[..., None]:
-    """Return vLLM's function that allocates the KV cache, followed by the start of recording where it is requested.
+    """Return vLLM's function that allocates the KV cache, extended to start recording if that is requested.
 
-    The function raises RunError where recording is not possible.
+    The function raises RunError if recording is not possible.
     """
 
     def initialize(worker: Any, cache: KVCacheConfig) -> None:
@@ -127,9 +127,9 @@ def make_initialize(original: Callable[..., None], count_use: Callable[[], None]
 
 
 def _attention_group(cache: KVCacheConfig) -> int:
-    """Return the position of the layers that attend to all tokens, so that each token has a slot of its own.
+    """Return the index of the cache group with full attention, in which each token has its own slot.
 
-    Hybrid models have other groups as well. Raises RunError if no group attends to all tokens.
+    Hybrid models have other groups as well. Raises RunError if there is no full-attention group.
     """
     specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
     found = [index for index, spec in enumerate(specs) if isinstance(spec, FullAttentionSpec)]

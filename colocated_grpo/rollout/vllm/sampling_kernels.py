@@ -24,13 +24,13 @@ PROGRAMS = 1024
 """Programs that fill the device. Few rows are split into more parts to reach it."""
 MOST_PARTS = 16
 PHILOX_ROUNDS = tl.constexpr(7)
-"""The fewest of Philox4x32 that pass the tests of BigCrush (Salmon et al., SC 2011)."""
+"""The fewest rounds with which Philox4x32 passes BigCrush (Salmon et al., SC 2011)."""
 UNPLAIN = "max_per_req_token_ids", "logits_mode"
 """Options of vLLM's `compute_topk_scores` that ask for more than the sampled token's log-probability."""
 
 
 class _LastSample:
-    """The logits sampled from last, and logsumexp of each row.
+    """Logits of the last sampling call, and the logsumexp of each row.
 
     vLLM scores the sampled tokens right after sampling, from the same tensor, so one entry is enough. The tensor is
     recognised by identity: vLLM samples under inference_mode, where tensors have no version counter that would show a
@@ -42,12 +42,12 @@ class _LastSample:
 
     @classmethod
     def logsumexp_of(cls, logits: Tensor) -> Tensor | None:
-        """None unless these logits were sampled from last."""
+        """Return the logsumexp of each row; None if the last sampling call used other logits."""
         return cls.logsumexp_B if cls.logits is not None and cls.logits() is logits else None
 
 
 def make_gumbel_sample(vllm_sample: Callable[..., Any], count_use: Callable[[], None]) -> Callable[..., Any]:
-    """Return the sampler's `gumbel_sample`, whose logits are already divided by the temperature, with this kernel."""
+    """Return the sampler's `gumbel_sample` with this kernel. Its logits are already divided by the temperature."""
 
     def gumbel_sample(
         logits: Tensor, rows: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, **options: Any
@@ -63,9 +63,9 @@ def make_gumbel_sample(vllm_sample: Callable[..., Any], count_use: Callable[[], 
 
 
 def make_topk_scores(vllm_scores: Callable[..., Any], count_use: Callable[[], None]) -> Callable[..., Any]:
-    """Return the sampler's `compute_topk_scores` with the log-probabilities that sampling has computed.
+    """Return the sampler's `compute_topk_scores`, which then reuses the log-probabilities computed by sampling.
 
-    For requests of the sampled token alone. Its rank, which the trainer never reads, is then 0.
+    Applies to requests for the sampled token's log-probability only. Its rank is then 0; the trainer never reads it.
     """
 
     def topk_scores(logits: Tensor, num_logprobs: int, sampled: Tensor, *arguments: Any, **options: Any) -> Any:
@@ -111,9 +111,9 @@ def sample(
 
 @jit
 def _race(weight, bits, noisy):
-    """weight / E with E exponential of rate 1, from 32 random bits; the argmax is then a draw in proportion to weight.
+    """Return weight / E, where E ~ Exp(1) comes from 32 random bits. The argmax is then a draw proportional to weight.
 
-    E = -log(1 - u). Small E decide the draw, and near 0 the float32 logarithm is too coarse, so a series replaces it
+    E = -log(1 - u). Small values of E decide the draw. Near 0 the float32 logarithm is too coarse, so a series is used
     there.
     """
     u = (bits.to(tl.uint32, bitcast=True).to(tl.float32) + 0.5) * 2.3283064365386963e-10

@@ -1,4 +1,4 @@
-"""`EngineSpec`: what an engine is built from, whether it trains, serves, evaluates or chats. Imports no vLLM."""
+"""`EngineSpec`: build parameters of engines for training, serving, evaluation and chat. Imports no vLLM."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import torch
 
 MAX_NUM_SEQS = 512
 MIN_NUM_SEQS = 64
-"""For small batches: held-out prompts may be more than training prompts."""
+"""Minimum for small batches: there may be more held-out prompts than training prompts."""
 SERVER_NUM_SEQS = 256
-"""For engines that other processes send any number of requests to."""
+"""For engines that receive any number of requests from other processes."""
 GRAPH_STEP = 16
 """vLLM captures a CUDA graph for every multiple. Batches above the largest graph decode without one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec:
-    """An engine: its model, its sizes, and what its weights and requests need."""
+    """An engine: its model, its sizes, and the features that its weights and requests need."""
 
     folder: Path
     dtype: torch.dtype

@@ -39,7 +39,7 @@ class Chunk(NamedTuple):
     token_ids: list[int]
     logprobs: np.ndarray
     finish_reason: FinishReason | None
-    """None: the request goes on."""
+    """None: the request is still running."""
 
 
 class StopTable:
@@ -73,7 +73,7 @@ def _stop_tokens(request: Request) -> tuple[int, ...]:
 
 
 def decodes_only(step: SchedulerOutput) -> bool:
-    """True if the step decodes one token for each of the requests of the step before, and does nothing else."""
+    """True if the step only decodes one token for each request of the previous step."""
     return (
         0 < step.total_num_scheduled_tokens == len(step.num_scheduled_tokens)
         and not step.scheduled_new_reqs
@@ -105,7 +105,7 @@ class SteadyBatch:
     """Rows of running requests, and the steps built from them."""
 
     def __init__(self, scheduler: Scheduler, template: SchedulerOutput, stops: StopTable, chunks: list[Chunk]) -> None:
-        """template: a step of vLLM's own that `decodes_only`. chunks: the list that settled tokens are appended to."""
+        """template: a step of vLLM's scheduler that `decodes_only`. chunks: the list to append settled tokens to."""
         self._scheduler = scheduler
         self._template = template
         self._chunks = chunks
@@ -123,7 +123,7 @@ class SteadyBatch:
         tokens = column(request.num_tokens for request in self.requests) + ahead
         longest = column(request.max_tokens for request in self.requests)
         self._limit = np.minimum(longest - self._sampled, scheduler.max_model_len - tokens)
-        """Steps left to each row."""
+        """Remaining steps of each row."""
         self._capacity = -(-self._computed // self._block) * self._block
         """Tokens that the row's cache blocks hold."""
         self._stop_row = column(stops.rows(self.requests))
@@ -169,7 +169,7 @@ class SteadyBatch:
         self._stale = False
 
     def next_step(self) -> Step | None:
-        """A step with one token for every row that has steps left. None: no row has, or the cache has no free block."""
+        """Return a step with one token per unfinished row. None if all have finished or the cache has no free block."""
         if self._stale or self._steps >= self._until:
             self._select_rows()
         scheduler, active = self._scheduler, self._active

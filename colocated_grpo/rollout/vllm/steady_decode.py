@@ -1,7 +1,7 @@
-"""Decode steps that skip the scheduler's work for each token.
+"""Decode steps without the scheduler's work per token.
 
 vLLM's scheduler runs Python code for each token of each request; with hundreds of requests the GPU waits for the host.
-While a batch only decodes, consecutive steps differ in counters alone. `SteadyDecode` replaces the scheduler's two
+While a batch only decodes, consecutive steps differ only in counters. `SteadyDecode` replaces the scheduler's two
 methods: it builds such steps from arrays (`SteadyBatch`) and passes everything else to vLLM, such as prompts,
 preemption and new requests.
 """
@@ -114,7 +114,7 @@ class SteadyDecode:
         return SteadyBatch(self._scheduler, template, self._stops, self._chunks)
 
     def _leave(self, batch: SteadyBatch) -> None:
-        """Update every request's record to what vLLM would have; vLLM then receives the steps in flight."""
+        """Bring every request's record up to date, so that vLLM can receive the steps in flight."""
         for row in batch.rows():
             batch.settle(row)
             request, in_flight = batch.requests[row], batch.in_flight(row)
@@ -126,7 +126,7 @@ class SteadyDecode:
         self._in_flight.clear()
 
     def _maybe_finish(self, batch: SteadyBatch, row: int) -> None:
-        """End the row's request if vLLM's own stop rule says that its newest token is the last."""
+        """End the row's request if vLLM's own stop rule applies to its newest token."""
         request = batch.requests[row]
         if request.is_finished():  # in flight when an earlier token ended it, or aborted
             return

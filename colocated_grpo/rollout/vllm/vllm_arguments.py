@@ -1,7 +1,7 @@
-"""The arguments with which vLLM builds an engine, and how it finds model class, settings and tensors.
+"""vLLM's engine arguments, and the model class, settings and tensors that it uses.
 
-config.json lacks entries that vLLM needs, and vLLM would build a vision-language model whole: its text part has
-settings of its own, and its tensors are a part of the whole model's checkpoint.
+config.json lacks entries that vLLM needs. vLLM would build all of a vision-language model; its text part has its own
+settings, and its tensors are a part of the whole model's checkpoint.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ SIGMOID_ROUTER: JsonObject = {"scoring_func": "sigmoid", "topk_method": "noaux_t
 """The only router that transformers has for DeepSeek-V3. vLLM's default is the softmax of DeepSeek-V2."""
 LOAD_FORMAT = "text_part"
 DEFINED_IN = dict.fromkeys(("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"), "vllm.model_executor.models.qwen3_5")
-"""Text models that vLLM defines beside models that see images, whose processors need torchvision."""
+"""Text models in vLLM modules that also define vision-language models, whose processors need torchvision."""
 PROCESSORS = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
 PROCESSORS_FOR_PILLOW = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
-"""The same names without torchvision; transformers itself falls back to them where a model is loaded by its name."""
+"""The same names without torchvision. transformers falls back to this module when it loads a model by name."""
 
 
 def engine_arguments(spec: EngineSpec, world: World) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def _mscale(rope: JsonObject, mscale: float) -> float:
 
 @register_model_loader(LOAD_FORMAT)
 class TextPartLoader(DefaultModelLoader):
-    """Reads the tensors of the text part under the names that it has alone."""
+    """Reads the tensors of the text part under the names of a text-only checkpoint."""
 
     def __init__(self, load_config: LoadConfig) -> None:
         # "auto" would prefer the files of Mistral's own format, if the folder has them too.
@@ -139,7 +139,7 @@ class TextPartLoader(DefaultModelLoader):
 
 
 def register_class(folder: Path, config_json: Mapping[str, Any]) -> None:
-    """Make vLLM's class of this text model usable, stored alone or as a part of a whole model.
+    """Register vLLM's class of this text model, stored alone or inside a vision-language model.
 
     Raises ConfigError if vLLM has none.
 
@@ -160,17 +160,17 @@ def register_class(folder: Path, config_json: Mapping[str, Any]) -> None:
 def _register_without_torchvision(architecture: str) -> None:
     """Import and register a class of `DEFINED_IN`. Does nothing for others, or if torchvision is installed.
 
-    The CPU installation has no torchvision, of which the text models use nothing.
+    The CPU installation has no torchvision, and text models do not need it.
     """
     if architecture not in DEFINED_IN or find_spec("torchvision") is not None:
         return
     sys.modules.setdefault(PROCESSORS, import_module(PROCESSORS_FOR_PILLOW))
-    # Registered as a class: vLLM would import a module that is named only in another process, where it fails.
+    # Registered as a class: given a module's name, vLLM would import it in another process, where this fails.
     ModelRegistry.register_model(architecture, getattr(import_module(DEFINED_IN[architecture]), architecture))
 
 
 def text_part_arguments(folder: Path, arguments: Mapping[str, Any], *, trust_remote_code: bool) -> dict[str, Any]:
-    """Return replacements of the arguments with which vLLM would build and read the whole model in `folder`."""
+    """Return arguments that make vLLM build and read only the text part of the model in `folder`."""
     text = read_text_config(folder, trust_remote_code=trust_remote_code)
     return {
         "hf_overrides": partial(_text_alone, text, arguments["hf_overrides"]),
@@ -181,7 +181,7 @@ def text_part_arguments(folder: Path, arguments: Mapping[str, Any], *, trust_rem
 def _text_alone(text: PretrainedConfig, entries: dict[str, Any], config: PretrainedConfig) -> PretrainedConfig:
     """Return the text part's settings, with `entries`, in place of the whole model's.
 
-    config: the whole model's, or a stand-in with which vLLM asks whether the model type changes.
+    config: the whole model's, or a dummy that vLLM passes to detect a change of the model type.
     """
     if config.get_text_config() is config:
         return config

@@ -36,13 +36,13 @@ UNQUANTIZED_CACHE = ("auto", "bfloat16", "float16", "half")
 """Types of vLLM's KV cache."""
 
 AS_LOADED = {"TRITON", "BATCHED_TRITON"}
-"""Kernels for experts that read the weights as they are loaded."""
+"""Expert kernels that read weights in their loaded layout."""
 
 EXPERT_STACKS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
 SINKS = ".self_attn.sinks"
 
 _closed: list[Any] = []
-"""Model runners of closed engines, kept until the process ends. Memory that sleeps is unmapped already; vLLM's
+"""Model runners of closed engines, kept until the process ends. Sleeping memory is already unmapped, and vLLM's
 allocator would unmap it again if the tensors were freed."""
 
 
@@ -66,7 +66,7 @@ class VLLMEngine:
                 raise RunError(f"engine: vLLM does not start: {in_one_line(error)}; check engine.args") from error
         self._engine = self._llm.llm_engine
         self._worker = self._engine.model_executor.driver_worker.worker
-        # Latent attention decodes with rearranged parts of a projection, made after loading: views of it, or copies.
+        # Latent attention decodes with rearranged parts of a projection: views or copies made after loading.
         absorbs = self._engine.vllm_config.model_config.use_mla
         self.transforms_weights = bool(arguments.get("quantization")) or absorbs or _repacks_experts(self.model)
         cache_type = arguments.get("kv_cache_dtype", "auto")
@@ -118,7 +118,7 @@ class VLLMEngine:
         for name in names:
             del self._keys[name]
             if self._routes is not None:
-                self._routes.drop(name)  # first: the slots of a prompt that is computed in part have no routes yet
+                self._routes.drop(name)  # first: slots of a partly computed prompt have no routes yet
         self._requests.abort(names)
 
     def top_logprobs(self, token_ids: Sequence[int], k: int) -> list[dict[int, float]]:
@@ -136,7 +136,7 @@ class VLLMEngine:
             sinks: list[tuple[str, Tensor]] = []
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": reloadable(weights, aside=sinks)})
             for method, kernel in kernels.items():
-                method.moe_kernel = method.moe_kernel or kernel  # of a layer that these weights leave as it is
+                method.moe_kernel = method.moe_kernel or kernel  # for a layer that these weights do not change
             weights = iter(sinks)
         self._worker.get_model().load_weights(weights)
 
@@ -171,7 +171,7 @@ class VLLMEngine:
 
     def close(self) -> None:
         if self._sleeps:
-            # Out of reach of the worker's shutdown, which frees the runner's tensors (since vLLM 0.32).
+            # Hidden from the worker's shutdown, which frees the runner's tensors (since vLLM 0.32).
             _closed.append(self._worker.model_runner)
             self._worker.model_runner = None
         self._engine.engine_core.shutdown()
@@ -181,7 +181,7 @@ class VLLMEngine:
 def prepare(spec: EngineSpec, device: torch.device) -> None:
     """Install the patches, and check that vLLM has the model. Takes no device memory.
 
-    A run calls it before it reads weights; the engine's constructor again, which then installs nothing. Raises
+    A run calls this before it reads weights. The engine's constructor calls it again, which installs nothing. Raises
     ConfigError or RunError.
     """
     patches.apply("cuda" if device.type == "cuda" else "cpu")
@@ -193,21 +193,21 @@ def prepare(spec: EngineSpec, device: torch.device) -> None:
 
 
 def _repacks_experts(model: nn.Module) -> bool:
-    """True if vLLM stores experts as their kernel reads them: on the CPU, and for FlashInfer."""
+    """True if vLLM repacks experts for their kernel: on the CPU, and for FlashInfer."""
     return any(method.unquantized_backend.name not in AS_LOADED for method in _expert_methods(model))
 
 
 def _expert_methods(model: nn.Module) -> list[Any]:
-    """Return how each layer of experts in their own type computes; empty for models without experts."""
+    """Return the compute method of each layer of unquantised experts; empty for models without experts."""
     methods = (getattr(module, "quant_method", None) for module in model.modules())
     return [method for method in methods if hasattr(method, "unquantized_backend")]
 
 
 def reloadable(weights: Iterable[tuple[str, Tensor]], aside: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield stacked experts one by one, which vLLM 0.32 passes to the parameters' loaders, and other tensors unchanged.
+    """Yield stacked experts one by one, so that vLLM 0.32 uses the parameters' loaders. Other tensors stay unchanged.
 
-    Sinks are appended to `aside` instead, to be loaded after the reload. During a reload of layers one by one,
-    parameters have no storage, and vLLM sees only what their own weight loaders receive. Its model of gpt-oss copies
+    Sinks are appended to `aside` instead, to be loaded after the reload. During a layer-by-layer reload, parameters
+    have no storage, and vLLM records only the tensors passed to their weight loaders. vLLM's gpt-oss model copies
     stacked experts and sinks into the parameters directly: these copies would be lost.
     """
     for name, tensor in weights:
@@ -224,9 +224,9 @@ def reloadable(weights: Iterable[tuple[str, Tensor]], aside: list[tuple[str, Ten
 def refresh_sinks(model: nn.Module) -> None:
     """Copy attention sinks to the tensors that the kernels read.
 
-    FlashInfer's kernels read a float32 copy, which vLLM makes after it has loaded all weights: not after a planned sync
-    or `load_weights`, and in older releases only once. It is written in place, because CUDA graphs read it. Other
-    kernels read the weight itself, which stays as it is.
+    FlashInfer's kernels read a float32 copy. vLLM makes it after loading all weights, but not after a planned sync or
+    `load_weights`, and in older releases only once. The copy is written in place, because CUDA graphs read it. Other
+    kernels read the weight itself, which is left unchanged.
     """
     for module in model.modules():
         for attention in module.children():
@@ -271,7 +271,7 @@ def _sampling_params(request: Request) -> SamplingParams:
         repetition_penalty=sampling.repetition_penalty,
         stop=list(sampling.stop),
         stop_token_ids=list(sampling.stop_token_ids),
-        ignore_eos=True,  # stop_token_ids names every token that may end it
+        ignore_eos=True,  # stop_token_ids lists every token that may end it
         seed=request.seed,
         logprobs=0,
         detokenize=bool(sampling.stop),

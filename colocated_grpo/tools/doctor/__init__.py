@@ -1,1 +1,1 @@
-"""The doctor: checks a machine and the run that a command line describes, and says how to fix what fails."""
+"""The doctor: checks a machine and the run that a command line describes, and prints a fix for each failure."""

@@ -25,8 +25,8 @@ from colocated_grpo.tools.doctor.subject import Finding, Subject, failed
 from colocated_grpo.tracking.text import printable
 
 MAX_SECONDS = 90.0
-"""Limit of a single check. Checks end within seconds on a healthy machine; those that start processes have limits of
-their own, which are lower."""
+"""Limit of a single check. Checks end within seconds on a healthy machine. Those that start processes have lower limits
+of their own."""
 
 Check = Callable[[Subject], Finding]
 
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read_subject(options: argparse.Namespace, overrides: Sequence[str], parser: argparse.ArgumentParser) -> Subject:
-    """Raises ConfigError where the command line is invalid. Invalid settings are a result of the check `settings`."""
+    """Raises ConfigError if the command line is invalid. The check `settings` reports invalid settings."""
     has_config = options.config is not None or options.resume is not None
     if not has_config:
         options.config = "none"  # not read
@@ -140,7 +140,7 @@ def bounded(check: Callable[[], Finding], seconds: float = MAX_SECONDS) -> Findi
 
 
 def print_report(findings: Iterable[tuple[str, Finding]], console: Console) -> dict[str, Finding]:
-    """Print each finding when it arrives, then their numbers. Returns all by name."""
+    """Print each finding when it arrives, then counts by status. Returns all findings by name."""
     indent = " " * (STATUS_WIDTH + NAME_WIDTH + 4)
     printed = {}
     for name, finding in findings:

@@ -37,7 +37,7 @@ class AtroposState:
 def read_state(
     atropos: AtroposSourceConfig, trainer: Registration, max_tokens: int, vocab_size: int | None
 ) -> AtroposState:
-    """trainer: the run's registration. max_tokens: of a sequence. vocab_size: None if unknown."""
+    """trainer: the run's registration. max_tokens: longest sequence. vocab_size: None if unknown."""
     variable = atropos.api_key_variable
     key = os.environ.get(variable) if variable else None
     client = AtroposClient(atropos.url, trainer, may_reset=atropos.reset, timeout=SECONDS, api_key=key)

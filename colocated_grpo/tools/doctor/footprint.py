@@ -1,8 +1,9 @@
 """Memory and disk space of a run by arithmetic, in bytes, from the sizes of its model and its settings.
 
-With AdamW and bfloat16, per parameter over all ranks: full training 16 (master, gradient, two moments in float32), an
-adapter 4 (base and merged weights), and on each engine 2 while it generates. Activations are those of the smallest
-possible micro-batch with every block recomputed: what does not fit by this arithmetic does not fit at all.
+Bytes per parameter with AdamW and bfloat16, over all ranks: 16 for full training (master, gradient, two moments in
+float32), 4 for an adapter (base and merged weights), and 2 on each engine while it generates. Activations are those of
+the smallest possible micro-batch with every block recomputed: a run that does not fit by this arithmetic does not fit
+at all.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ OPTIMIZER_STATE = {"adamw": 8, "adamw_8bit": 2, "adafactor": 0}
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where a run's ranks are."""
+    """The ranks of a run, and the memory of their devices."""
 
     ranks: int
     on_gpu: bool
@@ -42,7 +43,7 @@ class RankMemory:
     generating: int
     """On its device, while the engine generates."""
     host: int
-    """In host memory, beside what is on the device."""
+    """In host memory, in addition to the device's."""
 
     @property
     def device(self) -> int:
@@ -65,7 +66,7 @@ class RunSizes:
         kl = self.config.loss.kl
         has_reference = kl.coef > 0 and kl.target == "reference" and policy.lora is None
         reference = MASTER * sizes.total if has_reference else 0
-        # Sharded, and what every rank has of an adapter.
+        # Sharded state, and the adapter's state on every rank.
         weights = (MASTER * self.trained + frozen + reference) // shards + MASTER * self.adapter
         gradients = GRADIENT * (self.trained // shards + self.adapter)
         moments = state * (self.trained // shards + self.adapter)
@@ -98,7 +99,7 @@ class RunSizes:
 
     @cached_property
     def trained(self) -> int:
-        """Trained parameters of the model itself."""
+        """Trained parameters of the model, adapter excluded."""
         policy = self.config.policy
         if policy.lora is not None:
             return 0
@@ -116,7 +117,7 @@ class RunSizes:
         return self.place.ranks // (self.place.nodes if self.config.policy.replicate == "nodes" else 1)
 
     def _gathered(self) -> int:
-        """Return the bytes of gathered weights: all on one rank, else two blocks and what lies outside the blocks."""
+        """Return the bytes of gathered weights: all on one rank, else two blocks and the layers outside blocks."""
         policy, sizes = self.config.policy, self.sizes
         partly_frozen = policy.lora is not None or policy.train_layers is not None
         if partly_frozen and (self.place.ranks == 1 or self.config.weights == "shared"):
@@ -126,7 +127,7 @@ class RunSizes:
         return self.compute_bytes * (sizes.outside + 2 * sizes.largest.total)
 
     def _activations(self) -> int:
-        """Return the bytes of a micro-batch: the inputs of all blocks, one block's own, and a chunk's logits twice."""
+        """Return the bytes of a micro-batch: inputs of all blocks, one block's activations, twice a chunk's logits."""
         config, sizes = self.config, self.sizes
         size = config.batch.max_tokens_per_micro_batch
         tokens = ceil(config.max_sequence_tokens / config.policy.context_parallel) if size == "auto" else size
@@ -175,7 +176,7 @@ class RunSizes:
         return MASTER * self.adapter + (model if settings.export_merged else 0)
 
     def smaller(self) -> dict[str, RunSizes]:
-        """Return settings that save memory, and the run with each; those that are set already are left out."""
+        """Return settings that save memory, each with the resulting run. Settings already in use are left out."""
         policy, engine = self.config.policy, self.config.engine
         lora = policy.lora or LoRAConfig()
         changes: dict[str, dict[str, Any]] = {}

@@ -82,7 +82,7 @@ def check_gpu_memory(subject: Subject) -> Finding:
 
 
 def check_nvlink(subject: Subject) -> Finding:
-    """Check the NVSwitch fabric, without which CUDA does not start, or NCCL fails in NVLink multicast (NVLS)."""
+    """Check the NVSwitch fabric. If it is down, CUDA does not start, or NCCL fails in NVLink multicast (NVLS)."""
     if len(subject.gpus) < 2:
         return skipped("less than two GPUs")
     waiting = sorted(set(fabric_states()) - FABRIC_READY)
@@ -122,7 +122,7 @@ SLOWING = {
 BREAKING = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": ("(?!0$).*", "the engine would not run inside its rank"),
 }
-"""Variable -> pattern of its harmful values, and what they cause."""
+"""Variable -> pattern of its harmful values, and their effect."""
 
 
 def check_variables(subject: Subject) -> Finding:
@@ -141,7 +141,7 @@ def check_variables(subject: Subject) -> Finding:
 
 
 def _harmful(environment: Mapping[str, str], table: Mapping[str, tuple[str, str]]) -> dict[str, str]:
-    """Return the variables with harmful values, and what they cause."""
+    """Return the variables with harmful values, and the effect of each."""
     return {
         name: reason
         for name, (pattern, reason) in table.items()
@@ -250,7 +250,7 @@ def check_packages(subject: Subject) -> Finding:
 
 
 def _unmet(subject: Subject, requirement: Requirement) -> str | None:
-    """Return the requirement if it applies here and is not met; those of extras do not apply."""
+    """Return the requirement if it applies here and is not met. Requirements of extras do not apply."""
     if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
         return None
     version = subject.packages.get(canonicalize_name(requirement.name))
@@ -285,6 +285,6 @@ def check_optional_packages(subject: Subject) -> Finding:
 
 
 def _lacks_flash_attention(subject: Subject) -> bool:
-    """True on Hopper GPUs, the only ones with FlashAttention 4, without the compiler that vLLM installs for it."""
+    """True on Hopper GPUs, the only ones with FlashAttention 4, if its compiler, which vLLM installs, is missing."""
     hopper = any(name in gpu.name for gpu in subject.gpus for name in ("H100", "H200", "GH200"))
     return hopper and "vllm" in subject.packages and "nvidia-cutlass-dsl" not in subject.packages

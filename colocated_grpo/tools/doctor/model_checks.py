@@ -72,7 +72,7 @@ def _expected_size(file: Path) -> int | None:
 
 
 def check_memory(subject: Subject) -> Finding:
-    """Compare the memory of GPU or machine with what the run needs at least."""
+    """Compare the memory of GPU or machine with the minimum that the run needs."""
     run = _run_sizes(subject)
     if isinstance(run, str):
         return skipped(run)
@@ -103,7 +103,7 @@ def fits(run: RunSizes, host: int, fraction: float) -> bool:
 
 
 def memory_fix(run: RunSizes, host: int) -> str:
-    """Return the settings that would make the run fit by the same arithmetic, each alone. host: as in `fits`."""
+    """Return settings that would each, on its own, make the run fit by the same arithmetic. host: as in `fits`."""
     smaller = run.smaller().items()
     fitting = [f"{setting} ({gib(one.footprint().device)})" for setting, one in smaller if fits(one, host, FULL)]
     ranks = run.place.ranks

@@ -21,7 +21,7 @@ from colocated_grpo.runtime.program import python_path
 from colocated_grpo.tools.doctor.subject import Finding, Subject, failed, ok, skipped
 
 COLLECTIVE_SECONDS = 60
-# One of two processes that sum a tensor as ranks of a run do. Its arguments: RANK {gloo,nccl} FILE, a new file.
+# Program of each of two processes that sum a tensor as ranks do. Arguments: RANK {gloo,nccl} FILE (a new file).
 ALL_REDUCE = """
 import sys, datetime, torch, torch.distributed as dist
 rank, backend, file = int(sys.argv[1]), sys.argv[2], sys.argv[3]

@@ -36,7 +36,7 @@ DCP_METADATA = ".metadata"
 
 
 def check_settings(subject: Subject) -> Finding:
-    """Report invalid settings, and valid ones by which engine and policy compute different probabilities."""
+    """Report invalid settings, and valid ones that make engine and policy compute different probabilities."""
     if subject.config_errors:
         return failed(
             "; ".join(subject.config_errors), "correct the setting (colocated_grpo/settings/schema.py has all)"
@@ -53,7 +53,7 @@ def check_settings(subject: Subject) -> Finding:
 
 
 def check_files(subject: Subject) -> Finding:
-    """Look up the files and names in the settings. User code is not imported: the dry run does."""
+    """Look up the files and names in the settings. User code is not imported; the dry run does that."""
     lines: list[str] = []
     for check in (partial(check_names, subject.run.sources), partial(check_inputs, subject.run)):
         try:
@@ -69,7 +69,7 @@ def check_files(subject: Subject) -> Finding:
 
 
 def check_run_folder(subject: Subject) -> Finding:
-    """Check what a resumed run continues from, and that no other run uses its folder."""
+    """Check the checkpoint that a resumed run continues from, and that no other run uses its folder."""
     launch, config = subject.launch, subject.run
     try:
         folder = choose_run_folder(Path(config.output_dir), config.run_name, launch.resume, subject.run_name)
@@ -141,7 +141,7 @@ def _in_netrc(host: str, environment: Mapping[str, str]) -> bool:
 NO_ENTRY = "no atropos entry"
 NO_RESPONSE = "the API server does not respond"
 LOGPROBS = "inference_logprobs"
-"""Column of a group, and the reason for which its sequences are dropped if it is invalid."""
+"""Column of a group. Also the reason given for sequences dropped because this column is invalid."""
 BRIDGE_FILE = "vllm_bridge_config.json"
 PROBE = {"prompt": "1", "max_tokens": 1, "logprobs": 0}
 
@@ -189,7 +189,7 @@ def check_atropos_environments(subject: Subject) -> Finding:
 
 
 def _dropped(subject: Subject) -> Counter[str] | Finding:
-    """Return the dropped sequences of the latest group by reason, or the finding where there is no group."""
+    """Return the dropped sequences of the latest group by reason, or the finding if there is no group."""
     state = subject.atropos
     if state is None or state.error:
         return skipped(NO_ENTRY if state is None else NO_RESPONSE)
@@ -239,7 +239,7 @@ def check_engine_servers(subject: Subject) -> Finding:
 
 
 def engine_problem(url: str, key: str | None) -> tuple[str, str] | None:
-    """Return what is wrong with an engine server, and what to do; None if it returns log-probabilities."""
+    """Return an engine server's problem and its fix; None if it returns log-probabilities."""
     client = JsonClient(url, timeout=SECONDS, api_key=key)
     serve = "python -m colocated_grpo.servers MODEL --port PORT"
     try:

@@ -1,4 +1,4 @@
-"""The subject of all checks: this machine, and the run that a command line describes; and the findings about them.
+"""The subject of all checks (this machine, and the run that a command line describes), and their findings.
 
 GPUs are those that nvidia-smi reports. torch and transformers are imported in a process of their own, because a broken
 build must not end the doctor.
@@ -74,7 +74,7 @@ def failed(detail: str, fix: str) -> Finding:
 def failed_line(line: str, fix: str) -> Finding:
     """Return a failure for an error line of the form `key=value: what is wrong; what to do`.
 
-    fix: used where the line does not say what to do.
+    fix: used if the line does not say what to do.
     """
     wrong, _, remedy = line.partition("; ")
     return failed(wrong, remedy or fix)
@@ -89,7 +89,7 @@ class Gpu:
     index: int
     name: str
     total: int | None
-    """Bytes. None where nvidia-smi may not read it, as in some containers with a part of a GPU (MIG)."""
+    """Bytes. None if nvidia-smi cannot read it, as in some containers with a part of a GPU (MIG)."""
     used: int | None
     """Bytes, of all processes."""
     driver: str
@@ -212,7 +212,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """Slow facts are found once, by the first check that needs them."""
+    """Machine and run under check. Slow facts are computed once, by the first check that needs them."""
 
     launch: Launch
     config: Config | None

@@ -106,7 +106,7 @@ Section = Sequence[Setting]
 
 
 def config_text(plan: Choices, heading: Sequence[str], folder: Path) -> str:
-    """Return YAML. heading: comment lines at the top. folder: of the config file, beside which files are named."""
+    """Return YAML. heading: comment lines at the top. folder: the config file's; file names are relative to it."""
     changes: dict[str, Any] = {} if plan.memory is None else dict(plan.memory.changes)
     policy, engine = changes.pop("policy", {}), changes.pop("engine", {})
     rate, rate_why = learning_rate(plan.sizes, plan.memory)
@@ -198,7 +198,7 @@ def _memory(place: Placement, memory: Memory) -> str:
 
 
 def _beside(name: str, folder: Path) -> str:
-    """Return the name of a file or of 'file.py:function' as written beside the config, in `folder`."""
+    """Return a file name, or 'file.py:function', relative to `folder`, which contains the config."""
     file, separator, wanted = name.rpartition(":") if ".py:" in name else (name, "", "")
     if not os.path.exists(file) or os.path.isabs(file):
         return name

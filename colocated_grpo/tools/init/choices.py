@@ -1,4 +1,4 @@
-"""The choices for a config by the data: columns, reward, lengths, and what follows from them (`sizes`)."""
+"""Choices for a config that follow from the data: columns, reward, lengths, and the sizes of the run (`sizes`)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PROMPTS = ("prompt", "question", "messages", "problem", "instruction", "query", 
 ANSWERS = ("answer", "solution", "ground_truth", "final_answer", "target", "gold", "label", "expected", "output")
 TOOL_CALLS = "tool_calls"
 MAX_EXACT_CHARACTERS = 60
-"""Longest answers that exact_match is chosen for. A model hardly repeats a longer text literally."""
+"""Longest answers for which exact_match is chosen. A model rarely repeats a longer text literally."""
 BY_NUMBER = "Reason step by step, then give the final number after ####."
 BY_FORMULA = r"Reason step by step, then give the final answer in \boxed{}."
 BY_TAG = "Reason step by step, then give the final answer between <answer> and </answer>."

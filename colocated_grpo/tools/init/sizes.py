@@ -20,7 +20,7 @@ PROMPT_STEP = 32
 GPU_COMPLETION, CPU_COMPLETION = 1024, 128
 PASSES, MAX_STEPS, MIN_STEPS = 3, 200, 20
 SMALL_MODEL, SMALL_MODEL_LR = 50e6, 1e-4
-"""Models of fewer parameters, which the default learning rate hardly moves."""
+"""Models with fewer parameters get this learning rate: the default one hardly changes them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ def lengths_of(prompts: Sequence[int], answers: Sequence[int], positions: int | 
 
 
 def batch_of(rows: int, gpus: int) -> BatchSizes:
-    """rows: of the data, a tenth of which is held out."""
+    """rows: rows of the data. A tenth of them is held out."""
     train = rows - min(rows // 10, 64)
     wanted, group = (max(32, 16 * gpus), 16) if gpus else (8, 8)
     prompts = max(1, gpus, min(wanted, train))
@@ -114,7 +114,7 @@ def fit_memory(config: Config, sizes: Sizes, heads: int, place: Placement, host_
 
 
 def _candidates(ranks: int, on_gpu: bool, tensor_parallel_sizes: Sequence[int]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield settings and what they mean, from those that cost nothing to those that cost most."""
+    """Yield settings with their explanations, in order of increasing cost."""
     kinds: list[tuple[dict[str, Any], str]] = [({}, "all weights are trained on the device")]
     if on_gpu:
         adapter: dict[str, Any] = {"policy": {"lora": {}}} | ({"weights": "shared"} if ranks == 1 else {})
