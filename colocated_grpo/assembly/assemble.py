@@ -92,11 +92,11 @@ def build_run(
 
     with output.phase("reading the weights"):
         policy, reference, frozen = build_models(config, model, opponent_folder, world)
-        kept = opponent_state(config.opponent, frozen)
-        checkpoints = Checkpoints(folder, config.checkpoint, world, kept, tracker.note)
+        checkpoints = Checkpoints(
+            folder, config.checkpoint, world, opponent_state(config.opponent, frozen), tracker.note
+        )
         start, state = checkpoints.restore(policy)
     policy.fixed_lr = state.get(LEARNING_RATE)
-
     clock = Clock(world.device)
     with output.phase("connecting to the engines" if spec is None else engine_phase(spec, world.device)):
         engines = build_engines(config, spec, servers, policy, model, folder, world, stop, resources)
@@ -104,16 +104,13 @@ def build_run(
     with output.phase("rehearsing a training step"):
         # The engine sleeps, so memory that is free now is free while the policy trains.
         config = choose_micro_batch_size(policy, config, world)
-
     driver = Driver(engines.engine, inbox)
     collector = build_collector(config, driver, inbox, data, model, world, stop)
     resources.callback(collector.close)
     sampled = build_prompt_supply(config, data, model, collector, world, stop, opponent, tracker.note)
     served = None if serving is None else serving.start(driver, start, stop.requested, lambda: policy.version)
-    ahead = config.training_steps if config.rollout.max_staleness else 0
-    supply = resources.enter_context(closing(join_supplies(sampled, served, ahead)))
+    supply = resources.enter_context(closing(join_supplies(sampled, served, config.steps_sampled_ahead)))
     resources.callback(finish_writing, checkpoints)
-    final = config.training_steps if config.checkpoint.final else None
     best = Best(config.evaluation.keep_best, config.evaluation.patience)
     if state:
         supply.load_state_dict(state["source"])
@@ -137,7 +134,7 @@ def build_run(
         best=best,
         checkpoints=checkpoints,
         exports=build_exports(config.checkpoint, config.policy.lora, config.model.name, policy, model, world),
-        hub=build_hub(config.hub, final, config.model, folder, world, tracker.note, resources),
+        hub=build_hub(config.hub, config.final_step, config.model, folder, world, tracker.note, resources),
         tracker=tracker,
         callbacks=Callbacks(callbacks, config.training_steps, folder, world, tracker.note, policy.fixed_lr),
         start=start,
@@ -196,7 +193,7 @@ def build_engines(
 def join_supplies(sampled: PromptSupply | None, served: Supply | None, ahead: int) -> Supply:
     """One supply of the run's own prompts and of groups that other processes bring. At least one is given.
 
-    ahead: steps of the run if each is sampled while the former one trains; 0: it is not.
+    ahead: `Config.steps_sampled_ahead`.
     """
     if sampled is not None and served is not None:
         return MixedSupply(sampled, served)
@@ -234,17 +231,17 @@ def build_serving(
 
 def build_hub(
     settings: HubConfig | None,
-    final: int | None,
+    final_step: int | None,
     model: ModelConfig,
     folder: Path,
     world: World,
     note: Callable[[str], None],
     resources: ExitStack,
 ) -> Hub | None:
-    """final: the step at the end, if the run exports its final weights."""
+    """final_step: see `Config`."""
     if settings is None:
         return None
-    hub = Hub(settings, folder, final, has_text_part(read_config_json(model)), note)
+    hub = Hub(settings, folder, final_step, has_text_part(read_config_json(model)), note)
     if world.is_main:
         resources.callback(hub.close)
     return hub

@@ -21,9 +21,8 @@ from colocated_grpo.servers.request_bodies import StrictBody
 from colocated_grpo.types import JsonObject
 from colocated_grpo.weights.buckets import Bucket, full_tensors, make_buckets, shard_slices, write_planned
 from colocated_grpo.weights.fingerprints import rows_of
-from colocated_grpo.weights.plan import Plan
+from colocated_grpo.weights.plan import Plan, verified_plan
 from colocated_grpo.weights.transport import Fingerprints, Summed, ViewFingerprints
-from colocated_grpo.weights.verified_plan import verified_plan
 
 Port = Annotated[int, Field(gt=0, lt=1 << 16)]
 Count = Annotated[int, Field(gt=0, le=1 << 16)]

@@ -37,7 +37,7 @@ from colocated_grpo.settings.config_json import config_json_in, shape_of
 from colocated_grpo.types import JsonObject
 from colocated_grpo.web.guards import Hosts
 from colocated_grpo.web.server import ServerThread
-from colocated_grpo.weights.verified_plan import checkpoint_shapes, verified_plan
+from colocated_grpo.weights.plan import checkpoint_shapes, verified_plan
 
 MAX_BODY_BYTES = 8 << 20
 MAX_REQUESTS = 4096

@@ -176,6 +176,16 @@ class Config(Section):
         return self.model.model_copy(update={"name": opponent.name, "revision": opponent.revision})
 
     @property
+    def final_step(self) -> int | None:
+        """The step after which the final weights are exported; None if they are not."""
+        return self.training_steps if self.checkpoint.final else None
+
+    @property
+    def steps_sampled_ahead(self) -> int:
+        """The run's last step if each step is sampled while the one before it trains; 0 if none is."""
+        return self.training_steps if self.rollout.max_staleness else 0
+
+    @property
     def optimizer_steps(self) -> int:
         """Optimizer steps of the whole run."""
         return self.training_steps * self.batch.updates
