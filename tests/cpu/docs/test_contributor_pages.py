@@ -111,6 +111,13 @@ def test_every_module_in_a_command_exists(page):
     assert not missing
 
 
+def test_every_room_has_a_row_in_the_tree():
+    tree = PAGES[0].read_text().partition("## The tree")[2].partition("\n## ")[0]
+    rooms = {span.rstrip("/") for row in re.findall(r"^\| (`.*?) \|", tree, re.MULTILINE) for span in row.split("`")}
+    parts = [part for part in (ROOT / "colocated_grpo").iterdir() if part.suffix == ".py" or list(part.glob("*.py"))]
+    assert [part.name for part in parts if part.name not in rooms and not part.name.startswith("__")] == []
+
+
 def test_every_file_named_in_the_example_exists():
     paths = re.findall(r"\b(?:\w+/)+(?:\w+\.py)?|\b\w+\.py\b", EXAMPLE.read_text())
     named = [path for path in paths if path not in ("runs/", "docs/")]
