@@ -1,4 +1,4 @@
-"""Translate the arguments of Trainer into settings by path, which override those of a config file."""
+"""Translate Trainer's arguments to settings by path. They override those of a config file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from colocated_grpo.settings.sources import EVAL_DATASETS, TRAIN_DATASET, Datase
 
 Settings = dict[KeyPath, Any]
 _ENTRY: KeyPath = ("environments", 0)
-"""The entry that the arguments about data and rewards set, as TRL's names do."""
+"""The entry set by arguments for data and rewards, and by TRL's names."""
 _FOREIGN = {
     "processing_class": "the tokenizer is the model's own; leave it out",
     "reward_processing_classes": "a reward is a function: docs/guides/from_trl.md",
@@ -34,12 +34,12 @@ _FOREIGN = {
 """Unsupported argument of TRL's GRPOTrainer -> alternative."""
 _GEOMETRY = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
 _DEVICE = ("use_cpu", "bf16")
-"""Fields without a meaning here, whose defaults GRPOConfig itself rejects on some machines."""
+"""Fields without effect here. GRPOConfig itself rejects their defaults on some machines."""
 _MINIBATCHES = "minibatches: generation_batch_size must be a whole number of optimizer steps"
 _SHARED = {"rewards", "prompt_column", "columns", "system_prompt", "tools", "chat_template_kwargs"}
-"""Settings that the sets take from the training data."""
+"""Settings that evaluation sets copy from the training data."""
 UNCOUNTED = 1 << 31
-"""Steps of a run whose rows have not been counted. No rule finds it too short."""
+"""Steps of a run whose rows are not counted yet: large enough for every rule about minimum steps."""
 _STEPS: KeyPath = ("training_steps",)
 _NEEDS_ROWS = "needs a train_dataset of rows as the only environment"
 
@@ -73,7 +73,7 @@ def read_arguments(
     epochs = take_epochs(by_path, getattr(args, "num_train_epochs", None))
     length = {} if epochs is None else {"training_steps": UNCOUNTED}
     if several is not None:
-        # Read without the sets first, so that no metric of theirs can be the one that is kept.
+        # First read without the sets. keep_best is cleared because it may refer to their metrics.
         nothing_kept = {("evaluation", "keep_best"): None, ("evaluation", "patience"): None}
         alone = _loaded(config, by_path | nothing_kept, objects, length)
         by_path |= evaluation_sets(several, alone.config.environments[0], alone.config.evaluation, objects)
@@ -111,7 +111,7 @@ def _without_foreign(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _held_out(eval_datasets: Any, given: dict[str, Any]) -> Any:
-    """Return the held-out rows, which may be given under TRL's name. Removes that name."""
+    """Return the held-out rows, also if given under TRL's name, which is removed from `given`."""
     rows = given.pop("eval_dataset", None)
     if rows is not None and eval_datasets is not None:
         raise ConfigError("eval_dataset: the same setting as eval_datasets; remove one of them")
@@ -137,10 +137,10 @@ def _from_args(args: Any) -> dict[str, Any]:
     settings = changed_fields(args)
     if not hasattr(args, "generation_batch_size"):
         return settings
-    # GRPOConfig has computed the sizes that other names would have to be translated into.
+    # GRPOConfig has already computed these sizes from other names.
     for name in _GEOMETRY:
         settings.pop(name, None)
-    if args.max_steps <= 0:  # as in TRL, the run is then given in epochs
+    if args.max_steps <= 0:  # as in TRL, the length is then in epochs
         settings.pop("max_steps", None)
     minibatches, rest = divmod(args.steps_per_generation, args.gradient_accumulation_steps)
     if rest:
@@ -150,7 +150,7 @@ def _from_args(args: Any) -> dict[str, Any]:
 
 
 def changed_fields(settings: Any) -> dict[str, Any]:
-    """Return a mapping unchanged; for a dataclass, such as GRPOConfig, the fields that differ from its defaults."""
+    """Return a mapping unchanged; for a dataclass, such as GRPOConfig, the fields that differ from defaults."""
     if isinstance(settings, Mapping):
         return dict(settings)
     if not dataclasses.is_dataclass(settings) or isinstance(settings, type):
@@ -162,7 +162,7 @@ def changed_fields(settings: Any) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Return a value as a config file would have it: paths and enums as text, tuples and sets as lists."""
+    """Return a value in the form of a config file: paths and enums as text, tuples and sets as lists."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, PathLike):
@@ -175,7 +175,7 @@ def plain(value: Any) -> Any:
 
 
 def _flat(tree: Mapping[str, Any], prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield the settings by path: {'policy': {'lr': 1}} and {'policy.lr': 1} alike. Lists are values."""
+    """Yield settings by path, equally for {'policy': {'lr': 1}} and {'policy.lr': 1}. Lists are values."""
     for name, value in tree.items():
         path = (*prefix, *(parse_path(name) if isinstance(name, str) and not prefix else (name,)))
         if isinstance(value, Mapping) and value:
@@ -189,8 +189,8 @@ def evaluation_sets(
 ) -> Settings:
     """Return settings that add each dataset as an evaluation set, after the sets of `evaluation`.
 
-    entry: the training data, whose rewards, columns and template settings the sets have. They are sampled as held-out
-    prompts are. No training rows are held out unless a setting says so. Raises ConfigError.
+    entry: the training data. The sets use its rewards, columns and template settings, and are sampled like held-out
+    prompts. No training rows are held out unless set explicitly. Raises ConfigError.
     """
     if not isinstance(entry, DatasetSourceConfig):
         raise ConfigError(f"{EVAL_DATASETS}: needs a train_dataset, whose columns and rewards these datasets share")
@@ -213,7 +213,7 @@ def evaluation_sets(
 
 
 def _rows_of(name: Any, rows: Any, objects: ObjectsByName) -> str:
-    """Return the name of a file, or one that stands for the rows."""
+    """Return the name of a file, or a name that refers to the rows."""
     key = f"{EVAL_DATASETS}[{name}]"
     if is_name(rows) and Path(rows).suffix.lower() not in DATA_SUFFIXES:
         raise ConfigError(
@@ -224,10 +224,10 @@ def _rows_of(name: Any, rows: Any, objects: ObjectsByName) -> str:
 
 
 def take_epochs(settings: Settings, default: float | None) -> tuple[float, bool] | None:
-    """Remove the epochs from a program's settings. Return them, and whether they are only the default of GRPOConfig.
+    """Remove the epochs from a program's settings. Return them, and True if they are only GRPOConfig's default.
 
-    None where the program gives steps, or neither. default: of TRL's GRPOConfig, if the program has one. A script may
-    have written that number too. Raises ConfigError.
+    Return None if the program sets steps, or neither. default: the default of TRL's GRPOConfig, if the program uses it.
+    A script may also have set that number explicitly. Raises ConfigError.
     """
     number = settings.pop(("num_train_epochs",), None)
     if settings.keys() & {_STEPS, ("max_steps",)}:
@@ -242,7 +242,7 @@ def take_epochs(settings: Settings, default: float | None) -> tuple[float, bool]
 def in_steps(epochs: float, by_default: bool, environments: Sequence[Any], prompts: int) -> tuple[Settings, str]:
     """Return `training_steps` for these epochs, with `prompts` a step, and a line about it.
 
-    Default epochs that cannot be counted set nothing. Raises ConfigError for others.
+    Default epochs of uncountable data set nothing. Raises ConfigError for explicit ones.
     """
     entry, *others = environments
     shown = f"num_train_epochs={epochs:g}"
@@ -257,7 +257,7 @@ def in_steps(epochs: float, by_default: bool, environments: Sequence[Any], promp
 
 
 def _num_rows(entry: DatasetSourceConfig) -> int:
-    """Return the number of rows that a run trains on."""
+    """Return the number of training rows."""
     key = "environments.0"
     try:
         kept, _ = RowFilter(entry, load_filter(entry, key)).kept(entry.given)

@@ -1,4 +1,4 @@
-"""Replace objects of a Python program by names: reward functions, tasks, episodes, rows."""
+"""Replaces objects of a Python program (reward functions, tasks, episodes, rows) by names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.sources import EVAL_DATASETS, TRAIN_DATASET, reward_name
 
 ObjectsByName = dict[str, Any]
-"""Objects by the names that stand for them in the settings, and in the run's config.yaml."""
+"""Objects by the names that refer to them in the settings and in the run's config.yaml."""
 NOT_ROWS = "must be a datasets.Dataset or a list of dictionaries"
 
 
@@ -28,7 +28,7 @@ def object_name(value: Any) -> str:
 
 
 def name_object(value: Any, name: str, objects: ObjectsByName) -> str:
-    """Add an object under `name`, with a number where another object has that name, and return the name."""
+    """Add an object under `name`, plus a number if another object has that name. Return the final name."""
     unique, number = name, 1
     while objects.get(unique, value) is not value:
         number += 1
@@ -38,7 +38,7 @@ def name_object(value: Any, name: str, objects: ObjectsByName) -> str:
 
 
 def take_rewards(rewards: Any, key: str, objects: ObjectsByName) -> list[dict[str, Any]]:
-    """Return the entries of `rewards` as settings, with names in place of functions."""
+    """Return the entries of `rewards` as settings, with functions replaced by names."""
     entries = rewards if isinstance(rewards, list | tuple) else [rewards]
     return [_take_reward(entry, f"{key}.{index}", objects) for index, entry in enumerate(entries)]
 
@@ -58,7 +58,7 @@ def _take_reward(entry: Any, key: str, objects: ObjectsByName) -> dict[str, Any]
 
 
 def take_rows(rows: Any, key: str, name: str, objects: ObjectsByName) -> str:
-    """Return the name of a dataset: `rows` itself if it is one, else one that stands for the rows."""
+    """Return a dataset's name: `rows` itself if it is a name, else a name that refers to the rows."""
     if is_name(rows):
         return str(rows)
     if isinstance(rows, Mapping):
@@ -74,7 +74,7 @@ def take_rows(rows: Any, key: str, name: str, objects: ObjectsByName) -> str:
 
 
 def take_environments(entries: Any, objects: ObjectsByName) -> Any:
-    """Return the `environments` setting with names in place of objects. Other values are returned unchanged."""
+    """Return the `environments` setting with objects replaced by names. Other values are returned unchanged."""
     if not isinstance(entries, Sequence) or is_name(entries):
         return entries
     return [

@@ -1,4 +1,4 @@
-"""Make a program's process a rank for the duration of one run."""
+"""Turns a program's process into a rank for the duration of one run."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ STOPPING = (
 
 
 _had_sleeping_engine = threading.Event()
-"""Set when a run with an engine that sleeps has begun in this process."""
+"""Set once a run with `engine.sleep` has begun in this process."""
 
 
 def set_library_variables() -> bool:
-    """Set the variables that libraries read when they are imported. Returns False if torch was imported before."""
+    """Set the variables that libraries read on import. Returns False if torch is already imported."""
     for name, value in library_environment("INFO").items():
         os.environ.setdefault(name, value)
     return "torch" not in sys.modules
@@ -54,7 +54,7 @@ def rank_variables() -> Iterator[None]:
     """Set torchrun's variables for a single rank unless torchrun or srun has started this process."""
     if threading.current_thread() is not threading.main_thread():
         raise RunError("Trainer.train() was called in another thread; only the main thread receives stop signals")
-    # A notebook inside a SLURM job is a program of its own, and no task of the job.
+    # A notebook in a SLURM job is a separate program, not a task of the job.
     single = in_notebook() and "RANK" not in os.environ
     variables = rank_environment({} if single else os.environ)
     before = {name: os.environ.get(name) for name in variables}
@@ -72,9 +72,9 @@ def rank_variables() -> Iterator[None]:
 
 @contextmanager
 def process_of(config: Config, output: RunOutput, *, replace_group: bool) -> Iterator[RankProcess]:
-    """Make this process a rank of the run. Afterwards handlers, threads, process group and memory are released.
+    """Make this process a rank of the run. On exit, release handlers, threads, process group and memory.
 
-    replace_group: leave the process group that another library has joined. Otherwise it is an error.
+    replace_group: leave a process group joined by another library; if False, such a group is an error.
     """
     import torch
     import torch.distributed as dist
@@ -121,7 +121,7 @@ def process_of(config: Config, output: RunOutput, *, replace_group: bool) -> Ite
 def _second_interrupt(process: RankProcess) -> Iterator[None]:
     """Let the first Ctrl-C stop the run, and the second raise KeyboardInterrupt.
 
-    Under torchrun a rank may receive one Ctrl-C twice, from the terminal and from torchrun.
+    Under torchrun, a rank may receive the same Ctrl-C twice: from the terminal and from torchrun.
     """
     stop_handler = signal.getsignal(signal.SIGINT)
     if "TORCHELASTIC_RUN_ID" in os.environ or not callable(stop_handler):
@@ -143,7 +143,7 @@ def _second_interrupt(process: RankProcess) -> Iterator[None]:
 
 
 def _forget_frames(error: BaseException | None) -> None:
-    """Clear the local variables of an error's frames, which would keep the model in memory, as a notebook keeps errors.
+    """Clear the local variables in an error's frames. Notebooks keep errors, and with them the model, in memory.
 
     The traceback still shows every line.
     """
@@ -156,7 +156,7 @@ def _forget_frames(error: BaseException | None) -> None:
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Hide log lines and warnings of library imports, on which a user cannot act."""
+    """Hide log lines and warnings of library imports that a user cannot act on."""
     for library in ("vllm", "bitsandbytes"):
         if logging.getLogger(library).level == logging.NOTSET:
             logging.getLogger(library).setLevel(logging.ERROR)

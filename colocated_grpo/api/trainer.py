@@ -1,4 +1,4 @@
-"""The names for Python programs: `Trainer`, a run with functions and data of the program, and its `Result`."""
+"""API for Python programs: `Trainer`, a run with the program's functions and data, and its `Result`."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _TORCH_CAME_LATER = set_library_variables()
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """Figures and files of an ended run. In a notebook it shows the run's report."""
+    """Metrics and files of a completed or stopped run. Displays the run's report in a notebook."""
 
     outcome: str
     """finished, or stopped by a signal; the checkpoint of a stopped run continues with resume="auto"."""
     steps: int
-    """Completed steps of the whole run, those before a resume included."""
+    """Completed steps of the whole run, including those before a resume."""
     metrics: dict[str, float] = field(repr=False)
-    """Metrics of the last training step, by the names of metrics.jsonl."""
+    """Metrics of the last training step, named as in metrics.jsonl."""
     evaluation: dict[str, float] = field(repr=False)
     """Metrics of the last evaluation."""
     folder: Path
@@ -65,10 +65,10 @@ class Result:
 
 
 class Trainer:
-    """A training run with the settings of a config file, of keyword arguments, or of both.
+    """A training run with settings from a config file, keyword arguments, or both.
 
-    Construction checks the settings and starts nothing. `train` runs in this process, as one rank; under torchrun
-    every process runs the same program and is one rank of the run.
+    Construction only checks the settings. `train` runs in this process, as one rank. Under torchrun, every process runs
+    the same program and is one rank of the run.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Trainer:
         """Read and check the settings. Raises ConfigError with one line per problem.
 
         model: folder or name. reward_funcs: functions in TRL's signature, or names of functions. train_dataset,
-        eval_datasets: a datasets.Dataset, a list of dictionaries, or a name; or several of them by name, each an
+        eval_datasets: a datasets.Dataset, a list of dictionaries, a name, or a dictionary of these by name, each an
         evaluation set. callbacks: objects with methods of `colocated_grpo.callbacks.EVENTS`. config: YAML file, whose
         settings the arguments override. args: a mapping of settings, or TRL's GRPOConfig. peft_config: a mapping, or
         PEFT's LoraConfig. settings: sections and names of the config file, or those of GRPOConfig.
@@ -106,17 +106,17 @@ class Trainer:
         )
         check_names(self._loaded.config.sources)
         self._name = program_name() if config is None else Path(config).stem
-        # GRPOConfig joins a process group under torchrun, and does not use it.
+        # Under torchrun, GRPOConfig joins a process group and does not use it.
         self._replaces_group = args is not None and hasattr(args, "generation_batch_size")
         self.config = self._loaded.config
-        """The settings, defaults included."""
+        """The settings, including defaults."""
 
     def train(self, resume: str | Path | None = None) -> Result:
         """Train to the end and return the result. Collective under torchrun.
 
         resume: a run folder, "auto" (the newest run of this config or program, if there is one) or None. Raises
-        ConfigError or RunError, with one line per problem. May be called again, also for another Trainer; on CUDA
-        only with engine.sleep false.
+        ConfigError or RunError, with one line per problem. May be called again, also on another Trainer; on CUDA this
+        requires engine.sleep false.
         """
         try:
             with rank_variables():
@@ -129,7 +129,7 @@ class Trainer:
             if not (line := explain_os_error(error, [self.config.output_dir, None if resume is None else str(resume)])):
                 raise
             failure = RunError(line)
-        # Raised here, so that the line has no chain of exceptions whose frames keep the run in memory.
+        # Raised here without a chain of exceptions, whose frames would keep the run in memory.
         failure.__cause__ = failure.__context__ = None
         raise failure.with_traceback(None)
 
@@ -158,7 +158,7 @@ class Trainer:
 
 
 def read_result(folder: Path) -> Result:
-    """Return the result of the ended run in `folder`."""
+    """Return the result of the completed or stopped run in `folder`."""
     summary = files.read_summary(folder)
     rows = list(files.read_rows(folder / files.METRICS_FILE))
     exports, bests = ([path for name in names if (path := folder / name).is_dir()] for names in (EXPORTS, BESTS))

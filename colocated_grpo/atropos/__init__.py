@@ -1,1 +1,1 @@
-"""Atropos: training on groups that environments in other processes sample from this run's engines and score."""
+"""Atropos: training on groups from environments in other processes, which sample from this run's engines."""

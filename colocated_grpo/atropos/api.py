@@ -41,17 +41,17 @@ from colocated_grpo.web.server import Connection
 from colocated_grpo.web.shape import BodyShape
 
 MAX_BODY_BYTES = 64 << 20
-"""64 sequences of 32,768 tokens, with masks and log-probabilities: 32 bytes of text a token."""
+"""64 sequences of 32,768 tokens with masks and log-probabilities, at 32 bytes of text per token."""
 MAX_QUEUED = 1 << 20
-"""Sequences in the queue. Further posts are rejected with status 503."""
+"""Maximum sequences in the queue. Further posts are rejected with status 503."""
 MAX_QUEUED_BYTES = 16 << 30
-"""Text of the groups in the queue: its memory. Further posts are rejected with status 503."""
+"""Maximum memory of the queue: text of its groups. Further posts are rejected with status 503."""
 GROUP_PATHS = frozenset({"/scored_data", "/scored_data_list"})
 GROUPS = BodyShape(values=MAX_BODY_BYTES, containers=1 << 20, strings=1 << 18, depth=40)
-"""Bounds of a request body. Numbers are not limited here: they are parsed one sequence at a time."""
+"""Bounds of a request body. Numbers are not limited here, because they are parsed one sequence at a time."""
 MAX_SEQUENCES = 1 << 14
 MAX_ROW_NUMBERS = 1 << 20
-"""Numbers of one sequence, and scores. Bounds the memory for the objects of one row."""
+"""Maximum numbers in one sequence or in the scores. Bounds the memory for parsing one row."""
 GZIP_MIN_BYTES = 1000
 GZIP_LEVEL = 1
 """Higher levels take several times as long."""
@@ -62,9 +62,9 @@ ABSENT = Raw(b"null")
 
 
 class PostedGroup(Struct):
-    """The fields of a scored group that a trainer reads. Every other field is skipped unread.
+    """The fields of a scored group that a trainer reads. All other fields are skipped.
 
-    Numbers stay JSON text, a fifth of the memory of parsed lists: a batch is sent by joining texts.
+    Numbers stay JSON text, a fifth of the memory of parsed lists. A batch is sent by joining these texts.
     """
 
     tokens: Rows
@@ -77,7 +77,7 @@ class PostedGroup(Struct):
     overrides: Annotated[list[Overrides], Meta(max_length=MAX_SEQUENCES)] | None = None
     group_overrides: Overrides | None = None
     images: Raw = ABSENT
-    """Kept as true if there are any."""
+    """Stored as true if there are any."""
     env_id: int | None = None
 
 
@@ -91,14 +91,14 @@ EMPTY_GROUP = {name: [] for name in [*ROWS, "scores", "generation_params", "mess
 
 
 def read_group(posted: PostedGroup) -> ScoredGroup:
-    """Check that the trainer can parse a group. The lengths of its lists are not checked against each other.
+    """Check that the trainer can parse a group. The lengths of its lists are not compared.
 
     Raises InvalidGroup.
     """
     for name, decoder in ROWS.items():
         for index, row in enumerate(getattr(posted, name) or []):
             _parsed(f"{name}: sequence {index}", row, decoder)
-    scores = [float(score) for score in _parsed("scores", posted.scores, SCORES)]  # atroposlib accepts true and false
+    scores = [float(score) for score in _parsed("scores", posted.scores, SCORES)]  # atroposlib takes true and false
     has_images = bytes(posted.images).strip(b"[]{}nul, \t\r\n") != b""
     kept = msgspec.structs.replace(
         posted, scores=Raw(msgspec.json.encode(scores)), images=Raw(b"true") if has_images else ABSENT
@@ -125,9 +125,9 @@ def create_app(
     max_queued: int = MAX_QUEUED,
     max_queued_bytes: int = MAX_QUEUED_BYTES,
 ) -> ASGIApp:
-    """Return the server with an empty state of its own. The state needs no locks on a single event loop.
+    """Return the server with its own, empty state. The state needs no locks on a single event loop.
 
-    hosts: not checked if there is an API key. origins: of web pages that may send requests.
+    hosts: not checked if there is an API key. origins: origins of web pages that may send requests.
     """
     app = FastAPI(title="Atropos API", docs_url=None, redoc_url=None, openapi_url=None)
     exchange = Exchange(max_queued, max_queued_bytes)
@@ -162,8 +162,8 @@ def _add_trainer_routes(app: FastAPI, exchange: Exchange) -> None:
     async def register(request: Request) -> JsonObject:
         return exchange.register(await read_json(request, registration.decode))
 
-    # Both verbs: clients of atroposlib take batches and reset with GET. A browser fetches any address that a page or a
-    # person names, so it has to use POST, which marks its origin.
+    # Both verbs: atroposlib's clients take batches and reset with GET. Browsers fetch any address on a page by GET, so
+    # they must use POST, which carries their origin.
     @app.get("/batch")
     @app.post("/batch")
     async def batch(request: Request) -> Response:
@@ -211,7 +211,7 @@ def _refuse_get_of_browsers(request: Request) -> None:
 
 
 async def _json(request: Request, text: bytes) -> Response:
-    """Return a response with this text, compressed on another thread if the client accepts that."""
+    """Return a response with this text, compressed on another thread if the client accepts gzip."""
     headers = {"Vary": "Accept-Encoding"}
     if len(text) >= GZIP_MIN_BYTES and "gzip" in request.headers.get("accept-encoding", ""):
         text = await off_the_loop(partial(compress, text, GZIP_LEVEL))

@@ -1,13 +1,13 @@
-"""State of Atropos' API server: one trainer's registration, its environments, and the groups queued for the trainer.
+"""State of Atropos' API server: the trainer's registration, the environments, and the queued groups.
 
-No HTTP here. Responses are those of atroposlib 0.4.0, with its defects fixed:
+No HTTP here. Responses are those of atroposlib 0.4.0, except for these fixed defects:
 - A group posted before the trainer has registered does not prevent the registration.
 - GET /batch after a reset returns the same as before the first registration, not an internal error.
 - An environment without a name gets one, and an unknown environment id an error that says what to do.
-- A group of a size that can never be served is refused. In atroposlib it stops all other groups.
-- Parts that add up to a group are served together. In atroposlib those of uneven sizes are never served.
+- A group of a size that can never be served is rejected. In atroposlib it blocks all other groups.
+- Parts that add up to a group are served together. atroposlib never serves parts of uneven sizes.
 - An environment reserves its part of each batch only while its groups arrive.
-- Batches are served in the order of their groups and counted when served, not the newest first and when formed.
+- Batches are served oldest first and counted when served. atroposlib serves the newest first and counts when formed.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ MIN_WEIGHT = 0.01
 DEFAULT_NAME = "env"
 MAX_ENVIRONMENTS = 1 << 14
 MAX_PARTS = 256
-"""Parts of one environment that wait for others to complete a group. The oldest are dropped."""
+"""Maximum number of an environment's parts that wait for a complete group. The oldest are dropped."""
 PATIENCE = 120
-"""Vain requests for a batch after an environment's last group until its reserved part ends. The trainer sends two a
-second, and none while it trains."""
+"""An environment's reservation ends after this many unsuccessful batch requests since its last group. The trainer sends
+two per second, and none while it trains."""
 
 Count = Annotated[int, Meta(ge=1, lt=2**31)]
-"""The server computes with numbers for all clients, so one overflow or division by zero would fail them all."""
+"""Bounded, because an overflow or division by zero in the shared state would fail all clients."""
 
 
 class Registration(Struct, kw_only=True):
-    """POST /register: the trainer. The server passes these values on to every environment."""
+    """POST /register: the trainer. The server passes these values to every environment."""
 
     wandb_group: str
     wandb_project: str
@@ -59,11 +59,11 @@ class EnvRegistration(Struct):
     weight: Annotated[float, Meta(ge=0, le=1e6)]
     group_size: Count
     min_batch_allocation: Annotated[float, Meta(ge=0, le=1)] | None = None
-    """Smallest fraction of every batch that must come from this environment."""
+    """Minimum fraction of every batch from this environment."""
 
 
 class InvalidGroup(Exception):
-    """A group that is not accepted. The message names the rule."""
+    """A rejected group. The message names the violated rule."""
 
 
 class UnknownEnvironment(Exception):
@@ -76,13 +76,13 @@ class QueueFull(Exception):
 
 @dataclass(frozen=True)
 class ScoredGroup:
-    """A group of sequences, or parts of one that were posted separately."""
+    """A group of sequences, or several parts of a group that were posted separately."""
 
     size: int
     """Number of sequences."""
     env_id: int | None
     texts: tuple[bytes, ...]
-    """JSON objects as posted. The trainer receives each as a group of its own, with its own baseline."""
+    """JSON objects as posted. The trainer receives each as a separate group with its own baseline."""
 
 
 @dataclass
@@ -91,13 +91,13 @@ class RegisteredEnvironment:
     settings: EnvRegistration
     connected: bool = True
     vain_requests: int = PATIENCE
-    """Requests for a batch that found none since its last group."""
+    """Unsuccessful batch requests since the environment's last group."""
     parts: list[ScoredGroup] = field(default_factory=list)
-    """Groups below its group size."""
+    """Groups smaller than the environment's group size."""
 
     @property
     def allocation(self) -> float:
-        """Fraction of a batch that is reserved for it."""
+        """Fraction of a batch that is reserved for the environment."""
         is_active = self.connected and self.vain_requests < PATIENCE
         return (is_active and self.settings.min_batch_allocation) or 0.0
 
@@ -110,13 +110,13 @@ class Exchange:
     """The server's state. Not thread-safe."""
 
     def __init__(self, max_sequences: int, max_bytes: int) -> None:
-        """Limits of the groups that wait for the trainer."""
+        """max_sequences, max_bytes: limits of the groups that wait for the trainer."""
         self._limits = {"sequences": max_sequences, "bytes": max_bytes}
         self.reset()
 
     def reset(self) -> None:
         self.trainer: Registration | None = None
-        self._started = False  # by the trainer's first request for a batch
+        self._started = False  # set by the trainer's first request for a batch
         self._step = 0
         self._envs: list[RegisteredEnvironment] = []
         self._queue: list[ScoredGroup] = []
@@ -129,7 +129,7 @@ class Exchange:
         if self.trainer is None:
             self.trainer = registration
             self._step = registration.starting_step
-            # The batch size was unknown when the queue was posted.
+            # The batch size was unknown when these groups were posted.
             self._queue = [group for group in self._queue if registration.batch_size % group.size == 0]
             self._waiting = _volume(self._queue)
         return {"uuid": uuid.uuid4().int}
@@ -165,9 +165,9 @@ class Exchange:
         return {"current_step": self._step, "queue_size": sum(len(group.texts) for group in self._queue)}
 
     def post(self, groups: Sequence[ScoredGroup]) -> list[JsonObject]:
-        """Queue all groups or none. Clients resend a rejected list, and a group kept from it would be trained twice.
+        """Queue all groups or none: clients resend rejected lists, so an accepted part would be trained twice.
 
-        Smaller groups than their environment's are kept until some add up to its size. Raises QueueFull, and
+        Groups smaller than the environment's group size are kept until some of them add up to it. Raises QueueFull, and
         InvalidGroup for a size that can never be served.
         """
         for group in groups:
@@ -177,7 +177,7 @@ class Exchange:
             elif group.size > env.settings.group_size:
                 sizes = f"environment {env.env_id} has registered a group size of {env.settings.group_size}"
                 raise InvalidGroup(f"a group of {group.size} sequences can never be served: {sizes}")
-        if self._excess(groups):  # incomplete groups, which may never be completed, make room for whole ones
+        if self._excess(groups):  # drop incomplete groups, which may never be completed
             for env in self._envs:
                 env.parts.clear()
             self._waiting = _volume(self._queue)
@@ -187,7 +187,7 @@ class Exchange:
         return [self._post(group) for group in groups]
 
     def _excess(self, groups: Iterable[ScoredGroup]) -> str | None:
-        """Return which limit the queue would exceed with these groups; None if it would not."""
+        """Return the limit that the queue would exceed with these groups; None if there is none."""
         new, waiting = _volume(groups), self._waiting
         for unit, limit in self._limits.items():
             if waiting[unit] + new[unit] > limit:
@@ -195,7 +195,7 @@ class Exchange:
         return None
 
     def _check_size(self, size: int) -> None:
-        """Raise InvalidGroup where groups of this size never make a batch."""
+        """Raise InvalidGroup if groups of this size can never form a batch."""
         if size == 0:
             raise InvalidGroup("a group needs at least one sequence")
         if self.trainer is not None and self.trainer.batch_size % size:
@@ -233,7 +233,7 @@ class Exchange:
         self._started = True
         size = self.trainer.batch_size
         reserved = self._reserved(size)
-        # Of so many groups whose sizes divide the batch, some make a batch: the sum of n's divisors is below 16 n.
+        # Sizes divide the batch size n, and the sum of n's divisors is below 16 n: so many groups contain a batch.
         first = self._queue if reserved else self._queue[: 16 * size]
         chosen = choose_batch([group.size for group in first], [group.env_id for group in first], size, reserved)
         if not chosen:
@@ -247,13 +247,13 @@ class Exchange:
         return batch
 
     def _reserved(self, batch_size: int) -> dict[int, int]:
-        """Return the reserved sequences of a batch by environment, scaled down where they exceed it."""
+        """Return the sequences of a batch reserved for each environment, scaled down if they exceed the batch."""
         counts = {env.env_id: int(batch_size * env.allocation) for env in self._envs}
         excess = max(1.0, sum(counts.values()) / batch_size)
         return {env_id: max(1, int(count / excess)) for env_id, count in counts.items() if count}
 
     def status_env(self, env_id: int) -> JsonObject:
-        """Return the values by which an environment paces itself. Queue sizes are in units of its group size."""
+        """Return the values that an environment uses to pace itself. Queue sizes are in units of its group size."""
         env = self._env(env_id)
         if env is None or self.trainer is None:
             raise UnknownEnvironment(_unknown(env_id))
@@ -262,7 +262,7 @@ class Exchange:
             counts[group.env_id] += group.size
         own, largest = counts.pop(env_id, 0), max((group.size for group in self._queue), default=1)
         reserved = self._reserved(self.trainer.batch_size)
-        # Of other environments: the sequences in whole packs of the largest size, beyond the reserved ones.
+        # Other environments' sequences in whole packs of the largest size, beyond the reserved ones.
         others = sum(
             max(0, -(-count // largest) * largest - (reserved.get(other, 0) if other is not None else 0))
             for other, count in counts.items()
@@ -293,14 +293,14 @@ def _unknown(env_id: int) -> str:
 def choose_batch(
     sizes: Sequence[int], envs: Sequence[int | None], batch_size: int, reserved: Mapping[int, int]
 ) -> list[int]:
-    """Return the queue positions of groups that make a batch of exactly `batch_size`; empty if none do.
+    """Return queue positions of groups that form a batch of exactly `batch_size`; empty if there are none.
 
-    Groups are never split. Those of equal size are collected into packs as large as the largest group, and whole packs
-    are taken in the order of their completion. Where the largest groups do not fill a batch, smaller ones are packed
-    without them; atroposlib then forms no batch.
+    Groups are never split. Groups of equal size are collected into packs as large as the largest group, and whole packs
+    are taken in order of completion. If the largest groups do not fill a batch, smaller groups are packed without them;
+    atroposlib forms no batch then.
 
-    sizes, envs: of each queued group. reserved: environment -> sequences that are taken from it first. Without any of
-    its groups there is no batch.
+    sizes, envs: size and environment of each queued group. reserved: environment -> sequences to take from it first. If
+    it has no group in the queue, there is no batch.
     """
     for pack_size in sorted(set(sizes), reverse=True) if sum(sizes) >= batch_size else []:
         packed = _in_complete_packs(sizes, pack_size)
@@ -323,7 +323,7 @@ def choose_batch(
 
 
 def _in_complete_packs(sizes: Sequence[int], pack_size: int) -> list[int]:
-    """Return the positions that belong to a complete pack, pack by pack."""
+    """Return the positions in complete packs, pack by pack."""
     open_packs: dict[int, list[int]] = defaultdict(list)
     packed: list[int] = []
     for position, size in enumerate(sizes):
@@ -337,7 +337,7 @@ def _in_complete_packs(sizes: Sequence[int], pack_size: int) -> list[int]:
 
 def choose_parts(sizes: Sequence[int], group_size: int) -> list[int]:
     """Return positions, in order, whose sizes add up to exactly `group_size`; empty if there are none."""
-    # Subset sum. reached[total]: the position that first made up this total, and the total before it.
+    # Subset sum. reached[total]: the position that first reached this total, and the previous total.
     reached: dict[int, tuple[int, int]] = {0: (-1, 0)}
     for position, size in enumerate(sizes):
         for total in list(reached):

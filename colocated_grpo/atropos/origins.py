@@ -1,4 +1,4 @@
-"""Records of how completions were sampled. Batches return the tokens without temperature and policy version."""
+"""Records how completions were sampled, because batches contain tokens without temperature and policy version."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Origins:
         self._known: OrderedDict[bytes, Origin] = OrderedDict()
 
     def record(self, request: Request, completion: Completion, temperature: float) -> None:
-        """Remember a completion of the sampler, which has no other use for its origin."""
+        """Record a completion of the sampler."""
         origin = Origin(temperature, completion.policy_version, completion.finish_reason)
         self.remember(request.token_ids, completion.token_ids, origin)
 
@@ -45,7 +45,7 @@ class Origins:
             self._evict()
 
     def find(self, prompt: Sequence[int], completion: Sequence[int]) -> Origin | None:
-        """Look up prompt and completion, then the completion alone: a client may have retokenized the prompt."""
+        """Look up prompt and completion, then only the completion, because a client may have retokenized the prompt."""
         with self._lock:
             for key in (_key(prompt, completion), _key((), completion)):
                 if key in self._known:
@@ -54,7 +54,7 @@ class Origins:
         return None
 
     def state_dict(self) -> list[Any]:
-        """Return rows `[*origin, base64 of the concatenated keys]`, one for each distinct origin, oldest first."""
+        """Return rows `[*origin, base64 of the concatenated keys]`, one per distinct origin, oldest first."""
         keys: dict[Origin, bytearray] = {}
         with self._lock:
             for key, origin in self._known.items():
@@ -62,7 +62,7 @@ class Origins:
         return [[*origin, b64encode(joined).decode()] for origin, joined in keys.items()]
 
     def load_state_dict(self, state: list[Any]) -> None:
-        """Insert the saved origins as the oldest, so that they are evicted before those of this process."""
+        """Insert the saved origins as the oldest, so that they are evicted before this process's origins."""
         known: OrderedDict[bytes, Origin] = OrderedDict()
         for *fields, joined in state:
             keys, origin = b64decode(joined), Origin(*fields)

@@ -1,7 +1,7 @@
-"""Validation of received batches, and conversion of their groups to trainable ones.
+"""Validates received batches and converts their groups to trainable groups.
 
-Anyone who can reach the server can post to it, and it checks types but not lengths. An inconsistent sequence is
-dropped and counted by reason and sender. Raising an error instead would let any environment stop the trainer.
+The server accepts posts from any client and checks types but not lengths. Inconsistent sequences are dropped and
+counted by reason and sender. An error instead would let any environment stop the trainer.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ DUMMY_LOGPROB = -0.5
 LOGPROB_SLACK = 1e-3
 """Positive log-probabilities up to this value are rounding errors and count as zero."""
 MIN_LOGPROB = -87.0
-"""Lower values are rejected: in float32 their exp() is subnormal, and its inverse, an importance weight, overflows.
+"""Lower values are rejected: their exp() is subnormal in float32, and its inverse, an importance weight, overflows.
 Samplers never return such values; they are fillers such as -9999."""
 MAX_MAGNITUDE = 1e6
-"""Bound of scores and advantages. Much larger finite values make the gradient norm infinite, which stops the run."""
+"""Bound of scores and advantages. Much larger finite values cause an infinite gradient norm, which stops the run."""
 MAX_TEMPERATURE = 100.0
 """Temperatures above it, and positive ones below MIN_TEMPERATURE, are errors: the trainer divides logits by them."""
 MAX_NAMED = 5
-"""Environments named in a line about dropped sequences."""
+"""Maximum environments named in a line about dropped sequences."""
 MISSING_LOGPROBS = "missing_logprobs"
 """Reason for dropping a group without inference_logprobs."""
 
@@ -42,7 +42,7 @@ Token = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 
 
 class Overrides(Struct, omit_defaults=True):
-    """The entries that count of `overrides`, `generation_params` and `group_overrides`."""
+    """The entries used of `overrides`, `generation_params` and `group_overrides`."""
 
     temperature: float | None = None
     set_advantage_to_zero: object = None
@@ -65,7 +65,7 @@ class ReceivedGroup(Struct):
 
 
 class InvalidSequence(Exception):
-    """A sequence that cannot be trained. args[0] is the reason, as it appears in metric names."""
+    """A sequence that cannot be trained. args[0] is the reason, as used in metric names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,16 +75,16 @@ class GroupReader:
     source: str
     vocab_size: int
     max_tokens: int
-    """Longest sequence, prompt included."""
+    """Maximum sequence length, including the prompt."""
     recompute_logprobs: bool
-    """Accept groups without inference_logprobs; the sampling_logprobs of their rollouts are None."""
+    """Accept groups without inference_logprobs. Their rollouts have sampling_logprobs None."""
     origins: Origins
     decode: Callable[[Sequence[int]], str]
 
     def read(self, items: Sequence[object], first_index: int, policy_version: int) -> ReadBatch:
-        """Convert the groups of one batch, dropping invalid sequences, and groups of other types as a whole.
+        """Convert the groups of one batch. Drops invalid sequences, and whole groups with wrong types.
 
-        first_index: prompt index of the first group. policy_version: the current one, for sequences of unknown
+        first_index: prompt index of the first group. policy_version: the current version, used for sequences of unknown
         origin.
         """
         batch = ReadBatch()
@@ -149,9 +149,9 @@ class GroupReader:
         return rollout, origin
 
     def _origin(self, tokens_T: np.ndarray, trained_T: np.ndarray) -> Origin | None:
-        """Return how the sequence was sampled: its last completion's origin with its oldest policy version.
+        """Return the sequence's origin: that of its last completion, with the oldest policy version of all of them.
 
-        None when any of its completions was not served by this run's engines.
+        None if any completion was not sampled by this run's engines.
         """
         edges = np.flatnonzero(np.diff(np.concatenate([[False], trained_T, [False]])))
         found = [
@@ -177,9 +177,9 @@ class ReadBatch:
 
     groups: list[Group] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
-    """Dropped sequences by reason."""
+    """Number of dropped sequences by reason."""
     senders: Counter[str] = field(default_factory=Counter)
-    """The same by environment."""
+    """Number of dropped sequences by environment."""
     num_unknown: int = 0
     """Accepted sequences of unknown origin: sampled elsewhere, or evicted from the cache of origins."""
 
@@ -189,14 +189,14 @@ class ReadBatch:
             self.senders["a client without env_id" if env_id is None else f"environment {env_id}"] += count
 
     def update(self, other: ReadBatch) -> None:
-        """Take the groups of a later batch, and add its counts."""
+        """Replace the groups by those of a later batch, and add its counts."""
         self.groups = other.groups
         self.dropped.update(other.dropped)
         self.senders.update(other.senders)
         self.num_unknown += other.num_unknown
 
     def description(self) -> str:
-        """Return how many sequences of which environments were dropped, and why."""
+        """Return text about dropped sequences: number, environments and reasons."""
         reasons = ", ".join(f"{count} {reason}" for reason, count in self.dropped.most_common())
         senders = [sender for sender, _ in self.senders.most_common(MAX_NAMED)]
         others = [f"{len(self.senders) - MAX_NAMED} others"] if len(self.senders) > MAX_NAMED else []
@@ -204,14 +204,14 @@ class ReadBatch:
 
 
 def _row(name: str, rows: list[list[T]], index: int, length: int) -> list[T]:
-    """Return a row of one value for each token. Raises InvalidSequence(name)."""
+    """Return a row with one value per token. Raises InvalidSequence(name)."""
     if index >= len(rows) or len(rows[index]) != length:
         raise InvalidSequence(name)
     return rows[index]
 
 
 def _trained(tokens_T: np.ndarray, masks_T: np.ndarray) -> np.ndarray:
-    """Return a bool array: True where the mask repeats the token. Never the first token: nothing predicts it."""
+    """Return a bool array: True where the mask repeats the token. The first token is not predicted: always False."""
     trained_T = masks_T != MASKED
     if (masks_T[trained_T] != tokens_T[trained_T]).any():
         raise InvalidSequence("masks")
@@ -222,7 +222,7 @@ def _trained(tokens_T: np.ndarray, masks_T: np.ndarray) -> np.ndarray:
 
 
 def _token_values(name: str, rows: list[list[float]], index: int, trained_T: np.ndarray) -> np.ndarray:
-    """Return one float per token, bounded by MAX_MAGNITUDE; 0 on untrained tokens, which may have any filler."""
+    """Return one float per token, bounded by MAX_MAGNITUDE; 0 for untrained tokens, which may contain any filler."""
     values_T = np.where(trained_T, _row(name, rows, index, len(trained_T)), 0.0)
     if not (np.abs(values_T) <= MAX_MAGNITUDE).all():  # also False for NaN
         raise InvalidSequence(name)
@@ -230,7 +230,7 @@ def _token_values(name: str, rows: list[list[float]], index: int, trained_T: np.
 
 
 def _logprobs(name: str, rows: list[list[float]] | None, index: int, trained_T: np.ndarray) -> list[float] | None:
-    """Return None where the group has none."""
+    """Return the log-probabilities of trained tokens; None if the group has none."""
     if not rows:
         return None
     values_T = _token_values(name, rows, index, trained_T)
@@ -240,7 +240,7 @@ def _logprobs(name: str, rows: list[list[float]] | None, index: int, trained_T: 
 
 
 def _temperature(settings: Sequence[Overrides | None], origin: Origin | None) -> float:
-    """Return the sampling temperature: that of the first settings with one, else as served, else 1. 1 if greedy."""
+    """Return the temperature of the first settings with one, else of the origin, else 1. Greedy sampling: 1."""
     for each in settings:
         if each is not None and (temperature := each.temperature) is not None:
             if not temperature <= MAX_TEMPERATURE or 0 < temperature < MIN_TEMPERATURE:
@@ -250,12 +250,12 @@ def _temperature(settings: Sequence[Overrides | None], origin: Origin | None) ->
 
 
 def _advantages(group: ReceivedGroup, index: int, trained_T: np.ndarray, override: Overrides) -> list[float] | None:
-    """Return one advantage per trained token; None when they are to be computed from the group's rewards."""
+    """Return one advantage per trained token; None if they must be computed from the group's rewards."""
     if override.set_advantage_to_zero is True:
         return [0.0] * int(trained_T.sum())
     if group.advantages:
         return _token_values("advantages", group.advantages, index, trained_T)[trained_T].tolist()
     if len(group.tokens) == 1:
-        # Without siblings there is no baseline. As in Atropos' own trainer, the score itself is the advantage.
+        # A single sequence has no baseline. As in Atropos' own trainer, its score is the advantage.
         return [group.scores[index]] * int(trained_T.sum())
     return None

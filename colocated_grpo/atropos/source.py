@@ -26,16 +26,16 @@ from colocated_grpo.web.client import JsonClient, RequestRejected, Unavailable
 UNSET = -1
 """Reported by GET /info while no trainer is registered."""
 BATCH_SECONDS = 300.0
-"""Timeout of GET /batch. The server takes a batch off its queue before compressing it, which is slow for millions of
-tokens. A batch whose client times out meanwhile is lost."""
+"""Timeout of GET /batch. The server removes a batch from its queue before compressing it, which is slow for millions of
+tokens. If the client times out during this, the batch is lost."""
 REGISTRATION_ATTEMPTS = 3
-"""Consecutive resets before giving up. An environment that posts between reset and registration spoils the attempt."""
+"""Maximum consecutive resets. An environment that posts between reset and registration makes an attempt fail."""
 POLL_SECONDS = 0.5
 MAX_RETRY_SECONDS = 30.0
 EXPLAIN_SECONDS = 60.0
-"""While no batch arrives, the log says at this interval how many groups wait in the server's queue."""
+"""Interval of log lines with the number of groups in the server's queue while no batch arrives."""
 REPORT_SECONDS = 10.0
-"""Shortest time between two lines about dropped sequences: a client can post thousands of groups a second."""
+"""Minimum time between log lines about dropped sequences, because a client can post thousands of groups per second."""
 
 Number = Annotated[float, Meta(ge=0, lt=2**53)]
 
@@ -54,7 +54,7 @@ def trainer_of(config: Config, folder: Path) -> Registration:
 
 
 class AtroposClient:
-    """HTTP calls of one trainer. Every method raises Unavailable without a usable response, RequestRejected on 4xx."""
+    """HTTP calls of one trainer. Methods raise Unavailable without a usable response, RequestRejected on 4xx."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class AtroposClient:
         timeout: float = 30.0,
         api_key: str | None = None,
     ) -> None:
-        """may_reset: allow discarding another trainer's registration, with its queue and environments."""
+        """may_reset: allow deleting another trainer's registration with its queue and environments."""
         self.url = url
         self.batch_size = trainer.batch_size
         self._trainer = trainer
@@ -74,7 +74,7 @@ class AtroposClient:
         self._http_for_batches = JsonClient(url, timeout=BATCH_SECONDS, api_key=api_key)
 
     def is_registered(self) -> bool:
-        """Raise EnvironmentSetupError when another trainer is registered with other settings."""
+        """Return True if registered. Raises EnvironmentSetupError if a trainer with other settings is."""
         info = self._object("/info")
         expected = {"batch_size": self._trainer.batch_size, "max_token_len": self._trainer.max_token_len}
         registered = {name: info.get(name, UNSET) for name in expected}
@@ -89,11 +89,11 @@ class AtroposClient:
         return registered == expected
 
     def register(self, step: int, note: Callable[[str], None]) -> list[object] | None:
-        """Register as the server's trainer and return the batch that was waiting, if any.
+        """Register as the server's trainer. Return a batch if one was already waiting.
 
-        Environments cannot register before the trainer's first request for a batch. The server keeps the first
-        registration that it gets, and atroposlib's silently keeps none if an environment has posted before. So the
-        result is verified with GET /info. A conflicting registration is reset only with `may_reset`.
+        Environments cannot register before the trainer's first request for a batch. The server keeps its first
+        registration; atroposlib's silently keeps none if an environment has already posted. So the result is verified
+        with GET /info. A conflicting registration is reset only with `may_reset`.
         """
         for _ in range(REGISTRATION_ATTEMPTS):
             self._http.post("/register", {**msgspec.structs.asdict(self._trainer), "starting_step": step})
@@ -114,11 +114,11 @@ class AtroposClient:
         return batch or None
 
     def latest_group(self) -> JsonObject:
-        """Return the group that was posted last; its lists are empty if there is none."""
+        """Return the most recently posted group; its lists are empty if there is none."""
         return self._object("/latest_example")
 
     def status(self) -> dict[str, float]:
-        """Return current_step, which counts batches formed (not trained), and queue_size, the waiting groups."""
+        """Return current_step (batches formed, not trained) and queue_size (waiting groups)."""
         try:
             status = msgspec.convert(self._object("/status"), dict[str, Number])
             return {"current_step": status["current_step"], "queue_size": status["queue_size"]}
@@ -145,8 +145,7 @@ class AtroposSource:
         note: Callable[[str], None],
         keep: Callable[[list[object]], None],
     ) -> None:
-        """connect_timeout, unusable_timeout: in seconds. note: logs one line. keep: called with each batch as
-        received."""
+        """connect_timeout, unusable_timeout: in seconds. note: logs one line. keep: called with each received batch."""
         self._client = client
         self._reader = reader
         self._connect_timeout = connect_timeout
@@ -158,14 +157,14 @@ class AtroposSource:
         self._num_failures = 0
         """Consecutive failed requests for a batch."""
         self._unusable_since: float | None = None
-        """Arrival of the first batch without a valid sequence since the last one with some."""
+        """Arrival time of the first batch without a valid sequence since the last batch with one."""
         self._reported = -REPORT_SECONDS
         self._untrained: deque[list[object]] = deque()
-        """Batches received and not yet trained, the next one first. The server no longer has them."""
+        """Received batches that are not yet trained, oldest first. The server no longer has them."""
         self._groups_read = 0
-        """Groups of all batches trained so far; the prompt index of the next batch's first group."""
+        """Number of groups in all batches trained so far: the prompt index of the next batch's first group."""
         self._last = ReadBatch()
-        """Groups of the batch last read, and counts of all batches that the last `wait_for_groups` read."""
+        """Groups of the last batch, and counts of all batches read by the last `wait_for_groups`."""
         self._status: dict[str, float] = {}
         """The server's status after the last usable batch, for the metrics."""
 
@@ -192,7 +191,7 @@ class AtroposSource:
             time.sleep(POLL_SECONDS)
 
     def begin(self, step: int) -> None:
-        """Register. A failure is logged, and `wait_for_groups` tries again.
+        """Register. On failure, log it; `wait_for_groups` tries again.
 
         Building the engines takes minutes, so the server may have stopped or restarted since `connect`.
         """
@@ -201,8 +200,8 @@ class AtroposSource:
     def wait_for_groups(self, step: int, policy_version: int, stop: threading.Event) -> list[Group] | None:
         """Return the groups of the next batch; None once `stop` is set.
 
-        Raises NothingUsable where no batch has had a valid sequence for too long. The same batch is returned again,
-        also by a resumed run, until `settle` is called.
+        Raises NothingUsable if no batch has had a valid sequence for too long. The same batch is returned again, also
+        in a resumed run, until `settle` is called.
         """
         explained = time.monotonic()
         self._last = ReadBatch()
@@ -263,7 +262,7 @@ class AtroposSource:
     def _check_patience(self) -> None:
         """Raise NothingUsable once unusable batches have arrived for `unusable_timeout`.
 
-        A client that posts invalid groups does not end the run as long as any other posts valid ones.
+        A client that posts invalid groups does not end the run while any other client posts valid ones.
         """
         now = time.monotonic()
         if self._unusable_since is None:
@@ -275,7 +274,7 @@ class AtroposSource:
             f"dropped {self._last.description()}"
         )
         if MISSING_LOGPROBS in self._last.dropped:
-            raise NothingUsable(  # the first sentence as in Atropos' own trainer
+            raise NothingUsable(  # first sentence as in Atropos' own trainer
                 f"GRPO requires inference_logprobs for importance sampling! {problem}; sample through managed_server "
                 "with server_type vllm, or set missing_logprobs: recompute in the atropos entry"
             )
@@ -335,7 +334,7 @@ class AtroposSource:
         return {"groups_read": self._groups_read, "taken": list(self._untrained), "origins": origins}
 
     def load_state_dict(self, state: JsonObject) -> None:
-        """Restore a saved state. Its batches are trained before one that came with this process's registration.
+        """Restore a saved state. Its batches are trained before a batch received by this process's registration.
 
         Raises EnvironmentSetupError for the state of another kind of source.
         """

@@ -1,4 +1,4 @@
-"""Supplies of groups that Atropos environments sample from this run's engines, score, and post to an API server.
+"""Supplies groups from Atropos environments, which sample from this run's engines and post to an API server.
 
 Phases of a step:
 SERVE  engines awake: requests are answered, rank 0 polls the API server for a batch
@@ -26,10 +26,10 @@ from colocated_grpo.types import Group, JsonObject
 from colocated_grpo.web.server import ServerThread
 
 LONG_SLEEP_SECONDS = 480.0
-"""Longer sleeps are logged. Environments abandon a rollout after 600 s by default, pending requests included."""
+"""Longer sleeps are logged. By default environments abandon a rollout after 600 s, including its pending requests."""
 LAST_BATCH_SECONDS = 10.0
-"""Longest wait, after a stop request, for a batch already requested: the server sends each batch only once. Short,
-because schedulers soon kill a stopping process."""
+"""Maximum wait, after a stop request, for a batch already requested, because the server sends each batch only once.
+Short, because schedulers soon kill a stopping process."""
 
 
 class AtroposSupply:
@@ -59,7 +59,7 @@ class AtroposSupply:
         return BatchResult(trained_now=list(range(len(groups))))
 
     def release_engine(self) -> None:
-        """Do nothing: requests of environments stay queued while no batch is collected."""
+        """Do nothing: environments' requests stay queued between batches."""
 
     def state_dict(self) -> JsonObject | None:
         return None
@@ -72,7 +72,7 @@ class AtroposSupply:
 
 
 class MainSupply(AtroposSupply):
-    """Rank 0: HTTP, its own engine, and the API server's batches."""
+    """Supply of rank 0: serves HTTP, drives its own engine, and gets batches from the API server."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class MainSupply(AtroposSupply):
         self._batch_thread = ThreadPoolExecutor(1, thread_name_prefix="atropos")
 
     def _serve(self, step: int) -> list[Group] | None:
-        # An error of the source ends all ranks with the same message.
+        # An error of the source is raised on all ranks with the same message.
         return self._world.from_main(lambda: self._serve_clients(step))
 
     def _serve_clients(self, step: int) -> list[Group] | None:
@@ -129,7 +129,7 @@ class MainSupply(AtroposSupply):
         return batch.result()
 
     def _wait_for_last(self, batch: Future[list[Group] | None]) -> None:
-        """Wait for a batch that is being received. The source keeps it for the resumed run."""
+        """Wait for a batch that is being received. The source saves it for the resumed run."""
         if wait([batch], LAST_BATCH_SECONDS).not_done:
             self._note(
                 f"atropos: the API server did not answer within {LAST_BATCH_SECONDS:g} s; if it still sends a batch, "
@@ -147,7 +147,7 @@ class MainSupply(AtroposSupply):
         self._source.load_state_dict(state)
 
     def close(self) -> None:
-        # In this order: reject new requests, respond to pending ones, close the connections.
+        # Order matters: reject new requests, respond to pending ones, then close the connections.
         self._engines.closed = True
         super().close()
         for server in self._servers:
@@ -158,7 +158,7 @@ class MainSupply(AtroposSupply):
 
 
 class WorkerSupply(AtroposSupply):
-    """Every other rank: its engine, for the requests that rank 0 sends over the rank link."""
+    """Supply of other ranks: the engine serves requests sent by rank 0 over the rank link."""
 
     def __init__(self, world: World, driver: Driver, stop_requested: Callable[[], bool], *, inbox: RemoteInbox) -> None:
         super().__init__(world, driver, stop_requested)

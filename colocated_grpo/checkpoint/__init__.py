@@ -1,4 +1,4 @@
-"""Atomic checkpoints with checksums, which can be read without running code."""
+"""Atomic checkpoints with checksums. Reading them runs no code."""
 
 from colocated_grpo.checkpoint.checkpoints import Checkpoints
 

@@ -1,8 +1,8 @@
-"""Atomic checkpoints, written in the background while training goes on.
+"""Atomic checkpoints, written in the background during training.
 
 A run folder holds checkpoints/step_000012/: torch DCP files for weights and optimizer, and trainer.json. A checkpoint
 is written under another name and renamed when every rank has finished, so a folder with the final name is complete.
-Its checksums are verified when it is resumed from, and before older ones are deleted.
+Checksums are verified when a run resumes from a checkpoint, and before older ones are deleted.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class Checkpoints:
         self._note = note
         self._published: Future[None] | None = None
         self._best: int | None = None
-        """A step whose checkpoint is not deleted."""
+        """Step of the checkpoint that is never deleted."""
         self._verified: Path | None = None
-        """The newest checkpoint that was whole when it was read. Set on rank 0."""
+        """The newest checkpoint that was verified as intact. Set on rank 0."""
 
     def due(self, step: int) -> bool:
         return self._config.every > 0 and step % self._config.every == 0
@@ -67,11 +67,11 @@ class Checkpoints:
     def save(self, step: int, policy: Policy, state: dict[str, Any], *, best: int | None = None) -> None:
         """Start writing a checkpoint of `step` completed steps. state: rank 0's plain data (the source's cursor).
 
-        best: a step whose checkpoint is kept beside the latest ones.
+        best: step of a checkpoint to keep in addition to the latest ones.
 
-        Returns when the tensors are copied to host memory; they are written while training goes on. If this step is
-        saved already, only a changed `state` is written: a run that stops right after a save has trained nothing, but
-        may have received data from outside.
+        Returns once the tensors are copied to host memory; they are written during training. If this step is already
+        saved, only a changed `state` is written: a run that stops right after a save has not trained since, but may
+        have received external data.
         """
         self.wait()
         self._best = best
@@ -81,7 +81,7 @@ class Checkpoints:
         partial = final.with_suffix(UNFINISHED)
         record = ""
         if self._world.is_main:
-            # Encoded now: the state may change while the tensors are written.
+            # Encoded now, because the state may change while the tensors are written.
             numbers = {"step": step, "policy_version": policy.version, "world_size": self._world.size}
             record = json.dumps(numbers | {"state": state})
             shutil.rmtree(partial, ignore_errors=True)
@@ -92,12 +92,12 @@ class Checkpoints:
         writing = dcp.async_save(
             self._tensors(policy),
             storage_writer=writer,
-            async_stager=stager,  # a FileSystemWriter would be used as the stager too
+            async_stager=stager,  # else the FileSystemWriter would also be the stager
             process_group=self._world.checkpoints,
         )
-        assert isinstance(writing, Future)  # of a stager that copies at once
+        assert isinstance(writing, Future)  # the stager copies synchronously
         writing.add_done_callback(lambda _: stager.close())
-        # Waiting for the write itself is not enough: its callbacks, including the rename, run after it is done.
+        # Waiting for the write itself is not enough: its callbacks, including the rename, run afterwards.
         self._published = Future()
         published = self._published
         writing.add_done_callback(
@@ -105,7 +105,7 @@ class Checkpoints:
         )
 
     def _publish(self, partial: Path, final: Path, record: str, checksums: dict[str, str]) -> None:
-        """Rename the finished checkpoint and delete old ones. Rank 0's write ends last, so all files exist now."""
+        """Rename the finished checkpoint and delete old ones. Rank 0's write finishes last, so all files exist now."""
         if not self._world.is_main:
             return
         write_durably(partial / STATE_FILE, sealed(f'{record[:-1]}, "{FILES}": {json.dumps(checksums)}}}'))
@@ -118,13 +118,13 @@ class Checkpoints:
         if old and self._verified not in kept:
             self._read_back(final, checksums)
         for checkpoint in old:
-            # Rename first: if the deletion is interrupted, the remains must not look like a complete checkpoint.
+            # Rename first, so that an interrupted deletion does not leave what looks like a complete checkpoint.
             checkpoint.rename(checkpoint.with_suffix(UNFINISHED))
         for left in self._folder.glob(f"*{UNFINISHED}"):
             shutil.rmtree(left)
 
     def _read_back(self, folder: Path, checksums: dict[str, str]) -> None:
-        """Raise RunError if the checkpoint on the disk is not what was written."""
+        """Raise RunError if the checkpoint on disk differs from what was written."""
         forget_cached(folder, checksums)
         problem = damage(folder, checksums)
         if problem is not None:
@@ -144,7 +144,7 @@ class Checkpoints:
             self._world.barrier()
 
     def restore(self, policy: Policy) -> tuple[int, dict[str, Any]]:
-        """Load the newest whole checkpoint into the policy. Returns its step and `state`; (0, {}) without any."""
+        """Load the newest intact checkpoint into the policy. Returns its step and `state`; (0, {}) if there is none."""
         saved = self._world.from_main(lambda: newest_whole(self._folder, self._note))
         if saved is None:
             return 0, {}
@@ -174,7 +174,7 @@ class Checkpoints:
 def _check_loadable(checkpoint: SavedCheckpoint, metadata: Metadata, tensors: dict[str, Tensor]) -> None:
     entries = metadata.state_dict_metadata
     saved = {name: entry.size for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
-    # A trained tensor without a place in this run would be lost: fewer layers with adapters, fewer trained blocks.
+    # Trained tensors that this run does not have would be lost: fewer layers with adapters, or fewer trained blocks.
     unused = sorted(name for name in saved if name.startswith("model.") and name not in tensors)
     if unused:
         raise RunError(
@@ -194,7 +194,7 @@ def _check_loadable(checkpoint: SavedCheckpoint, metadata: Metadata, tensors: di
 
 @contextmanager
 def _unreadable(folder: Path) -> Iterator[None]:
-    """Convert any error into one line. Damaged files make torch raise errors of many kinds."""
+    """Convert any error to one line. torch raises many kinds of errors for damaged files."""
     try:
         yield
     except RunError:
@@ -207,13 +207,13 @@ def _unreadable(folder: Path) -> Iterator[None]:
 
 
 def _cause(error: CheckpointException) -> str:
-    """The error of the lowest failed rank, in one line."""
+    """Return the error of the lowest failed rank in one line."""
     rank, (failure, _) = min(error.failures.items())
     return f"rank {rank}: {in_one_line(failure)}"
 
 
 def _complete(completed: Future[None], before: Future, action: Callable[[], None]) -> None:
-    """Complete `completed` with the result of `before` and then `action`. An exception in a callback would be lost."""
+    """Run `action` after `before`, and pass any error to `completed`: exceptions in a callback are lost."""
     try:
         before.result()
         action()
@@ -224,7 +224,7 @@ def _complete(completed: Future[None], before: Future, action: Callable[[], None
 
 
 def _replace_state(folder: Path, state: dict[str, Any]) -> bool:
-    """Replace the state of a complete checkpoint atomically, if it differs. Returns False where it is damaged."""
+    """Replace the state of a complete checkpoint atomically, if it differs. Returns False if it is damaged."""
     try:
         record = read_record(folder)
     except ValueError:

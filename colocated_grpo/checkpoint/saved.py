@@ -1,4 +1,4 @@
-"""Find and verify checkpoints on disk."""
+"""Finds and verifies checkpoints on disk."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from colocated_grpo.runtime.run_folder import FILES, read_record, saved_checkpoi
 
 SET_ASIDE = ".damaged"
 READ_ERRORS = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO}
-"""Errors of a damaged checkpoint. Others, such as a lost network share, may pass, and a resume ends with them."""
+"""Errors caused by damage. Other errors, such as a lost network share, may be temporary and end the resume."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedCheckpoint:
-    """A checkpoint whose files agree with their checksums."""
+    """A checkpoint whose files match their checksums."""
 
     folder: Path
     step: int
@@ -34,13 +34,13 @@ class SavedCheckpoint:
 
 
 class DamagedCheckpoint(Exception):
-    """A checkpoint is not whole. The message names the damage."""
+    """A checkpoint is damaged. The message describes the damage."""
 
 
 def newest_whole(folder: Path, note: Callable[[str], None]) -> SavedCheckpoint | None:
-    """Return the newest whole checkpoint in `folder`, None if there is no checkpoint at all.
+    """Return the newest intact checkpoint in `folder`; None if there is no checkpoint at all.
 
-    Damaged ones that are newer are renamed, so that they are neither resumed from nor counted by checkpoint.keep_last.
+    Newer, damaged checkpoints are renamed, so that they are neither resumed from nor counted by checkpoint.keep_last.
     Raises RunError, and renames nothing, if all are damaged.
     """
     damaged: dict[Path, str] = {}
@@ -64,7 +64,7 @@ def newest_whole(folder: Path, note: Callable[[str], None]) -> SavedCheckpoint |
 
 
 def read_whole(folder: Path) -> SavedCheckpoint:
-    """Return what a checkpoint contains, except for its tensors. Raises DamagedCheckpoint unless it is whole."""
+    """Return a checkpoint's contents, except for its tensors. Raises DamagedCheckpoint if it is damaged."""
     with _any_error_as_damage():
         record = read_record(folder)
         problem = damage(folder, record[FILES])
@@ -84,7 +84,7 @@ def read_whole(folder: Path) -> SavedCheckpoint:
 
 @contextmanager
 def _any_error_as_damage() -> Iterator[None]:
-    """Convert any error that damage can cause. Damaged layouts raise errors of many kinds."""
+    """Convert any error that damage can cause to DamagedCheckpoint. Damaged layouts raise many kinds of errors."""
     try:
         yield
     except DamagedCheckpoint:

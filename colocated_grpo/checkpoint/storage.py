@@ -1,7 +1,7 @@
-"""A checkpoint's tensor files: torch's writer with a checksum of every file, and their layout as JSON.
+"""A checkpoint's tensor files: torch's writer with a checksum for every file, and the tensor layout as JSON.
 
-Reading the layout runs no code, whoever wrote it. torch keeps the same facts in `.metadata`, a pickle, which is written
-for torch's own tools and never read.
+Reading the layout runs no code, even from an untrusted source. torch stores the same data in `.metadata`, a pickle,
+which is written for torch's own tools and never read.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from colocated_grpo.runtime.checksums import checksum
 METADATA_FILE = ".metadata"
 LAYOUT_FILE = "tensors.json"
 SMALL = 1 << 16
-"""Bytes below which a checksum takes less time than passing the bytes to another thread."""
+"""Bytes below which computing a checksum is faster than passing the bytes to another thread."""
 
 Layout = dict[str, Any]
 """Tensor name -> {dtype, size, chunks}; a chunk has offsets and sizes in the tensor, and file, start, length."""
 
 
 def layout_of(metadata: Metadata, places: Mapping[MetadataIndex, _StorageInfo]) -> Layout:
-    """Return the layout of a checkpoint that torch has written. All its entries are tensors. places: of the chunks."""
+    """Return the layout of a checkpoint written by torch: all entries are tensors. places: where the chunks are."""
     layout = {}
     for name, entry in metadata.state_dict_metadata.items():
         assert isinstance(entry, TensorStorageMetadata)
@@ -63,7 +63,7 @@ def layout_of(metadata: Metadata, places: Mapping[MetadataIndex, _StorageInfo]) 
 
 
 def metadata_of(layout: Layout, folder: Path) -> Metadata:
-    """Return torch's form of a layout. Raises ValueError, KeyError or TypeError where it is not one of this folder."""
+    """Convert a layout to torch's metadata. Raises ValueError, KeyError or TypeError if invalid for `folder`."""
     entries, places = {}, {}
     for name, entry in layout.items():
         dtype = getattr(torch, entry["dtype"])
@@ -74,7 +74,7 @@ def metadata_of(layout: Layout, folder: Path) -> Metadata:
             chunk = ChunkStorageMetadata(torch.Size(stored["offsets"]), torch.Size(stored["sizes"]))
             chunks.append(chunk)
             places[MetadataIndex(name, chunk.offsets)] = _place(stored, folder)
-        # Tensors only: torch unpickles entries of other kinds when it loads them.
+        # Tensors only, because torch unpickles entries of other kinds on loading.
         entries[name] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(entry["size"]), chunks)
     return Metadata(entries, storage_data=places)
 
@@ -89,7 +89,7 @@ def _place(stored: dict[str, Any], folder: Path) -> _StorageInfo:
 
 
 class LayoutReader(dcp.FileSystemReader):
-    """Reads tensors at known places. torch reads each with `torch.load(weights_only=True)`, which runs no code."""
+    """Reads tensors at given file locations. torch uses `torch.load(weights_only=True)`, which runs no code."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)
@@ -100,7 +100,7 @@ class LayoutReader(dcp.FileSystemReader):
 
 
 class ChecksummedWriter(dcp.FileSystemWriter):
-    """Writes one rank's files. `checksums` of all ranks' files are complete on rank 0 once the save is."""
+    """Writes one rank's files. After the save, `checksums` on rank 0 contains all ranks' files."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -117,11 +117,11 @@ class ChecksummedWriter(dcp.FileSystemWriter):
         return result
 
     def finish(self, metadata: Metadata, results: list[Any]) -> None:
-        """On rank 0: write the metadata of all ranks' files."""
+        """Write the metadata of all ranks' files. Called on rank 0."""
         super().finish(metadata, [written for written, _ in results])
         for _, checksums in results:
             self.checksums |= checksums
-        # Not `metadata.storage_data`: torch 2.11 sets it in a copy.
+        # Not `metadata.storage_data`, because torch 2.11 sets it in a copy.
         places = {item.index: item.storage_data for written, _ in results for item in written}
         write_durably(self.folder / LAYOUT_FILE, json.dumps(layout_of(metadata, places)))
         for name in (METADATA_FILE, LAYOUT_FILE):
@@ -129,7 +129,7 @@ class ChecksummedWriter(dcp.FileSystemWriter):
 
 
 class _ChecksummedFiles(FileSystem):
-    """Files whose checksums are computed from the bytes in memory, so that a faulty disk does not change them too."""
+    """Files whose checksums are computed from memory, so that a faulty disk cannot affect them."""
 
     def __init__(self) -> None:
         self.checksums: dict[str, str] = {}
@@ -144,13 +144,13 @@ class _ChecksummedFiles(FileSystem):
                 checksummed = _ChecksummedStream(stream, thread)
                 try:
                     yield checksummed
-                except RuntimeError as error:  # of torch.save, which only says that the file is too short
+                except RuntimeError as error:  # torch.save, which only reports that the file is too short
                     raise checksummed.failure or error from error
             self.checksums[Path(path).name] = checksummed.digest.hexdigest()
 
 
 class _ChecksummedStream(IOBase):
-    """A file that is written from the beginning to the end."""
+    """A file that is written sequentially."""
 
     def __init__(self, stream: Any, thread: ThreadPoolExecutor) -> None:
         self._stream: BinaryIO = stream
@@ -163,7 +163,7 @@ class _ChecksummedStream(IOBase):
         if len(data) < SMALL:
             self.digest.update(data)
             return self._write(data)
-        # At the same time, and both before returning: the memory is valid for this call only.
+        # Digest and write in parallel, and finish both before returning: the memory is valid only during this call.
         digested = self._thread.submit(self.digest.update, data)
         written = self._write(data)
         digested.result()
@@ -191,7 +191,7 @@ class _ChecksummedStream(IOBase):
 
 
 def write_durably(file: Path, text: str) -> None:
-    """Write and fsync, so that after a power failure the file is not empty."""
+    """Write and fsync, so that the file is not empty after a power failure."""
     with file.open("w", encoding="utf-8") as stream:
         stream.write(text)
         stream.flush()

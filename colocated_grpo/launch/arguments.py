@@ -1,6 +1,6 @@
-"""The launcher's flags, and the launch that they describe.
+"""The launcher's flags, parsed into a `Launch`.
 
-Imports only the standard library: --help answers within 0.3 s of CPU time.
+Imports only the standard library, so that --help takes less than 0.3 s of CPU time.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def run_parser() -> argparse.ArgumentParser:
 
 
 def read_launch(options: argparse.Namespace, overrides: Sequence[str], parser: argparse.ArgumentParser) -> Launch:
-    """Return the launch that the arguments describe. Raises ConfigError where they are invalid or contradictory."""
+    """Convert the arguments to a `Launch`. Raises ConfigError if they are invalid or contradictory."""
     _reject_misspelled_flags(overrides, parser)
     gpus = visible_gpus(os.environ) if options.gpus is None else options.gpus
     if gpus < 0:
@@ -136,7 +136,7 @@ def _reject_misspelled_flags(overrides: Sequence[str], parser: argparse.Argument
 
 
 def visible_gpus(environment: Mapping[str, str]) -> int:
-    """Return how many GPUs CUDA would list. Runs nvidia-smi, because importing torch takes seconds."""
+    """Return the number of GPUs visible to CUDA. Runs nvidia-smi, because importing torch takes seconds."""
     try:
         listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=PROBE_SECONDS).stdout
     except (OSError, subprocess.TimeoutExpired):
@@ -148,6 +148,6 @@ def visible_gpus(environment: Mapping[str, str]) -> int:
     count = 0
     for device in filter(None, map(str.strip, chosen.split(","))):
         if device.lstrip("-").isdigit() and not 0 <= int(device) < installed:
-            break  # CUDA ignores an invalid number and everything after it
+            break  # CUDA ignores an invalid entry and all entries after it
         count += 1
     return count

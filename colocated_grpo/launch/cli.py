@@ -1,7 +1,7 @@
 """Entry point of a rank: `python -m colocated_grpo [--config FILE]`, under torchrun, under srun, or alone.
 
-Only the standard library is imported at the top: environment variables that torch and vLLM read when they are imported
-have to be set first.
+Only the standard library is imported at the top, because environment variables that torch and vLLM read on import must
+be set first.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 DEFAULT_CONFIG = "training_configs/dr_grpo_config.yaml"
-"""The config of a run without --config. The package has it too, so it is found in any folder."""
+"""The config of a run without --config. It is also packaged, so it is found from any folder."""
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,9 +73,9 @@ def _log_level(name: str) -> str:
 
 
 def config_file(options: argparse.Namespace) -> str | None:
-    """Return the path of the config file: given, else of the resumed run folder, else the default.
+    """Return the path of the config file: from --config, else in the resumed run folder, else the default.
 
-    None: --resume RUN names a folder without one.
+    None: the folder in --resume RUN has no config.
     """
     if options.config is not None:
         return options.config
@@ -86,13 +86,13 @@ def config_file(options: argparse.Namespace) -> str | None:
 
 
 def without_config(run: str) -> str:
-    """Return the error line for `--resume RUN` where RUN is no folder with a config."""
+    """Return the error line for `--resume RUN` if RUN is not a folder with a config."""
     rule = "no config.yaml in this folder; add --config FILE" if Path(run).is_dir() else "no such run folder"
     return f"--resume={run!r}: {rule}"
 
 
 def default_config_note(options: argparse.Namespace) -> list[str]:
-    """Return the line that names the config of a run that was given none; no line for other runs."""
+    """Return a line with the default config's name for a run without --config; no line for other runs."""
     if options.config is not None or options.resume not in (None, AUTO):
         return []
     return [
@@ -102,7 +102,7 @@ def default_config_note(options: argparse.Namespace) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run this rank and return its exit code. Unexpected exceptions, which are defects, propagate."""
+    """Run this rank and return its exit code. Unexpected exceptions are defects and propagate."""
     parser = OneLineParser(
         prog="python -m colocated_grpo",
         description="Train on this rank. Started by torchrun, by srun, or alone; settings override the file.",
@@ -139,14 +139,14 @@ def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    # `record` saves this rank's traceback. At the end torchrun prints the traceback of the first rank that failed.
+    # `record` saves this rank's traceback. torchrun finally prints that of the first failed rank.
     code = record(_run)(config, options.resume, name, output)
     assert code is not None
     return code
 
 
 def checked(loaded: LoadedConfig, resume: str | None, name: str) -> tuple[Config, list[str]]:
-    """Return the settings adapted to their model, and lines to print. Raises ConfigError where the run cannot start."""
+    """Return the settings adapted to their model, and lines to print. Raises ConfigError if the run cannot start."""
     from colocated_grpo.rollout.vllm.versions import check_installed
     from colocated_grpo.runtime.run_folder import check_resumed
     from colocated_grpo.settings.inputs import check_inputs
@@ -171,7 +171,7 @@ def _import_trainer() -> Callable[..., None]:
 
 
 def _run(config: Config, resume: str | None, name: str, output: RunOutput) -> int:
-    """Train and return an exit code. Errors that the user can act on become one line; all are recorded."""
+    """Train and return an exit code. Errors that the user can fix become one line; all errors are recorded."""
     from colocated_grpo.tracking.ending import record_ending
 
     try:
@@ -186,7 +186,7 @@ def _run(config: Config, resume: str | None, name: str, output: RunOutput) -> in
         return RUN_ERROR
     except BaseException as error:
         code, lines = record_ending(output, error, [config.output_dir, resume])
-        if isinstance(error, SystemExit):  # raised by user code; with code 0 the run would look finished
+        if isinstance(error, SystemExit):  # raised by user code; exit code 0 would look like a finished run
             raise RuntimeError(f"sys.exit({error.code!r}) was called during the run") from error
         if not lines:
             raise
@@ -197,7 +197,7 @@ def _run(config: Config, resume: str | None, name: str, output: RunOutput) -> in
 
 
 def join_ranks(output: RunOutput) -> Joined:
-    """Wait for the other ranks, before the trainer is imported. Collective. Stop signals keep their handlers."""
+    """Wait for the other ranks before the trainer is imported. Collective. Does not change signal handlers."""
     from colocated_grpo.runtime.joining import join
     from colocated_grpo.tracking.ending import leave_with_other_rank
 
@@ -206,7 +206,7 @@ def join_ranks(output: RunOutput) -> Joined:
 
 
 def _print_on_rank_0(*lines: str, to: TextIO) -> None:
-    """Print on rank 0 only: all ranks read the same settings and reach the same result."""
+    """Print on rank 0 only. All ranks read the same settings and get the same result."""
     if os.environ["RANK"] == "0":
         for line in lines:
             print(line, file=to, flush=True)

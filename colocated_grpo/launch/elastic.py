@@ -1,6 +1,6 @@
-"""torchrun with its usual flags and agent, private with --standalone, and with one line about ranks without traceback.
+"""torchrun with a loopback-only rendezvous for --standalone and one-line errors for ranks without a traceback.
 
-Plain torchrun would print forty lines about the failed process below the rank's error line, or about a killed one.
+Flags and agent are torchrun's. Plain torchrun prints forty lines about a failed process, even below its error line.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from colocated_grpo.runtime.stores import serve_store, wait_for_listener
 from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, first_report, report
 
 AGENT_LOGGER = "torch.distributed.elastic.multiprocessing.api"
-"""Name of the logger that reports how each process ended."""
+"""Logger that reports how each process ended."""
 REPEATED = ("Sending process", "failed (exitcode")
-"""First words of its messages about what the report of the failure says as well."""
+"""Starts of log messages that only repeat the failure report."""
 JOINED = re.compile(r"waiting for clients\. (\d+)/(\d+) clients joined")
-"""Text of torch's error where nodes are missing."""
+"""Text of torch's error for missing nodes."""
 BACKEND = "loopback"
 HOST = "127.0.0.1"
 TIMEOUT_SECONDS = 600
 NO_FILE = "<N/A>"
-"""torch's name of the error file of a process that has left no traceback."""
+"""torch's placeholder for the error file of a process without a traceback."""
 
 
 @record
@@ -53,20 +53,20 @@ def main() -> None:
             raise
         report(RUN_ERROR, [line])
         sys.exit(RUN_ERROR)
-    except SignalException as stopped:  # raised after the agent has forwarded the signal and the ranks have exited
+    except SignalException as stopped:  # raised once the agent has forwarded the signal and the ranks have exited
         sys.exit(128 + stopped.sigval)
     except (DistNetworkError, DistStoreError) as error:
         code, line = explain_meeting(error, arguments)
         report(code, [line])
         sys.exit(code)
     finally:
-        # The ranks have exited. torch's handlers would raise SignalException while the interpreter shuts down.
+        # The ranks have exited. torch's handlers would raise SignalException during interpreter shutdown.
         for number in stop_signals():
             signal.signal(number, signal.SIG_IGN)
 
 
 def _wait_for_node_0(arguments: argparse.Namespace) -> None:
-    """Wait for the store that node 0 serves; exit with one line where it does not come."""
+    """Wait for node 0's store; exit with one line if it does not start."""
     if arguments.node_rank == 0 or not arguments.rdzv_conf:
         return
     seconds = _join_timeout(arguments)
@@ -79,7 +79,7 @@ def _wait_for_node_0(arguments: argparse.Namespace) -> None:
 
 
 def explain_meeting(error: Exception, arguments: argparse.Namespace) -> tuple[int, str]:
-    """Return exit code and line for an error of the nodes' store, which they open before any rank starts."""
+    """Return exit code and line for an error of the nodes' store, which is opened before any rank starts."""
     if "EADDRINUSE" in str(error):
         return USAGE_ERROR, f"error: {_address(arguments)}: already in use; choose another port"
     text = str(error).partition("\n")[0]
@@ -99,7 +99,7 @@ def _join_timeout(arguments: argparse.Namespace) -> float:
 
 
 def waiting_line(nodes: int, node_rank: int, master_addr: str) -> str:
-    """Return the line about the nodes whose ranks must join before any rank starts."""
+    """Return the line that names the nodes being waited for."""
     if node_rank > 0:
         return f"waiting for node 0 of {nodes} at {master_addr}"
     others = "node 1" if nodes == 2 else f"nodes 1 to {nodes - 1}"
@@ -107,9 +107,9 @@ def waiting_line(nodes: int, node_rank: int, master_addr: str) -> str:
 
 
 def explain_killed_ranks(failures: Mapping[int, ProcessFailure]) -> str | None:
-    """Return one line for ranks that signals ended before they could report anything; None if any has a traceback.
+    """Return one line for ranks killed by signals before they could report; None if any rank has a traceback.
 
-    failures: by rank. The agent ends the other ranks by SIGTERM, so a rank with another signal was the first.
+    failures: failures by rank. The agent ends the other ranks by SIGTERM, so a rank with another signal failed first.
     """
     killed = {rank: failure.signal_name() for rank, failure in failures.items() if failure.exitcode < 0}
     if not killed or any(failure.error_file != NO_FILE for failure in failures.values()):
@@ -123,23 +123,23 @@ def explain_killed_ranks(failures: Mapping[int, ProcessFailure]) -> str | None:
 
 
 class LoopbackRendezvous(StaticTCPRendezvous):
-    """Rendezvous for the ranks of one node, through a store that only this machine can reach.
+    """Rendezvous for the ranks of one node, through a store that is reachable only from this machine.
 
-    torch's stores listen on every interface, and the state that torchrun keeps in one with `--standalone` is a pickle:
-    whoever reaches the port could run code.
+    torch's stores listen on every interface, and with `--standalone` torchrun stores its state as a pickle. Any host
+    that reaches the port could run code.
     """
 
     def __init__(self, run_id: str) -> None:
         store, port = serve_store(HOST, 0, TIMEOUT_SECONDS)
         super().__init__(HOST, port, rank=0, world_size=1, run_id=run_id, timeout=TIMEOUT_SECONDS)
-        self._store = store  # torch's class would make one that listens on every interface
+        self._store = store  # torch's class would create a store that listens on every interface
 
     def get_backend(self) -> str:
         return BACKEND
 
 
 def use_loopback(arguments: argparse.Namespace) -> None:
-    """Replace the rendezvous of torchrun's `--standalone` by one on the loopback address, at any free port."""
+    """Replace torchrun's rendezvous for `--standalone` by one on the loopback address, on any free port."""
     if arguments.standalone:
         rendezvous_handler_registry.register(BACKEND, _handler)
         arguments.standalone = False

@@ -1,6 +1,6 @@
 """The command line `run_colocated_grpo.py`: parse, check everything, print a banner, start torchrun.
 
-Imports only the standard library and psutil before the arguments are parsed: --help answers within 0.3 s of CPU time.
+Imports only the standard library and psutil before parsing, so that --help takes less than 0.3 s of CPU time.
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ COMMANDS = {
     "serve": "colocated_grpo.servers",
 }
 """First argument -> the module that runs instead of a training run."""
-# Seconds that a stopped torchrun gives its ranks to save before it kills them; its default is 30.
+# Seconds for ranks to save before a stopped torchrun kills them. torchrun's default is 30.
 SHUTDOWN_SECONDS = 600
-# The path of a Unix socket has at most 107 characters, of which vLLM needs 37.
+# Maximum characters. A Unix socket's path has at most 107, of which vLLM needs 37.
 MAX_SOCKET_FOLDER = 70
 TRAINER_LOG = "trainer.log"
 STARTING = b"\nstopping during start-up, before the first step\n"
 START_SECONDS = 5.0
-"""Time in which ranks must end that have not begun to train. One that is blocked in a library receives no signal."""
+"""Seconds for ranks to exit before training has begun. A rank blocked in a library handles no signal."""
 LOOPBACK = "lo"
-"""Linux' name of the interface that only this machine reaches."""
+"""Linux's name of the loopback interface."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Launch a run, or another program of COMMANDS, and return its exit code: 2 where it cannot be started.
+    """Launch a run, or another program of COMMANDS. Return its exit code: 2 if it cannot be started.
 
-    `atropos ...` reads the command line of Atropos' example trainer.
+    `atropos ...` accepts the command line of Atropos' example trainer.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments and arguments[0] in COMMANDS:
@@ -102,7 +102,7 @@ def _launch(arguments: Sequence[str]) -> int:
         return dry_run(config, problems, launch.log_level)
     environment = child_environment(os.environ, launch.gpus, launch.ranks, launch.log_level)
     if launch.nodes == 1 and not config.engine.urls:
-        environment.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # or the ranks would listen for each other on a network
+        environment.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # else ranks would listen on a network
     redirect = options.redirect_output if launch.log_dir is None else launch.log_dir / TRAINER_LOG
     flag = "--redirect-output" if launch.log_dir is None else "--log-dir"
     folders = [launch.log_dir, *(log.parent for log in (servers.logs if servers is not None else []))]
@@ -136,7 +136,7 @@ def _read_arguments(
 
 
 def read_settings(launch: Launch) -> tuple[Config, list[str]]:
-    """Return the settings and notes about them. Raises ConfigError where they are invalid for this number of ranks."""
+    """Return the settings and notes about them. Raises ConfigError if they are invalid for this number of ranks."""
     from colocated_grpo.settings.config_file import read_config
     from colocated_grpo.settings.rules import check_world
 
@@ -146,7 +146,7 @@ def read_settings(launch: Launch) -> tuple[Config, list[str]]:
 
 
 def missing_devices(launch: Launch) -> list[str]:
-    """Return a line if this machine has fewer GPUs than the run needs. A dry run may be meant for another machine."""
+    """Return a line if this machine has fewer GPUs than the run needs. Not fatal in a dry run."""
     if launch.gpus <= (visible := visible_gpus(os.environ)):
         return []
     if visible == 0:
@@ -155,16 +155,16 @@ def missing_devices(launch: Launch) -> list[str]:
 
 
 def model_verdict(model: ModelConfig, cpu_dtype: str | None) -> str:
-    """Return what the model's config.json alone says about this run. Raises ConfigError where the model cannot run.
+    """Return a line about the model, from its config.json alone. Raises ConfigError if the model is unsupported.
 
-    cpu_dtype: type of the weights in an engine on the CPU; None: on GPUs or in servers.
+    cpu_dtype: weight type of an engine on the CPU; None: engines are on GPUs or in servers.
     """
     from colocated_grpo.settings.config_json import read_config_json
     from colocated_grpo.settings.model_support import check_cpu_engine, check_trains, verdict
 
     try:
         config_json = read_config_json(model)
-    except ConfigError:  # `missing_inputs` reports why
+    except ConfigError:  # `missing_inputs` reports the reason
         return f"{model.name}: unknown, as its config.json cannot be read"
     setting = f"model.name={model.name!r}"
     check_trains(config_json, setting)
@@ -174,7 +174,7 @@ def model_verdict(model: ModelConfig, cpu_dtype: str | None) -> str:
 
 
 def missing_inputs(launch: Launch, config: Config) -> list[str]:
-    """Return one line for each model, file, function, package or run to resume that is missing or does not fit."""
+    """Return one line for each missing or invalid model, file, function, package or run to resume."""
     from colocated_grpo.environments.registry import check_names
     from colocated_grpo.rollout.vllm.versions import check_installed
     from colocated_grpo.runtime.run_folder import check_resumed
@@ -200,7 +200,7 @@ def torchrun_command(launch: Launch) -> list[str]:
     command = [sys.executable, "-m", "colocated_grpo.launch.elastic", "--nnodes", str(launch.nodes)]
     command += ["--nproc-per-node", str(launch.ranks)]
     if launch.master_port is None:
-        # A numeric address: inside a container the host name may not resolve.
+        # A numeric address, because the host name may not resolve in a container.
         command += ["--standalone", "--local-addr", "127.0.0.1"]
     else:
         command += ["--node-rank", str(launch.node_rank)]
@@ -225,7 +225,7 @@ def child_environment(environment: Mapping[str, str], gpus: int, ranks: int, log
 
 
 def banner(launch: Launch, command: Sequence[str], servers: ServerPlan | None, model: str) -> str:
-    """Return the summary of the run that is printed before it starts. Secrets are masked: it may be logged."""
+    """Return the summary printed before the run starts. Secrets are masked, because it may be logged."""
     from colocated_grpo.settings.secret_values import masked_arguments
 
     free_port = launch.master_port is None
@@ -253,9 +253,9 @@ def banner(launch: Launch, command: Sequence[str], servers: ServerPlan | None, m
 
 
 def dry_run(config: Config, problems: Sequence[str], log_level: str) -> int:
-    """Print warnings, `problems` and, if there are none, those of `problems_of`. Returns 2 if there are any, else 0.
+    """Print warnings and problems. `problems_of` runs only if `problems` is empty. Returns 2 if there are any, else 0.
 
-    problems: lines about files and names, found by look-up alone.
+    problems: lines about files and names, found without running user code.
     """
     from colocated_grpo.settings.source_rules import exposures
 
@@ -271,10 +271,10 @@ def dry_run(config: Config, problems: Sequence[str], log_level: str) -> int:
 
 
 def problems_of(config: Config) -> list[str]:
-    """Build the model without parameters; and environments and evaluation sets as a run does: import their code, read
-    their data, draw prompts.
+    """Build the model without parameters, and environments and evaluation sets as in a run.
 
-    Prints how many rows are left out. Returns the error lines of the first problem.
+    That imports their code, reads their data and draws prompts. Prints the number of omitted rows. Returns the error
+    lines of the first problem.
     """
     from colocated_grpo.assembly.data import open_source
     from colocated_grpo.assembly.evaluation import draw_evaluated, import_answers
@@ -302,7 +302,7 @@ def problems_of(config: Config) -> list[str]:
 
 def _run(command: Sequence[str], environment: Mapping[str, str], redirect: Path | None) -> int:
     with scratch_folder() as folder:
-        # torchrun's log folder and the sockets of tensor-parallel engines would otherwise stay behind in /tmp.
+        # Otherwise torchrun's log folder and the sockets of tensor-parallel engines would remain in /tmp.
         inside = {"PET_LOG_DIR": str(folder), **environment, VERDICT_VARIABLE: str(folder)}
         if len(str(folder)) <= MAX_SOCKET_FOLDER:
             inside.setdefault("VLLM_RPC_BASE_PATH", str(folder))
@@ -320,15 +320,15 @@ def _run(command: Sequence[str], environment: Mapping[str, str], redirect: Path 
 
 
 def stop_action(folder: Path) -> StopAction:
-    """Return the effect of the first stop signal: a run that trains saves a checkpoint, one that starts just ends.
+    """Return the effect of the first stop signal: save a checkpoint if the run trains, just exit during startup.
 
-    folder: of the verdicts.
+    folder: folder of the verdicts.
     """
 
     def begin(number: int) -> tuple[bytes, float | None]:
         if any(verdict.training for verdict in read_verdicts(folder)):
             return SAVING, None
-        # Keeps torchrun from reporting the ranks that end: this line is all there is to say.
+        # Keeps torchrun from reporting the exits of the ranks: this line is sufficient.
         write_verdict(folder / "launcher.json", ProcessEnd(code=128 + number, reported=time.time()))
         return STARTING, START_SECONDS
 
@@ -336,7 +336,7 @@ def stop_action(folder: Path) -> StopAction:
 
 
 def _show(text: str, redirect: Path | None, console: TextIO) -> None:
-    """Print `text`. Raises OSError where the file cannot be written; a closed console is not an error."""
+    """Print `text`. Raises OSError if the file cannot be written; a closed console is not an error."""
     if redirect is None:
         with suppress(OSError):
             print(text, file=console, flush=True)

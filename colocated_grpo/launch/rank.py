@@ -1,4 +1,4 @@
-"""A run on this rank, from its settings to its end."""
+"""Runs a training run on this rank, from settings to shutdown."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from colocated_grpo.trainer import settle_garbage_collector, train
 def main(config: Config, joined: Joined, *, resume: str | None, name: str, output: RunOutput) -> None:
     """Train `config` on this rank, in a process that ends with the run. Collective.
 
-    Until the first step, a stop signal keeps the handlers of the caller: there is nothing to save.
+    The caller's signal handlers stay in place until the first step, because there is nothing to save before.
 
     name: first part of a new run folder's name. resume: a run folder, 'auto' (the newest run of this config) or None.
-    output: its `folder` is set, and whether the run trains; the caller records a failure there.
+    output: gets the run's `folder` and its training state; the caller records failures there.
     """
     process = start_rank(config, joined, output)
     train_on(process, config, resume=resume, name=name, output=output, on_start=process.stop.listen)
@@ -43,10 +43,9 @@ def main(config: Config, joined: Joined, *, resume: str | None, name: str, outpu
 
 
 class RankProcess:
-    """One run's hold on this process. Construction is collective.
+    """Process-wide state of one run: process group, signal handlers, watchdogs. Construction is collective.
 
-    A process that ends with its run calls `close` after a run without errors, and exits after any other. A process that
-    goes on calls `abandon` then.
+    After a run without errors, call `close`. After a failed run, exit, or call `abandon` if the process continues.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class RankProcess:
         replicate_nodes: bool = False,
         context_parallel: int = 1,
     ) -> None:
-        """user_code_seconds: longest time that user code may block all threads, as `setting` says.
+        """user_code_seconds: maximum time that user code may block all threads, from `setting`.
 
         replicate_nodes: as in `init_world`. context_parallel: as in `with_context`.
         """
@@ -70,12 +69,12 @@ class RankProcess:
             raise shown from error
         self.stop = joined.stop
         self.failure = joined.failure
-        """Makes the other ranks exit, and returns the exception to raise for an error of this rank's run."""
+        """Makes the other ranks exit, and returns the exception to raise for an error of this rank."""
         self._watchdog = joined.watchdog
         warn = logging.getLogger(__name__).warning
         self._user_code = UserCodeWatch(user_code_seconds, setting, warn, stacks=stacks_file())
         self.resources = ExitStack()
-        """Resources that the run has opened. Closed at the end of a run without errors, and by `abandon`."""
+        """Resources opened by the run. Closed at the end of a run without errors, and by `abandon`."""
 
     def close(self) -> None:
         """Leave the process group and restore the signal handlers. Collective; the run is complete."""
@@ -86,9 +85,9 @@ class RankProcess:
         dist.destroy_process_group()
 
     def abandon(self) -> None:
-        """Give back all that this process can give back after a failed run.
+        """Release as much as possible after a failed run.
 
-        With several ranks that is little: the others exit, and a process group without them cannot be left.
+        With several ranks that is little: the others exit, and the process group cannot be left without them.
         """
         if self.world.size == 1:
             self.resources.close()
@@ -103,7 +102,7 @@ class RankProcess:
 
 
 def start_rank(config: Config, joined: Joined, output: RunOutput) -> RankProcess:
-    """Build the process group of the ranks. Stop signals keep their handlers. Collective."""
+    """Build the process group of the ranks. Does not change the handlers of stop signals. Collective."""
     if config.deterministic:
         use_deterministic_kernels()
     with output.phase("connecting the ranks"):
@@ -116,9 +115,9 @@ def start_rank(config: Config, joined: Joined, output: RunOutput) -> RankProcess
 
 
 def user_code_limit(rollout: RolloutConfig, sources: Sequence[object]) -> tuple[float, str]:
-    """Return for how many seconds user code may block a rank, and the setting that says so, for error lines.
+    """Return the maximum seconds that user code may block a rank, and the responsible setting, for error lines.
 
-    The longer of rollout.reward_timeout and, with episodes or agents, rollout.tool_timeout.
+    This is the longer of rollout.reward_timeout and, with episodes or agents, rollout.tool_timeout.
     """
     limits = {"rollout.reward_timeout": rollout.reward_timeout}
     if any(isinstance(entry, EpisodeSourceConfig | AgentSourceConfig) for entry in sources):
@@ -137,9 +136,9 @@ def train_on(
     callbacks: Sequence[object] = (),
     on_start: Callable[[], None] = lambda: None,
 ) -> Path:
-    """Train `config` from its start or from a checkpoint to its end, and return the run folder. Collective.
+    """Train `config` to the end, from the start or a checkpoint, and return the run folder. Collective.
 
-    callbacks: the user's objects, whose methods follow the run on rank 0. on_start: called before the first step.
+    callbacks: the user's objects, whose methods are called on rank 0. on_start: called before the first step.
     """
     world = process.world
     try:
@@ -161,7 +160,7 @@ def train_on(
         try:
             outcome = train(run)
         except BaseException:
-            with suppress(OSError):  # on a full disk closing fails too, and would hide the error that ended the run
+            with suppress(OSError):  # on a full disk closing also fails, which would hide the original error
                 run.tracker.abandon()
             run.callbacks.end(FAILED)
             raise

@@ -1,4 +1,4 @@
-"""Checksums of files. They detect damage, not tampering: whoever can change a file can change its checksum too."""
+"""Checksums of files. They detect damage, not tampering: anyone with write access can change the checksum too."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pathlib import Path
 from xxhash import xxh3_128
 
 CHECKSUMS_FILE = "checksums.json"
-"""File of an exported folder: the checksums of its other files by name."""
+"""File in an exported folder with the checksums of its other files, by name."""
 _CHUNK = 1 << 20
 _READERS = 4
-"""Files that are read at a time. One reader does not saturate a fast disk."""
+"""Number of files to read in parallel. One reader does not saturate a fast disk."""
 _SEAL = re.compile(r', "checksum": "([0-9a-f]{32})"\}\n?\Z')
 
 
@@ -35,7 +35,7 @@ def checksums_of(files: Iterable[Path]) -> list[str]:
 
 
 def damage(folder: Path, expected: Mapping[str, str]) -> str | None:
-    """Return what is wrong with the first file that is missing or differs from its checksum; None if all are whole.
+    """Describe the first file that is missing or differs from its checksum; return None if there is none.
 
     expected: checksums by file name. Other files of the folder are ignored.
     """
@@ -48,7 +48,7 @@ def damage(folder: Path, expected: Mapping[str, str]) -> str | None:
 
 
 def forget_cached(folder: Path, names: Iterable[str]) -> None:
-    """Drop the files' pages from the page cache, so that they are next read from the disk. On Linux only."""
+    """Drop the files' pages from the page cache, so that the next read comes from the disk. Linux only."""
     if sys.platform != "linux":
         return
     for name in names:
@@ -68,7 +68,7 @@ def write_checksums(folder: Path) -> None:
 
 
 def exported_damage(folder: Path) -> str | None:
-    """Return what is damaged in an exported folder; None if it is whole, or has no CHECKSUMS_FILE."""
+    """Describe the damage to an exported folder; return None if it is intact, or has no CHECKSUMS_FILE."""
     file = folder / CHECKSUMS_FILE
     if not file.is_file():
         return None
@@ -80,13 +80,13 @@ def exported_damage(folder: Path) -> str | None:
 
 
 def exported_digest(folder: Path) -> str | None:
-    """Return one checksum of everything in an exported folder; None without a CHECKSUMS_FILE."""
+    """Return one checksum of all files in an exported folder; None without a CHECKSUMS_FILE."""
     file = folder / CHECKSUMS_FILE
     return checksum(file) if file.is_file() else None
 
 
 def sealed(text: str) -> str:
-    """Return the JSON object `text` with its checksum as the last entry."""
+    """Return the JSON object `text`, with its own checksum added as the last entry."""
     return f'{text[:-1]}, "checksum": "{xxh3_128(text.encode()).hexdigest()}"}}'
 
 

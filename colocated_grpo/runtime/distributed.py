@@ -1,6 +1,6 @@
-"""Process group, device, seeds and the few collectives that the loop needs.
+"""Process group, device, seeds, and the collectives used by the training loop.
 
-Functions and methods are collective unless they say otherwise: every rank calls them, in the same order.
+Functions and methods are collective (called by every rank, in the same order) unless documented otherwise.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from colocated_grpo.types import ContextGroup
 
 T = TypeVar("T")
 
-# The watchdog detects a dead peer within seconds, so this only limits the wait for a rank that is slow but alive.
+# The watchdog detects dead ranks within seconds, so this only limits the wait for slow ranks.
 COLLECTIVE_TIMEOUT = timedelta(hours=4)
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """This rank's place among all ranks, and its process groups. Built by `init_world`, and `with_context`."""
+    """This rank's index, device and process groups. Built by `init_world` and `with_context`."""
 
     rank: int
     size: int
     device: torch.device
     mesh: DeviceMesh
-    """For FSDP2: one axis, "shard", over all ranks. With replicas on nodes (HSDP): "replicate" over the nodes, then
-    "shard" over the ranks of one."""
+    """Mesh for FSDP2: one axis, "shard", over all ranks. With replicas on nodes (HSDP): "replicate" over the nodes,
+    then "shard" over the ranks of a node."""
     store: dist.Store
     """Key-value store of the run: prompt counter, stop request, first failure."""
     control: dist.ProcessGroup
-    """Gloo group for Python objects and CPU tensors: needs no GPU, and no NCCL timeout applies."""
+    """Gloo group for Python objects and CPU tensors. Needs no GPU and has no NCCL timeout."""
     checkpoints: dist.ProcessGroup
-    """Gloo group of the background checkpoint writer, whose collectives overlap with those on `control`."""
+    """Gloo group of the background checkpoint writer: its collectives overlap with those on `control`."""
     context: ContextGroup | None = None
-    """The group over which each micro-batch is split; None: every rank has its own micro-batches."""
+    """Group of ranks that split each micro-batch; None: every rank has its own micro-batches."""
 
     @property
     def is_main(self) -> bool:
@@ -56,7 +56,7 @@ class World:
 
     @property
     def shard(self) -> int:
-        """Index of this rank among those that together hold the model."""
+        """Index of this rank among the ranks that shard the model."""
         return self.mesh["shard"].get_local_rank()
 
     @property
@@ -79,13 +79,13 @@ class World:
         return cast("T", box[0])
 
     def from_main(self, make: Callable[[], T]) -> T:
-        """Call `make` on rank 0 only, and return its result, or raise its exception, on every rank."""
+        """Call `make` on rank 0 only. Return its result or raise its exception on every rank."""
         outcome: tuple[T | None, Exception | None] | None = None
         failure: Exception | None = None
         if self.is_main:
             try:
                 outcome = (make(), None)
-            except Exception as error:  # broadcast like a result, or the other ranks would wait for ever
+            except Exception as error:  # broadcast like a result, or the other ranks would wait forever
                 failure, outcome = error, (None, _picklable(error))
         value, error = self.broadcast_object(outcome)
         if error is not None:
@@ -111,9 +111,9 @@ class World:
 
 
 def _picklable(error: Exception) -> Exception:
-    """Return `error` if it survives pickling, else a RuntimeError with its type and message.
+    """Return `error` if it can be pickled, else a RuntimeError with its type and message.
 
-    Many library errors do not: they hold a lock, or their constructor needs arguments that pickle does not store.
+    Many library errors cannot: they contain a lock, or their constructor needs arguments that pickle does not store.
     """
     try:
         pickle.loads(pickle.dumps(error))
@@ -125,12 +125,12 @@ def _picklable(error: Exception) -> Exception:
 def init_world(store: dist.Store | None = None, *, replicate_nodes: bool = False) -> World:
     """Join the process group described by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
 
-    store: key-value store of all ranks. Default: one over TCP, on which rank 0 or torchrun listens. replicate_nodes:
-    shard over the ranks of a node, of which LOCAL_WORLD_SIZE is the number, and replicate over nodes. Raises
-    ConfigError where the nodes differ in it.
+    store: key-value store of all ranks. Default: a TCP store served by rank 0 or torchrun. replicate_nodes: shard over
+    the LOCAL_WORLD_SIZE ranks of each node and replicate over nodes. Raises ConfigError if LOCAL_WORLD_SIZE differs
+    between nodes.
     """
     on_gpu = torch.cuda.is_available()
-    # Modulo, because some schedulers make one GPU visible to each process but still increment LOCAL_RANK.
+    # Modulo, because some schedulers make only one GPU visible to each process but still count up LOCAL_RANK.
     device = (
         torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         if on_gpu
@@ -167,7 +167,7 @@ def _mesh_of_ranks(device: torch.device, size: int) -> DeviceMesh:
 
 def mesh_of_nodes(device: torch.device, control: dist.ProcessGroup) -> DeviceMesh:
     """Return the mesh with axes "replicate" and "shard". control: `World.control`. Raises ConfigError. Collective."""
-    if "LOCAL_WORLD_SIZE" not in os.environ:  # ranks that were started by hand
+    if "LOCAL_WORLD_SIZE" not in os.environ:  # ranks started by hand
         raise ConfigError(
             "policy.replicate=nodes: LOCAL_WORLD_SIZE is not set; start with the launcher, torchrun or srun"
         )
@@ -182,7 +182,7 @@ def mesh_of_nodes(device: torch.device, control: dist.ProcessGroup) -> DeviceMes
             f"{counts}"
         )
     ranks = torch.arange(len(places)).view(-1, ranks_per_node)
-    limit = COLLECTIVE_TIMEOUT  # groups of `init_device_mesh` would have torch's, which a slow rank may exceed
+    limit = COLLECTIVE_TIMEOUT  # `init_device_mesh` would use torch's default, which a slow rank may exceed
     groups = [dist.new_subgroups_by_enumeration(each.tolist(), timeout=limit)[0] for each in (ranks.T, ranks)]
     own_groups = cast("list[dist.ProcessGroup]", groups)  # every rank is in one of each
     return DeviceMesh.from_group(own_groups, device.type, mesh=ranks, mesh_dim_names=("replicate", "shard"))
@@ -225,22 +225,22 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shard_group(tensors: Iterable[torch.Tensor]) -> dist.ProcessGroup | None:
-    """Return the group of ranks that together hold these DTensors; None if they are plain tensors. Not collective."""
+    """Return the group of ranks that shard these DTensors; None for plain tensors. Not collective."""
     sharded = next((tensor for tensor in tensors if isinstance(tensor, DTensor)), None)
     return None if sharded is None else sharded.device_mesh.get_group(sharded.device_mesh.ndim - 1)
 
 
 def use_deterministic_kernels() -> None:
-    """Select kernels with a fixed order of additions, for bit-identical runs. Call before the first CUDA kernel.
+    """Select kernels with a fixed summation order, for bit-identical runs. Call before the first CUDA kernel.
 
-    Slower, because attention's backward pass and scatter-adds cannot use atomic additions. Not collective.
+    Slower, because the backward pass of attention and scatter-adds cannot use atomic additions. Not collective.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def derive_seed(*parts: int | str) -> int:
-    """Return a 31-bit seed that depends on all parts and on nothing else. Not collective."""
+    """Return a 31-bit seed that depends only on the parts. Not collective."""
     digest = blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") & 0x7FFFFFFF
 
@@ -248,8 +248,8 @@ def derive_seed(*parts: int | str) -> int:
 def seed_everything(seed: int) -> None:
     """Seed Python, NumPy and torch. Not collective.
 
-    The loop calls this at each step with a seed derived from (run seed, step, rank): random state is a function of the
-    step and needs no checkpoint.
+    Called at each step with a seed derived from (run seed, step, rank), so random state depends only on the step and is
+    not part of checkpoints.
     """
     random.seed(seed)
     np.random.seed(seed)

@@ -1,6 +1,6 @@
-"""How ranks find each other, before there is a process group: their store, their processes, and which of them is lost.
+"""Joins the ranks before the process group exists: opens their store, exchanges process ids, and detects lost ranks.
 
-Joining needs torch and nothing else. It comes before the slow imports, so that a rank that is killed during these ends
+Joining needs only torch and happens before the slow imports. A rank that is killed during those imports therefore ends
 the other ranks too.
 """
 
@@ -25,15 +25,15 @@ from colocated_grpo.runtime.supervision import ProcessId, StopRequest, Watchdog,
 from colocated_grpo.settings.errors import ConfigError
 
 JOIN_SECONDS = 600.0
-"""Longest wait for a rank that has not started. `srun` and torchrun start all ranks of a node at once."""
+"""Maximum wait for a rank that has not started. `srun` and torchrun start all ranks of a node at once."""
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _runs = count()
-"""Numbers of the runs that this process joins one after another; equal on all ranks, because joining is collective."""
+"""Number of each successive run in this process. Equal on all ranks, because joining is collective."""
 MEMBER_KEY, COUNT_KEY, COMPLETE_KEY = "member", "members", "complete"
 
 
 class Member(NamedTuple):
-    """A rank, as it describes itself to the others."""
+    """Description of a rank, published to the other ranks."""
 
     process: ProcessId
     link: LinkAddress | None
@@ -50,38 +50,38 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Joined:
-    """This rank among all ranks of the run, which have started."""
+    """The joined ranks of the run, as seen by this rank."""
 
     store: dist.Store
-    """The run's store, on which the process group is built."""
+    """The run's store. The process group is built on it."""
     stop: StopRequest
     watchdog: Watchdog
 
     def failure(self, error: BaseException) -> BaseException:
         """Make the other ranks exit, and return the exception to raise for an error of this rank."""
         self.watchdog.stop_watching()
-        # A broken collective does not say why: name the ranks that are lost. Other errors of this rank are its own.
+        # A broken collective does not give the cause, so name the lost ranks. Other errors are this rank's own.
         broken = isinstance(error, RuntimeError) and not isinstance(error, RunError)
         missing = self.watchdog.missing_ranks() if broken else None
         shown = error if missing is None else RunError(missing)
         one_line = isinstance(shown, RunError | ConfigError)
         if not self.watchdog.report_failure(str(shown) if one_line else in_one_line(shown)):
-            # The first rank's error again, or the connection that broke when that rank exited: it would mislead.
+            # A repetition of the first rank's error, or a connection broken by that rank's exit: misleading.
             return AlreadyReported()
         return shown
 
 
 def join(before_exit: Callable[[str | None], None] = lambda line: None) -> Joined:
-    """Meet the ranks that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe. Collective.
+    """Join the ranks described by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Collective.
 
-    From here on this process ends soon after any other rank has. before_exit: as in `Watchdog`. Raises RunError, also
-    for ranks that have not started within JOIN_SECONDS.
+    From then on, this process ends soon after any other rank has ended. before_exit: as in `Watchdog`. Raises RunError,
+    for example if a rank has not started within JOIN_SECONDS.
     """
     deadline = time.monotonic() + JOIN_SECONDS
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     serves_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     store = _open_store(rank, serves=serves_store)
-    # The store of torchrun outlives a run: restarts (--max-restarts) use it, and so do later runs of these processes.
+    # torchrun's store outlives a run: it is reused by restarts (--max-restarts) and by later runs of these processes.
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
     store = dist.PrefixStore(f"attempt {restarts}, run {next(_runs)}", store)
     own = dist.PrefixStore("colocated_grpo", store)
@@ -98,7 +98,7 @@ def join(before_exit: Callable[[str | None], None] = lambda line: None) -> Joine
 
 
 def _open_store(rank: int, *, serves: bool) -> dist.Store:
-    """Connect to the run's store. serves: whether this process hosts the store. Otherwise torchrun or rank 0 does."""
+    """Connect to the run's store. serves: True if this process hosts the store; otherwise torchrun or rank 0 does."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     where = f"MASTER_ADDR={host} MASTER_PORT={port}"
     if not serves:
@@ -178,9 +178,9 @@ def _connect(watchdog: Watchdog, members: Sequence[Member]) -> None:
 
 
 def _choose_gloo_interface(rank: int, members: Sequence[Member]) -> None:
-    """Set GLOO_SOCKET_IFNAME to the interface that leads to the other nodes, unless the user has set it.
+    """Set GLOO_SOCKET_IFNAME to the interface that reaches the other nodes, unless the user has set it.
 
-    By default gloo takes the address of the machine's own name, which is often 127.0.1.1.
+    By default gloo uses the address of the machine's own host name, which is often 127.0.1.1.
     """
     links = [member.link for member in members if member.link is not None]
     if not links or GLOO_INTERFACE in os.environ:

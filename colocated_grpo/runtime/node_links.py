@@ -1,8 +1,8 @@
-"""TCP connections from rank 0 to the ranks of other nodes. They carry nothing; their end says that a rank is gone.
+"""TCP connections from rank 0 to the ranks of other nodes. They carry no data: a closed connection means a lost rank.
 
-The kernel of a machine answers probes for its processes, also for one that computes, is stopped or holds Python's
-interpreter lock. So a connection ends when the process at the other end has ended, or when its machine or the network
-between them is lost, and not when a rank is slow.
+The kernel answers keepalive probes, even for a process that computes, is stopped or holds Python's interpreter lock. So
+a connection ends when the remote process exits, or when its machine or the network is lost, but not when a rank is
+slow.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from weakref import WeakSet
 from colocated_grpo.runtime.stores import CONNECT_SECONDS
 
 PROBE_SECONDS = 5
-"""Time without traffic before a probe, and between probes."""
+"""Seconds without traffic before a probe, and between probes."""
 PROBES = 3
-"""Unanswered probes after which the other machine is lost."""
+"""Unanswered probes after which the other machine counts as lost."""
 HELLO_SECONDS = 1.0
 TOKEN_BYTES = 16
 
 
 class LinkAddress(NamedTuple):
-    """Where a rank waits for the connection from rank 0."""
+    """Address where a rank waits for the connection from rank 0."""
 
     host: str
     port: int
     token: str
-    """Rank 0 sends it first: other programs may find the port."""
+    """Rank 0 sends it first, because other programs may connect to the port."""
 
 
 class Lost(NamedTuple):
@@ -41,7 +41,7 @@ class Lost(NamedTuple):
     rank: int
     host: str
     silent: bool
-    """The machine no longer answers. False: it has closed the connection, because the process has ended."""
+    """True: the machine no longer responds. False: it closed the connection because the process has ended."""
 
 
 class NodeLinks:
@@ -55,7 +55,7 @@ class NodeLinks:
         _all_links.add(self)
 
     def listen(self, host: str) -> LinkAddress:
-        """Wait for the connection from rank 0, which `lost` accepts. host: an address of this machine."""
+        """Listen for the connection from rank 0; `lost` accepts it. host: an address of this machine."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._token = secrets.token_hex(TOKEN_BYTES)
         listener = socket.create_server((host, 0), family=family)
@@ -64,7 +64,7 @@ class NodeLinks:
         return LinkAddress(host, listener.getsockname()[1], self._token)
 
     def connect(self, rank: int, address: LinkAddress) -> None:
-        """Connect to a rank of another node. Raises OSError where that fails."""
+        """Connect to a rank of another node. Raises OSError on failure."""
         link = socket.create_connection((address.host, address.port), timeout=CONNECT_SECONDS)
         link.sendall(address.token.encode())
         self._add(rank, link, address.host)
@@ -97,14 +97,14 @@ class NodeLinks:
         link.setblocking(False)
         link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in (("KEEPIDLE", PROBE_SECONDS), ("KEEPINTVL", PROBE_SECONDS), ("KEEPCNT", PROBES)):
-            if hasattr(socket, f"TCP_{name}"):  # some platforms lack one
+            if hasattr(socket, f"TCP_{name}"):  # not available on all platforms
                 link.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"), value)
         self._hosts[rank] = host
         self._links[rank] = link
 
 
 def _hello(link: socket.socket) -> bytes:
-    """Read the token that rank 0 sends first, in as many parts as it arrives. Raises OSError after HELLO_SECONDS."""
+    """Read the token that rank 0 sends first, possibly in several parts. Raises OSError after HELLO_SECONDS."""
     received = b""
     deadline = time.monotonic() + HELLO_SECONDS
     while len(received) < 2 * TOKEN_BYTES:
@@ -116,7 +116,7 @@ def _hello(link: socket.socket) -> bytes:
 
 
 def _silent(link: socket.socket) -> bool | None:
-    """Return None for a connection that is open, else `Lost.silent`."""
+    """Return None for an open connection, else the value of `Lost.silent`."""
     try:
         return None if link.recv(1) else False
     except BlockingIOError:
@@ -131,7 +131,7 @@ _all_links: WeakSet[NodeLinks] = WeakSet()
 
 
 def _close_in_child() -> None:
-    """A child that outlives its rank, such as a worker of a reward, would hold the connections open."""
+    """Close the connections in a forked child, such as a reward worker, which may outlive its rank."""
     for links in _all_links:
         links.close()
 

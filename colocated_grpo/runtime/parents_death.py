@@ -1,6 +1,6 @@
-"""Processes that the kernel ends when their parent dies, also by SIGKILL. Linux only; elsewhere they outlive it.
+"""Makes the kernel end a process when its parent dies, even by SIGKILL. Linux only; elsewhere the process outlives it.
 
-Standard library only. Run as a file, it becomes another program: FILE PARENT COMMAND [ARGUMENTS].
+Standard library only. Run as a file, it replaces itself by a command: FILE PARENT COMMAND [ARGUMENTS].
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with(parent: int) -> None:
-    """Let the kernel kill this process when process `parent` ends, also while it holds the interpreter lock."""
+    """Make the kernel kill this process when process `parent` ends, even while it holds the interpreter lock."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
-        os._exit(1)  # the parent died before the call of prctl
+        os._exit(1)  # the parent died before the call to prctl
 
 
 def signal_at_parents_death(number: signal.Signals) -> Callable[[], None] | None:
-    """Return a preexec function: the kernel sends the signal to the child when this process dies."""
+    """Return a preexec function that makes the kernel signal the child when this process dies."""
     if sys.platform != "linux":
         return None
-    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()  # before the fork: few calls are safe after it
+    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()  # before the fork, because few calls are safe after it
 
     def prepare() -> None:
         prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)

@@ -1,6 +1,6 @@
-"""Runs one command, forwards the first stop signal so that its ranks can save, and leaves no process behind.
+"""Runs a command, forwards the first stop signal so that ranks can save, and leaves no process behind.
 
-Also the temporary folder of a launcher: each start removes those of launchers that were killed.
+Also manages the launcher's temporary folder: each start removes the folders of killed launchers.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from colocated_grpo.runtime.program import stop_signals
 
 REAP_SECONDS = 10.0
 DUPLICATE_SECONDS = 1.0
-"""A signal repeated within this time counts as one request: a terminal and a wrapper may both forward it."""
+"""Repeated signals within this time count as one request, because a terminal and a wrapper may both send one."""
 # Linux <sys/prctl.h>
 PR_SET_CHILD_SUBREAPER = 36
 PREFIX = "colocated-grpo-"
 LOCK_FILE = "launcher.lock"
-"""Locked while the launcher lives; the system releases the lock however it ends. Process ids would not do: containers
-that share a temporary folder have different ones."""
+"""Locked while the launcher runs; the system releases the lock at any kind of exit. Process ids would not work, because
+containers that share a temporary folder have separate ones."""
 SAVING = (
     b"\nstopping: the run saves a checkpoint at the next safe point and ends; "
     b"Ctrl-C again, or SIGTERM, kills it at once\n"
@@ -46,23 +46,23 @@ class StopAction:
     """The effect of the first stop signal."""
 
     begin: Callable[[int], tuple[bytes, float | None]]
-    """From the signal's number to the message, and the seconds after which processes that are left are killed."""
+    """Maps the signal's number to the message to print, and the seconds after which remaining processes are killed."""
     targets: Callable[[psutil.Process], Sequence[psutil.Process]]
-    """From the command's process to those that receive SIGTERM."""
+    """Maps the command's process to the processes that receive SIGTERM."""
 
 
 STOP_RANKS = StopAction(begin=lambda number: (SAVING, None), targets=lambda command: command.children() or [command])
-"""The children of torchrun are the ranks, which may take as long as they need to save; torchrun itself would kill them
+"""Signals only the ranks, which are torchrun's children and may take any time to save. torchrun itself would kill them
 after 30 seconds."""
 
 
 def run_command(
     command: Sequence[str], env: Mapping[str, str], redirect: Path | None = None, stop_action: StopAction = STOP_RANKS
 ) -> int:
-    """Run `command` and return its exit code, or 128 + n where signal n ended it. Call from the main thread.
+    """Run `command` and return its exit code, or 128 + n if signal n ended it. Call from the main thread.
 
-    The first stop signal is forwarded as SIGTERM as `stop_action` says. A second SIGINT or SIGTERM kills all processes.
-    When this function returns, no process started by the command is alive.
+    The first stop signal is forwarded as SIGTERM to the targets of `stop_action`. A second SIGINT or SIGTERM kills all
+    processes. No process started by the command is alive when this function returns.
     """
     others = {child.pid for child in psutil.Process().children()}
     _adopt_orphans()
@@ -117,7 +117,7 @@ class _StopSignals:
         now = time.monotonic()
         duplicate = now - self._last.get(number, -math.inf) < DUPLICATE_SECONDS
         self._last[number] = now
-        # SIGHUP never kills: a closing terminal sends several, and systemd sends one after its SIGTERM.
+        # SIGHUP never kills, because a closing terminal sends several and systemd sends one after its SIGTERM.
         self._kill_requests += not duplicate and number != signal.SIGHUP
         if self._kill_requests > 1:
             kill_descendants(spare=self._spare)
@@ -127,7 +127,7 @@ class _StopSignals:
     def _request_stop(self, process: subprocess.Popen[bytes]) -> None:
         message, limit = self._action.begin(self.received[0])
         with suppress(OSError):  # the terminal may be closed
-            os.write(2, message)  # not print, which is not reentrant: this runs inside a signal handler
+            os.write(2, message)  # print is not reentrant, and this runs in a signal handler
         with suppress(psutil.NoSuchProcess):
             for target in self._action.targets(psutil.Process(process.pid)):
                 _signal(target, signal.SIGTERM)
@@ -143,7 +143,7 @@ def kill_descendants(spare: set[int]) -> None:
             _signal(victim, signal.SIGKILL)
         _, alive = psutil.wait_procs(victims, timeout=REAP_SECONDS)
         if alive:
-            return  # blocked inside the kernel, where no signal is delivered
+            return  # blocked in the kernel, where signals are not delivered
 
 
 def _descendants(process: psutil.Process, spare: set[int]) -> list[psutil.Process]:
@@ -168,14 +168,14 @@ def _output(redirect: Path | None) -> Iterator[int | None]:
 
 
 def _adopt_orphans() -> None:
-    """Become the parent of descendants whose parent dies. Ranks have their own sessions, so killpg would miss them."""
+    """Become the parent of orphaned descendants. Ranks have their own sessions, so killpg would miss them."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """Yield an empty temporary folder, but for its lock; remove it at the end, and those of killed launchers now."""
+    """Remove the folders of killed launchers. Yield a temporary folder with only a lock; remove it at the end."""
     _remove_abandoned()
     with tempfile.TemporaryDirectory(prefix=PREFIX) as name:
         new = Path(name) / f"{LOCK_FILE}.new"
@@ -187,12 +187,12 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def _remove_abandoned() -> None:
-    """Remove this user's folders whose lock is free. Folders without a lock belong to something else."""
+    """Remove this user's folders with a free lock. Folders without a lock file do not belong to launchers."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with suppress(OSError):  # removed by another start in the meantime, or still locked
+        with suppress(OSError):  # already removed by another start, or still locked
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():
                 continue
-            # Not created: the lock must be a launcher's. Opened for writing, which network file systems require.
+            # Not created: the lock must be a launcher's. Opened for writing, as network file systems require.
             descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,6 +1,6 @@
-"""The start of every program of this package: streams, arguments, variables, logging, and its place among the ranks.
+"""Startup code of this package's programs: streams, arguments, environment variables, logging, and rank variables.
 
-Standard library only: variables that torch and vLLM read when they are imported have to be set first.
+Standard library only, because variables that torch and vLLM read on import must be set first.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from colocated_grpo.runtime.verdict import USAGE_ERROR, first_report, report
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 LOG_LEVEL_VARIABLE = "COLOCATED_GRPO_LOG_LEVEL"
 OPENMP_SETTINGS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "2000"}
-"""Variables that libgomp reads when it is loaded: idle OpenMP threads spin for microseconds, then sleep. By default
-they spin long enough to take cores from other ranks and programs. Without spinning, each short wait costs a sleep."""
+"""Read by libgomp when it is loaded: idle OpenMP threads spin for microseconds, then sleep. The default spins long
+enough to take cores from other ranks and programs. Without spinning, each short wait costs a sleep."""
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 LAST_PORT = 65535
 ANY_PORT = "0"
-"""MASTER_PORT of a single rank: its store takes any free port, as no other rank connects."""
+"""MASTER_PORT of a single rank: its store uses any free port, because no other rank connects."""
 URLS_VARIABLE = "COLOCATED_GRPO_ENGINE_URLS"
-"""Addresses of the servers, separated by spaces, for ranks whose config names none."""
+"""Addresses of the engine servers, separated by spaces, for ranks whose config has no addresses."""
 KEY_VARIABLE = "COLOCATED_GRPO_ENGINE_API_KEY"
-"""Their API key, new in each launch: other users of the machine can reach its ports."""
+"""API key of these servers, new in each launch, because other users of the machine can reach the ports."""
 DESCRIPTORS = 65_536
 """Requested soft limit: more than all connections and files of one run."""
 
@@ -50,12 +50,12 @@ class OneLineParser(argparse.ArgumentParser):
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """The part of a run that one launcher starts: all ranks of one node."""
+    """The part of a run started by one launcher: all ranks of one node."""
 
     gpus: int
     """GPUs of this node; 0 trains on the CPU."""
     engine_gpus: int
-    """Those of them, the last ones, that engine servers use."""
+    """Number of these GPUs, from the end, used by engine servers."""
     ranks: int
     """Processes that train on this node."""
     nodes: int
@@ -74,12 +74,12 @@ class Launch:
 
 
 def prepare_streams() -> None:
-    """Make printing safe if a standard stream is closed, or its encoding lacks a character of the text."""
+    """Make printing safe if a standard stream is closed, or its encoding lacks a character."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
-            # Occupy the closed descriptor, or the next file opened would get its number and receive printed text.
+            # Occupy the closed descriptor, else the next opened file would get its number and receive printed text.
             os.open(os.devnull, os.O_RDWR)
             os.set_inheritable(number, True)
             setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))  # noqa: SIM115
@@ -88,21 +88,21 @@ def prepare_streams() -> None:
 
 
 def set_up_logging(log_level: str, *, prefix: str = "") -> None:
-    """Log at this level. prefix: of every line."""
+    """Log at this level. prefix: prefix of every line."""
     logging.basicConfig(format=f"{prefix}%(levelname)s %(name)s: %(message)s")
     if log_level == "DEBUG":
         logging.getLogger().setLevel(logging.DEBUG)
-    else:  # a user cannot act on the warnings that libraries log when they are imported
+    else:  # users cannot act on warnings that libraries log on import
         for library in ("vllm", "bitsandbytes"):  # PEFT imports bitsandbytes
             logging.getLogger(library).setLevel(logging.ERROR)
         warnings.simplefilter("ignore", FutureWarning)
-    # It has a handler of its own: every retry of a download would be shown twice.
+    # It has its own handler, so every download retry would be shown twice.
     logging.getLogger("huggingface_hub").propagate = False
     logging.getLogger("colocated_grpo").setLevel(log_level)
 
 
 def prepare_libraries(log_level: str, *, prefix: str = "") -> None:
-    """Set what libraries read when they are imported, and log at this level. prefix: of every line."""
+    """Set variables that libraries read on import, and log at this level. prefix: prefix of every line."""
     for name, value in library_environment(log_level).items():
         os.environ.setdefault(name, value)
     set_up_logging(log_level, prefix=prefix)
@@ -111,9 +111,9 @@ def prepare_libraries(log_level: str, *, prefix: str = "") -> None:
 def parse_rank_arguments(
     parser: argparse.ArgumentParser, arguments: Sequence[str] | None
 ) -> tuple[argparse.Namespace, list[str]]:
-    """Return the flags of a program that is a rank, under torchrun, under srun or alone, and overrides of settings.
+    """Parse a rank's command line (under torchrun, srun or alone). Return its flags and the overrides of settings.
 
-    Sets torchrun's variables. Exits with one line where they or the arguments are invalid.
+    Sets torchrun's variables. Exits with one line if they or the arguments are invalid.
     """
     prepare_streams()
     options, overrides = parser.parse_known_args(arguments)
@@ -124,7 +124,7 @@ def parse_rank_arguments(
 
 
 def library_environment(log_level: str) -> dict[str, str]:
-    """Return default values of variables that libraries read when they are imported. Callers keep the user's values."""
+    """Return defaults of variables that libraries read on import. Callers keep the user's values."""
     debug = log_level == "DEBUG"
     return {
         "NCCL_DEBUG": "INFO" if debug else "WARN",
@@ -132,7 +132,7 @@ def library_environment(log_level: str) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         **OPENMP_SETTINGS,
         "TORCH_CPP_LOG_LEVEL": "INFO" if debug else "ERROR",
-        # vLLM (0.32) turns these messages on: a line for each setting that Triton tries while it tunes a kernel.
+        # vLLM (0.32) turns these messages on: one line for each setting that Triton tries when it tunes a kernel.
         "TRITON_PRINT_AUTOTUNING": "1" if debug else "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -148,9 +148,9 @@ def python_path(environment: Mapping[str, str]) -> str:
 
 @contextmanager
 def frozen_imports() -> Iterator[None]:
-    """Import without garbage collection, and exclude all objects so far from it: modules are never freed.
+    """Import without garbage collection, and exclude all existing objects from later collections.
 
-    Otherwise each of many collections would look at all of them again.
+    Modules are never freed, but each of many collections would scan all their objects again.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -163,15 +163,15 @@ def frozen_imports() -> Iterator[None]:
 
 
 def error_text(lines: Sequence[str]) -> list[str]:
-    """Return the lines as they are printed. Indented lines belong to the one above."""
+    """Return the lines as printed. Indented lines belong to the line above."""
     return [line if line.startswith("  ") else f"error: {line}" for line in lines]
 
 
 def raise_descriptor_limit() -> None:
-    """Raise the soft limit to `DESCRIPTORS`, or to the hard limit where that is lower.
+    """Raise the soft limit of open files to `DESCRIPTORS`, or to the hard limit if that is lower.
 
-    Most systems start a process with 1,024. Episodes and rewards that call services can use all of them, and then no
-    checkpoint can be written.
+    Most systems default to 1,024. Episodes and rewards that call services can use all of them, and then no checkpoint
+    can be written.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
@@ -180,16 +180,16 @@ def raise_descriptor_limit() -> None:
 
 
 def max_client_connections() -> int:
-    """Return how many connections a server may accept: three quarters of the limit. The rest is for the run."""
+    """Return the maximum connections of a server: three quarters of the descriptor limit. The rest is for the run."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (DESCRIPTORS if soft == resource.RLIM_INFINITY else soft) * 3 // 4
 
 
 def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return torchrun's variables if RANK is not set: derived from those of srun, or those of a single rank."""
+    """Return torchrun's variables if RANK is not set: derived from srun's variables, or those of a single rank."""
     if "RANK" in environment:
         return {}
-    # Only srun sets SLURM_STEP_NUM_TASKS. A batch script without it runs once, whatever SLURM_NTASKS says.
+    # Only srun sets SLURM_STEP_NUM_TASKS. Without srun a batch script is one process, regardless of SLURM_NTASKS.
     if "SLURM_PROCID" in environment and "SLURM_STEP_NUM_TASKS" in environment:
         return _slurm_environment(environment)
     return {
@@ -203,7 +203,7 @@ def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def environment_problem(environment: Mapping[str, str]) -> str | None:
-    """Return one line about missing or invalid torchrun variables, which another tool may have set; else None."""
+    """Return one line about missing or invalid torchrun variables, possibly set by another tool; else None."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         if name not in environment:
             return f"RANK={environment['RANK']!r}: set, but {name} is not; unset RANK, or start with torchrun"
@@ -228,7 +228,7 @@ def _slurm_environment(environment: Mapping[str, str]) -> dict[str, str]:
         "RANK": environment["SLURM_PROCID"],
         "WORLD_SIZE": tasks,
         "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
-        "LOCAL_WORLD_SIZE": re.split(r"\D", step_or_job("TASKS_PER_NODE", tasks))[0],  # "4(x2)" on two equal nodes
+        "LOCAL_WORLD_SIZE": re.split(r"\D", step_or_job("TASKS_PER_NODE", tasks))[0],  # "4(x2)": two equal nodes
         "MASTER_ADDR": environment.get("MASTER_ADDR") or first_host(step_or_job("NODELIST", "127.0.0.1")),
         "MASTER_PORT": environment.get("MASTER_PORT") or str(20000 + int(job) % 20000),
     }
@@ -249,13 +249,13 @@ def stop_signals() -> list[signal.Signals]:
 def exit_on_stop_signals(ending: Callable[[], str]) -> None:
     """End this process at once on a stop signal, with exit code 128 + its number: there is nothing to save yet.
 
-    ending: cleans up and returns the line to print. It is called inside the signal handler. Raising an exception
-    instead would not do: libraries catch it, or it is lost in a callback.
+    ending: cleans up and returns the line to print. It is called in the signal handler, because an exception could be
+    caught by libraries or lost in a callback.
     """
 
     def on_signal(number: int, _frame: object) -> None:
         line = ending()
-        if first_report() is None and os.environ.get("RANK", "0") == "0":  # one line, not one for each rank
+        if first_report() is None and os.environ.get("RANK", "0") == "0":  # one line instead of one per rank
             report(128 + number, [line])
         os._exit(128 + number)
 
@@ -266,13 +266,13 @@ def exit_on_stop_signals(ending: Callable[[], str]) -> None:
 def reset_in_forked_children(signals: Sequence[signal.Signals]) -> Callable[[], None]:
     """Restore the default action of `signals` in every child forked from now on, such as a reward's process pool.
 
-    A child would otherwise inherit the rank's handler, survive SIGTERM, and block the process that joins it. Returns a
-    function that ends this.
+    Otherwise a child would inherit the rank's handler, survive SIGTERM, and block the process that joins it. Returns a
+    function that stops resetting the handlers.
     """
     blocked, ended = threading.local(), threading.Event()
 
     def before_fork() -> None:
-        # A signal that arrives before the child has reset its handlers would be caught by the inherited handler.
+        # The inherited handler would catch a signal that arrives before the child has reset its handlers.
         blocked.previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, [] if ended.is_set() else signals)
 
     def in_parent() -> None:

@@ -1,4 +1,4 @@
-"""The run folder: its selection for a new or resumed run, its lock and its checkpoints.
+"""The run folder: selection for a new or resumed run, lock, and checkpoints.
 
 Imports no torch: the launcher checks `--resume` with these functions.
 """
@@ -25,26 +25,26 @@ AUTO = "auto"
 LOCK_FILE = ".lock"
 CHECKPOINTS = "checkpoints"
 STATE_FILE = "trainer.json"
-"""JSON file of a checkpoint, beside its tensor files: step, policy version, the trainer's state, and the checksums of
-the other files. Its last entry is the checksum of itself, so that state and checksums are replaced together."""
+"""JSON file of a checkpoint, beside the tensor files: step, policy version, the trainer's state, and the checksums of
+the other files. Its last entry is its own checksum, so that state and checksums are replaced together."""
 FILES = "files"
-"""Key in it: checksums by file name."""
+"""Key in STATE_FILE: checksums by file name."""
 SEAL = "checksum"
-"""Key of its last entry."""
+"""Key of the last entry of STATE_FILE."""
 MODEL_SHAPE = "model_shape"
-"""Key in the trainer's state: the entries of the model's config.json that determine the shapes of its weights."""
+"""Key in the trainer's state: entries of the model's config.json that determine weight shapes."""
 CHECKPOINT_NAME = re.compile(r"step_(\d{6,})")
-"""Folders with other names (step_best, step_000003 copy) belong to the user: neither resumed from nor deleted."""
+"""Folders with other names (step_best, step_000003 copy) are the user's: neither resumed from nor deleted."""
 _locks: list[TextIO] = []
-"""Open lock files. They stay open until the process ends, which releases the locks however it ends."""
+"""Open lock files. They stay open until the process exits, which releases the locks at any kind of exit."""
 
 
 def choose_run_folder(output: Path, run_name: str | None, resume: str | None, prefix: str) -> Path:
-    """Return the folder of this run, below `output` unless `resume` is another one.
+    """Return the folder of this run: `resume` if it is a folder, else a folder in `output`.
 
-    prefix: of new folders, and of those that `--resume auto` considers where there is no `run_name`.
+    prefix: name prefix of new folders, and of the folders considered by `--resume auto` without a `run_name`.
 
-    Raises ConfigError where the run to resume does not exist, or where a new run would overwrite an existing one.
+    Raises ConfigError if the run to resume does not exist, or if a new run would overwrite an existing one.
     """
     if resume == AUTO:
         newest = _newest_run(output, run_name, prefix)
@@ -63,7 +63,7 @@ def choose_run_folder(output: Path, run_name: str | None, resume: str | None, pr
 def check_resumed(config: Config, resume: str | None, name: str) -> None:
     """Raise ConfigError if the run has no valid folder, or if the checkpoint's model has another shape.
 
-    Only shapes are compared, not names: a model folder may have moved, and the weights come from the checkpoint.
+    Only shapes are compared, not names: a model's folder may have moved, and the checkpoint provides the weights.
     """
     folder = choose_run_folder(Path(config.output_dir), config.run_name, resume, name)
     checkpoints = complete_checkpoints(folder / CHECKPOINTS)
@@ -86,8 +86,8 @@ def check_resumed(config: Config, resume: str | None, name: str) -> None:
 def lock_folder(folder: Path) -> Path:
     """Create `folder`, lock it until this process ends, and return its absolute path.
 
-    The path is absolute because a reward may change the working folder. Raises ConfigError where another process has
-    the lock. On a file system without locks the folder stays unlocked.
+    The path is absolute because a reward may change the working folder. Raises ConfigError if another process has the
+    lock. On a file system without locks, the folder is not locked.
     """
     folder = folder.absolute()
     try:
@@ -96,7 +96,7 @@ def lock_folder(folder: Path) -> Path:
     except OSError as error:
         raise ConfigError(f"output_dir: cannot write to {folder} ({error.strerror})") from None
     try:
-        # A record lock: forked children, which may outlive the rank (a reward's process pool), do not inherit it.
+        # A record lock, because forked children do not inherit it. They may outlive the rank (a reward's process pool).
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         lock.seek(0)
@@ -111,15 +111,15 @@ def lock_folder(folder: Path) -> Path:
 
 
 def unlock_folders() -> None:
-    """Release all locks, for a process that goes on after its run."""
+    """Release all locks, for a process that continues after its run."""
     while _locks:
         _locks.pop().close()
 
 
 def is_locked(folder: Path) -> bool:
-    """Return whether a run of another process uses the folder. Not for the run's own process, whose lock it would end.
+    """Return True if another process's run uses the folder. A call from the run's own process would release its lock.
 
-    The test takes a free lock for a moment, in which a run that starts there would be rejected.
+    The test acquires a free lock for a moment. A run that starts in this moment would be rejected.
     """
     try:
         with (folder / LOCK_FILE).open(encoding="utf-8") as lock:
@@ -133,7 +133,7 @@ def is_locked(folder: Path) -> bool:
 
 @contextmanager
 def removed_if_unused(folder: Path) -> Iterator[None]:
-    """Remove a locked folder if the block raises before anything is written: a wrong setting leaves no empty run."""
+    """Remove a locked folder if the block raises before anything is written, such as for an invalid setting."""
     try:
         yield
     except BaseException:
@@ -142,7 +142,7 @@ def removed_if_unused(folder: Path) -> Iterator[None]:
 
 
 def remove_if_unused(folder: Path) -> None:
-    """Remove a run folder that contains nothing but its lock. Every rank may try; one succeeds."""
+    """Remove a run folder that contains only its lock. Every rank may call this; one succeeds."""
     if [path.name for path in folder.glob("*")] == [LOCK_FILE]:
         with suppress(OSError):
             (folder / LOCK_FILE).unlink()
@@ -150,7 +150,7 @@ def remove_if_unused(folder: Path) -> None:
 
 
 def saved_checkpoints(folder: Path) -> list[Path]:
-    """Return the folders with the name of a checkpoint, oldest first, whether or not files are missing in them."""
+    """Return the folders named like a checkpoint, oldest first, complete or not."""
     saved = [path for path in folder.glob("step_*") if CHECKPOINT_NAME.fullmatch(path.name)]
     return sorted(saved, key=lambda path: int(path.name.removeprefix("step_")))
 
@@ -161,7 +161,7 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 
 
 def read_record(checkpoint: Path) -> dict[str, Any]:
-    """Return the contents of a checkpoint's STATE_FILE. Raises OSError or ValueError where it is damaged."""
+    """Return the contents of a checkpoint's STATE_FILE. Raises OSError or ValueError if it is damaged."""
     text = (checkpoint / STATE_FILE).read_text(encoding="utf-8")
     try:
         record = json.loads(text)
@@ -175,9 +175,9 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
 
 
 def saved_shape(checkpoint: Path) -> dict[str, Any]:
-    """Return the model shape recorded in a checkpoint; empty where it is missing or unreadable.
+    """Return the model shape recorded in a checkpoint; empty if it is missing or unreadable.
 
-    Damage is reported by `Checkpoints.restore`, which reads every checkpoint until it finds a whole one.
+    Damage is reported by `Checkpoints.restore`, which reads checkpoints until it finds an intact one.
     """
     try:
         return dict(read_record(checkpoint)["state"][MODEL_SHAPE])
@@ -201,7 +201,7 @@ def _newest_run(output: Path, run_name: str | None, name: str) -> Path | None:
         return output / run_name
     pattern = re.compile(re.escape(name) + r"-\d{8}-\d{6}")  # grpo-large-20260101-000000 is not a run of grpo.yaml
     runs = [run for run in output.glob("*") if pattern.fullmatch(run.name) and (run / CHECKPOINTS).is_dir()]
-    # By the time of the checkpoints: the run folder's own changes when its report is rebuilt.
+    # By the modification time of the checkpoints. That of the run folder changes when its report is rebuilt.
     return max(runs, key=lambda run: (run / CHECKPOINTS).stat().st_mtime, default=None)
 
 

@@ -1,4 +1,4 @@
-"""Addresses of this machine, and key-value stores that listen on one of them; torch's own listen on all."""
+"""Addresses of this machine, and key-value stores that listen on one address only; torch's listen on all."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ RETRY_SECONDS = 0.2
 CONNECT_SECONDS = 10.0
 """Limit of one attempt to connect to another machine."""
 SLICE = timedelta(seconds=1)
-"""A wait in a store blocks signal handlers, so long waits consist of short ones."""
+"""Waiting in a store blocks signal handlers, so long waits are split into slices of this length."""
 
 
 def serve_store(host: str, port: int, timeout: float) -> tuple[dist.TCPStore, int]:
-    """Return a store that listens on `host`, and its port. port: 0 stands for any free one.
+    """Return a store that listens on `host`, and its port. port: 0 selects any free port.
 
-    timeout: seconds to wait for a key. Raises OSError for an address that cannot be bound.
+    timeout: seconds to wait for a key. Raises OSError if the address cannot be bound.
     """
     listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     port = listener.getsockname()[1]
@@ -36,14 +36,14 @@ def serve_store(host: str, port: int, timeout: float) -> tuple[dist.TCPStore, in
 
 
 def connect_store(host: str, port: int, timeout: float) -> dist.TCPStore:
-    """Return the store that another process serves. Raises RuntimeError without one for `timeout` seconds."""
+    """Connect to another process's store. Raises RuntimeError if there is none within `timeout` seconds."""
     return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))
 
 
 def wait_for_keys(store: dist.Store, keys: Sequence[str], deadline: float) -> list[str]:
-    """Return the keys that are missing at the deadline, which is of `time.monotonic`; none as soon as all are set."""
+    """Wait until all keys are set. Return those missing at the deadline, a time of `time.monotonic`."""
     while True:
-        with suppress(dist.DistStoreError):  # not there yet
+        with suppress(dist.DistStoreError):  # not set yet
             store.wait(list(keys), SLICE)
             return []
         if time.monotonic() > deadline:
@@ -57,14 +57,14 @@ def own_address(peer: str) -> str:
     """
     family, kind, protocol, _, address = socket.getaddrinfo(peer, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)  # UDP: selects the route and sends nothing
+        probe.connect(address)  # UDP: selects the route without sending anything
         return probe.getsockname()[0]
 
 
 def wait_for_listener(host: str, port: int, seconds: float) -> None:
-    """Return when a process listens at this address. Raises the last OSError after `seconds`.
+    """Wait until a process listens at this address. Raises the last OSError after `seconds`.
 
-    torch's store would wait as well, but prints its C++ stack when the time is over, and delays stop signals.
+    torch's store would also wait, but it prints a C++ stack on timeout and delays stop signals.
     """
     deadline = time.monotonic() + seconds
     while True:

@@ -1,4 +1,4 @@
-"""Stops a run on request, and ends a rank soon after any other rank has died."""
+"""Stops a run on request, and ends each rank soon after another rank has died."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ T = TypeVar("T")
 POLL_SECONDS = 1.0
 FAILED_KEY, STOP_KEY = "failed", "stop"
 EXIT_SECONDS = 1.0
-"""Longest wait for a process to exit after its connections have closed."""
+"""Maximum wait for a process to exit after its connections have closed."""
 STORE_SECONDS = 2.0
-"""Longest wait for the store where its machine may be lost."""
+"""Maximum wait for the store if its machine may be lost."""
 DELAY_AFTER_FIRST_FAILURE = 1.5
-"""Delay in seconds before the other ranks exit. torchrun blames the earliest exit, compared in whole seconds."""
+"""Delay in seconds before the other ranks exit. torchrun reports the earliest exit as the cause, in whole seconds."""
 
 
 class ProcessId(NamedTuple):
     table: tuple[str, str, str, str]
-    """Host name, boot id, PID and network namespace: the node. Process ids are comparable only within one."""
+    """Host name, boot id, PID and network namespace. Process ids are comparable only if these are equal."""
     pid: int
 
 
@@ -47,7 +47,7 @@ class StopRequest:
         self._store = _own_connection(store)
         self._requested = threading.Event()
         self.reason: str | None = None
-        """The error because of which this rank stops; None after a signal."""
+        """The error that stops this rank; None after a signal."""
         self._before = {number: signal.getsignal(number) for number in stop_signals()}
         self._stop_resetting_children = reset_in_forked_children(list(self._before))
 
@@ -60,12 +60,12 @@ class StopRequest:
         self._requested.set()
 
     def request(self, reason: str) -> None:
-        """Stop all ranks because of an error, after which the run's state is still whole."""
+        """Stop all ranks because of an error that leaves the run's state intact."""
         self.reason = self.reason or reason
         self._requested.set()
 
     def exchange(self) -> None:
-        """Publish this rank's request, or adopt another rank's. For the watchdog thread, not for signal handlers."""
+        """Publish this rank's request, or adopt another rank's. Not for signal handlers: the watchdog calls it."""
         if self._requested.is_set():
             self._store.set(STOP_KEY, "1")
         elif self._store.check([STOP_KEY]):
@@ -74,21 +74,21 @@ class StopRequest:
     def close(self) -> None:
         """Restore the signal handlers that this request has replaced. Call from the main thread."""
         for number, handler in self._before.items():
-            # None: a handler that was not installed by Python, which Python cannot install again.
+            # None: the handler was not installed by Python, so Python cannot restore it.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._stop_resetting_children()
 
     def requested(self) -> bool:
-        """True if this rank has seen a request. Ranks may differ for a second; only a collective makes them agree."""
+        """True if this rank has seen a request. Ranks may differ for a second, so a collective is needed to agree."""
         return self._requested.is_set()
 
 
 class Watchdog:
     """A thread that ends this process soon after any other rank has died.
 
-    A rank inside a collective cannot detect a dead peer: the wait happens in C++ and may last hours. This thread polls
-    the processes of its own node and the connections to other nodes; a second one polls a key in the store, which may
-    be on a machine that no longer answers.
+    A rank in a collective cannot detect a dead peer: the wait happens in C++ and may last hours. This thread polls the
+    processes of its own node and the connections to other nodes. A second thread polls a key in the store, because the
+    store's machine may no longer respond.
     """
 
     def __init__(
@@ -100,9 +100,10 @@ class Watchdog:
         serves_store: bool = False,
         before_exit: Callable[[str | None], None] = lambda line: None,
     ) -> None:
-        """serves_store: this process does, for several ranks. before_exit: called before another rank ends this one.
+        """serves_store: True if this process serves the store to other ranks.
 
-        Its argument is the error line, or None where another rank records the failure.
+        before_exit: called before another rank's failure ends this process, with the error line, or None if another
+        rank records it.
         """
         self._serves_store = serves_store
         self._store = _own_connection(store)
@@ -114,7 +115,7 @@ class Watchdog:
         self._done, self._closed = threading.Event(), threading.Event()
         self._wake = threading.Event()
         self._failed = threading.Event()
-        """Another rank has failed, or the store is gone, with rank 0's process tree."""
+        """Set when another rank has failed, or when the store is gone together with rank 0's process tree."""
         self._leaving = threading.Lock()
         self._threads = [
             threading.Thread(target=target, name=f"watchdog ({name})", daemon=True)
@@ -124,7 +125,7 @@ class Watchdog:
             thread.start()
 
     def watch(self, processes: Sequence[ProcessId]) -> None:
-        """Watch the processes of this node. processes: of all ranks, in rank order."""
+        """Watch the processes of this node. processes: the processes of all ranks, in rank order."""
         self._siblings = visible_from(own_process(), processes)
 
     def _poll_store(self) -> None:
@@ -151,7 +152,7 @@ class Watchdog:
                     os._exit(1)
 
     def _leave(self, dead: Sequence[int], lost: Sequence[Lost]) -> None:
-        """Show and record why this process ends, if this rank is the first to notice."""
+        """Show and record why this process ends, if this rank is the first to detect the failure."""
         line = explain_missing_ranks(dead, lost)
         known = first_report() if dead else None  # of a dead rank, for the launcher
         if known is not None:
@@ -175,11 +176,11 @@ class Watchdog:
         return None if first is None else first.decode() == claim
 
     def _leads_node(self) -> bool:
-        """Return True on one rank of each node: without a store, the others would report the same loss."""
+        """Return True on one rank of each node. Without a store, all ranks would report the same loss."""
         return self._rank < min(self._siblings.values(), default=self._rank + 1)
 
     def show_failure_of_other_node(self) -> None:
-        """Pass the line of the rank that failed first to this node's launcher, unless that rank is of this node."""
+        """Pass the error line of the first failed rank to this node's launcher, unless that rank is on this node."""
         if VERDICT_VARIABLE not in os.environ:
             return
         if (claim := _within(STORE_SECONDS, lambda: self._store.get(FAILED_KEY))) is not None:
@@ -188,22 +189,22 @@ class Watchdog:
                 report(RUN_ERROR, [f"error: rank {rank} of another node failed first: {line}"])
 
     def stop_watching(self) -> None:
-        """Do not end this process from here on: it fails by itself. Blocks where it is being ended already."""
+        """Do not end this process from now on: it is failing by itself. Blocks if it is already being ended."""
         with self._leaving:
             self._done.set()
 
     def report_failure(self, line: str) -> bool:
-        """Stop watching and make other ranks exit. Return True if it failed first, else False after a delay."""
+        """Stop watching and make other ranks exit. Return True if this rank failed first, else False after a delay."""
         self.stop_watching()
         first = self._claim(line) is not False
         if not first:
             self.show_failure_of_other_node()
-        if not first or self._serves_store:  # the others have to read there who failed
+        if not first or self._serves_store:  # the other ranks read the first failure there
             time.sleep(DELAY_AFTER_FIRST_FAILURE)
         return first
 
     def missing_ranks(self) -> str | None:
-        """Return the error line for ranks that are gone, or None. Waits up to `EXIT_SECONDS` for one to be.
+        """Return the error line for lost ranks, or None. Waits up to `EXIT_SECONDS` for a rank to exit.
 
         Call after `stop_watching`.
         """
@@ -227,7 +228,7 @@ class Watchdog:
 
 
 def own_process() -> ProcessId:
-    """Return this process's id. Host name and pid are not unique: containers on the host's network have its name."""
+    """Return this process's id. Host name and pid are not unique: containers on the host's network share its name."""
     boot = ""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -247,7 +248,7 @@ def visible_from(own: ProcessId, processes: Sequence[ProcessId]) -> dict[int, in
 def explain_missing_ranks(dead: Sequence[int], lost: Sequence[Lost] = ()) -> str | None:
     """Return the error line for ranks that ended without reporting an error; None if there are none.
 
-    dead: ranks of this node. lost: of other nodes.
+    dead: ranks of this node. lost: ranks of other nodes.
     """
     silent = [each for each in lost if each.silent]
     if silent:
@@ -279,7 +280,7 @@ def named_ranks(ranks: Sequence[int]) -> str:
 
 
 def _within(seconds: float, call: Callable[[], T]) -> T | None:
-    """Return the result of a call to the store; None if it fails, or the store's machine does not answer in time."""
+    """Return the result of a call to the store; None if it fails or the store's machine does not respond in time."""
     results: list[T] = []
 
     def target() -> None:
@@ -293,10 +294,10 @@ def _within(seconds: float, call: Callable[[], T]) -> T | None:
 
 
 def _own_connection(store: dist.Store) -> dist.Store:
-    """Return `store` over a TCP connection of its own.
+    """Return `store` with a separate TCP connection.
 
     A connection is locked while any thread waits for a key, as the main thread does while process groups are created.
-    On a shared connection the watchdog would be blocked then, and a rank that dies would not be detected.
+    On a shared connection, that would block the watchdog, and dead ranks would not be detected.
     """
     return store.clone()  # pyrefly: ignore[missing-attribute]  (torch 2.13's stubs lack Store.clone)
 

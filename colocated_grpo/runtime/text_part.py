@@ -1,4 +1,4 @@
-"""Settings and files of the language model in a folder, which may be the text part of a vision-language model."""
+"""Settings and files of a folder's language model, which may be the text part of a multimodal model."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from colocated_grpo.settings.config_json import TRAINED_AS, config_json_in, has_
 
 OUTPUT_LAYER = "lm_head.weight"
 UNWANTED_FILES = ["consolidated*"]
-"""Patterns of files that repeat the weights in Mistral's own format, under other names."""
+"""Patterns of files that duplicate the weights in Mistral's own format, under other names."""
 
 OwnName = Callable[[str], str | None]
-"""From a tensor's name in a checkpoint to its name in the language model alone; None for a tensor of another part."""
+"""Maps a tensor's name in a checkpoint to its name in the language model; None for tensors of other parts."""
 
 
 def read_text_config(folder: Path, *, trust_remote_code: bool) -> PretrainedConfig:
-    """Return the settings with which transformers and vLLM build the language model of `folder` alone.
+    """Return the settings from which transformers and vLLM build only the language model in `folder`.
 
     Raises ValueError for a model type that transformers does not know.
     """
@@ -34,13 +34,13 @@ def read_text_config(folder: Path, *, trust_remote_code: bool) -> PretrainedConf
     text.architectures = [module]
     text.name_or_path = whole.name_or_path
     if text.tie_word_embeddings != whole.tie_word_embeddings:
-        # A config.json may state one of them only; the other is then transformers' default.
+        # A config.json may contain only one of them. The other is then transformers' default.
         text.tie_word_embeddings = not _has_output_layer(folder)
     return text
 
 
 def _alone(text: PretrainedConfig) -> PretrainedConfig:
-    """Return a copy of the settings, with the model type that trains."""
+    """Return a copy of the settings, with the model type that is trained."""
     kind = TRAINED_AS.get(text.model_type)
     if kind is None:
         return copy.deepcopy(text)
@@ -50,7 +50,7 @@ def _alone(text: PretrainedConfig) -> PretrainedConfig:
 
 
 def own_names(folder: Path) -> OwnName:
-    """Return how the names in the checkpoint in `folder` become those of its language model."""
+    """Return the mapping from names in the checkpoint in `folder` to names in its language model."""
     whole = config_json_in(folder)
     if has_text_part(whole):
         return text_name
@@ -59,7 +59,7 @@ def own_names(folder: Path) -> OwnName:
 
 
 def _is_prediction(name: str, blocks: int | None) -> bool:
-    """Return True for a tensor of the layers after the last block, which predict further tokens and do not train."""
+    """Return True for a tensor of multi-token prediction layers. They follow the last block and are not trained."""
     found = re.match(r"model\.layers\.(\d+)\.", name)
     return found is not None and blocks is not None and int(found[1]) >= blocks
 

@@ -1,4 +1,4 @@
-"""`triton.jit`, typed so that type checkers accept kernel launches. Import it only where Triton is installed."""
+"""`triton.jit` with types that let type checkers accept kernel launches. Import it only if Triton is installed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton
 
 
 class Kernel:
-    """Result type of `jit`, for type checkers only: never instantiated.
+    """Result type of `jit`. For type checkers only; never instantiated.
 
     `kernel[grid](...)` launches it; `helper(...)` inlines it into another kernel. A class, because pyrefly 1.4 keeps
     only `__call__` of a Protocol that a decorator returns.
@@ -23,9 +23,9 @@ class Kernel:
 def jit(function: Callable[..., Any], *, do_not_specialize: Sequence[str] = ()) -> Kernel:
     """Compile `function` with Triton on its first launch.
 
-    do_not_specialize: integer arguments that stay arguments; Triton makes a constant of any other that is 1.
+    do_not_specialize: integer arguments that stay arguments. Triton makes any other with value 1 a constant.
 
     Triton 3.9 types a launch with the kernel's own signature, whose constants are `tl.constexpr`. A launch passes plain
-    integers for them, and options such as `num_warps` that the signature lacks: a type checker rejects both.
+    integers for them, and options such as `num_warps` that are not in the signature. A type checker rejects both.
     """
     return cast(Kernel, triton.jit(do_not_specialize=list(do_not_specialize))(function))

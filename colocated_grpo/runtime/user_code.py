@@ -1,6 +1,6 @@
-"""User code in this process: the line where it is, and its end where it keeps all threads from running.
+"""Reports the line of running user code, and ends the process if user code blocks all threads.
 
-Standard library only: the launcher reads the stacks that a blocked rank has left.
+Standard library only, because the launcher reads the stacks written by a blocked rank.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from typing import NamedTuple
 
 PACKAGE = str(Path(__file__).parents[1])
 MODEL_CODE = f"{os.sep}transformers_modules{os.sep}"
-"""In the path of model code that transformers has downloaded. Its forward pass is the trainer's own work."""
+"""Part of the path of model code downloaded by transformers. Its forward pass is not user code."""
 FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 COMPREHENSIONS = {"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"}
 DUMPED = "Timeout ("
-"""First word of what faulthandler writes at the limit."""
+"""Start of faulthandler's output on timeout."""
 MIN_SECONDS = 10.0
-"""Lower bound of the limit: the compilation of a kernel beside a reward may hold the interpreter lock for seconds."""
+"""Lower bound of the limit: compiling a kernel during a reward may hold the interpreter lock for seconds."""
 FIRST_REPORT_SECONDS = 60.0
-"""Time in one line before the first report. The interval doubles with each report."""
+"""Seconds in the same line before the first report. The interval doubles with each report."""
 POLL_SECONDS = 1.0
 
 
 class Line(NamedTuple):
-    """A line of code that runs or has raised."""
+    """A line of code that is running or has raised an exception."""
 
     file: str
     number: int
     function: str
     frame: int = 0
-    """id() of the frame of a line that runs."""
+    """id() of the frame, for a running line."""
 
     @property
     def place(self) -> str:
@@ -57,7 +57,7 @@ class Line(NamedTuple):
 
 @cache
 def foreign() -> tuple[str, ...]:
-    """Return prefixes of file names that are not user code: libraries, and this package."""
+    """Return prefixes of file names that are not user code: libraries and this package."""
     return ("<", PACKAGE + os.sep, *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")))
 
 
@@ -71,7 +71,7 @@ def innermost(lines: Iterable[Line]) -> Line | None:
     for line in lines:
         if found is None and is_user_code(line.file):
             found = line
-        # A comprehension has a frame of its own; the function around it says more.
+        # A comprehension has its own frame; the enclosing function is more informative.
         if found is not None and line.file == found.file and line.function not in COMPREHENSIONS:
             return found._replace(function=line.function)
     return found
@@ -83,13 +83,13 @@ def lines_of_error(error: BaseException) -> list[Line]:
 
 
 def line_of_thread(identifier: int | None) -> Line | None:
-    """Return the line of user code in which a thread is; None if it is in this package, or has ended."""
+    """Return a thread's current line of user code; None if it is in this package, or has ended."""
     frame = sys._current_frames().get(identifier or 0)
     return None if frame is None else _called(_line(each, number) for each, number in walk_stack(frame))
 
 
 def lines_in_dump(text: str) -> list[Line]:
-    """Return the lines of user code in faulthandler's stacks of threads, without repetitions."""
+    """Return the lines of user code in faulthandler's thread stacks, without duplicates."""
     threads = [
         [Line(file, int(number), name) for file, number, name in FRAME.findall(part)] for part in text.split("\n\n")
     ]
@@ -101,20 +101,20 @@ def _line(frame: FrameType, number: int) -> Line:
 
 
 def _called(lines: Iterable[Line]) -> Line | None:
-    """Return the innermost line of user code that this package has called: not that of a script that calls it."""
+    """Return the innermost line of user code called by this package, excluding scripts that call this package."""
     return innermost(takewhile(lambda line: not line.is_ours(), lines))
 
 
 class UserCodeWatch:
-    """A thread that keeps user code from blocking this process.
+    """A thread that ends this process if user code blocks it.
 
-    Rewards and episodes have timeouts, which other threads enforce. Code that holds the interpreter lock, such as a
-    regular expression that backtracks for hours, stops those too. So while rewards and episodes run, this thread sets
-    a timer of faulthandler again and again. If it cannot for as long as the limit, faulthandler's own thread, which
-    needs no lock, writes the stacks of all threads and ends the process.
+    Timeouts of rewards and episodes are enforced by other threads. Code that holds the interpreter lock, such as a
+    regular expression that backtracks for hours, blocks these threads too. While rewards and episodes run, this thread
+    therefore keeps resetting a timer of faulthandler. If it is blocked for longer than the limit, faulthandler's own
+    thread, which needs no lock, writes the stacks of all threads and ends the process.
 
-    User code for prompts, batches and games runs in the main thread without a timeout: a line that does not return is
-    reported.
+    User code for prompts, batches and games runs in the main thread without a timeout. A line that does not return is
+    only reported.
     """
 
     def __init__(
@@ -127,9 +127,9 @@ class UserCodeWatch:
         first: float = FIRST_REPORT_SECONDS,
         poll: float = POLL_SECONDS,
     ) -> None:
-        """seconds: the limit, as `setting` says. stacks: a file for the launcher; None: standard error.
+        """seconds: the limit, from `setting`. stacks: a file for the launcher; None: standard error.
 
-        Call from the thread that `report` is about.
+        Call from the thread whose lines `report` gets.
         """
         self._seconds = max(seconds, MIN_SECONDS)
         self._report, self._first, self._poll = report, first, poll
@@ -149,7 +149,7 @@ class UserCodeWatch:
 
     @contextmanager
     def limited(self) -> Iterator[None]:
-        """Context of user code that must not hold the interpreter lock for long, for any number of threads."""
+        """Context of user code that must not hold the interpreter lock for long. Any number of threads may enter it."""
         with self._lock:
             self._running += 1
             if not self._is_set:
@@ -158,7 +158,7 @@ class UserCodeWatch:
             yield
         finally:
             with self._lock:
-                self._running -= 1  # the thread cancels the timer: calls are many, and setting it costs a thread
+                self._running -= 1  # the thread cancels the timer: calls are many, and each timer costs a thread
 
     def close(self) -> None:
         _watches.remove(self)
@@ -192,12 +192,12 @@ class UserCodeWatch:
 
 
 _watches: list[UserCodeWatch] = []
-"""The watch of the run of this process, if there is one."""
+"""The watch of this process's run, if there is one."""
 
 
 @contextmanager
 def limited() -> Iterator[None]:
-    """Context of a reward or an episode, under the limit of the run."""
+    """Context of a reward or an episode, with the run's limit."""
     if not _watches:
         yield
         return
@@ -206,7 +206,7 @@ def limited() -> Iterator[None]:
 
 
 def explain_blocked(stacks: Path) -> str | None:
-    """Return the error line for a rank that left its stacks, because user code kept its threads from running."""
+    """Return the error line for a rank that wrote its stacks because user code blocked its threads."""
     try:
         setting, _, dump = stacks.read_text(encoding="utf-8", errors="replace").partition("\n")
     except OSError:

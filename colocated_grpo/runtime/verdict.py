@@ -1,4 +1,4 @@
-"""How each process of a run has ended: one JSON file a rank, which the launcher reads. Standard library only."""
+"""Records how each process of a run ended: one JSON file per rank, read by the launcher. Standard library only."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from typing import NoReturn
 from colocated_grpo.runtime.user_code import explain_blocked
 
 VERDICT_VARIABLE = "COLOCATED_GRPO_VERDICT"
-"""Variable with the launcher's temporary folder, in which the processes of its node leave their files."""
+"""Environment variable with the launcher's temporary folder, where the processes of its node write their files."""
 STACKS = ".stacks"
-"""Suffix of the file with the stacks of a rank's threads, written if user code has kept all of them from running."""
+"""Suffix of the file with the stacks of a rank's threads, written if user code has blocked all of them."""
 FINISHED, STOPPED, FAILED, KILLED = "finished", "stopped", "failed", "killed"
 """Outcomes of a run."""
 RUN_ERROR, USAGE_ERROR = 1, 2
@@ -32,25 +32,25 @@ class ProcessEnd:
     folder: str | None = None
     """The run folder."""
     training: bool = False
-    """The start is over."""
+    """True after startup."""
     finished: bool = False
-    """The run has ended normally. Exit code 0 is not enough: user code may call os._exit(0)."""
+    """The run has ended normally. Exit code 0 is no proof, because user code may call os._exit(0)."""
     stopped: bool = False
     """The run has stopped on request, on this node or another, before its last step."""
     recorded: bool = False
-    """The reason of a failure is in the run folder, or will be put there by the rank that failed first."""
+    """The reason for a failure is in the run folder, or will be written there by the rank that failed first."""
     code: int | None = None
-    """Exit code of a process that has reported its end, with the lines to show."""
+    """Exit code of a process that has reported its end together with lines to print."""
     lines: Sequence[str] = ()
     reported: float = 0.0
-    """time.time() of the report. The first one of a node counts: its end makes the other ranks fail as well."""
+    """time.time() of the report. A node's first report counts: that exit makes the other ranks fail too."""
 
 
 _own = ProcessEnd()
 
 
 def leave(**changes: object) -> bool:
-    """Change the verdict of this process, for the launcher. Return False if there is none."""
+    """Update this process's verdict for the launcher. Return False if there is no launcher."""
     global _own
     if VERDICT_VARIABLE not in os.environ:
         return False
@@ -59,7 +59,7 @@ def leave(**changes: object) -> bool:
 
 
 def write_verdict(file: Path, verdict: ProcessEnd) -> bool:
-    """Write a verdict. Return False where that fails: in a long run, a cleanup of /tmp may have removed the folder."""
+    """Write a verdict. Return False on failure: during a long run, a cleanup of /tmp may have removed the folder."""
     new = file.with_suffix(".new")
     try:
         new.write_text(json.dumps(asdict(verdict)), encoding="utf-8")
@@ -75,7 +75,7 @@ def process_name() -> str:
 
 
 def stacks_file() -> Path | None:
-    """Return the file for the stacks of this rank, if there is a launcher that reads it."""
+    """Return the file for this rank's stacks; None without a launcher to read it."""
     folder = Path(os.environ.get(VERDICT_VARIABLE, os.devnull))
     return folder / f"{process_name()}{STACKS}" if folder.is_dir() else None
 
@@ -83,16 +83,16 @@ def stacks_file() -> Path | None:
 def report(code: int, lines: Sequence[str]) -> None:
     """Print the lines, or pass them and the code to the launcher, which prints them after torchrun's own output.
 
-    The launcher gets the first report of a process only.
+    Only a process's first report reaches the launcher.
     """
     if _own.code is None and not leave(code=code, lines=list(lines), reported=time.time()):
         print(*lines, sep="\n", file=sys.stderr, flush=True)
 
 
 def read_verdicts(folder: Path) -> list[ProcessEnd]:
-    """Return the verdicts of the processes of this node; those with a report first, in the order of their reports.
+    """Return the verdicts of this node's processes. Those with a report come first, in the order of their reports.
 
-    A rank that user code has blocked left its stacks only, and comes first.
+    A rank blocked by user code has written only its stacks, and comes before all others.
     """
     found = []
     for file in sorted(folder.glob("*.json")):
@@ -105,7 +105,7 @@ def read_verdicts(folder: Path) -> list[ProcessEnd]:
 
 
 def first_report() -> ProcessEnd | None:
-    """Return the first report of a process of this node; None if there is none."""
+    """Return the first report of this node's processes; None if there is none."""
     if VERDICT_VARIABLE not in os.environ:
         return None
     verdicts = read_verdicts(Path(os.environ[VERDICT_VARIABLE]))
@@ -115,18 +115,18 @@ def first_report() -> ProcessEnd | None:
 def end_process(code: int) -> NoReturn:
     """Flush the output and exit at once.
 
-    sys.exit would join the threads of rewards that never return. On a failing rank, tearing down the process group,
+    sys.exit would join the threads of rewards that never return. On a failed rank, the teardown of the process group,
     torch and vLLM could also abort the process and hide its exit code.
     """
     for stream in (sys.stdout, sys.stderr):
-        # The terminal may be closed, the stream None, or closed by user code.
+        # The terminal may be closed, or the stream may be None or closed by user code.
         with suppress(OSError, AttributeError, ValueError):
             stream.flush()
     os._exit(code)
 
 
 def run_program(main: Callable[[], int]) -> NoReturn:
-    """Run the `main` of a program that builds an engine, show the traceback of an error, and end as `end_process`."""
+    """Run the `main` of a program that builds an engine. Print the traceback of an error; exit by `end_process`."""
     try:
         code = main()
     except SystemExit:  # raised by argparse for --help and for invalid arguments

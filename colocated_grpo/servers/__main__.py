@@ -1,6 +1,6 @@
-"""Entry point: `python -m colocated_grpo.servers MODEL`. Checks the arguments, then runs the engine's processes.
+"""Entry point: `python -m colocated_grpo.servers MODEL`. Checks the arguments, then runs the engine processes.
 
-They are started again after a crash, and when a trainer asks for another model.
+They are restarted after a crash, and when a trainer requests another model.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from colocated_grpo.servers.options import RESTART, STATE_VARIABLE, ServeOptions
 from colocated_grpo.settings.atropos import is_loopback
 
 MAX_CRASHES = 3
-"""Crashes in a row after which the server ends."""
+"""Number of consecutive crashes after which the server exits."""
 STEADY_SECONDS = 60.0
-"""A crash after this time is the first in a row."""
+"""A crash after this uptime counts as the first of a new series."""
 STOP_ENGINE = StopAction(
     begin=lambda number: (b"\nstopping: running requests are aborted\n", None), targets=lambda command: [command]
 )
@@ -64,7 +64,7 @@ def _run(command: Sequence[str], state: Path) -> int:
 
 
 def _problem(options: ServeOptions) -> str | None:
-    """Return one line for what can be checked without importing a slow library; None if all is well."""
+    """Return one line for a problem that can be found without importing a slow library; None if there is none."""
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
         return (
             "RANK, WORLD_SIZE: set; start a server without torchrun, and with --tensor-parallel-size for several GPUs"

@@ -1,4 +1,4 @@
-"""The HTTP application through which agents sample: OpenAI's chat API under a path and key of each episode."""
+"""The HTTP application for agents: OpenAI's chat API, with a separate path and key for each episode."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from colocated_grpo.web.server import ServerThread
 
 MAX_BODY_BYTES = 8 << 20
 MAX_REQUESTS = 4096
-"""In flight, over all episodes of the rank."""
+"""Maximum requests in flight, over all episodes of the rank."""
 HOST = "127.0.0.1"
 EPISODE = "episode"
 """Key of the open episode in the ASGI scope."""
@@ -51,9 +51,9 @@ def listen_for_agents(
     template_variables: JsonObject | None = None,
     stop: Sequence[str] = (),
 ) -> ServerThread:
-    """Start the server on a free port, and write its address into `episodes`. model: its name, as agents see it.
+    """Start the server on a free port, and write its address into `episodes`. model: the model name shown to agents.
 
-    template_variables: of the chat template. stop: strings that end every completion of the run.
+    template_variables: variables of the chat template. stop: strings that end every completion of the run.
     """
     # A copy, because tokenizers are not thread-safe.
     codec = TextCodec(copy.deepcopy(tokenizer), limits, template_variables or {})
@@ -63,7 +63,7 @@ def listen_for_agents(
 
 
 class EpisodeGate:
-    """Pass on a request for `/episodes/<id>/<path>` with its key as one for `<path>`; respond 401 to all others.
+    """Route `/episodes/<id>/<path>` with that episode's key to `<path>`; respond 401 to all other requests.
 
     Counts the chat requests of each episode.
     """
@@ -81,14 +81,14 @@ class EpisodeGate:
         if episode is None:
             await error_response(401, "no running episode has this path and API key")(scope, receive, send)
         else:
-            episode.conversation.requests += f"/{path}" == CHAT  # here, so that rejected requests count too
+            episode.conversation.requests += f"/{path}" == CHAT  # counted here to include rejected requests
             await self._app({**scope, "path": f"/{path}", EPISODE: episode}, receive, send)
 
 
 def create_agent_app(
     episodes: OpenEpisodes, codec: TextCodec, model: str, max_tokens: int, stop: Sequence[str]
 ) -> ASGIApp:
-    """Return the application behind its guards. model, max_tokens: name and context length, as clients see them.
+    """Return the application behind its guards. model, max_tokens: name and context length shown to clients.
 
     stop: strings that end every completion of the run.
     """
@@ -135,7 +135,7 @@ def _response(
     stop: Sequence[str],
     episode: OpenEpisode,
 ) -> JsonObject:
-    """Return the response body, with tool calls if the request describes tools."""
+    """Return the response body, with parsed tool calls if the request describes tools."""
     ends = () if body.include_stop_str_in_output else (*stop, *body.stop)
     texts = [codec.decode(one.token_ids, skip_special_tokens=body.skip_special_tokens) for one in completions]
     served = [
@@ -194,7 +194,7 @@ def assistant_message(text: str) -> JsonObject:
 def as_sampled(messages: Sequence[JsonObject], sampled: Mapping[str, str]) -> list[JsonObject]:
     """Return the messages with parsed calls replaced by the text from which they were parsed.
 
-    sampled: texts by the id of a call. A template would write the calls anew, with other spaces or order.
+    sampled: sampled texts by tool call id. A template would render the calls with other spaces or in another order.
     """
     return [_as_sampled(message, sampled) for message in messages]
 

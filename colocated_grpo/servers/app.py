@@ -50,7 +50,7 @@ GENERATE, TOKENS = "/generate", "/inference/v1/generate"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 SAMPLING_PATHS = frozenset({GENERATE, TOKENS, COMPLETIONS, CHAT})
 MAX_VALUES, MAX_CONTAINERS, MAX_STRINGS, MAX_DEPTH = 1 << 20, 1 << 16, 1 << 16, 64
-"""Bounds of one request body: tokens of 256 prompts of 4,096, texts and keys, levels of tool descriptions."""
+"""Bounds of a request body: values (256 prompts of 4,096 tokens), containers, strings and keys, nesting (tools)."""
 CLIENT_CLOSED_REQUEST = 499
 
 
@@ -70,10 +70,10 @@ def create_app(
     add_routes: Callable[[FastAPI], None] = lambda app: None,
     large_paths: Collection[str] = (),
 ) -> ASGIApp:
-    """Return the application behind its guards. model, max_tokens: name and context length, as clients see them.
+    """Return the application behind its guards. model, max_tokens: name and context length shown to clients.
 
-    hosts: not checked if there is an API key. add_routes: adds further routes, of which those in large_paths accept
-    bodies of up to max_body_bytes.
+    hosts: not checked if there is an API key. add_routes: adds further routes; those in large_paths accept bodies of up
+    to max_body_bytes.
     """
     app = FastAPI(title="colocated_grpo engine", docs_url=None, redoc_url=None, openapi_url=None)
     add_exception_handlers(app)
@@ -124,7 +124,7 @@ def _add_status_routes(app: FastAPI, model: str, max_tokens: int) -> None:
     @app.get("/health")
     @app.get("/health_generate")
     async def health() -> Response:
-        # 200 also while the engines sleep: clients drop their requests when a server reports itself unhealthy.
+        # 200 even while the engines sleep: clients drop their requests to an unhealthy server.
         return Response()
 
     @app.get("/v1/models")
@@ -222,18 +222,18 @@ async def _respond(
 
 
 async def encode_chat(codec: TextCodec, body: ChatBody, messages: list[JsonObject]) -> list[int]:
-    """Return the tokens of the messages in the template, with the body's settings of it."""
+    """Return the tokens of the messages, rendered in the chat template with the body's template settings."""
     settings: JsonObject = {
         **(body.chat_template_kwargs or {}),
         "add_generation_prompt": body.add_generation_prompt and not body.continue_final_message,
         "continue_final_message": body.continue_final_message,
-        "tools": body.tools or None,  # some templates describe an empty list, too
+        "tools": body.tools or None,  # some templates also describe an empty list
     }
     return await codec.encode_chat(messages, settings)
 
 
 async def _start(request: Request, parts: AsyncGenerator[CompletionPart]) -> AsyncIterator[CompletionPart]:
-    """Await the first part and return all of them. An earlier error can still set the response's status."""
+    """Await the first part, then return all parts. An error in the first part still sets the response's status."""
     first = await cancel_on_disconnect(request, anext(parts))
 
     async def from_first() -> AsyncIterator[CompletionPart]:

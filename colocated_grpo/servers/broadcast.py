@@ -22,21 +22,21 @@ from colocated_grpo.weights.transport import Due, ShardFingerprints, Summed, rai
 
 
 class MissingMembers(RuntimeError):
-    """Members of a group have not come in time."""
+    """Members of a group have not joined in time."""
 
     def __init__(self, ranks: Sequence[int], size: int, timeout: float) -> None:
-        """ranks: theirs in the group of `size` members."""
+        """ranks: the missing ranks in the group of `size` members."""
         super().__init__(f"{named_ranks(ranks)} of {size} did not join within {timeout:g} s")
         self.ranks = ranks
 
 
 class JoinedGroup:
-    """One trainer rank, which is rank 0, and every rank of every engine server."""
+    """Process group of one trainer rank (rank 0) and every rank of every engine server."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device, timeout: float) -> None:
-        """Wait for all members. Collective. Raises MissingMembers where one does not come within `timeout` seconds.
+        """Wait for all members. Collective. Raises MissingMembers if one has not joined after `timeout` seconds.
 
-        Raises RuntimeError where members cannot connect to each other. store: new, for this group alone.
+        Raises RuntimeError if members cannot connect to each other. store: a new store, used by this group only.
         """
         _meet(store, rank, size, timeout)
         limit = timedelta(seconds=timeout)
@@ -47,10 +47,10 @@ class JoinedGroup:
             self._group = dist.ProcessGroupNCCL(store, rank, size, options)
         else:
             self._group = dist.ProcessGroupGloo(store, rank, size, limit)
-        self._store = store  # rank 0's serves the others: it must outlive the group
+        self._store = store  # rank 0's store serves the other ranks, so it must outlive the group
 
     def broadcast(self, tensor: Tensor) -> dist.Work:
-        """Start sending rank 0's values into `tensor` of the other ranks. Wait for the returned work."""
+        """Start sending rank 0's values into the other ranks' `tensor`. The caller waits for the returned work."""
         return self._group.broadcast(tensor, 0)
 
     def close(self) -> None:
@@ -58,7 +58,7 @@ class JoinedGroup:
 
 
 def _meet(store: dist.Store, rank: int, size: int, timeout: float) -> None:
-    """Wait until all members are here. NCCL's constructor does not: the first broadcast would wait for a dead one."""
+    """Wait until all members have joined. NCCL's constructor does not: a broadcast would wait for a dead member."""
     keys = [f"member {member}" for member in range(size)]
     store.set(keys[rank], "")
     missing = wait_for_keys(store, keys, time.monotonic() + timeout)
@@ -70,7 +70,7 @@ POLL_SECONDS = 0.0002
 
 
 class BroadcastSync:
-    """Every method is collective over the trainer's ranks."""
+    """Weight sync by broadcast. Every method is collective over the trainer's ranks, except `restore`."""
 
     def __init__(
         self,
@@ -80,9 +80,9 @@ class BroadcastSync:
         world: World,
         check_every: int,
     ) -> None:
-        """parameters: sharded tensors by checkpoint name. prefix: the base model's, such as "model".
+        """parameters: sharded tensors by checkpoint name. prefix: name prefix of the base model, such as "model".
 
-        check_every: compare what every n-th sync has written; 0: never.
+        check_every: compare fingerprints after every n-th sync; 0: never.
         """
         self._parameters = parameters
         self._prefix = prefix
@@ -90,9 +90,9 @@ class BroadcastSync:
         self._world = world
         self._posts = ThreadPoolExecutor(len(servers), thread_name_prefix="weight sync")
         self._joined: list[str] = []
-        """Instances of the servers that the last sync has reached."""
+        """Server instances that completed the last sync."""
         self._group: JoinedGroup | None = None
-        """On rank 0."""
+        """Set on rank 0 only."""
         self._dtype: torch.dtype = getattr(torch, servers[0].wait_until_ready()["dtype"])
         self._num_shards = count_shards(parameters)
         shapes = {name: parameter.shape for name, parameter in parameters.items()}
@@ -102,10 +102,10 @@ class BroadcastSync:
 
     @torch.no_grad()
     def sync(self) -> None:
-        """Return when all servers have written the weights and their bytes are the policy's.
+        """Return once all servers have written the weights and their bytes equal the policy's.
 
-        Raises RunError: on every rank if servers do not join or hold other bytes, on rank 0 if one is lost during the
-        transfer.
+        Raises RunError: on every rank if servers do not join or have other bytes, on rank 0 if a server is lost during
+        the transfer.
         """
         self._joined = self._world.from_main(self._join)
         updates = [self._post(server, "/bridge/update") for server in self._servers] if self._world.is_main else []
@@ -120,7 +120,7 @@ class BroadcastSync:
         self._world.from_main(lambda: self._finish(updates, sent))
 
     def _finish(self, updates: Sequence[Future[Any]], sent: Summed | None) -> None:
-        """Wait for all servers and compare their fingerprints with those that were sent, if given. Rank 0 only."""
+        """Wait for all servers and compare their fingerprints with the sent ones, if given. Rank 0 only."""
         for server, update in zip(self._servers, updates, strict=True):
             written = update.result()
             if sent is not None:
@@ -128,11 +128,11 @@ class BroadcastSync:
                 raise_if_any(different_P, list(self._parameters), where=f"the engine at {server.url}")
 
     def restore(self, server: EngineServer) -> bool:
-        """Return True if the server's process is one that the last sync has reached. Not collective."""
+        """Return True if the last sync reached this process of the server. Not collective."""
         return server.info()["instance"] in self._joined
 
     def _wait(self, sent: tuple[Tensor, dist.Work] | None, updates: Sequence[Future[Any]]) -> None:
-        """Wait for a broadcast. A server that fails ends the wait: NCCL itself would wait until its timeout."""
+        """Wait for a broadcast. A failed server ends the wait, because NCCL itself would wait until its timeout."""
         if sent is None:
             return
         work = sent[1]
@@ -151,7 +151,7 @@ class BroadcastSync:
         return self._posts.submit(server.post_or_end, path, body)
 
     def _join(self) -> list[str]:
-        """Build a group of this rank and all ranks of all servers, if one has restarted. Rank 0 only.
+        """Rebuild the group of this rank and all servers' ranks if a server has restarted. Rank 0 only.
 
         Returns the servers' instances.
         """
@@ -184,12 +184,12 @@ class BroadcastSync:
             for server, first_rank in zip(self._servers, first_ranks, strict=True)
         ]
         for each in accepted:
-            each.result()  # the server joins from now on
+            each.result()  # the server now begins to join
         self._group = self._enter(store, members)
         return instances
 
     def _enter(self, store: dist.Store, members: Sequence[EngineServer]) -> JoinedGroup:
-        """Return the group of this rank and `members`, which have accepted the offer. Raises RunError."""
+        """Return the group of this rank and `members`. They have accepted the offer. Raises RunError."""
         timeout = self._servers[0].timeout
         try:
             return JoinedGroup(store, 0, 1 + len(members), self._world.device, timeout)

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def add_control_routes(app: FastAPI, control: EngineControl, facts: JsonObject, parameters: JsonObject) -> None:
-    """facts: further entries of /bridge/info. parameters: shape and type of each of the engine's, by vLLM's names."""
+    """facts: further entries of /bridge/info. parameters: shape and type of each engine parameter, by vLLM's names."""
     _add_queries(app, control, facts, parameters)
     _add_commands(app, control)
 
@@ -99,7 +99,7 @@ class NamedLoadBody(StrictBody):
     lora_name: str
     lora_path: str
     load_inplace: bool = False
-    """Accepted and not needed: an adapter always replaces the one before it."""
+    """Accepted and ignored: an adapter always replaces the previous one."""
 
 
 class NamedUnloadBody(StrictBody):
@@ -113,7 +113,7 @@ class RestartBody(StrictBody):
     """The body of /bridge/restart."""
 
     model: str
-    """Folder of this server's machine with the model to load."""
+    """Folder of the model to load, on this server's machine."""
 
 
 def add_weight_routes(
@@ -124,13 +124,13 @@ def add_weight_routes(
     restart: Restart,
     note: Callable[[str], None],
 ) -> None:
-    """call: `EveryRank.call` of the engine. adapters: return their status. note: logs one line."""
+    """call: `EveryRank.call` of the engine. adapters: returns the status of the adapters. note: logs one line."""
     _add_adapter_routes(app, control, call, adapters)
 
     @app.post("/bridge/init")
     async def init(request: Request) -> JSONResponse:
         offer = await read_json(request, Offer.from_json)
-        # Not awaited: the trainer enters its group when all servers have accepted.
+        # Not awaited: the trainer joins the group only after all servers have accepted.
         joined = control.submit_idle(partial(call, "join", offer))
         joined.add_done_callback(lambda done: _note_failure(done, note))
         return JSONResponse({"accepted": True})
@@ -154,7 +154,7 @@ def _note_failure(joined: Future[None], note: Callable[[str], None]) -> None:
 def _add_adapter_routes(
     app: FastAPI, control: EngineControl, call: Callable[..., Any], adapters: Callable[[], JsonObject]
 ) -> None:
-    """A loaded adapter applies to all later requests, whatever model they name. Running requests finish first."""
+    """A loaded adapter applies to all later requests, regardless of their `model`. Running requests finish first."""
 
     async def load(name: str, path: str) -> JSONResponse:
         for file in (CONFIG_FILE, WEIGHTS_FILE):
@@ -191,7 +191,7 @@ def _add_adapter_routes(
 def _require_file(folder: str, name: str, key: str) -> None:
     try:
         exists = (Path(folder) / name).is_file()
-    except (OSError, ValueError):  # a name that is too long, or with NUL
+    except (OSError, ValueError):  # name too long, or contains NUL
         exists = False
     if not exists:
         raise InvalidRequest(f"{key}={folder[:200]!r}: no {name} in this folder of the server's machine")

@@ -1,4 +1,4 @@
-"""Pauses an engine, and puts it to sleep, between two decode steps. For servers without a trainer in their process."""
+"""Pauses an engine or puts it to sleep between two decode steps. For servers in processes without a trainer."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ T = TypeVar("T")
 
 
 class EngineControl:
-    """Commands for one engine. `run` executes them on the driving thread; the other methods may be called from any.
+    """Commands for one engine. `run` executes them on the driving thread; other methods may be called from any thread.
 
-    Requests that arrive while the engine is paused or asleep wait. A command that does not fit the state raises
-    ValueError through its future.
+    Requests wait while the engine is paused or asleep. A command that is invalid in the current state sets ValueError
+    on its future.
     """
 
     def __init__(self, engine: RolloutEngine, inbox: Inbox, driver: Driver) -> None:
@@ -28,11 +28,11 @@ class EngineControl:
         self.is_paused = False
         self.is_sleeping = False
         self.has_whole_weights = True
-        """False after a change of the weights that has failed."""
+        """False after a failed change of the weights."""
         self.has_received_weights = False
         """True once a trainer has written into the model's own weights."""
         self.policy_version: int | None = None
-        """Version of the weights, as a trainer has set it; None before."""
+        """Version of the weights, set by a trainer; None until then."""
 
     def run(self, stop_requested: Callable[[], bool]) -> None:
         """Serve requests and commands on this thread until a stop is requested."""
@@ -65,7 +65,7 @@ class EngineControl:
     def set_version(self, policy_version: int) -> Future[None]:
         """Finish running requests, drop cached prefixes and stamp later completions with `policy_version`.
 
-        A repetition has no effect: each rank of a trainer calls it after a sync.
+        Repeated calls have no effect: each rank of a trainer calls this after a sync.
         """
         return self.submit(lambda: self._set_version(policy_version))
 
@@ -79,9 +79,9 @@ class EngineControl:
         return self.submit_idle(changed)
 
     def receive_weights(self, receive: Callable[[], T]) -> Future[T]:
-        """Run `receive` as `change_weights` does. If it fails, all requests wait for a call that succeeds.
+        """Run `receive` like `change_weights`. If it fails, all requests wait until a later call succeeds.
 
-        Some of the weights may then be new and others old.
+        After a failure, some weights may be new and others old.
         """
 
         def received() -> T:

@@ -1,4 +1,4 @@
-"""HTTP routes with which a trainer uses the engine as its own: /engine/*. `servers/remote.py` is their client."""
+"""HTTP routes for a trainer that drives this engine remotely: /engine/*. The client is `servers/remote.py`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from colocated_grpo.web.bodies import read_json
 
 HEARTBEAT_SECONDS = 5.0
 LARGE_PATHS = frozenset({"/engine/requests", "/engine/top_logprobs"})
-"""Routes whose bodies hold tokens."""
+"""Routes whose request bodies contain tokens."""
 MAX_REQUESTS_PER_POST = 4096
 SEED_LIMIT = 1 << 63
 
@@ -38,7 +38,7 @@ ClientName = Annotated[str, Field(min_length=16, max_length=64)]
 
 
 class RequestBody(StrictBody):
-    """A request as `remote.request_message` writes it, under a number of the client in place of its key."""
+    """A request written by `remote.request_message`, with a number of the client in place of its key."""
 
     model_config = ConfigDict(allow_inf_nan=False)
     id: Number
@@ -62,7 +62,7 @@ class RequestBody(StrictBody):
 class RequestsBody(StrictBody):
     client: ClientName
     policy_version: int
-    """Version of the weights that must sample the requests."""
+    """Weight version required for sampling the requests."""
     requests: list[RequestBody] = Field(max_length=MAX_REQUESTS_PER_POST, fail_fast=True)
 
 
@@ -81,7 +81,7 @@ class TopLogprobsBody(StrictBody):
 
 
 class TrainerSession:
-    """Requests of one client and the messages for its stream. For the event loop's thread."""
+    """Requests of one client and the messages for its stream. Use only on the event loop's thread."""
 
     def __init__(self, client: str, inbox: Inbox) -> None:
         self.client = client
@@ -93,11 +93,11 @@ class TrainerSession:
         self.requests.put({body.id: body.request((self.client, body.id)) for body in bodies})
 
     def _send(self, number: int, outcome: Outcome) -> None:
-        with suppress(RuntimeError):  # the loop is closed: the server is ending
+        with suppress(RuntimeError):  # the loop is closed because the server is shutting down
             self._loop.call_soon_threadsafe(self._queue, number, outcome)
 
     def _queue(self, number: int, outcome: Outcome) -> None:
-        """Queue the message. No message if the engine has stopped: the client posts its requests to the next one."""
+        """Queue the message, or none if the engine has stopped: the client posts its requests to the next engine."""
         if isinstance(outcome, TokenDelta):
             self._messages.put_nowait({"id": number, "delta": outcome})
         elif isinstance(outcome, str):
@@ -106,7 +106,7 @@ class TrainerSession:
             self._messages.put_nowait({"id": number, "completion": asdict(outcome)})
 
     async def lines(self) -> AsyncIterator[str]:
-        """Yield a first line, a line for each message, and an empty one after each HEARTBEAT_SECONDS without."""
+        """Yield an opening line, one line per message, and an empty line per HEARTBEAT_SECONDS without one."""
         yield json.dumps({"client": self.client}) + "\n"
         while True:
             try:
@@ -135,7 +135,7 @@ class Sessions:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def open(self, client: str) -> TrainerSession:
-        """Return a new session, in place of one whose connection the client has lost."""
+        """Return a new session. It replaces the client's earlier session, whose connection was lost."""
         self._loop = asyncio.get_running_loop()
         if (former := self._open.pop(client, None)) is not None:
             former.close()
@@ -154,7 +154,7 @@ class Sessions:
             self._note(f"trainer {session.client[:8]} has disconnected; another may connect")
 
     def close_all(self) -> None:
-        """End all streams. For other threads, before the server closes: open responses would delay it."""
+        """End all streams before the server closes, which they would delay. Call from another thread."""
 
         def close() -> None:
             for session in list(self._open.values()):

@@ -15,7 +15,7 @@ from colocated_grpo.types import JsonObject
 from colocated_grpo.web.client import JsonClient, RequestRejected, Unavailable
 
 CALL_SECONDS = 30.0
-"""Time for a call that needs no work of the engine."""
+"""Timeout of calls that need no work by the engine."""
 SILENT_SECONDS = 30.0
 """A stream without a message for this long is closed. The server sends an empty line every 5 seconds."""
 RETRY_SECONDS = 0.25
@@ -31,7 +31,7 @@ class EngineServer:
     def __init__(
         self, url: str, api_key: str | None, timeout: float, stop_requested: Callable[[], bool] = lambda: False
     ) -> None:
-        """timeout: seconds that the server may take to start, and for calls that wait for the engine."""
+        """timeout: seconds for the server to start, and for calls that wait for the engine."""
         self._stop_requested = stop_requested
         self.url = url.rstrip("/")
         self.timeout = timeout
@@ -54,11 +54,11 @@ class EngineServer:
         return cast(JsonObject, self._quick.get("/lora/status"))
 
     def wait_until_ready(self) -> JsonObject:
-        """Return `info` once the server answers. Raises RunError."""
+        """Return `info` once the server responds. Raises RunError."""
         return self.until_answered(self.info)
 
     def until_answered(self, call: Callable[[], T]) -> T:
-        """Repeat the call until it raises no Unavailable, at most `timeout` seconds. Raises RunError."""
+        """Repeat the call while it raises Unavailable, for at most `timeout` seconds. Raises RunError."""
         deadline = time.monotonic() + self.timeout
         while True:
             try:
@@ -77,11 +77,11 @@ class EngineServer:
             time.sleep(RETRY_SECONDS)
 
     def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """Post for work of the engine. Raises Unavailable or RequestRejected."""
+        """POST a call that waits for the engine. Raises Unavailable or RequestRejected."""
         return self._patient.post(path, body or {})
 
     def post_or_end(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """Post for work without which the run cannot continue. Raises RunError."""
+        """POST a call that must succeed for the run to continue. Raises RunError."""
         try:
             return self.post(path, body)
         except (Unavailable, RequestRejected) as error:
@@ -90,7 +90,7 @@ class EngineServer:
     def stream(self, path: str) -> Messages:
         """Return a queue that receives the messages of a streamed response, and None at its end.
 
-        The first line, with which the server confirms that it is ready for requests, is not among them.
+        The stream's first line only confirms that the server is ready for requests, and is not queued.
         """
         messages: Messages = SimpleQueue()
         opened = threading.Event()
@@ -102,7 +102,7 @@ class EngineServer:
                         messages.put(json.loads(line))
                     opened.set()
             except (Unavailable, RequestRejected, ValueError):
-                pass  # the end of the stream; the next call of the server says why
+                pass  # end of the stream; the next call to the server shows the cause
             messages.put(None)
             opened.set()
 

@@ -1,4 +1,4 @@
-"""Engine servers that the launcher starts beside the ranks, and ends with them."""
+"""Engine servers that the launcher starts and stops together with the ranks."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ class ServerPlan:
 
     commands: list[list[str]]
     devices: list[str | None]
-    """CUDA_VISIBLE_DEVICES of each; None inherits it."""
+    """CUDA_VISIBLE_DEVICES of each server; None: inherited."""
     urls: list[str]
     trainer_devices: str | None
-    """CUDA_VISIBLE_DEVICES of the ranks; None inherits it."""
+    """CUDA_VISIBLE_DEVICES of the ranks; None: inherited."""
     logs: list[Path]
 
 
 def plan_servers(launch: Launch, config: Config, environment: Mapping[str, str]) -> ServerPlan | None:
-    """Return the servers that the launch starts; None if engines are in the ranks, or the config names servers.
+    """Return the servers to start; None if engines run in the ranks, or if the config has addresses of servers.
 
-    Raises ConfigError where flags and config do not fit.
+    Raises ConfigError if flags and config contradict each other.
     """
     engine = config.engine
     if engine.placement == "colocated" or engine.urls:
@@ -125,7 +125,7 @@ def _serve_command(model: ModelConfig, engine: EngineConfig, policy: PolicyConfi
 
 
 def _allowed_rank(rank: int) -> int:
-    """Return the smallest of vLLM's ranks that an adapter of this rank fits into."""
+    """Return the smallest of vLLM's LoRA ranks that fits an adapter of this rank."""
     fitting = [allowed for allowed in LORA_RANKS if allowed >= rank]
     if not fitting:
         raise ConfigError(
@@ -136,7 +136,7 @@ def _allowed_rank(rank: int) -> int:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports of this machine on which nothing listens now."""
+    """Return ports of this machine that are currently free."""
     probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [probe.getsockname()[1] for probe in probes]
     for probe in probes:
@@ -145,10 +145,10 @@ def free_ports(count: int) -> list[int]:
 
 
 class EngineServers:
-    """Context in which the servers of a plan run. The end of one stops the run, which then saves a checkpoint."""
+    """Context that runs the servers of a plan. If one exits, the run saves a checkpoint and stops."""
 
     def __init__(self, plan: ServerPlan, environment: Mapping[str, str]) -> None:
-        """environment: of the servers, but for their devices."""
+        """environment: environment of the servers, except for their devices."""
         self._plan = plan
         self._environment = {
             **environment,
@@ -158,10 +158,10 @@ class EngineServers:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._closing = False
         self.failure: str | None = None
-        """Lines about the first server that ended by itself."""
+        """Lines about the first server that exited by itself."""
 
     def rank_environment(self) -> dict[str, str]:
-        """Return the variables with which ranks find the servers."""
+        """Return the environment variables that give ranks the servers' addresses and key."""
         devices = self._plan.trainer_devices
         found = {name: self._environment[name] for name in (KEY_VARIABLE, LOG_VARIABLE)}
         found |= {URLS_VARIABLE: " ".join(self._plan.urls)}
@@ -190,8 +190,8 @@ class EngineServers:
         end = log.read_text(errors="replace").strip().splitlines()[-LOG_LINES:]
         self.failure = "\n".join([f"error: an engine server ended with exit code {code}; the end of {log}:", *end])
         while not self._closing:
-            if callable(signal.getsignal(signal.SIGTERM)):  # `run_command` has begun, and has not returned
-                os.kill(os.getpid(), signal.SIGTERM)  # as if the user stopped the run: its ranks save a checkpoint
+            if callable(signal.getsignal(signal.SIGTERM)):  # `run_command` is running
+                os.kill(os.getpid(), signal.SIGTERM)  # like a stop by the user: the ranks save a checkpoint
                 return
             time.sleep(POLL_SECONDS)
 

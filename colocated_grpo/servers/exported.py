@@ -1,7 +1,7 @@
-"""One copy of the weights for two processes: the engine's parameters, exported by a server and used by a trainer.
+"""Weights shared by two processes: a server exports the engine's parameters, and a trainer uses the same memory.
 
-On CUDA the handles are CUDA IPC's. On the CPU the parameters are moved into memory without a name, which a process of
-the same user opens through the server's descriptor and which is gone when both processes have ended.
+On CUDA the handles are CUDA IPC handles. On the CPU the parameters are moved into anonymous shared memory. A process of
+the same user opens it through the server's file descriptor. It is freed when both processes have exited.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CONFIG_NAME = "vllm_bridge_config.json"
 MAPPINGS = "param_mappings"
 MEMORY_NAME = "colocated_grpo weights"
 ALIGNMENT = 64
-"""Bytes; vector instructions of the CPU read whole lines."""
+"""Bytes: vector instructions of the CPU read whole cache lines."""
 
 
 def export_folder() -> Path:
@@ -54,7 +54,7 @@ def _path_of(descriptor: int) -> str:
 
 
 def export(views: Mapping[str, Tensor], facts: JsonObject, folder: Path) -> Path:
-    """Write the file from which a trainer finds the weights. views: by checkpoint name, of the engine's parameters.
+    """Write the file that locates the weights for a trainer. views: the engine's parameters by checkpoint name.
 
     facts: further entries, such as the model. Parameters on the CPU must be in shared memory.
     """
@@ -74,7 +74,7 @@ def export(views: Mapping[str, Tensor], facts: JsonObject, folder: Path) -> Path
     file = folder / CONFIG_NAME
     partial = file.with_suffix(".partial")
     partial.unlink(missing_ok=True)
-    # A new file: whoever can write into the folder could have put a link in its place.
+    # Always a new file: other users with write access to the folder could have put a link in its place.
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     with open(descriptor, "w", encoding="utf-8") as opened:
         json.dump({**facts, MAPPINGS: mappings}, opened)
@@ -91,8 +91,8 @@ def _handle(storage: torch.UntypedStorage) -> JsonObject:
 def attach(file: Path, instance: str) -> dict[str, Tensor]:
     """Return a server's parameters by checkpoint name. Raises RunError.
 
-    instance: of the server. A file that another server has written is refused, and so are handles of other files: the
-    trainer writes through them.
+    instance: instance of the server. Files of other servers are rejected, and so are handles of other files, because
+    the trainer writes through them.
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -119,10 +119,10 @@ def share_exported(
     world: World,
     check_every: int,
 ) -> SharedSync:
-    """Replace the policy's compute weights by a server's parameters. Raises RunError where they do not fit.
+    """Replace the policy's compute weights by a server's parameters. Raises RunError if they do not match.
 
-    views: of `attach`. prefix: the base model's, such as "model"; names of the views may have or lack it. published:
-    `Weights.published`.
+    views: result of `attach`. prefix: name prefix of the base model, such as "model", which names of views may lack.
+    published: `Weights.published`.
     """
     start = f"{prefix}."
     named = {alias: view for name, view in views.items() for alias in (name, name.removeprefix(start), start + name)}

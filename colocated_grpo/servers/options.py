@@ -1,4 +1,4 @@
-"""Command line of the engine server, and what a server that is started again keeps of it. Imports no slow library."""
+"""Command line of the engine server, and the state that survives its restarts. Imports no slow library."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ DEFAULT_PORT = 9001
 DEFAULT_LENGTH = 4096
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 SHARE_VARIABLE = "VLLM_ENABLE_SHARED_WEIGHTS"
-"""Environment variable that stands for --share-weights at 1, as in Atropos' example server."""
+"""Environment variable: 1 means --share-weights, as in Atropos' example server."""
 STATE_VARIABLE = "COLOCATED_GRPO_SERVE_STATE"
-"""Environment variable with the path of the file. It exists once the engine has been ready."""
+"""Environment variable with the path of the state file. The file exists once the engine has been ready."""
 RESTART = 75
-"""Exit code of an engine process that is to be started again (EX_TEMPFAIL)."""
+"""Exit code that requests a restart of the engine process (EX_TEMPFAIL)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class ServeOptions:
 
 
 def parse(arguments: Sequence[str] | None) -> ServeOptions:
-    """Exits with code 2 and one line where an argument is invalid."""
+    """Parse the arguments. Exits with code 2 and one line if an argument is invalid."""
     parser = _parser()
     options = ServeOptions(**vars(parser.parse_args(arguments)))
     if os.environ.get(SHARE_VARIABLE) == "1":
@@ -64,7 +64,7 @@ def parse(arguments: Sequence[str] | None) -> ServeOptions:
 
 
 def _checked(kind: Any, rule: str) -> Callable[[str], Any]:
-    """Return a type for argparse that accepts what pydantic reads as `kind`. rule: completes "must be ..."."""
+    """Return an argparse type that accepts values that pydantic parses as `kind`. rule: completes "must be ..."."""
     adapter = TypeAdapter(kind)
 
     def read(text: str) -> Any:
@@ -170,7 +170,7 @@ def model_settings(options: ServeOptions) -> ModelConfig:
 def within_model(options: ServeOptions) -> ServeOptions:
     """Return the options with max_model_len lowered to the model's own limit.
 
-    Raises ConfigError where the model does not exist.
+    Raises ConfigError if the model does not exist.
     """
     from colocated_grpo.settings.config_json import longest_sequence, read_config_json, text_part
 
@@ -179,7 +179,7 @@ def within_model(options: ServeOptions) -> ServeOptions:
 
 
 def resumed(options: ServeOptions) -> ServeOptions:
-    """Return the options with the port and the model of the process before, if there was one."""
+    """Return the options with the port and model of the previous process, if there was one."""
     file = _file()
     if file is None or not file.exists():
         return options
@@ -195,19 +195,19 @@ def _write(model: str, port: int) -> None:
 
 
 class Restart:
-    """A request to start the engine again with another model, on the same port."""
+    """A request to restart the engine with another model on the same port."""
 
     def __init__(self) -> None:
         self.requested = False
         self._port = 0
 
     def ready(self, model: str, port: int) -> None:
-        """Record model and port, with which the engine is started again after a crash."""
+        """Record the model and port to use for a restart after a crash."""
         self._port = port
         _write(model, port)
 
     def request(self, model: str) -> None:
-        """End this process, to be started again with `model`."""
+        """End this process and request a restart with `model`."""
         _write(model, self._port)
         self.requested = True
 

@@ -1,8 +1,8 @@
-"""Requests to the engines of all ranks, from rank 0, which serves HTTP.
+"""Requests from rank 0, which serves HTTP, to the engines of all ranks.
 
-A rank link is one connection to another rank. Python's `multiprocessing.connection` frames and pickles its messages,
-and both ends prove by HMAC that they have the secret that was broadcast over the process group. Unlike
-`servers/remote.py`, a link is never restored: it ends with the run.
+A rank link is one connection to another rank. Python's `multiprocessing.connection` frames and pickles its messages.
+Both ends authenticate by HMAC, with a secret that was broadcast over the process group. Unlike the connections of
+`servers/remote.py`, a rank link is never restored: it ends with the run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from colocated_grpo.types import Completion
 
 T = TypeVar("T")
 Outcome = TokenDelta | Completion | str | None
-"""Answer to a request: new tokens, and at last the completion, the line of an engine that rejects it, or None if the
+"""Response to a request: new tokens; at the end the completion, the error line if the engine rejects it, or None if the
 engine has stopped."""
 
 
@@ -44,12 +44,12 @@ class LoadBalancer:
     """Send each request to the engine with the fewest in flight. Not thread-safe: for one event loop."""
 
     def __init__(self, inbox: Inbox, links: Sequence[Inbox | RankLink] = ()) -> None:
-        """inbox: of this rank's engine. links: to those of the other ranks."""
+        """inbox: inbox of this rank's engine. links: links to the other ranks' engines."""
         self._inbox = inbox
         self._engines = [inbox, *links]
         self.in_flight = [0] * len(self._engines)
         self.closed = False
-        """Set when the engines have stopped for good; every later request raises ServerClosing."""
+        """True once the engines have stopped permanently; every later request raises ServerClosing."""
 
     async def send(
         self,
@@ -59,8 +59,8 @@ class LoadBalancer:
     ) -> Completion:
         """Return the completion. Cancellation aborts the request in its engine. Raises ServerClosing.
 
-        on_completion: called on the thread of this rank's engine before that engine may sleep. It restricts the
-        request to this engine.
+        on_completion: called on the thread of this rank's engine before that engine may sleep. If set, the request
+        always goes to this engine.
         """
         if self.closed:
             raise ServerClosing
@@ -77,14 +77,14 @@ class LoadBalancer:
             self.in_flight[chosen] -= 1
 
     def top_logprobs(self, token_ids: list[int], k: int) -> Future[list[dict[int, float]]]:
-        """Return the future of `RolloutEngine.top_logprobs` of this rank's engine."""
+        """Return the future of `RolloutEngine.top_logprobs` on this rank's engine."""
         return self._inbox.call(lambda engine: engine.top_logprobs(token_ids, k))
 
 
 async def result_of(future: Future[T]) -> T:
     """Await an engine's future. Cancelling the task cancels the future.
 
-    A future that the engine itself cancelled raises ServerClosing, since engines only do that when they stop.
+    A future cancelled by the engine raises ServerClosing: engines cancel futures only when they stop.
     """
     try:
         return await asyncio.wrap_future(future)
@@ -97,23 +97,23 @@ async def result_of(future: Future[T]) -> T:
 
 
 class PeerRequests:
-    """Requests of one peer, by its numbers, in this process's inbox."""
+    """Requests of one peer in this process's inbox, by the peer's request numbers."""
 
     def __init__(self, inbox: Inbox, send: Callable[[int, Outcome], None]) -> None:
-        """send: called on the thread that drives the engine."""
+        """send: sends an outcome to the peer. Called on the thread that drives the engine."""
         self._inbox = inbox
         self._send = send
         self._futures: dict[int, Future[Completion]] = {}
 
     def put(self, requests: Mapping[int, Request]) -> None:
-        """Queue the requests at once, so that the engine admits them in the same step."""
+        """Queue the requests together, so that the engine admits them in the same step."""
         entries = [(one, partial(self._send, number) if one.stream else None) for number, one in requests.items()]
         for number, future in zip(requests, self._inbox.put_all(entries), strict=True):
             self._futures[number] = future
             future.add_done_callback(partial(self._finish, number))
 
     def cancel(self, numbers: Iterable[int] | None = None) -> None:
-        """Abort these requests, or all. They have no outcome."""
+        """Abort these requests, or all. No outcome is sent for them."""
         for number in list(self._futures) if numbers is None else numbers:
             if (future := self._futures.pop(number, None)) is not None:
                 future.cancel()
@@ -192,7 +192,7 @@ class RankLink:
             return self._futures.pop(number, None)
 
     def end_phase(self, phase: int, *, abort: bool) -> None:
-        """End a phase on the other rank, which finishes or aborts its running requests. Phases are counted from 1."""
+        """End a phase on the other rank and finish or abort its running requests. Phases are counted from 1."""
         self._messages.send("end", phase, abort)
 
     def _receive(self) -> None:
@@ -201,7 +201,7 @@ class RankLink:
             if isinstance(outcome, TokenDelta):
                 if (on_delta := self._on_delta.get(number)) is not None:
                     on_delta(outcome)
-            elif (future := self._forget(number)) is not None:  # else cancelled here while the outcome was on its way
+            elif (future := self._forget(number)) is not None:  # else cancelled while the outcome was in transit
                 _resolve(future, outcome)
 
     def close(self) -> None:
@@ -219,7 +219,7 @@ def _resolve(future: Future[Completion], outcome: Completion | str | None) -> No
 
 
 class RemoteInbox:
-    """The other rank's end of a link: puts the requests of rank 0 into this rank's inbox."""
+    """The other rank's end of a link: puts rank 0's requests into this rank's inbox."""
 
     def __init__(self, inbox: Inbox, host: str, secret: bytes) -> None:
         self._inbox = inbox
@@ -241,7 +241,7 @@ class RemoteInbox:
         return self._last_ended >= phase
 
     def serve(self, driver: Driver, phase: int) -> None:
-        """Serve the requests of rank 0 until it ends the phase. driver: takes its requests from the same inbox."""
+        """Serve rank 0's requests until it ends the phase. driver: must use the same inbox."""
         while not self.ended(phase):
             driver.step()
         if self._aborted:
@@ -250,7 +250,7 @@ class RemoteInbox:
             driver.drain()
 
     def _accept(self) -> None:
-        """Receive from each connection on a thread of its own: one without the secret keeps no other waiting."""
+        """Receive from each connection on a separate thread, so that one without the secret cannot block others."""
         while not self._closed:
             with suppress(OSError):  # closed
                 connection = self._listener.accept()

@@ -1,4 +1,4 @@
-"""A tensor-parallel engine: rank 0 starts the processes of the other ranks, and repeats each of its calls on them."""
+"""A tensor-parallel engine: rank 0 starts the other ranks' processes and repeats each engine call on them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _start(rank: int) -> subprocess.Popen[bytes]:
 
 
 def _watch(peers: list[subprocess.Popen[bytes]]) -> None:
-    """End this process if a peer has died: its collectives would wait for the peer."""
+    """End this process if a peer has died, because collectives would wait for the peer."""
     while True:
         time.sleep(POLL_SECONDS)
         for rank, peer in enumerate(peers, start=1):
@@ -70,9 +70,9 @@ class EveryRank:
         group: dist.ProcessGroup | None,
         commands: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
-        """engine: this rank's; its methods are commands. group: None for a single rank.
+        """engine: this rank's engine, whose methods are commands. group: None for a single rank.
 
-        commands: further ones, by name. They may raise ValueError on some ranks only; rank 0 then raises it too.
+        commands: further commands by name. If one raises ValueError on any rank, rank 0 raises it too.
         """
         self.engine = engine
         self._commands = commands or {}
@@ -101,7 +101,7 @@ class EveryRank:
         return result
 
     def follow(self) -> None:
-        """Run rank 0's calls until `end`. A ValueError is rank 0's to report. Other ranks only."""
+        """Run rank 0's calls until `end`. A ValueError is reported by rank 0. Other ranks only."""
         while True:
             box: list[Any] = [None]
             dist.broadcast_object_list(box, src=0, group=self._group)
@@ -112,7 +112,7 @@ class EveryRank:
                 self._run(name, arguments)
 
     def end(self) -> None:
-        """Let the other ranks return from `follow`. Rank 0 only."""
+        """Make the other ranks return from `follow`. Rank 0 only."""
         self._send(END, ())
 
     def _send(self, name: str, arguments: tuple[Any, ...]) -> None:
@@ -121,7 +121,7 @@ class EveryRank:
 
 
 class MirroredEngine:
-    """`RolloutEngine` of rank 0 whose calls run on every rank of the engine."""
+    """Rank 0's `RolloutEngine`. Each call runs on every rank of the engine."""
 
     def __init__(self, every_rank: EveryRank) -> None:
         self._every_rank = every_rank

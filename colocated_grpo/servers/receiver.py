@@ -30,19 +30,19 @@ Shape = Annotated[list[Annotated[int, Field(gt=0)]], Field(min_length=1, max_len
 
 
 class Offer(StrictBody):
-    """A trainer's group, as it describes it to each server: the body of /bridge/init."""
+    """Description of a trainer's process group: the body of /bridge/init."""
 
     model_config = ConfigDict(allow_inf_nan=False)
     address: str
     """Address of the group's store."""
     port: Port
     first_rank: Count
-    """Rank of this server's first rank in the group; 0 is the trainer."""
+    """Group rank of this server's first rank; 0 is the trainer."""
     group_size: Count
     timeout: float = Field(gt=0)
     trainer_ranks: Count
     prefix: str
-    """The base model's in checkpoint names, such as "model"."""
+    """Prefix of the base model in checkpoint names, such as "model"."""
     shapes: dict[str, Shape] = Field(min_length=1)
     """Shapes of the trainer's parameters, by checkpoint name."""
 
@@ -51,7 +51,7 @@ class WeightReceiver:
     """Weights of one trainer for the engine of this rank. Every method is collective over the engine's ranks."""
 
     def __init__(self, engine: LocalEngine, folder: Path, world: World) -> None:
-        """folder: the model that the engine has loaded. world: the engine's ranks."""
+        """folder: folder of the engine's loaded model. world: the engine's ranks."""
         self._engine = engine
         self._folder = folder
         self._conversion = read_conversion(folder)
@@ -62,12 +62,12 @@ class WeightReceiver:
         self._buckets: list[Bucket] = []
         self._plan: Plan | None = None
         self._views: ViewFingerprints | None = None
-        """Fingerprints of the plan's views; None without a plan."""
+        """Fingerprints of the copy plan's views; None without a plan."""
         self._planned_shapes: Mapping[str, torch.Size] | None = None
-        """Shapes for which a plan was tried: after an update the engine no longer has the folder's weights."""
+        """Shapes of the last plan, tried once: after an update the engine no longer has the folder's weights."""
 
     def join(self, offer: Offer) -> None:
-        """Join a trainer's group; a former one is left. Raises ValueError where that fails."""
+        """Leave the previous group, if any, and join a trainer's group. Raises ValueError on failure."""
         shapes = {name: torch.Size(shape) for name, shape in offer.shapes.items()}
         if shapes != self._planned_shapes:
             plan = verified_plan(self._engine, shapes, offer.prefix, self._folder)
@@ -77,7 +77,7 @@ class WeightReceiver:
         self._buckets = make_buckets(shapes, offer.trainer_ranks, self._dtype)
         self._leave()
         try:
-            # The store serves before the offer is made: one that cannot be reached is gone. The engine waits meanwhile.
+            # The store starts before the offer is sent, so an unreachable store is gone. The engine waits meanwhile.
             store = connect_store(offer.address, offer.port, CONNECT_SECONDS)
             store.set_timeout(timedelta(seconds=offer.timeout))
             rank = offer.first_rank + self._engine.tensor_parallel_rank
@@ -87,10 +87,10 @@ class WeightReceiver:
 
     @torch.no_grad()
     def update(self) -> JsonObject:
-        """Receive and write all weights. Returns fingerprints, by which the trainer verifies what has arrived.
+        """Receive and write all weights. Return fingerprints, so that the trainer can verify the transfer.
 
-        Of the engine's views where there is a plan, else of the tensors given to the engine's loader. Raises ValueError
-        without a trainer, or when its connection is lost.
+        The fingerprints are those of the engine's views if there is a plan, else of the tensors passed to the engine's
+        loader. Raises ValueError without a trainer, or when its connection is lost.
         """
         if self._group is None:
             raise ValueError("no trainer has joined since this server started; POST /bridge/init first")
@@ -120,7 +120,7 @@ class WeightReceiver:
         return self._views
 
     def _stored(self, fingerprints: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield what the engine's loader needs, and append the fingerprints of each bucket."""
+        """Yield the tensors for the engine's loader, and append the fingerprints of each bucket."""
         for bucket in self._received():
             values = dict(full_tensors(*bucket))
             parts = [rows_of(value, 0) for value in values.values()]

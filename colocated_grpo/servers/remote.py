@@ -1,8 +1,8 @@
-"""`RolloutEngine` over HTTP: the engine of one server, and those of several as one.
+"""`RolloutEngine` over HTTP: the engine of one server, and a group of several engines.
 
-Requests are posted in batches, and their completions arrive on one streamed response: any number of requests needs two
-connections. A request is under way until its completion has been read. After a lost connection those under way are
-posted again, with their seeds, and the server has aborted the earlier ones: none is lost, and none is returned twice.
+Requests are posted in batches, and their completions arrive on one streamed response, so any number of requests needs
+two connections. A request is under way until its completion has been read. After a lost connection the server aborts
+the requests under way, and the client posts them again with the same seeds. No request is lost or returned twice.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from colocated_grpo.web.client import RequestRejected, Unavailable
 STEP_SECONDS = 0.005
 """Longest wait of a step, like a decode step's."""
 TOKENS_PER_POST = 1 << 19
-"""Prompt tokens of one post: far below the server's limit on bodies, and nearly always all new requests. The engine
-admits the requests of one post in the same step, so the batches of a deterministic run do not depend on timing."""
+"""Maximum prompt tokens of one post: far below the server's body limit, and usually enough for all new requests. The
+engine admits the requests of a post in the same step, so a deterministic run's batches do not depend on timing."""
 REQUESTS_PER_POST = 4096
 STOP_SECONDS = 30.0
-"""Time for the run to stop after the engine is lost."""
+"""Seconds for the run to stop after the engine is lost."""
 
 Restore = Callable[[EngineServer], bool]
-"""Gives a restarted server the current weights; False if that needs a weight sync of all ranks. Raises Unavailable."""
+"""Restores a restarted server's weights; False if only a weight sync of all ranks can. Raises Unavailable."""
 
 
 CONFLICT = 409
-"""HTTP status of requests that need other weights than the server has, or whose client has no open stream."""
+"""HTTP status for requests that need another weight version, or whose client has no open stream."""
 
 
 def request_message(number: int, request: Request) -> JsonObject:
-    """Return the request under a number of the sender in place of its key. `engine_routes.RequestBody` reads it."""
+    """Return the request as JSON for `engine_routes.RequestBody`, with the sender's number instead of its key."""
     return {
         "id": number,
         "token_ids": request.token_ids,
@@ -58,7 +58,7 @@ class _Underway:
     streamed: int = 0
     """Tokens delivered as deltas."""
     received: int = 0
-    """Tokens received as deltas since the request was last posted, after a lost connection the same ones again."""
+    """Tokens received as deltas since the last post. After a lost connection, the same tokens arrive again."""
 
     def new_tokens(self, delta: TokenDelta) -> TokenDelta:
         """Return the part of a received delta that was not delivered before."""
@@ -69,7 +69,7 @@ class _Underway:
 
 
 class WeightsLost(Exception):
-    """The server was restarted, and only a weight sync of all ranks can write the weights."""
+    """The server has restarted, and only a weight sync of all ranks can restore its weights."""
 
     def __init__(self) -> None:
         super().__init__("it was restarted and has lost the policy's weights")
@@ -78,10 +78,10 @@ class WeightsLost(Exception):
 class RemoteEngine:
     """The engine of one server. Not thread-safe: one thread drives it."""
 
-    admission_cost = 0  # the server's own driver admits in batches
+    admission_cost = 0  # the server's driver admits requests in batches
 
     def __init__(self, server: EngineServer, restore: Restore, on_lost: Callable[[str], None]) -> None:
-        """Wait for the server. on_lost: called once with one line when the run cannot go on with it."""
+        """Wait for the server. on_lost: called once, with one line, when the server is lost for this run."""
         info = server.wait_until_ready()
         self._server = server
         self._restore = restore
@@ -92,7 +92,7 @@ class RemoteEngine:
         self._client = secrets.token_hex(16)
         self._numbers = itertools.count()
         self._running: dict[int, _Underway] = {}
-        """By number at the server."""
+        """Requests under way, by their number at the server."""
         self._unsent: list[int] = []
         self._deltas: list[tuple[Hashable, TokenDelta]] = []
         self._messages: Messages | None = None
@@ -110,7 +110,7 @@ class RemoteEngine:
             self._unsent.append(number)
 
     def step(self) -> Finished:
-        """Return completions that have arrived. Waits up to STEP_SECONDS for the first."""
+        """Return newly arrived completions. Waits up to STEP_SECONDS for the first one."""
         self._deltas.clear()
         if self._lost is not None:
             return self._wait_for_stop(self._lost)
@@ -122,7 +122,7 @@ class RemoteEngine:
         return self._receive()
 
     def _connect(self) -> bool:
-        """Open the stream and queue all running requests again. Returns False if the server does not answer."""
+        """Open the stream and queue all running requests again. Return False if the server does not respond."""
         try:
             self._restore_if_restarted()
         except (Unavailable, RequestRejected) as error:
@@ -160,7 +160,7 @@ class RemoteEngine:
 
     @staticmethod
     def _wait_for_stop(lost: tuple[str, float]) -> Finished:
-        """Return nothing, so that the caller sees the stop request. Raises RunError if it does not look for one."""
+        """Return nothing, so that the caller can stop the run. Raises RunError after STOP_SECONDS."""
         line, since = lost
         if time.monotonic() - since > STOP_SECONDS:
             raise RunError(line)
@@ -182,11 +182,11 @@ class RemoteEngine:
         except RequestRejected as error:
             if error.status != CONFLICT:
                 raise RunError(f"engine.urls={self._server.url}: rejects a request: {error}") from None
-            self._record_unavailable(str(error))  # restarted between two steps, or its stream has ended
+            self._record_unavailable(str(error))  # the server restarted between two steps, or the stream ended
         return self._messages is not None
 
     def _next_post(self) -> list[int]:
-        """Return the first unsent requests: as many as fit into one body."""
+        """Return as many of the next unsent requests as fit into one body."""
         lengths = (len(self._running[number].request.token_ids) for number in self._unsent[:REQUESTS_PER_POST])
         count = sum(total <= TOKENS_PER_POST for total in itertools.accumulate(lengths))
         return self._unsent[: max(1, count)]
@@ -207,7 +207,7 @@ class RemoteEngine:
     def _handle(self, message: JsonObject, finished: Finished) -> None:
         running = self._running.get(message["id"])
         if running is None:
-            return  # aborted here while the message was on its way
+            return  # aborted on this side while the message was in transit
         if "delta" in message:
             new = running.new_tokens(TokenDelta(*message["delta"]))
             if new.token_ids:
@@ -231,7 +231,7 @@ class RemoteEngine:
             try:
                 self._server.post("/engine/abort", {"client": self._client, "ids": sent})
             except (Unavailable, RequestRejected):
-                self._messages = None  # a server that loses the connection aborts them all
+                self._messages = None  # the server aborts all requests of a lost connection
 
     def top_logprobs(self, token_ids: Sequence[int], k: int) -> list[dict[int, float]]:
         try:
@@ -247,7 +247,7 @@ class RemoteEngine:
         self._post_patiently("/engine/version", {"policy_version": policy_version})
 
     def _post_patiently(self, path: str, body: Mapping[str, Any]) -> Any:
-        """Post, again if the server is being restarted. Raises RunError."""
+        """Post, with retries while the server restarts. Raises RunError."""
 
         def post() -> Any:
             self._restore_if_restarted()
@@ -269,14 +269,14 @@ class RemoteEngine:
 
 
 class EngineGroup:
-    """`RolloutEngine` that gives each request to the engine with the fewest running."""
+    """`RolloutEngine` that sends each request to the engine with the fewest running requests."""
 
     def __init__(self, engines: Sequence[RolloutEngine], max_num_seqs: int | None = None) -> None:
-        """max_num_seqs: requests to submit at the same time. Default: what the engines decode together."""
+        """max_num_seqs: maximum requests submitted at the same time. Default: the engines' combined capacity."""
         self._engines = engines
         self._running = [0] * len(engines)
         self._engine_of: dict[Hashable, int] = {}
-        """By key, for running requests."""
+        """Engine index of each running request, by key."""
         self.max_num_seqs = max_num_seqs or sum(engine.max_num_seqs for engine in engines)
         self.admission_cost = max(engine.admission_cost for engine in engines)
 

@@ -1,4 +1,4 @@
-"""Request bodies as pydantic models, and the sampling parameters that all of them reduce to."""
+"""Request bodies as pydantic models, and the sampling parameters common to all of them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "function_call": ("auto", "none"),
     "tool_choice": ("auto", "none"),
 }
-"""Values without effect, beside null and, for keys that are not here, false, 0 and empty lists and objects."""
+"""Values without effect, in addition to null. For keys not listed here: false, 0, and empty lists and objects."""
 
 IGNORED = frozenset(
     {
@@ -55,7 +55,7 @@ IGNORED = frozenset(
         *("include_reasoning", "parallel_tool_calls"),  # responses have no reasoning and no parsed calls
     }
 )
-"""Keys without effect on tokens and text. Keys that neither OpenAI nor vLLM knows are ignored too, as by OpenAI."""
+"""Keys without effect on tokens and text. Keys unknown to both OpenAI and vLLM are also ignored, as by OpenAI."""
 
 
 def check_keys(content: JsonObject, supported: frozenset[str]) -> None:
@@ -82,7 +82,7 @@ def _as_list(value: Any) -> Any:
 def first_problem(problems: Sequence[Mapping[str, Any]]) -> str:
     """Return pydantic's error in one line.
 
-    For a union pydantic reports every variant. The one that fails deepest is probably the one that was meant.
+    For a union, pydantic reports every variant. The variant that fails deepest is probably the intended one.
     """
     problem = max(problems, key=lambda problem: len(problem["loc"]))
     where = ".".join(str(part) for part in problem["loc"] if part != "body")
@@ -129,7 +129,7 @@ class Body(BaseModel):
 
 
 class StrictBody(Body):
-    """A request body without unknown keys. pydantic's own check reports all of them, at a cost for each."""
+    """A request body without unknown keys. pydantic's own check would build an error for each unknown key."""
 
     @model_validator(mode="before")
     @classmethod
@@ -204,7 +204,7 @@ class StreamOptions(BaseModel):
 
 
 class OpenAIBody(Body):
-    """Fields of both /v1/completions and /v1/chat/completions. `openai_keys` decides about other keys."""
+    """Fields of both /v1/completions and /v1/chat/completions. Other keys are checked against `openai_keys`."""
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
 

@@ -1,6 +1,6 @@
 """Responses: completions in the format of each route, whole or as a stream of chunks.
 
-A part of a completion and a whole one have the same format, so each is formatted by the same code.
+Parts of a completion and whole completions have the same format and use the same code.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def generate_response(
         "finish_reasons": [one.finish_reason for one in completions],
     }
     if parameters.logprobs is not None:
-        # For each token a list with a single dictionary, whose first key clients read as the sampled token.
+        # One list per token, with a single dictionary. Clients read its first key as the sampled token.
         response["logprobs"] = [[[{token: value}] for token, value in one.token_logprobs] for one in completions]
         response["prompt_token_ids"] = prompt_ids
         response["token_ids"] = [one.token_ids for one in completions]
@@ -110,7 +110,7 @@ class OpenAIFormat:
         self._logprobs = logprobs
         self._include_usage = include_usage
         self._offsets: dict[int, int] = {}
-        """Characters of each completion's tokens so far, for /v1/completions."""
+        """Characters so far of each completion's tokens, for /v1/completions."""
 
     def response(self, completions: Sequence[CompletionPart]) -> JsonObject:
         return {
@@ -130,7 +130,7 @@ class OpenAIFormat:
             yield {**head, "choices": [], "usage": self._usage(completion_tokens)}
 
     def _choice(self, part: CompletionPart, message: str) -> JsonObject:
-        """message: name of a chat message in the choice."""
+        """message: key of the chat message in the choice."""
         raise NotImplementedError
 
     def _usage(self, completion_tokens: int) -> dict[str, int]:
@@ -162,7 +162,7 @@ class CompletionFormat(OpenAIFormat):
         }
 
     def _by_text(self, entry: dict[int, float]) -> dict[str, float]:
-        """Return log-probabilities by text. Tokens can share a text, such as partial characters; the first is kept."""
+        """Return log-probabilities by token text. Of tokens with equal text (partial characters), the first is kept."""
         named: dict[str, float] = {}
         for token, value in entry.items():
             named.setdefault(self._detokenize([token]), value)
@@ -203,7 +203,7 @@ def models_response(model: str, max_tokens: int) -> JsonObject:
 
 
 class StreamingBody(StreamingResponse):
-    """A response sent line by line. At its end it closes `parts`, which aborts requests still in the engine."""
+    """A response sent line by line. At the end it closes `parts`, which aborts requests still in the engine."""
 
     def __init__(self, lines: AsyncIterator[str], parts: AsyncGenerator[CompletionPart], media_type: str) -> None:
         super().__init__(lines, media_type=media_type)

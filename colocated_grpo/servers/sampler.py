@@ -20,19 +20,19 @@ from colocated_grpo.settings.generation import MIN_TEMPERATURE
 from colocated_grpo.types import Completion, FinishReason, JsonObject
 
 TopLogprobs = list[dict[int, float]]
-"""For each position the most likely tokens with their log-probabilities, the actual token first."""
+"""Most likely tokens and their log-probabilities at each position, the actual token first."""
 OnSampled = Callable[[Request, Completion, float], None]
 """Called with a completion and the temperature of its log-probabilities."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionPart:
-    """The next part of a completion that is streamed, or a whole completion."""
+    """The next part of a streamed completion, or a whole completion."""
 
     index: int
     """Position of the completion within the HTTP request."""
     text: str
-    """The text of a completion is cut off before a stop string."""
+    """The text ends before a stop string."""
     token_ids: list[int]
     logprobs: list[float]
     start: int = 0
@@ -40,7 +40,7 @@ class CompletionPart:
     finish_reason: FinishReason | None = None
     """None before the last part."""
     top_logprobs: TopLogprobs | None = None
-    """None unless requested, and then the completion is a single part."""
+    """None unless requested. If requested, the completion is a single part."""
 
     @property
     def token_logprobs(self) -> list[tuple[int, float]]:
@@ -75,8 +75,8 @@ class Sampler:
     ) -> None:
         """note: logs one line.
 
-        template_variables: variables of the chat template that hold where a request does not set them. on_sampled:
-        receives every completion before its client does.
+        template_variables: defaults for chat template variables that a request does not set. on_sampled: called with
+        every completion before it is returned to its client.
         """
         self._engines = engines
         self.codec = TextCodec(tokenizer, limits, template_variables or {})
@@ -101,7 +101,7 @@ class Sampler:
     ) -> AsyncGenerator[CompletionPart]:
         """Yield the completions of all prompts in parts, as they are sampled. Errors are those of `sample`.
 
-        Top log-probabilities are computed after a completion has finished, which then is a single part.
+        Top log-probabilities are computed after a completion has finished, so such a completion is a single part.
         """
         return self._parts(prompts, parameters, num_top_logprobs, stream=not num_top_logprobs)
 
@@ -117,7 +117,7 @@ class Sampler:
         all_done = asyncio.gather(*tasks)
 
         def end(done: asyncio.Future[list[None]]) -> None:
-            done.exception()  # marks it as retrieved: asyncio logs it otherwise when the client has disconnected
+            done.exception()  # marks it as retrieved, else asyncio logs it when the client has disconnected
             parts.put_nowait(None)
 
         all_done.add_done_callback(end)
@@ -161,7 +161,7 @@ class Sampler:
             entries = [entry for future in scored for entry in await result_of(future)]
         except ValueError as error:
             raise InvalidRequest(str(error)) from None
-        # Greedy log-probabilities are at temperature 1. vLLM raises lower positive temperatures to MIN_TEMPERATURE.
+        # Greedy log-probabilities are at temperature 1. vLLM raises others to at least MIN_TEMPERATURE.
         temperature = max(parameters.temperature, MIN_TEMPERATURE) if parameters.temperature else 1.0
         self._on_sampled(request, completion, temperature)
         text = self.codec.decode(completion.token_ids, skip_special_tokens=parameters.skip_special_tokens)
@@ -215,7 +215,7 @@ class Sampler:
         parts.put_nowait(last)
 
     async def prompt_logprobs(self, prompt: list[int], k: int) -> list[dict[int, float] | None]:
-        """Return the log-probabilities, at temperature 1, of each prompt token and of the k most likely tokens there.
+        """Return log-probabilities at temperature 1 of each prompt token and the k most likely tokens at its position.
 
         The first position has no context, so its entry is None.
         """
@@ -273,8 +273,8 @@ def _at_temperature(completion: Completion, temperature: float, entries: TopLogp
     """Return the top log-probabilities of each completion token at its sampling temperature.
 
     entries: log-probabilities at temperature 1, from one forward pass over the finished sequence. Their differences to
-    the sampled token's entry are divided by the temperature and added to its sampling log-probability.
-    The pass omits the last token of a sequence of maximum length; that position has the sampled token only.
+    the sampled token's entry are divided by the temperature and added to its sampling log-probability. The pass omits
+    the last token of a sequence of maximum length, so that position only has the sampled token.
     """
     top_logprobs: TopLogprobs = []
     for position, (token, value) in enumerate(zip(completion.token_ids, completion.sampling_logprobs, strict=True)):

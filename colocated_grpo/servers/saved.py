@@ -1,4 +1,4 @@
-"""Weight sync through files: running servers load the adapter, or servers are started again with the model."""
+"""Weight sync through files: running servers load the saved adapter, or servers restart from the saved model."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ ADAPTER_NAME = "policy"
 
 
 class AdapterSync:
-    """Saves the adapter, and every server loads it beside its base weights. The server's process stays."""
+    """Saves the adapter and loads it into every running server, beside the base weights."""
 
     def __init__(self, export: Export, folder: Path, servers: Sequence[EngineServer], world: World) -> None:
-        """folder: that the servers can read; it is overwritten by each sync."""
+        """folder: must be readable by the servers. Each sync overwrites it."""
         self._export = export
         self._target = folder / "adapter"
         self._servers = servers
@@ -37,7 +37,7 @@ class AdapterSync:
             server.until_answered(partial(self.restore, server))
 
     def restore(self, server: EngineServer) -> bool:
-        """Load the adapter of the last sync. Raises Unavailable, RequestRejected, or RunError for another adapter."""
+        """Load the adapter of the last sync. Raises Unavailable, RequestRejected, or RunError if it differs."""
         loaded = server.post("/lora/load", self._body())
         _require_same(server, loaded["exported"], self._target)
         return True
@@ -47,7 +47,7 @@ class AdapterSync:
 
 
 class RestartSync:
-    """Saves the model, and every server is started again with it."""
+    """Saves the model and restarts every server from it."""
 
     def __init__(
         self,
@@ -59,9 +59,9 @@ class RestartSync:
         base: str,
         version: Callable[[], int],
     ) -> None:
-        """folder: that the servers can read. base: the model at version 0, with which servers may have been started."""
+        """folder: readable by the servers. base: the model at version 0, which servers may have loaded initially."""
         self._export = export
-        # Two, in turn: a server that crashes while the next model is written starts again with the last one.
+        # Two, in turn: a server that crashes while the next model is written restarts from the last one.
         self._targets = [folder / "model_a", folder / "model_b"]
         self._servers = servers
         self._world = world
@@ -91,7 +91,7 @@ class RestartSync:
         model = self._current
         former = server.wait_until_ready()["instance"]
         accepted: set[str] = set()
-        """Instances that have accepted the request to restart. One that crashes first is followed by another."""
+        """Instances that have accepted the restart request. An instance that crashes before is replaced by another."""
 
         def restarted() -> None:
             info = server.info()
@@ -107,12 +107,12 @@ class RestartSync:
         server.until_answered(restarted)
 
     def restore(self, server: EngineServer) -> bool:
-        """Return True if the server, which was started again, has the model of the last sync. Raises Unavailable."""
+        """Return True if the restarted server has the model of the last sync. Raises Unavailable."""
         return server.info()["model"] == self._current
 
 
 def _require_same(server: EngineServer, loaded: str | None, folder: Path) -> None:
-    """Raise RunError unless the server has loaded `folder` as it is here. loaded: its `exported_digest`."""
+    """Raise RunError unless the server has loaded the files in `folder`. loaded: the server's `exported_digest`."""
     if loaded != exported_digest(folder):
         raise RunError(
             f"weight sync: the engine at {server.url} has loaded other files than {folder} holds here: it does not see "

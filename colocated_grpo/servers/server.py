@@ -50,12 +50,12 @@ IDLE_LIMIT = timedelta(days=3650)
 def serve(options: ServeOptions) -> int:
     """Load the model, listen, and answer requests until SIGTERM, SIGINT or a restart. Returns the exit code.
 
-    Raises ConfigError or RunError with one line. The port is opened once the engine is ready, so a client that waits
-    for /health waits for the engine.
+    Raises ConfigError or RunError with one line. The port opens only once the engine is ready, so clients can wait for
+    the engine by polling /health.
     """
     world = init_world(join_ranks(options.tensor_parallel_size))
     model = read_model_files(model_settings(options), world)
-    exported = exported_digest(model.folder)  # before the weights are read: a folder replaced meanwhile differs
+    exported = exported_digest(model.folder)  # before reading the weights, so that a replaced folder is detected
     engine = VLLMEngine(spec_of(options, model.folder, world.device), world)
     facts = describe(options, model, engine, world) | {"exported": exported}
     if options.share_weights:
@@ -77,7 +77,7 @@ def serve(options: ServeOptions) -> int:
 
 
 def spec_of(options: ServeOptions, folder: Path, device: torch.device) -> EngineSpec:
-    """Return the engine for any number of requests, with stop strings, whose weights outlive a sleep."""
+    """Return the spec of an engine for any number of requests, with stop strings. Sleep keeps its weights."""
     adapters = {"enable_lora": True, "max_lora_rank": options.max_lora_rank} if options.enable_lora else {}
     return EngineSpec(
         folder=folder,
@@ -90,7 +90,7 @@ def spec_of(options: ServeOptions, folder: Path, device: torch.device) -> Engine
         gpu_memory_utilization=options.gpu_memory_utilization,
         enforce_eager=options.enforce_eager,
         reads_weights=True,
-        sleep=not options.share_weights,  # memory of vLLM's sleep mode cannot be shared
+        sleep=not options.share_weights,  # vLLM's sleep mode allocates memory that cannot be shared
         keeps_weights=True,
         needs_text=True,
         args={**adapters, **options.engine_args},
@@ -98,7 +98,7 @@ def spec_of(options: ServeOptions, folder: Path, device: torch.device) -> Engine
 
 
 def _share_weights(engine: VLLMEngine, model: ModelFiles, facts: JsonObject) -> None:
-    """Export the engine's parameters for a trainer of this machine. Raises RunError for a model without a plan."""
+    """Export the engine's parameters to a trainer on this machine. Raises RunError for a model without a copy plan."""
     if facts["device"] == "cpu":
         move_to_shared_memory(engine.model)
     tied = bool(model.hf_config.get_text_config().tie_word_embeddings)
@@ -132,7 +132,7 @@ def _lead(
     stop: StopRequest,
     facts: JsonObject,
 ) -> int:
-    """Serve on rank 0. engine: this rank's."""
+    """Serve on rank 0. engine: this rank's engine."""
     note = partial(print, "note:", flush=True)
     whole, inbox, restart = MirroredEngine(ranks), Inbox(), Restart()
     control, sessions = EngineControl(whole, inbox, Driver(whole, inbox)), Sessions(inbox, note)
@@ -173,7 +173,7 @@ def _lead(
 
 
 def describe(options: ServeOptions, model: ModelFiles, engine: VLLMEngine, world: World) -> JsonObject:
-    """Facts for /bridge/info."""
+    """Return the entries of /bridge/info that describe this server."""
     parameters = list(engine.model.parameters())
     return {
         "model": options.model,
@@ -191,7 +191,7 @@ def describe(options: ServeOptions, model: ModelFiles, engine: VLLMEngine, world
 
 
 def parameters_of(engine: VLLMEngine) -> JsonObject:
-    """Shape and type of each parameter on this rank, by vLLM's names."""
+    """Return shape and type of each parameter on this rank, by vLLM's names."""
     return {
         name: {"shape": list(parameter.shape), "dtype": str(parameter.dtype).removeprefix("torch.")}
         for name, parameter in engine.model.named_parameters()
@@ -201,5 +201,5 @@ def parameters_of(engine: VLLMEngine) -> JsonObject:
 def _listen(app: ASGIApp, options: ServeOptions) -> ServerThread:
     try:
         return ServerThread(app, options.host, [options.port])
-    except OSError as error:  # taken while the engine was built
+    except OSError as error:  # the port was taken while the engine was built
         raise RunError(f"--port={options.port}: cannot listen on {error.strerror}") from None

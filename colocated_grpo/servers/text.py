@@ -1,4 +1,4 @@
-"""The text and the tokens of requests over HTTP: limits, encoding, decoding, and incremental decoding of streams."""
+"""Text and tokens of HTTP requests: limits, encoding, decoding, and incremental decoding of streams."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from colocated_grpo.types import JsonObject
 from colocated_grpo.web.bodies import off_the_loop
 
 LENGTH_KEYS = "rollout.max_prompt_tokens + rollout.max_completion_tokens"
-"""The settings that decide `Limits.max_tokens` in a run."""
+"""The settings that determine `Limits.max_tokens` in a run."""
 
 
 class InvalidRequest(Exception):
@@ -22,13 +22,13 @@ class InvalidRequest(Exception):
 
 
 class TooLong(InvalidRequest):
-    """A prompt that does not fit the context.
+    """A prompt that does not fit into the context.
 
-    The message contains "maximum context length", as vLLM's does: clients look for it.
+    The message contains "maximum context length", like vLLM's, because clients search for this text.
     """
 
     def __init__(self, message: str, text: str = "") -> None:
-        """text: the prompt, if it was not encoded."""
+        """text: the prompt, if it was rejected before encoding."""
         super().__init__(message)
         self.text = text
 
@@ -38,18 +38,18 @@ class Limits:
     """Limits of the engine and its model, and the seed of unseeded requests. Checks raise InvalidRequest."""
 
     max_tokens: int
-    """Longest sequence, prompt and completion together."""
+    """Maximum sequence length: prompt plus completion."""
     longest_token: int
-    """Characters in the longest text of a single token."""
+    """Maximum characters in the text of a single token."""
     vocab_size: int
     stop_token_ids: tuple[int, ...]
     """The model's own end-of-sequence tokens."""
     seed: int
     max_tokens_setting: str = LENGTH_KEYS
-    """Name of the setting that decides `max_tokens`, for error messages."""
+    """Name of the setting that determines `max_tokens`, for error messages."""
 
     def check_text(self, text: str) -> None:
-        """Reject a text that cannot fit, before tokenizing: megabytes would block the event loop for seconds."""
+        """Reject text that cannot fit before tokenizing it: megabytes would block the event loop for seconds."""
         if len(text) > self.max_tokens * self.longest_token:
             raise TooLong(
                 f"a prompt of {len(text)} characters cannot fit into {self.max_tokens} tokens, the maximum context "
@@ -91,7 +91,7 @@ SHORT_CHARACTERS, SHORT_MESSAGES = 1 << 14, 64
 
 
 class Tokenizer(Protocol):
-    """The methods of transformers' tokenizers that are used here."""
+    """The methods used of transformers' tokenizers."""
 
     @property
     def chat_template(self) -> object: ...
@@ -107,18 +107,18 @@ class TextCodec:
     """The model's tokenizer and chat template. Encoding raises InvalidRequest for text that cannot be served."""
 
     def __init__(self, tokenizer: Tokenizer, limits: Limits, template_variables: JsonObject) -> None:
-        """template_variables: variables of the chat template that hold where a request does not set them."""
+        """template_variables: defaults for chat template variables that a request does not set."""
         self._tokenizer = tokenizer
         self._limits = limits
         self._template_variables = template_variables
 
     @cached_property
     def _second(self) -> Tokenizer:
-        """A copy for the thread that encodes long texts: tokenizers are not thread-safe."""
+        """A copy for the thread that encodes long texts, because tokenizers are not thread-safe."""
         return copy.deepcopy(self._tokenizer)
 
     async def encode_all(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
-        """Return the tokens of each prompt that is a text, and the others as they are."""
+        """Encode the prompts that are text; return token prompts unchanged."""
         return [await self._encode(one, add_special_tokens=True) if isinstance(one, str) else one for one in prompts]
 
     async def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -154,7 +154,7 @@ class TextCodec:
 def _render(tokenizer: Tokenizer, messages: list[JsonObject], settings: JsonObject) -> str:
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, **settings)
-    except Exception as error:  # a template is a program and runs on unchecked messages: it may raise anything
+    except Exception as error:  # a template is a program that runs on unchecked messages and may raise anything
         raise InvalidRequest(f"the chat template rejects these messages: {error}") from None
     assert isinstance(text, str), "tokenize=False renders text"
     return text
@@ -163,14 +163,14 @@ def _render(tokenizer: Tokenizer, messages: list[JsonObject], settings: JsonObje
 Decode = Callable[[list[int]], str]
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""Tokenizers decode the first bytes of a character to this when its other bytes are in later tokens."""
+"""Tokenizers decode an incomplete character to this if its remaining bytes are in later tokens."""
 
 
 class Detokenizer:
     """Text of one completion in increments that end at whole characters and contain no part of a stop string.
 
-    New tokens are decoded together with earlier ones, because the text of a token can depend on what precedes it: many
-    tokenizers drop the space of the first word.
+    New tokens are decoded together with earlier ones, because the text of a token can depend on the preceding tokens:
+    many tokenizers drop the space of the first word.
     """
 
     def __init__(self, decode: Decode, stop: Sequence[str]) -> None:
@@ -178,15 +178,15 @@ class Detokenizer:
         self._stop = stop
         self._tokens: list[int] = []
         self._context, self._decoded = 0, 0
-        """Tokens before `_decoded` have been turned into text; those from `_context` on are decoded again."""
+        """Tokens before `_decoded` have been converted to text. Tokens from `_context` on are decoded again."""
         self._pending = ""
-        """Decoded text that may be the beginning of a stop string."""
+        """Decoded text that may be the start of a stop string."""
         self._stopped = False
         self.emitted = 0
         """Characters returned so far."""
 
     def add(self, token_ids: Sequence[int]) -> str:
-        """Append tokens and return the text that is final now, possibly empty."""
+        """Append tokens and return the text that has become final, possibly empty."""
         self._tokens += token_ids
         before = self._decode(self._tokens[self._context : self._decoded])
         text = self._decode(self._tokens[self._context :])

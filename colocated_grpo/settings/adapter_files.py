@@ -1,4 +1,4 @@
-"""Settings of an adapter that a run continues from, read from its adapter_config.json."""
+"""Reads the settings of the PEFT adapter that a run continues from (adapter_config.json)."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _UNSUPPORTED = (
 )
 """PEFT's settings that change the adapter's computation or its tensors. Accepted where they are empty or false."""
 _CHANGES_BASE = {"corda", "loftq", "lora_ga", "olora", "pissa"}
-"""Values of init_lora_weights whose adapters belong to a changed base, which the adapter's folder does not have."""
+"""Values of init_lora_weights that modify the base weights. The adapter's folder does not contain the modified base."""
 
 
 def missing_adapter_files(lora: LoRAConfig | None) -> Iterator[str]:
-    """Yield a line if policy.lora.init names no adapter in PEFT's format. Its contents are checked when it is read."""
+    """Yield a line if policy.lora.init is not a PEFT adapter. The adapter's contents are checked later, on reading."""
     if lora is None or lora.init == DEFAULT_INIT:
         return
     key, folder = f"policy.lora.init={lora.init!r}", Path(lora.init)
@@ -51,10 +51,10 @@ def missing_adapter_files(lora: LoRAConfig | None) -> Iterator[str]:
 
 
 def with_adapter_settings(config: Config) -> Config:
-    """Return the config with policy.lora filled in from the adapter that policy.lora.init names, if it names one.
+    """If policy.lora.init is an adapter, return the config with the adapter's settings in policy.lora.
 
-    Raises ConfigError where the adapter is of an unsupported kind, was trained on a base of another name, or where a
-    setting that the user gave differs.
+    Raises ConfigError if the adapter is of an unsupported kind, was trained on a base with another name, or contradicts
+    a setting given by the user.
     """
     lora = config.policy.lora
     if lora is None or lora.init == DEFAULT_INIT:
@@ -66,7 +66,7 @@ def with_adapter_settings(config: Config) -> Config:
     found = {new: saved.get(old) for old, new in _KEYS.items() if new in nullable or saved.get(old) is not None}
     given = lora.set_by_user()
     try:
-        # A model is validated from its fields: "20-31" and the list of these numbers are then equal.
+        # Validation parses "20-31" into a list of numbers, so both spellings compare equal.
         resolved = LoRAConfig.model_validate({**given, **found})
     except ValidationError as error:
         first = error.errors()[0]
@@ -83,7 +83,7 @@ def with_adapter_settings(config: Config) -> Config:
 
 
 def adapter_shape(lora: LoRAConfig | None) -> dict[str, Any]:
-    """Return the settings that fix an adapter's shape and scale. A run is resumed with equal ones."""
+    """Return the settings that determine an adapter's shape and scale. They must not change when a run resumes."""
     if lora is None:
         return {"policy.lora": "null"}
     return {
@@ -114,7 +114,7 @@ def _check_kind(folder: str, saved: Mapping[str, Any]) -> None:
 
 
 def _check_base(folder: str, saved: Mapping[str, Any], model: str) -> None:
-    """Compare the last parts of both names: a model may have been downloaded into a folder of its name."""
+    """Compare only the last part of each name: a model may have been downloaded into a folder named after it."""
     base = saved.get("base_model_name_or_path")
     if base and Path(base).name.lower() != Path(model).name.lower():
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Settings of environments that run in other processes, behind Atropos' API server: docs/guides/atropos.md."""
+"""Settings of environments in other processes, connected through Atropos' API server: docs/guides/atropos.md."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def is_wildcard(bound: str) -> bool:
 
 
 def is_loopback(bound: str) -> bool:
-    """True if only processes of this machine reach a server bound to this address."""
+    """True if a server bound to this address is reachable only from this machine."""
     return bound == "localhost" or (is_address(bound) and ipaddress.ip_address(bound).is_loopback)
 
 
@@ -44,12 +44,11 @@ class ServerConfig(Section):
     """Environment variable with the key that requests must send. The key itself is never logged or saved. null: no key
     is required."""
     allowed_hosts: list[str] = []
-    """Further names of this machine that clients use, such as a service name of a container network. Requests under
-    other names are rejected with 403, because a web page can make its name resolve to this machine. Not needed with an
-    API key."""
+    """Additional host names accepted in requests, such as a service name in a container network. Other host names are
+    rejected with 403, because a web page can make its own name resolve to this machine. Not needed with an API key."""
     max_body_bytes: Positive = 8 << 20
-    """Maximum size of a request body in bytes; larger ones are rejected with 413. The default holds a million tokens of
-    prompts."""
+    """Maximum size of a request body in bytes; larger ones are rejected with 413. The default fits a million prompt
+    tokens."""
     max_requests: Positive = 4096
     """Maximum number of running and waiting requests; more are rejected with 503."""
 
@@ -71,9 +70,9 @@ class AtroposSourceConfig(Section):
     """Handling of groups without inference_logprobs. refuse: drop and count them. recompute: use the
     log-probabilities that the trainer computes before the first update; mismatch and staleness stay uncorrected."""
     unusable_timeout: Number | None = Field(900.0, gt=0)
-    """Seconds for which groups may arrive of which none can be trained. Then the run saves a checkpoint and stops with
-    the reasons. One environment that posts valid groups keeps it going. The default is longer than an environment may
-    take for a rollout (600 s). null: wait without limit."""
+    """Maximum seconds without a single trainable group while groups keep arriving. After that, the run saves a
+    checkpoint and stops with the reasons. One environment with valid groups is enough to continue. The default exceeds
+    an environment's time limit for a rollout (600 s). null: no limit."""
     keep_last_batch: bool = False
     """Write the latest batch, as received, to atropos_batch.json in the run folder."""
     connect_timeout: Number = Field(30.0, gt=0)
@@ -82,5 +81,5 @@ class AtroposSourceConfig(Section):
     server: ServerConfig = ServerConfig()
     """The server from which environments sample."""
     weight: Number = Field(1.0, gt=0)
-    """Relative share of a step's prompts that the Atropos batch supplies, beside other entries. The result must be a
-    whole number of prompts."""
+    """Relative share of a step's prompts supplied by Atropos, compared with the weights of other entries. It must
+    amount to a whole number of prompts."""

@@ -32,16 +32,16 @@ Positive = Annotated[Integer, Field(gt=0)]
 NonNegative = Annotated[Integer, Field(ge=0)]
 Fraction = Annotated[Number, Field(ge=0.0, le=1.0)]
 INITIAL, DEFAULT_INIT = "initial", "default"
-"""Values that stand for the run's own model and for a new adapter, where a file may be named."""
+"""Special values accepted in place of a path: the run's own initial model, and a new adapter."""
 
 
 @dataclass(frozen=True)
 class ConfigFolder:
-    """Validation context of a config file: its relative file names are also looked up in its folder."""
+    """Validation context with the config file's folder, where its relative file names are also looked up."""
 
     folder: Path
     typed: frozenset[str]
-    """Values of the command line, which are relative to the working folder."""
+    """Values from the command line: relative to the working folder only."""
 
 
 def names_code(name: str) -> bool:
@@ -50,7 +50,7 @@ def names_code(name: str) -> bool:
 
 
 def find_file(name: str, info: ValidationInfo) -> str:
-    """Return the name of a file as written in the working folder: of the one beside the config if only that exists."""
+    """Return the path of a file: as given, or in the config's folder if it exists only there."""
     here = os.path.expanduser(name)
     file, colon, wanted = here.rpartition(":") if names_code(here) else (here, "", "")
     context = info.context
@@ -71,9 +71,9 @@ def find_file(name: str, info: ValidationInfo) -> str:
 FileName = Annotated[str, AfterValidator(os.path.expanduser)]
 """Path of a file or folder. A leading ~ is expanded, because no shell expands it in YAML."""
 InputFile = Annotated[str, AfterValidator(find_file)]
-"""The same for a file to read, which may lie beside the config. Text that names no file stays as it is."""
+"""Path of an input file, which may be in the config's folder. Text that is not a file's name is unchanged."""
 CodeName = Annotated[str, AfterValidator(lambda name, info: find_file(name, info) if names_code(name) else name)]
-"""Name of user code, in a file that may lie beside the config, or of what is built in or installed."""
+"""Name of built-in or installed code, or of user code in a file, which may be in the config's folder."""
 
 SET_BY_THE_RUN = frozenset(
     {
@@ -82,16 +82,16 @@ SET_BY_THE_RUN = frozenset(
         *("return_tensors", "return_dict", "return_assistant_tokens_mask"),
     }
 )
-"""Arguments of transformers' apply_chat_template() that are not variables of the template, or have other settings."""
+"""Arguments of transformers' apply_chat_template() that are not template variables, or that have their own settings."""
 
 
 def read_json(value: Any) -> Any:
-    """Parse text as JSON, in which TRL's command line and columns of datasets hold nested values."""
+    """Parse text as JSON: TRL's command line and dataset columns write nested values this way."""
     return json.loads(value) if isinstance(value, str) else value
 
 
 def check_variables(variables: dict[str, Any]) -> dict[str, Any]:
-    """Raise ValueError for a name that is no variable of a template."""
+    """Raise ValueError for a name that cannot be a template variable."""
     if reserved := sorted(SET_BY_THE_RUN & variables.keys()):
         elsewhere = {"tools": "; see tools of an environment", "chat_template": "; see model.chat_template"}
         raise ValueError(f"{reserved[0]} cannot be set here{elsewhere.get(reserved[0], '')}")
@@ -101,7 +101,7 @@ def check_variables(variables: dict[str, Any]) -> dict[str, Any]:
 TemplateVariables = Annotated[dict[str, Any], BeforeValidator(read_json), AfterValidator(check_variables)]
 """Variables of the chat template. Example: {"enable_thinking": False}"""
 Tool = CodeName | dict[str, Any]
-"""A JSON schema, or the name of a Python function of which transformers makes one."""
+"""A JSON schema, or the name of a Python function that transformers converts to one."""
 
 
 class Section(BaseModel):
@@ -111,11 +111,11 @@ class Section(BaseModel):
 
 
 class NamedObject(Section):
-    """Settings of code or data that is loaded by its `name`, or that the calling program has given as an object."""
+    """Settings of code or data that is loaded by `name` or passed as an object by the calling program."""
 
     _object: Any = PrivateAttr(default=None)
 
     @property
     def given(self) -> Any:
-        """The object that the program has given to Trainer; None: load it by `name`. Not among the saved settings."""
+        """Object passed to Trainer by the program; None: load by `name`. Not saved with the settings."""
         return self._object

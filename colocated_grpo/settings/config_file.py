@@ -27,11 +27,10 @@ from colocated_grpo.settings.tree import assign, parse_document, parse_value
 DEFAULT_TASK = "arithmetic"
 """Task of a config file without environments. Its prompts are generated, so nothing is downloaded."""
 SHIPPED = Path("training_configs")
-"""Folder of the configs that come with the package: in a checkout, and where that is not the working folder in
-_INSTALLED."""
+"""Folder of the packaged configs, relative to a checkout. Outside a checkout they are read from _INSTALLED."""
 _INSTALLED = Path(__file__).parents[1] / SHIPPED
 LISTS = {"policy.lora.target_modules", "policy.lora.exclude_modules"}
-"""Settings that accept several values on the command line, as PEFT's names for them do in TRL's."""
+"""Settings that accept several values on the command line, like the corresponding flags of TRL."""
 MODEL_NAME = ("model", "name")
 """The setting that `model: NAME` and `--model NAME` set."""
 
@@ -49,7 +48,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig:
-    """Return the settings, like `load_config`, and notes about them. Files are named as in the working folder.
+    """Return the settings, like `load_config`, and notes about them. File names are relative to the working folder.
 
     Overrides are command-line arguments: ["--policy.lr", "2e-6", "--engine.sleep=false"].
     """
@@ -67,9 +66,9 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig
 def build_config(
     path: str | Path | None, settings: Mapping[KeyPath, Any], defaults: Mapping[str, Any] = {}
 ) -> LoadedConfig:
-    """Return the settings of a file, if one is given, overridden by those of a program, and notes about them.
+    """Merge the settings of an optional file with those of a program, which take precedence. Return them and notes.
 
-    defaults: top-level settings where neither has them, in place of the schema's.
+    defaults: top-level settings used where neither sets them, instead of the schema's defaults.
     """
     location = SettingLocation(where="argument", on_command_line=True)
     path = None if path is None else _shipped(Path(path))
@@ -79,7 +78,7 @@ def build_config(
 
 
 def _shipped(path: Path) -> Path:
-    """Return the config of this name that comes with the package if training_configs/NAME is no file here."""
+    """Return the packaged config for training_configs/NAME if the working folder has no such file."""
     installed = _INSTALLED / path.name
     return installed if path.parent == SHIPPED and not path.exists() and installed.is_file() else path
 
@@ -103,7 +102,7 @@ def _complete(
 ) -> LoadedConfig:
     """Apply the overrides, translate old names, fill in defaults and validate. Changes `tree` and `locations`.
 
-    folder: of the config file, in which files are looked up too.
+    folder: the config file's folder, where files are also looked up.
     """
     for key, value, location in overrides:
         if key == MODEL_NAME[:1] and isinstance(value, str):
@@ -130,7 +129,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _translate(tree: SettingsTree, locations: dict[KeyPath, SettingLocation]) -> list[str]:
-    """Replace other trainers' names in place, and return notes. Their tables are read if there is such a name."""
+    """Translate other trainers' names in place and return notes. The tables are read only if such a name occurs."""
     if tree.keys() <= Config.model_fields.keys():
         return []
     from colocated_grpo.settings.names.translation import translate_names
@@ -160,7 +159,7 @@ def parse_overrides(arguments: Sequence[str]) -> list[tuple[KeyPath, str]]:
 
 
 def _number_of_values(key: str, arguments: Sequence[str]) -> int:
-    """Return how many of `arguments` are values of the flag before them. Only a switch of another trainer has none."""
+    """Return how many of `arguments` belong to the flag before. Only another trainer's switches take no value."""
     following = next((index for index, text in enumerate(arguments) if text.startswith("--")), len(arguments))
     lists = LISTS
     if key.partition(".")[0] not in Config.model_fields:

@@ -1,4 +1,4 @@
-"""Reads a model's config.json, and what it says about the shape of the weights and the longest sequence."""
+"""Reads a model's config.json: weight shapes, maximum sequence length and text part."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SHAPE_KEYS = (
     "tie_word_embeddings",
 )
 _POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
-"""Keys under which model families state the longest sequence."""
+"""Keys that model families use for the maximum sequence length."""
 
 
 def shape_of(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def read_config_json(model: ModelConfig, section: str = "model") -> dict[str, An
 
 
 def config_json_in(folder: Path) -> dict[str, Any]:
-    """Return the config.json of a model's folder, which an earlier check has read. Raises OSError or ValueError."""
+    """Return the config.json of a model's folder, already read by an earlier check. Raises OSError or ValueError."""
     return json.loads((folder / "config.json").read_text(encoding="utf-8"))
 
 
@@ -130,21 +130,21 @@ def _first_sentence(error: BaseException) -> str:
 
 
 def longest_sequence(model: Mapping[str, Any]) -> int | None:
-    """Return the longest sequence that a config.json allows, after rope scaling; None if it states none."""
+    """Return the maximum sequence length in a config.json, after rope scaling; None if missing."""
     positions = next((model[key] for key in _POSITION_KEYS if isinstance(model.get(key), int)), None)
     rope = model.get("rope_scaling") or model.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type"))
     final = kind in (None, "default", "longrope", "su", "llama3") or model.get("model_type") == "gemma3_text"
     if positions is None or final:
-        return positions  # these do not extend, or state the extended length already
+        return positions  # not extended, or the value is the extended length already
     return int(max(positions, rope.get("original_max_position_embeddings", positions) * rope.get("factor", 1)))
 
 
 def original_positions(model: Mapping[str, Any]) -> int | None:
-    """Return the positions up to which longrope, a choice between two tables, does not depend on other sequences.
+    """Return the length up to which longrope uses the same table for every batch; None for other kinds of rope.
 
-    Beyond, transformers chooses for each batch, by its longest sequence; vLLM once, by engine.max_model_len. None for
-    other kinds.
+    Longrope has two tables. With longer sequences, transformers chooses one per batch by its longest sequence; vLLM
+    chooses once, by engine.max_model_len.
     """
     rope = model.get("rope_scaling") or model.get("rope_parameters") or {}
     if rope.get("rope_type", rope.get("type")) not in ("longrope", "su"):
@@ -162,11 +162,11 @@ MODULES = {
     ("qwen3_5", "qwen3_5_text"): "Qwen3_5ForCausalLM",
     ("qwen3_5_moe", "qwen3_5_moe_text"): "Qwen3_5MoeForCausalLM",
 }
-"""Model types of the whole and of its text part -> the part's class in transformers and vLLM. The part alone computes
-text as the whole does. In pairs that are not listed, the whole may add to what its text part computes."""
+"""Model types of a multimodal model and its text part -> class of the text part in transformers and vLLM. For text, the
+part alone computes the same as the whole. In pairs that are not listed, the whole may add computation of its own."""
 TRAINED_AS = {"qwen3_vl_text": "qwen3"}
-"""Model type of a text part -> the type that computes the same for text. Positions of Qwen3-VL have three coordinates,
-which are equal without images."""
+"""Model type of a text part -> an equivalent type for text. Qwen3-VL's positions have three coordinates, which are
+equal without images."""
 DEFAULTS: dict[object, Mapping[str, Any]] = {
     "gemma3_text": {
         "head_dim": 256,
@@ -176,7 +176,7 @@ DEFAULTS: dict[object, Mapping[str, Any]] = {
         "vocab_size": 262208,
     }
 }
-"""Model type -> transformers' values of entries that config.json of released models leaves out."""
+"""Model type -> transformers' defaults for entries that are missing in the config.json of released models."""
 OTHER_PARTS = {"vision_config": "vision", "audio_config": "audio"}
 """Section of config.json -> name of the part."""
 _PREFIXES = {
@@ -185,17 +185,17 @@ _PREFIXES = {
     "language_model.lm_head.": "lm_head.",
     "lm_head.": "lm_head.",
 }
-"""Beginnings of names in checkpoints -> in the text model alone. Gemma 3 and Mistral 3 are stored with the second and
-third, Gemma 4 and Qwen with the first and last."""
+"""Name prefixes in multimodal checkpoints -> prefixes in the text model. Gemma 3 and Mistral 3 use the second and
+third, Gemma 4 and Qwen the first and last."""
 
 
 def module_of(model_type: object, text_type: object) -> str | None:
-    """Return the name of the class of a text part that trains; None for other pairs of model types."""
+    """Return the class name of a trainable text part; None for other pairs of model types."""
     return next((module for types, module in MODULES.items() if types == (model_type, text_type)), None)
 
 
 def has_text_part(config_json: Mapping[str, Any]) -> bool:
-    """Return True for a model of several parts of which the text part trains alone."""
+    """Return True for a multimodal model whose text part can be trained alone."""
     text = config_json.get("text_config") or {}
     return module_of(config_json.get("model_type"), text.get("model_type")) is not None
 
@@ -210,12 +210,12 @@ def text_part(config_json: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def attention_heads(text: Mapping[str, Any]) -> int | None:
-    """Return the number of attention heads in settings of a language model; None if they do not say."""
+    """Return a language model's number of attention heads; None if its settings do not contain it."""
     return text.get("num_attention_heads") or text.get("n_head")
 
 
 def left_out(config_json: Mapping[str, Any]) -> str:
-    """Return the parts that do not train, such as '; its vision and audio parts are left out'; empty if all do."""
+    """Return the untrained parts as text, such as '; its vision and audio parts are left out'; empty if none."""
     names = [name for key, name in OTHER_PARTS.items() if config_json.get(key)]
     if not names or not has_text_part(config_json):
         return ""
@@ -223,7 +223,7 @@ def left_out(config_json: Mapping[str, Any]) -> str:
 
 
 def text_name(stored_name: str) -> str | None:
-    """Return the name that a tensor of a whole model's checkpoint has in its text part; None for other parts."""
+    """Map a tensor's name in a multimodal checkpoint to its name in the text part; None for tensors of other parts."""
     for stored, own in _PREFIXES.items():
         if stored_name.startswith(stored):
             return own + stored_name.removeprefix(stored)

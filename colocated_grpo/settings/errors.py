@@ -93,9 +93,9 @@ def error_lines(
     model: type[BaseModel],
     aliases: Mapping[str, str],
 ) -> list[str]:
-    """Return one line for each setting with pydantic errors. `aliases` maps old names to those that suggestions show.
+    """Return one line for each setting with pydantic errors. aliases: old names -> names shown in suggestions.
 
-    A setting that may have one of several types has an error for each of them: its line joins their rules.
+    A setting with a union type has one pydantic error per member; its line joins their rules.
     """
     lines = []
     for path, found in errors_by_path(errors, tree).items():
@@ -106,7 +106,7 @@ def error_lines(
 
 
 def errors_by_path(errors: Sequence[ErrorDetails], tree: Mapping[str, Any]) -> dict[KeyPath, list[ErrorDetails]]:
-    """Return the errors of each setting. If an entry of a list is wrong, those of the list itself are left out."""
+    """Return the errors of each setting. If a list entry has errors, those of the list itself are omitted."""
     found: dict[KeyPath, list[ErrorDetails]] = {}
     for error in errors:
         found.setdefault(setting_path(error, tree), []).append(error)

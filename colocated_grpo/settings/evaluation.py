@@ -1,4 +1,4 @@
-"""Settings of evaluation: held-out prompts of the training environments, and sets of their own."""
+"""Settings of evaluation: held-out prompts of the training environments, and separate evaluation sets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PREFIX = "eval"
 MEAN = "mean"
 
 ANSWERS = {"exact_match": "final_answer", "gsm8k": "last_number", "math_verify": "boxed"}
-"""Built-in reward -> function for the answer that it judges."""
+"""Built-in reward -> function that extracts the answer it compares."""
 
 SetSource = Annotated[
     TaskSourceConfig | DatasetSourceConfig | EpisodeSourceConfig | AgentSourceConfig, Field(discriminator="type")
@@ -33,13 +33,13 @@ SetSource = Annotated[
 
 
 class EvaluationSetConfig(Section):
-    """Prompts that are evaluated at regular steps and are no part of the training environments."""
+    """Prompts evaluated at regular intervals, separate from the training environments."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
     """Part of the metrics' names: eval/<name>/mean."""
     source: SetSource
-    """Where the prompts come from: a dataset or an agent, of which all rows of `split` are used in order; or a task or
-    an episode, whose held-out items are used. A plain name is short for {type: dataset, name: ...}."""
+    """Source of the prompts. A dataset or agent provides all rows of `split`, in order; a task or episode provides its
+    held-out items. A plain name is short for {type: dataset, name: ...}."""
     rewards: list[Annotated[RewardConfig, BeforeValidator(reward_by_name)]] | None = None
     """Reward functions of a dataset, short for `rewards` inside `source`."""
     prompts: Positive | None = None
@@ -50,16 +50,16 @@ class EvaluationSetConfig(Section):
     temperature: Number = Field(1.0, ge=0, le=2)
     """Sampling temperature; 0 is greedy."""
     top_p: Number = Field(1.0, gt=0, le=1)
-    """Sample from the likeliest tokens that reach this total probability; 1 keeps all."""
+    """Nucleus sampling: keep the most likely tokens up to this total probability; 1 keeps all."""
     every: NonNegative | None = None
     """Steps between evaluations of this set. The start and the end are also evaluated. 0: never, the set is only for
     tools.evaluate. Default: evaluation.every."""
     pass_reward: Number = 1.0
-    """Smallest reward of a completion that counts as passed in pass@k and maj@k."""
+    """Minimum reward of a completion that counts as passed in pass@k and maj@k."""
     answer: CodeName | None = None
-    """Function from a completion's text to the answer that maj@k compares: final_answer, last_number, boxed, or your
-    own 'package.module:function' or 'path/to/file.py:function', which returns None for no answer. Default: the one that
-    belongs to the reward exact_match, gsm8k or math_verify; with other rewards there is no maj@k."""
+    """Function that extracts the answer compared by maj@k from a completion's text: final_answer, last_number, boxed,
+    or your own 'package.module:function' or 'path/to/file.py:function', which returns None if there is no answer.
+    Default: the function that matches the reward exact_match, gsm8k or math_verify; other rewards have no maj@k."""
 
     @model_validator(mode="before")
     @classmethod
@@ -98,7 +98,7 @@ class EvaluationSetConfig(Section):
 
     @property
     def rates(self) -> list[str]:
-        """Names of the metrics of which more is better, in the order in which they are shown."""
+        """Names of the metrics where higher is better, in display order."""
         majority = [f"maj@{self.samples}"] if self.samples > 1 and self.answer_name is not None else []
         return [MEAN, *(f"pass@{k}" for k in self.pass_ks), *majority]
 
@@ -130,11 +130,10 @@ class EvaluationConfig(Section):
     """Sampling temperature on held-out prompts; 0 is greedy. rollout.top_p, top_k, min_p and repetition_penalty are not
     applied."""
     sets: list[EvaluationSetConfig] = []
-    """Further prompts to evaluate, with metrics of their own: docs/guides/evaluation.md."""
+    """Additional evaluation sets with their own metrics: docs/guides/evaluation.md."""
     keep_best: str | None = None
-    """Metric by which the best evaluated step is kept: held_out/reward, or eval/<name>/mean, pass@k or maj@k of a set.
-    The checkpoint of that step is not deleted, and its weights are exported as best_model/ (an adapter as
-    best_adapter/). null: none."""
+    """Metric that selects the best evaluated step: held_out/reward, or eval/<name>/mean, pass@k or maj@k of a set. That
+    step's checkpoint is kept, and its weights are exported as best_model/ (an adapter as best_adapter/). null: none."""
     patience: Positive | None = None
     """End the run after this many evaluations in a row without a new best value of keep_best. null: never."""
 
@@ -163,7 +162,7 @@ class EvaluationConfig(Section):
             yield f"evaluation.patience={self.patience}: needs evaluation.keep_best, the metric that has to improve"
 
     def _metrics(self) -> list[str]:
-        """Return the metrics by which the best step can be kept."""
+        """Return the metrics that keep_best accepts."""
         own = [f"{PREFIX}/{entry.name}/{rate}" for entry in self.sets if self.interval(entry) for rate in entry.rates]
         return [HELD_OUT, *own] if self.every else own
 

@@ -1,4 +1,4 @@
-"""The model families that the tests train, and the facts about each that docs/models.md shows. Imports no torch."""
+"""Model families trained by the tests, with the facts shown in docs/models.md. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ OLDEST_VLLM = "0.26"
 
 @dataclass(frozen=True)
 class Family:
-    """Facts about a family: each is compared with what the tests see."""
+    """Facts about a family. The tests verify each of them."""
 
     name: str
     model_type: str
@@ -30,9 +30,9 @@ class Family:
     states: bool = False
     """True if some layers are linear attention."""
     transformers: str = "5.0"
-    """First release of transformers that has it; the trainer needs 5.0."""
+    """First release of transformers with this family; the trainer needs 5.0."""
     vllm: str = OLDEST_VLLM
-    """First release of vLLM that has it as a text model."""
+    """First release of vLLM with this family as a text model."""
 
     @property
     def architecture(self) -> str:

@@ -1,4 +1,4 @@
-"""Settings of the model, of the vLLM engines that sample from it, and of sampling."""
+"""Settings of the model, the vLLM engines and sampling."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class EngineConfig(Section):
     """colocated: every rank has an engine in its own process. server: engines run in processes of their own, on their
     own GPUs, and serve over HTTP."""
     bridge: Literal["broadcast", "shared", "adapter", "restart"] = "broadcast"
-    """Way in which weights reach the servers. broadcast: over NCCL, or gloo on the CPU. shared: trainer and server
-    compute with one copy in memory. adapter: the server loads the saved adapter (policy.lora). restart: the server
-    starts again with a saved model. No effect with `placement: colocated`."""
+    """Transport of weights to the servers. broadcast: over NCCL, or gloo on the CPU. shared: trainer and server use the
+    same copy in memory. adapter: the server loads the saved adapter (policy.lora). restart: the server restarts from a
+    saved model. No effect with `placement: colocated`."""
     urls: list[str] = []
     """Addresses of running servers (python -m colocated_grpo.servers). Empty: the launcher starts them."""
     api_key_variable: str | None = None
@@ -66,8 +66,8 @@ class EngineConfig(Section):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Type of the engine's weights. auto: policy.compute_dtype."""
     gpu_memory_utilization: Number | None = Field(None, gt=0, le=1)
-    """Fraction of the GPU's memory for the engine, as in vLLM. Default: the KV cache is sized from the memory that the
-    trainer leaves free, and not larger than its sequences can use."""
+    """Fraction of the GPU's memory for the engine, as in vLLM. Default: the KV cache is sized from the memory left free
+    by the trainer, and is at most as large as its sequences can use."""
     kv_cache_memory_bytes: Positive | None = None
     """Exact size of the KV cache in bytes. Takes precedence over gpu_memory_utilization."""
     enforce_eager: bool = False
@@ -93,13 +93,13 @@ class EngineConfig(Section):
 
 class ResampleConfig(Section):
     max_rounds: Positive = 3
-    """Largest number of further rounds in a step. A round samples about as many fresh prompts as are needed, at the
-    step's own rate of groups with variance, to have rollout.prompts_per_step of them; at most that many prompts."""
+    """Maximum number of extra sampling rounds per step. A round samples at most rollout.prompts_per_step fresh prompts:
+    as many as are needed for that number of groups with variance, at the step's own rate of such groups."""
 
 
 class SkipSolvedConfig(Section):
     after: Positive = 2
-    """Visits in a row in which all completions of a prompt were solved, after which it is skipped."""
+    """Skip a prompt after this many consecutive visits in which all its completions were solved."""
     reward: Number = Field(1.0, gt=0)
     """A group is solved if its rewards are equal and at least this."""
 
@@ -117,13 +117,13 @@ class RolloutConfig(Section):
     temperature: Number = Field(1.0, ge=MIN_TEMPERATURE, le=2)
     """Sampling temperature. The trainer divides its logits by the same value, so both use the same distribution."""
     top_p: Number = Field(1.0, gt=0, le=1)
-    """Sample from the likeliest tokens that reach this total probability; 1 keeps all. Below 1 the engine's
+    """Nucleus sampling: keep the most likely tokens up to this total probability; 1 keeps all. Below 1 the engine's
     log-probabilities are renormalised over the kept tokens and no longer match the trainer's."""
     top_k: Integer = Field(0, ge=0)
-    """Sample from the k likeliest tokens; 0 keeps all. Changes log-probabilities like top_p."""
+    """Sample from the k most likely tokens; 0 keeps all. Changes log-probabilities like top_p."""
     min_p: Fraction = 0.0
-    """Drop tokens less likely than this fraction of the likeliest one; 0 keeps all. Changes log-probabilities like
-    top_p."""
+    """Drop tokens whose probability is below this fraction of the most likely token's; 0 keeps all. Changes
+    log-probabilities like top_p."""
     repetition_penalty: Number = Field(1.0, gt=0)
     """vLLM's repetition penalty; 1 is none. Changes log-probabilities like top_p."""
     stop: list[str] = []
@@ -135,22 +135,22 @@ class RolloutConfig(Section):
     """Replace groups without reward variance by groups of fresh prompts in the same step (dynamic sampling). null: off.
     {}: on, with the defaults below."""
     skip_solved: SkipSolvedConfig | None = None
-    """Skip prompts that the policy has solved in all completions of their last visits. null: off. {}: on, with the
-    defaults below."""
+    """Skip prompts whose completions were all solved in their last visits. null: off. {}: on, with the defaults
+    below."""
     generation: Literal["sharded", "replicated"] = "sharded"
-    """sharded: each prompt is generated by one engine. replicated: every engine generates every prompt, and those of
-    rank 0's engine are used."""
+    """sharded: each prompt is generated by one engine. replicated: every engine generates every prompt, and the
+    completions of rank 0's engine are used."""
     reward_workers: Positive = 8
     """Threads and worker processes per rank that compute rewards while the engine decodes. 1: rewards of one prompt at
     a time."""
     reward_timeout: Number = Field(60.0, gt=0)
-    """Time limit in seconds for the rewards of one prompt. It starts with the call, but not before the rank has sampled
-    its last completion of the step. On timeout the completions count as failed, and hanging threads and processes are
-    replaced. User code that keeps all threads of its rank from running for this long ends the run: the limit is this
-    or, with episodes or agents, tool_timeout if that is longer; at least 10 s."""
+    """Time limit in seconds for the rewards of one prompt. The time counts from the call, or from the rank's last
+    sampled completion of the step if that is later. On timeout the completions count as failed, and hanging threads and
+    processes are replaced. User code that blocks all threads of its rank for this long ends the run. With episodes or
+    agents, that limit is tool_timeout if it is longer; in any case at least 10 s."""
     tool_timeout: Number = Field(60.0, gt=0)
     """Time limit in seconds between two turns of an episode (tools, reward). On timeout the episode has failed."""
     max_reward_errors: Fraction = 0.2
-    """Largest fraction of a step's completions whose reward may fail. Above it the run stops and shows the first
-    error. A completion whose answer a working scorer could not read has reward 0, or that of its worst sibling if that
-    is below 0 after weighting, and does not count (metric `unscorable`)."""
+    """Maximum fraction of a step's completions whose reward may fail. Above it, the run stops and shows the first
+    error. A completion whose answer cannot be read by a working scorer does not count as failed (metric `unscorable`).
+    Its reward is 0, or its worst sibling's reward if that is below 0 after weighting."""

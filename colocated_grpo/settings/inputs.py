@@ -41,8 +41,8 @@ from colocated_grpo.settings.turns import TurnsSourceConfig
 
 
 def check_inputs(config: Config) -> tuple[Config, list[str]]:
-    """Return the config adapted to its model, and notes. Raises ConfigError where a file or name is missing, and
-    for a model that does not train.
+    """Return the config adapted to its model, and notes. Raises ConfigError for missing files or names, and for
+    unsupported models.
 
     Reads the model's config.json, from the Hub if the model is neither a local folder nor cached.
     """
@@ -85,7 +85,7 @@ def _check_chat_template(template: str | None) -> Iterator[str]:
 
 
 def _check_layers(policy: PolicyConfig, model: Mapping[str, Any], name: str) -> Iterator[str]:
-    """Yield a line for each setting that names a block that the model does not have."""
+    """Yield a line for each setting with the index of a block that the model does not have."""
     text = text_part(model)
     blocks = text.get("num_hidden_layers") or text.get("n_layer")
     settings = (
@@ -159,7 +159,7 @@ def _check_sources(sources: Sequence[EnvironmentConfig], sets: Sequence[Evaluati
 
 
 def _check_code(key: str, name: str) -> Iterator[str]:
-    """Yield a line where a name of user code refers to no file. A rank finds the object when it imports the file."""
+    """Yield a line if the file of user code is missing. The object in it is looked up when a rank imports the file."""
     location = name.rpartition(":")[0]
     if location == "__main__":
         yield f"{key}={name!r}: an object of the program that began the run; continue it with that program"
@@ -168,7 +168,7 @@ def _check_code(key: str, name: str) -> Iterator[str]:
 
 
 def _check_program(key: str, name: str) -> Iterator[str]:
-    """Yield a line where `name` is no Python file, executable or name of a function."""
+    """Yield a line if `name` is neither a Python file, nor an executable, nor the name of a function."""
     if ":" in name:
         yield from _check_code(key, name)
     elif name.endswith(".py"):
@@ -216,7 +216,7 @@ def _check_reward(key: str, name: str) -> Iterator[str]:
 
 
 def check_hub(settings: HubConfig | None) -> Iterator[str]:
-    """Yield a line where no push could reach the Hub. Asks nothing of the Hub itself."""
+    """Yield a line for each local reason why pushes would fail. Sends no request to the Hub."""
     if settings is None:
         return
     from huggingface_hub import constants, get_token

@@ -1,7 +1,7 @@
-"""Sizes of a model by its settings alone: parameters, activations, and what one sequence takes in an engine.
+"""Model sizes computed from config.json alone: parameters, activations, and engine memory per sequence.
 
-The engine's budget, the doctor, `init` and the benchmarks count by this file. Norms and biases, below a thousandth of
-the parameters, are left out. Imports no torch.
+Used by the engine's memory budget, the doctor, `init` and the benchmarks. Norms and biases, less than a thousandth of
+the parameters, are not counted. Imports no torch.
 """
 
 from __future__ import annotations
@@ -15,45 +15,45 @@ from colocated_grpo.settings.config_json import text_part
 from colocated_grpo.settings.model_support import DELTA_RULE_TYPES, has_latent_attention, has_linear_attention
 
 TIED_BY_DEFAULT = ("gemma", "gpt2")
-"""Families whose config.json may leave out that the output layer is the embedding matrix."""
+"""Families with tied embeddings by default: their config.json may omit the entry."""
 UNGATED = {"bloom", "falcon", "gpt2", "gpt_neox", "gptj", "opt", "phi", "starcoder2"}
 """Model types whose MLP has two linear layers, not three."""
 STATE_BYTES = 4
-"""Bytes of a number in a recurrent state, which vLLM keeps in float32 or in the model's type."""
+"""Bytes per number in a recurrent state: an upper bound, as vLLM stores it in float32 or in the model's type."""
 ENGINE_RESERVE = 6 << 30
 """Bytes that an engine on a GPU keeps free for its activations, sampler, CUDA graphs and fragmentation."""
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 FULL_ATTENTION_INTERVAL = 4
-"""transformers' value where config.json states neither it nor the types of the layers."""
+"""transformers' default, used if config.json has neither the interval nor the layer types."""
 
 LinearLayers = Mapping[str, tuple[int, int]]
-"""Name of a linear layer, Llama's where models differ -> its inputs and outputs."""
+"""Name of a linear layer (Llama's where models differ) -> its input and output width."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """Attention of a block: full, with keys and values; latent, with one vector in their place; or linear.
+    """Attention of a block: full (keys and values), latent (one vector in their place) or linear.
 
     Linear attention has a convolution and a recurrent state.
     """
 
     linear: LinearLayers
     kv_width: int = 0
-    """Keys of one token: key-value heads times head size."""
+    """Width of one token's keys: key-value heads times head size."""
     head_size: int = 0
     latent: int = 0
-    """Numbers of one token from which the keys and values of all heads are computed."""
+    """Width of one token's latent vector, from which the keys and values of all heads are computed."""
     channels: int = 0
-    """Those of the convolution."""
+    """Channels of the convolution."""
     window: int = 0
-    """Tokens that the convolution sees before the current one."""
+    """Tokens before the current one in the convolution's window."""
     state: int = 0
     """Numbers in the recurrent state of one sequence."""
 
     def cached(self, ranks: int) -> int:
-        """Return the numbers of one token in the KV cache of each of an engine's `ranks`.
+        """Return the count of numbers per token in the KV cache of each rank of an engine.
 
-        They split key-value heads down to one each. A latent vector is on all of them.
+        Key-value heads are split over the ranks, at least one per rank. A latent vector is on all ranks.
         """
         return self.latent + 2 * max(self.kv_width // ranks, self.head_size)
 
@@ -63,11 +63,11 @@ class Mlp:
     """MLP of a block, or its mixture of experts."""
 
     linear: LinearLayers
-    """Layers that every token passes."""
+    """Layers applied to every token."""
     experts: int = 0
     """Parameters of all other experts and their router."""
     routed: int = 0
-    """Activations of one token in those of these experts that it passes."""
+    """Activations of one token in the experts it is routed to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class BlockSizes:
 
     @cached_property
     def linear(self) -> LinearLayers:
-        """Linear layers. Experts that not every token passes are not here."""
+        """Linear layers applied to every token, without routed experts."""
         return {**self.attention.linear, **self.mlp.linear}
 
     @cached_property
@@ -86,10 +86,10 @@ class BlockSizes:
         return linear + self.attention.channels * (self.attention.window + 1) + self.mlp.experts
 
     def activations(self, hidden: int) -> int:
-        """Return the numbers of one token that the backward pass needs at least.
+        """Return the minimum count of activations that the backward pass needs per token.
 
-        These are the inputs of linear layers, the results of both norms among them, and the inputs of attention and
-        activation functions. hidden: the model's hidden size.
+        These are the inputs of linear layers (including the outputs of both norms), of attention and of activation
+        functions. hidden: the model's hidden size.
         """
         inner = sum(inputs if outputs == hidden else outputs for inputs, outputs in self.linear.values())
         return 2 * hidden + inner + self.attention.channels + self.mlp.routed
@@ -111,20 +111,20 @@ class Sizes:
 
     @cached_property
     def largest(self) -> BlockSizes:
-        """The block of the most parameters."""
+        """The block with the most parameters."""
         return max(self.blocks, key=lambda block: block.total)
 
     def kv_bytes_per_token(self, itemsize: int, ranks: int = 1) -> int:
-        """Return the bytes of one token in the KV cache of each of an engine's `ranks`."""
+        """Return the bytes per token in the KV cache of each rank of an engine."""
         return itemsize * sum(block.attention.cached(ranks) for block in self.blocks)
 
     def state_bytes(self, itemsize: int, ranks: int = 1) -> int:
-        """Return the bytes of one sequence's convolutions and recurrent states on each of an engine's `ranks`."""
+        """Return the bytes per sequence of convolutions and recurrent states on each rank of an engine."""
         parts = [block.attention for block in self.blocks]
         return sum(part.window * part.channels * itemsize + part.state * STATE_BYTES for part in parts) // ranks
 
     def chosen(self, layers: Collection[int] | None) -> Sequence[BlockSizes]:
-        """Return the blocks of these indices; None: all."""
+        """Return the blocks with these indices; None: all."""
         return self.blocks if layers is None else [self.blocks[index] for index in layers if index < len(self.blocks)]
 
 

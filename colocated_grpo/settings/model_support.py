@@ -1,7 +1,7 @@
-"""Decides from a model's config.json alone whether it trains. Imports no torch, so that the launcher can ask first.
+"""Decides from config.json alone if a model is supported. Imports no torch, so that the launcher can check first.
 
-A rule refuses what packed training would compute wrongly, or what would fail only after weights are downloaded. Rules
-look at features; a model type is named where config.json does not show the feature.
+A rule rejects a feature that packed training would compute wrongly, or that would fail only after the weights are
+downloaded. Rules test features; model types are listed only where config.json does not show the feature.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.families import family_of
 
 STATEFUL_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "mamba2", "recurrent"}
-"""transformers' names of layers that carry a recurrent state from token to token, with or without attention."""
+"""transformers' names of layers with a recurrent state, with or without attention."""
 DELTA_RULE_TYPES = frozenset(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"))
-"""Models of such layers that `policy.linear_attention` trains."""
+"""Models with such layers that `policy.linear_attention` supports."""
 
 
 def _types(names: str) -> frozenset[str]:
@@ -58,22 +58,22 @@ RENAMED_TYPES = _types("gpt_neox hrm_text")
 _KV_HEADS = ("num_key_value_heads", "num_global_key_value_heads")
 CPU_ENGINE_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_ENGINE_LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
-"""Sizes of latent attention that the kernel for CPUs is compiled for, which are those of released models."""
+"""Sizes of latent attention supported by the CPU kernel: those of released models."""
 CPU_ENGINE_STATE_SIZES = (64, 128)
-"""Sizes of the heads of linear attention with which the tests ran it."""
+"""Head sizes of linear attention covered by the tests of the CPU engine."""
 
 Settings = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """A feature that does not train."""
+    """An unsupported feature."""
 
     feature: str
-    """Name of the feature, with the reason where the name does not show it."""
+    """Name of the feature, with the reason if the name does not show it."""
     examples: str
     found: Callable[[Settings, Settings], object]
-    """(config.json, its part for text) -> whether the model has the feature."""
+    """(config.json, its text part) -> true if the model has the feature."""
 
 
 RULES = (
@@ -88,7 +88,7 @@ RULES = (
         found=lambda whole, text: _experts(text) > 1 and text.get("model_type") not in TRAINED_EXPERT_TYPES,
     ),
     Rule(
-        # The state would leak from one packed sequence into the next, and would be missing after a common prefix.
+        # The state would leak from one packed sequence into the next, and would be missing after a shared prefix.
         feature="layers that carry a state from token to token, other than the gated delta rule of Qwen",
         examples="LFM2, Mamba, Jamba, MiniMax",
         found=lambda whole, text: _carries_state(text) and text.get("model_type") not in DELTA_RULE_TYPES,
@@ -139,17 +139,17 @@ RULES = (
         found=lambda whole, text: whole.get("quantization_config") or text.get("quantization_config"),
     ),
 )
-"""Each with a row in docs/models.md."""
+"""Each has a row in docs/models.md."""
 
 
 def refusals(config_json: Settings) -> list[str]:
-    """Return the features for which the model does not train; empty if it trains."""
+    """Return the unsupported features of the model; empty if it can be trained."""
     text = text_part(config_json)
     return [rule.feature for rule in RULES if rule.found(config_json, text)]
 
 
 def check_trains(config_json: Settings, setting: str) -> None:
-    """Raise ConfigError with one line if the model does not train. setting: key and value that name the model."""
+    """Raise ConfigError with one line if the model is unsupported. setting: key and value that name the model."""
     if features := refusals(config_json):
         raise ConfigError(
             f"{setting}: model type {config_json.get('model_type')!r} does not train because it has "
@@ -164,7 +164,7 @@ def check_has_experts(config_json: Settings, setting: str) -> None:
 
 
 def verdict(config_json: Settings) -> str:
-    """Return a line for a model that trains."""
+    """Return a line for a supported model."""
     kind = text_part(config_json).get("model_type", "unknown type")
     family = family_of(kind)
     name = f"{kind}, not among the tested families" if family is None else family.name
@@ -195,7 +195,7 @@ def check_cpu_engine(config_json: Settings, setting: str, *, bfloat16: bool, ada
 
 
 def check_context(model: Settings, size: int) -> None:
-    """Raise ConfigError with one line if `size` ranks cannot split a sequence of the model with this config.json."""
+    """Raise ConfigError with one line if the model's sequences cannot be split over `size` ranks."""
     if size == 1:
         return
     setting, text = f"policy.context_parallel={size}", text_part(model)
@@ -265,11 +265,11 @@ def head_sizes(config_json: Settings) -> set[int]:
 
 
 _GLOBAL_HEAD_TYPES, _GLOBAL_HEAD_DIM = {"gemma4_text", "gemma4_unified_text"}, 512
-"""Size of the heads of layers without a window where config.json leaves it out: transformers' default."""
+"""Head size of layers without a window: transformers' default, used if config.json omits it."""
 
 
 def has_sinks(text: Settings) -> bool:
-    """Return True if each head has a score without a value beside those of the keys."""
+    """Return True if each head has an attention sink: an extra score without a value."""
     return text.get("model_type") in SINK_TYPES
 
 

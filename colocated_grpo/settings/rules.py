@@ -1,6 +1,6 @@
 """Rules between sections of settings. Each yields a line per violation.
 
-Rules within a section are its method `problems`; those about environments are in `source_rules`.
+Rules within one section are in its method `problems`, rules about environments in `source_rules`.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _run_folder(output_dir: str, run_name: str) -> Lines:
 
 
 def _lengths(longest: int, batch: BatchConfig, ranks: int, engine_length: int | None) -> Lines:
-    """longest: sequence, which must fit into a micro-batch, split over `ranks` ranks, and into the engine."""
+    """longest: maximum sequence length. Must fit into a micro-batch split over `ranks` ranks, and into the engine."""
     size = batch.max_tokens_per_micro_batch
     if size != "auto" and size * ranks < longest:
         whole = f"{_SEQUENCE}={longest}, the longest sequence"
@@ -137,7 +137,7 @@ def _checkpoints(checkpoint: CheckpointConfig, policy: PolicyConfig, sync: int) 
 
 
 def _pushes(repo: str | None, checkpoint: CheckpointConfig) -> Lines:
-    """repo: the Hub repository if it gets the final export alone; else None."""
+    """repo: the Hub repository if only the final export is pushed to it; else None."""
     if repo is not None and not checkpoint.final:
         yield (
             f"hub.repo={repo}: nothing would be pushed; set hub.every above 0, or checkpoint.final: true, "
@@ -146,7 +146,7 @@ def _pushes(repo: str | None, checkpoint: CheckpointConfig) -> Lines:
 
 
 def _shared_weights(setting: str | None, policy: PolicyConfig, engine: EngineConfig, sync: int) -> Lines:
-    """setting: the one by which policy and engine use the same tensors; None if they do not."""
+    """setting: the setting that makes policy and engine share tensors; None if none does."""
     if setting is None:
         return
     if sync > 1:

@@ -1,4 +1,4 @@
-"""All settings of a run, with bounds and documentation. Some sections are in files of their own.
+"""Schema of a run's settings, with bounds and documentation. Some sections are in separate files.
 
 Defaults are defined in these models and nowhere else. Nothing here imports torch or vllm. Losses and environments are
 unions of models, selected by `type`.
@@ -59,13 +59,13 @@ class TrackingConfig(Section):
     tensorboard: bool = False
     """Write TensorBoard events into the run folder."""
     trackers: list[TrackerName] = []
-    """Further trackers, whose packages you install and log in to. In names of metrics they get _ for characters other
-    than letters, digits, `_`, `-`, `/` and spaces."""
+    """Additional trackers. Install their packages and log in yourself. In their metric names, characters other than
+    letters, digits, `_`, `-`, `/` and spaces are replaced by `_`."""
     project: str = Field("colocated_grpo", min_length=1)
     """Project of `trackers`; the experiment in MLflow."""
     completions_every: NonNegative = 0
-    """Steps between tables of completions, with prompts and rewards, that are sent to W&B, trackio, SwanLab, MLflow,
-    ClearML and Comet. 0: none. rollouts.jsonl has completions of every step (rollouts_per_step)."""
+    """Steps between tables of completions (with prompts and rewards) sent to W&B, trackio, SwanLab, MLflow, ClearML and
+    Comet. 0: none. rollouts.jsonl has completions of every step (rollouts_per_step)."""
     completions_rows: Integer = Field(16, ge=1, le=1000)
     """Completions in such a table, evenly spaced from the worst to the best reward."""
     profile_step: NonNegative | None = None
@@ -73,19 +73,19 @@ class TrackingConfig(Section):
     rollouts_per_step: NonNegative = 4
     """Rollouts of each step that are written to rollouts.jsonl."""
     show_completion: bool = False
-    """Show one completion of each step on the console, the one with the median reward."""
+    """Show each step's completion with the median reward on the console."""
 
 
 class HubConfig(Section):
     repo: str
-    """Model repository, OWNER/NAME; NAME alone belongs to the owner of the token. It is created if it does not exist.
-    The token is read from HF_TOKEN, or from what `hf auth login` has stored."""
+    """Model repository, OWNER/NAME. OWNER defaults to the token's owner. The repository is created if it does not
+    exist. The token is read from HF_TOKEN or from the login stored by `hf auth login`."""
     private: bool = True
-    """Create the repository as a private one. An existing repository stays as it is."""
+    """Create the repository as private. An existing repository is not changed."""
     every: NonNegative = 0
     """Steps between pushes. 0: only the final model or adapter."""
     timeout: Number = Field(3600.0, gt=0)
-    """Seconds after which a push is ended and counts as failed. The end of the run waits for the last push."""
+    """Time limit of a push in seconds; then it is aborted and counts as failed. A run ends after its last push."""
 
 
 class FreshnessConfig(Section):
@@ -95,17 +95,17 @@ class FreshnessConfig(Section):
     max_mean_diff: Number | None = Field(None, gt=0)
     """Largest accepted mean of |engine - policy| log-probability over sampled tokens (mismatch/plain); above it the run
     stops before the optimizer step. The mean over a single completion (mismatch/worst) may be five times as large.
-    Default: 0.3 where the engine's weights or KV cache are quantized, else 0.1 where engine or policy is 16-bit, 0.01
-    in float32. A temperature below 1 divides it, and each optimizer step since sampling adds
-    5000 times policy.lr."""
+    Default: 0.3 if the engine's weights or KV cache are quantized, else 0.1 if engine or policy is 16-bit, 0.01 in
+    float32. It is divided by a temperature below 1, and each optimizer step since sampling adds 5000 times
+    policy.lr."""
 
 
 class Config(Section):
     model: ModelConfig
     """Model to train. `model: NAME` is short for `model: {name: NAME}`."""
     environments: list[EnvironmentConfig] = Field(min_length=1)
-    """Sources of prompts and rewards, mixed by weight. If a config has no such key, the loader adds the built-in task
-    arithmetic, and a note says so."""
+    """Sources of prompts and rewards, mixed by weight. If the key is missing, the built-in task arithmetic is used and
+    a note is shown."""
     training_steps: Positive = 100
     """Steps of the whole run. A step samples one batch and makes batch.minibatches * batch.epochs optimizer steps."""
     sync_frequency: Positive = 1
@@ -138,9 +138,9 @@ class Config(Section):
     batch: BatchConfig = BatchConfig()
     """Packing, minibatches and epochs."""
     evaluation: EvaluationConfig = EvaluationConfig()
-    """Evaluation on held-out prompts and on sets of their own, and what is kept of the best step."""
+    """Evaluation on held-out prompts and separate sets, and selection of the best step."""
     freshness: FreshnessConfig = FreshnessConfig()
-    """Checks that the engine has the policy's weights, and that samples have the policy's log-probabilities."""
+    """Checks that the engine's weights and the samples' log-probabilities are those of the policy."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints and exports."""
     hub: HubConfig | None = None
@@ -161,13 +161,13 @@ class Config(Section):
 
     @property
     def opponent(self) -> OpponentConfig | None:
-        """The opponent of the turn games. `rules` requires all games that set one to set the same."""
+        """The opponent of the turn games. `rules` rejects games with different opponents."""
         turns = [source for source in self.environments if isinstance(source, TurnsSourceConfig)]
         return next((source.opponent for source in turns if source.opponent is not None), None)
 
     @property
     def opponent_model(self) -> ModelConfig | None:
-        """The model whose weights the opponent starts with."""
+        """Model that provides the opponent's initial weights."""
         return None if self.opponent is None else self.model_of(self.opponent)
 
     def model_of(self, opponent: OpponentConfig) -> ModelConfig:
@@ -192,7 +192,7 @@ class Config(Section):
 
     @property
     def is_mixed(self) -> bool:
-        """Several environments, whose metrics are also recorded one by one."""
+        """True with several environments; their metrics are then also recorded separately."""
         return len(self.environments) > 1
 
     @property
@@ -202,14 +202,14 @@ class Config(Section):
 
     @property
     def shares_weights(self) -> str | None:
-        """The setting because of which policy and engine compute with the same tensors; None if they do not."""
+        """The setting that makes policy and engine share tensors; None if none does."""
         if self.engine.placement == "server":
             return "engine.bridge" if self.engine.bridge == "shared" else None
         return "weights" if self.weights == "shared" else None
 
     @property
     def sources(self) -> list[EnvironmentConfig]:
-        """The environments that are trained and those of the evaluation sets."""
+        """Environments of training and of the evaluation sets."""
         return [*self.environments, *(entry.source for entry in self.evaluation.sets)]
 
     @property

@@ -18,12 +18,12 @@ _LOGIN_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
 def is_secret(name: str) -> bool:
-    """Return True if a setting of this dotted name is a secret: args.api_key, hf_token, credentials.user."""
+    """Return True if a setting with this dotted name is a secret: args.api_key, hf_token, credentials.user."""
     return any(_SECRET.search(part) and not _OF_TOKENIZERS.search(part) for part in name.split("."))
 
 
 def masked(value: Any, name: str = "") -> Any:
-    """Return a setting with all secrets in it masked. name: of the setting, or of the list that it is an item of."""
+    """Return a setting with all secrets in it masked. name: name of the setting, or of the list that contains it."""
     if is_secret(name) and value and isinstance(value, str | dict | list):
         return MASK
     if isinstance(value, dict):

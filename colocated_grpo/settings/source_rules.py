@@ -20,7 +20,7 @@ Sources = Sequence[EnvironmentConfig]
 
 
 def exposures(sources: Sources) -> Lines:
-    """Yield a line for each server of a run that other machines reach without a key."""
+    """Yield a line for each server of a run that is reachable from other machines without a key."""
     for index, source in enumerate(sources):
         if not isinstance(source, AtroposSourceConfig):
             continue
@@ -41,7 +41,7 @@ def problems(
     served: bool,
     deterministic: bool,
 ) -> Lines:
-    """Yield a line for each contradiction among environments, and between them and how completions are sampled."""
+    """Yield a line for each contradiction among environments, or between them and the sampling settings."""
     found = [source for source in sources if isinstance(source, AtroposSourceConfig)]
     if len(found) > 1:
         yield (

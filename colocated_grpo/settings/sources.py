@@ -1,4 +1,4 @@
-"""Settings of environments: task, episode, dataset and agent here, turns and atropos in files of their own."""
+"""Settings of environments: task, episode, dataset and agent. Those of turns and atropos are in separate files."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from colocated_grpo.settings.errors import KeyPath
 from colocated_grpo.settings.turns import TurnsSourceConfig
 
 TRAIN_DATASET, EVAL_DATASETS = "train_dataset", "eval_datasets"
-"""Names of rows that a program gives to Trainer: of the entry, and of its held-out rows. eval_datasets[NAME]: of the
-evaluation set NAME."""
+"""Names of rows passed to Trainer as objects: an entry's training rows, and its held-out rows. eval_datasets[NAME]: the
+rows of evaluation set NAME."""
 
 
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
-"""Suffixes of dataset files. The readers are in `environments.rows.readers`, which is above settings."""
+"""Suffixes of dataset files. The readers are in `environments.rows.readers`, a layer above settings."""
 SplitOrFile = Annotated[
     str, AfterValidator(lambda name, info: find_file(name, info) if name.lower().endswith(DATA_SUFFIXES) else name)
 ]
@@ -41,15 +41,14 @@ Program = Annotated[str, AfterValidator(lambda name, info: name if shutil.which(
 
 
 class ItemSourceConfig(NamedObject):
-    """Code that makes its own prompts and scores their completions."""
+    """Code that generates prompts and scores their completions."""
 
     type: str
     name: CodeName
     args: dict[str, Any] = {}
     """Keyword arguments of the task's or episode's class."""
     system_prompt: str | None = None
-    """System message put before each prompt that has none, as the model reads it; `score` or `run` gets the item
-    unchanged."""
+    """System message added to the model's prompt if it has none. `score` or `run` gets the item unchanged."""
     tools: list[Tool] = []
     """Tools that the chat template describes to the model: docs/guides/prompts.md. `tools` of an item take
     precedence."""
@@ -70,7 +69,7 @@ class TaskSourceConfig(ItemSourceConfig):
 
 
 class EpisodeSourceConfig(ItemSourceConfig):
-    """An episode holds a conversation of several turns with the policy and scores it: docs/guides/episodes.md."""
+    """An episode runs a multi-turn conversation with the policy and scores it: docs/guides/episodes.md."""
 
     type: Literal["episode"]
     name: CodeName
@@ -87,9 +86,9 @@ class ConditionConfig(Section):
     any: list[Scalar] | None = Field(None, min_length=1)
     """Values that meet the condition."""
     min: Number | None = None
-    """Smallest number that meets the condition."""
+    """Inclusive lower bound of a number."""
     max: Number | None = None
-    """Largest number that meets the condition."""
+    """Inclusive upper bound of a number."""
 
     @model_validator(mode="before")
     @classmethod
@@ -113,7 +112,7 @@ def _in_order(bounds: Any) -> Any:
 
 
 class ColumnCurriculumConfig(Section):
-    """Rows from easy to hard by a column: each stage draws from the easiest rows, the last one from all."""
+    """Rows ordered from easy to hard by a column. Each stage draws from the easiest rows, the last stage from all."""
 
     type: Literal["column"]
     column: str
@@ -122,17 +121,16 @@ class ColumnCurriculumConfig(Section):
     """ascending: small numbers are easy. descending: large numbers are easy, such as solve rates of another model. Or
     all values of the column, the easiest first. Example: [easy, medium, hard]"""
     stages: Integer = Field(5, ge=2)
-    """Number of stages. Stage k of n draws from the easiest k/n of the rows. Rows of equal difficulty join together."""
+    """Number of stages. Stage k of n draws from the easiest k/n of the rows. Equally difficult rows enter together."""
     steps: Positive | None = None
-    """Training steps before the last stage, which draws from all rows. The other stages share them equally. Either this
-    or `high` is given."""
+    """Training steps before the last stage, divided equally among the earlier stages. Set either this or `high`."""
     high: Fraction | None = None
     """Pass rate above which the next stage begins: the mean over the last `window` prompts of the stage."""
     low: Fraction = 0.0
-    """Pass rate below which the stage before begins again."""
+    """Pass rate below which the previous stage begins again."""
     window: Positive = 64
-    """Prompts over which the pass rate is taken. The pass rate of a prompt is the fraction of its completions whose
-    reward is at least `pass_reward`."""
+    """Number of prompts over which the pass rate is averaged. The pass rate of a prompt is the fraction of its
+    completions whose reward is at least `pass_reward`."""
     pass_reward: Number = 1.0
     """Smallest reward of a completion that counts as passed."""
 
@@ -150,12 +148,12 @@ class PassRateCurriculumConfig(Section):
 
     type: Literal["pass_rate"]
     low: Fraction = 0.1
-    """Smallest pass rate of a prompt that does not rest. The pass rate is the fraction of the completions of its last
-    visit whose reward is at least `pass_reward`."""
+    """Prompts with a lower pass rate rest. The pass rate is the fraction of completions in a prompt's last visit whose
+    reward is at least `pass_reward`."""
     high: Fraction = 0.9
-    """Largest pass rate of a prompt that does not rest."""
+    """Prompts with a higher pass rate rest."""
     rest: Positive = 2
-    """Number of turns for which a prompt outside these bounds is passed over. Then it is sampled again."""
+    """Number of turns for which a resting prompt is skipped before it is sampled again."""
     pass_reward: Number = 1.0
     """Smallest reward of a completion that counts as passed."""
 
@@ -175,17 +173,17 @@ class RewardConfig(NamedObject):
     """If set, even to {}, `name` is a class or factory that is called with these keyword arguments and returns the
     reward function."""
     run_in: Literal["auto", "process", "thread"] = "auto"
-    """process: worker processes, rollout.reward_workers per rank, which do not see the GPUs. A call that exceeds
-    rollout.reward_timeout is killed, whatever it does. thread: threads of the rank, for rewards that use its GPU or
-    share state; one that holds Python's interpreter lock for longer than the timeout ends the run. auto: process for a
-    plain function in your own files that uses no `global` statement and whose files import no deep learning library,
-    else thread."""
+    """process: rollout.reward_workers worker processes per rank, without access to GPUs. A call that exceeds
+    rollout.reward_timeout is killed, even in native code. thread: threads of the rank, for rewards that use its GPU or
+    share state. A reward that holds Python's interpreter lock for longer than the timeout ends the run. auto: process
+    for a plain function in your own files that uses no `global` statement and whose files import no deep learning
+    library, else thread."""
     relative: bool = False
-    """true: the function compares the completions of a prompt with each other, and is never called with some of them
-    only. false: after an exception it is called for each completion alone, to find out which ones made it raise."""
+    """true: the function compares a prompt's completions with each other, so it always gets all of them. false: after
+    an exception it is called once per completion, to find the completions that made it raise."""
     weight: Number = Field(1.0, ge=-1e6, le=1e6)
-    """Factor of this reward in the sum of a completion's rewards. 0 only logs it, as reward/<name>: whatever it returns
-    or raises, the sum is that of the others."""
+    """Factor of this reward in the sum of a completion's rewards. 0: the reward is only logged, as reward/<name>; its
+    values and exceptions do not affect the sum."""
 
 
 def reward_by_name(value: Any) -> Any:
@@ -214,26 +212,26 @@ class RowsSourceConfig(NamedObject):
     split: str = "train"
     """Training split of a Hugging Face dataset. Not for local files."""
     eval_split: SplitOrFile | None = None
-    """Split of held-out prompts; for a local file, the path of another file. Default: `held_out` rows at the end of the
-    training data, which are then not trained on."""
+    """Split of held-out prompts; for a local file, the path of another file. Default: the last `held_out` rows of the
+    training data, which are then excluded from training."""
     held_out: NonNegative | None = None
-    """Rows held out for evaluation where eval_split is not given. Default: a tenth of the rows, at most 64."""
+    """Rows held out for evaluation if eval_split is not set. Default: a tenth of the rows, at most 64."""
     prompt_column: str = "prompt"
-    """Column of the prompt: text, or a list of chat messages. Where the tokenizer has a chat template, text becomes one
+    """Column of the prompt: text, or a list of chat messages. If the tokenizer has a chat template, text becomes one
     user message."""
     columns: dict[str, str] = {}
-    """Columns to rename before rewards get them. Example: {answer: solution}."""
+    """Columns to rename before they are passed to rewards. Example: {answer: solution}."""
     system_prompt: str | None = None
-    """System message put before each prompt that has none. A text prompt then becomes a chat message, also in the
-    prompts that rewards receive."""
+    """System message added to each prompt that has none. A text prompt then becomes a chat message, also in the prompts
+    passed to rewards."""
     shuffle: bool = True
     """Read the rows of each pass in a random order, which depends on `seed`. false: in the order of the data."""
     where: dict[str, ConditionConfig] = {}
-    """Conditions on columns, as they are named in the data; rows that do not meet all of them are left out. A value, a
-    list of values, or {min: ..., max: ...}. Example: {level: [1, 2, 3], subject: algebra}"""
+    """Conditions on columns, by their names in the data. Only rows that meet all of them are used. A value, a list of
+    values, or {min: ..., max: ...}. Example: {level: [1, 2, 3], subject: algebra}"""
     filter: CodeName | None = None
-    """Function 'package.module:function' or 'path/to/file.py:function' that gets a row as a dictionary and returns
-    true if it is kept. It is called for the rows that meet `where`."""
+    """Function 'package.module:function' or 'path/to/file.py:function' that gets a row as a dictionary and returns true
+    to keep it. It is called only for rows that meet `where`."""
     curriculum: CurriculumConfig | None = None
     """Order of the rows by difficulty: docs/guides/prompts.md. null: `shuffle` alone decides."""
     weight: Number = Field(1.0, gt=0)
@@ -243,7 +241,7 @@ class RowsSourceConfig(NamedObject):
 
     @property
     def given_held_out(self) -> Any:
-        """Held-out rows that the program has given to Trainer; None: they are `eval_split` or the last rows."""
+        """Held-out rows passed to Trainer by the program; None: use `eval_split` or the last rows."""
         return self._held_out
 
 
@@ -262,18 +260,18 @@ class DatasetSourceConfig(RowsSourceConfig):
 
 
 class AgentSourceConfig(RowsSourceConfig):
-    """Rows of a dataset as tasks of a program that samples through OpenAI's chat API: docs/guides/agents.md."""
+    """Rows of a dataset as tasks for a program that samples through OpenAI's chat API: docs/guides/agents.md."""
 
     type: Literal["agent"]
     program: Program
-    """A Python file, which the run's own interpreter runs, any other executable, or an async function as
+    """A Python file (run with the run's own interpreter), any other executable, or an async function:
     'path/to/file.py:function' or 'package.module:function'."""
     arguments: list[str] = []
     """Arguments of the program's command line."""
     max_requests: Positive = 64
-    """Completions that one agent may ask for. Further requests are rejected with 400."""
+    """Maximum completions per agent. Further requests are rejected with 400."""
     max_running: Positive = 32
-    """Agents that run at a time on one rank. The others wait, which does not count against rollout.tool_timeout."""
+    """Maximum agents running at once on one rank. Waiting agents do not use up rollout.tool_timeout."""
 
 
 EnvironmentConfig = Annotated[
@@ -288,7 +286,7 @@ EnvironmentConfig = Annotated[
 
 
 def prompt_functions(source: EnvironmentConfig) -> Iterator[tuple[KeyPath, str]]:
-    """Yield place and name of each function that describes tools or filters rows."""
+    """Yield the key path and name of each function that describes tools or filters rows."""
     if isinstance(source, ItemSourceConfig | DatasetSourceConfig):
         for number, tool in enumerate(source.tools):
             if isinstance(tool, str):

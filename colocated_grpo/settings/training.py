@@ -1,6 +1,6 @@
 """Settings of the trained model: its optimizer, its adapter (LoRA), the blocks that are trained, and its batches.
 
-Those of adapters are the settings of PEFT's LoraConfig that apply to linear layers, under plain names.
+Adapter settings are those of PEFT's LoraConfig that apply to linear layers, under plain names.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _RANGE = re.compile(r"(\d+)(?:\s*-\s*(\d+))?")
 
 
 def parse_layers(value: Any) -> Any:
-    """Return the ascending indices that a text or number names; other values unchanged, for pydantic to check."""
+    """Parse text (0-3,28-31) or a number into ascending indices. Other values are unchanged, for pydantic to check."""
     if isinstance(value, int) and not isinstance(value, bool):
         return [value]
     if isinstance(value, list) and all(isinstance(item, int) and not isinstance(item, bool) for item in value):
@@ -78,7 +78,7 @@ def _valid_pattern(value: list[str] | str | None) -> list[str] | str | None:
 
 
 Modules = Annotated[list[str] | str, AfterValidator(_valid_pattern)]
-"""Names of modules, or a regular expression for their whole names."""
+"""Names of modules, or a regular expression that matches whole names."""
 
 
 class LoRAConfig(Section):
@@ -101,8 +101,8 @@ class LoRAConfig(Section):
     """default: A is drawn uniformly, B is zero, as in PEFT. Otherwise the folder of a PEFT adapter to continue from,
     which also sets rank, alpha, rslora, target_modules, exclude_modules and layers."""
     base_on_host: bool = False
-    """Keep the base weights in host memory, where only the merge after each optimizer step reads them: frees 2 bytes
-    per adapted parameter on the GPU and costs their copy to it, once per optimizer step."""
+    """Keep the base weights in host memory; only the merge after each optimizer step reads them. Frees 2 bytes per
+    adapted parameter on the GPU, and costs one copy to the GPU per optimizer step."""
 
     @property
     def scale(self) -> float:
@@ -161,8 +161,8 @@ class PolicyConfig(Section):
     """Recompute the activations of transformer blocks in the backward pass: less memory, up to a third more compute.
     auto: on CUDA as few blocks as the measured free memory requires, none on CPU. true: all blocks. false: none."""
     compile: AutoOrBool = "auto"
-    """Compile each transformer block with torch.compile. auto: on CUDA. Set false for very
-    small models, where compiling takes longer than it saves."""
+    """Compile each transformer block with torch.compile. auto: on CUDA. Set false for very small models, where
+    compiling costs more time than it saves."""
     cpu_offload: bool = False
     """Keep master weights, gradients and optimizer state in host memory (FSDP2 CPU offload), about 16 bytes per
     parameter over all ranks with AdamW. Slower; for models that do not fit on the device beside their engine."""
@@ -179,12 +179,12 @@ class PolicyConfig(Section):
     """Tokens per chunk when log-probabilities are computed. Only one chunk's float32 logits exist at a time: 1.2 GB for
     2,048 tokens and a vocabulary of 152,000."""
     routing_replay: bool = False
-    """For mixtures of experts: train each token with the experts that the engine chose while sampling it, instead of
-    the policy's own choice, which differs where rounding does (docs/models.md)."""
+    """For mixtures of experts: train each token with the experts chosen by the engine when it sampled the token. The
+    policy's own choice can differ because of rounding (docs/models.md)."""
     load_balancing: Number = Field(0.0, ge=0)
-    """For mixtures of experts: coefficient of the load-balancing loss, which falls as each router uses its experts more
-    equally (docs/models.md), for example 0.001. 0: off. Costs a forward pass per optimizer step. Must be 0 with `lora`,
-    which does not train routers."""
+    """For mixtures of experts: coefficient of the load-balancing loss, for example 0.001. Even use of the experts by
+    each router minimizes this loss (docs/models.md). 0: off. Costs a forward pass per optimizer step. Must be 0 with
+    `lora`, which does not train routers."""
     lora: LoRAConfig | None = None
     """Train an adapter (LoRA) on frozen weights instead of all weights. null: off. {}: on, with the defaults below."""
     train_layers: Layers | None = None
@@ -239,8 +239,8 @@ class BatchConfig(Section):
     """Passes over each batch. Every update after the first is off-policy."""
     drop_constant_groups: bool = True
     """Skip groups of equal rewards in the forward pass: their policy gradient is zero. They still count in the loss's
-    denominator, so the gradient is the same. No effect with loss.kl.coef or policy.load_balancing above 0, where they
-    have a gradient."""
+    denominator, so the gradient is the same. No effect with loss.kl.coef or policy.load_balancing above 0, because
+    these groups then have a gradient."""
     mask_truncated: bool = False
     """Exclude the tokens of completions cut at rollout.max_completion_tokens from the loss. The completions still count
     in the denominator of grpo, dr_grpo and gspo."""

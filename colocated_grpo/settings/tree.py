@@ -1,7 +1,7 @@
 """Settings as plain nested data: parsed from YAML text, with the line of every key, and changed by path.
 
-Scalars follow YAML 1.2, where PyYAML's rules (YAML 1.1) would surprise: `1e-5` is a number; `on`, `off`, `yes` and `no`
-are text; `010` is ten; `12:30` and `2024-01-01` are text.
+Scalars follow YAML 1.2 where PyYAML's rules (YAML 1.1) give surprising results: `1e-5` is a number; `on`, `off`, `yes`
+and `no` are text; `010` is ten; `12:30` and `2024-01-01` are text.
 """
 
 from __future__ import annotations

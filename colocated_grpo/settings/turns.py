@@ -35,8 +35,8 @@ class TurnsSourceConfig(Section):
     args: dict[str, Any] = {}
     """Keyword arguments of the environment, except `seed`, which is derived from the run's seed."""
     commit: Literal["first", "random", "best"] = "first"
-    """Completion of each turn that is played. first and random follow the policy. best: the highest reward, ties to the
-    first; the games are then better than the policy's own play, which biases returns from their end."""
+    """Completion that is played in each turn. first and random follow the policy. best: the highest reward, the first
+    one on a tie. Games are then played better than the policy plays, which biases returns from their end."""
     max_wait: Positive = 64
     """Maximum steps that a turn waits for its game to end, if its reward includes the game's result. After that it
     is trained with its immediate reward (metric turns_overdue). Longer waits make rollouts staler."""

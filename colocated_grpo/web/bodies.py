@@ -26,30 +26,30 @@ T = TypeVar("T")
 BODY_SECONDS = 60.0
 """Time limit from the end of the headers to the end of the body. An unfinished body counts as a concurrent request."""
 GRACE_SECONDS = 5.0
-"""A body that takes longer makes room for new ones when the memory for large bodies is used up."""
+"""When the memory for large bodies is full, a body that has taken longer than this is rejected to make room."""
 SMALL_BYTES = 1 << 16
-"""Bodies up to this size are always accepted: a client that sends large ones cannot keep out all others."""
+"""Bodies up to this size are always accepted, so that a client with large bodies cannot block all others."""
 INLINE_BYTES = 1 << 18
 """Bodies up to this size are checked and parsed on the event loop, within a few milliseconds."""
 BUFFERED_BODIES = 4
-"""Large bodies of the maximum size that may be in memory together."""
+"""Maximum number of large bodies of the maximum size in memory at once."""
 OTHER_BYTES = 1 << 20
-"""Limit of bodies on paths that expect small ones."""
+"""Size limit of bodies on paths that expect small bodies."""
 CHUNK_BYTES = 1 << 20
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 """The JSON escape of a UTF-16 surrogate, paired or not."""
 HIGH, LOW = np.zeros(256, dtype=bool), np.zeros(256, dtype=bool)
-"""Second hexadecimal digit of the escapes of high and of low surrogates: the first is d."""
+"""Second hexadecimal digit in escapes of high and low surrogates. The first digit is d."""
 HIGH[list(b"89abAB")] = True
 LOW[list(b"cdefCDEF")] = True
 ESCAPE_BYTES = 6
 
 _worker = ThreadPoolExecutor(1, thread_name_prefix="bodies")
-"""One thread for all servers of the process, so that the memory for checking and parsing is that of one body."""
+"""One thread for all servers of the process, so that at most one body is checked and parsed at a time."""
 
 
 async def off_the_loop(work: Callable[[], T]) -> T:
-    """Run `work` on the thread for large bodies. The event loop answers other requests meanwhile."""
+    """Run `work` on the thread for large bodies, while the event loop handles other requests."""
     return await asyncio.get_running_loop().run_in_executor(_worker, work)
 
 
@@ -64,9 +64,9 @@ class BodyRejected(Exception):
 class BodyLimit:
     """Pass on each request with its complete, decompressed body, or respond with an error.
 
-    413 above `max_bytes` after decompression, 503 while other large bodies fill the memory set aside for them, 408
-    after BODY_SECONDS, 400 for corrupt gzip, for text that is not UTF-8 and for structure beyond `shape`. Strings that
-    UTF-8 cannot encode would raise later, in tokenizers, responses or the engine.
+    413: above `max_bytes` after decompression. 503: other large bodies fill the memory reserved for them. 408: after
+    BODY_SECONDS. 400: corrupt gzip, text that is not UTF-8, or structure beyond `shape`. Strings that UTF-8 cannot
+    encode would raise later, in tokenizers, responses or the engine.
     """
 
     def __init__(
@@ -77,17 +77,17 @@ class BodyLimit:
         shape: BodyShape,
         large_paths: Collection[str],
     ) -> None:
-        """error_response: makes a response from a status and a message. large_paths: the limit of any other path is
-        OTHER_BYTES, if that is lower."""
+        """error_response: builds a response from a status and a message. large_paths: paths with limit `max_bytes`. All
+        other paths have OTHER_BYTES, if that is lower."""
         self._app = app
         self._max_bytes = max_bytes
         self._error_response = error_response
         self._shape = shape
         self._large_paths = large_paths
         self._room = BUFFERED_BODIES * max_bytes
-        """Bytes of large bodies that may still arrive."""
+        """Bytes left for large bodies."""
         self._arriving: dict[Reservation, None] = {}
-        """Bodies that are not complete, the oldest first."""
+        """Incomplete bodies, oldest first."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -112,7 +112,7 @@ class BodyLimit:
             del headers["content-encoding"]
             headers["content-length"] = str(len(body))
             replayed = _replay(body, receive, reservation.release)
-            del body  # the application decides how long it is kept
+            del body  # the application determines how long the body is kept
             await self._app(scope, replayed, send)
         finally:
             reservation.release()
@@ -142,7 +142,7 @@ class BodyLimit:
             raise BodyRejected(400, f"the request body has {error}") from None
 
     def reserve(self, num_bytes: int) -> None:
-        """Take from the memory for large bodies; a negative number gives back. Raises BodyRejected."""
+        """Reserve memory for large bodies; a negative number releases it. Raises BodyRejected."""
         now = asyncio.get_running_loop().time()
         for other in list(self._arriving):
             if num_bytes <= self._room or now - other.begun < GRACE_SECONDS:
@@ -155,14 +155,14 @@ class BodyLimit:
 
 
 class Reservation:
-    """One request's part of the memory for large bodies."""
+    """One request's reservation of memory for large bodies."""
 
     def __init__(self, limit: BodyLimit) -> None:
         self._limit = limit
         self._num_bytes = 0
         self.begun = asyncio.get_running_loop().time()
         self.expire: Callable[[], None] = lambda: None
-        """Reject the body at once, for the benefit of others."""
+        """Reject the body at once, to make room for others."""
 
     def grow_to(self, num_bytes: int) -> None:
         if num_bytes > max(self._num_bytes, SMALL_BYTES):
@@ -201,9 +201,9 @@ def _too_large(most: int) -> BodyRejected:
 
 
 def _check_text(body: bytes) -> None:
-    """Raise BodyRejected for text that is not UTF-8 or has a surrogate without its pair, and for zero bytes.
+    """Raise BodyRejected for text that is not UTF-8, has an unpaired surrogate, or contains zero bytes.
 
-    json.loads decodes bytes with a zero byte near the start as UTF-16 or UTF-32.
+    json.loads would decode text with a zero byte near the start as UTF-16 or UTF-32.
     """
     view, decoder = memoryview(body), codecs.getincrementaldecoder("utf-8")()
     try:
@@ -234,9 +234,9 @@ def _has_lone_surrogate(body: bytes) -> bool:
 
 
 def _replay(body: bytes, receive: Receive, consumed: Callable[[], None]) -> Receive:
-    """Return a `receive` that yields the body once and then the connection's messages, such as a disconnect.
+    """Return a `receive` that returns the body once and then the connection's messages, such as a disconnect.
 
-    consumed: called when the application asks for those: it has parsed the body by then.
+    consumed: called when the application asks for these messages, because it has parsed the body by then.
     """
     pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -264,7 +264,7 @@ async def read_json(request: Request, decode: Callable[[bytes], T]) -> T:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise InvalidBody("the Content-Type must be application/json")
-    # `request.body()` would keep the bytes until the response, which may be hours later.
+    # Not `request.body()`, which would keep the bytes until the response, possibly for hours.
     body = (await request.receive()).get("body", b"")
     if len(body) <= INLINE_BYTES:
         return _decoded(body, decode)

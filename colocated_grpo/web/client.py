@@ -1,4 +1,4 @@
-"""A JSON client on the standard library, for servers that restart or return malformed responses."""
+"""A JSON client built on the standard library, for servers that restart or return malformed responses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_RESPONSE_BYTES = 1 << 30
 READ_BYTES = 1 << 20
 MAX_ERROR_BYTES = 1 << 16
 
-# The servers are on this machine or in its cluster; a proxy configured for internet access could not reach them.
+# No proxy: the servers are on this machine or in its cluster, out of reach of a proxy for internet access.
 _opener = build_opener(ProxyHandler({}))
 
 
@@ -37,7 +37,7 @@ class JsonClient:
     """GET and POST of JSON. Every call raises Unavailable or RequestRejected on failure."""
 
     def __init__(self, url: str, *, timeout: float, api_key: str | None = None) -> None:
-        """timeout: seconds for a whole response, and for each socket operation."""
+        """timeout: seconds for the whole response, and for each socket operation."""
         self._url = url.rstrip("/")
         self._timeout = timeout
         self._headers = HEADERS if api_key is None else {**HEADERS, "Authorization": f"Bearer {api_key}"}
@@ -51,7 +51,7 @@ class JsonClient:
     def lines(self, path: str, silence: float) -> Iterator[str]:
         """Yield the lines of a streamed response, without empty ones. Ends with Unavailable or RequestRejected.
 
-        silence: seconds without a byte after which the connection counts as lost.
+        silence: seconds without data after which the connection counts as lost.
         """
         with _failures(), _opener.open(Request(self._url + path, headers=self._headers), timeout=silence) as response:
             for line in response:

@@ -1,8 +1,8 @@
-"""Middleware that rejects requests: without the key, beyond the concurrency limit, or from web pages.
+"""Middleware that rejects requests without the key, above the concurrency limit, or from web pages.
 
-A page in a browser on this machine can send requests to ports of it that other machines cannot reach. Browsers mark
-the requests of other sites with `Origin` or `Sec-Fetch-Site`. A site that makes its own name resolve to this machine
-(DNS rebinding) appears to be the same site; its name in `Host` gives it away.
+A web page in a browser on this machine can send requests to local ports that other machines cannot reach. Browsers mark
+requests of other sites with `Origin` or `Sec-Fetch-Site`. A site that makes its own name resolve to this machine (DNS
+rebinding) appears to be the same site, but is recognised by its name in `Host`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def error_response(status: int, message: str, **headers: str) -> JSONResponse:
 
 
 def error_body(status: int, message: str) -> JsonObject:
-    """Return an error in OpenAI's format, whose message OpenAI clients show to the user."""
+    """Return an error in OpenAI's format, so that OpenAI clients show the message to the user."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "code": status}}
 
 
 class RequireApiKey:
-    """Respond 401 unless a request has the key: as a bearer token, or as the password of Basic authentication, which
-    HTTP clients send for a URL such as `http://any:KEY@host`. `public_paths` need no key."""
+    """Respond 401 to requests without the key. The key is a bearer token, or the password in Basic authentication,
+    which HTTP clients send for a URL such as `http://any:KEY@host`. `public_paths` need no key."""
 
     def __init__(self, app: ASGIApp, key: str, public_paths: Collection[str]) -> None:
         self._app = app
@@ -48,7 +48,7 @@ class RequireApiKey:
             await error_response(401, "this server requires its API key")(scope, receive, send)
 
     def _has_key(self, headers: Headers) -> bool:
-        # Constant time: the duration of an ordinary comparison reveals how many leading characters are right.
+        # Constant time: the duration of an ordinary comparison reveals how many leading characters are correct.
         return hmac.compare_digest(key_in(headers.get("authorization", "")), self._key)
 
 
@@ -94,13 +94,13 @@ OTHER_SITES = frozenset({"cross-site", "same-site"})
 
 
 class Hosts:
-    """The values of `Host` under which a server accepts requests."""
+    """The `Host` values that a server accepts."""
 
     def __init__(self, bound: str, names: Iterable[str] = ()) -> None:
-        """bound: the address that the server listens on. names: further ones that clients use.
+        """bound: the address that the server listens on. names: further host names used by clients.
 
-        A server on all addresses of its machine accepts each of them, and the machine's own name. Addresses as such
-        are safe: a page cannot make a browser take an address for another.
+        A server bound to all addresses accepts each address of the machine, and the machine's own name. Numeric
+        addresses are safe, because a page cannot make one resolve to another.
         """
         self._any_address = is_wildcard(bound)
         own = socket.gethostname() if self._any_address else bound
@@ -116,7 +116,7 @@ class Hosts:
 
 
 class OwnRequests:
-    """Respond 403 to requests under an unknown `Host`, and to those that a page of another site sent."""
+    """Respond 403 to requests with an unknown `Host`, and to requests from pages of other sites."""
 
     def __init__(
         self,
@@ -125,8 +125,8 @@ class OwnRequests:
         error_response: Callable[[int, str], Response],
         origins: Collection[str] = (),
     ) -> None:
-        """hosts: None accepts any, for servers that require a key: pages do not know it. origins: of pages that may
-        send requests, such as `http://localhost:3000`."""
+        """hosts: None accepts any, for servers that require a key, which pages do not have. origins: origins of pages
+        that may send requests, such as `http://localhost:3000`."""
         self._app = app
         self._hosts = hosts
         self._error_response = error_response
@@ -150,7 +150,7 @@ class OwnRequests:
 
 
 def is_from_browser(headers: Headers) -> bool:
-    """True for requests of a browser, whatever the page. Ones too old for Sec-Fetch-Site still name themselves."""
+    """Return True for requests of a browser. Browsers without Sec-Fetch-Site are recognised by User-Agent."""
     return "sec-fetch-site" in headers or headers.get("user-agent", "").startswith("Mozilla/")
 
 

@@ -1,4 +1,4 @@
-"""An ASGI application on a thread of this process, listening on one or more ports."""
+"""Runs an ASGI application on a thread of this process, on one or more ports."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ BACKLOG = 2048
 SHUTDOWN_SECONDS = 1
 """Time for open connections to finish when the server closes."""
 IDLE_SECONDS = 60.0
-"""A connection without a complete request head, or without a next request, is closed after this time."""
+"""A connection is closed after this time without a complete request head or a next request."""
 
 
 class Connection(H11Protocol):
-    """A connection with limits on number, idle time and head size, so that clients cannot exhaust the process.
+    """A connection with limits on count, idle time and head size, so that clients cannot exhaust the process.
 
-    The limit of 16 KiB for heads is h11's own. uvicorn's faster parser, httptools, has none.
+    The 16 KiB head limit is h11's own. uvicorn's faster parser, httptools, has no limit.
     """
 
     _timer: asyncio.TimerHandle | None = None
@@ -56,10 +56,10 @@ class Connection(H11Protocol):
 
 
 class ServerThread:
-    """A server that accepts requests once constructed. Raises OSError for an address that cannot be bound."""
+    """A server that accepts requests as soon as it is constructed. Raises OSError if the address cannot be bound."""
 
     def __init__(self, app: ASGIApp, host: str, ports: Sequence[int]) -> None:
-        """ports: 0 stands for any free port; `self.ports` holds the actual ones."""
+        """ports: 0 selects any free port; `self.ports` has the actual ports."""
         raise_descriptor_limit()
         self._sockets: list[socket.socket] = []
         try:

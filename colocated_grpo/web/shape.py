@@ -1,6 +1,6 @@
-"""Bounds on the structure of JSON text, checked on its bytes before a parser makes objects of them.
+"""Bounds on the structure of JSON text, checked on its bytes before it is parsed.
 
-Parsed JSON can take thirty times the memory of its text: `[]` is three bytes with its comma and an object of 56.
+Parsed JSON can take thirty times the memory of its text: `[],` is three bytes of text and a 56-byte object.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 CHUNK_BYTES = 1 << 18
-"""Text checked at once. Short, so that the memory needed and the time without the interpreter lock are small."""
+"""Size of a chunk of text. Small, to limit memory and the time for which other threads are blocked."""
 NO_BACKSLASH = re.compile(rb"[^\\]")
 NEITHER_BRACKETS_NOR_COMMAS = bytes(byte for byte in range(256) if byte not in b"[]{},")
 STEPS = np.zeros(256, dtype=np.int8)
@@ -22,24 +22,24 @@ STEPS[[ord("]"), ord("}")]] = -1
 
 
 class TooComplex(Exception):
-    """The text exceeds a bound, which the message names."""
+    """The text exceeds a bound, given in the message."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BodyShape:
-    """Largest structure of a JSON text. Brackets and commas within strings do not count."""
+    """Maximum structure of a JSON text. Brackets and commas in strings do not count."""
 
     values: int
-    """Entries of all lists and objects, and the lists and objects themselves."""
+    """All entries of lists and objects, and the lists and objects themselves."""
     containers: int
     """Lists and objects."""
     strings: int
-    """Keys included."""
+    """Strings, including keys."""
     depth: int
 
     def check(self, text: bytes) -> None:
         """Raise TooComplex above a bound, in time linear in the length. The text need not be valid JSON."""
-        # Counts over the whole text are upper bounds, and suffice for most texts.
+        # Counts over the whole text are upper bounds, which are sufficient for most texts.
         opened = text.count(b"[") + text.count(b"{")
         if (
             opened <= min(self.depth, self.containers)
@@ -75,7 +75,7 @@ def _without_escapes(text: bytes) -> Iterator[bytes]:
     r"""Yield the text in chunks, with \\ and \" blanked out: every remaining quote begins or ends a string."""
     start = 0
     while start < len(text):
-        # A chunk ends after a byte that is no backslash, so no escape spans two chunks.
+        # A chunk ends after a byte other than a backslash, so no escape spans two chunks.
         end = NO_BACKSLASH.search(text, start + CHUNK_BYTES - 1)
         chunk = text[start : end.end() if end else len(text)]
         start += len(chunk)
@@ -83,6 +83,6 @@ def _without_escapes(text: bytes) -> Iterator[bytes]:
 
 
 def _outside_strings(chunk: bytes, *, inside: bool) -> bytes:
-    """Return the brackets and commas of a chunk that are outside strings. inside: it begins within a string."""
+    """Return the brackets and commas of a chunk that are outside strings. inside: the chunk begins in a string."""
     outside = chunk.split(b'"')[inside::2] if b'"' in chunk else [] if inside else [chunk]
     return b"".join(outside).translate(None, NEITHER_BRACKETS_NOR_COMMAS)
