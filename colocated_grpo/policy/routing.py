@@ -117,7 +117,7 @@ class _LayerReplay:
         self._replaced_and_recorded = replaced_and_recorded
         router.register_forward_hook(self._replace)
 
-    def _replace(self, router: nn.Module, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
+    def _replace(self, router: nn.Module, _inputs: object, output: tuple[Tensor, Tensor, Tensor]) -> object:
         logits_TE, own_weights_TK, own_experts_TK = routed(output, "policy.routing_replay=true")
         # Skip tokens without a record: their zeros name one expert several times, and could make the gradient NaN.
         experts_TK = torch.where(self.recorded_T[:, None], self.experts_TK.to(own_experts_TK.dtype), own_experts_TK)
@@ -141,7 +141,7 @@ def check_returns_logits(setting: str) -> None:
         )
 
 
-def routed(output: Any, setting: str) -> tuple[Tensor, Tensor, Tensor]:
+def routed(output: object, setting: str) -> tuple[Tensor, Tensor, Tensor]:
     """Return a router's output: logits [T, E], routing weights [T, K] and expert indices [T, K].
 
     Raises ConfigError if the installed transformers has routers with another output.

@@ -147,7 +147,7 @@ class BroadcastSync:
             urls = _urls(self._servers)
             raise RunError(f"engine.urls={urls}: lost during a weight sync ({in_one_line(error)})") from None
 
-    def _post(self, server: EngineServer, path: str, body: Mapping[str, Any] | None = None) -> Future[Any]:
+    def _post(self, server: EngineServer, path: str, body: Mapping[str, object] | None = None) -> Future[Any]:
         return self._posts.submit(server.post_or_end, path, body)
 
     def _join(self) -> list[str]:
@@ -204,7 +204,7 @@ class BroadcastSync:
                 f"engine.urls={_urls(members)}: did not join the weight sync ({in_one_line(error)})"
             ) from None
 
-    def _check(self, infos: Sequence[Mapping[str, Any]]) -> None:
+    def _check(self, infos: Sequence[Mapping[str, object]]) -> None:
         for server, info in zip(self._servers, infos, strict=True):
             if (info["device"], info["dtype"]) != (self._world.device.type, infos[0]["dtype"]):
                 raise RunError(

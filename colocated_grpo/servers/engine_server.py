@@ -76,11 +76,11 @@ class EngineServer:
                 )
             time.sleep(RETRY_SECONDS)
 
-    def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+    def post(self, path: str, body: Mapping[str, object] | None = None) -> Any:
         """Post for work of the engine. Raises Unavailable or RequestRejected."""
         return self._patient.post(path, body or {})
 
-    def post_or_end(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+    def post_or_end(self, path: str, body: Mapping[str, object] | None = None) -> Any:
         """Post for work without which the run cannot continue. Raises RunError."""
         try:
             return self.post(path, body)

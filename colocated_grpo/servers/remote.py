@@ -246,10 +246,10 @@ class RemoteEngine:
         self._policy_version = policy_version
         self._post_patiently("/engine/version", {"policy_version": policy_version})
 
-    def _post_patiently(self, path: str, body: Mapping[str, Any]) -> Any:
+    def _post_patiently(self, path: str, body: Mapping[str, object]) -> Any:
         """Post, again if the server is being restarted. Raises RunError."""
 
-        def post() -> Any:
+        def post() -> object:
             self._restore_if_restarted()
             return self._server.post(path, body)
 

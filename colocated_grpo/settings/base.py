@@ -18,8 +18,10 @@ from pydantic import (
     ValidationInfo,
 )
 
+from colocated_grpo.types import JsonObject
 
-def _reject_boolean(value: Any) -> Any:
+
+def _reject_boolean(value: object) -> object:
     # pydantic converts true to 1, so `training_steps: true` would train for one step.
     if isinstance(value, bool):
         raise ValueError("must be a number")
@@ -85,12 +87,12 @@ SET_BY_THE_RUN = frozenset(
 """Arguments of transformers' apply_chat_template() that are not variables of the template, or have other settings."""
 
 
-def read_json(value: Any) -> Any:
+def read_json(value: object) -> object:
     """Parse text as JSON, in which TRL's command line and columns of datasets hold nested values."""
     return json.loads(value) if isinstance(value, str) else value
 
 
-def check_variables(variables: dict[str, Any]) -> dict[str, Any]:
+def check_variables(variables: JsonObject) -> JsonObject:
     """Raise ValueError for a name that is no variable of a template."""
     if reserved := sorted(SET_BY_THE_RUN & variables.keys()):
         elsewhere = {"tools": "; see tools of an environment", "chat_template": "; see model.chat_template"}
@@ -98,9 +100,9 @@ def check_variables(variables: dict[str, Any]) -> dict[str, Any]:
     return variables
 
 
-TemplateVariables = Annotated[dict[str, Any], BeforeValidator(read_json), AfterValidator(check_variables)]
+TemplateVariables = Annotated[JsonObject, BeforeValidator(read_json), AfterValidator(check_variables)]
 """Variables of the chat template. Example: {"enable_thinking": False}"""
-Tool = CodeName | dict[str, Any]
+Tool = CodeName | JsonObject
 """A JSON schema, or the name of a Python function of which transformers makes one."""
 
 
@@ -113,7 +115,7 @@ class Section(BaseModel):
 class NamedObject(Section):
     """Settings of code or data that is loaded by its `name`, or that the calling program has given as an object."""
 
-    _object: Any = PrivateAttr(default=None)
+    _object: object = PrivateAttr(default=None)
 
     @property
     def given(self) -> Any:

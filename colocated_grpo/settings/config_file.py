@@ -65,7 +65,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig
 
 
 def build_config(
-    path: str | Path | None, settings: Mapping[KeyPath, Any], defaults: Mapping[str, Any] = {}
+    path: str | Path | None, settings: Mapping[KeyPath, Any], defaults: Mapping[str, object] = {}
 ) -> LoadedConfig:
     """Return the settings of a file, if one is given, overridden by those of a program, and notes about them.
 
@@ -99,7 +99,7 @@ def _complete(
     locations: dict[KeyPath, SettingLocation],
     folder: Path,
     overrides: Sequence[tuple[KeyPath, Any, SettingLocation]],
-    defaults: Mapping[str, Any] = {},
+    defaults: Mapping[str, object] = {},
 ) -> LoadedConfig:
     """Apply the overrides, translate old names, fill in defaults and validate. Changes `tree` and `locations`.
 
@@ -120,7 +120,7 @@ def _complete(
     return LoadedConfig(config, notes + remarks(config))
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: object) -> Iterator[str]:
     """Yield every text in nested data."""
     if isinstance(value, str):
         yield value

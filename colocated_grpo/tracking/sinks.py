@@ -174,7 +174,7 @@ def make_tracker(name: str, project: str, run_dir: Path) -> GeneralTracker:
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     run = run_dir.name
-    arguments: dict[str, Any] = {
+    arguments: JsonObject = {
         "aim": {"run_name": run, "logging_dir": str(run_dir.parent), "experiment": project},
         "clearml": {"run_name": run, "project_name": project, "task_name": run},
         "comet_ml": {"run_name": project},

@@ -33,7 +33,7 @@ class _SilentHere:
     def write(self, text: str) -> int:
         return len(text) if getattr(_inside, "silent", False) else self._stream.write(text)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._stream, name)
 
 

@@ -46,12 +46,12 @@ class _LastSample:
         return cls.logsumexp_B if cls.logits is not None and cls.logits() is logits else None
 
 
-def make_gumbel_sample(vllm_sample: Callable[..., Any], count_use: Callable[[], None]) -> Callable[..., Any]:
+def make_gumbel_sample(vllm_sample: Callable[..., object], count_use: Callable[[], None]) -> Callable[..., object]:
     """Return the sampler's `gumbel_sample`, whose logits are already divided by the temperature, with this kernel."""
 
     def gumbel_sample(
-        logits: Tensor, rows: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, **options: Any
-    ) -> Any:
+        logits: Tensor, rows: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, **options: object
+    ) -> object:
         if any(isinstance(value, Tensor) or value for value in options.values()):  # speculative decoding, 64-bit noise
             return vllm_sample(logits, rows, temperature, seeds, positions, **options)
         count_use()
@@ -62,13 +62,13 @@ def make_gumbel_sample(vllm_sample: Callable[..., Any], count_use: Callable[[], 
     return gumbel_sample
 
 
-def make_topk_scores(vllm_scores: Callable[..., Any], count_use: Callable[[], None]) -> Callable[..., Any]:
+def make_topk_scores(vllm_scores: Callable[..., object], count_use: Callable[[], None]) -> Callable[..., object]:
     """Return the sampler's `compute_topk_scores` with the log-probabilities that sampling has computed.
 
     For requests of the sampled token alone. Its rank, which the trainer never reads, is then 0.
     """
 
-    def topk_scores(logits: Tensor, num_logprobs: int, sampled: Tensor, *arguments: Any, **options: Any) -> Any:
+    def topk_scores(logits: Tensor, num_logprobs: int, sampled: Tensor, *arguments: object, **options: object) -> Any:
         logsumexp_B = _LastSample.logsumexp_of(logits)
         unplain = num_logprobs or arguments[:1] != (None,) or any(options.get(name) for name in UNPLAIN)
         if unplain or logsumexp_B is None:

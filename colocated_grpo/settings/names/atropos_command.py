@@ -27,6 +27,7 @@ from colocated_grpo.settings.names.atropos_meanings import (
 )
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.tree import parse_value
+from colocated_grpo.types import JsonObject
 
 BASE = Path(__file__).with_suffix(".yaml")
 MODEL = "--model-name"
@@ -39,13 +40,13 @@ class Flag:
     names: tuple[str, ...]
     kind: Kind
     """switch: without a value. words: one or more values."""
-    default: Any = None
+    default: object = None
     choices: tuple[str, ...] | None = None
     meaning: means.Translate
     help: str
 
 
-def _flag(names: str, kind: Kind, default: Any, meaning: means.Translate, help: str, *choices: str) -> Flag:
+def _flag(names: str, kind: Kind, default: object, meaning: means.Translate, help: str, *choices: str) -> Flag:
     return Flag(
         names=tuple(names.split()), kind=kind, default=default, choices=choices or None, meaning=meaning, help=help
     )
@@ -158,7 +159,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.description = "Run a command line of Atropos' example trainer: docs/guides/from_atropos.md."
     group = parser.add_argument_group("flags of Atropos' example trainer")
     for flag in FLAGS:
-        options: dict[str, Any] = {"dest": flag.names[0], "default": argparse.SUPPRESS, "help": _help(flag)}
+        options: JsonObject = {"dest": flag.names[0], "default": argparse.SUPPRESS, "help": _help(flag)}
         if flag.kind == "switch":
             options["action"] = "store_true"
         else:
@@ -203,8 +204,8 @@ def read_command(
     )
     if MODEL not in command.given:
         raise ConfigError(f"{MODEL}: required: a folder or the name of a model on the Hugging Face Hub")
-    settings: dict[str, Any] = {}
-    launcher: dict[str, Any] = {"config": str(BASE)}
+    settings: JsonObject = {}
+    launcher: JsonObject = {"config": str(BASE)}
     notes: list[str] = []
     for flag, meaning in _meanings(command):
         settings |= meaning.settings
@@ -258,7 +259,7 @@ def _reject_unknown_flags(arguments: Sequence[str], parser: argparse.ArgumentPar
         raise ConfigError(*lines)
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     """Return a value as an argument that is read as the same value."""
     if isinstance(value, str) and parse_value(value) == value:
         return value

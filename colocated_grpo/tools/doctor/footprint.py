@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
-from typing import Any
 
 from colocated_grpo.settings.model_sizes import DTYPE_BYTES, ENGINE_RESERVE, Sizes
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.training import LoRAConfig
+from colocated_grpo.types import JsonObject
 
 MASTER = GRADIENT = 4
 OPTIMIZER_STATE = {"adamw": 8, "adamw_8bit": 2, "adafactor": 0}
@@ -178,7 +178,7 @@ class RunSizes:
         """Return settings that save memory, and the run with each; those that are set already are left out."""
         policy, engine = self.config.policy, self.config.engine
         lora = policy.lora or LoRAConfig()
-        changes: dict[str, dict[str, Any]] = {}
+        changes: dict[str, JsonObject] = {}
         if policy.lora is None:
             changes["--policy.offload_optimizer true"] = {"offload_optimizer": True}
             changes["--policy.lora {}"] = {"lora": lora, "cpu_offload": False}
@@ -196,7 +196,7 @@ class RunSizes:
             changes["--engine.sleep true"] = {"sleep": True}
         return {setting: self._with(setting.split(".")[0][2:], change) for setting, change in changes.items()}
 
-    def _with(self, section: str, change: dict[str, Any]) -> RunSizes:
+    def _with(self, section: str, change: JsonObject) -> RunSizes:
         changed = getattr(self.config, section).model_copy(update=change)
         return replace(self, config=self.config.model_copy(update={section: changed}))
 
