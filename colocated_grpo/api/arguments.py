@@ -20,7 +20,7 @@ from colocated_grpo.settings.inputs import DATA_SUFFIXES
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.sources import EVAL_DATASETS, TRAIN_DATASET, DatasetSourceConfig, give_objects
 
-Settings = dict[KeyPath, Any]
+Settings = dict[KeyPath, object]
 _ENTRY: KeyPath = ("environments", 0)
 """The entry that the arguments about data and rewards set, as TRL's names do."""
 _FOREIGN = {
@@ -174,7 +174,7 @@ def plain(value: object) -> Any:
     return [*map(plain, value)] if isinstance(value, list | tuple) else value
 
 
-def _flat(tree: Mapping[str, object], prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+def _flat(tree: Mapping[str, object], prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, object]]:
     """Yield the settings by path: {'policy': {'lr': 1}} and {'policy.lr': 1} alike. Lists are values."""
     for name, value in tree.items():
         path = (*prefix, *(parse_path(name) if isinstance(name, str) and not prefix else (name,)))

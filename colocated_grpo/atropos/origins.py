@@ -53,7 +53,7 @@ class Origins:
                     return self._known[key]
         return None
 
-    def state_dict(self) -> list[list[Any]]:
+    def state_dict(self) -> list[list[object]]:
         """Return rows `[*origin, base64 of the concatenated keys]`, one for each distinct origin, oldest first."""
         keys: dict[Origin, bytearray] = {}
         with self._lock:

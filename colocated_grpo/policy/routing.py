@@ -28,13 +28,13 @@ Weigh = Callable[[Any, Tensor, Tensor], Tensor]
 """(router, its logits [T, E], experts [T, K]) -> their weights [T, K], as the router of the family computes them."""
 
 
-def softmax_weights(router: Any, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
+def softmax_weights(router: nn.Module, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
     """Return the experts' probabilities, normalised to sum to 1 unless the router's `norm_topk_prob` is False."""
     weights_TK = logits_TE.softmax(-1, dtype=torch.float32).gather(1, experts_TK)
     return weights_TK / weights_TK.sum(-1, keepdim=True) if getattr(router, "norm_topk_prob", True) else weights_TK
 
 
-def softmax_of_chosen(router: Any, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
+def softmax_of_chosen(router: nn.Module, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
     """Return the softmax over the logits of the chosen experts only, as in gpt-oss."""
     return logits_TE.gather(1, experts_TK).softmax(-1)
 

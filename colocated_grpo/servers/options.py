@@ -64,7 +64,7 @@ def parse(arguments: Sequence[str] | None) -> ServeOptions:
     return options
 
 
-def _checked(kind: Any, rule: str) -> Callable[[str], Any]:
+def _checked(kind: Any, rule: str) -> Callable[[str], object]:
     """Return a type for argparse that accepts what pydantic reads as `kind`. rule: completes "must be ..."."""
     adapter = TypeAdapter(kind)
 

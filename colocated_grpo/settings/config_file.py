@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -65,7 +64,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig
 
 
 def build_config(
-    path: str | Path | None, settings: Mapping[KeyPath, Any], defaults: Mapping[str, object] = {}
+    path: str | Path | None, settings: Mapping[KeyPath, object], defaults: Mapping[str, object] = {}
 ) -> LoadedConfig:
     """Return the settings of a file, if one is given, overridden by those of a program, and notes about them.
 
@@ -98,7 +97,7 @@ def _complete(
     tree: SettingsTree,
     locations: dict[KeyPath, SettingLocation],
     folder: Path,
-    overrides: Sequence[tuple[KeyPath, Any, SettingLocation]],
+    overrides: Sequence[tuple[KeyPath, object, SettingLocation]],
     defaults: Mapping[str, object] = {},
 ) -> LoadedConfig:
     """Apply the overrides, translate old names, fill in defaults and validate. Changes `tree` and `locations`.

@@ -174,7 +174,7 @@ def make_tracker(name: str, project: str, run_dir: Path) -> GeneralTracker:
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     run = run_dir.name
-    arguments: JsonObject = {
+    arguments: dict[str, dict[str, Any]] = {
         "aim": {"run_name": run, "logging_dir": str(run_dir.parent), "experiment": project},
         "clearml": {"run_name": run, "project_name": project, "task_name": run},
         "comet_ml": {"run_name": project},
@@ -258,7 +258,7 @@ def _bounded(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")  # a lone surrogate cannot be sent
 
 
-def _wandb_table(tracker: Any, step: int, table: Table) -> None:
+def _wandb_table(tracker: GeneralTracker, step: int, table: Table) -> None:
     import wandb
 
     columns: list[Any] = table.columns
@@ -266,14 +266,14 @@ def _wandb_table(tracker: Any, step: int, table: Table) -> None:
     tracker.log({TITLE: wandb.Table(columns=columns, data=rows), "step": step})
 
 
-def _trackio_table(tracker: Any, step: int, table: Table) -> None:
+def _trackio_table(tracker: GeneralTracker, step: int, table: Table) -> None:
     import pandas
     import trackio  # pyrefly: ignore[missing-import]  # of the user's choice
 
     tracker.log({TITLE: trackio.Table(dataframe=pandas.DataFrame(table.rows, columns=table.columns))}, step=step)
 
 
-def _swanlab_table(tracker: Any, step: int, table: Table) -> None:
+def _swanlab_table(tracker: GeneralTracker, step: int, table: Table) -> None:
     import swanlab  # pyrefly: ignore[missing-import]
 
     rows = [["" if cell is None else cell for cell in row] for row in table.rows]

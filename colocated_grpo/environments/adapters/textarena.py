@@ -40,7 +40,7 @@ MAX_TRIED_MOVES = 30
 VARIANT_SUFFIXES = ("-raw", "-train")
 """Suffixes of ids that differ only in their wrappers. Error lines leave these ids out."""
 
-GameMessage = tuple[int, str, Any]
+GameMessage = tuple[int, str, object]
 """(sender, text, kind). A negative sender is the game itself."""
 UserPlayer = Callable[[str, Random], str]
 """(all text that the seat has read, random stream) -> reply"""

@@ -26,7 +26,7 @@ from colocated_grpo.rollout.vllm import process
 from colocated_grpo.rollout.vllm.versions import SUPPORTED, supported_version
 
 Device = Literal["cpu", "cuda"]
-Make = Callable[["Patch", Any], Any]
+Make = Callable[["Patch", object], Any]
 """(row, the original object) -> its replacement."""
 
 
@@ -84,7 +84,7 @@ class Patch:
         self.status = "applied"
         return original
 
-    def _locate(self) -> tuple[Any, str]:
+    def _locate(self) -> tuple[object, str]:
         """The object that holds the target, and the target's name in it."""
         module, _, path = self.target.partition(":")
         *parents, name = path.split(".")

@@ -31,7 +31,7 @@ from colocated_grpo.types import JsonObject
 
 BASE = Path(__file__).with_suffix(".yaml")
 MODEL = "--model-name"
-_TYPES: dict[str, Callable[[str], Any]] = {"text": str, "int": int, "float": float, "words": str}
+_TYPES: dict[str, Callable[[str], object]] = {"text": str, "int": int, "float": float, "words": str}
 Kind = Literal["text", "int", "float", "switch", "words"]
 
 
@@ -159,7 +159,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.description = "Run a command line of Atropos' example trainer: docs/guides/from_atropos.md."
     group = parser.add_argument_group("flags of Atropos' example trainer")
     for flag in FLAGS:
-        options: JsonObject = {"dest": flag.names[0], "default": argparse.SUPPRESS, "help": _help(flag)}
+        options: dict[str, Any] = {"dest": flag.names[0], "default": argparse.SUPPRESS, "help": _help(flag)}
         if flag.kind == "switch":
             options["action"] = "store_true"
         else:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from colocated_grpo.settings.base import DEFAULT_INIT
 from colocated_grpo.settings.errors import SettingsTree
@@ -45,7 +44,7 @@ def add_rank(tree: SettingsTree) -> None:
         tree["peft_config"].setdefault("r")
 
 
-def _with_defaults(settings: NewSettings, get: Lookup, defaults: Mapping[str, tuple[str, Any]]) -> NewSettings:
+def _with_defaults(settings: NewSettings, get: Lookup, defaults: Mapping[str, tuple[str, object]]) -> NewSettings:
     """Return `settings`, and the default of every entry of `defaults` that is given under neither name.
 
     With policy.lora.init only `settings`: the adapter that the run continues from determines the others.

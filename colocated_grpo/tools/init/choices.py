@@ -22,7 +22,6 @@ from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.sources import RewardConfig
 from colocated_grpo.tools.doctor.footprint import Placement
 from colocated_grpo.tools.init.sizes import BatchSizes, Lengths, Memory, batch_of, fit_memory, lengths_of
-from colocated_grpo.types import JsonObject
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -97,7 +96,7 @@ def _is_formula(answer: str) -> bool:
 
 def _first_of(names: Sequence[str], rows: Sequence[Item]) -> str | None:
     """Return the column whose lower-case name comes first in `names` and which no row lacks."""
-    by_lower: JsonObject = {str(column).lower(): column for column in rows[0]}
+    by_lower: dict[str, str] = {str(column).lower(): column for column in rows[0]}
     complete = (by_lower[name] for name in names if name in by_lower)
     return next((column for column in complete if all(row.get(column) is not None for row in rows)), None)
 
