@@ -113,7 +113,7 @@ class ChecksummedWriter(dcp.FileSystemWriter):
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[Any]:
         """Return torch's results together with this rank's checksums. torch passes them to `finish`."""
         written = super().write_data(plan, planner).wait()
-        result: Future[Any] = Future()
+        result = Future()
         result.set_result((written, self._files.checksums))
         return result
 

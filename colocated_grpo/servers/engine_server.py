@@ -80,7 +80,7 @@ class EngineServer:
         """Post for work of the engine. Raises Unavailable or RequestRejected."""
         return self._patient.post(path, body or {})
 
-    def post_or_end(self, path: str, body: Mapping[str, object] | None = None) -> Any:
+    def post_or_end(self, path: str, body: Mapping[str, object] | None = None) -> JsonObject:
         """Post for work without which the run cannot continue. Raises RunError."""
         try:
             return self.post(path, body)

@@ -110,7 +110,7 @@ def _reason(error: Exception) -> str:
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
-def _wandb(settings: JsonObject, tracking: TrackingConfig, run_dir: Path) -> Sink:
+def _wandb(settings: object, tracking: TrackingConfig, run_dir: Path) -> Sink:
     import wandb
     from accelerate.tracking import WandBTracker
 
@@ -154,7 +154,7 @@ def _tensorboard(run_dir: Path, first_step: int) -> Sink:
     return Sink(log=lambda step, row: tracker.log(row, step=step), finish=tracker.finish)
 
 
-def _started(name: str, settings: JsonObject, project: str, run_dir: Path) -> Sink:
+def _started(name: str, settings: object, project: str, run_dir: Path) -> Sink:
     """Start one of `tracking.trackers` and send it the settings."""
     _adopt_process_group()
     tracker = make_tracker(name, project, run_dir)
@@ -224,7 +224,7 @@ class Table:
     """A table of completions."""
 
     columns: list[str]
-    rows: list[list[Any]]
+    rows: list[list[float | int | str | None]]
     """Text, numbers or None."""
 
 
@@ -261,9 +261,7 @@ def _bounded(text: str) -> str:
 def _wandb_table(tracker: GeneralTracker, step: int, table: Table) -> None:
     import wandb
 
-    columns: list[Any] = table.columns
-    rows: list[Any] = table.rows
-    tracker.log({TITLE: wandb.Table(columns=columns, data=rows), "step": step})
+    tracker.log({TITLE: wandb.Table(columns=[*table.columns], data=[*table.rows]), "step": step})
 
 
 def _trackio_table(tracker: GeneralTracker, step: int, table: Table) -> None:

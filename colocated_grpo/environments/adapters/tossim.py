@@ -107,7 +107,7 @@ def _numbers(stats: Mapping[str, object]) -> dict[str, float]:
     return {name: float(value) for name, value in stats.items() if isinstance(value, int | float)}
 
 
-def _number(reward: object) -> Any:
+def _number(reward: float | list[float] | tuple[float, ...]) -> float:
     return reward[0] if isinstance(reward, tuple | list) else reward
 
 

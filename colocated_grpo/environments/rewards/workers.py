@@ -182,7 +182,7 @@ class WorkerPool:
         """
         data = pickle.dumps(request)
         worker = self._take()
-        responses: list[Any] = []
+        responses = []
         error = worker.wait_until_started().error
         if error is None:
             with suppress(EOFError, OSError, pickle.UnpicklingError):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import triton
@@ -68,11 +67,11 @@ def make_topk_scores(vllm_scores: Callable[..., object], count_use: Callable[[],
     For requests of the sampled token alone. Its rank, which the trainer never reads, is then 0.
     """
 
-    def topk_scores(logits: Tensor, num_logprobs: int, sampled: Tensor, *arguments: object, **options: object) -> Any:
+    def topk_scores(logits: Tensor, num_logprobs: int, sampled: Tensor, *others: object, **options: object) -> object:
         logsumexp_B = _LastSample.logsumexp_of(logits)
-        unplain = num_logprobs or arguments[:1] != (None,) or any(options.get(name) for name in UNPLAIN)
+        unplain = num_logprobs or others[:1] != (None,) or any(options.get(name) for name in UNPLAIN)
         if unplain or logsumexp_B is None:
-            return vllm_scores(logits, num_logprobs, sampled, *arguments, **options)
+            return vllm_scores(logits, num_logprobs, sampled, *others, **options)
         count_use()
         tokens_B1 = sampled.view(-1, 1)
         logprobs_B1 = logits.gather(1, tokens_B1).float() - logsumexp_B[:, None]
