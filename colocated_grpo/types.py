@@ -41,7 +41,7 @@ class Prompt:
     token_ids: list[int]
     text: str
     """The prompt as the model reads it, after the chat template."""
-    item: dict[str, Any]
+    item: JsonObject
     """The dataset row or task instance for the scorer; 'prompt' holds the prompt in the user's form."""
     source: str
     """Name of the environment that made it, which is also the key of its scorer."""

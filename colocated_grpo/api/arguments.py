@@ -20,7 +20,7 @@ from colocated_grpo.settings.inputs import DATA_SUFFIXES
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.sources import EVAL_DATASETS, TRAIN_DATASET, DatasetSourceConfig, give_objects
 
-Settings = dict[KeyPath, Any]
+Settings = dict[KeyPath, object]
 _ENTRY: KeyPath = ("environments", 0)
 """The entry set by arguments for data and rewards, and by TRL's names."""
 _FOREIGN = {
@@ -46,14 +46,14 @@ _NEEDS_ROWS = "needs a train_dataset of rows as the only environment"
 
 def read_arguments(
     *,
-    model: Any,
-    reward_funcs: Any,
-    train_dataset: Any,
-    eval_datasets: Any,
-    args: Any,
-    peft_config: Any,
+    model: object,
+    reward_funcs: object,
+    train_dataset: object,
+    eval_datasets: object,
+    args: object,
+    peft_config: object,
     config: str | Path | None,
-    settings: Mapping[str, Any],
+    settings: Mapping[str, object],
 ) -> LoadedConfig:
     """Return the run's settings, with the program's objects attached. Raises ConfigError."""
     objects: ObjectsByName = {}
@@ -89,7 +89,7 @@ def read_arguments(
 
 
 def _loaded(
-    config: str | Path | None, settings: Settings, objects: ObjectsByName, defaults: Mapping[str, Any]
+    config: str | Path | None, settings: Settings, objects: ObjectsByName, defaults: Mapping[str, object]
 ) -> LoadedConfig:
     loaded = build_config(config, settings, defaults)
     give_objects(loaded.config.environments, objects)
@@ -97,20 +97,20 @@ def _loaded(
     return loaded
 
 
-def _model(model: Any) -> Any:
+def _model(model: object) -> object:
     if is_name(model) or isinstance(model, Mapping):
         return model
     raise ConfigError(f"model: a {type(model).__name__}; give its folder or name, from which each rank reads its shard")
 
 
-def _without_foreign(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _without_foreign(settings: Mapping[str, object]) -> dict[str, object]:
     wrong = [f"{name}: {rule}" for name, rule in _FOREIGN.items() if settings.get(name) is not None]
     if wrong:
         raise ConfigError(*wrong)
     return {name: value for name, value in settings.items() if name not in _FOREIGN}
 
 
-def _held_out(eval_datasets: Any, given: dict[str, Any]) -> Any:
+def _held_out(eval_datasets: object, given: dict[str, object]) -> object:
     """Return the held-out rows, also if given under TRL's name, which is removed from `given`."""
     rows = given.pop("eval_dataset", None)
     if rows is not None and eval_datasets is not None:
@@ -118,7 +118,7 @@ def _held_out(eval_datasets: Any, given: dict[str, Any]) -> Any:
     return eval_datasets if rows is None else rows
 
 
-def _data(train: Any, held_out: Any, objects: ObjectsByName) -> Settings:
+def _data(train: object, held_out: object, objects: ObjectsByName) -> Settings:
     settings: Settings = {}
     if train is not None:
         settings[*_ENTRY, "type"] = "dataset"
@@ -130,7 +130,7 @@ def _data(train: Any, held_out: Any, objects: ObjectsByName) -> Settings:
     return settings
 
 
-def _from_args(args: Any) -> dict[str, Any]:
+def _from_args(args: Any) -> dict[str, object]:
     """Return the settings in `args`: a mapping, or an object of TRL's GRPOConfig."""
     if args is None or isinstance(args, Mapping):
         return dict(args or {})
@@ -149,7 +149,7 @@ def _from_args(args: Any) -> dict[str, Any]:
     return settings | ({"batch": {"minibatches": minibatches}} if minibatches > 1 else {})
 
 
-def changed_fields(settings: Any) -> dict[str, Any]:
+def changed_fields(settings: object) -> dict[str, object]:
     """Return a mapping unchanged; for a dataclass, such as GRPOConfig, the fields that differ from defaults."""
     if isinstance(settings, Mapping):
         return dict(settings)
@@ -161,7 +161,7 @@ def changed_fields(settings: Any) -> dict[str, Any]:
     return {name: value for name, value in pairs if value != getattr(default, name)}
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Return a value in the form of a config file: paths and enums as text, tuples and sets as lists."""
     if isinstance(value, Enum):
         return value.value
@@ -174,7 +174,7 @@ def plain(value: Any) -> Any:
     return [*map(plain, value)] if isinstance(value, list | tuple) else value
 
 
-def _flat(tree: Mapping[str, Any], prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+def _flat(tree: Mapping[str, object], prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, object]]:
     """Yield settings by path, equally for {'policy': {'lr': 1}} and {'policy.lr': 1}. Lists are values."""
     for name, value in tree.items():
         path = (*prefix, *(parse_path(name) if isinstance(name, str) and not prefix else (name,)))
@@ -185,7 +185,7 @@ def _flat(tree: Mapping[str, Any], prefix: KeyPath = ()) -> Iterator[tuple[KeyPa
 
 
 def evaluation_sets(
-    datasets: Mapping[Any, Any], entry: Any, evaluation: EvaluationConfig, objects: ObjectsByName
+    datasets: Mapping[object, object], entry: object, evaluation: EvaluationConfig, objects: ObjectsByName
 ) -> Settings:
     """Return settings that add each dataset as an evaluation set, after the sets of `evaluation`.
 
@@ -212,7 +212,7 @@ def evaluation_sets(
     return settings
 
 
-def _rows_of(name: Any, rows: Any, objects: ObjectsByName) -> str:
+def _rows_of(name: object, rows: object, objects: ObjectsByName) -> str:
     """Return the name of a file, or a name that refers to the rows."""
     key = f"{EVAL_DATASETS}[{name}]"
     if is_name(rows) and Path(rows).suffix.lower() not in DATA_SUFFIXES:
@@ -239,7 +239,7 @@ def take_epochs(settings: Settings, default: float | None) -> tuple[float, bool]
     return number, False
 
 
-def in_steps(epochs: float, by_default: bool, environments: Sequence[Any], prompts: int) -> tuple[Settings, str]:
+def in_steps(epochs: float, by_default: bool, environments: Sequence[object], prompts: int) -> tuple[Settings, str]:
     """Return `training_steps` for these epochs, with `prompts` a step, and a line about it.
 
     Default epochs of uncountable data set nothing. Raises ConfigError for explicit ones.

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from os import PathLike
-from typing import Any
+from typing import Any, TypeGuard
 
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.sources import EVAL_DATASETS, TRAIN_DATASET, reward_name
 
-ObjectsByName = dict[str, Any]
+ObjectsByName = dict[str, object]
 """Objects by the names that refer to them in the settings and in the run's config.yaml."""
 NOT_ROWS = "must be a datasets.Dataset or a list of dictionaries"
 
 
-def is_name(value: Any) -> bool:
+def is_name(value: object) -> TypeGuard[str | PathLike[str]]:
     return isinstance(value, str | PathLike)
 
 
@@ -27,7 +27,7 @@ def object_name(value: Any) -> str:
     return f"{target.__module__}:{target.__qualname__}"
 
 
-def name_object(value: Any, name: str, objects: ObjectsByName) -> str:
+def name_object(value: object, name: str, objects: ObjectsByName) -> str:
     """Add an object under `name`, plus a number if another object has that name. Return the final name."""
     unique, number = name, 1
     while objects.get(unique, value) is not value:
@@ -37,13 +37,13 @@ def name_object(value: Any, name: str, objects: ObjectsByName) -> str:
     return unique
 
 
-def take_rewards(rewards: Any, key: str, objects: ObjectsByName) -> list[dict[str, Any]]:
+def take_rewards(rewards: object, key: str, objects: ObjectsByName) -> list[dict[str, object]]:
     """Return the entries of `rewards` as settings, with functions replaced by names."""
     entries = rewards if isinstance(rewards, list | tuple) else [rewards]
     return [_take_reward(entry, f"{key}.{index}", objects) for index, entry in enumerate(entries)]
 
 
-def _take_reward(entry: Any, key: str, objects: ObjectsByName) -> dict[str, Any]:
+def _take_reward(entry: object, key: str, objects: ObjectsByName) -> dict[str, object]:
     settings = dict(entry) if isinstance(entry, Mapping) else {"name": entry}
     function = settings.get("name")
     if function is None or is_name(function):
@@ -57,7 +57,7 @@ def _take_reward(entry: Any, key: str, objects: ObjectsByName) -> dict[str, Any]
     return settings | {"name": name_object(function, object_name(function), objects)}
 
 
-def take_rows(rows: Any, key: str, name: str, objects: ObjectsByName) -> str:
+def take_rows(rows: object, key: str, name: str, objects: ObjectsByName) -> str:
     """Return a dataset's name: `rows` itself if it is a name, else a name that refers to the rows."""
     if is_name(rows):
         return str(rows)
@@ -73,7 +73,7 @@ def take_rows(rows: Any, key: str, name: str, objects: ObjectsByName) -> str:
     return name_object(rows, name, objects)
 
 
-def take_environments(entries: Any, objects: ObjectsByName) -> Any:
+def take_environments(entries: object, objects: ObjectsByName) -> object:
     """Return the `environments` setting with objects replaced by names. Other values are returned unchanged."""
     if not isinstance(entries, Sequence) or is_name(entries):
         return entries
@@ -83,7 +83,7 @@ def take_environments(entries: Any, objects: ObjectsByName) -> Any:
     ]
 
 
-def _take_environment(entry: dict[str, Any], key: str, objects: ObjectsByName) -> dict[str, Any]:
+def _take_environment(entry: dict[str, object], key: str, objects: ObjectsByName) -> dict[str, object]:
     kind, name = entry.get("type", "task"), entry.get("name")
     if kind == "dataset":
         entry["rewards"] = take_rewards(entry.get("rewards", []), f"{key}.rewards", objects)

@@ -7,7 +7,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from colocated_grpo.api.arguments import read_arguments
 from colocated_grpo.api.process import process_of, program_name, quiet_libraries, rank_variables, set_library_variables
@@ -73,16 +72,16 @@ class Trainer:
 
     def __init__(
         self,
-        model: Any = None,
-        reward_funcs: Any = None,
+        model: object = None,
+        reward_funcs: object = None,
         *,
-        train_dataset: Any = None,
-        eval_datasets: Any = None,
+        train_dataset: object = None,
+        eval_datasets: object = None,
         callbacks: Sequence[object] = (),
         config: str | Path | None = None,
-        args: Any = None,
-        peft_config: Any = None,
-        **settings: Any,
+        args: object = None,
+        peft_config: object = None,
+        **settings: object,
     ) -> None:
         """Read and check the settings. Raises ConfigError with one line per problem.
 

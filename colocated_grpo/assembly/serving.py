@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -34,7 +33,7 @@ from colocated_grpo.web.server import ServerThread
 REMEMBERED_COMPLETIONS = 1 << 17
 """Limit of remembered completions: several batches of the largest size."""
 
-Keep = Callable[[list[Any]], None]
+Keep = Callable[[list[object]], None]
 """Called with each batch as it was received."""
 
 

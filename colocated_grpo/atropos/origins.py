@@ -53,7 +53,7 @@ class Origins:
                     return self._known[key]
         return None
 
-    def state_dict(self) -> list[Any]:
+    def state_dict(self) -> list[list[object]]:
         """Return rows `[*origin, base64 of the concatenated keys]`, one per distinct origin, oldest first."""
         keys: dict[Origin, bytearray] = {}
         with self._lock:
@@ -61,7 +61,7 @@ class Origins:
                 keys.setdefault(origin, bytearray()).extend(key)
         return [[*origin, b64encode(joined).decode()] for origin, joined in keys.items()]
 
-    def load_state_dict(self, state: list[Any]) -> None:
+    def load_state_dict(self, state: list[list[Any]]) -> None:
         """Insert the saved origins as the oldest, so that they are evicted before this process's origins."""
         known: OrderedDict[bytes, Origin] = OrderedDict()
         for *fields, joined in state:

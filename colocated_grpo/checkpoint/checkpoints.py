@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -31,6 +30,7 @@ from colocated_grpo.runtime.checksums import damage, forget_cached, sealed
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.run_folder import CHECKPOINTS, FILES, SEAL, STATE_FILE, complete_checkpoints, read_record
 from colocated_grpo.settings.schema import CheckpointConfig
+from colocated_grpo.types import JsonObject
 
 UNFINISHED = ".partial"
 
@@ -64,7 +64,7 @@ class Checkpoints:
     def due(self, step: int) -> bool:
         return self._config.every > 0 and step % self._config.every == 0
 
-    def save(self, step: int, policy: Policy, state: dict[str, Any], *, best: int | None = None) -> None:
+    def save(self, step: int, policy: Policy, state: JsonObject, *, best: int | None = None) -> None:
         """Start writing a checkpoint of `step` completed steps. state: rank 0's plain data (the source's cursor).
 
         best: step of a checkpoint to keep in addition to the latest ones.
@@ -143,7 +143,7 @@ class Checkpoints:
             self._published = None
             self._world.barrier()
 
-    def restore(self, policy: Policy) -> tuple[int, dict[str, Any]]:
+    def restore(self, policy: Policy) -> tuple[int, JsonObject]:
         """Load the newest intact checkpoint into the policy. Returns its step and `state`; (0, {}) if there is none."""
         saved = self._world.from_main(lambda: newest_whole(self._folder, self._note))
         if saved is None:
@@ -223,7 +223,7 @@ def _complete(completed: Future[None], before: Future, action: Callable[[], None
         completed.set_result(None)
 
 
-def _replace_state(folder: Path, state: dict[str, Any]) -> bool:
+def _replace_state(folder: Path, state: JsonObject) -> bool:
     """Replace the state of a complete checkpoint atomically, if it differs. Returns False if it is damaged."""
     try:
         record = read_record(folder)

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from colocated_grpo.checkpoint.storage import LAYOUT_FILE, Layout, metadata_of
 from colocated_grpo.errors import RunError, in_one_line
 from colocated_grpo.runtime.checksums import damage
 from colocated_grpo.runtime.run_folder import FILES, read_record, saved_checkpoints
+from colocated_grpo.types import JsonObject
 
 SET_ASIDE = ".damaged"
 READ_ERRORS = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO}
@@ -29,7 +29,7 @@ class SavedCheckpoint:
     step: int
     policy_version: int
     world_size: int
-    state: dict[str, Any]
+    state: JsonObject
     layout: Layout
 
 

@@ -29,13 +29,14 @@ from torch.futures import Future
 from xxhash import xxh3_128
 
 from colocated_grpo.runtime.checksums import checksum
+from colocated_grpo.types import JsonObject
 
 METADATA_FILE = ".metadata"
 LAYOUT_FILE = "tensors.json"
 SMALL = 1 << 16
 """Bytes below which computing a checksum is faster than passing the bytes to another thread."""
 
-Layout = dict[str, Any]
+Layout = JsonObject
 """Tensor name -> {dtype, size, chunks}; a chunk has offsets and sizes in the tensor, and file, start, length."""
 
 
@@ -79,7 +80,7 @@ def metadata_of(layout: Layout, folder: Path) -> Metadata:
     return Metadata(entries, storage_data=places)
 
 
-def _place(stored: dict[str, Any], folder: Path) -> _StorageInfo:
+def _place(stored: JsonObject, folder: Path) -> _StorageInfo:
     file, start, length = stored["file"], stored["start"], stored["length"]
     if Path(file).name != file:
         raise ValueError(f"{file!r} is not a file of the checkpoint")
@@ -95,7 +96,7 @@ class LayoutReader(dcp.FileSystemReader):
         super().__init__(folder)
         self._metadata = metadata
 
-    def read_metadata(self, *_arguments: Any, **_options: Any) -> Metadata:
+    def read_metadata(self, *_arguments: object, **_options: object) -> Metadata:
         return self._metadata
 
 
@@ -109,10 +110,10 @@ class ChecksummedWriter(dcp.FileSystemWriter):
         self.folder = folder
         self.checksums: dict[str, str] = {}
 
-    def write_data(self, plan: Any, planner: Any) -> Future[Any]:
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[Any]:
         """Return torch's results together with this rank's checksums. torch passes them to `finish`."""
         written = super().write_data(plan, planner).wait()
-        result: Future[Any] = Future()
+        result = Future()
         result.set_result((written, self._files.checksums))
         return result
 
@@ -159,7 +160,7 @@ class _ChecksummedStream(IOBase):
         self.failure: OSError | None = None
         """The first failed write, such as one to a full disk."""
 
-    def write(self, data: Any) -> int:
+    def write(self, data: bytes | memoryview) -> int:
         if len(data) < SMALL:
             self.digest.update(data)
             return self._write(data)
@@ -169,7 +170,7 @@ class _ChecksummedStream(IOBase):
         digested.result()
         return written
 
-    def _write(self, data: Any) -> int:
+    def _write(self, data: bytes | memoryview) -> int:
         try:
             return self._stream.write(data)
         except OSError as error:

@@ -11,7 +11,7 @@ from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.types import Completion, Group, JsonObject, Prompt, Score
 
 Split = Literal["train", "held_out"]
-Item = dict[str, Any]
+Item = JsonObject
 """One instance of a task: "prompt" (text or chat messages) plus the fields that its scorer or episode reads."""
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Self, cast
 
 import numpy as np
 
@@ -16,9 +15,6 @@ if TYPE_CHECKING:
 
 Message = JsonObject
 """A chat message. Example: {"role": "user", "content": "3+4="}"""
-
-
-NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class ChatCodec:
@@ -40,7 +36,7 @@ class ChatCodec:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def observation(
-        self, messages: str | Sequence[Message], last_token: int, template: Mapping[str, Any] = NOTHING
+        self, messages: str | Sequence[Message], last_token: int, template: JsonObject | None = None
     ) -> list[int]:
         """Return the tokens between two assistant messages: the end of the first, `messages`, the start of the second.
 
@@ -51,10 +47,10 @@ class ChatCodec:
         if self._tokenizer.chat_template is None:
             return self._tokenizer.encode(plain_text(messages), add_special_tokens=False)
         chat = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
-        token_ids = self._after_assistant_message(chat, template)
+        token_ids = self._after_assistant_message(chat, template or {})
         return token_ids[1:] if token_ids and token_ids[0] == last_token else token_ids
 
-    def _after_assistant_message(self, messages: list[Message], template: Mapping[str, Any]) -> list[int]:
+    def _after_assistant_message(self, messages: list[Message], template: JsonObject) -> list[int]:
         """Return the common suffix of two conversations that differ in one assistant message only.
 
         Comparing tokens from the end ignores what a template inserts earlier (a system message, the date, empty
@@ -66,7 +62,7 @@ class ChatCodec:
             length += 1
         return one[len(one) - length :]
 
-    def _render(self, content: str, messages: list[Message], template: Mapping[str, Any]) -> list[int]:
+    def _render(self, content: str, messages: list[Message], template: JsonObject) -> list[int]:
         start = [{"role": "user", "content": "q"}, {"role": "assistant", "content": content}]
         return render_tokens(self._tokenizer, start + messages, template)
 
@@ -75,9 +71,7 @@ class ChatCodec:
         return cast(str, text)  # decode() returns a list only for a batch
 
 
-def render_tokens(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], template: Mapping[str, Any]
-) -> list[int]:
+def render_tokens(tokenizer: PreTrainedTokenizerBase, messages: list[Message], template: JsonObject) -> list[int]:
     """Return the tokens of a chat, ending with the opening of the next assistant message.
 
     template: further arguments of the chat template, such as tools.

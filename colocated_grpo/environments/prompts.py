@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from colocated_grpo.environments.base import EnvironmentSetupError, Item
 from colocated_grpo.environments.chat import Message, render_tokens
@@ -141,7 +141,7 @@ def _is_blank(prompt: str | list[Message]) -> bool:
     return not any(text.strip() for text in _texts(prompt))
 
 
-def checked_prompt(item: Any, source: str) -> str | list[Message]:
+def checked_prompt(item: object, source: str) -> str | list[Message]:
     """Return the item's prompt. Raises EnvironmentSetupError if the item or its prompt is malformed."""
     if not isinstance(item, dict) or "prompt" not in item:
         shape = f"the keys {', '.join(map(str, item))}" if isinstance(item, dict) else f"a {type(item).__name__}"

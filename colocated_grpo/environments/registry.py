@@ -130,7 +130,7 @@ def find(kind: Kind, name: str, args: JsonObject) -> tuple[Any, JsonObject]:
     return (_load(installed()[name], key) if name in installed() else load_object(name, key)), args
 
 
-def _own(factory: str) -> Callable[..., Any]:
+def _own(factory: str) -> Callable[..., object]:
     module, _, name = factory.partition(":")
     return getattr(import_module(f"{__package__}.{module}"), name)
 
@@ -141,21 +141,21 @@ def installed() -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=ENTRY_POINTS)}
 
 
-def _load(point: EntryPoint, key: str) -> Any:
+def _load(point: EntryPoint, key: str) -> object:
     try:
         return point.load()
     except (Exception, SystemExit) as error:
         raise EnvironmentSetupError(f"{key}: cannot import {point.value!r}: {one_line(error)}") from error
 
 
-def build_task(name: str, args: JsonObject, given: Any = None) -> Task:
+def build_task(name: str, args: JsonObject, given: object = None) -> Task:
     """Return the task called `name`. given: the user's object itself, if a program has passed it."""
     task = _built(KINDS["task"], name, args, given)
     _check_methods(task, "a task", ("prompts", "score"), name)
     return task
 
 
-def build_episode(name: str, args: JsonObject, given: Any = None) -> Episode | AgentTasks:
+def build_episode(name: str, args: JsonObject, given: object = None) -> Episode | AgentTasks:
     """Return the episode called `name`, or another library's tasks with their agent. given: as in build_task."""
     episode = _built(KINDS["episode"], name, args, given)
     if given is None and name.partition(":")[0] in KINDS["episode"].adapters:
@@ -177,7 +177,7 @@ def _built(kind: Kind, name: str, args: JsonObject, given: Any) -> Any:
     return found
 
 
-def _check_methods(found: Any, what: str, methods: tuple[str, ...], name: str) -> None:
+def _check_methods(found: object, what: str, methods: tuple[str, ...], name: str) -> None:
     """Raise EnvironmentSetupError if `found` lacks one of the methods. `what` is its kind, such as "a task"."""
     missing = [method for method in methods if not callable(getattr(found, method, None))]
     if missing:

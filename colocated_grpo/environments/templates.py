@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from colocated_grpo.environments.base import EnvironmentSetupError, Item
 from colocated_grpo.environments.chat import Message
@@ -32,7 +32,7 @@ class PromptTemplate:
     """Additions of one environment to the chat template. Tools and variables of an item take precedence."""
 
     tools: Sequence[JsonObject] = ()
-    variables: Mapping[str, Any] = field(default_factory=dict)
+    variables: JsonObject = field(default_factory=dict)
     system_prompt: str | None = None
 
     def arguments(self, item: Item) -> JsonObject:
@@ -101,7 +101,7 @@ def build_template(
     entry: TemplatedConfig | TurnsSourceConfig | RowsSourceConfig,
     name: str,
     tokenizer: PreTrainedTokenizerBase,
-    variables: Mapping[str, Any],
+    variables: JsonObject,
 ) -> PromptTemplate:
     """Return the additions of an entry to the chat template. Imports the functions that `tools` names.
 

@@ -20,7 +20,7 @@ class Block(ActivationWrapper):
         super().__init__(block)
         self.checkpointed = checkpointed
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: Any) -> Any:
         block = self._checkpoint_wrapped_module
         # Test gradient mode first, so that without gradients all blocks run one compiled forward, checkpointed or not.
         if torch.is_grad_enabled() and self.checkpointed:

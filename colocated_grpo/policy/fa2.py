@@ -7,8 +7,6 @@ position of the run's last key.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -61,6 +59,6 @@ def backward(
     )
 
 
-def _settings(scale: float | None, left: int) -> dict[str, Any]:
+def _settings(scale: float | None, left: int) -> dict[str, object]:
     """Return the arguments common to both kernels."""
     return {"scale": scale, "window_size_left": left, "window_size_right": 0}

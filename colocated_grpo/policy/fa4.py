@@ -119,7 +119,7 @@ def _are_short(query: Tensor, cu_q: Tensor, min_run: int) -> bool:
     return len(query) < min_run * (len(cu_q) - 1)
 
 
-def _settings(cu_q: Tensor, cu_k: Tensor, longest_q: int, longest_k: int, scale: float) -> dict[str, Any]:
+def _settings(cu_q: Tensor, cu_k: Tensor, longest_q: int, longest_k: int, scale: float) -> dict[str, object]:
     """Return the arguments common to both kernels."""
     return {
         "cu_seqlens_q": cu_q,
@@ -131,7 +131,7 @@ def _settings(cu_q: Tensor, cu_k: Tensor, longest_q: int, longest_k: int, scale:
     }
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[object, ...], output: tuple[Tensor, Tensor]) -> None:
     query, key, value, cu_q, cu_k, *ctx.sizes = inputs
     ctx.save_for_backward(query, key, value, *output, cu_q, cu_k)
 

@@ -18,7 +18,6 @@ from functools import cache, lru_cache, partial, wraps
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 from packaging.version import Version
@@ -71,11 +70,11 @@ def _replace(source: ModuleType) -> None:
     setattr(source, DELTA_RULE, _choose("cu_seqlens", packed_rule, delta_rule))
 
 
-def _choose(boundaries: str, packed: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+def _choose(boundaries: str, packed: Callable[..., object], original: Callable[..., object]) -> Callable[..., object]:
     """Return a function that calls `packed` if the argument `boundaries` is given, and `original` if not."""
 
     @wraps(original)
-    def call(*arguments: Any, **options: Any) -> Any:
+    def call(*arguments: object, **options: object) -> object:
         return (original if options.get(boundaries) is None else packed)(*arguments, **options)
 
     return call

@@ -97,7 +97,7 @@ class _LayerBalancing:
         self._setting = setting
         router.register_forward_hook(self._attach)
 
-    def _attach(self, _router: nn.Module, _inputs: Any, output: Any) -> Any:
+    def _attach(self, _router: nn.Module, _inputs: object, output: object) -> object:
         logits_TE, weights_TK, experts_TK = routed(output, self._setting)
         summed_E = self.weights_T @ self._probabilities(logits_TE)
         if not torch.is_grad_enabled():

@@ -205,7 +205,7 @@ def _on_device(data: Packed, device: torch.device) -> Packed:
     return replace(data, **{field.name: _moved(getattr(data, field.name), device) for field in fields(data)})
 
 
-def _moved(value: Any, device: torch.device) -> Any:
+def _moved(value: object, device: torch.device) -> Any:
     if isinstance(value, PackedTokens):
         return _on_device(value, device)
     if isinstance(value, LossInputs):

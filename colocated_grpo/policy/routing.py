@@ -28,13 +28,13 @@ Weigh = Callable[[Any, Tensor, Tensor], Tensor]
 """(router, its logits [T, E], experts [T, K]) -> their weights [T, K], as the router of the family computes them."""
 
 
-def softmax_weights(router: Any, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
+def softmax_weights(router: nn.Module, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
     """Return the experts' probabilities, normalised to sum to 1 unless the router's `norm_topk_prob` is False."""
     weights_TK = logits_TE.softmax(-1, dtype=torch.float32).gather(1, experts_TK)
     return weights_TK / weights_TK.sum(-1, keepdim=True) if getattr(router, "norm_topk_prob", True) else weights_TK
 
 
-def softmax_of_chosen(router: Any, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
+def softmax_of_chosen(router: nn.Module, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
     """Return the softmax over the logits of the chosen experts only, as in gpt-oss."""
     return logits_TE.gather(1, experts_TK).softmax(-1)
 
@@ -117,7 +117,7 @@ class _LayerReplay:
         self._replaced_and_recorded = replaced_and_recorded
         router.register_forward_hook(self._replace)
 
-    def _replace(self, router: nn.Module, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
+    def _replace(self, router: nn.Module, _inputs: object, output: tuple[Tensor, Tensor, Tensor]) -> object:
         logits_TE, own_weights_TK, own_experts_TK = routed(output, "policy.routing_replay=true")
         # Skip tokens without a record: their zeros name one expert several times, and could make the gradient NaN.
         experts_TK = torch.where(self.recorded_T[:, None], self.experts_TK.to(own_experts_TK.dtype), own_experts_TK)
@@ -141,7 +141,7 @@ def check_returns_logits(setting: str) -> None:
         )
 
 
-def routed(output: Any, setting: str) -> tuple[Tensor, Tensor, Tensor]:
+def routed(output: object, setting: str) -> tuple[Tensor, Tensor, Tensor]:
     """Return a router's output: logits [T, E], routing weights [T, K] and expert indices [T, K].
 
     Raises ConfigError if the installed transformers has routers with another output.

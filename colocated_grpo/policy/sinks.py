@@ -87,7 +87,7 @@ def _(grad, query, key, value, out, logsumexp, cu_q, cu_k, longest_q, longest_k,
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[object, ...], output: tuple[Tensor, Tensor]) -> None:
     query, key, value, sinks, cu_q, cu_k, *ctx.sizes = inputs
     ctx.save_for_backward(query, key, value, sinks, *output, cu_q, cu_k)
 

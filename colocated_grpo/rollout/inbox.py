@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 from colocated_grpo.rollout.engine import Finished, Request, RolloutEngine, TokenDelta
 from colocated_grpo.types import Completion
@@ -20,7 +20,8 @@ IDLE_SECONDS = 0.5
 MAX_STEPS_QUEUED = 64
 """Longest wait, in steps, of a queued request that has a free slot."""
 
-Call = Callable[[RolloutEngine], Any]
+T = TypeVar("T")
+Call = Callable[[RolloutEngine], object]
 OnDelta = Callable[[TokenDelta], None]
 
 
@@ -57,12 +58,12 @@ class Inbox:
         future.add_done_callback(lambda done: self._record_cancelled(key, done) if done.cancelled() else None)
         return future
 
-    def call(self, call: Call) -> Future[Any]:
+    def call(self, call: Callable[[RolloutEngine], T]) -> Future[T]:
         """Run `call(engine)` on the driving thread while no request is running. Returns the future of its result.
 
         The future raises the ValueError of the call.
         """
-        future: Future[Any] = Future()
+        future: Future[T] = Future()
         self._calls.append((call, future))
         self._wakeup.set()
         return future

@@ -9,11 +9,10 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
-from typing import Any
 
 from colocated_grpo.environments import BatchSource
 from colocated_grpo.environments.base import BatchResult
-from colocated_grpo.types import Group, Prompt
+from colocated_grpo.types import Group, JsonObject, Prompt
 
 REMEMBERED = 1 << 16
 """Maximum number of remembered lengths, above the row count of common datasets. Every checkpoint contains them."""
@@ -59,14 +58,14 @@ class ExpectedLengths:
         while len(self._by_prompt) > REMEMBERED:
             del self._by_prompt[next(iter(self._by_prompt))]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         return {
             "prompts": dict(self._by_prompt),
             "sources": {name: [mean.value, mean.count] for name, mean in self._by_source.items()},
             "overall": [self._overall.value, self._overall.count],
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: JsonObject) -> None:
         self._by_prompt = dict(state["prompts"])
         self._by_source = {name: RunningMean(*mean) for name, mean in state["sources"].items()}
         self._overall = RunningMean(*state["overall"])
@@ -87,10 +86,10 @@ class LongestFirst:
         self._lengths.record(groups)
         return self._source.record(groups)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         return {"prompts": self._source.state_dict(), "lengths": self._lengths.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: JsonObject) -> None:
         self._source.load_state_dict(state["prompts"])
         self._lengths.load_state_dict(state["lengths"])
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from hashlib import blake2b
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
@@ -172,7 +172,7 @@ def mesh_of_nodes(device: torch.device, control: dist.ProcessGroup) -> DeviceMes
             "policy.replicate=nodes: LOCAL_WORLD_SIZE is not set; start with the launcher, torchrun or srun"
         )
     own = (int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
-    places: list[Any] = [None] * control.size()
+    places = [(0, 0)] * control.size()
     dist.all_gather_object(places, own, group=control)
     ranks_per_node = own[0]
     if places != [(ranks_per_node, rank % ranks_per_node) for rank in range(len(places))]:

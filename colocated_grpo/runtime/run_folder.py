@@ -13,13 +13,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from colocated_grpo.runtime.checksums import seal_is_broken
 from colocated_grpo.settings.adapter_files import adapter_shape
 from colocated_grpo.settings.config_json import first_difference, read_config_json, shape_of
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.schema import Config
+from colocated_grpo.types import JsonObject
 
 AUTO = "auto"
 LOCK_FILE = ".lock"
@@ -160,7 +161,7 @@ def complete_checkpoints(folder: Path) -> list[Path]:
     return [path for path in saved_checkpoints(folder) if (path / STATE_FILE).exists()]
 
 
-def read_record(checkpoint: Path) -> dict[str, Any]:
+def read_record(checkpoint: Path) -> JsonObject:
     """Return the contents of a checkpoint's STATE_FILE. Raises OSError or ValueError if it is damaged."""
     text = (checkpoint / STATE_FILE).read_text(encoding="utf-8")
     try:
@@ -174,7 +175,7 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
     return record
 
 
-def saved_shape(checkpoint: Path) -> dict[str, Any]:
+def saved_shape(checkpoint: Path) -> JsonObject:
     """Return the model shape recorded in a checkpoint; empty if it is missing or unreadable.
 
     Damage is reported by `Checkpoints.restore`, which reads checkpoints until it finds an intact one.

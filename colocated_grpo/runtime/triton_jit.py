@@ -17,10 +17,10 @@ class Kernel:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]: ...
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+    def __call__(self, *args: object, **kwargs: object) -> Any: ...
 
 
-def jit(function: Callable[..., Any], *, do_not_specialize: Sequence[str] = ()) -> Kernel:
+def jit(function: Callable[..., object], *, do_not_specialize: Sequence[str] = ()) -> Kernel:
     """Compile `function` with Triton on its first launch.
 
     do_not_specialize: integer arguments that stay arguments. Triton makes any other with value 1 a constant.

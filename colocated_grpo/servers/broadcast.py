@@ -17,6 +17,7 @@ from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.stores import own_address, serve_store, wait_for_keys
 from colocated_grpo.runtime.supervision import named_ranks
 from colocated_grpo.servers.engine_server import EngineServer
+from colocated_grpo.types import JsonObject
 from colocated_grpo.weights.buckets import count_shards, gather, make_buckets
 from colocated_grpo.weights.transport import Due, ShardFingerprints, Summed, raise_if_any
 
@@ -119,7 +120,7 @@ class BroadcastSync:
         sent = Summed(self._world.sum_(self._shards.compute()), self._shards.copies) if self._check_due() else None
         self._world.from_main(lambda: self._finish(updates, sent))
 
-    def _finish(self, updates: Sequence[Future[Any]], sent: Summed | None) -> None:
+    def _finish(self, updates: Sequence[Future[JsonObject]], sent: Summed | None) -> None:
         """Wait for all servers and compare their fingerprints with the sent ones, if given. Rank 0 only."""
         for server, update in zip(self._servers, updates, strict=True):
             written = update.result()
@@ -131,7 +132,7 @@ class BroadcastSync:
         """Return True if the last sync reached this process of the server. Not collective."""
         return server.info()["instance"] in self._joined
 
-    def _wait(self, sent: tuple[Tensor, dist.Work] | None, updates: Sequence[Future[Any]]) -> None:
+    def _wait(self, sent: tuple[Tensor, dist.Work] | None, updates: Sequence[Future[JsonObject]]) -> None:
         """Wait for a broadcast. A failed server ends the wait, because NCCL itself would wait until its timeout."""
         if sent is None:
             return
@@ -147,7 +148,7 @@ class BroadcastSync:
             urls = _urls(self._servers)
             raise RunError(f"engine.urls={urls}: lost during a weight sync ({in_one_line(error)})") from None
 
-    def _post(self, server: EngineServer, path: str, body: Mapping[str, Any] | None = None) -> Future[Any]:
+    def _post(self, server: EngineServer, path: str, body: Mapping[str, object] | None = None) -> Future[JsonObject]:
         return self._posts.submit(server.post_or_end, path, body)
 
     def _join(self) -> list[str]:
@@ -204,7 +205,7 @@ class BroadcastSync:
                 f"engine.urls={_urls(members)}: did not join the weight sync ({in_one_line(error)})"
             ) from None
 
-    def _check(self, infos: Sequence[Mapping[str, Any]]) -> None:
+    def _check(self, infos: Sequence[Mapping[str, object]]) -> None:
         for server, info in zip(self._servers, infos, strict=True):
             if (info["device"], info["dtype"]) != (self._world.device.type, infos[0]["dtype"]):
                 raise RunError(

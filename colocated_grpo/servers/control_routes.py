@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
@@ -119,7 +119,7 @@ class RestartBody(StrictBody):
 def add_weight_routes(
     app: FastAPI,
     control: EngineControl,
-    call: Callable[..., Any],
+    call: Callable[..., object],
     adapters: Callable[[], JsonObject],
     restart: Restart,
     note: Callable[[str], None],
@@ -146,13 +146,13 @@ def add_weight_routes(
         return JSONResponse(await result_or_400(control.submit_idle(lambda: restart.request(body.model))))
 
 
-def _note_failure(joined: Future[None], note: Callable[[str], None]) -> None:
+def _note_failure(joined: Future[object], note: Callable[[str], None]) -> None:
     if not joined.cancelled() and (error := joined.exception()) is not None:
         note(str(error))
 
 
 def _add_adapter_routes(
-    app: FastAPI, control: EngineControl, call: Callable[..., Any], adapters: Callable[[], JsonObject]
+    app: FastAPI, control: EngineControl, call: Callable[..., object], adapters: Callable[[], JsonObject]
 ) -> None:
     """A loaded adapter applies to all later requests, regardless of their `model`. Running requests finish first."""
 

@@ -24,7 +24,7 @@ class EngineControl:
         self._engine = engine
         self._inbox = inbox
         self._driver = driver
-        self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._commands: deque[tuple[Callable[[], object], Future[Any]]] = deque()
         self.is_paused = False
         self.is_sleeping = False
         self.has_whole_weights = True
@@ -92,18 +92,18 @@ class EngineControl:
 
         return self.change_weights(received)
 
-    def submit_idle(self, command: Callable[[], Any]) -> Future[Any]:
+    def submit_idle(self, command: Callable[[], T]) -> Future[T]:
         """Finish running requests, then run `command` on the driving thread. Returns the future of its result."""
 
-        def when_idle() -> Any:
+        def when_idle() -> T:
             self._finish_requests()
             return command()
 
         return self.submit(when_idle)
 
-    def submit(self, command: Callable[[], Any]) -> Future[Any]:
+    def submit(self, command: Callable[[], T]) -> Future[T]:
         """Run `command` on the driving thread between two decode steps. Returns the future of its result."""
-        future: Future[Any] = Future()
+        future: Future[T] = Future()
         self._commands.append((command, future))
         self._inbox.wake()
         return future

@@ -14,6 +14,7 @@ from pydantic import Field, Json, TypeAdapter, ValidationError
 
 from colocated_grpo.runtime.program import LAST_PORT, LOG_LEVEL_VARIABLE, LOG_LEVELS, OneLineParser
 from colocated_grpo.servers.engine_servers import LORA_RANKS
+from colocated_grpo.types import JsonObject
 
 if TYPE_CHECKING:
     from colocated_grpo.settings.generation import ModelConfig
@@ -43,7 +44,7 @@ class ServeOptions:
     max_num_seqs: int
     tensor_parallel_size: int
     enforce_eager: bool
-    engine_args: dict[str, Any]
+    engine_args: JsonObject
     share_weights: bool
     enable_lora: bool
     max_lora_rank: int
@@ -63,11 +64,11 @@ def parse(arguments: Sequence[str] | None) -> ServeOptions:
     return options
 
 
-def _checked(kind: Any, rule: str) -> Callable[[str], Any]:
+def _checked(kind: Any, rule: str) -> Callable[[str], object]:
     """Return an argparse type that accepts values that pydantic parses as `kind`. rule: completes "must be ..."."""
     adapter = TypeAdapter(kind)
 
-    def read(text: str) -> Any:
+    def read(text: str) -> object:
         try:
             return adapter.validate_strings(text)
         except ValidationError:
@@ -80,7 +81,7 @@ _port = _checked(Annotated[int, Field(ge=0, le=LAST_PORT)], f"a port, 0-{LAST_PO
 _fraction = _checked(Annotated[float, Field(gt=0, le=1)], "above 0 and at most 1")
 _positive = _checked(Annotated[int, Field(gt=0)], "a positive whole number")
 _length = _checked(Annotated[int, Field(ge=2)], "at least 2, a token of prompt and one sampled")
-_object = _checked(Json[dict[str, Any]], "a JSON object")
+_object = _checked(Json[JsonObject], "a JSON object")
 
 
 def _parser() -> argparse.ArgumentParser:

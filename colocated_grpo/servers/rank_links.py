@@ -136,7 +136,7 @@ class _Messages:
         self._connection = connection
         self._lock = threading.Lock()
 
-    def send(self, *message: Any) -> None:
+    def send(self, *message: object) -> None:
         """Raises OSError if the other rank has ended."""
         with self._lock:
             self._connection.send(message)

@@ -68,7 +68,7 @@ class EveryRank:
         self,
         engine: RolloutEngine,
         group: dist.ProcessGroup | None,
-        commands: Mapping[str, Callable[..., Any]] | None = None,
+        commands: Mapping[str, Callable[..., object]] | None = None,
     ) -> None:
         """engine: this rank's engine, whose methods are commands. group: None for a single rank.
 
@@ -78,12 +78,12 @@ class EveryRank:
         self._commands = commands or {}
         self._group = group
 
-    def call(self, name: str, *arguments: Any) -> Any:
+    def call(self, name: str, *arguments: object) -> Any:
         """Broadcast the call, then return this rank's result. Arguments must be picklable. Rank 0 only."""
         self._send(name, arguments)
         return self._run(name, arguments)
 
-    def _run(self, name: str, arguments: tuple[Any, ...]) -> Any:
+    def _run(self, name: str, arguments: tuple[object, ...]) -> object:
         if name not in self._commands:
             return getattr(self.engine, name)(*arguments)
         if self._group is None:
@@ -115,7 +115,7 @@ class EveryRank:
         """Make the other ranks return from `follow`. Rank 0 only."""
         self._send(END, ())
 
-    def _send(self, name: str, arguments: tuple[Any, ...]) -> None:
+    def _send(self, name: str, arguments: tuple[object, ...]) -> None:
         if self._group is not None:
             dist.broadcast_object_list([(name, arguments)], src=0, group=self._group)
 

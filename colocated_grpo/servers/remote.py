@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from queue import Empty
-from typing import Any
 
 from colocated_grpo.errors import RunError
 from colocated_grpo.rollout.engine import Finished, Part, Request, RolloutEngine, TokenDelta
@@ -246,10 +245,10 @@ class RemoteEngine:
         self._policy_version = policy_version
         self._post_patiently("/engine/version", {"policy_version": policy_version})
 
-    def _post_patiently(self, path: str, body: Mapping[str, Any]) -> Any:
+    def _post_patiently(self, path: str, body: Mapping[str, object]) -> JsonObject:
         """Post, with retries while the server restarts. Raises RunError."""
 
-        def post() -> Any:
+        def post() -> JsonObject:
             self._restore_if_restarted()
             return self._server.post(path, body)
 

@@ -34,7 +34,7 @@ REJECTED: dict[str, str] = {
     **dict.fromkeys(("function_call", "functions", "tool_choice"), MEANS_TOOLS),
 }
 """Key -> why a value is rejected, unless it has no effect."""
-HARMLESS: dict[str, tuple[Any, ...]] = {
+HARMLESS: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("add_special_tokens", "allowed_token_ids", "prompt_logprobs"), ()),
     **dict.fromkeys(("thinking_token_budget", "truncate_prompt_tokens"), ()),
     "best_of": (1,),
@@ -75,7 +75,7 @@ MAX_LOGPROBS = 20
 """vLLM's default for max_logprobs."""
 
 
-def _as_list(value: Any) -> Any:
+def _as_list(value: object) -> object:
     return [] if value is None else [value] if isinstance(value, str) else value
 
 
@@ -133,7 +133,7 @@ class StrictBody(Body):
 
     @model_validator(mode="before")
     @classmethod
-    def _has_known_keys(cls, values: Any) -> Any:
+    def _has_known_keys(cls, values: object) -> object:
         names = values if isinstance(values, dict) else ()
         if unknown := [name for name in names if name not in cls.model_fields]:
             raise ValueError(f"{unknown[0][:MAX_NAME_CHARACTERS]}: this key is not supported")
@@ -230,7 +230,7 @@ class OpenAIBody(Body):
 
     @model_validator(mode="before")
     @classmethod
-    def _has_known_keys(cls, values: Any) -> Any:
+    def _has_known_keys(cls, values: object) -> object:
         if isinstance(values, dict):
             check_keys(values, frozenset(cls.model_fields))
         return values

@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from colocated_grpo.rollout.engine import Request, Sampling, TokenDelta
 from colocated_grpo.rollout.inbox import OnDelta
@@ -263,7 +262,7 @@ class Sampler:
         return derive_seed("http", parameters.seed, index)
 
 
-def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
+def _cancel(tasks: Sequence[asyncio.Task[object]]) -> None:
     """Cancel every task. Cancelling the future of `asyncio.gather` has no effect once a task has failed."""
     for task in tasks:
         task.cancel()

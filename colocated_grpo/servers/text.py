@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
 from colocated_grpo.environments.prompts import longest_token
 from colocated_grpo.policy.model_files import ModelFiles
@@ -100,7 +100,7 @@ class Tokenizer(Protocol):
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str | list[str]: ...
 
-    def apply_chat_template(self, conversation: list[dict[str, Any]], **settings: Any) -> object: ...
+    def apply_chat_template(self, conversation: list[JsonObject], **settings: object) -> object: ...
 
 
 class TextCodec:

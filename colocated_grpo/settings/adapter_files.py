@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -13,6 +12,7 @@ from colocated_grpo.settings.base import DEFAULT_INIT
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.training import LoRAConfig
+from colocated_grpo.types import JsonObject
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _KEYS = {
@@ -82,7 +82,7 @@ def with_adapter_settings(config: Config) -> Config:
     return config.model_copy(update={"policy": config.policy.model_copy(update={"lora": resolved})})
 
 
-def adapter_shape(lora: LoRAConfig | None) -> dict[str, Any]:
+def adapter_shape(lora: LoRAConfig | None) -> JsonObject:
     """Return the settings that determine an adapter's shape and scale. They must not change when a run resumes."""
     if lora is None:
         return {"policy.lora": "null"}
@@ -94,14 +94,14 @@ def adapter_shape(lora: LoRAConfig | None) -> dict[str, Any]:
     }
 
 
-def _read(folder: str) -> dict[str, Any]:
+def _read(folder: str) -> JsonObject:
     try:
         return json.loads((Path(folder) / CONFIG_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"policy.lora.init={folder!r}: cannot read {CONFIG_FILE} ({error})") from None
 
 
-def _check_kind(folder: str, saved: Mapping[str, Any]) -> None:
+def _check_kind(folder: str, saved: JsonObject) -> None:
     wrong = {key: saved[key] for key in _UNSUPPORTED if saved.get(key)}
     if saved.get("peft_type") != "LORA":
         wrong["peft_type"] = saved.get("peft_type")
@@ -113,7 +113,7 @@ def _check_kind(folder: str, saved: Mapping[str, Any]) -> None:
         raise ConfigError(f"policy.lora.init={folder!r}: {key}={value!r} in {CONFIG_FILE} is not supported")
 
 
-def _check_base(folder: str, saved: Mapping[str, Any], model: str) -> None:
+def _check_base(folder: str, saved: JsonObject, model: str) -> None:
     """Compare only the last part of each name: a model may have been downloaded into a folder named after it."""
     base = saved.get("base_model_name_or_path")
     if base and Path(base).name.lower() != Path(model).name.lower():
@@ -123,6 +123,6 @@ def _check_base(folder: str, saved: Mapping[str, Any], model: str) -> None:
         )
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Return lists in one order, so that they compare as sets."""
     return sorted(value) if isinstance(value, list) else value

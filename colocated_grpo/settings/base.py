@@ -18,8 +18,10 @@ from pydantic import (
     ValidationInfo,
 )
 
+from colocated_grpo.types import JsonObject
 
-def _reject_boolean(value: Any) -> Any:
+
+def _reject_boolean(value: object) -> object:
     # pydantic converts true to 1, so `training_steps: true` would train for one step.
     if isinstance(value, bool):
         raise ValueError("must be a number")
@@ -85,12 +87,12 @@ SET_BY_THE_RUN = frozenset(
 """Arguments of transformers' apply_chat_template() that are not template variables, or that have their own settings."""
 
 
-def read_json(value: Any) -> Any:
+def read_json(value: object) -> object:
     """Parse text as JSON: TRL's command line and dataset columns write nested values this way."""
     return json.loads(value) if isinstance(value, str) else value
 
 
-def check_variables(variables: dict[str, Any]) -> dict[str, Any]:
+def check_variables(variables: JsonObject) -> JsonObject:
     """Raise ValueError for a name that cannot be a template variable."""
     if reserved := sorted(SET_BY_THE_RUN & variables.keys()):
         elsewhere = {"tools": "; see tools of an environment", "chat_template": "; see model.chat_template"}
@@ -98,9 +100,9 @@ def check_variables(variables: dict[str, Any]) -> dict[str, Any]:
     return variables
 
 
-TemplateVariables = Annotated[dict[str, Any], BeforeValidator(read_json), AfterValidator(check_variables)]
+TemplateVariables = Annotated[JsonObject, BeforeValidator(read_json), AfterValidator(check_variables)]
 """Variables of the chat template. Example: {"enable_thinking": False}"""
-Tool = CodeName | dict[str, Any]
+Tool = CodeName | JsonObject
 """A JSON schema, or the name of a Python function that transformers converts to one."""
 
 
@@ -113,7 +115,7 @@ class Section(BaseModel):
 class NamedObject(Section):
     """Settings of code or data that is loaded by `name` or passed as an object by the calling program."""
 
-    _object: Any = PrivateAttr(default=None)
+    _object: object = PrivateAttr(default=None)
 
     @property
     def given(self) -> Any:

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -64,7 +63,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig
 
 
 def build_config(
-    path: str | Path | None, settings: Mapping[KeyPath, Any], defaults: Mapping[str, Any] = {}
+    path: str | Path | None, settings: Mapping[KeyPath, object], defaults: Mapping[str, object] = {}
 ) -> LoadedConfig:
     """Merge the settings of an optional file with those of a program, which take precedence. Return them and notes.
 
@@ -97,8 +96,8 @@ def _complete(
     tree: SettingsTree,
     locations: dict[KeyPath, SettingLocation],
     folder: Path,
-    overrides: Sequence[tuple[KeyPath, Any, SettingLocation]],
-    defaults: Mapping[str, Any] = {},
+    overrides: Sequence[tuple[KeyPath, object, SettingLocation]],
+    defaults: Mapping[str, object] = {},
 ) -> LoadedConfig:
     """Apply the overrides, translate old names, fill in defaults and validate. Changes `tree` and `locations`.
 
@@ -119,7 +118,7 @@ def _complete(
     return LoadedConfig(config, notes + remarks(config))
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: object) -> Iterator[str]:
     """Yield every text in nested data."""
     if isinstance(value, str):
         yield value

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.generation import ModelConfig
+from colocated_grpo.types import JsonObject
 
 HUB_TIMEOUT_SECONDS = 5.0
 _SHAPE_KEYS = (
@@ -27,18 +26,18 @@ _POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_
 """Keys that model families use for the maximum sequence length."""
 
 
-def shape_of(model: Mapping[str, Any]) -> dict[str, Any]:
+def shape_of(model: JsonObject) -> JsonObject:
     """Return the entries of a config.json that determine the weights' shapes. Entries with defaults may be missing."""
     text = text_part(model)
     return {key: text[key] for key in _SHAPE_KEYS if text.get(key) is not None}
 
 
-def first_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+def first_difference(one: JsonObject, other: JsonObject) -> str | None:
     """Return the first key whose values differ. Keys in only one shape are skipped: the other may use the default."""
     return next((key for key in one if key in other and one[key] != other[key]), None)
 
 
-def read_config_json(model: ModelConfig, section: str = "model") -> dict[str, Any]:
+def read_config_json(model: ModelConfig, section: str = "model") -> JsonObject:
     """Return the model's config.json, from its folder, the local cache or the Hub. Error lines name `section`."""
     path = _local_config(model, section) or _hub_config(model, section)
     try:
@@ -47,7 +46,7 @@ def read_config_json(model: ModelConfig, section: str = "model") -> dict[str, An
         raise ConfigError(f"{section}.name={model.name!r}: {path.name} is not valid JSON ({error})") from None
 
 
-def config_json_in(folder: Path) -> dict[str, Any]:
+def config_json_in(folder: Path) -> JsonObject:
     """Return the config.json of a model's folder, already read by an earlier check. Raises OSError or ValueError."""
     return json.loads((folder / "config.json").read_text(encoding="utf-8"))
 
@@ -129,7 +128,7 @@ def _first_sentence(error: BaseException) -> str:
     return str(error).split("\n")[0].split(". ")[0]
 
 
-def longest_sequence(model: Mapping[str, Any]) -> int | None:
+def longest_sequence(model: JsonObject) -> int | None:
     """Return the maximum sequence length in a config.json, after rope scaling; None if missing."""
     positions = next((model[key] for key in _POSITION_KEYS if isinstance(model.get(key), int)), None)
     rope = model.get("rope_scaling") or model.get("rope_parameters") or {}
@@ -140,7 +139,7 @@ def longest_sequence(model: Mapping[str, Any]) -> int | None:
     return int(max(positions, rope.get("original_max_position_embeddings", positions) * rope.get("factor", 1)))
 
 
-def original_positions(model: Mapping[str, Any]) -> int | None:
+def original_positions(model: JsonObject) -> int | None:
     """Return the length up to which longrope uses the same table for every batch; None for other kinds of rope.
 
     Longrope has two tables. With longer sequences, transformers chooses one per batch by its longest sequence; vLLM
@@ -167,7 +166,7 @@ part alone computes the same as the whole. In pairs that are not listed, the who
 TRAINED_AS = {"qwen3_vl_text": "qwen3"}
 """Model type of a text part -> an equivalent type for text. Qwen3-VL's positions have three coordinates, which are
 equal without images."""
-DEFAULTS: dict[object, Mapping[str, Any]] = {
+DEFAULTS: dict[object, JsonObject] = {
     "gemma3_text": {
         "head_dim": 256,
         "max_position_embeddings": 131072,
@@ -194,13 +193,13 @@ def module_of(model_type: object, text_type: object) -> str | None:
     return next((module for types, module in MODULES.items() if types == (model_type, text_type)), None)
 
 
-def has_text_part(config_json: Mapping[str, Any]) -> bool:
+def has_text_part(config_json: JsonObject) -> bool:
     """Return True for a multimodal model whose text part can be trained alone."""
     text = config_json.get("text_config") or {}
     return module_of(config_json.get("model_type"), text.get("model_type")) is not None
 
 
-def text_part(config_json: Mapping[str, Any]) -> Mapping[str, Any]:
+def text_part(config_json: JsonObject) -> JsonObject:
     """Return the settings of the language model in a config.json."""
     text = config_json.get("text_config") or config_json
     kind = text.get("model_type")
@@ -209,12 +208,12 @@ def text_part(config_json: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**DEFAULTS.get(kind, {}), **text}
 
 
-def attention_heads(text: Mapping[str, Any]) -> int | None:
+def attention_heads(text: JsonObject) -> int | None:
     """Return a language model's number of attention heads; None if its settings do not contain it."""
     return text.get("num_attention_heads") or text.get("n_head")
 
 
-def left_out(config_json: Mapping[str, Any]) -> str:
+def left_out(config_json: JsonObject) -> str:
     """Return the untrained parts as text, such as '; its vision and audio parts are left out'; empty if none."""
     names = [name for key, name in OTHER_PARTS.items() if config_json.get(key)]
     if not names or not has_text_part(config_json):

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
-from typing import Any, get_args, get_origin
+from typing import get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
 from colocated_grpo.errors import ConfigError as ConfigError
+from colocated_grpo.types import JsonObject
 
 KeyPath = tuple[str | int, ...]
 """Path of a setting. Example: ("environments", 0, "args")."""
-SettingsTree = dict[str, Any]
+SettingsTree = JsonObject
 """Settings as plain nested data, before they are validated."""
 
 MIN_SIMILARITY = 0.6
@@ -53,7 +54,7 @@ def parse_path(name: str) -> KeyPath:
     return tuple(int(step) if step.isdigit() else step for step in name.split("."))
 
 
-def show(value: Any) -> str:
+def show(value: object) -> str:
     """Return a value as written in YAML, cut to `MAX_VALUE_CHARACTERS`."""
     text = next((word for constant, word in _YAML_CONSTANTS if value is constant), repr(value))
     return text if len(text) <= MAX_VALUE_CHARACTERS else text[: MAX_VALUE_CHARACTERS - 3] + "..."
@@ -88,7 +89,7 @@ _RULES = {
 
 def error_lines(
     errors: Sequence[ErrorDetails],
-    tree: Mapping[str, Any],
+    tree: Mapping[str, object],
     locations: Mapping[KeyPath, SettingLocation],
     model: type[BaseModel],
     aliases: Mapping[str, str],
@@ -105,7 +106,7 @@ def error_lines(
     return lines
 
 
-def errors_by_path(errors: Sequence[ErrorDetails], tree: Mapping[str, Any]) -> dict[KeyPath, list[ErrorDetails]]:
+def errors_by_path(errors: Sequence[ErrorDetails], tree: Mapping[str, object]) -> dict[KeyPath, list[ErrorDetails]]:
     """Return the errors of each setting. If a list entry has errors, those of the list itself are omitted."""
     found: dict[KeyPath, list[ErrorDetails]] = {}
     for error in errors:
@@ -117,7 +118,7 @@ def errors_by_path(errors: Sequence[ErrorDetails], tree: Mapping[str, Any]) -> d
 def _error_line(
     path: KeyPath,
     error: ErrorDetails,
-    tree: Mapping[str, Any],
+    tree: Mapping[str, object],
     locations: Mapping[KeyPath, SettingLocation],
     model: type[BaseModel],
     aliases: Mapping[str, str],
@@ -145,11 +146,11 @@ def _rule(error: ErrorDetails) -> str:
     return rule
 
 
-def _short(bound: Any) -> Any:
+def _short(bound: object) -> object:
     return f"{bound:g}" if isinstance(bound, float) else bound
 
 
-def setting_path(error: ErrorDetails, tree: Any) -> KeyPath:
+def setting_path(error: ErrorDetails, tree: object) -> KeyPath:
     """Return the path of the setting with a pydantic error, without the union tags that pydantic inserts into it."""
     path: list[str | int] = []
     node = tree
@@ -168,7 +169,7 @@ def setting_path(error: ErrorDetails, tree: Any) -> KeyPath:
     return (*path, "type") if error["type"] == "union_tag_invalid" else tuple(path)
 
 
-def suggestion(path: KeyPath, tree: Mapping[str, Any], model: type[BaseModel], aliases: Mapping[str, str]) -> str:
+def suggestion(path: KeyPath, tree: Mapping[str, object], model: type[BaseModel], aliases: Mapping[str, str]) -> str:
     """Return advice for an unknown key: the most similar name, preferably in its section, or all valid names."""
     section, key = path[:-1], str(path[-1])
     generic = tuple(0 if isinstance(step, int) else step for step in path)
@@ -211,7 +212,7 @@ def setting_names(model: type[BaseModel], prefix: KeyPath = ()) -> Iterator[tupl
             yield from setting_names(section, inside)
 
 
-def sections(annotation: Any) -> list[type[BaseModel]]:
+def sections(annotation: object) -> list[type[BaseModel]]:
     """Return the settings models in an annotation, through unions, lists and Annotated."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]

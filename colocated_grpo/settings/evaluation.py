@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -63,7 +63,7 @@ class EvaluationSetConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _long_form(cls, values: Any) -> Any:
+    def _long_form(cls, values: object) -> object:
         """Write a plain source in full, and move `rewards` into it."""
         if not isinstance(values, dict):
             return values

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field
@@ -18,6 +18,7 @@ from colocated_grpo.settings.base import (
     Section,
     TemplateVariables,
 )
+from colocated_grpo.types import JsonObject
 
 MIN_TEMPERATURE = 0.01
 """vLLM raises lower temperatures to this value; at 0 it samples greedily."""
@@ -75,7 +76,7 @@ class EngineConfig(Section):
     sleep: bool = True
     """Free the engine's weights and KV cache while the policy trains. With `weights: shared` or sync_frequency above 1,
     the weights stay on the device. No effect on CPU."""
-    args: dict[str, Any] = {}
+    args: JsonObject = {}
     """Further vLLM engine arguments, passed unchanged. Example: {quantization: fp8}."""
 
     def problems(self) -> Iterator[str]:

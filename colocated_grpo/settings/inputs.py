@@ -5,9 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from colocated_grpo.settings.adapter_files import missing_adapter_files, with_adapter_settings
 from colocated_grpo.settings.atropos import AtroposSourceConfig
@@ -38,6 +37,7 @@ from colocated_grpo.settings.sources import (
 )
 from colocated_grpo.settings.training import OptimizerConfig, PolicyConfig, layers_text, out_of_range
 from colocated_grpo.settings.turns import TurnsSourceConfig
+from colocated_grpo.types import JsonObject
 
 
 def check_inputs(config: Config) -> tuple[Config, list[str]]:
@@ -84,7 +84,7 @@ def _check_chat_template(template: str | None) -> Iterator[str]:
         yield f"model.chat_template={template!r}: no such file, and not Jinja text (no tag in it)"
 
 
-def _check_layers(policy: PolicyConfig, model: Mapping[str, Any], name: str) -> Iterator[str]:
+def _check_layers(policy: PolicyConfig, model: JsonObject, name: str) -> Iterator[str]:
     """Yield a line for each setting with the index of a block that the model does not have."""
     text = text_part(model)
     blocks = text.get("num_hidden_layers") or text.get("n_layer")
@@ -97,7 +97,7 @@ def _check_layers(policy: PolicyConfig, model: Mapping[str, Any], name: str) -> 
             yield f"{key}={layers_text(indices)}: {rule} in {name}"
 
 
-def _check_opponent(section: str, opponent: ModelConfig, policy: Mapping[str, Any], name: str) -> None:
+def _check_opponent(section: str, opponent: ModelConfig, policy: JsonObject, name: str) -> None:
     """Raise ConfigError where the opponent's shape differs from the policy's. Both use the same engine."""
     ours, theirs = shape_of(policy), shape_of(read_config_json(opponent, section))
     if (key := first_difference(ours, theirs)) is not None:
@@ -107,7 +107,7 @@ def _check_opponent(section: str, opponent: ModelConfig, policy: Mapping[str, An
         )
 
 
-def _fit_engine(config: Config, model: Mapping[str, Any]) -> tuple[Config, list[str]]:
+def _fit_engine(config: Config, model: JsonObject) -> tuple[Config, list[str]]:
     text = text_part(model)
     heads, size = attention_heads(text), config.engine.tensor_parallel_size
     if heads and heads % size:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from colocated_grpo.settings.config_json import text_part
 from colocated_grpo.settings.model_support import DELTA_RULE_TYPES, has_latent_attention, has_linear_attention
+from colocated_grpo.types import JsonObject
 
 TIED_BY_DEFAULT = ("gemma", "gpt2")
 """Families with tied embeddings by default: their config.json may omit the entry."""
@@ -128,7 +128,7 @@ class Sizes:
         return self.blocks if layers is None else [self.blocks[index] for index in layers if index < len(self.blocks)]
 
 
-def sizes_of(config_json: Mapping[str, Any]) -> Sizes | None:
+def sizes_of(config_json: JsonObject) -> Sizes | None:
     """Return the sizes of the model; None if config.json does not state them, or has attention of another kind."""
     model = text_part(config_json)
     hidden = _first(model, "hidden_size", "n_embd")
@@ -156,7 +156,7 @@ def sizes_of(config_json: Mapping[str, Any]) -> Sizes | None:
     )
 
 
-def _linear_layers(model: Mapping[str, Any], num_blocks: int) -> list[bool]:
+def _linear_layers(model: JsonObject, num_blocks: int) -> list[bool]:
     """Return for each block whether its attention is linear."""
     if model.get("model_type") not in DELTA_RULE_TYPES:
         return [False] * num_blocks
@@ -167,7 +167,7 @@ def _linear_layers(model: Mapping[str, Any], num_blocks: int) -> list[bool]:
     return [stated.get(index, (index + 1) % interval != 0) for index in range(num_blocks)]
 
 
-def _full_attention(model: Mapping[str, Any], hidden: int, heads: int) -> Attention:
+def _full_attention(model: JsonObject, hidden: int, heads: int) -> Attention:
     head_size = _first(model, "head_dim") or hidden // heads
     kv_width = (_first(model, "num_key_value_heads") or heads) * head_size
     gated = model.get("model_type") in DELTA_RULE_TYPES  # q_proj also returns a gate of each output
@@ -180,7 +180,7 @@ def _full_attention(model: Mapping[str, Any], hidden: int, heads: int) -> Attent
     return Attention(linear=linear, kv_width=kv_width, head_size=head_size)
 
 
-def _latent_attention(model: Mapping[str, Any], hidden: int, heads: int) -> Attention | None:
+def _latent_attention(model: JsonObject, hidden: int, heads: int) -> Attention | None:
     """Return the attention of DeepSeek-V3; None if sizes are missing."""
     rank, rotated = _first(model, "kv_lora_rank"), _first(model, "qk_rope_head_dim")
     plain, value = _first(model, "qk_nope_head_dim"), _first(model, "v_head_dim")
@@ -193,7 +193,7 @@ def _latent_attention(model: Mapping[str, Any], hidden: int, heads: int) -> Atte
     return Attention(linear=linear | {"o_proj": (heads * value, hidden)}, latent=rank + rotated)
 
 
-def _linear_attention(model: Mapping[str, Any], hidden: int) -> Attention | None:
+def _linear_attention(model: JsonObject, hidden: int) -> Attention | None:
     """Return the gated delta rule of Qwen3-Next and Qwen 3.5; None for others, or if sizes are missing."""
     if model.get("model_type") not in DELTA_RULE_TYPES:
         return None
@@ -213,7 +213,7 @@ def _linear_attention(model: Mapping[str, Any], hidden: int) -> Attention | None
     return Attention(linear=linear, channels=channels, window=kernel - 1, state=state)
 
 
-def _dense_layers(model: Mapping[str, Any], num_blocks: int) -> list[bool]:
+def _dense_layers(model: JsonObject, num_blocks: int) -> list[bool]:
     """Return for each block whether it has an MLP instead of experts."""
     if not _num_experts(model):
         return [True] * num_blocks
@@ -223,11 +223,11 @@ def _dense_layers(model: Mapping[str, Any], num_blocks: int) -> list[bool]:
     return [index < first or index in listed or (index + 1) % step != 0 for index in range(num_blocks)]
 
 
-def _dense(model: Mapping[str, Any], hidden: int) -> Mlp:
+def _dense(model: JsonObject, hidden: int) -> Mlp:
     return Mlp(linear=_mlp_layers(model, hidden, _intermediate(model, hidden)))
 
 
-def _mixture(model: Mapping[str, Any], hidden: int) -> Mlp:
+def _mixture(model: JsonObject, hidden: int) -> Mlp:
     count = _num_experts(model)
     size = _first(model, "moe_intermediate_size") or _intermediate(model, hidden)
     shared = _first(model, "shared_expert_intermediate_size")
@@ -240,28 +240,28 @@ def _mixture(model: Mapping[str, Any], hidden: int) -> Mlp:
     )
 
 
-def _mlp_layers(model: Mapping[str, Any], hidden: int, width: int) -> dict[str, tuple[int, int]]:
+def _mlp_layers(model: JsonObject, hidden: int, width: int) -> dict[str, tuple[int, int]]:
     gate = {} if model.get("model_type") in UNGATED else {"gate_proj": (hidden, width)}
     return gate | {"up_proj": (hidden, width), "down_proj": (width, hidden)}
 
 
-def _intermediate(model: Mapping[str, Any], hidden: int) -> int:
+def _intermediate(model: JsonObject, hidden: int) -> int:
     return _first(model, "intermediate_size", "n_inner", "ffn_dim") or 4 * hidden
 
 
-def _num_experts(model: Mapping[str, Any]) -> int:
+def _num_experts(model: JsonObject) -> int:
     return _first(model, "num_experts", "num_local_experts", "n_routed_experts") or 0
 
 
-def _is_tied(config_json: Mapping[str, Any], model: Mapping[str, Any]) -> bool:
+def _is_tied(config_json: JsonObject, model: JsonObject) -> bool:
     default = str(model.get("model_type")).startswith(TIED_BY_DEFAULT)
     return bool(config_json.get("tie_word_embeddings", model.get("tie_word_embeddings", default)))
 
 
-def _positions(model: Mapping[str, Any]) -> int:
+def _positions(model: JsonObject) -> int:
     """Return the rows of a learned position embedding, which only GPT-2's family has."""
     return _first(model, "n_positions") or 0 if model.get("model_type") == "gpt2" else 0
 
 
-def _first(model: Mapping[str, Any], *keys: str) -> int | None:
+def _first(model: JsonObject, *keys: str) -> int | None:
     return next((model[key] for key in keys if isinstance(model.get(key), int)), None)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from colocated_grpo.settings.config_json import OTHER_PARTS, attention_heads, has_text_part, left_out, text_part
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.families import family_of
+from colocated_grpo.types import JsonObject
 
 STATEFUL_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "mamba2", "recurrent"}
 """transformers' names of layers with a recurrent state, with or without attention."""
@@ -62,7 +62,7 @@ CPU_ENGINE_LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 CPU_ENGINE_STATE_SIZES = (64, 128)
 """Head sizes of linear attention covered by the tests of the CPU engine."""
 
-Settings = Mapping[str, Any]
+Settings = JsonObject
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import yaml
 
@@ -22,7 +21,7 @@ def is_secret(name: str) -> bool:
     return any(_SECRET.search(part) and not _OF_TOKENIZERS.search(part) for part in name.split("."))
 
 
-def masked(value: Any, name: str = "") -> Any:
+def masked(value: object, name: str = "") -> object:
     """Return a setting with all secrets in it masked. name: name of the setting, or of the list that contains it."""
     if is_secret(name) and value and isinstance(value, str | dict | list):
         return MASK

@@ -25,6 +25,7 @@ from colocated_grpo.settings.base import (
 )
 from colocated_grpo.settings.errors import KeyPath
 from colocated_grpo.settings.turns import TurnsSourceConfig
+from colocated_grpo.types import JsonObject
 
 TRAIN_DATASET, EVAL_DATASETS = "train_dataset", "eval_datasets"
 """Names of rows passed to Trainer as objects: an entry's training rows, and its held-out rows. eval_datasets[NAME]: the
@@ -45,7 +46,7 @@ class ItemSourceConfig(NamedObject):
 
     type: str
     name: CodeName
-    args: dict[str, Any] = {}
+    args: JsonObject = {}
     """Keyword arguments of the task's or episode's class."""
     system_prompt: str | None = None
     """System message added to the model's prompt if it has none. `score` or `run` gets the item unchanged."""
@@ -92,7 +93,7 @@ class ConditionConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _long_form(cls, value: Any) -> Any:
+    def _long_form(cls, value: object) -> object:
         return value if isinstance(value, dict) else {"any": value if isinstance(value, list) else [value]}
 
     @model_validator(mode="after")
@@ -169,7 +170,7 @@ class RewardConfig(NamedObject):
     name: CodeName
     """A built-in reward, 'trl.rewards:accuracy_reward', or your own 'package.module:function' or
     'path/to/file.py:function'."""
-    args: dict[str, Any] | None = None
+    args: JsonObject | None = None
     """If set, even to {}, `name` is a class or factory that is called with these keyword arguments and returns the
     reward function."""
     run_in: Literal["auto", "process", "thread"] = "auto"
@@ -186,11 +187,11 @@ class RewardConfig(NamedObject):
     values and exceptions do not affect the sum."""
 
 
-def reward_by_name(value: Any) -> Any:
+def reward_by_name(value: object) -> object:
     return {"name": value} if isinstance(value, str) else value
 
 
-def reward_name(name: Any) -> Any:
+def reward_name(name: object) -> object:
     """Return the name of a reward, given as in TRL's script, in the form of a config; other values unchanged."""
     if name in ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward"):
         return f"trl.rewards:{name}"
@@ -237,7 +238,7 @@ class RowsSourceConfig(NamedObject):
     weight: Number = Field(1.0, gt=0)
     """Relative share of the prompts: weight 3 beside an entry of weight 1 gives three quarters of them."""
 
-    _held_out: Any = PrivateAttr(default=None)
+    _held_out: object = PrivateAttr(default=None)
 
     @property
     def given_held_out(self) -> Any:
@@ -295,7 +296,7 @@ def prompt_functions(source: EnvironmentConfig) -> Iterator[tuple[KeyPath, str]]
         yield ("filter",), source.filter
 
 
-def give_objects(entries: Sequence[EnvironmentConfig], objects: Mapping[str, Any]) -> None:
+def give_objects(entries: Sequence[EnvironmentConfig], objects: Mapping[str, object]) -> None:
     """Attach a program's objects to the settings that name them. Other names are loaded as usual."""
     for entry in entries:
         if isinstance(entry, NamedObject):

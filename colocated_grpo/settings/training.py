@@ -8,16 +8,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from colocated_grpo.settings.base import DEFAULT_INIT, Fraction, InputFile, NonNegative, Number, Positive, Section
+from colocated_grpo.types import JsonObject
 
 _RANGE = re.compile(r"(\d+)(?:\s*-\s*(\d+))?")
 
 
-def parse_layers(value: Any) -> Any:
+def parse_layers(value: object) -> object:
     """Parse text (0-3,28-31) or a number into ascending indices. Other values are unchanged, for pydantic to check."""
     if isinstance(value, int) and not isinstance(value, bool):
         return [value]
@@ -109,7 +110,7 @@ class LoRAConfig(Section):
         """Factor of the product B @ A."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
-    def set_by_user(self) -> dict[str, Any]:
+    def set_by_user(self) -> JsonObject:
         """Return the settings that were given, without defaults."""
         return {name: getattr(self, name) for name in self.model_fields_set}
 
@@ -117,7 +118,7 @@ class LoRAConfig(Section):
 _BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
-def _parse_boolean(value: Any) -> Any:
+def _parse_boolean(value: object) -> object:
     """Convert YAML 1.1 booleans (yes, no, on, off), as pydantic does for plain bool fields only."""
     return _BOOLEANS.get(value.lower(), value) if isinstance(value, str) else value
 
@@ -194,7 +195,7 @@ class PolicyConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _default_lr_of_adapters(cls, values: Any) -> Any:
+    def _default_lr_of_adapters(cls, values: object) -> object:
         if isinstance(values, dict) and values.get("lora") is not None and "lr" not in values:
             return {**values, "lr": LEARNING_RATE}
         return values

@@ -63,7 +63,7 @@ def parse_document(text: str, name: str) -> tuple[SettingsTree, dict[KeyPath, in
     return tree, lines
 
 
-def parse_value(text: str) -> Any:
+def parse_value(text: str) -> object:
     """Parse one value as in a file. Invalid YAML is returned as text, so that a shell needs no extra quotes."""
     try:
         return yaml.load(text, _Loader)
@@ -90,7 +90,7 @@ def _collect_lines(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], na
             _collect_lines(item, (*path, index), lines, name, visited)
 
 
-def lookup(tree: Any, path: KeyPath) -> Any:
+def lookup(tree: object, path: KeyPath) -> Any:
     """Return the value at `path`, or None."""
     for step in path:
         if isinstance(tree, dict):
@@ -102,12 +102,12 @@ def lookup(tree: Any, path: KeyPath) -> Any:
     return tree
 
 
-def assign(tree: SettingsTree, path: KeyPath, value: Any) -> None:
+def assign(tree: SettingsTree, path: KeyPath, value: object) -> None:
     """Set the value at `path` in place. Creates missing sections, and appends to a list at its next index.
 
     Raises ConfigError where the path leads through a plain value, or skips list entries.
     """
-    node: Any = tree
+    node: object = tree
     for depth, step in enumerate(path[:-1]):
         child = _child(node, step, path[:depth], path)
         if child is None:
@@ -118,7 +118,7 @@ def assign(tree: SettingsTree, path: KeyPath, value: Any) -> None:
     _set(node, path[-1], value)
 
 
-def _child(node: Any, step: str | int, parent: KeyPath, path: KeyPath) -> Any:
+def _child(node: object, step: str | int, parent: KeyPath, path: KeyPath) -> object:
     """Return entry `step` of `node`, None where it is missing. Raises ConfigError where it cannot be set."""
     if isinstance(node, dict):
         return node.get(step)
@@ -131,7 +131,7 @@ def _child(node: Any, step: str | int, parent: KeyPath, path: KeyPath) -> Any:
     return node[step] if step < len(node) else None
 
 
-def _set(node: Any, step: str | int, value: Any) -> None:
+def _set(node: Any, step: str | int, value: object) -> None:
     if isinstance(node, list) and step == len(node):
         node.append(value)
     else:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from colocated_grpo.settings.base import INITIAL, CodeName, InputFile, NonNegative, Number, Positive, Section
+from colocated_grpo.types import JsonObject
 
 FROZEN = "frozen"
 """Entry in the `players` of a game that assigns a seat to the opponent."""
@@ -32,7 +33,7 @@ class TurnsSourceConfig(Section):
     name: CodeName
     """'town', 'textarena:<game>', 'tossim', a turn environment of an installed package, or your own
     'package.module:object' or 'path/to/file.py:object'."""
-    args: dict[str, Any] = {}
+    args: JsonObject = {}
     """Keyword arguments of the environment, except `seed`, which is derived from the run's seed."""
     commit: Literal["first", "random", "best"] = "first"
     """Completion that is played in each turn. first and random follow the policy. best: the highest reward, the first

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from colocated_grpo.runtime.program import (
     OneLineParser,
@@ -21,6 +21,7 @@ from colocated_grpo.runtime.program import (
     prepare_libraries,
 )
 from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, run_program
+from colocated_grpo.types import JsonObject
 
 if TYPE_CHECKING:
     from colocated_grpo.settings.schema import Config
@@ -90,7 +91,7 @@ def settings(subject: ModelSubject, config_file: str | None, overrides: Sequence
     return check_inputs(config)[0]
 
 
-def print_results(model: str, results: dict[str, Any]) -> None:
+def print_results(model: str, results: JsonObject) -> None:
     """Print a line for each metric, with its standard error."""
     from colocated_grpo.evaluation.metrics import STDERR
 

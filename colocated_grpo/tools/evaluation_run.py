@@ -7,7 +7,6 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
-from typing import Any
 
 from colocated_grpo.assembly.data import Data, build_collector, listen_to_agents
 from colocated_grpo.assembly.engines import engine_spec
@@ -35,12 +34,12 @@ class Evaluation:
     world: World
 
 
-def evaluate(config: Config, adapter: Path | None) -> dict[str, Any] | None:
+def evaluate(config: Config, adapter: Path | None) -> JsonObject | None:
     """Run all evaluations of the config. Returns results by set on rank 0, None elsewhere. Collective.
 
     Raises ConfigError or RunError with one line.
     """
-    results: dict[str, Any] = {}
+    results: JsonObject = {}
     with prepare_evaluation(config, adapter) as prepared:
         for each in prepared.evaluator.due(0):
             metrics, groups = prepared.evaluator.evaluate(0, each)

@@ -10,7 +10,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
@@ -94,7 +93,7 @@ def build_model(
     seed: int = 0,
     init_std: float = 0.02,
     dtype: torch.dtype = torch.float32,
-    settings: Mapping[str, Any] | None = None,
+    settings: Mapping[str, object] | None = None,
 ) -> PreTrainedModel:
     """Build a model with random weights, on the GPU if there is one. Weights depend on seed and device type.
 
@@ -114,7 +113,7 @@ def model_config(
     shape: Shape,
     tokenizer: PreTrainedTokenizerFast,
     init_std: float = 0.02,
-    settings: Mapping[str, Any] | None = None,
+    settings: Mapping[str, object] | None = None,
 ) -> PreTrainedConfig:
     """Return the transformers config. Raises ValueError for an unknown architecture.
 
@@ -202,7 +201,7 @@ def make_model(
     seed: int = 0,
     init_std: float = 0.02,
     dtype: torch.dtype = torch.float32,
-    settings: Mapping[str, Any] | None = None,
+    settings: Mapping[str, object] | None = None,
 ) -> Path:
     """Write a model with random weights and its tokenizer to the new folder `out`, and return the path.
 

@@ -7,13 +7,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from colocated_grpo.servers.engine_servers import LORA_RANKS
 from colocated_grpo.settings.adapter_files import CONFIG_FILE as ADAPTER_CONFIG
 from colocated_grpo.settings.config_file import load_config
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.schema import Config
+from colocated_grpo.types import JsonObject
 
 if TYPE_CHECKING:
     from colocated_grpo.rollout.vllm.spec import EngineSpec
@@ -86,7 +87,7 @@ def read_settings(subject: ModelSubject, path: str | Path, overrides: Sequence[s
 
 def with_subject(config: Config, subject: ModelSubject) -> Config:
     """Return the config for engines of the subject in this process, without a policy. Raises ConfigError."""
-    arguments: dict[str, Any] = {"use_tqdm_on_load": False, **config.engine.args}
+    arguments: JsonObject = {"use_tqdm_on_load": False, **config.engine.args}
     if subject.adapter is not None:
         fitting = [rank for rank in LORA_RANKS if rank >= subject.rank]
         if not fitting:

@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rich import box
 from rich.console import Console, Group
@@ -273,7 +272,7 @@ def updating_output() -> Show:
     """Return a function that shows HTML under the running cell, and replaces it in later calls."""
     from IPython.display import HTML, display  # pyrefly: ignore[missing-import]  (comes with every notebook)
 
-    handles: list[Any] = []
+    handles = []
 
     def show(html: str) -> None:
         if handles:

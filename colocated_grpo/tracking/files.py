@@ -45,7 +45,7 @@ class RowSchema:
     """Keys that every row has. Other keys are allowed."""
 
     required: Mapping[str, type | UnionType]
-    numbers: Callable[[Row], Mapping[str, Any]] = lambda row: {}
+    numbers: Callable[[Row], Mapping[str, object]] = lambda row: {}
     """Return the entries of a row that must be numbers."""
 
 
@@ -111,7 +111,7 @@ def keep_before(path: Path, first_step: int, schema: RowSchema, note: Callable[[
     write_atomically(path, kept())
 
 
-def object_of(where: Path | str, value: Any) -> JsonObject:
+def object_of(where: Path | str, value: object) -> JsonObject:
     if not isinstance(value, dict):
         raise RunFolderError(f"{where}: must be an object, not {repr(value)[:60]}")
     return value
@@ -197,7 +197,7 @@ def write_summary(run_dir: Path, summary: JsonObject) -> None:
     write_atomically(run_dir / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
 
 
-def write_atropos_batch(run_dir: Path, items: list[Any]) -> None:
+def write_atropos_batch(run_dir: Path, items: list[object]) -> None:
     """Replace atropos_batch.json by the latest batch, as received."""
     write_atomically(run_dir / ATROPOS_BATCH_FILE, json.dumps(items))
 
@@ -253,10 +253,10 @@ def read_summary(run_dir: Path) -> JsonObject:
     return _read_object(run_dir / SUMMARY_FILE)
 
 
-def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(tree: object, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (dotted key, value) of every leaf. Example: {'policy': {'lr': 1e-6}} -> ('policy.lr', 1e-6)"""
     if isinstance(tree, dict) and tree:
-        branches: Iterable[tuple[Any, Any]] = tree.items()
+        branches: Iterable[tuple[object, object]] = tree.items()
     elif isinstance(tree, list) and any(isinstance(item, dict) for item in tree):
         branches = enumerate(tree)
     else:

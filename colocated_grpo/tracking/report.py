@@ -9,7 +9,6 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from colocated_grpo.errors import RunError
 from colocated_grpo.settings.secret_values import masked
@@ -113,7 +112,7 @@ def _starts(starts: list[JsonObject]) -> str:
     return section("Environment", "".join(parts)) if parts else ""
 
 
-def _table_lines(pairs: Iterable[tuple[str, Any]]) -> str:
+def _table_lines(pairs: Iterable[tuple[str, object]]) -> str:
     return "".join(f"<tr><td>{as_html(key)}</td><td>{as_html(value)}</td></tr>" for key, value in pairs)
 
 

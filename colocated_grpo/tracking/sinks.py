@@ -110,7 +110,7 @@ def _reason(error: Exception) -> str:
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
-def _wandb(settings: JsonObject, tracking: TrackingConfig, run_dir: Path) -> Sink:
+def _wandb(settings: object, tracking: TrackingConfig, run_dir: Path) -> Sink:
     import wandb
     from accelerate.tracking import WandBTracker
 
@@ -154,7 +154,7 @@ def _tensorboard(run_dir: Path, first_step: int) -> Sink:
     return Sink(log=lambda step, row: tracker.log(row, step=step), finish=tracker.finish)
 
 
-def _started(name: str, settings: JsonObject, project: str, run_dir: Path) -> Sink:
+def _started(name: str, settings: object, project: str, run_dir: Path) -> Sink:
     """Start one of `tracking.trackers` and send it the settings."""
     _adopt_process_group()
     tracker = make_tracker(name, project, run_dir)
@@ -174,7 +174,7 @@ def make_tracker(name: str, project: str, run_dir: Path) -> GeneralTracker:
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     run = run_dir.name
-    arguments: dict[str, Any] = {
+    arguments: dict[str, dict[str, Any]] = {
         "aim": {"run_name": run, "logging_dir": str(run_dir.parent), "experiment": project},
         "clearml": {"run_name": run, "project_name": project, "task_name": run},
         "comet_ml": {"run_name": project},
@@ -224,7 +224,7 @@ class Table:
     """A table of completions."""
 
     columns: list[str]
-    rows: list[list[Any]]
+    rows: list[list[float | int | str | None]]
     """Text, numbers or None."""
 
 
@@ -258,22 +258,20 @@ def _bounded(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")  # a lone surrogate cannot be sent
 
 
-def _wandb_table(tracker: Any, step: int, table: Table) -> None:
+def _wandb_table(tracker: GeneralTracker, step: int, table: Table) -> None:
     import wandb
 
-    columns: list[Any] = table.columns
-    rows: list[Any] = table.rows
-    tracker.log({TITLE: wandb.Table(columns=columns, data=rows), "step": step})
+    tracker.log({TITLE: wandb.Table(columns=[*table.columns], data=[*table.rows]), "step": step})
 
 
-def _trackio_table(tracker: Any, step: int, table: Table) -> None:
+def _trackio_table(tracker: GeneralTracker, step: int, table: Table) -> None:
     import pandas
     import trackio  # pyrefly: ignore[missing-import]  # installed by the user
 
     tracker.log({TITLE: trackio.Table(dataframe=pandas.DataFrame(table.rows, columns=table.columns))}, step=step)
 
 
-def _swanlab_table(tracker: Any, step: int, table: Table) -> None:
+def _swanlab_table(tracker: GeneralTracker, step: int, table: Table) -> None:
     import swanlab  # pyrefly: ignore[missing-import]
 
     rows = [["" if cell is None else cell for cell in row] for row in table.rows]

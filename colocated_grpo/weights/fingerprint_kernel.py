@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -45,7 +44,7 @@ class KernelLaunch:
     """[programs, 2]: row of `table`, and index of a block of SPANS spans in that row's tensor."""
     values: list[Tensor]
     """The tensors whose addresses the table holds."""
-    constants: dict[str, Any]
+    constants: dict[str, object]
 
     def __call__(self, sums: Tensor) -> None:
         """Add the fingerprints to int64 sums [parts]."""

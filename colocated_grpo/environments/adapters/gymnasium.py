@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from random import Random
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import PrivateAttr
 
@@ -15,6 +15,10 @@ from colocated_grpo.environments.chat import Conversation
 from colocated_grpo.environments.rewards.answers import tagged_parts, without_thoughts
 from colocated_grpo.environments.user_code.loading import import_optional
 from colocated_grpo.types import JsonObject
+
+if TYPE_CHECKING:
+    from gymnasium import Env
+    from gymnasium.envs.toy_text import CliffWalkingEnv, FrozenLakeEnv, TaxiEnv
 
 _COLOUR_CODE = re.compile(r"\x1b\[[\d;]*m")
 
@@ -28,31 +32,31 @@ class View(NamedTuple):
     """(unwrapped environment, observation) -> text"""
 
 
-def _lake(env: Any, observation: int) -> str:
+def _lake(env: FrozenLakeEnv, observation: int) -> str:
     rows = [[cell.decode() for cell in row] for row in env.desc]
     return _with_player(rows, divmod(int(observation), env.ncol))
 
 
-def _cliff(env: Any, observation: int) -> str:
+def _cliff(env: CliffWalkingEnv, observation: int) -> str:
     height, width = env.shape
     rows = [["."] * width for _ in range(height)]
     rows[-1] = ["S", *"C" * (width - 2), "G"]
     return _with_player(rows, divmod(int(observation), width))
 
 
-def _taxi(env: Any, observation: int) -> str:
+def _taxi(env: TaxiEnv, observation: int) -> str:
     row, column, passenger, destination = env.decode(observation)
     stands = [f"{name} (row {place[0]}, column {place[1]})" for name, place in zip("RGYB", env.locs, strict=True)]
     where = "in the taxi" if passenger == len(stands) else f"at {stands[passenger]}"
     return f"Taxi at row {row}, column {column}. Passenger {where}. Destination {stands[destination]}."
 
 
-def _blackjack(_env: Any, observation: tuple[int, int, int]) -> str:
+def _blackjack(_env: Env, observation: tuple[int, int, int]) -> str:
     total, dealer, usable_ace = map(int, observation)
     return f"You have {total}{' with an ace that counts 11' if usable_ace else ''}. The dealer shows {dealer}."
 
 
-def _plain(env: Any, observation: Any) -> str:
+def _plain(env: Any, observation: object) -> str:
     """Return the rendered text of an environment made with render_mode 'ansi', else the observation itself."""
     if env.render_mode == "ansi":
         return _COLOUR_CODE.sub("", env.render()).strip()
@@ -114,9 +118,9 @@ class Gymnasium(SteppedEpisode):
     actions: list[str] | None = None
     """Names of the actions in order. A reply may always give an action's number instead."""
     _view: View = PrivateAttr()
-    _prompt_env: Any = PrivateAttr()
+    _prompt_env: Env = PrivateAttr()
     """Environment for the first observations of prompts. Episodes run in other threads and use their own."""
-    _idle_envs: list[Any] = PrivateAttr(default_factory=list)
+    _idle_envs: list[Env] = PrivateAttr(default_factory=list)
     """Environments of ended episodes, for reuse: some take longer to build than to play."""
 
     def __init__(self, **args: Any) -> None:
@@ -157,12 +161,12 @@ class Gymnasium(SteppedEpisode):
         self._idle_envs.append(env)
         return score
 
-    def _make(self) -> Any:
+    def _make(self) -> Env:
         from gymnasium import make
 
         return make(self.environment, disable_env_checker=True, **self.options)
 
-    def _reset(self, env: Any, seed: int) -> str:
+    def _reset(self, env: Env, seed: int) -> str:
         """Start an episode and return its first observation as text."""
         observation, _ = env.reset(seed=seed)
         return self._view.describe(env.unwrapped, observation)

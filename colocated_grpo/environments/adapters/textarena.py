@@ -40,7 +40,7 @@ MAX_TRIED_MOVES = 30
 VARIANT_SUFFIXES = ("-raw", "-train")
 """Suffixes of ids that differ only in their wrappers. Error lines leave these ids out."""
 
-GameMessage = tuple[int, str, Any]
+GameMessage = tuple[int, str, object]
 """(sender, text, kind). A negative sender is the game itself."""
 UserPlayer = Callable[[str, Random], str]
 """(all text that the seat has read, random stream) -> reply"""
@@ -157,7 +157,7 @@ ScriptedPlayer = Callable[[TextArenaGame, Random], str]
 """(game, random stream) -> reply of the seat whose turn it is"""
 
 
-def kind_name(kind: Any) -> str:
+def kind_name(kind: object) -> str:
     """Return the name of a message's kind. Some games give text in place of textarena's enumeration."""
     return str(getattr(kind, "name", kind))
 
@@ -229,7 +229,7 @@ class TextArena(SeededEpisode):
 
     _opponent: ScriptedPlayer = PrivateAttr()
 
-    def __init__(self, **args: Any) -> None:
+    def __init__(self, **args: object) -> None:
         super().__init__(**args)
         check_known(self.game)
         if self.seat is not None and self.seat >= self.players:

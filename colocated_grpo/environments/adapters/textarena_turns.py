@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any
 
 from colocated_grpo.environments.adapters.textarena import (
     KEY,
@@ -69,7 +68,7 @@ class TextArenaTurn:
 class TextArenaTurns(FinishedGames):
     """Concurrent games. The same settings, seed and commits give the same turns, also across snapshot and restore."""
 
-    def __init__(self, seed: int, **args: Any) -> None:
+    def __init__(self, seed: int, **args: object) -> None:
         """args: fields of TextArenaSettings, where `credit` may be the name of a mode."""
         super().__init__()
         self.settings: TextArenaSettings = construct(TextArenaSettings, resolve_mode(args, "credit", CREDITS, KEY), KEY)

@@ -59,7 +59,7 @@ class ToSSimTable:
 
     batcher: Any
     prompts: list[str] = field(default_factory=list)
-    meta: list[Any] | None = None
+    meta: list[object] | None = None
     """One entry for each prompt; None for a batch of bare prompts."""
     replies: dict[int, str] = field(default_factory=dict)
     """Committed replies by position in the batch."""
@@ -102,12 +102,12 @@ class ToSSimTable:
         return _numbers({"total_games": stats.get("total_games")}) | new
 
 
-def _numbers(stats: Mapping[str, Any]) -> dict[str, float]:
+def _numbers(stats: Mapping[str, object]) -> dict[str, float]:
     """Return the numeric entries. Converting others, such as notes, would raise, and the table would be replaced."""
     return {name: float(value) for name, value in stats.items() if isinstance(value, int | float)}
 
 
-def _number(reward: Any) -> Any:
+def _number(reward: float | list[float] | tuple[float, ...]) -> float:
     return reward[0] if isinstance(reward, tuple | list) else reward
 
 
@@ -116,7 +116,7 @@ class ToSSim(FinishedGames):
 
     delayed = False
 
-    def __init__(self, seed: int, environment: str, **args: Any) -> None:
+    def __init__(self, seed: int, environment: str, **args: object) -> None:
         """environment: 'module:Class' of the batcher. args: keyword arguments of that class."""
         super().__init__()
         self._key = f"environments 'tossim': args.environment={environment!r}"

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from functools import cache, wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
@@ -35,6 +35,9 @@ from colocated_grpo.environments.user_code.event_loops import enter_for_loop
 from colocated_grpo.environments.user_code.loading import import_optional
 from colocated_grpo.settings.base import Section
 from colocated_grpo.types import JsonObject
+
+if TYPE_CHECKING:
+    from verifiers.v1 import Agent, AgentConfig, Trace
 
 MODEL = "policy"
 LOCAL = {"type": "subprocess"}
@@ -80,14 +83,14 @@ class SharedTools:
     They stop with the event loop of the episodes. The kernel also kills them when the thread of the loop ends.
     """
 
-    def __init__(self, tasks: VerifiersTasks, runtime: Any) -> None:
+    def __init__(self, tasks: VerifiersTasks, runtime: object) -> None:
         """runtime: the agents' runtime, as the library's settings. Tools are tunnelled to a remote one."""
         self._tasks = tasks
         self._runtime = runtime
         self._locks: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
-        self._servers: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Any]] = WeakKeyDictionary()
+        self._servers: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, object]] = WeakKeyDictionary()
 
-    async def running(self) -> dict[str, Any]:
+    async def running(self) -> dict[str, object]:
         """Return the servers by name, in the form that the library's agent expects."""
         from verifiers.v1.mcp import serve_shared
         from verifiers.v1.runtimes import runtime_is_local
@@ -100,7 +103,7 @@ class SharedTools:
         return self._servers[loop]
 
 
-def _agent_config(tasks: VerifiersTasks, settings: JsonObject, max_turn_tokens: int | None) -> Any:
+def _agent_config(tasks: VerifiersTasks, settings: JsonObject, max_turn_tokens: int | None) -> AgentConfig:
     """Return the settings as the library's AgentConfig, with the defaults of this project."""
     from verifiers.v1 import AgentConfig
     from verifiers.v1.utils.loaders import default_harness_id
@@ -122,7 +125,7 @@ def _agent_config(tasks: VerifiersTasks, settings: JsonObject, max_turn_tokens: 
     return config.model_copy(update={"model": MODEL})
 
 
-def _agent(config: Any, client: Any = None) -> Any:
+def _agent(config: AgentConfig, client: object = None) -> Agent:
     """Return the library's agent with its harness. client: used for sampling; None to inspect the harness only."""
     from verifiers.v1 import Agent, HarnessConfig
 
@@ -132,7 +135,7 @@ def _agent(config: Any, client: Any = None) -> Any:
     return agent
 
 
-def _check_fit(config: Any, tasks: VerifiersTasks) -> None:
+def _check_fit(config: AgentConfig, tasks: VerifiersTasks) -> None:
     """Raise EnvironmentSetupError if harness, runtime and tasks do not fit each other."""
     from verifiers.v1.utils.compile import resolve_runtime_config, validate_pairing
 
@@ -205,7 +208,7 @@ async def _converse(
                 messages.append(await _result_of_call(call, names, connections))
 
 
-async def _result_of_call(call: Any, names: dict[str, Any], connections: dict[str, Any]) -> JsonObject:
+async def _result_of_call(call: Any, names: dict[str, object], connections: dict[str, object]) -> JsonObject:
     """Call a tool and return its message, or an error message if the tool does not exist."""
     from verifiers.v1.harnesses.utils.compaction import bound_tool_message
     from verifiers.v1.harnesses.utils.mcp import call_mcp
@@ -272,7 +275,7 @@ class SingleTurn:
         return result_of(trace)
 
 
-def _trace(task: Any, prompt: list[JsonObject], answer: str) -> Any:
+def _trace(task: Any, prompt: list[JsonObject], answer: str) -> Trace:
     """Return the conversation in the form that the library's rewards read."""
     from verifiers.v1 import AgentConfig, AgentInfo, MessageNode, Trace, TraceTask
     from verifiers.v1.dialects.chat import parse_message

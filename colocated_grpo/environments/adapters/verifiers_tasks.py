@@ -8,9 +8,9 @@ import sysconfig
 from collections.abc import Iterator
 from inspect import Parameter, signature
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from colocated_grpo.environments.base import EnvironmentSetupError, Item, Split
 from colocated_grpo.environments.tasks.procedural import in_split
@@ -20,6 +20,7 @@ from colocated_grpo.types import JsonObject
 KEY = "environments 'verifiers'"
 RUNTIME_HOOKS = ("setup", "finalize")
 """Hooks of a task that need the library's runtime."""
+Model = TypeVar("Model", bound=BaseModel)
 
 
 class VerifiersTasks:
@@ -87,7 +88,7 @@ class VerifiersTasks:
         return EnvironmentSetupError(f"{KEY}: taskset {self.name!r}: {reason}, which is not supported")
 
 
-def validated(settings_type: Any, values: JsonObject, key: str, owner: str) -> Any:
+def validated(settings_type: type[Model], values: JsonObject, key: str, owner: str) -> Model:
     """Return the settings as an object of the library. Raises EnvironmentSetupError with the key of the first problem.
 
     key: position of the settings in the config. owner: what they configure, for the error line.

@@ -13,20 +13,21 @@ from typing import Any
 from colocated_grpo.environments.rewards.answers import final_answer, last_number
 from colocated_grpo.environments.rewards.tool_calls import credit, expected_calls, is_exact, read_calls
 from colocated_grpo.environments.rewards.workers import LATE, Answer, Started, WorkerPool
+from colocated_grpo.types import JsonObject
 
 MATH_SECONDS = 5.0
 """Time limit of one comparison by math-verify, import of the package excluded."""
 MATH_MEMORY = 4 << 30
-Completions = Sequence[str | list[dict[str, Any]]]
+Completions = Sequence[str | list[JsonObject]]
 
 
-def exact_match(completions: Completions, answer: Sequence[Any], **columns: Any) -> list[float]:
+def exact_match(completions: Completions, answer: Sequence[object], **columns: object) -> list[float]:
     """Return 1 if the final answer equals the column `answer` exactly."""
     pairs = zip(completion_texts(completions), answer, strict=True)
     return [float(final_answer(text) == str(wanted).strip()) for text, wanted in pairs]
 
 
-def gsm8k(completions: Completions, answer: Sequence[str], **columns: Any) -> list[float | None]:
+def gsm8k(completions: Completions, answer: Sequence[str], **columns: object) -> list[float | None]:
     """Return 1 if the last number equals the one after #### in the column `answer`; None if `answer` has no number.
 
     Only numbers after the last #### of the completion count, if it contains ####.
@@ -38,7 +39,7 @@ def math_verify(
     completions: Completions,
     answer: Sequence[str] | None = None,
     solution: Sequence[str] | None = None,
-    **columns: Any,
+    **columns: object,
 ) -> list[float | None]:
     """Return 1 if math-verify accepts the completion, else 0; None if the reference cannot be parsed.
 
@@ -92,18 +93,18 @@ def load_math() -> tuple[Started, Answer]:
 _math = WorkerPool(load_math)
 
 
-def format_think(completions: Completions, **columns: Any) -> list[float]:
+def format_think(completions: Completions, **columns: object) -> list[float]:
     """Return 1 if the completion is one <think>...</think> block followed by an answer."""
     return [float(_thinks_once(text.strip())) for text in completion_texts(completions)]
 
 
-def tool_call(completions: Completions, tool_calls: Sequence[Any], **columns: Any) -> list[float]:
+def tool_call(completions: Completions, tool_calls: Sequence[object], **columns: object) -> list[float]:
     """Return 1 if the <tool_call> blocks are exactly the calls of the column `tool_calls`, in order."""
     pairs = zip(completion_texts(completions), tool_calls, strict=True)
     return [float(is_exact(read_calls(text), expected_calls(wanted))) for text, wanted in pairs]
 
 
-def tool_call_partial(completions: Completions, tool_calls: Sequence[Any], **columns: Any) -> list[float]:
+def tool_call_partial(completions: Completions, tool_calls: Sequence[object], **columns: object) -> list[float]:
     """Return 1 for exact calls as tool_call does, else up to 1/2 for right names and arguments."""
     pairs = zip(completion_texts(completions), tool_calls, strict=True)
     return [credit(read_calls(text), expected_calls(wanted)) for text, wanted in pairs]

@@ -23,7 +23,7 @@ PROVIDED = {"prompts", "completions", "completion_ids", "trainer_state", "log_ex
 NEEDS_MESSAGES = (
     "it reads messages, but completions are text, as the prompts are; set system_prompt or give messages as prompts"
 )
-BUILT_IN: dict[str, Callable[..., Any]] = {**REWARDS, "judge": Judge, "run_code": RunCode}
+BUILT_IN: dict[str, Callable[..., object]] = {**REWARDS, "judge": Judge, "run_code": RunCode}
 """Built-in names. A class is constructed with `args`."""
 TRL = "trl.rewards."
 KEYWORD_KINDS = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
@@ -76,7 +76,7 @@ SYSTEMATIC = (WrongNumberOfRewards, EnvironmentSetupError)
 class RewardFunction:
     """A reward function with its name, its weight and the keyword arguments that it accepts."""
 
-    def __init__(self, name: str, weight: float, function: Callable[..., Any], *, relative: bool = False) -> None:
+    def __init__(self, name: str, weight: float, function: Callable[..., object], *, relative: bool = False) -> None:
         """relative: the function compares the completions of a prompt, so it is never called with only some of them."""
         self.name = name
         self.weight = weight
@@ -113,7 +113,7 @@ class RewardFunction:
         if result.error is not None and NEEDS_MESSAGES in result.error:
             raise EnvironmentSetupError(f"reward {self.name!r}: {NEEDS_MESSAGES}")
 
-    def results(self, arguments: dict[str, Any], count: int) -> list[FunctionResult]:
+    def results(self, arguments: dict[str, object], count: int) -> list[FunctionResult]:
         """Call the function once for `count` completions. Exceptions of the function propagate."""
         metrics: dict[str, float] = {}
         arguments["log_metric"] = lambda name, value: metrics.update({str(name): float(value)})
@@ -129,7 +129,7 @@ class RewardFunction:
             raise WrongNumberOfRewards(f"{number} rewards for {count} completions")
         return [self._result(value, metrics) for value in values]
 
-    def _result(self, value: Any, metrics: Mapping[str, float]) -> FunctionResult:
+    def _result(self, value: object, metrics: Mapping[str, float]) -> FunctionResult:
         if isinstance(value, NoReward):
             return FunctionResult(error=f"{self.name}: {value}", metrics=metrics)
         try:
@@ -179,7 +179,7 @@ def _explain(error: BaseException, inputs: RewardInputs) -> str:
     return one_line(error)
 
 
-def _arguments(inputs: RewardInputs) -> dict[str, Any]:
+def _arguments(inputs: RewardInputs) -> dict[str, object]:
     """Return TRL's keyword arguments. Completions are strings for a text prompt, messages for a chat prompt."""
     count, prompt = len(inputs.texts), inputs.item["prompt"]
     chat = not isinstance(prompt, str)
@@ -221,7 +221,7 @@ def _find(name: str, key: str) -> Any:
     return BUILT_IN[name] if name in BUILT_IN else load_object(name, key)
 
 
-def _load(config: RewardConfig, key: str) -> Callable[..., Any]:
+def _load(config: RewardConfig, key: str) -> Callable[..., object]:
     found = config.given if config.given is not None else _find(config.name, key)
     if config.args is not None or isinstance(found, type):
         found = construct(found, config.args or {}, f"{key}: {config.name}")

@@ -21,6 +21,7 @@ from pydantic import Field, PrivateAttr, field_validator, model_validator
 from colocated_grpo.environments.rewards.builtin import Completions, completion_texts
 from colocated_grpo.environments.rewards.scoring import NoReward
 from colocated_grpo.settings.base import FileName, NonNegative, Positive, Section
+from colocated_grpo.types import JsonObject
 from colocated_grpo.web.client import JsonClient, RequestRejected, Unavailable
 
 RETRIED_STATUS = {408, 409, 425, 429}
@@ -55,7 +56,7 @@ class Judge(Section):
     """Lowest and highest valid score. Others count as unreadable."""
     columns: list[str] = []
     """Columns sent to a scoring endpoint."""
-    request: dict[str, Any] = {"temperature": 0.0, "max_tokens": 512}
+    request: JsonObject = {"temperature": 0.0, "max_tokens": 512}
     """Further fields of the chat request."""
     api_key_variable: str | None = None
     """Environment variable with the API key."""
@@ -106,7 +107,7 @@ class Judge(Section):
             raise ValueError(f"api_key_variable={self.api_key_variable!r}: this environment variable is not set")
         return self
 
-    def model_post_init(self, _context: Any) -> None:
+    def model_post_init(self, _context: object) -> None:
         key = os.environ.get(self.api_key_variable) if self.api_key_variable is not None else None
         self._client = JsonClient(self.url, timeout=self.timeout, api_key=key)
         self._threads = ThreadPoolExecutor(self.concurrency, thread_name_prefix="judge")
@@ -118,10 +119,10 @@ class Judge(Section):
 
     async def __call__(
         self,
-        prompts: Sequence[str | list[dict[str, Any]]],
+        prompts: Sequence[str | list[JsonObject]],
         completions: Completions,
         log_metric: Callable[[str, float], None],
-        **columns: Sequence[Any],
+        **columns: Sequence[object],
     ) -> list[Outcome]:
         """Return the score of each completion. Logs the fractions answered from the cache and left without budget."""
         rows = zip(prompts, completion_texts(completions), strict=True)
@@ -140,14 +141,14 @@ class Judge(Section):
         log_metric("judge/over_budget", sum(result is None for result in results) / len(results))
         return results
 
-    def _body(self, prompt: Any, completion: str, columns: Mapping[str, Any]) -> dict[str, Any]:
+    def _body(self, prompt: str | list[JsonObject], completion: str, columns: Mapping[str, object]) -> JsonObject:
         if self.prompt is None:
             return {"prompt": prompt, "completion": completion, **columns}
         text = fill(self.prompt, {**columns, "prompt": plain_text(prompt), "completion": completion})
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         return {**self.request, "model": self.model, "messages": [*system, {"role": "user", "content": text}]}
 
-    async def _outcome(self, key: str, body: Mapping[str, Any]) -> Outcome:
+    async def _outcome(self, key: str, body: Mapping[str, object]) -> Outcome:
         try:
             score = self._score(await self._ask(body))
         except BudgetSpent:
@@ -256,7 +257,7 @@ def places(template: str) -> set[str]:
     return {name for name in PLACE.findall(template) if name}
 
 
-def fill(template: str, values: Mapping[str, Any]) -> str:
+def fill(template: str, values: Mapping[str, object]) -> str:
     """Replace each {name} by its value. {{ and }} become single braces; other braces stay as they are."""
     return PLACE.sub(lambda found: str(values[found[1]]) if found[1] else found[0][0], template)
 
@@ -270,7 +271,7 @@ def last_score(pattern: str, text: str) -> float:
     return float(found[-1])
 
 
-def plain_text(prompt: str | list[dict[str, Any]]) -> str:
+def plain_text(prompt: str | list[JsonObject]) -> str:
     """Return a prompt as text: the content of a single message, else `role: content` for each message."""
     if isinstance(prompt, str):
         return prompt

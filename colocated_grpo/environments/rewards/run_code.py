@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, Self, TypedDict
+from typing import Literal, Self, TypedDict
 
 from pydantic import Field, PrivateAttr, model_validator
 
@@ -57,7 +57,7 @@ class RunCode(Section):
             raise ValueError("the limits cannot be set here: no seccomp, or memory_mb or timeout is too small")
         return self
 
-    def model_post_init(self, _context: Any) -> None:
+    def model_post_init(self, _context: object) -> None:
         self._threads = ThreadPoolExecutor(self.processes or _cores(), thread_name_prefix="run_code")
         self._runners = WorkerPool(
             # -I: neither the environment nor the working folder changes what a program imports.
@@ -70,11 +70,11 @@ class RunCode(Section):
     def required_columns(self) -> set[str]:
         return {self.tests_column}
 
-    def __call__(self, completions: Completions, **columns: Sequence[Any]) -> list[float | NoReward | None]:
+    def __call__(self, completions: Completions, **columns: Sequence[object]) -> list[float | NoReward | None]:
         """Return the fraction of passed tests of each completion. Raises ValueError for tests of an unknown form."""
         return list(self._threads.map(self._reward, completion_texts(completions), columns[self.tests_column]))
 
-    def _reward(self, text: str, tests: Any) -> float | NoReward | None:
+    def _reward(self, text: str, tests: object) -> float | NoReward | None:
         cases = cases_of(tests)
         program = last_code_block(text)
         if not cases:
@@ -120,7 +120,7 @@ class Case(TypedDict):
     stdout: str
 
 
-def cases_of(tests: Any) -> list[Case]:
+def cases_of(tests: object) -> list[Case]:
     """Return the tests of a cell. Raises ValueError for another form.
 
     Python statements as text or a list of texts; {"input", "output"} pairs in a list; {"inputs": [...], "outputs":
@@ -137,7 +137,7 @@ def cases_of(tests: Any) -> list[Case]:
     raise ValueError(f"tests must be statements, a list of them or of input and output pairs, got {tests!r:.80}")
 
 
-def _case(test: Any) -> Case:
+def _case(test: object) -> Case:
     if isinstance(test, str):
         return _check(test)
     if isinstance(test, Mapping) and {"input", "output"} <= test.keys():
@@ -149,9 +149,9 @@ def _check(statements: str) -> Case:
     return Case(check=statements, stdin="", stdout="")
 
 
-def _pair(given: Any, expected: Any) -> Case:
+def _pair(given: object, expected: object) -> Case:
     return Case(check=None, stdin=_lines(given), stdout=_lines(expected))
 
 
-def _lines(value: Any) -> str:
+def _lines(value: object) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from colocated_grpo.environments.base import EnvironmentSetupError, Item
 from colocated_grpo.environments.rewards.functions import (
@@ -149,7 +148,7 @@ def start_workers(
     return None
 
 
-def _suits(config: RewardConfig, function: Callable[..., Any]) -> bool:
+def _suits(config: RewardConfig, function: Callable[..., object]) -> bool:
     """Return True for a plain function of the user whose file has no sign of device memory or shared state.
 
     The built-in functions take linear time, and run in threads. Coroutines run there too, because they share the

@@ -77,7 +77,7 @@ def _result(task: Task, item: Item, text: str) -> Score | BaseException:
         return error
 
 
-def as_score(result: Any) -> Score:
+def as_score(result: object) -> Score:
     """Convert a number, None or named parts. Raises ValueError for parts without "reward": summing is a guess."""
     if not isinstance(result, dict):
         return Score(reward=as_number(result))
@@ -96,14 +96,14 @@ def as_number(value: Any) -> float | None:
     return None if math.isnan(number) else number
 
 
-def resolve_awaitable(result: Any) -> Any:
+def resolve_awaitable(result: object) -> object:
     """Return the result, awaited on REWARD_LOOP if it is a coroutine or another awaitable."""
     if not isawaitable(result):
         return result
     return asyncio.run_coroutine_threadsafe(_value(result), REWARD_LOOP.get()).result()
 
 
-async def _value(result: Awaitable[Any]) -> Any:
+async def _value(result: Awaitable[object]) -> object:
     return await result
 
 

@@ -39,7 +39,7 @@ def expected_calls(value: Any) -> Calls:
     return calls
 
 
-def as_call(value: Any) -> JsonObject:
+def as_call(value: object) -> JsonObject:
     """Normalize a call to name and arguments. Accepts OpenAI's nesting and JSON text arguments. Raises ValueError."""
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = value["function"]
@@ -84,12 +84,12 @@ def _match(given: JsonObject, expected: JsonObject) -> float:
     return (1 + right) / (1 + len(names))
 
 
-def _canonical(value: Any) -> str:
+def _canonical(value: object) -> str:
     """Return the same text for equal JSON values. Python's == would treat true as 1."""
     return json.dumps(_whole(value), sort_keys=True)
 
 
-def _whole(value: Any) -> Any:
+def _whole(value: object) -> object:
     """Replace 2.0 by 2, at any depth."""
     if isinstance(value, float) and value.is_integer():
         return int(value)

@@ -59,7 +59,7 @@ class Started:
     """Imported modules that the parent checks."""
 
 
-Answer = Callable[[Any], Iterable[Any]]
+Answer = Callable[[Any], Iterable[object]]
 """From a request to its responses, in the worker."""
 Prepare = Callable[[], tuple[Started, Answer]]
 """First message to a worker that imports this package: loads the function that answers requests."""
@@ -91,7 +91,7 @@ class Worker:
         assert self.started is not None
         return self.started
 
-    def ask(self, request: bytes, count: int, seconds: float | None) -> Iterable[Any]:
+    def ask(self, request: bytes, count: int, seconds: float | None) -> Iterable[object]:
         """Yield the responses. Raises EOFError or OSError if the process ends, also because of the time limit."""
         self.connection.send_bytes(request)
         for _ in range(count):
@@ -182,7 +182,7 @@ class WorkerPool:
         """
         data = pickle.dumps(request)
         worker = self._take()
-        responses: list[Any] = []
+        responses = []
         error = worker.wait_until_started().error
         if error is None:
             with suppress(EOFError, OSError, pickle.UnpicklingError):

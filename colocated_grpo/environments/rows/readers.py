@@ -6,7 +6,6 @@ import csv
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from colocated_grpo.environments.base import Item
 
@@ -74,7 +73,7 @@ def _parsed_row(line: str) -> Item:
 
 
 def _checked_depth(row: Item) -> Item:
-    level: list[Any] = [row]
+    level: list[Item | list[object]] = [row]
     for _ in range(MAX_DEPTH):
         inner = [value.values() if isinstance(value, dict) else value for value in level]
         level = [value for values in inner for value in values if isinstance(value, dict | list)]

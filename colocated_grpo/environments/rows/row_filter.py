@@ -115,7 +115,7 @@ def as_number(value: object) -> float | None:
     return None if number != number else number
 
 
-def column_values(rows: list[Item] | Dataset, column: str) -> list[Any]:
+def column_values(rows: list[Item] | Dataset, column: str) -> list[object]:
     """Return the values of a column; None where a row lacks it."""
     if isinstance(rows, list):
         return [row.get(column) for row in rows]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields
-from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -19,7 +18,7 @@ from colocated_grpo.settings.turns import FROZEN
 KEY = "environments 'town'"
 
 
-def open_town(seed: int, **args: Any) -> TownEnvironment:
+def open_town(seed: int, **args: object) -> TownEnvironment:
     """Build the environment. args: fields of TownSettings, where `credit` may be the name of a mode.
 
     Raises EnvironmentSetupError for an unknown name, and pydantic's ValidationError for a value out of bounds.
@@ -54,7 +53,7 @@ SPLIT_SEEDS = {"train": 0, "held_out": 1}
 class TownLessons:
     """Args are those of the turn environment 'town'. The teacher plays every seat; "answer" is its reply."""
 
-    def __init__(self, **args: Any) -> None:
+    def __init__(self, **args: object) -> None:
         self._args = args
         self._judge = open_town(seed=0, **args)
 

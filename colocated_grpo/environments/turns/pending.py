@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 from colocated_grpo.types import Group, JsonObject, Prompt, Rollout, Score
 
@@ -91,7 +90,7 @@ def _group_state(group: Group) -> JsonObject:
     return {"prompt": _fields(group.prompt), "rollouts": rollouts}
 
 
-def _fields(record: Any) -> JsonObject:
+def _fields(record: Prompt | Rollout | Score) -> JsonObject:
     return {each.name: getattr(record, each.name) for each in fields(record)}
 
 

@@ -9,11 +9,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import TextIO, cast
 
 import numpy
 
-State = list[tuple[str, str, int, Any]]
+State = list[tuple[str, str, int, logging.Formatter | None]]
 """Logger's name, path, level and formatter of each log file."""
 LOCK_TIMEOUT = 300.0
 """Seconds to wait for another call. A hung call cannot be stopped; without a limit it would hang the run."""
@@ -33,7 +33,7 @@ class _SilentHere:
     def write(self, text: str) -> int:
         return len(text) if getattr(_inside, "silent", False) else self._stream.write(text)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._stream, name)
 
 

@@ -12,7 +12,7 @@ from hashlib import sha256
 from inspect import signature
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -21,6 +21,7 @@ from colocated_grpo.errors import in_one_line
 from colocated_grpo.runtime.user_code import innermost, lines_of_error
 from colocated_grpo.types import JsonObject
 
+T = TypeVar("T")
 MAX_ERROR_CHARACTERS = 200
 
 
@@ -91,7 +92,7 @@ def make_importable(folder: str) -> None:
         sys.path.append(folder)
 
 
-def construct(factory: Callable[..., Any], args: JsonObject, key: str) -> Any:
+def construct(factory: Callable[..., T], args: JsonObject, key: str) -> T:
     """Return factory(**args). Any exception becomes EnvironmentSetupError."""
     try:
         return factory(**args)
@@ -103,7 +104,7 @@ def construct(factory: Callable[..., Any], args: JsonObject, key: str) -> Any:
         raise EnvironmentSetupError(f"{key}: args={args}: {one_line(error)}") from error
 
 
-def _first_problem(error: ValidationError, factory: Callable[..., Any], args: JsonObject) -> str:
+def _first_problem(error: ValidationError, factory: Callable[..., object], args: JsonObject) -> str:
     problem = error.errors()[0]
     name = ".".join(map(str, problem["loc"]))
     if problem["type"] == "extra_forbidden":
@@ -114,7 +115,7 @@ def _first_problem(error: ValidationError, factory: Callable[..., Any], args: Js
     return f"args.{name}={problem['input']!r}: {message}" if name else f"args: {message}"
 
 
-def resolve_mode(args: JsonObject, name: str, modes: Mapping[str, Any], key: str) -> JsonObject:
+def resolve_mode(args: JsonObject, name: str, modes: Mapping[str, object], key: str) -> JsonObject:
     """Return args, with the name of a mode in args[name] replaced by that mode."""
     given = args.get(name)
     if not isinstance(given, str):

@@ -92,4 +92,4 @@ class _MergedLinear(torch.autograd.Function):
         return grad_x, None, None, grad_a_RI, grad_b_OR, None
 
 
-_merged_linear: Any = _MergedLinear.apply
+_merged_linear = _MergedLinear.apply

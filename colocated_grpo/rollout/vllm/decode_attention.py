@@ -56,13 +56,13 @@ def shape_for(programs: int, shared_memory: int) -> LaunchShape:
     return LaunchShape(tile=32, warps=1, stages=3)
 
 
-def make_attention(vllm_attention: Callable[..., Any], count_use: Callable[[], None]) -> Callable[..., Any]:
+def make_attention(vllm_attention: Callable[..., object], count_use: Callable[[], None]) -> Callable[..., object]:
     """Return the backend's `flash_attn_varlen_func` with this kernel in place of supported calls.
 
     The backend passes keywords only. Install before CUDA graphs are captured.
     """
 
-    def attend(**arguments: Any) -> Any:
+    def attend(**arguments: Any) -> object:
         if not suits(arguments):
             return vllm_attention(**arguments)
         count_use()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from math import ceil, prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -26,7 +25,7 @@ BLOCK = 64
 """Upper bound of the unused tokens in a sequence's last cache block."""
 
 
-def kv_cache_arguments(spec: EngineSpec, device: torch.device) -> dict[str, Any]:
+def kv_cache_arguments(spec: EngineSpec, device: torch.device) -> dict[str, object]:
     """vLLM arguments that size the KV cache from free memory. Call after the trainer's resident state is allocated."""
     given = spec.kv_cache_memory_bytes
     if given is not None:
@@ -92,7 +91,7 @@ def model_sizes(folder: Path, *, trust_remote_code: bool = False) -> Sizes:
     return sizes
 
 
-def _settings(folder: Path, *, trust_remote_code: bool) -> dict[str, Any]:
+def _settings(folder: Path, *, trust_remote_code: bool) -> dict[str, object]:
     """Return the settings of the language model, with transformers' defaults for those missing in config.json."""
     text = read_text_config(folder, trust_remote_code=trust_remote_code).get_text_config()
     settings = text.to_dict()

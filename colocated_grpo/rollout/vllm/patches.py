@@ -27,7 +27,7 @@ from colocated_grpo.rollout.vllm import process
 from colocated_grpo.rollout.vllm.versions import SUPPORTED, supported_version
 
 Device = Literal["cpu", "cuda"]
-Make = Callable[["Patch", Any], Any]
+Make = Callable[["Patch", object], Any]
 """(row, the original object) -> its replacement."""
 
 
@@ -77,7 +77,7 @@ class Patch:
         setattr(owner, name, staticmethod(replacement) if is_static else replacement)
         self.status = "applied"
 
-    def bind(self, instance: object, method: Callable[..., Any]) -> Any:
+    def bind(self, instance: object, method: Callable[..., object]) -> Any:
         """Replace the target on one instance only. Returns the instance's original method."""
         name = self.target.rpartition(".")[2]
         original = getattr(instance, name)
@@ -85,11 +85,11 @@ class Patch:
         self.status = "applied"
         return original
 
-    def _locate(self) -> tuple[Any, str]:
+    def _locate(self) -> tuple[object, str]:
         """Return the object that holds the target, and the target's attribute name."""
         module, _, path = self.target.partition(":")
         *parents, name = path.split(".")
-        owner: Any = importlib.import_module(module)
+        owner: object = importlib.import_module(module)
         for parent in parents:
             owner = getattr(owner, parent)
         return owner, name
@@ -102,11 +102,11 @@ class Patch:
         logging.getLogger(__name__).warning("%s; the run is slower without it", line)
 
 
-def counted(replacement: Callable[..., Any]) -> Make:
+def counted(replacement: Callable[..., object]) -> Make:
     """Return a row's `make` that replaces the whole function. Each call is a hit."""
 
-    def make(patch: Patch, _original: Any) -> Any:
-        def call(*arguments: Any, **options: Any) -> Any:
+    def make(patch: Patch, _original: object) -> object:
+        def call(*arguments: object, **options: object) -> object:
             patch.hits += 1
             return replacement(*arguments, **options)
 
@@ -115,12 +115,12 @@ def counted(replacement: Callable[..., Any]) -> Make:
     return make
 
 
-def around(replacement: Callable[..., Any]) -> Make:
+def around(replacement: Callable[..., object]) -> Make:
     """Return a row's `make` for `replacement(original, *arguments)`, which calls the original. Each call is a hit."""
     return lambda patch, original: counted(partial(replacement, original))(patch, original)
 
 
-def _no_shapes(_patch: Patch, _original: Any) -> tuple[()]:
+def _no_shapes(_patch: Patch, _original: object) -> tuple[()]:
     return ()
 
 
@@ -130,7 +130,7 @@ def kernel(module: str, factory: str) -> Make:
     The module is imported when the row is applied: Triton is installed only with CUDA, and `routes` imports this table.
     """
 
-    def make(patch: Patch, original: Any) -> Any:
+    def make(patch: Patch, original: object) -> object:
         def count_use() -> None:
             patch.hits += 1
 

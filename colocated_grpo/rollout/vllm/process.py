@@ -54,7 +54,7 @@ def plain_cpu_linear(layer: nn.Module, remove_weight: bool) -> None:
     object.__setattr__(layer, "cpu_linear", cpu_linear)
 
 
-def convolve_unpacked(original: Callable[..., Tensor], *, weight: Tensor, **arguments: Any) -> Tensor:
+def convolve_unpacked(original: Callable[..., Tensor], *, weight: Tensor, **arguments: object) -> Tensor:
     """Call vLLM's convolution with the stored weight [C, 1, W] instead of a copy packed at load time."""
     return original(weight=weight.flatten(1), **{**arguments, "is_weight_packed": False})
 

@@ -102,7 +102,7 @@ class RequestRoutes:
         self._expected = {key: entry for key, entry in self._expected.items() if entry[0] != name}
         self._finished.pop(name, None)
 
-    def _read_and_free(self, request: Request, *arguments: Any, **options: Any) -> Any:
+    def _read_and_free(self, request: Request, *arguments: object, **options: object) -> object:
         FREE_REQUEST.hits += 1
         if request.request_id in self._expected:
             name, prompt_length = self._expected.pop(request.request_id)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import triton
@@ -46,12 +45,12 @@ class _LastSample:
         return cls.logsumexp_B if cls.logits is not None and cls.logits() is logits else None
 
 
-def make_gumbel_sample(vllm_sample: Callable[..., Any], count_use: Callable[[], None]) -> Callable[..., Any]:
+def make_gumbel_sample(vllm_sample: Callable[..., object], count_use: Callable[[], None]) -> Callable[..., object]:
     """Return the sampler's `gumbel_sample` with this kernel. Its logits are already divided by the temperature."""
 
     def gumbel_sample(
-        logits: Tensor, rows: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, **options: Any
-    ) -> Any:
+        logits: Tensor, rows: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, **options: object
+    ) -> object:
         if any(isinstance(value, Tensor) or value for value in options.values()):  # speculative decoding, 64-bit noise
             return vllm_sample(logits, rows, temperature, seeds, positions, **options)
         count_use()
@@ -62,17 +61,17 @@ def make_gumbel_sample(vllm_sample: Callable[..., Any], count_use: Callable[[], 
     return gumbel_sample
 
 
-def make_topk_scores(vllm_scores: Callable[..., Any], count_use: Callable[[], None]) -> Callable[..., Any]:
+def make_topk_scores(vllm_scores: Callable[..., object], count_use: Callable[[], None]) -> Callable[..., object]:
     """Return the sampler's `compute_topk_scores`, which then reuses the log-probabilities computed by sampling.
 
     Applies to requests for the sampled token's log-probability only. Its rank is then 0; the trainer never reads it.
     """
 
-    def topk_scores(logits: Tensor, num_logprobs: int, sampled: Tensor, *arguments: Any, **options: Any) -> Any:
+    def topk_scores(logits: Tensor, num_logprobs: int, sampled: Tensor, *others: object, **options: object) -> object:
         logsumexp_B = _LastSample.logsumexp_of(logits)
-        unplain = num_logprobs or arguments[:1] != (None,) or any(options.get(name) for name in UNPLAIN)
+        unplain = num_logprobs or others[:1] != (None,) or any(options.get(name) for name in UNPLAIN)
         if unplain or logsumexp_B is None:
-            return vllm_scores(logits, num_logprobs, sampled, *arguments, **options)
+            return vllm_scores(logits, num_logprobs, sampled, *others, **options)
         count_use()
         tokens_B1 = sampled.view(-1, 1)
         logprobs_B1 = logits.gather(1, tokens_B1).float() - logsumexp_B[:, None]

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -49,7 +48,7 @@ class EngineSpec:
     """Requests may have patterns, whose grammars need the tokenizer."""
     records_routes: bool = False
     """Requests may ask for the experts that their tokens chose."""
-    args: Mapping[str, Any] = field(default_factory=dict)
+    args: Mapping[str, object] = field(default_factory=dict)
     """Further engine arguments of vLLM, which take precedence."""
 
 

@@ -138,7 +138,7 @@ class TextPartLoader(DefaultModelLoader):
                 yield own, tensor
 
 
-def register_class(folder: Path, config_json: Mapping[str, Any]) -> None:
+def register_class(folder: Path, config_json: JsonObject) -> None:
     """Register vLLM's class of this text model, stored alone or inside a vision-language model.
 
     Raises ConfigError if vLLM has none.
@@ -178,7 +178,7 @@ def text_part_arguments(folder: Path, arguments: Mapping[str, Any], *, trust_rem
     }
 
 
-def _text_alone(text: PretrainedConfig, entries: dict[str, Any], config: PretrainedConfig) -> PretrainedConfig:
+def _text_alone(text: PretrainedConfig, entries: JsonObject, config: PretrainedConfig) -> PretrainedConfig:
     """Return the text part's settings, with `entries`, in place of the whole model's.
 
     config: the whole model's, or a dummy that vLLM passes to detect a change of the model type.

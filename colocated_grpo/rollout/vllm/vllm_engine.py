@@ -41,7 +41,7 @@ AS_LOADED = {"TRITON", "BATCHED_TRITON"}
 EXPERT_STACKS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
 SINKS = ".self_attn.sinks"
 
-_closed: list[Any] = []
+_closed: list[object] = []
 """Model runners of closed engines, kept until the process ends. Sleeping memory is already unmapped, and vLLM's
 allocator would unmap it again if the tensors were freed."""
 

@@ -27,10 +27,11 @@ from colocated_grpo.settings.names.atropos_meanings import (
 )
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.tree import parse_value
+from colocated_grpo.types import JsonObject
 
 BASE = Path(__file__).with_suffix(".yaml")
 MODEL = "--model-name"
-_TYPES: dict[str, Callable[[str], Any]] = {"text": str, "int": int, "float": float, "words": str}
+_TYPES: dict[str, Callable[[str], object]] = {"text": str, "int": int, "float": float, "words": str}
 Kind = Literal["text", "int", "float", "switch", "words"]
 
 
@@ -39,13 +40,13 @@ class Flag:
     names: tuple[str, ...]
     kind: Kind
     """switch: without a value. words: one or more values."""
-    default: Any = None
+    default: object = None
     choices: tuple[str, ...] | None = None
     meaning: means.Translate
     help: str
 
 
-def _flag(names: str, kind: Kind, default: Any, meaning: means.Translate, help: str, *choices: str) -> Flag:
+def _flag(names: str, kind: Kind, default: object, meaning: means.Translate, help: str, *choices: str) -> Flag:
     return Flag(
         names=tuple(names.split()), kind=kind, default=default, choices=choices or None, meaning=meaning, help=help
     )
@@ -203,8 +204,8 @@ def read_command(
     )
     if MODEL not in command.given:
         raise ConfigError(f"{MODEL}: required: a folder or the name of a model on the Hugging Face Hub")
-    settings: dict[str, Any] = {}
-    launcher: dict[str, Any] = {"config": str(BASE)}
+    settings: JsonObject = {}
+    launcher: JsonObject = {"config": str(BASE)}
     notes: list[str] = []
     for flag, meaning in _meanings(command):
         settings |= meaning.settings
@@ -258,7 +259,7 @@ def _reject_unknown_flags(arguments: Sequence[str], parser: argparse.ArgumentPar
         raise ConfigError(*lines)
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     """Return a value as an argument that is read as the same value."""
     if isinstance(value, str) and parse_value(value) == value:
         return value

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from colocated_grpo.types import JsonObject
+
 SHARED_VARIABLE, BRIDGE_VARIABLE = "VLLM_ENABLE_SHARED_WEIGHTS", "VLLM_BRIDGE_CONFIG_PATH"
 MODE, BROADCAST, SINGLE_COPY = "--weight-bridge-mode", "--use-shared-memory", "--single-copy"
 BRIDGE_CONFIG = "--vllm-config-path"
@@ -45,9 +47,9 @@ UNIFIED = Mode(bridge="shared", at_interval=False)
 class Command:
     """A command line of Atropos' example trainer."""
 
-    given: Mapping[str, Any]
+    given: Mapping[str, object]
     """Values of the flags that were given, by their first name."""
-    defaults: Mapping[str, Any]
+    defaults: Mapping[str, object]
     """Values of all flags that have a default in Atropos' trainer."""
     overrides: Sequence[str]
     """Arguments after Atropos' flags: settings of this project."""
@@ -89,9 +91,9 @@ class Command:
 
 @dataclass(frozen=True, kw_only=True)
 class Meaning:
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: JsonObject = field(default_factory=dict)
     """Values by dotted name."""
-    launcher: dict[str, Any] = field(default_factory=dict)
+    launcher: JsonObject = field(default_factory=dict)
     """Values of the launcher's own flags. Those that the user gives take precedence."""
     note: str = ""
     """Printed if the flag was given."""
@@ -117,7 +119,7 @@ def sets(*keys: str) -> Translate:
 def server(key: str) -> Translate:
     """Return a meaning that gives the value to an engine setting, for a server that the launcher starts."""
 
-    def translate(value: Any, command: Command) -> Meaning:
+    def translate(value: object, command: Command) -> Meaning:
         running = command.server_url
         return Meaning(settings={key: value}, note=NO_SERVER_FLAG.format(url=running) if running else "")
 
@@ -127,7 +129,7 @@ def server(key: str) -> Translate:
 def adapter(key: str) -> Translate:
     """Return a meaning that gives the value to a setting of the adapter, in modes that train one."""
 
-    def translate(value: Any, command: Command) -> Meaning:
+    def translate(value: object, command: Command) -> Meaning:
         return sets(key)(value, command) if command.mode.adapter else _trains_all_weights(command)
 
     return translate
@@ -143,7 +145,7 @@ def nothing(note: str = "") -> Translate:
 
 
 def refused(instead: str) -> Translate:
-    def translate(value: Any, _command: Command) -> Meaning:
+    def translate(value: object, _command: Command) -> Meaning:
         if value is not None:
             raise ValueError(f"not supported; {instead}")
         return Meaning()
@@ -236,7 +238,7 @@ def dtype(value: str, command: Command) -> Meaning:
 def bridge(_value: str, command: Command) -> Meaning:
     if BROADCAST in command.given and SINGLE_COPY in command.given:
         raise ValueError(f"{BROADCAST} keeps two copies of the weights, {SINGLE_COPY} one; remove one of them")
-    settings: dict[str, Any] = {"engine.bridge": command.mode.bridge}
+    settings: JsonObject = {"engine.bridge": command.mode.bridge}
     if command.server_url:
         settings["engine.urls"] = [command.server_url]
     return Meaning(settings=settings)

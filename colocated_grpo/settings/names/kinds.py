@@ -8,10 +8,11 @@ from functools import wraps
 from typing import Any
 
 from colocated_grpo.settings.errors import show
+from colocated_grpo.types import JsonObject
 
 Lookup = Callable[[str], Any]
 """Returns the value at a dotted path of the settings translated so far, or None."""
-NewSettings = dict[str, Any]
+NewSettings = JsonObject
 """Values by new dotted name."""
 Translate = Callable[[str, Any, Lookup], NewSettings]
 """Maps (last part of the old name, value, lookup) to new settings. Raises ValueError with the violated rule."""
@@ -34,7 +35,7 @@ def unless_null(translate: Translate) -> Translate:
     """Wrap `translate` so that null sets nothing: other trainers use null for the default."""
 
     @wraps(translate)
-    def translate_value(key: str, value: Any, get: Lookup) -> NewSettings:
+    def translate_value(key: str, value: object, get: Lookup) -> NewSettings:
         return {} if value is None else translate(key, value, get)
 
     return translate_value
@@ -45,14 +46,14 @@ def renamed(new_name: str, remark: str = "") -> Alias:
     return Alias(unless_null(lambda _key, value, _get: {new_name: value}), new_name, remark)
 
 
-def one_of(new_name: str, values: Mapping[Any, Any], remark: str = "") -> Alias:
+def one_of(new_name: str, values: Mapping[Any, object], remark: str = "") -> Alias:
     """Return an alias that accepts the keys of `values` and sets `new_name` to the mapped value; None sets nothing.
 
     If all mapped values are None, `new_name` is the reason why only these keys are accepted.
     """
 
     @unless_null
-    def translate(_key: str, value: Any, _get: Lookup) -> NewSettings:
+    def translate(_key: str, value: object, _get: Lookup) -> NewSettings:
         key = value.lower() if isinstance(value, str) else value
         if isinstance(key, dict | list) or key not in values:
             accepted = ", ".join(show(known) for known in values)
@@ -76,7 +77,7 @@ def not_supported(instead: str) -> Alias:
     """Return an alias that is rejected with any value but null. `instead` says what to do."""
 
     @unless_null
-    def translate(_key: str, _value: Any, _get: Lookup) -> NewSettings:
+    def translate(_key: str, _value: object, _get: Lookup) -> NewSettings:
         raise ValueError(f"not supported; {instead}")
 
     return Alias(translate)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from colocated_grpo.settings.base import DEFAULT_INIT
 from colocated_grpo.settings.errors import SettingsTree
@@ -45,7 +44,7 @@ def add_rank(tree: SettingsTree) -> None:
         tree["peft_config"].setdefault("r")
 
 
-def _with_defaults(settings: NewSettings, get: Lookup, defaults: Mapping[str, tuple[str, Any]]) -> NewSettings:
+def _with_defaults(settings: NewSettings, get: Lookup, defaults: Mapping[str, tuple[str, object]]) -> NewSettings:
     """Return `settings`, and the default of every entry of `defaults` that is given under neither name.
 
     With policy.lora.init only `settings`: the adapter that the run continues from determines the others.
@@ -70,11 +69,11 @@ def _adapter(new_name: str) -> Alias:
 
 
 @unless_null
-def _target_modules(_key: str, value: Any, get: Lookup) -> NewSettings:
+def _target_modules(_key: str, value: object, get: Lookup) -> NewSettings:
     return _settings({TARGETS: _modules(value)}, get)
 
 
-def _modules(value: Any) -> Any:
+def _modules(value: object) -> object:
     """Return names as a list, and all-linear or a regular expression as text, however they were given."""
     if isinstance(value, list) and len(value) == 1:
         value = value[0]  # as TRL does: its command line makes a list of one value
@@ -83,20 +82,20 @@ def _modules(value: Any) -> Any:
 
 
 @unless_null
-def _dropout(_key: str, value: Any, get: Lookup) -> NewSettings:
+def _dropout(_key: str, value: float, get: Lookup) -> NewSettings:
     if value != _TRL_DROPOUT:
         no_dropout(value)
     return _settings({"policy.lora.dropout": 0.0}, get)
 
 
 @unless_null
-def _rslora(_key: str, value: Any, get: Lookup) -> NewSettings:
+def _rslora(_key: str, value: object, get: Lookup) -> NewSettings:
     is_default = value is False and get("policy.lora.rslora") is None
     return {} if is_default else _settings({"policy.lora.rslora": value}, get)
 
 
 @unless_null
-def _use_peft(_key: str, value: Any, get: Lookup) -> NewSettings:
+def _use_peft(_key: str, value: object, get: Lookup) -> NewSettings:
     if not isinstance(value, bool):
         raise ValueError("must be true or false")
     if not value and get("policy.lora") is not None:
@@ -104,19 +103,19 @@ def _use_peft(_key: str, value: Any, get: Lookup) -> NewSettings:
     return _with_defaults({}, get, _TRL_DEFAULTS) if value else {}
 
 
-def _peft_rank(_key: str, value: Any, get: Lookup) -> NewSettings:
+def _peft_rank(_key: str, value: object, get: Lookup) -> NewSettings:
     return _with_defaults({} if value is None else {RANK: value}, get, _PEFT_DEFAULTS)
 
 
 @unless_null
-def _peft_target_modules(_key: str, value: Any, _get: Lookup) -> NewSettings:
+def _peft_target_modules(_key: str, value: object, _get: Lookup) -> NewSettings:
     return {TARGETS: _modules(value)}
 
 
 def _only_empty(instead: str) -> Alias:
     """Return an alias that is rejected with any value but null, false and empty ones, PEFT's defaults."""
 
-    def translate(_key: str, value: Any, _get: Lookup) -> NewSettings:
+    def translate(_key: str, value: object, _get: Lookup) -> NewSettings:
         if value:
             raise ValueError(f"not supported; {instead}")
         return {}

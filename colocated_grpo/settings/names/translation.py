@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from colocated_grpo.settings.errors import (
     ConfigError,
@@ -38,7 +37,7 @@ from colocated_grpo.settings.names.trl import TRL
 from colocated_grpo.settings.tree import assign, lookup, remove
 
 
-def _engine_argument(key: str, value: Any, _get: Lookup) -> NewSettings:
+def _engine_argument(key: str, value: object, _get: Lookup) -> NewSettings:
     if key == "enable_sleep_mode":
         return {"engine.sleep": value}
     is_field = key in EngineConfig.model_fields and key != "args"
@@ -46,7 +45,7 @@ def _engine_argument(key: str, value: Any, _get: Lookup) -> NewSettings:
 
 
 @unless_null
-def _completions(_key: str, value: Any, get: Lookup) -> NewSettings:
+def _completions(_key: str, value: object, get: Lookup) -> NewSettings:
     group_size = get("rollout.group_size") or RolloutConfig().group_size
     if not isinstance(value, int) or not isinstance(group_size, int) or value % group_size:
         raise ValueError(f"counts completions, so it must be a multiple of rollout.group_size={show(group_size)}")
@@ -179,7 +178,7 @@ def _invalid_sections(tree: SettingsTree, locations: dict[KeyPath, SettingLocati
     return not_mappings + verl
 
 
-def _note(path: KeyPath, values: Mapping[str, Any], alias: Alias) -> str:
+def _note(path: KeyPath, values: Mapping[str, object], alias: Alias) -> str:
     settings = ", ".join(f"{name}={show(value)}" for name, value in values.items())
     remark = f" ({alias.remark})" if alias.remark else ""
     return f"{dotted(path)}: {f'translated to {settings}' if values else 'nothing to set'}{remark}"

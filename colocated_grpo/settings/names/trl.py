@@ -6,7 +6,6 @@ Those of adapters are in `peft`.
 from __future__ import annotations
 
 import os
-from typing import Any
 
 from colocated_grpo.settings.names.kinds import (
     Alias,
@@ -23,13 +22,13 @@ from colocated_grpo.settings.sources import reward_name
 
 
 @unless_null
-def _epsilon(_key: str, value: Any, get: Lookup) -> NewSettings:
+def _epsilon(_key: str, value: object, get: Lookup) -> NewSettings:
     has_upper_bound = get("epsilon_high") is not None or get("loss.clip_high") is not None
     return {"loss.clip_low": value} | ({} if has_upper_bound else {"loss.clip_high": value})
 
 
 @unless_null
-def _sampler_correction(_key: str, value: Any, get: Lookup) -> NewSettings:
+def _sampler_correction(_key: str, value: object, get: Lookup) -> NewSettings:
     modes = [f"{level}_{mode}" for level in ("token", "sequence") for mode in ("truncate", "mask")]
     if value not in modes:
         raise ValueError(f"must be one of {', '.join(modes)}")
@@ -38,7 +37,7 @@ def _sampler_correction(_key: str, value: Any, get: Lookup) -> NewSettings:
     return {"loss.correction.level": level} | ({} if off else {"loss.correction.mode": mode})
 
 
-def _report_to(_key: str, value: Any, get: Lookup) -> NewSettings:
+def _report_to(_key: str, value: object, get: Lookup) -> NewSettings:
     trackers = {"wandb": _wandb(get), "tensorboard": {"tracking.tensorboard": True}, "none": {}}
     names = value if isinstance(value, list) else [value or "none"]
     if any(name not in trackers for name in names):
@@ -55,7 +54,7 @@ def _wandb(get: Lookup) -> NewSettings:
     return {"tracking.wandb": known.get(mode, "online"), **named}
 
 
-def _kept_checkpoints(_key: str, value: Any, _get: Lookup) -> NewSettings:
+def _kept_checkpoints(_key: str, value: object, _get: Lookup) -> NewSettings:
     if value is None:
         raise ValueError("TRL keeps every checkpoint then; set the number to keep (checkpoint.keep_last)")
     return {"checkpoint.keep_last": value}
@@ -65,31 +64,31 @@ _EPOCHS = "set training_steps: rows * epochs / rollout.prompts_per_step"
 
 
 @unless_null
-def _max_steps(_key: str, value: Any, _get: Lookup) -> NewSettings:
+def _max_steps(_key: str, value: object, _get: Lookup) -> NewSettings:
     if value == -1:
         raise ValueError(f"TRL uses num_train_epochs then; {_EPOCHS}")
     return {"training_steps": value}
 
 
 @unless_null
-def _epochs(_key: str, _value: Any, get: Lookup) -> NewSettings:
+def _epochs(_key: str, _value: object, get: Lookup) -> NewSettings:
     if get("max_steps") is None and get("training_steps") is None:
         raise ValueError(f"not supported; {_EPOCHS}")
     return {}
 
 
 @unless_null
-def _bias_correction_of_kl(_key: str, value: Any, get: Lookup) -> NewSettings:
+def _bias_correction_of_kl(_key: str, value: object, get: Lookup) -> NewSettings:
     if value is not False and (get("beta") or get("loss.kl.coef")):
         raise ValueError("must be false (the KL estimate is not multiplied by the ratio)")
     return {}
 
 
-def _dataset_name(_key: str, value: Any, _get: Lookup) -> NewSettings:
+def _dataset_name(_key: str, value: object, _get: Lookup) -> NewSettings:
     return {"environments.0.type": "dataset", "environments.0.name": value}
 
 
-def _reward_funcs(_key: str, value: Any, _get: Lookup) -> NewSettings:
+def _reward_funcs(_key: str, value: object, _get: Lookup) -> NewSettings:
     """Convert reward_funcs, given as in TRL's script by dotted path or short name, to environments.0.rewards."""
     entries = value if isinstance(value, list) else [value]
     rewards = [entry if isinstance(entry, dict) else {"name": entry} for entry in entries]
@@ -97,7 +96,7 @@ def _reward_funcs(_key: str, value: Any, _get: Lookup) -> NewSettings:
 
 
 @unless_null
-def _reward_weights(_key: str, value: Any, get: Lookup) -> NewSettings:
+def _reward_weights(_key: str, value: object, get: Lookup) -> NewSettings:
     rewards = get("environments.0.rewards")
     if not isinstance(rewards, list) or not all(isinstance(reward, dict) for reward in rewards):
         raise ValueError("needs reward_funcs; or write rewards: [{name: ..., weight: ...}] in the dataset environment")

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
-from typing import Any
 
 from colocated_grpo.settings.model_sizes import DTYPE_BYTES, ENGINE_RESERVE, Sizes
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.training import LoRAConfig
+from colocated_grpo.types import JsonObject
 
 MASTER = GRADIENT = 4
 OPTIMIZER_STATE = {"adamw": 8, "adamw_8bit": 2, "adafactor": 0}
@@ -179,7 +179,7 @@ class RunSizes:
         """Return settings that save memory, each with the resulting run. Settings already in use are left out."""
         policy, engine = self.config.policy, self.config.engine
         lora = policy.lora or LoRAConfig()
-        changes: dict[str, dict[str, Any]] = {}
+        changes: dict[str, JsonObject] = {}
         if policy.lora is None:
             changes["--policy.offload_optimizer true"] = {"offload_optimizer": True}
             changes["--policy.lora {}"] = {"lora": lora, "cpu_offload": False}
@@ -197,7 +197,7 @@ class RunSizes:
             changes["--engine.sleep true"] = {"sleep": True}
         return {setting: self._with(setting.split(".")[0][2:], change) for setting, change in changes.items()}
 
-    def _with(self, section: str, change: dict[str, Any]) -> RunSizes:
+    def _with(self, section: str, change: JsonObject) -> RunSizes:
         changed = getattr(self.config, section).model_copy(update=change)
         return replace(self, config=self.config.model_copy(update={section: changed}))
 

@@ -16,7 +16,7 @@ from functools import cached_property
 from importlib import metadata
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from packaging.utils import canonicalize_name
 
@@ -27,6 +27,7 @@ from colocated_grpo.settings.config_json import read_config_json, text_part
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.tools.doctor.atropos_state import AtroposState, read_state
+from colocated_grpo.types import JsonObject
 
 Status = Literal["ok", "warning", "failed", "skipped"]
 GIB = 1 << 30
@@ -206,7 +207,7 @@ def _read_imports(output: str, error: str) -> Imports:
 class ModelFacts:
     """The model's config.json, or the reason why it cannot be read."""
 
-    json: dict[str, Any] | None = None
+    json: JsonObject | None = None
     error: str = ""
 
 

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 import yaml
@@ -28,6 +27,7 @@ from colocated_grpo.tools.doctor.footprint import Placement
 from colocated_grpo.tools.doctor.subject import GIB, gib, list_gpus, visible
 from colocated_grpo.tools.init.choices import Choices, make_plan
 from colocated_grpo.tools.init.sizes import Memory, learning_rate
+from colocated_grpo.types import JsonObject
 
 WIDTH = 110
 
@@ -98,7 +98,7 @@ def _placement(options: argparse.Namespace) -> Placement:
 @dataclass(frozen=True)
 class Setting:
     key: str
-    value: Any
+    value: object
     why: str = ""
 
 
@@ -107,7 +107,7 @@ Section = Sequence[Setting]
 
 def config_text(plan: Choices, heading: Sequence[str], folder: Path) -> str:
     """Return YAML. heading: comment lines at the top. folder: the config file's; file names are relative to it."""
-    changes: dict[str, Any] = {} if plan.memory is None else dict(plan.memory.changes)
+    changes: JsonObject = {} if plan.memory is None else dict(plan.memory.changes)
     policy, engine = changes.pop("policy", {}), changes.pop("engine", {})
     rate, rate_why = learning_rate(plan.sizes, plan.memory)
     batch, lengths = plan.batch, plan.lengths
@@ -174,7 +174,7 @@ def _lines(setting: Setting, indent: str) -> list[str]:
     return [*comment, f"{indent}{setting.key}: {_scalar(setting.value)}"]
 
 
-def _scalar(value: Any) -> str:
+def _scalar(value: object) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True, sort_keys=False)

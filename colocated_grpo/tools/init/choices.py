@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -96,7 +96,7 @@ def _is_formula(answer: str) -> bool:
 
 def _first_of(names: Sequence[str], rows: Sequence[Item]) -> str | None:
     """Return the column whose lower-case name comes first in `names` and which no row lacks."""
-    by_lower: dict[str, Any] = {str(column).lower(): column for column in rows[0]}
+    by_lower: dict[str, str] = {str(column).lower(): column for column in rows[0]}
     complete = (by_lower[name] for name in names if name in by_lower)
     return next((column for column in complete if all(row.get(column) is not None for row in rows)), None)
 

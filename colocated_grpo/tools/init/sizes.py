@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import Any
 
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.model_sizes import Sizes
@@ -14,6 +13,7 @@ from colocated_grpo.settings.training import LEARNING_RATE, PolicyConfig
 from colocated_grpo.tools.doctor.footprint import Placement, RankMemory, RunSizes
 from colocated_grpo.tools.doctor.model_checks import FULL, fits, memory_fix
 from colocated_grpo.tools.doctor.subject import gib
+from colocated_grpo.types import JsonObject
 
 PROMPT_STEP = 32
 """Prompt limits are multiples of this."""
@@ -44,7 +44,7 @@ class BatchSizes:
 class Memory:
     """Settings that make the run fit."""
 
-    changes: dict[str, Any]
+    changes: JsonObject
     """Sections of the config: {"policy": {"offload_optimizer": True}}."""
     why: str
     need: RankMemory
@@ -113,11 +113,11 @@ def fit_memory(config: Config, sizes: Sizes, heads: int, place: Placement, host_
     )
 
 
-def _candidates(ranks: int, on_gpu: bool, tensor_parallel_sizes: Sequence[int]) -> Iterator[tuple[dict[str, Any], str]]:
+def _candidates(ranks: int, on_gpu: bool, tensor_parallel_sizes: Sequence[int]) -> Iterator[tuple[JsonObject, str]]:
     """Yield settings with their explanations, in order of increasing cost."""
-    kinds: list[tuple[dict[str, Any], str]] = [({}, "all weights are trained on the device")]
+    kinds: list[tuple[JsonObject, str]] = [({}, "all weights are trained on the device")]
     if on_gpu:
-        adapter: dict[str, Any] = {"policy": {"lora": {}}} | ({"weights": "shared"} if ranks == 1 else {})
+        adapter: JsonObject = {"policy": {"lora": {}}} | ({"weights": "shared"} if ranks == 1 else {})
         kinds += [
             ({"policy": {"offload_optimizer": True}}, "optimizer state leaves the GPU while the engine generates"),
             (adapter, "all weights with their optimizer state do not fit, an adapter (LoRA) does"),
@@ -137,7 +137,7 @@ def _tensor_parallel_sizes(heads: int, place: Placement) -> list[int]:
     return [size for size in possible if place.ranks % size == 0 and heads % size == 0]
 
 
-def _merged(tree: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+def _merged(tree: JsonObject, changes: JsonObject) -> JsonObject:
     return tree | {key: tree[key] | value if isinstance(value, dict) else value for key, value in changes.items()}
 
 
