@@ -285,7 +285,7 @@ def train(output_dir: Path, config: Settings, *flags: str, ranks: int = 1) -> Tr
         return run.finish()
 
 
-def resume_after_a_kill(
+def assert_resumes_exactly(
     whole: TrainingRun, output_dir: Path, config: Settings, *, first_step: int, ranks: int = 1
 ) -> TrainingRun:
     """Resume a copy of a finished run at a checkpoint, and assert that it ends bit for bit like that run.

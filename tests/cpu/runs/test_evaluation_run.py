@@ -12,8 +12,8 @@ from tests.support.ranks import start_module
 from tests.support.training_runs import (
     Settings,
     TrainingRun,
+    assert_resumes_exactly,
     deterministic,
-    resume_after_a_kill,
     train,
 )
 
@@ -108,7 +108,7 @@ def test_the_best_step_is_kept_and_exported(whole):
 
 def test_a_resumed_run_repeats_evaluations_rounds_and_the_best_step(whole, data, tmp_path):
     """The copy is what a kill after step 2's checkpoint leaves, before the best model of that step was exported."""
-    resumed = resume_after_a_kill(whole, tmp_path, config(data), first_step=EVERY, ranks=2)
+    resumed = assert_resumes_exactly(whole, tmp_path, config(data), first_step=EVERY, ranks=2)
     copy = resumed.folder
     assert (copy / "best.json").read_text() == (whole.folder / "best.json").read_text()
     for name in ("model.safetensors", "config.json"):

@@ -15,7 +15,7 @@ from tests.support.training_runs import (
     Settings,
     TrainingRun,
     assert_on_policy,
-    resume_after_a_kill,
+    assert_resumes_exactly,
     settings,
     tiny_model,
     train,
@@ -60,8 +60,8 @@ def test_engine_and_policy_agree_and_the_export_has_the_layout_of_the_hub(whole)
     assert torch.equal(first, torch.cat([gate, up]).float())
 
 
-def test_a_killed_run_resumes_bit_for_bit(whole, tmp_path):
-    resume_after_a_kill(whole, tmp_path, with_experts(), first_step=STEPS - 1, ranks=2)
+def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(whole, tmp_path):
+    assert_resumes_exactly(whole, tmp_path, with_experts(), first_step=STEPS - 1, ranks=2)
 
 
 def test_an_engine_server_receives_the_experts(tmp_path):

@@ -12,7 +12,7 @@ from colocated_grpo.tools.shapes import TINY
 from colocated_grpo.tracking import files
 from tests.support.composites import make_composite
 from tests.support.families import LARGE_STATES, SETTINGS
-from tests.support.training_runs import Settings, TrainingRun, resume_after_a_kill, settings, tiny_model, train
+from tests.support.training_runs import Settings, TrainingRun, assert_resumes_exactly, settings, tiny_model, train
 
 STEPS = 3
 HEAD = 64
@@ -51,8 +51,8 @@ def test_engine_and_policy_agree_while_the_weights_move(next_run):
     assert_agrees_while_the_weights_move(next_run)
 
 
-def test_a_killed_run_resumes_bit_for_bit(next_run, tmp_path):
-    resume_after_a_kill(next_run, tmp_path, work(), first_step=STEPS - 1)
+def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(next_run, tmp_path):
+    assert_resumes_exactly(next_run, tmp_path, work(), first_step=STEPS - 1)
 
 
 def whole_model(folder: Path, kind: str) -> Path:

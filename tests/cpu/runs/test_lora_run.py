@@ -30,9 +30,9 @@ from tests.support.training_runs import (
     LaunchedRun,
     Settings,
     TrainingRun,
+    assert_resumes_exactly,
     checkpoint_tensors,
     deterministic,
-    resume_after_a_kill,
     settings,
     tiny_model,
     train,
@@ -103,7 +103,7 @@ def test_a_killed_run_resumes_bit_for_bit_and_shared_weights_change_nothing(unin
     # Not in bfloat16: on CPUs a few of many equal runs then compute other last bits, from their first step on.
     config = everything(weights, "float32")
     whole = train(tmp_path / "whole", config, ranks=ranks)
-    resumed = resume_after_a_kill(whole, tmp_path, config, first_step=STEPS - 1, ranks=ranks)
+    resumed = assert_resumes_exactly(whole, tmp_path, config, first_step=STEPS - 1, ranks=ranks)
     assert_same_run(resumed, uninterrupted["float32"] if ranks == 1 else whole)
 
 

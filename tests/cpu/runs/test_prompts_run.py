@@ -13,8 +13,8 @@ from tests.support.templates import TEMPLATE, WEATHER
 from tests.support.training_runs import (
     Settings,
     TrainingRun,
+    assert_resumes_exactly,
     deterministic,
-    resume_after_a_kill,
     train,
 )
 
@@ -93,4 +93,4 @@ def test_rows_become_harder_and_prompts_rest(whole, data):
 
 def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(whole, data, tmp_path):
     """The copy is what a kill after step 3 leaves: in the middle of a stage, with prompts that rest."""
-    resume_after_a_kill(whole, tmp_path, config(data), first_step=EVERY)
+    assert_resumes_exactly(whole, tmp_path, config(data), first_step=EVERY)

@@ -9,7 +9,7 @@ from benchmarks.workload import MAX_PROMPT_TOKENS, TASK
 from colocated_grpo.tracking import files
 from tests.support.families import SETTINGS
 from tests.support.paths import ROOT
-from tests.support.training_runs import Settings, TrainingRun, resume_after_a_kill, settings, tiny_model, train
+from tests.support.training_runs import Settings, TrainingRun, assert_resumes_exactly, settings, tiny_model, train
 
 STEPS = 3
 MODEL = "qwen3_moe"
@@ -48,5 +48,5 @@ def test_replayed_routes_bring_policy_and_engine_closer(replayed, tmp_path):
     assert all(0 < row["mismatch/routes"] < 0.05 and row["grad_norm"] > 0 for row in with_replay)
 
 
-def test_a_killed_run_resumes_bit_for_bit(replayed, tmp_path):
-    resume_after_a_kill(replayed, tmp_path, in_bfloat16(replay=True), first_step=STEPS - 1, ranks=2)
+def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(replayed, tmp_path):
+    assert_resumes_exactly(replayed, tmp_path, in_bfloat16(replay=True), first_step=STEPS - 1, ranks=2)

@@ -35,7 +35,7 @@ from tests.support.training_runs import (
     LaunchedRun,
     Settings,
     TrainingRun,
-    resume_after_a_kill,
+    assert_resumes_exactly,
     settings,
     train,
 )
@@ -149,8 +149,8 @@ def test_the_final_model_is_a_text_model(alone, gemma):
     assert not any("vision" in name for name in trained)
 
 
-def test_a_killed_run_resumes_bit_for_bit(alone, gemma, tmp_path):
-    resume_after_a_kill(alone, tmp_path, work(gemma), first_step=STEPS - 1)
+def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(alone, gemma, tmp_path):
+    assert_resumes_exactly(alone, tmp_path, work(gemma), first_step=STEPS - 1)
 
 
 def test_a_run_continues_from_the_final_model(alone, tmp_path):

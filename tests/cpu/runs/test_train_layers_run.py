@@ -15,9 +15,9 @@ from tests.support.training_runs import (
     ForkedRun,
     Settings,
     TrainingRun,
+    assert_resumes_exactly,
     checkpoint_tensors,
     deterministic,
-    resume_after_a_kill,
     tiny_model,
     train,
 )
@@ -63,9 +63,9 @@ def shared(tmp_path_factory) -> TrainingRun:
 
 
 @pytest.mark.parametrize(("weights", "ranks"), [("shared", 1), ("copied", 2)])
-def test_a_killed_run_resumes_bit_for_bit(copied, shared, tmp_path, weights, ranks):
+def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(copied, shared, tmp_path, weights, ranks):
     whole = {"shared": shared, "copied": copied}[weights]
-    resume_after_a_kill(whole, tmp_path, one_block(weights), first_step=STEPS - 1, ranks=ranks)
+    assert_resumes_exactly(whole, tmp_path, one_block(weights), first_step=STEPS - 1, ranks=ranks)
 
 
 def test_shared_weights_change_the_same_block_to_nearly_the_same_values(copied, shared):
