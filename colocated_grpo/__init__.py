@@ -13,7 +13,7 @@ _NEEDED = ("pydantic", "yaml", "rich", "psutil", "huggingface_hub", "transformer
 
 
 def __getattr__(name: str) -> Any:
-    """Import the names for Python programs on first use: they take half a second, and set environment variables."""
+    """Import the names of `_LAZY` on first use: their import takes half a second and sets environment variables."""
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from colocated_grpo.api import trainer

@@ -17,8 +17,8 @@ Rewards = Sequence[float | None]
 def group_advantages(groups: Sequence[Rewards], config: AdvantageConfig) -> list[list[float]]:
     """Return one advantage per reward: reward - baseline, divided by a standard deviation + eps unless scale is 'none'.
 
-    A group without reward variance gets exact zeros. `scale: batch` takes the deviation over all groups, so it needs
-    the whole batch in one call; the other scales treat groups independently.
+    A group without reward variance gets exact zeros. `scale: batch` takes the deviation over all groups, so one call
+    must get the whole batch; the other scales treat groups independently.
     Standard deviations are unbiased (n - 1), as in TRL. Raises ValueError on a NaN or infinite reward.
     """
     for index, rewards in enumerate(groups):
@@ -36,13 +36,14 @@ def group_advantages(groups: Sequence[Rewards], config: AdvantageConfig) -> list
 def is_constant(rewards: Rewards) -> bool:
     """Return True if all rewards other than None are equal, so that every advantage of the group is 0.
 
-    Such a group has no policy gradient, but a KL penalty gives it one: with kl.coef > 0 it must not be dropped.
+    Such a group has no policy gradient, but a KL penalty gives it a gradient: with kl.coef > 0, the group must not be
+    dropped.
     """
     return len(set(_scored(rewards))) < 2
 
 
 def _centred(rewards: Rewards, leave_one_out: bool) -> list[float]:
-    """Return rewards minus baselines. Leave-one-out: reward - mean of the others = (reward - mean) * n / (n - 1)."""
+    """Return rewards minus baselines. Leave-one-out: reward - mean of other rewards = (reward - mean) * n / (n - 1)."""
     if is_constant(rewards):
         return [0.0] * len(rewards)  # division by eps would amplify a rounding error of the mean
     scored = _scored(rewards)

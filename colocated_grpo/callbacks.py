@@ -28,7 +28,7 @@ class CallbackRequests:
 
     stop: bool = False
     learning_rate: float | None = None
-    """None: the schedule's."""
+    """None: use the schedule."""
 
 
 @dataclass(kw_only=True)
@@ -36,7 +36,7 @@ class RunState:
     """State of the run for a callback, and the requests that it may make."""
 
     step: int
-    """The step, from 0. An evaluation at `step` measures the weights before it."""
+    """The step, counted from 0. An evaluation at step n measures the weights before the update of step n."""
     training_steps: int
     folder: Path
     """The run folder."""
@@ -45,14 +45,14 @@ class RunState:
     checkpoint: Path | None
     """The newest complete checkpoint, or None."""
     outcome: str | None
-    """For on_end: finished, stopped or failed. None before."""
+    """For on_end: finished, stopped or failed. None for other events."""
     requests: CallbackRequests
     show: Callable[[str], None] = field(repr=False)
     logged: dict[str, float] = field(default_factory=dict)
     """Metrics that callbacks have added."""
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Add metrics to the row of this step or evaluation. Raises ValueError for the name of another metric."""
+        """Add metrics to the row of this step or evaluation. Raises ValueError for the name of a metric of the run."""
         if taken := sorted(self.metrics.keys() & metrics.keys() - self.logged.keys()):
             raise ValueError(f"{taken[0]!r} is a metric of the run; choose another name")
         added = {str(name): float(value) for name, value in metrics.items()}
@@ -68,7 +68,7 @@ class RunState:
         self.requests = replace(self.requests, stop=True)
 
     def set_learning_rate(self, lr: float | None) -> None:
-        """Use this learning rate from the next step on, in place of the schedule's; None: the schedule's again."""
+        """Use this learning rate from the next step on, in place of the schedule; None: use the schedule again."""
         if lr is not None and not (math.isfinite(lr) and lr > 0):
             raise ValueError(f"learning rate {lr}: must be a number above 0, or None for the schedule's")
         self.requests = replace(self.requests, learning_rate=None if lr is None else float(lr))
@@ -104,7 +104,7 @@ class Callbacks:
     ) -> None:
         """Collective. learning_rate: set by a callback in an earlier part of the run. note: prints a line."""
         self._callbacks = list(callbacks) if world.is_main else []
-        # Rank 0 decides for all: a program may pass callbacks on that rank only.
+        # Rank 0 decides for all ranks: a program may pass callbacks on that rank only.
         self._any = world.broadcast_object(bool(callbacks))
         self._steps = training_steps
         self._folder = folder
@@ -117,11 +117,11 @@ class Callbacks:
         self._checkpoints = set(self._complete()) if self._callbacks else set()
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Call on_evaluate and return the metrics to add to the evaluation's."""
+        """Call on_evaluate and return the metrics to add to the evaluation's row."""
         return self._call(ON_EVALUATE, step, metrics)
 
     def step_ended(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Call on_step_end, and on_checkpoint for each new checkpoint. Return the metrics to add to the step's."""
+        """Call on_step_end, and on_checkpoint for each new checkpoint. Return the metrics to add to the step's row."""
         added = self._call(ON_STEP_END, step, metrics)
         self._report_checkpoints(step)
         errors, self._errors, self._step = self._errors, 0, step
@@ -180,7 +180,7 @@ class Callbacks:
             getattr(callback, event)(state)
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # SystemExit too: a rank that exits looks finished to the others
+        except BaseException as error:  # SystemExit too: a rank that exits looks finished to the other ranks
             self._errors += 1
             line = f"callback {type(callback).__name__}.{event}: {one_line(error)}"
             if line != self._last_error:

@@ -16,7 +16,7 @@ class RunError(RuntimeError):
 
 
 class NothingUsable(RunError):
-    """No usable data has arrived. The state of the run is sound, so a checkpoint is saved before it ends."""
+    """No usable data has arrived. The state of the run is sound, so a checkpoint is saved before the run ends."""
 
 
 class AlreadyReported(Exception):

@@ -1,8 +1,8 @@
 """Judges each batch by its own samples, before the first weight changes.
 
 `weights/transport.py` has already compared the weights of engine and policy, bit for bit. This check covers kernels,
-decoding, sampling and scheduling of the engine: it compares the log-probability of each sampled token with that of the
-policy's forward pass, which training computes anyway.
+decoding, sampling and scheduling of the engine: it compares the engine's log-probability of each sampled token with the
+log-probability from the policy's forward pass, which training computes anyway.
 """
 
 from __future__ import annotations
@@ -23,17 +23,20 @@ MEAN, WORST = "mismatch/plain", "mismatch/worst"
 # About twice the largest mean of healthy batches, more in float32: docs/results/mismatch_healthy.json.
 LIMITS = {torch.bfloat16: 0.1, torch.float16: 0.1, torch.float32: 0.01}
 QUANTIZED_LIMIT = 0.3
-"""Where the engine's weights or KV cache have 8 bits or fewer."""
+"""Limit if the engine's weights or KV cache have 8 bits or fewer."""
 WORST_PER_MEAN = 5.0
 """Ratio of the limit of mismatch/worst to the limit of the mean."""
 DRIFT_PER_RATE = 5000.0
 """Each optimizer step since the tokens were sampled raises both limits by this number times the learning rate: a policy
-moves while it trains, and under adaptive optimizers in proportion to the rate. Measured for the mean of SmolLM2 at
-1e-5: 1,200 times the rate."""
+moves while it trains, and under adaptive optimizers in proportion to the rate. Measured drift of the mean, for SmolLM2
+at a rate of 1e-5: 1,200 times the rate."""
 
 
 def default_limit(dtypes: Sequence[torch.dtype], *, quantized: bool) -> float:
-    """Return the limit of the mean. dtypes: of policy and engine. quantized: the engine's weights or its KV cache."""
+    """Return the limit of the mean.
+
+    dtypes: types of policy and engine. quantized: True if the engine's weights or its KV cache are quantized.
+    """
     return QUANTIZED_LIMIT if quantized else max(LIMITS[dtype] for dtype in dtypes)
 
 
@@ -46,9 +49,10 @@ class SampleCheck:
         temperature: float,
         all_reduce: tuple[AllReduce, AllReduce],
     ) -> None:
-        """limit: of the mean. all_reduce: one for sums, one for maxima.
+        """limit: limit of the mean. all_reduce: one for sums, one for maxima.
 
-        temperature: of training samples. Differences of log-probabilities grow with its inverse.
+        temperature: temperature of training samples. Differences of log-probabilities grow with the inverse of the
+        temperature.
         """
         self._limit = limit / min(1.0, temperature)
         self._all_reduce = all_reduce
@@ -56,7 +60,8 @@ class SampleCheck:
     def judge(self, metrics: Metrics, moved: float) -> None:
         """Raise RunError on every rank if the samples differ too much from the policy. Collective.
 
-        metrics: of a forward pass. moved: learning rate times the optimizer steps since the oldest token was sampled.
+        metrics: statistics of a forward pass. moved: learning rate times the optimizer steps since the oldest token was
+        sampled.
         """
         found = reduce(metrics.only((MEAN, WORST)), *self._all_reduce)
         drift = DRIFT_PER_RATE * moved
@@ -77,7 +82,7 @@ class SampleCheck:
 
 
 def staleness_of(groups: Sequence[Group], policy_version: int) -> int:
-    """Return the optimizer steps since the oldest plainly sampled sequence was sampled; 0 without any."""
+    """Return the optimizer steps since the oldest plainly sampled sequence was sampled; 0 without such sequences."""
     sequences = (one for group in groups for episode in group.rollouts for one in episode.sequences)
     return max((policy_version - one.policy_version for one in sequences if one.plain), default=0)
 

@@ -39,7 +39,7 @@ class Clock:
             self._seconds[phase] += time.perf_counter() - start
 
     def note_memory(self, phase: str) -> None:
-        """Record the memory in use at the end of the phase; call it there.
+        """Record the memory in use by a phase. Call at the end of the phase.
 
         On CUDA: device memory used by all processes, and torch's own peak since the last call, which counts memory that
         a sleeping engine has released. On CPU: this process's peak RSS.
@@ -64,7 +64,7 @@ class Clock:
 
 
 class WeightSync(Protocol):
-    """Writes the policy's weights into the engine, and raises RunError if they have not arrived. Collective."""
+    """Writes the policy's weights into the engine, and raises RunError if the weights have not arrived. Collective."""
 
     def sync(self) -> None: ...
 
@@ -89,7 +89,7 @@ class Choreography:
 
     @contextmanager
     def rollout_phase(self, step: int, *, sync: bool = False) -> Iterator[None]:
-        """Wake the engine, sync the weights if that is due at `step` or `sync` is set; put it to sleep on exit."""
+        """Wake the engine, and sync the weights if due at `step` or if `sync` is set. On exit, the engine sleeps."""
         self._wake(sync=sync or self._never_synced or step % self._sync_frequency == 0)
         self._never_synced = False
         try:
@@ -125,7 +125,7 @@ TABLE_ROWS = 40
 
 
 def profiled(folder: Path | None) -> AbstractContextManager[None]:
-    """Profile the block and write trace.json.gz and kernels.txt into `folder`. With None, do nothing."""
+    """Profile the block and write trace.json.gz and kernels.txt into `folder`. If `folder` is None, do nothing."""
     return nullcontext() if folder is None else _profile(folder)
 
 

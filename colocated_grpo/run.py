@@ -40,12 +40,12 @@ class Run:
     """The objects that the loop works with."""
 
     config: Config
-    """With automatic settings resolved, such as the size of micro-batches."""
+    """The settings. Automatic ones, such as the size of micro-batches, are resolved."""
     world: World
     stop: StopRequest
     folder: Path
     model_shape: JsonObject
-    """Settings that determine the shapes of weights and adapter. A run resumes only with equal ones."""
+    """Settings that determine the shapes of weights and adapter. A run resumes only if these settings are equal."""
     tokenizer: PreTrainedTokenizerBase
     policy: Policy
     reference: Reference | None

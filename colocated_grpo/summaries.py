@@ -12,7 +12,7 @@ from colocated_grpo.types import Group, Rollout
 
 
 def rollout_metrics(groups: Sequence[Group], policy_version: int) -> dict[str, float]:
-    """Rewards, lengths and staleness of one training batch. policy_version: of the weights to be trained."""
+    """Rewards, lengths and staleness of one training batch. policy_version: version of the weights to be trained."""
     rollouts = _rollouts(groups)
     sampled = [rollout for rollout in rollouts if len(rollout.token_ids) > rollout.prompt_length]
     lengths = [rollout.completion_tokens for rollout in rollouts]
@@ -98,7 +98,7 @@ def _parts(rollouts: Sequence[Rollout]) -> dict[str, list[float]]:
 
 
 def is_informative(group: Group) -> bool:
-    """Return True if the group has a policy gradient: rewards that differ, or advantages of its own."""
+    """Return True if the group has a policy gradient: rewards that differ, or advantages from the environment."""
     given = any(rollout.advantages is not None for rollout in group.rollouts)
     return given or not is_constant(group_rewards(group))
 
@@ -110,8 +110,8 @@ def group_rewards(group: Group) -> list[float | None]:
 def check_reward_errors(groups: Sequence[Group], config: RolloutConfig) -> None:
     """Raise RunError if more than config.max_reward_errors of the rewards failed.
 
-    Without the check the run would train on the completions that are left. Answers that a working scorer could not read
-    have a reward and do not count; neither do an opponent's completions, because their scores are not trained.
+    Without this check, the run would train on the remaining completions. Answers that a working scorer could not read
+    have a reward and do not count as failures. An opponent's completions are left out, because they are not trained.
     """
     scores = [rollout.score for group in groups if not group.prompt.by_opponent for rollout in group.rollouts]
     errors = [score.error for score in scores if score.failed]
@@ -123,9 +123,10 @@ def check_reward_errors(groups: Sequence[Group], config: RolloutConfig) -> None:
 
 
 def lack_of_signal(groups: Sequence[Group]) -> str | None:
-    """Return one line on why these groups have no gradient, or None.
+    """Return one line that says why these groups have no gradient; None if they have a gradient.
 
-    Given advantages count as a gradient, and so does a group of one rollout if any rollout has a reward.
+    The groups also count as having a gradient if the environment gives advantages, or if some rollout has a reward and
+    some group has only one rollout.
     """
     if not groups:
         return "no group is trained yet: their turns are pending until their games end"
@@ -140,7 +141,7 @@ def lack_of_signal(groups: Sequence[Group]) -> str | None:
 
 
 def _std(values: Sequence[float]) -> float:
-    """Unbiased (n - 1), as in TRL; 0 for fewer than two values."""
+    """Return the unbiased (n - 1) standard deviation, as in TRL; 0 for fewer than two values."""
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 

@@ -42,7 +42,7 @@ PUSH_SECONDS = 5.0
 
 
 class PatienceOver(Exception):
-    """The last evaluation.patience evaluations were not better than the best one before them."""
+    """The last evaluation.patience evaluations were not better than the best evaluation before them."""
 
 
 def settle_garbage_collector() -> None:
@@ -118,7 +118,7 @@ def follow_callbacks(run: Run, step: int) -> bool:
 
 
 def rollout(run: Run, step: int) -> tuple[list[Group], BatchResult]:
-    """Generate the groups of this step, after an evaluation if one is due.
+    """Generate the groups of this step. If an evaluation is due, evaluate first.
 
     Raises Stopped, NothingUsable or PatienceOver on every rank.
     """
@@ -152,7 +152,7 @@ def evaluate(run: Run, step: int, sets: Sequence[EvaluationSet]) -> None:
 
 
 def keep_best(run: Run, step: int, *, goal_reached: bool = False) -> None:
-    """Save and export the policy if its evaluation at `step` is the best one, unless already done. Collective.
+    """Save and export the policy if its evaluation at `step` is the best, unless already done. Collective.
 
     The weights of step 0 are not kept: they are the model that the run started from.
     """
@@ -168,7 +168,7 @@ def keep_best(run: Run, step: int, *, goal_reached: bool = False) -> None:
 
 
 def batch_metrics(run: Run, groups: list[Group]) -> dict[str, float]:
-    """Metrics of the scored groups, also by environment if there are several; none without groups."""
+    """Return metrics of the scored groups, also by environment if there are several; empty without groups."""
     if not groups:
         return {}
     by_environment = environment_metrics(groups) if run.config.is_mixed else {}
@@ -178,7 +178,7 @@ def batch_metrics(run: Run, groups: list[Group]) -> dict[str, float]:
 def make_batch(run: Run, step: int, groups: list[Group]) -> Batch:
     with run.clock.time("pack"):
         rewards = [group_rewards(group) for group in groups]
-        # A group of equal rewards has no gradient, unless it brings its own advantages or every token has a loss.
+        # A group of equal rewards has no gradient, unless the environment gave advantages or every token has a loss.
         every_token = run.config.loss.kl.coef > 0 or run.config.policy.load_balancing > 0
         without_gradient = [not every_token and not is_informative(group) for group in groups]
         return pack(
@@ -195,7 +195,7 @@ def make_batch(run: Run, step: int, groups: list[Group]) -> Batch:
 
 
 def with_logprobs(run: Run, batch: Batch) -> Batch:
-    """Add the constant log-probabilities that the loss needs; none for one on-policy update without a reference."""
+    """Add the constant log-probabilities that the loss needs. One on-policy update without a reference needs none."""
     config = run.config
     if batch.lacks_sampling_logprobs:
         batch = run.policy.with_sampling_logprobs(batch)
@@ -208,7 +208,7 @@ def with_logprobs(run: Run, batch: Batch) -> Batch:
 
 
 def with_ref_logprobs(micro_batch: MicroBatch, reference: Weights, device: torch.device) -> MicroBatch:
-    """Add log-probabilities from the environment where it gave them, else from the reference model. Collective."""
+    """Add the log-probabilities that the environment gave, and elsewhere those of the reference model. Collective."""
     inputs = micro_batch.loss_inputs
     # The reference chooses its own experts, as it did when it was the policy.
     unrouted = replace(micro_batch, tokens=replace(micro_batch.tokens, routes=None))
@@ -219,10 +219,11 @@ def with_ref_logprobs(micro_batch: MicroBatch, reference: Weights, device: torch
 def update(run: Run, batch: Batch, staleness: int) -> Metrics:
     """Take one optimizer step for each minibatch of each epoch. Raises RunError before a step with faulty samples.
 
-    staleness: optimizer steps since the oldest of the batch was sampled.
+    staleness: optimizer steps since the oldest plainly sampled sequence of the batch was sampled.
     """
     metrics = Metrics(run.world.device)
-    # Otherwise the comparison uses log-probabilities from before this batch, so its own updates do not count.
+    # With old_logprobs=trainer, the comparison uses log-probabilities from before this batch, so updates within the
+    # batch do not count.
     moves = run.config.loss.old_logprobs == "sampling"
     for _ in range(run.config.batch.epochs):
         for minibatch in batch.minibatches:

@@ -26,7 +26,7 @@ class ContextGroup(NamedTuple):
     rank: int
     size: int
     name: str
-    """Name of their process group."""
+    """Name of the torch process group of these ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +44,7 @@ class Prompt:
     item: JsonObject
     """The dataset row or task instance for the scorer; 'prompt' holds the prompt in the user's form."""
     source: str
-    """Name of the environment that made it, which is also the key of its scorer."""
+    """Name of the environment that made the prompt. Also the key of the prompt's scorer."""
     pattern: str | None = None
     """Regular expression that constrains the completions; None: unconstrained."""
     by_opponent: bool = False
@@ -103,13 +103,13 @@ class Rollout:
     sampling_logprobs: list[float] | None
     """0.0 where loss_mask is False. None: unknown; the trainer recomputes them before the first update."""
     prompt_length: int
-    """Tokens before the first sampled one."""
+    """Number of tokens before the first sampled token."""
     text: str
     """The completion as text, for people and logs."""
     finish_reason: FinishReason
     policy_version: int
     temperature: float
-    """Temperature of sampling_logprobs; the trainer divides its logits by it."""
+    """Temperature of sampling_logprobs; the trainer divides its logits by this temperature."""
     score: Score
     advantages: list[float] | None = None
     """One for each sampled token, given by the environment. None: computed from the group's rewards."""
@@ -119,7 +119,7 @@ class Rollout:
     ref_logprobs: list[float] | None = None
     """From the environment, 0.0 where loss_mask is False. None: computed by the trainer's reference model."""
     routes: Routes | None = field(default=None, compare=False)
-    """Routes of the first tokens, as the engine chose them. The policy chooses the experts of all others."""
+    """Routes of the first tokens, as the engine chose them. The policy chooses the experts of all other tokens."""
     further: list[Rollout] = field(default_factory=list)
     """Sequences of the same episode whose prompts do not extend this one. They are trained with the same advantage."""
 

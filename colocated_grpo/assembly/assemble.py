@@ -72,7 +72,7 @@ def build_run(
     """Build every object and resume from the newest complete checkpoint in `folder`, if there is one. Collective.
 
     Steps that can fail for outside reasons come first, before device memory is allocated. output: shows each phase.
-    resources: collects everything to close, also after a failure. callbacks: the user's.
+    resources: collects everything to close, also after a failure. callbacks: the user's callbacks.
     """
     tracker = make_tracker(folder, output, config.tracking, is_main=world.is_main)
     with output.phase("reading the model's settings and tokenizer"):
@@ -156,7 +156,7 @@ def build_models(
 
 def connect_servers(config: Config, world: World, stop: StopRequest) -> list[EngineServer]:
     """Wait for the engine servers of the run. Collective. Raises ConfigError or RunError."""
-    # Imported here: other runs do not need it.
+    # Imported here: only runs with engine servers need this module.
     from colocated_grpo.assembly.servers import connect
 
     return connect(config.engine, config.model, config.policy, config.max_sequence_tokens, world, stop)
@@ -179,7 +179,10 @@ def build_engines(
     stop: StopRequest,
     resources: ExitStack,
 ) -> Engines:
-    """spec: of the engines in the ranks; None with engine servers. Collective."""
+    """Build the engines in the ranks, or connect to engine servers. Collective.
+
+    spec: build parameters of the engines in the ranks; None with engine servers.
+    """
     if spec is not None:
         shared, every = config.weights == "shared", config.freshness.every
         return build_colocated(spec, policy, world, resources, shared=shared, check_every=every)
@@ -191,9 +194,9 @@ def build_engines(
 
 
 def join_supplies(sampled: PromptSupply | None, served: Supply | None, ahead: int) -> Supply:
-    """Join the supply of the run's own prompts and that of groups from other processes. At least one is given.
+    """Join the supply of the run's own prompts and the supply of groups from other processes.
 
-    ahead: `Config.steps_sampled_ahead`.
+    At least one supply is not None. ahead: `Config.steps_sampled_ahead`.
     """
     if sampled is not None and served is not None:
         return MixedSupply(sampled, served)
@@ -238,7 +241,7 @@ def build_hub(
     note: Callable[[str], None],
     resources: ExitStack,
 ) -> Hub | None:
-    """final_step: see `Config`."""
+    """Return the run's Hub; None without settings. final_step: see `Config`."""
     if settings is None:
         return None
     hub = Hub(settings, folder, final_step, has_text_part(read_config_json(model)), note)
@@ -248,13 +251,16 @@ def build_hub(
 
 
 def finish_writing(checkpoints: Checkpoints) -> None:
-    """Wait for a checkpoint being written when the run failed, and ignore its error, which is not the cause."""
+    """Wait for a checkpoint that was being written when the run failed.
+
+    An error of this write is ignored: it is not the cause of the failure.
+    """
     with suppress(RunError):
         checkpoints.wait()
 
 
 def _trained_facts(policy: Policy) -> dict[str, str]:
-    """Return banner facts on the trained parameters; none if all are trained."""
+    """Return banner facts on the trained parameters; empty if all parameters are trained."""
     trained, total = policy.num_trained(), policy.num_parameters()
     if trained == total:
         return {}
@@ -274,7 +280,7 @@ def note_unusual_resume(run: Run) -> None:
 
 
 def describe(run: Run) -> dict[str, str]:
-    """Facts for the banner that are known only after the build."""
+    """Return the facts for the banner that are known only after the build."""
     on_gpu, model = run.world.device.type == "cuda", run.policy.model
     device = torch.cuda.get_device_name(run.world.device) if on_gpu else "CPU"
     facts = {

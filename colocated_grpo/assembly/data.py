@@ -1,4 +1,4 @@
-"""The data side of a run: environments, their prompts, and the collector that makes groups of them."""
+"""The data side of a run: environments, their prompts, and the collector that turns prompts into groups."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def build_prompt_supply(
     opponent: Opponent | None,
     note: Callable[[str], None],
 ) -> PromptSupply | None:
-    """Prompts that this run samples itself; None if other processes supply all groups."""
+    """Return the supply of prompts that this run samples itself; None if other processes supply all groups."""
     if not data.environments.trained:
         return None
     prompts = config.rollout.prompts_per_step - round(config.atropos_share)

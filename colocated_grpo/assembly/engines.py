@@ -26,15 +26,16 @@ class Engines:
     """The engine in this process; None with engine servers."""
     sync: WeightSync
     dtype: torch.dtype
-    """Type of their weights."""
+    """Type of the engines' weights."""
     is_quantized: bool
-    """True if the weights or the KV cache of any have 8 bits or fewer."""
+    """True if the weights or the KV cache of any engine have 8 bits or fewer."""
 
 
 def engine_spec(config: Config, folder: Path, world: World, sequences: int | None = None) -> EngineSpec:
-    """Return the engine of one rank of a run with the model in `folder`.
+    """Return the build parameters of the engine on one rank, for the model in `folder`.
 
-    sequences: received at a time, used if engine.max_num_seqs is not set. None: its part of a step's completions.
+    sequences: number that the engine receives at a time, used if engine.max_num_seqs is not set. None: the engine's
+    part of a step's completions.
     """
     engine, has_senders = config.engine, config.atropos is not None
     if sequences is None:

@@ -47,7 +47,7 @@ def import_answers(evaluation: EvaluationConfig) -> list[Answer | None]:
 def draw_evaluated(
     evaluation: EvaluationConfig, environments: Environments, note: Note
 ) -> tuple[list[Prompt], list[list[Prompt]]]:
-    """Return the held-out prompts, and those of the sets that this run evaluates. Rank 0 only: reads data."""
+    """Return the held-out prompts, and the prompts of the sets that this run evaluates. Rank 0 only: reads data."""
     held_out = draw_held_out(evaluation, environments, note)
     sets: list[list[Prompt]] = []
     first_index = len(held_out)  # prompts of different sets have different indices in rollouts.jsonl

@@ -36,10 +36,10 @@ from colocated_grpo.weights.shared import share
 
 
 def build_reference(kl: KLConfig, policy: Policy, loader: ModelLoader, *, offloaded: bool) -> Reference | None:
-    """The frozen reference of the KL penalty; None without a penalty against it. Call before a checkpoint is restored.
+    """Return the frozen reference of the KL penalty; None without such a penalty. Call before a checkpoint is restored.
 
     An adapter needs no second model: the policy's own weights are merged with the initial adapter for each scoring.
-    loader: of the run's model. offloaded: keep the reference in host memory between uses.
+    loader: loads the run's model. offloaded: keep the reference in host memory between uses.
     """
     if kl.coef == 0 or kl.target != "reference":
         return None
@@ -54,7 +54,7 @@ def fetch_opponent(opponent: ModelConfig | None, world: World) -> Path | None:
 
 
 def read_opponent(loader: ModelLoader | None, device: torch.device) -> dict[str, DTensor]:
-    """Return a frozen opponent's shards in host memory, by checkpoint name; none without a loader. Collective."""
+    """Return a frozen opponent's shards in host memory, by checkpoint name; empty without a loader. Collective."""
     if loader is None:
         return {}
     on_gpu = device.type == "cuda"
@@ -62,7 +62,7 @@ def read_opponent(loader: ModelLoader | None, device: torch.device) -> dict[str,
 
 
 def opponent_state(opponent: OpponentConfig | None, shards: Mapping[str, DTensor]) -> dict[str, DTensor]:
-    """Return the opponent's shards for checkpoints, under separate names; none if they never change."""
+    """Return the opponent's shards for checkpoints, under separate names; empty if the shards never change."""
     if opponent is None or not opponent.refresh_every:
         return {}
     return {f"opponent.{name}": weight for name, weight in shards.items()}
@@ -71,7 +71,10 @@ def opponent_state(opponent: OpponentConfig | None, shards: Mapping[str, DTensor
 def build_colocated(
     spec: EngineSpec, policy: Policy, world: World, resources: ExitStack, *, shared: bool, check_every: int
 ) -> Engines:
-    """Engines in the processes of the ranks. Collective. resources: close this rank's. Others: as in `build_sync`."""
+    """Build the engines in the processes of the ranks. Collective.
+
+    resources: closes this rank's engine. shared, check_every: as in `build_sync`.
+    """
     engine = resources.enter_context(closing(build_engine(spec, policy, world)))
     sync = build_sync(policy, engine, world, shared=shared, check_every=check_every)
     return Engines(local=engine, engine=engine, sync=sync, dtype=spec.dtype, is_quantized=engine.is_quantized)
@@ -94,7 +97,8 @@ def build_engine(spec: EngineSpec, policy: Policy, world: World) -> VLLMEngine:
 def build_sync(policy: Policy, engine: LocalEngine, world: World, *, shared: bool, check_every: int) -> WeightSync:
     """Return the sync from the policy into the engine.
 
-    shared: with `weights: shared`, both use one copy from here on. check_every: verify every n-th sync; 0: none.
+    shared: for `weights: shared`; policy and engine then use one copy of the weights. check_every: verify every n-th
+    sync; 0: never.
     """
     model, weights = policy.model, policy.weights
     copies = ColocatedSync(
@@ -113,11 +117,15 @@ def build_opponent(
     world: World,
     check_every: int,
 ) -> FrozenOpponent | None:
-    """shards: from `read_opponent`; a checkpoint may be restored into them later. check_every: as in ColocatedSync."""
+    """Return the frozen opponent; None without a config.
+
+    shards: result of `read_opponent`; a checkpoint may be restored into these tensors later. check_every: as in
+    ColocatedSync.
+    """
     if config is None:
         return None
     engine, sync = engines.local, engines.sync
-    assert engine is not None  # a rule of the config
+    assert engine is not None  # the config requires an engine in this process
 
     def restore_policy() -> None:
         policy.weights.publish()  # writes the engine's parameters under `weights: shared`
@@ -133,7 +141,7 @@ def build_opponent(
 def build_judge(
     freshness: FreshnessConfig, temperature: float, compute: torch.dtype, engines: Engines, world: World
 ) -> Judge:
-    """temperature: of training samples. compute: type of the policy's activations."""
+    """temperature: temperature of training samples. compute: type of the policy's activations."""
     limit = default_limit([compute, engines.dtype], quantized=engines.is_quantized)
     return make_judge(freshness, limit, temperature, (world.sum_, world.max_))
 
@@ -141,7 +149,7 @@ def build_judge(
 def build_exports(
     checkpoint: CheckpointConfig, lora: LoRAConfig | None, base: str, policy: Policy, model: ModelFiles, world: World
 ) -> list[Export]:
-    """Exports of the run: its model; with an adapter, the adapter and, with export_merged, the merged model.
+    """Return the run's exports: its model, or the adapter and, with export_merged, the merged model.
 
     base: name of the model that an adapter belongs to.
     """

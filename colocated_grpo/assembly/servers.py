@@ -67,7 +67,7 @@ def _required_dtype(engine: EngineConfig, policy: PolicyConfig, device: torch.de
 def _prepare(
     model: ModelConfig, max_tokens: int, bridge: str, dtype: str | None, server: EngineServer, info: JsonObject
 ) -> None:
-    """Check that the server fits, and unload an adapter left by an earlier trainer. Raises ConfigError."""
+    """Check that the server fits the run, and unload an adapter left by an earlier trainer. Raises ConfigError."""
     shape, served = shape_of(read_config_json(model)), info["shape"]
     if (key := first_difference(shape, served)) is not None:
         raise ConfigError(
@@ -113,7 +113,8 @@ def build_remote(
     infos = [server.wait_until_ready() for server in servers]
     return Engines(
         local=None,
-        # All at once in a deterministic run: the server's queue decides which requests decode together, not timing.
+        # In a deterministic run, send all requests at once: the server's queue then decides which requests decode
+        # together, not timing.
         engine=EngineGroup(replicas, max_num_seqs=sys.maxsize if config.deterministic else None),
         sync=sync,
         dtype=getattr(torch, infos[0]["dtype"]),
@@ -139,7 +140,7 @@ def _bridge(
             broadcast = BroadcastSync(policy.weights.published(), prefix, servers, world, check_every)
             return broadcast, broadcast.restore
         case "adapter":
-            assert lora is not None  # a rule of the config
+            assert lora is not None  # the config requires an adapter for this bridge
             adapter = AdapterExport(policy=policy, lora=lora, base=base, tokenizer=model.tokenizer, world=world)
             load = AdapterSync(adapter, folder, servers, world)
             return load, load.restore

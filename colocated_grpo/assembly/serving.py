@@ -61,7 +61,7 @@ class Serving:
         self._engines = LoadBalancer(self._inbox, self._links)
         self._servers: list[ServerThread] = []
         self.source: AtroposSource | None = None
-        """On rank 0 only."""
+        """Source of batches; None on all ranks except rank 0."""
         world.from_main(lambda: self._open(atropos, model, registration, tokenizer, keep))
 
     def _open(
@@ -103,7 +103,7 @@ class Serving:
         self._note(f"atropos: batches from {atropos.url}; environments sample at {atropos.server.host}, port {ports}")
 
     def close(self) -> None:
-        """Close ports and links. After `start` the supply closes them, once its requests have a response."""
+        """Close ports and links. After `start`, the supply closes both, once its requests have a response."""
         for server in self._servers:
             server.close()
         for link in self._links:
@@ -116,12 +116,12 @@ class Serving:
     ) -> AtroposSupply:
         """Register as the trainer at `step`, so that environments begin. Collective.
 
-        driver: of the inbox given at construction.
+        driver: serves the inbox given at construction.
         """
         source = self.source
         self._world.from_main(lambda: None if source is None else source.begin(step))
         if source is None:
-            assert self._end is not None  # every rank but 0 has one
+            assert self._end is not None  # every rank except 0 has a link to rank 0
             return WorkerSupply(self._world, driver, stop_requested, inbox=self._end)
         return MainSupply(
             self._world,
@@ -156,7 +156,7 @@ def make_reader(
 
 
 def listen(sampler: Sampler, model: str, settings: ServerConfig, limits: Limits) -> ServerThread:
-    """Open the engine's ports. Raises EnvironmentSetupError if one is taken."""
+    """Open the engine's ports. Raises EnvironmentSetupError if a port is taken."""
     app = create_app(
         sampler,
         model,

@@ -19,10 +19,10 @@ MIN_ROWS = 2
 
 
 def local_rows(micro_batch: MicroBatch, context: ContextGroup | None) -> MicroBatch:
-    """Return this rank's ceil(T / P) consecutive rows, padded on the last ranks, and the scored tokens they predict.
+    """Return this rank's ceil(T / P) consecutive rows, and the scored tokens that these rows predict.
 
-    `cu_seqlens` and `prefix_keys` still index all rows. A rank whose rows predict no token gets one token without loss.
-    Returns the whole micro-batch if `context` is None.
+    The last ranks are padded. `cu_seqlens` and `prefix_keys` still index all rows. A rank whose rows predict no token
+    gets one token without loss. Returns the whole micro-batch if `context` is None.
     """
     if context is None:
         return micro_batch
@@ -52,7 +52,7 @@ def local_rows(micro_batch: MicroBatch, context: ContextGroup | None) -> MicroBa
 
 
 def _padded(tokens: PackedTokens, count: int) -> PackedTokens:
-    """Append a run of `count` tokens that no other token sees."""
+    """Append a run of `count` tokens that no other run sees."""
     if count == 0:
         return tokens
     rows, routes = len(tokens.input_ids_T), tokens.routes

@@ -4,8 +4,8 @@ Only attention mixes tokens, and a token's hidden state does not depend on the t
 prompt can therefore serve all of its completions.
 
 Shapes: T packed tokens, U tokens of common prefixes (the first U of T), E keys that the queries see (T, plus the copies
-of the prefix keys), R the largest number of sequences with one common prefix, N scored tokens (those that the policy
-sampled), L layers with experts, K experts per token.
+of the prefix keys), R the largest number of sequences with one common prefix, N scored tokens (the tokens that the
+policy sampled), L layers with experts, K experts per token.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from colocated_grpo.losses import LossInputs
 from colocated_grpo.types import ContextGroup, Routes
 
 PADDING_TOKENS = [0] * 4
-"""Tokens of a padding micro-batch, one of them scored and masked out. With fewer, another graph would be compiled:
-torch.compile specializes on sizes below two, and `with_own_keys` takes two rows as a prefix."""
+"""Tokens of a padding micro-batch, one of them scored and masked out. With fewer tokens, another graph would be
+compiled: torch.compile specializes on sizes below two, and `with_own_keys` takes two rows as a prefix."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +48,9 @@ class TrainSequence:
     plain: bool = False
     """See `Rollout.plain`."""
     routes: Routes | None = None
-    """Routes of the first tokens; the policy chooses the experts of the others."""
+    """Routes of the first tokens; the policy chooses the experts of all other tokens."""
     ref_logprobs: np.ndarray | None = None
-    """One per scored token, from the environment; None: not given."""
+    """One per scored token, from the environment. None: the environment gives none."""
     group: int = 0
     prefix_length: int = 0
     """Number of leading tokens, all unscored, that are equal in all sequences of this group in the micro-batch."""
@@ -63,14 +63,15 @@ class TrainSequence:
 class PrefixKeys(NamedTuple):
     """Keys that the queries see in a micro-batch with common prefixes.
 
-    The keys of each prefix come first, then those of each sequence, its prefix included. Example: sequences of 5 and 3
-    tokens with 2 in common give T = 6 and E = 2 + 5 + 3.
+    There are E keys for T packed rows: the keys of each prefix, followed by the keys of each whole sequence, which
+    repeat the keys of its prefix.
+    Example: two sequences of 5 and 3 tokens with the first 2 in common give T = 6 and E = 2 + 5 + 3.
     """
 
     rows_E: Tensor
     """Row of T that each key is computed from."""
     keys_of_T: Tensor
-    """Index in E of each row's original key; all others are copies."""
+    """Index in E of each row's original key; all other keys are copies."""
     copies_UR: Tensor
     """Indices in E of the copies of each prefix row's key; -1 pads rows with fewer copies."""
     cu_seqlens: Tensor
@@ -82,7 +83,7 @@ class PackedRoutes(NamedTuple):
     """Experts with which the packed tokens were sampled."""
 
     experts_LTK: Tensor
-    """By layer with experts; zeros where nothing is recorded."""
+    """Experts of each token, by layer with experts; zeros where nothing is recorded."""
     recorded_T: Tensor
     """bool"""
 
@@ -91,8 +92,8 @@ class PackedRoutes(NamedTuple):
 class PackedTokens:
     """Input of one forward pass: the model predicts `targets_N` at rows `source_N`.
 
-    Example: two rollouts of 5 and 3 tokens give T = 8, cu_seqlens = [0, 5, 8]; with their first 2 tokens in common
-    T = 6, cu_seqlens = [0, 2, 5, 6].
+    Example: two rollouts of 5 and 3 tokens give T = 8 and cu_seqlens = [0, 5, 8]. With their first 2 tokens in common,
+    T = 6 and cu_seqlens = [0, 2, 5, 6].
     """
 
     input_ids_T: Tensor
@@ -102,17 +103,17 @@ class PackedTokens:
     max_seqlen: int
     """Tokens of the longest run."""
     source_N: Tensor
-    """Row whose hidden state predicts the scored token: that of the token before it."""
+    """Row whose hidden state predicts the scored token: the row of the token before it."""
     targets_N: Tensor
     temperature_N: Tensor
     prefix_keys: PrefixKeys | None = None
-    """None: no common prefixes, each run sees its own keys only."""
+    """None: there are no common prefixes, and each run sees only its own keys."""
     routes: PackedRoutes | None = None
     """None: the policy chooses all experts."""
     padding: bool = False
     """True for a padding micro-batch: the tokens belong to no sequence."""
     context: ContextGroup | None = None
-    """If set, T is this rank's rows; cu_seqlens and prefix_keys still index the rows of all its ranks."""
+    """If set, T counts this rank's rows; cu_seqlens and prefix_keys still index the rows of all ranks of the group."""
 
     @property
     def num_tokens(self) -> int:
@@ -131,14 +132,14 @@ class PackedTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """Inputs of one forward pass on one rank, and of its loss."""
+    """Inputs of one forward pass on one rank, and of the loss."""
 
     tokens: PackedTokens
     loss_inputs: LossInputs
 
 
 def build_micro_batch(sequences: Sequence[TrainSequence]) -> MicroBatch:
-    """Concatenate sequences; those of one group must be adjacent.
+    """Concatenate sequences. Sequences of one group must be adjacent.
 
     An empty list yields a padding micro-batch, so that a rank without work still joins the collectives.
     """
@@ -206,7 +207,7 @@ def _place(sequences: Sequence[TrainSequence]) -> list[_Place]:
 
 
 def _prefix_keys(places: Sequence[_Place], prefix_lengths: Sequence[int]) -> PrefixKeys:
-    """Return the keys that each run sees. prefix_lengths: in the order of the prefixes' rows."""
+    """Return the keys that each run sees. prefix_lengths: lengths of the prefixes, in the order of their rows."""
     lengths = [*prefix_lengths, *(place.length for place in places)]
     boundaries = np.cumsum([0, *lengths])
     num_prefix_rows = sum(prefix_lengths)
@@ -229,7 +230,7 @@ def _prefix_keys(places: Sequence[_Place], prefix_lengths: Sequence[int]) -> Pre
 
 
 def _packed_routes(pairs: Sequence[tuple[TrainSequence, _Place]], rows: int) -> PackedRoutes | None:
-    """Return the routes of all rows; None without any. Rows of a common prefix have those of one sibling."""
+    """Return the routes of all rows; None if no sequence has any. Rows of a common prefix have one sibling's routes."""
     known = [(seq.routes, place) for seq, place in pairs if seq.routes is not None]
     if not known:
         return None

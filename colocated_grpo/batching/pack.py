@@ -32,13 +32,13 @@ class LeftOut:
     known: int = 0
     """Tokens of rollouts with log-probabilities from the sampler."""
     surprisal: float = 0.0
-    """Sum of their negative log-probabilities."""
+    """Sum of the negative log-probabilities of the `known` tokens."""
 
     def stats(self, names: Iterable[str], world_size: int) -> dict[str, Stat]:
-        """Return one rank's part of the metrics in `names` that count every trained token, as TRL does.
+        """Return one rank's part of what the left-out tokens add to the metrics in `names`.
 
-        The mean of -log p over tokens sampled from p is an unbiased estimate of the entropy of p. No token of a group
-        with advantage 0 is clipped.
+        The metrics thus count every trained token, as in TRL. The mean of -log p over tokens sampled from p is an
+        unbiased estimate of the entropy of p. No token of a group with advantage 0 is clipped.
         """
         entropy = Stat.mean(self.surprisal / world_size, self.known / world_size)
         unclipped = Stat.mean(0.0, self.tokens / world_size)
@@ -54,11 +54,11 @@ class Minibatch:
     counts: Counts
     """Over all ranks, including rollouts that were dropped before packing."""
     left_out: LeftOut = field(default_factory=LeftOut)
-    """The rollouts that were dropped before packing."""
+    """Tokens of the rollouts that were dropped before packing."""
 
 
 class LazyMicroBatches(Sequence[MicroBatch]):
-    """Micro-batches built on access: the host builds one while the device runs the one before it."""
+    """Micro-batches built on access: the host builds a micro-batch while the device runs the previous micro-batch."""
 
     def __init__(self, bins: Sequence[Sequence[Outline]], build: Callable[[Sequence[Outline]], MicroBatch]) -> None:
         self._bins = bins
@@ -113,12 +113,12 @@ def pack(
     shuffle_seed: int,
     share_prefixes: bool = True,
 ) -> Batch:
-    """Split groups into minibatches and pack this rank's rollouts of each.
+    """Split groups into minibatches, and pack this rank's rollouts of each minibatch.
 
     advantages: [group][sibling], for every token that the sibling sampled; a rollout's own advantages take precedence.
     without_gradient: [group], True where no token has a gradient; config.drop_constant_groups drops these groups.
-    config: with max_tokens_per_micro_batch decided, not 'auto'.
-    context: group of consecutive ranks that each micro-batch is split over; None: every rank has its own.
+    config: its max_tokens_per_micro_batch is a number, not 'auto'.
+    context: group of consecutive ranks that each micro-batch is split over; None: every rank has its own micro-batches.
     share_prefixes: compute a common prefix of siblings once per micro-batch.
     Siblings stay in one minibatch; groups are shuffled over minibatches by `shuffle_seed`.
     An episode of several sequences counts as that many siblings, each with the episode's advantage.
@@ -141,7 +141,7 @@ def pack(
         members = order[part::count]
         chosen = [outline for g in members for outline in outlines[g]]
         kept = [g for g in members if not (without_gradient[g] and config.drop_constant_groups)]
-        # An episode can fail before the policy sampled anything: it has no scored tokens.
+        # An episode that fails before the policy has sampled anything has no scored tokens.
         packed = [outline for g in kept for outline in outlines[g] if outline.scored]
         _check_lengths(packed, budget, size)
         assignment = plan(packed, budget, data_ranks)
@@ -180,7 +180,10 @@ def _check_lengths(outlines: Iterable[Outline], budget: int, ranks: int) -> None
 def _all_sequences(
     groups: Sequence[Group], advantages: Sequence[Sequence[float]]
 ) -> tuple[list[Group], list[list[float]]]:
-    """Return the groups with every sequence of an episode as a sibling, and the advantage of each."""
+    """Return the groups with one rollout per sequence of each episode, and the advantage of each sequence.
+
+    All sequences of an episode have the episode's advantage.
+    """
     whole, values = [], []
     for group, rewarded in zip(groups, advantages, strict=True):
         pairs = zip(group.rollouts, rewarded, strict=True)
@@ -235,20 +238,20 @@ def _sequence(outline: Outline, groups: Sequence[Group], advantages: Sequence[Se
 
 
 def _at(positions: np.ndarray, values: Sequence[float] | None) -> np.ndarray:
-    """Return float32 values at these positions; NaN where there are none."""
+    """Return the float32 values at `positions`; NaN if `values` is None."""
     if values is None:
         return np.full(len(positions), math.nan, np.float32)
     return np.array(values, np.float32)[positions]
 
 
 def left_out(groups: Sequence[Group], outlines: Iterable[Outline]) -> LeftOut:
-    """Sum over the rollouts of `outlines`. groups: all of the batch, indexed by Outline.group."""
+    """Sum over the rollouts of `outlines`. groups: all groups of the batch, indexed by Outline.group."""
     tokens = known = 0
     surprisal = 0.0
     for outline in outlines:
         logprobs = groups[outline.group].rollouts[outline.sibling].sampling_logprobs
         tokens += outline.loss_tokens
-        # The built-in sum, because there may be millions of tokens. Tokens that were not sampled have 0.0.
+        # Use the built-in sum, because there may be millions of tokens. Tokens that were not sampled have 0.0.
         if outline.trained and logprobs is not None and math.isfinite(total := sum(logprobs)):
             known += outline.loss_tokens
             surprisal -= total

@@ -10,9 +10,11 @@ from typing import NamedTuple
 
 COPIED_KEY_COST = 0.25
 """Memory of one copy of a token's keys and values, relative to everything kept of the token for the backward pass.
-About 1/8 in common models. The margin keeps micro-batches with many copies within the memory measured with none."""
+About 1/8 in common models. The margin keeps micro-batches with many copies within the memory that was measured without
+copies."""
 GROUPING_THRESHOLD = 0.97
-"""Plan by group only if the work drops below this fraction, because every layer then copies keys and values."""
+"""Plan by group only if the work drops below this fraction: with common prefixes, every layer copies keys and
+values."""
 
 
 class Outline(NamedTuple):
@@ -27,9 +29,9 @@ class Outline(NamedTuple):
     scored: int
     """Number of tokens that the policy sampled."""
     trained: bool
-    """False: its tokens are scored but carry no loss (a truncated completion that is masked)."""
+    """False: the tokens are scored but carry no loss, because the completion is truncated and masked."""
     prefix_length: int = 0
-    """Leading tokens that all its siblings have in common; computed once for those in the same micro-batch."""
+    """Leading tokens that all siblings have in common. They are computed once for the siblings in one micro-batch."""
 
     @property
     def loss_tokens(self) -> int:
@@ -44,7 +46,8 @@ def plan(outlines: Sequence[Outline], budget: int, world_size: int) -> Assignmen
     """Assign rollouts to ranks and micro-batches of at most `budget` tokens, equally many per rank, loads balanced.
 
     Siblings go into the same micro-batch where computing their common prefix once takes less work than balancing
-    rollouts one by one. Each rank gets at least one micro-batch, possibly empty: it must join the collectives.
+    rollouts one by one. Each rank gets at least one micro-batch, possibly empty, because every rank must join the
+    collectives.
     No rollout may be longer than the budget.
     """
     individually = _plan_individually([outline._replace(prefix_length=0) for outline in outlines], budget, world_size)
@@ -59,14 +62,14 @@ def computed_tokens(micro_batch: Sequence[Outline]) -> int:
 
 
 def _work(assignment: Assignment) -> int:
-    """Tokens on the critical path: ranks run their micro-batches in lockstep, and the fullest one sets the pace."""
+    """Tokens on the critical path: ranks run micro-batches in lockstep, and the fullest micro-batch sets the pace."""
     return sum(max(map(computed_tokens, in_parallel)) for in_parallel in zip(*assignment, strict=True))
 
 
 def _plan_individually(outlines: Sequence[Outline], budget: int, world_size: int) -> Assignment:
     """Add rollouts, longest first, to the emptiest micro-batch (Graham's LPT rule).
 
-    With many rollouts, the loads differ by less than the length of a short one.
+    With many rollouts, the loads differ by less than the length of a short rollout.
     """
     longest_first = sorted(outlines, key=lambda outline: (-outline.length, outline.group, outline.sibling))
     per_rank = _min_per_rank(sum(outline.length for outline in outlines), budget, world_size)
@@ -92,7 +95,7 @@ def _fill_bins(longest_first: Sequence[Outline], budget: int, count: int) -> lis
 
 
 def _distribute(bins: list[list[Outline]], world_size: int) -> Assignment:
-    """Assign one bin per rank in each round, the fullest to the rank with the smallest load so far."""
+    """Assign one bin per rank in each round, the fullest bin to the rank with the smallest load so far."""
     load = lambda bin: sum(outline.length for outline in bin)  # noqa: E731
     assignment: Assignment = [[] for _ in range(world_size)]
     totals = [0] * world_size
@@ -106,21 +109,22 @@ def _distribute(bins: list[list[Outline]], world_size: int) -> Assignment:
 
 
 def _plan_by_group(outlines: Sequence[Outline], budget: int, world_size: int) -> Assignment:
-    """Keep siblings adjacent and cut the list of groups into equal work; ranks differ by less than a rollout."""
+    """Keep siblings adjacent and cut the list of groups into parts of equal work, give or take one rollout."""
     longest_first = sorted(outlines, key=lambda outline: (outline.group, -outline.length, outline.sibling))
     groups = [list(siblings) for _, siblings in groupby(longest_first, key=lambda outline: outline.group)]
     per_rank = _min_per_rank(computed_tokens(outlines), budget, world_size)
     while (bins := _cut(groups, budget, per_rank * world_size)) is None:
         per_rank += 1
     by_rank = (bins[rank * per_rank : (rank + 1) * per_rank] for rank in range(world_size))
-    # Fullest first, as in `_distribute`: later micro-batches reuse the memory that the first one allocated.
+    # Fullest first, as in `_distribute`: later micro-batches reuse the memory that the first micro-batch allocated.
     return [sorted(own, key=computed_tokens, reverse=True) for own in by_rank]
 
 
 def _cut(groups: Sequence[list[Outline]], budget: int, count: int) -> list[list[Outline]] | None:
     """Fill `count` micro-batches with the groups in order, each with an equal part of the remaining work.
 
-    Siblings that do not fit go into the next micro-batch; shorter ones may still be added. None: `count` is too small.
+    Siblings that do not fit go into the next micro-batch; shorter siblings may still be added. Returns None if `count`
+    is too small.
     """
     queue = deque(groups)
     bins: list[list[Outline]] = []

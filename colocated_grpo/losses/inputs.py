@@ -1,6 +1,6 @@
 """Inputs and outputs of a loss.
 
-Shapes: N scored tokens of one micro-batch (those that the policy sampled), S completions in it.
+Shapes: N scored tokens of one micro-batch (the tokens that the policy sampled), S completions of the micro-batch.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ class LossInputs:
     """bool. Where False, every other tensor may hold any value, NaN included."""
     advantages_N: Tensor
     sampling_logprobs_N: Tensor
-    """From the engine, at the sampling temperature. NaN where the sampler gave none: fill these before the loss."""
+    """From the engine, at the sampling temperature. NaN where the sampler gave none; replace NaN before the loss."""
     old_logprobs_N: Tensor | None = None
-    """From the trainer, before this batch's first update. None: on-policy; the detached current ones are used."""
+    """From the trainer, before this batch's first update. None: on-policy; the detached current log-probabilities are
+    used."""
     ref_logprobs_N: Tensor | None = None
-    """From the frozen reference; required where kl.coef > 0 and kl.target is 'reference'. Packing fills in the
-    environment's values, and NaN elsewhere. None if the environment gives none."""
+    """From the frozen reference; required where kl.coef > 0 and kl.target is 'reference'. Packing fills in the values
+    that environments give, and NaN for all other tokens. None if no environment gives values."""
     plain_N: Tensor | None = None
     """bool. True for plainly sampled tokens (see `Rollout.plain`). Their sampling and old log-probabilities differ only
-    by rounding and by the optimizer steps since they were sampled. None: not measured."""
+    by rounding and by the optimizer steps since the tokens were sampled. None: not measured."""
     sum_over_group: Callable[[Tensor], Tensor] = _unchanged
     """All-reduces per-completion sums [S], forward and backward, over the ranks that hold the completions' tokens.
     Default: this rank holds all of them."""
@@ -78,7 +79,7 @@ class Counts:
     batch_tokens: int
     """Trained tokens of the whole batch, over all its minibatches, one epoch."""
     minibatches: int
-    """Optimizer steps per epoch over that batch."""
+    """Optimizer steps per epoch over the whole batch."""
 
 
 LossFn = Callable[[Tensor, LossInputs], LossOutput]

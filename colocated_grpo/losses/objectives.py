@@ -1,7 +1,7 @@
 """Policy-gradient objectives over packed tokens, each composed once from its settings.
 
-Shapes: N scored tokens of one micro-batch, C tokens of one chunk of them. A loss returns a sum. The caller divides it
-by a count over all ranks, so the gradient does not depend on how a minibatch is split into micro-batches. All
+Shapes: N scored tokens of one micro-batch, C tokens of one chunk of them. A loss returns a sum. The caller divides the
+sum by a count over all ranks, so the gradient does not depend on how a minibatch is split into micro-batches. All
 arithmetic is float32.
 
 Per token:  policy * correction + kl.coef * k3, then one of two sums:
@@ -52,7 +52,7 @@ def make_loss(config: LossConfig) -> LossFn:
 def make_chunked_loss(config: LossConfig) -> ChunkedLoss | None:
     """Compose the loss_sum of `make_loss` for callers that compute it chunk by chunk.
 
-    None where a token's loss depends on other tokens' log-probabilities: gspo, and corrections at sequence level.
+    Returns None if a token's loss depends on other tokens' log-probabilities: gspo, and corrections at sequence level.
     """
     recipe, make_terms = _RECIPES[config.type], _compose_terms(config)
     by_completion = config.correction.level == "sequence" and config.correction.mode != "off"
@@ -138,7 +138,8 @@ def _mean_minibatch_tokens(counts: Counts, max_completion_tokens: int) -> float:
 
     Every token of a batch then weighs the same, whichever minibatch it falls into, and the size of an update does not
     shrink with the number of minibatches. TRL 1.16 does the same: it divides num_items_in_batch by the accumulation
-    windows of a generation batch. BNPO divides by the minibatch's own tokens: equal to this with one minibatch.
+    windows of a generation batch. BNPO divides by the minibatch's own tokens. With one minibatch per batch, both
+    divisors are equal.
     """
     return counts.batch_tokens / counts.minibatches
 

@@ -26,9 +26,9 @@ Penalty = Callable[[Tensor, LossInputs, Tensor], tuple[Tensor, dict[str, Stat]]]
 MAX_LOG_RATIO = 20.0
 """Upper bound of log-ratios. Above 88, exp is infinite in float32 and the gradient is NaN, even for a token whose
 gradient the clip removes: a single stray token would end the run. A ratio of exp(20) = 5e8 no longer estimates
-anything; a token beyond it has no gradient. Small ratios need no bound: exp goes to 0."""
+anything; a token above the bound has no gradient. Small ratios need no bound: exp goes to 0."""
 SHORTEST_JUDGED = 16
-"""Completions with fewer tokens are averaged over this many."""
+"""For mismatch/worst, a completion with fewer tokens counts as one of this many tokens."""
 
 
 # Ratios and surrogates
@@ -64,7 +64,7 @@ def make_clipped(config: ClippedLoss) -> Surrogate:
 
     def clipped(ratio_N: Tensor, logprobs_N: Tensor, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         advantages_N = inputs.advantages_N
-        # `bound` lies above `high`, so it matters only where the minimum takes the unclipped side: advantage < 0.
+        # `bound` lies above `high`, so `bound` matters only where the minimum takes the unclipped side: advantage < 0.
         surrogate_N = torch.minimum(ratio_N.clamp(max=bound) * advantages_N, ratio_N.clamp(low, high) * advantages_N)
         return -surrogate_N, {
             "clip_fraction/low": (ratio_N < low) & (advantages_N < 0),
@@ -90,8 +90,9 @@ def make_cispo(config: CISPOConfig) -> Surrogate:
 def make_correction(config: PolicyLoss) -> Callable[[LossInputs], Tensor]:
     """Return a function that computes constant weights of the policy loss (TIS, MIS).
 
-    A weight is the ratio trainer / sampler at the start of the batch. All weights are 1 if the ratio of the loss is
-    taken against the sampler, which already corrects the mismatch. The KL penalty is not weighted.
+    A weight is the ratio trainer / sampler at the start of the batch. All weights are 1 if the correction is off. They
+    are also 1 if the loss takes its ratio against the sampler, because that ratio already corrects the mismatch. The KL
+    penalty is not weighted.
     """
     settings = config.correction
     if settings.mode == "off" or config.old_logprobs == "sampling":
@@ -120,8 +121,8 @@ def _log_mismatch_of_sequence(inputs: LossInputs) -> Tensor:
 def mismatch(inputs: LossInputs) -> dict[str, Stat]:
     """Statistics of the sampler-trainer mismatch over trained tokens, before any truncation.
 
-    kl: k3 estimate of KL(sampler || trainer). mean: log(trainer / sampler), signed. abs, max: its absolute value.
-    outside: fraction of ratios outside [0.5, 2].
+    kl: k3 estimate of KL(sampler || trainer). mean: mean of log(trainer / sampler), signed. abs, max: mean and maximum
+    of |log(trainer / sampler)|. outside: fraction of ratios outside [0.5, 2].
     plain, worst: see `_plain_mismatch`. ess: (sum w)^2 / (n * sum w^2) of the ratios w; 1 - ess is the fraction of
     samples that correction would waste.
     """
@@ -141,8 +142,8 @@ def mismatch(inputs: LossInputs) -> dict[str, Stat]:
 def _plain_mismatch(distance_N: Tensor, plain_N: Tensor, inputs: LossInputs) -> dict[str, Stat]:
     """Statistics of |log(trainer / sampler)| that must stay small over plainly sampled tokens.
 
-    plain: mean over all tokens. worst: the largest mean over the tokens of one completion, counted as at
-    least SHORTEST_JUDGED tokens, because one token may differ by a nat in 16 bits.
+    plain: mean over all plainly sampled tokens. worst: the largest mean over these tokens of one completion. A
+    completion counts as at least SHORTEST_JUDGED tokens, because one token may differ by a nat in 16 bits.
     """
     distance_N, plain_N = torch.where(plain_N, distance_N, 0.0), inputs.loss_mask_N * plain_N
     mean_S = _sum_by_sequence(distance_N, inputs) / _sum_by_sequence(plain_N, inputs).clamp(min=SHORTEST_JUDGED)
@@ -150,7 +151,7 @@ def _plain_mismatch(distance_N: Tensor, plain_N: Tensor, inputs: LossInputs) -> 
 
 
 def logprobs_by_advantage(logprobs_N: Tensor, inputs: LossInputs) -> dict[str, Stat]:
-    """Mean log-probabilities of the tokens to reinforce (advantage > 0) and of those to suppress (advantage < 0)."""
+    """Mean log-probabilities of tokens to reinforce (advantage > 0) and of tokens to suppress (advantage < 0)."""
     return {
         f"logprob/{name}": weighted_mean(logprobs_N, inputs.loss_mask_N * chosen_N)
         for name, chosen_N in (("positive", inputs.advantages_N > 0), ("negative", inputs.advantages_N < 0))
@@ -204,9 +205,10 @@ def _sum_by_sequence(values_N: Tensor, inputs: LossInputs) -> Tensor:
 
 
 def apply_mask(logprobs_N: Tensor, inputs: LossInputs) -> tuple[Tensor, LossInputs]:
-    """Return both in float32, constants detached, zero where masked: a masked NaN times 0 would still be NaN.
+    """Return log-probabilities and inputs in float32, with constants detached and masked values set to 0.
 
-    The returned inputs always have old_logprobs_N, and their loss_mask_N is 1.0 or 0.0.
+    Masked values must be set to 0, because NaN times a mask of 0 would still be NaN. The returned inputs always have
+    old_logprobs_N, and their loss_mask_N is 1.0 or 0.0.
     """
     mask_N = inputs.loss_mask_N
 
@@ -234,7 +236,7 @@ def _clamped(log_ratio: Tensor) -> Tensor:
 
 
 def propagate_nan(loss_sum: Tensor, logprobs_N: Tensor) -> Tensor:
-    """Return loss_sum, or NaN with a NaN gradient where it is not finite.
+    """Return loss_sum, or NaN with a NaN gradient if loss_sum is not finite.
 
     The backward of clamp and exp returns 0 at NaN and -inf: the gradient norm alone would not reveal such a loss.
     """

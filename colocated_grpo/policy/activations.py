@@ -31,19 +31,20 @@ over more tokens, and their memory grows linearly."""
 MAX_TOKENS_ON_CPU = 16_384
 """Largest automatic size on CPU, where memory is not measured."""
 MIN_TOKENS_WITHOUT_CHECKPOINTS = 8_192
-"""Smallest size to try without checkpointing. If it does not fit, checkpointing blocks is cheaper than smaller
+"""Smallest size to try without checkpointing. If this size does not fit, checkpointing blocks is cheaper than smaller
 micro-batches, each of which has a fixed cost."""
 USABLE_FRACTION = 0.92
 """Fraction of the free memory to plan with: the caching allocator loses some of it to fragmentation."""
 TRIAL_TOKENS = 256, 2048
-"""Bounds of the larger trial micro-batch; the smaller one has about half as many tokens."""
+"""Bounds of the number of tokens in the larger trial micro-batch. The smaller trial micro-batch has about half as many
+tokens."""
 TRIAL_PREFIX = 7
-"""Length of the common prefix of a trial's sequences. torch.compile assumes that sizes which are equal in its
-first call always are, and that a size of 1 is constant. So this length is not 1, nor a trial's usual number of
-sequences (3), nor a usual number of experts per token."""
+"""Length of the common prefix of a trial's sequences. torch.compile assumes that sizes that are equal in its
+first call are always equal, and that a size of 1 is constant. This length therefore differs from 1, from a trial's
+usual number of sequences (3), and from usual numbers of experts per token."""
 TRIAL_DIVISOR = 8
-"""A trial has 1/8 of a micro-batch's tokens. Without checkpointing, it needs about as much memory as a full micro-batch
-with every block checkpointed, so it fits wherever training can fit."""
+"""A trial has 1/8 of a micro-batch's tokens. Without checkpointing, a trial needs about as much memory as a full
+micro-batch with every block checkpointed. A trial therefore fits wherever training can fit."""
 TO_HOST = "use policy.cpu_offload (with an adapter: policy.lora.base_on_host) or more GPUs"
 
 
@@ -60,7 +61,7 @@ class Footprint:
     def bytes_needed(self, tokens: int, blocks: int) -> float:
         """Return the peak with micro-batches of `tokens`, in a model of `blocks` blocks."""
         # A block's backward pass needs up to twice what the block keeps: gradients, and recomputed activations.
-        # Small trials do not show this, because their peak is the logits of one chunk.
+        # Small trials do not show this extra memory, because their peak is the logits of one chunk.
         return self.peak + (tokens - self.tokens) * self.per_token * (1 + 2 / blocks)
 
 
@@ -110,7 +111,7 @@ class StepSettings:
         )
 
     def candidate_sizes(self) -> list[int]:
-        """Return the sizes to choose from, best first: the configured one, or those that hold the longest sequence.
+        """Return the candidate sizes, best first: the configured size, or all sizes that hold the longest sequence.
 
         Sizes count the tokens of one rank. With policy.context_parallel, a sequence is split over several ranks.
         """
@@ -133,7 +134,8 @@ class StepSettings:
 def out_of_memory_in_one_line(max_tokens: int | Literal["auto"]) -> Iterator[None]:
     """Raise the OutOfMemoryError of a training step as RunError. max_tokens: batch.max_tokens_per_micro_batch.
 
-    Trial steps cannot rule it out: real batches have other shapes, and other processes may take device memory later.
+    Trial steps cannot rule out this error: real batches have other shapes, and other processes may take device memory
+    later.
     """
     try:
         yield
@@ -163,7 +165,8 @@ def choose_micro_batch_size(policy: Policy, config: Config, world: World) -> Con
 
 def fit_to_memory(policy: Policy, step: StepSettings, world: World) -> int:
     """Return a size that fits; with checkpointing 'auto' also choose the checkpointed blocks. Collective."""
-    policy.init_optimizer_state()  # no-op beside an engine in this process: done before it was sized
+    # No-op if this process has an engine: the state was allocated before the engine was sized.
+    policy.init_optimizer_state()
     try:
         if step.checkpointing == "auto":
             return fit_tokens_and_blocks(policy, step, world)
@@ -177,21 +180,22 @@ def fit_to_memory(policy: Policy, step: StepSettings, world: World) -> int:
 
 
 def fit_tokens(policy: Policy, step: StepSettings, world: World) -> int:
-    """Return the best size that fits with the current checkpointing, or the smallest if none does. Collective.
+    """Return the best size that fits with the current checkpointing, or the smallest size if none fits. Collective.
 
-    The estimate is conservative: the smallest size may still fit. A step that does not fit ends the run with one line.
+    The estimate is conservative, so the smallest size may still fit. A step that does not fit ends the run with an
+    error of one line.
     """
     sizes = step.candidate_sizes()
     return next(iter(_sizes_that_fit(sizes, _measure_all_ranks(policy, step, world), policy)), sizes[-1])
 
 
 def fit_tokens_and_blocks(policy: Policy, step: StepSettings, world: World) -> int:
-    """Return the best size without checkpointing, else one with as few checkpointed blocks as possible. Collective."""
+    """Return the best size without checkpointing, else a size with the fewest checkpointed blocks. Collective."""
     sizes, blocks = step.candidate_sizes(), len(blocks_of(policy.model))
     set_checkpointed(policy.model, 0)
     kept = _measure_all_ranks(policy, step, world)
-    # All ranks decide from the same measurements, because the next trial is collective. Skip that trial if possible: it
-    # compiles checkpointed blocks.
+    # All ranks decide from the same measurements, because the next trial is collective. The next trial also compiles
+    # checkpointed blocks, so skip it if possible.
     fitting = _sizes_that_fit([s for s in sizes if s >= MIN_TOKENS_WITHOUT_CHECKPOINTS] or sizes[:1], kept, policy)
     if fitting:
         return fitting[0]
@@ -256,7 +260,7 @@ def _trial_memory(policy: Policy, step: StepSettings, tokens: int) -> tuple[int,
 def run_trial_step(policy: Policy, step: StepSettings, tokens: int) -> None:
     """Compute and discard the gradients of two dummy micro-batches of `tokens` on each rank. Collective.
 
-    Two, because gradients stay unsharded between the micro-batches of an optimizer step.
+    Two micro-batches, because gradients stay unsharded between the micro-batches of an optimizer step.
     """
     rows = tokens * step.context_parallel
     prefix = TRIAL_PREFIX if policy.model.shares_prefixes and rows > 2 * TRIAL_PREFIX else 0
@@ -270,9 +274,10 @@ def run_trial_step(policy: Policy, step: StepSettings, tokens: int) -> None:
 
 
 def dummy_micro_batch(step: StepSettings, tokens: int, prefix: int = TRIAL_PREFIX) -> MicroBatch:
-    """Build a micro-batch of `tokens` in two or more sequences of allowed length, scored after their common prefix.
+    """Build a micro-batch of `tokens` in two or more sequences of allowed length. Tokens after the prefix are scored.
 
-    prefix: length of the common prefix. Real siblings have one, and micro-batches without one run other kernels.
+    prefix: length of the common prefix. Real siblings have a common prefix, and micro-batches without a common prefix
+    run other kernels.
     """
     longest = max(1, min(ceil(tokens / 2), step.longest) - prefix)
     count, remainder = divmod(tokens - prefix, longest)

@@ -1,7 +1,7 @@
 """Causal attention over packed sequences: a token sees only itself and earlier tokens of its own sequence.
 
-Registered with transformers as attention implementations, one for each set of kernels. Models built with them need no
-mask.
+Registered with transformers as attention implementations, one for each set of kernels. Models built with these
+implementations need no mask.
 
 Shapes: T packed tokens, U tokens of common prefixes (the first U of T), E keys that the queries see (T without common
 prefixes), R largest number of sequences with one common prefix, N runs of consecutive queries, H query heads,
@@ -80,10 +80,10 @@ def packed_attention(
     """Attend over packed sequences. The signature is that of transformers' attention functions.
 
     query: [1, H, T, D], key and value: [1, K, T, D], cu_seq_lens_q: [N + 1] int32. Returns [1, T, H, D].
-    prefix_keys: of the micro-batch; None: each run sees only its own keys. The last query of a run sees all of the
-    run's keys. softcap: largest score. s_aux: [H] attention sinks. capped: needed for softcap in 16 bit on a GPU.
-    context_group: name of the process group over which the micro-batch is split; T is then this rank's rows, while
-    cu_seq_lens_q and prefix_keys index the rows of all its ranks.
+    prefix_keys: set if the micro-batch has common prefixes. None: each run sees only its own keys. The last query of a
+    run sees all of the run's keys. softcap: largest score. s_aux: [H] attention sinks. capped: needed for softcap in 16
+    bit on a GPU. context_group: name of the process group over which the micro-batch is split; T then counts this
+    rank's rows, while cu_seq_lens_q and prefix_keys index the rows of all ranks of the group.
     """
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     if context_group is not None:
@@ -97,7 +97,7 @@ def packed_attention(
     if not (query.is_cuda and query.dtype.itemsize == 2):  # FlashAttention has no float32 kernels
         attend: Attend = partial(attend_padded, sinks_H=s_aux, softcap=softcap)
     elif softcap is not None:
-        assert s_aux is None  # no family has both
+        assert s_aux is None  # no model family has both sinks and soft-capped scores
         assert capped is not None
         attend = lambda q, k, v, _, scale, window: attend_capped(q, k, v, capped, scale, window)  # noqa: E731
     elif s_aux is not None:
@@ -109,14 +109,15 @@ def packed_attention(
 
 
 def with_own_keys(tokens: PackedTokens) -> PackedTokens:
-    """Return tokens with `prefix_keys`. Where none were set, each run sees only its own keys.
+    """Return tokens with `prefix_keys` set. If they were None, each run sees only its own keys.
 
     All micro-batches then run one compiled graph. Results are bit-identical, at the cost of copying keys and values.
     """
     if tokens.prefix_keys is not None:
         return tokens
     rows_T = torch.arange(tokens.num_rows, device=tokens.cu_seqlens.device)
-    # Clones and a [2, 2] tensor: torch.compile specializes on repeated tensor objects and on sizes of 0 and 1.
+    # Use clones and a [2, 2] tensor, because torch.compile specializes on repeated tensor objects and on sizes of 0 and
+    # 1.
     no_copies_22 = rows_T.new_full((2, 2), -1)
     keys = PrefixKeys(rows_T, rows_T.clone(), no_copies_22, tokens.cu_seqlens.clone(), tokens.max_seqlen)
     return replace(tokens, prefix_keys=keys)

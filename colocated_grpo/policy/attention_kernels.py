@@ -1,7 +1,7 @@
 """Causal attention of runs of queries to runs of keys: one function per kernel.
 
-Each takes query [T, H, D], key and value [E, K, D] and returns [T, H, D]. `attend_varlen` and `attend_padded` also take
-values [E, K, V] with smaller heads, and return [T, H, V]. The last query of a run sees all of its keys.
+Each function takes query [T, H, D], key and value [E, K, D] and returns [T, H, D]. `attend_varlen` and `attend_padded`
+also take values [E, K, V] with smaller heads, and return [T, H, V]. The last query of a run sees all keys of the run.
 
 Shapes: T queries, E keys, N runs of consecutive queries, L queries of the longest run, M keys of the run with the most
 keys, H query heads, K key-value heads, D head size, V head size of values.
@@ -52,7 +52,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, Runs, float | None, int | None], Tens
 def attend_varlen(
     query: Tensor, key: Tensor, value: Tensor, runs: Runs, scaling: float | None, window: int | None
 ) -> Tensor:
-    """Attend with torch's FlashAttention 2, and over padded runs where it has no kernel for the head size."""
+    """Attend with torch's FlashAttention 2, or over padded runs if it has no kernel for the head size."""
     if query.shape[-1] > MAX_VARLEN_HEAD:
         return attend_padded(query, key, value, runs, scaling, window)
     size = value.shape[-1]
@@ -73,7 +73,7 @@ def attend_with_sinks(
 
 
 def _left(window: int | None) -> int:
-    """Return FlashAttention 2's left window: the number of keys before its own that a query sees, -1 for all.
+    """Return FlashAttention 2's left window: the number of keys that a query sees before its own, -1 for all.
 
     window: in tokens, including the query's own.
     """
@@ -92,7 +92,8 @@ def attend_fa4(
 ) -> Tensor:
     """Attend with FlashAttention 4 where it supports the layer and is faster, else with FlashAttention 2.
 
-    Requires `has_fa4` for the model's heads. min_run: smallest mean number of queries per run for which it is used.
+    Requires `has_fa4` for the model's heads. min_run: smallest mean number of queries per run for which FlashAttention
+    4 is used.
     """
     if window is not None or query.shape[-1] != value.shape[-1] or query.shape[-1] not in fa4.HEAD_SIZES:
         return attend_varlen(query, key, value, runs, scaling, window)
@@ -101,7 +102,7 @@ def attend_fa4(
 
 
 attend_only_fa4 = partial(attend_fa4, min_run=0)
-"""As `attend_fa4`, with FlashAttention 4 on short runs as well."""
+"""Like `attend_fa4`, but uses FlashAttention 4 on short runs as well."""
 
 
 @cache
@@ -116,7 +117,8 @@ def has_fa4(heads: int, kv_heads: int, size: int, dtype: torch.dtype, device: to
         return False
     try:
         difference = _fa4_difference(heads, kv_heads, size, dtype, device)
-    except Exception as error:  # another package's compiler may raise anything, and training works without it
+    # The compiler of FlashAttention 4 may raise any error, and training works without this kernel.
+    except Exception as error:
         reason = in_one_line(error)
     else:
         if difference < MAX_BF16_DIFFERENCE:
@@ -127,9 +129,10 @@ def has_fa4(heads: int, kv_heads: int, size: int, dtype: torch.dtype, device: to
 
 
 def _fa4_difference(heads: int, kv_heads: int, size: int, dtype: torch.dtype, device: torch.device) -> float:
-    """Return the largest relative difference to torch's function in outputs and gradients, on long and on short runs.
+    """Return the largest relative difference between `attend_fa4` and torch's kernel, in outputs and gradients.
 
-    The inputs are two random runs, one of which has prefix keys.
+    Compares both branches of `attend_fa4`, for long and for short runs. The inputs are two random runs, one of which
+    has prefix keys.
     """
     cu_q, cu_k = (torch.tensor(cu, dtype=torch.int32, device=device) for cu in ([0, 200, 500], [0, 200, 600]))
     runs = Runs(cu_q, 300, cu_k, 400)
@@ -188,13 +191,14 @@ def _attend_masked(
     sinks_H: Tensor | None,
     softcap: float | None,
 ) -> Tensor:
-    """Attend with sinks or soft-capped scores, unsupported in torch. query: [N, H, L, D], key, value: [N, K, M, D]."""
+    """Attend with sinks or soft-capped scores, which torch lacks. query: [N, H, L, D], key, value: [N, K, M, D]."""
     exact = torch.promote_types(query.dtype, torch.float32)
     key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1).to(exact) for tensor in (key, value))
     scores = query.to(exact) @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    # Not -inf: a row of padding may see no key at all, and its NaN would reach the gradients of all keys.
+    # Use a finite minimum instead of -inf: a row of padding may see no key at all, and its NaN would reach the
+    # gradients of all keys.
     scores = scores.masked_fill(~mask, torch.finfo(exact).min)
     if sinks_H is not None:
         scores = torch.cat([scores, sinks_H.to(exact)[:, None, None].expand(*scores.shape[:3], 1)], dim=-1)

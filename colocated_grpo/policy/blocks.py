@@ -35,7 +35,7 @@ def blocks_of(model: nn.Module) -> list[Block]:
 
 
 def set_checkpointed(model: nn.Module, count: int) -> None:
-    """Checkpoint only the first `count` blocks: backward reaches them last, after the others' activations are freed."""
+    """Checkpoint only the first `count` blocks: backward reaches them after it has freed all other activations."""
     for index, block in enumerate(blocks_of(model)):
         block.checkpointed = index < count
 

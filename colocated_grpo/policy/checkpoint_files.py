@@ -94,9 +94,9 @@ class CheckpointReader:
         self.folder = folder
         self._stored: dict[str, Rows] = {}
         self._experts: dict[str, list[list[Rows]]] = {}
-        """For experts that are stored one by one: the matrices of each expert, to be joined row by row."""
+        """For experts that are stored one by one: the matrices of each expert, which are joined by rows."""
         self.shapes: dict[str, torch.Size] = {}
-        """By name."""
+        """Shape of each tensor, by parameter name."""
         files = weight_files(folder)
         for file in files:
             self._add(file, self._add_safetensors)
@@ -154,7 +154,7 @@ class CheckpointReader:
         return set(self.shapes)
 
     def read_into(self, target: Tensor, name: str, first: int) -> None:
-        """Fill `target` with the rows of `name` that start at `first`, cast to its dtype and moved to its device."""
+        """Fill `target` with the rows of `name` that start at `first`, with the dtype and device of `target`."""
         rows = slice(first, first + len(target))
         if name not in self._experts:
             _copy(target, self._stored[name](rows))

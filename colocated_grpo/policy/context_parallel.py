@@ -1,10 +1,11 @@
 """Ulysses context parallelism: a micro-batch is split over ranks, by rows outside attention and by heads inside it.
 
-Only attention mixes tokens. An all-to-all before attention gives each rank all rows of its heads, on which the usual
-kernels run, and one after it restores the rows (DeepSpeed Ulysses, Jacobs et al. 2023, arXiv 2309.14509).
+Only attention mixes tokens. An all-to-all before attention gives each rank all rows of its heads. The usual kernels run
+on these rows. A second all-to-all after attention gives each rank all heads of its rows again (DeepSpeed Ulysses,
+Jacobs et al. 2023, arXiv 2309.14509).
 
-Shapes: P ranks of the group, R rows of one rank, T = P * R rows of all, H query heads, K key-value heads, D head size,
-V head size of values, S completions.
+Shapes: P ranks of the group, R rows of one rank, T = P * R rows of all ranks, H query heads, K key-value heads, D head
+size, V head size of values, S completions.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from colocated_grpo.batching import MicroBatch
 def rows_to_heads(query: Tensor, key: Tensor, value: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor]:
     """Return all rows of this rank's heads: [T, H / P, D], [T, max(1, K / P), D] and [T, max(1, K / P), V]. Collective.
 
-    query: [R, H, D], key: [R, K, D], value: [R, K, V]. P must divide H, and divide K or be a multiple of it: several
-    ranks then get the same key-value head. One all-to-all moves all three: in a compiled block, three could run in a
-    different order on each rank.
+    query: [R, H, D], key: [R, K, D], value: [R, K, V]. P must divide H, and must divide K or be a multiple of K. If P
+    is a multiple of K, several ranks get the same key-value head. One all-to-all moves all three tensors: in a compiled
+    block, three all-to-alls could run in a different order on each rank.
     """
     _, ranks = _place_in(group)
     tensors = [query, *(_with_head_for_each(tensor, ranks) for tensor in (key, value))]
@@ -41,7 +42,10 @@ def rows_to_heads(query: Tensor, key: Tensor, value: Tensor, group: str) -> tupl
 
 
 def heads_to_rows(heads: Tensor, group: str) -> Tensor:
-    """Return all heads of this rank's rows, [R, H, V]. heads: all rows of its heads, [T, H / P, V]. Collective."""
+    """Return all heads of this rank's rows, [R, H, V]. Collective.
+
+    heads: all rows of this rank's heads, [T, H / P, V].
+    """
     _, ranks = _place_in(group)
     received = all_to_all(heads.unflatten(0, (ranks, -1)), group)
     return received.transpose(0, 1).flatten(1, 2)
@@ -60,7 +64,7 @@ def _with_head_for_each(tensor: Tensor, ranks: int) -> Tensor:
 
 @torch.compiler.assume_constant_result
 def _place_in(group: str) -> tuple[int, int]:
-    """Return this rank's number in the group, and its size."""
+    """Return this rank's number in the group, and the size of the group."""
     ranks = _ranks_of(group)
     return ranks.rank(), ranks.size()
 
@@ -103,7 +107,7 @@ def with_group_sums(micro_batch: MicroBatch) -> MicroBatch:
 
 
 def all_reduce_sum(group: str, sums_S: Tensor) -> Tensor:
-    """Return the sum over the group; backward sums the gradients of its ranks. Both passes are collective."""
+    """Return the sum over the group; backward sums the gradients of the group's ranks. Both passes are collective."""
     return _AllReduceSum.apply(sums_S, _ranks_of(group))
 
 

@@ -1,6 +1,7 @@
 """Checkpoints whose tensors differ from the module's parameters: other names, and experts stored one by one.
 
-The table is transformers' `conversion_mapping`. Its loader reads whole checkpoints; `CheckpointReader` reads rows.
+The table of conversions is transformers' `conversion_mapping`. The loader of transformers reads whole checkpoints;
+`CheckpointReader` reads rows.
 
 Shapes: E experts, R rows and C columns of one expert's matrix.
 """
@@ -23,7 +24,8 @@ from colocated_grpo.settings.errors import ConfigError
 _MERGES = ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
 """Supported operations and their dimensions: each expert's matrices are joined by rows, then experts are stacked."""
 _SPECIAL = frozenset("\\^$*+?{}[]()|")
-"""Special characters of regular expressions, absent from names. A dot in a pattern matches the dot of a name."""
+"""Special characters of regular expressions, which no tensor name contains. A dot in a pattern matches the dot of a
+name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +45,7 @@ class Merge:
     """A parameter [E, R, C] whose experts' matrices are stored one by one."""
 
     parameter: str
-    """Part of its name, such as 'mlp.experts.gate_up_proj'."""
+    """Part of the parameter's name, such as 'mlp.experts.gate_up_proj'."""
     stored: tuple[str, ...]
     """Parts of the stored names, with * for the expert: 'mlp.experts.*.gate_proj.weight', then up_proj's."""
 
@@ -66,7 +68,7 @@ class Conversion:
     """Checkpoint layout of a model type. Empty: same as the module."""
 
     prefix: str = ""
-    """Prefix of names, in place of 'model.', in checkpoints that store the model inside another one."""
+    """Prefix of names, in place of 'model.', in checkpoints that store the model inside another model."""
     renames: tuple[tuple[str, str], ...] = ()
     """Renamed parts of names: (in the checkpoint, in the module)."""
     merges: tuple[Merge, ...] = ()
@@ -81,7 +83,7 @@ class Conversion:
         return next(filter(None, pieces), Piece(name=stored_name))
 
     def stored(self, name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the checkpoint tensors of a whole parameter, as views of it."""
+        """Yield the checkpoint tensors of a whole parameter, as views of `value`."""
         merge = next((merge for merge in self.merges if merge.parameter in name), None)
         for stored_name, part in [(name, value)] if merge is None else merge.split(name, value):
             for stored, own in reversed(self.renames):

@@ -42,7 +42,7 @@ class Export(Protocol):
         ...
 
     def write(self, target: Path) -> None:
-        """Write the folder; it is renamed to `target` once it is complete. Collective."""
+        """Write the folder under another name, and rename it to `target` once it is complete. Collective."""
         ...
 
 
@@ -64,7 +64,7 @@ class ModelExport:
         return f"step_{step}"
 
     def write(self, target: Path) -> None:
-        """Write the model. Tensors are gathered one at a time; rank 0 buffers at most one file (FILE_BYTES) of them."""
+        """Write the model. Gathers one tensor at a time; rank 0 buffers at most one file of tensors (FILE_BYTES)."""
         with _renamed_when_complete(target, self.world) as partial:
             writer = None if partial is None else _Writer(partial)
             for name, tensor in self._full_tensors():
@@ -78,7 +78,7 @@ class ModelExport:
 
     def _full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.policy.weights.published().items():
-            # Cast before the gather: half the bytes move.
+            # Cast before the gather: a 16-bit type halves the bytes that move.
             yield from self.policy.model.conversion.stored(name, whole(parameter.detach().to(self.dtype)))
         for name, buffer in self.policy.model.hf_buffers().items():
             yield name, buffer
@@ -144,7 +144,7 @@ def _write_errors_in_one_line(folder: Path) -> Iterator[None]:
 
 
 class _Writer:
-    """Writes tensors to safetensors files of at most FILE_BYTES (or one tensor), and their index."""
+    """Writes tensors and their index to safetensors files. A file has at most FILE_BYTES, or a single larger tensor."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -168,7 +168,7 @@ class _Writer:
         return self._folder / f"part-{index:05d}.safetensors"
 
     def close(self) -> None:
-        """Write the last file and the index, and rename the files: their names contain the number of files."""
+        """Write the last file and the index, and rename all files: the final names contain the number of files."""
         self._flush()
         count = len(self._files)
         if count == 1:

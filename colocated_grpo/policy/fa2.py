@@ -42,7 +42,8 @@ def backward(
     left: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of query, key and value, laid out like them; grad and out: [T, H, D]."""
-    random_state, unused = query.new_zeros(2, dtype=torch.uint64), query.new_empty(0)  # for dropout
+    # Required arguments of dropout, which is off.
+    random_state, unused = query.new_zeros(2, dtype=torch.uint64), query.new_empty(0)
     return torch.ops.aten._flash_attention_backward(
         grad,
         query,

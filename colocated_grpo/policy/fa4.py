@@ -1,9 +1,9 @@
 """FlashAttention 4 over packed sequences, as a custom operator that is opaque to torch.compile.
 
-On Hopper it takes 0.7 x the time of torch's FlashAttention 2 for sequences of 512 tokens, and 0.5 x for long ones:
-docs/results/attention_1xh200.json. Its kernels are bundled with vLLM; the first call compiles them, which takes
-seconds. For short runs the operator itself calls FlashAttention 2: a choice outside of it would compile each block
-twice.
+On Hopper GPUs, FlashAttention 4 takes 0.7 x the time of torch's FlashAttention 2 for sequences of 512 tokens, and 0.5 x
+for long sequences: docs/results/attention_1xh200.json. The kernels are bundled with vLLM. The first call compiles them,
+which takes seconds. For short runs, the operator itself calls FlashAttention 2: a choice outside of the operator would
+compile each block twice.
 
 Shapes: T queries, E keys, N runs of queries, H query heads, K key-value heads, D head size.
 """
@@ -25,7 +25,7 @@ HEAD_SIZES = (64, 128)
 
 
 class Kernels(NamedTuple):
-    """vLLM's private entry points."""
+    """vLLM's private entry points of FlashAttention 4."""
 
     forward: Callable[..., tuple[Tensor | None, ...]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
@@ -53,10 +53,11 @@ def attend(
     scale: float,
     min_run: int,
 ) -> tuple[Tensor, Tensor]:
-    """Compute causal attention of each run's queries to its keys; the last query sees all of them.
+    """Compute causal attention of each run's queries to its keys; the last query of a run sees all its keys.
 
     query: [T, H, D], key and value: [E, K, D], 16-bit; cu_q, cu_k: [N + 1] int32. min_run: smallest mean number of
-    queries per run for FlashAttention 4. Returns [T, H, D] and the logsumexps [H, T] in float32, without gradient.
+    queries per run for FlashAttention 4. Returns [T, H, D] and the logsumexps [H, T] in float32. The logsumexps have no
+    gradient.
     """
     if _are_short(query, cu_q, min_run):
         out, logsumexp = fa2.forward(query, key, value, (cu_q, cu_k, longest_q, longest_k), scale, -1)
@@ -103,7 +104,8 @@ def attend_backward(
         logsumexp,
         **_settings(cu_q, cu_k, longest_q, longest_k, scale),
         deterministic=torch.are_deterministic_algorithms_enabled(),
-        # By default both kernels lay gradients out like the inputs; the fake below declares contiguous ones.
+        # By default, FlashAttention 2 and 4 lay out gradients like the inputs. The fake below declares contiguous
+        # gradients.
         dq=query.new_empty(query.shape),
         dk=key.new_empty(key.shape),
         dv=value.new_empty(value.shape),

@@ -1,10 +1,10 @@
 """Gated delta rule and its causal convolution over packed sequences, for transformers' hybrid models.
 
 Layers of linear attention (Qwen3-Next, Qwen 3.5) carry a convolution window and a recurrent state from token to token.
-transformers' implementations in torch run both through all packed tokens, so that a sequence would see the one before
-it. `pack_linear_attention` replaces the two functions that these layers call.
+transformers' implementations in torch run both through all packed tokens, so that a sequence would see the sequence
+before it. `pack_linear_attention` replaces the two functions that these layers call.
 
-Shapes: T packed tokens, N sequences, L tokens of the longest one, C channels, W width of the convolution, H heads,
+Shapes: T packed tokens, N sequences, L tokens of the longest sequence, C channels, W width of the convolution, H heads,
 D size of a head.
 """
 
@@ -37,7 +37,7 @@ CONVOLUTION, DELTA_RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
 LAYER_TYPES = {"linear_attention", "full_attention"}
 DeltaRule = Callable[..., tuple[Tensor, Tensor | None]]
 WRONG_TRITON = Version("3.4"), Version("3.7.1")
-"""Triton releases with wrong gradients on Hopper GPUs: from the first up to, but not including, the second."""
+"""Triton releases with wrong gradients on Hopper GPUs: from the first release up to, but not including, the second."""
 
 _replaced: set[ModuleType] = set()
 """Modules of transformers whose functions are replaced."""
@@ -48,7 +48,7 @@ def pack_linear_attention(model: PreTrainedModel) -> bool:
 
     Returns False if the model has no such layers, or also has layers with other states. The functions are replaced in
     the modules of transformers that define the layers. Calls without boundaries, from models that are not packed, still
-    reach the originals. Raises ConfigError if this version of transformers has other functions.
+    reach the original functions. Raises ConfigError if this version of transformers lacks the two functions.
     """
     if not LAYER_TYPES.issuperset(getattr(model.config, "layer_types", None) or [None]):
         return False
@@ -71,7 +71,7 @@ def _replace(source: ModuleType) -> None:
 
 
 def _choose(boundaries: str, packed: Callable[..., object], original: Callable[..., object]) -> Callable[..., object]:
-    """Return a function that calls `packed` if the argument `boundaries` is given, and `original` if not."""
+    """Return a function that calls `packed` if it gets the argument that `boundaries` names, else `original`."""
 
     @wraps(original)
     def call(*arguments: object, **options: object) -> object:
@@ -90,9 +90,9 @@ def packed_convolution(
     prefix_keys: PrefixKeys | None = None,
     **_: object,
 ) -> Tensor:
-    """Convolve each sequence along its tokens; a token sees itself and the W - 1 before it. Returns [1, C, T].
+    """Convolve each sequence along its tokens; a token sees itself and the W - 1 tokens before it. Returns [1, C, T].
 
-    cu_seq_lens_q: [N + 1] int32. Raises ValueError for common prefixes: a sequence would begin without its prompt.
+    cu_seq_lens_q: [N + 1] int32. Raises ValueError for common prefixes: a sequence would then begin without its prompt.
     """
     if prefix_keys is not None:
         raise ValueError("linear attention needs each sequence whole, not behind a common prefix")
@@ -124,12 +124,12 @@ def packed_delta_rule(
 ) -> tuple[Tensor, None]:
     """Apply the gated delta rule to each sequence. query, key, value: [1, T, H, D]. Returns [1, T, H, D].
 
-    g, beta: [1, T, H], decay in log space and rate of update. cu_seqlens: [N + 1] int32. max_length_q: L.
-    original: transformers' function, whose torch code runs on CPUs; GPUs need `kernel`.
+    g: decay in log space, [1, T, H]. beta: rate of update, [1, T, H]. cu_seqlens: [N + 1] int32. max_length_q: L.
+    original: transformers' function. Its torch code runs on CPUs; on GPUs, `kernel` runs instead.
     """
     options = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
     if query.is_cuda:
-        # Called directly: transformers' function drops the boundaries when it falls back to its own code.
+        # Call fla's function directly: transformers' function drops the boundaries when it falls back to its own code.
         out, _state = kernel()(query, key, value, g=g, beta=beta, cu_seqlens=int64_boundaries(cu_seqlens), **options)
         return out, None
     tensors = (query[0], key[0], value[0], g[0], beta[0])
@@ -144,7 +144,8 @@ def packed_delta_rule(
 def int64_boundaries(cu_seqlens: Tensor) -> Tensor:
     """Return the boundaries as int64, the same tensor for all layers of a forward pass.
 
-    fla caches values derived from this tensor by its identity. With a new one, each layer would wait for the device.
+    fla caches derived values by the identity of this tensor. With a new tensor in each layer, each layer would wait for
+    the device.
     """
     return cu_seqlens.long()
 
@@ -167,7 +168,7 @@ def kernel() -> DeltaRule:
 def _check_triton() -> None:
     """Raise ConfigError for a Triton with which fla's gradients are wrong on Hopper GPUs (fla's issue 640).
 
-    fla itself raises an error only in the first backward pass. Its TileLang kernels compute correct gradients.
+    fla itself raises an error only in the first backward pass. The TileLang kernels of fla compute correct gradients.
     """
     if torch.cuda.get_device_capability() != HOPPER or _uses_tilelang():
         return
@@ -184,7 +185,7 @@ def _check_triton() -> None:
 def _uses_tilelang() -> bool:
     """Return True if fla uses its TileLang kernels on Hopper GPUs.
 
-    vLLM's CUDA builds install tilelang, but it compiles with nvcc, which many machines lack.
+    vLLM's CUDA builds install tilelang, but tilelang compiles with nvcc, which many machines lack.
     """
     from torch.utils.cpp_extension import CUDA_HOME  # imports setuptools
 

@@ -1,16 +1,17 @@
 """Load-balancing loss of mixtures of experts, which falls as a router uses its experts more equally.
 
-E * sum_e f_e P_e for each layer, averaged over layers: f_e is the fraction of tokens routed to expert e, and P_e the
-mean probability of e (Switch Transformers, Fedus et al. 2021, equations 4 to 6). Both are taken over all sequences of a
-minibatch, on all ranks. A token of a common prefix counts once for each of its sequences, however it is packed.
+The loss is E * sum_e f_e P_e for each layer, averaged over layers: f_e is the fraction of tokens routed to expert e,
+and P_e the mean probability of e (Switch Transformers, Fedus et al. 2021, equations 4 to 6). f_e and P_e are taken over
+all sequences of a minibatch, on all ranks. A token of a common prefix counts once for each sequence with this prefix,
+however the sequences are packed.
 
 The loss, a product of two means, is not a sum over micro-batches, but its gradient is. f_e has no gradient, so each
 micro-batch adds the gradient of sum_e f_e P_e over its own tokens. An extra forward pass, before the backward passes,
 counts f_e.
 
-The scale is that of transformers' `load_balancing_loss_func`, so that coefficients carry over. That function takes the
-means over one micro-batch of one rank, and pools the tokens of all layers, so that imbalances of different layers can
-cancel out.
+The scale is the same as in transformers' `load_balancing_loss_func`, so that coefficients carry over.
+`load_balancing_loss_func` takes the means over one micro-batch of one rank, and pools the tokens of all layers, so that
+imbalances of different layers can cancel out.
 
 Shapes: T packed tokens, E experts, K experts per token, L layers with a trained router.
 """
@@ -41,11 +42,12 @@ class LoadBalancing:
     """
 
     def __init__(self, model: nn.Module, model_type: str, coefficient: float, device: torch.device) -> None:
-        """model: with prepared blocks, before its first forward pass. Routers that are not trained get no loss.
+        """model: its blocks are prepared, and it has not run a forward pass. Routers that are not trained get no loss.
 
         Raises ConfigError if no router is trained, or if the routers of this transformers return no logits.
         """
-        setting = f"policy.load_balancing={coefficient:g}"  # formatted here: a compiled block cannot
+        # Formatted here, because compiled blocks cannot format numbers.
+        setting = f"policy.load_balancing={coefficient:g}"
         check_returns_logits(setting)
         probabilities = normalized_sigmoid if WEIGHTS.get(model_type) is sigmoid_weights else softmax
         routers = routers_of(blocks_of(model))
@@ -68,7 +70,8 @@ class LoadBalancing:
     def set_loss(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> Stat:
         """Set the loss from the forward passes without gradient since `reset`, and return it without the coefficient.
 
-        Collective. Each rank returns the loss of the whole minibatch; none if it has no tokens.
+        Collective. Each rank returns the loss of the whole minibatch. If the minibatch has no tokens, the returned mean
+        has weight 0.
         """
         sums_L2E = sum_over_ranks(torch.stack([layer.sums_2E for layer in self._layers]))
         choices_LE, probabilities_LE = sums_L2E.unbind(1)
@@ -83,7 +86,7 @@ class LoadBalancing:
 class _LayerBalancing:
     """Loss of one router.
 
-    A forward hook attaches it to the routing weights [T, K] that the router returns, so compiled and checkpointed
+    A forward hook attaches the loss to the routing weights [T, K] that the router returns, so compiled and checkpointed
     blocks need not return the loss. All state is in tensors: compiled blocks would treat numbers as constants.
     """
 
@@ -92,7 +95,7 @@ class _LayerBalancing:
         self.sums_2E = torch.zeros(2, router.weight.shape[0], device=device)
         """Choices of each expert, and sums of its probabilities, in forward passes without gradient."""
         self.factors_E = torch.zeros(router.weight.shape[0], device=device)
-        """Factor, by expert, of a token's probability in the loss."""
+        """One per expert: the loss is the sum over experts of this factor times the expert's summed probabilities."""
         self._probabilities = probabilities
         self._setting = setting
         router.register_forward_hook(self._attach)

@@ -49,7 +49,8 @@ def linear_loss(
 
     loss_of(token range, logprobs of that range) -> that range's part of the loss, a scalar; the parts are summed.
     The forward pass computes the gradients of hidden states and weight while a chunk's logits exist. The backward pass
-    then does not recompute the logits: three matrix products of that size instead of four.
+    then does not recompute the logits. In total, both passes take three matrix products of the logits' size instead of
+    four.
     """
     return _LinearLoss.apply(hidden_NH, weight_VH, targets_N, temperature_N, loss_of, chunk_tokens, softcap)
 
@@ -66,7 +67,7 @@ class _LinearLogprobs(torch.autograd.Function):
         softcap: float | None,
     ) -> tuple[Tensor, Tensor]:
         statistics, _ = _row_operations(hidden_NH.device)
-        # Separate tensors instead of rows of one: FSDP warns about outputs that are views.
+        # Separate tensors instead of rows of one tensor: FSDP warns about outputs that are views.
         logprobs_N = hidden_NH.new_empty(len(hidden_NH), dtype=torch.float32)
         entropy_N, logsumexp_N = torch.empty_like(logprobs_N), torch.empty_like(logprobs_N)
         for chunk in _chunks(len(hidden_NH), chunk_tokens):
@@ -142,7 +143,7 @@ def _value_and_gradient(
 
 
 class _Gradients:
-    """Gradients of hidden states and, unless it is frozen, of the weight, filled chunk by chunk.
+    """Gradients of the hidden states and, unless the weight is frozen, of the weight, filled chunk by chunk.
 
     `add` overwrites the logits.
     """

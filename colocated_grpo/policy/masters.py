@@ -21,11 +21,11 @@ class Weights(Protocol):
     model: PackedLM
 
     def masters(self) -> dict[str, nn.Parameter]:
-        """Return the trained parameters by name, in the same order on every rank; their gradients are fp32 as well."""
+        """Return the trained parameters by name, in the same order on every rank. Parameters and gradients are fp32."""
         ...
 
     def published(self) -> Mapping[str, Tensor]:
-        """Return all weights of the model by checkpoint name, frozen ones included, as syncs and exports read them."""
+        """Return all weights of the model by checkpoint name, including frozen weights, for syncs and exports."""
         ...
 
     def before_forward(self, *, last: bool) -> None:
@@ -41,7 +41,7 @@ class Weights(Protocol):
         ...
 
     def publish(self) -> None:
-        """Make the model compute with the current masters. Call whenever they have changed."""
+        """Make the model compute with the current masters. Call whenever the masters have changed."""
         ...
 
 
@@ -66,21 +66,21 @@ class ShardedWeights:
         self.model.set_requires_gradient_sync(last)
 
     def reduce_gradients(self) -> None:
-        """Do nothing: FSDP2 reduces them in the backward pass of the last micro-batch."""
+        """Do nothing: FSDP2 reduces gradients in the backward pass of the last micro-batch."""
 
     def release(self) -> None:
         reshard(self.model)
 
     def publish(self) -> None:
-        """Do nothing: the next forward pass gathers the new values."""
+        """Do nothing: the next forward pass gathers the new values of the masters."""
 
 
 class UnshardedWeights:
     """One rank without FSDP: fp32 masters beside a plain model with parameters in the compute type.
 
     Device memory per trained parameter: 4 bytes for the master, 4 for its gradient during a minibatch, and one value of
-    the compute type; per frozen parameter, that value alone. The model's parameters may be the engine's tensors (see
-    `adopt`): `publish` is then the entire weight sync.
+    the compute type; per frozen parameter, only the value of the compute type. The model's parameters may be the
+    engine's tensors (see `adopt`): `publish` is then the entire weight sync.
     """
 
     def __init__(self, model: PackedLM, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
@@ -108,7 +108,7 @@ class UnshardedWeights:
         return {name: self._masters.get(name, p) for name, p in self.model.hf_parameters().items()}
 
     def before_forward(self, *, last: bool) -> None:
-        """Do nothing: each micro-batch's gradient is added to the masters' during the backward pass."""
+        """Do nothing: the backward pass adds each micro-batch's gradient to the gradient of the masters."""
 
     def reduce_gradients(self) -> None:
         """Do nothing: there is one rank."""
@@ -125,10 +125,10 @@ class UnshardedWeights:
 
 @torch.no_grad()
 def adopt(model: PackedLM, views: Mapping[str, Tensor]) -> bool:
-    """Use these tensors, by checkpoint name, as the parameters of an unsharded model and free the previous ones.
+    """Use `views`, by checkpoint name, as the parameters of an unsharded model, and free its previous tensors.
 
-    Values are kept. Returns False and changes nothing unless `views` has a tensor of the same shape, type and device
-    for each parameter.
+    The parameters keep their values. Returns False and changes nothing unless `views` has a tensor of the same shape,
+    type and device for each parameter.
     """
     parameters = model.hf_parameters()
     if any(name not in views or _kind(views[name]) != _kind(p) for name, p in parameters.items()):
@@ -144,9 +144,9 @@ def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
 
 
 def allocate(model: PackedLM, device: torch.device, dtype: torch.dtype) -> None:
-    """Replace meta parameters, except the factors of adapters, by allocated ones in `dtype`; move buffers.
+    """Replace meta parameters, except the factors of adapters, by allocated parameters in `dtype`; move buffers.
 
-    Ties are kept.
+    Tied parameters stay tied.
     """
     allocated: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():

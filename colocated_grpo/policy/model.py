@@ -43,12 +43,13 @@ from colocated_grpo.settings.model_support import check_trains
 Head = Callable[..., tuple[Tensor, ...]]
 """`linear_logprobs`, or a function with the same arguments."""
 COMPILE_OPTIONS = {"triton.mix_order_reduction_non_strict_mode": True}
-"""By default Inductor chooses the reduction of norms by the number of tokens and compiles twice, for few and for many.
-Trial steps are small, so the second compilation would slow down a run's first training step."""
+"""By default Inductor chooses the reduction of norms by the number of tokens and compiles twice, for few and for many
+tokens. Trial steps are small, so the second compilation would slow down a run's first training step."""
 COMPILE_OPTIONS_OF = {
-    # This reduction pads with zero rows. A negative power of their mean is infinite, so the sum over rows is NaN.
+    # The mix-order reduction pads with zero rows. A negative power of the mean of a zero row is infinite, so the sum
+    # over rows is NaN.
     "gemma4_text": {"triton.mix_order_reduction": False},
-    # This analysis fails for varying numbers of tokens in torch 2.11 (pytorch issue 181563).
+    # The tiling analysis fails for varying numbers of tokens in torch 2.11 (pytorch issue 181563).
     "deepseek_v3": {"triton.coalesce_tiling_analysis": False},
 }
 """Options that avoid errors of Inductor, by model type."""
@@ -67,9 +68,10 @@ class PackedLM(nn.Module):
         self.softcap = getattr(lm.config, "final_logit_softcapping", None)
         self.logit_divisor = logit_divisor(lm.config)
         self.shares_prefixes = not lm._is_stateful
-        """True if a prompt may be computed once for all siblings. False with a recurrent state, which would be lost."""
+        """True if a prompt may be computed once for all siblings. False with a recurrent state, which siblings would
+        lose."""
         self.conversion = conversion_of(lm.config.model_type)
-        """Converts these parameters to the tensors of a checkpoint."""
+        """Converts the model's parameters to the tensors of a checkpoint."""
         self.arrange: Callable[[PackedTokens], PackedTokens] = lambda tokens: tokens
         """Applied to the tokens of each forward pass; compiled blocks need `with_own_keys`."""
         self.replay: RoutingReplay | None = None
@@ -116,7 +118,7 @@ class PackedLM(nn.Module):
         return {checkpoint_name(name): p for name, p in self.named_parameters() if not is_factor(name)}
 
     def hf_buffers(self) -> dict[str, Tensor]:
-        """Return the buffers that checkpoints store, by their names there. They are not trained.
+        """Return the buffers that checkpoints store, by checkpoint name. Buffers are not trained.
 
         Most families have none. In Gemma 4, a buffer scales the output of each block.
         """
@@ -142,7 +144,7 @@ def logit_divisor(hf_config: PretrainedConfig) -> float:
 def read_model_config(config: ModelConfig, folder: Path) -> PretrainedConfig:
     """Read config.json of the model in `folder`, or of its text part if only that is trained.
 
-    Raises ConfigError for a type that transformers does not know.
+    Raises ConfigError if transformers does not know the model type or rejects its settings.
     """
     try:
         hf_config = read_text_config(folder, trust_remote_code=config.trust_remote_code)
@@ -175,7 +177,7 @@ def build_empty(
     if not lm._can_set_attn_implementation():
         raise ConfigError(f"model type {hf_config.model_type!r}: attention outside transformers' interface")
     # vLLM builds some families from transformers' classes and replaces their `__call__` for the whole process. The new
-    # one reads this attribute; without it, the policy's next forward pass would fail.
+    # `__call__` reads `do_not_compile`; without that attribute, the policy's next forward pass would fail.
     lm.base_model.do_not_compile = True
     lm.tie_weights()  # init_empty_weights gave tied parameters separate tensors
     head = lm.get_output_embeddings()
@@ -223,8 +225,8 @@ def prepare_blocks(model: PackedLM, *, checkpointed: bool, compiled: bool) -> No
 def require_input_gradients(model: PackedLM) -> None:
     """Make the first block's input require a gradient, as the input of every later block does.
 
-    With frozen embeddings it would not, and torch.compile would compile the first block separately. Costs the backward
-    pass of that block's first norm and input projections.
+    With frozen embeddings, the first block's input would not require a gradient, and torch.compile would compile the
+    first block separately. The cost is the backward pass of the first block's first norm and input projections.
     """
     embeddings = model.lm.get_input_embeddings()
     assert isinstance(embeddings, nn.Module)

@@ -22,7 +22,7 @@ from colocated_grpo.settings.training import LoRAConfig
 from colocated_grpo.types import JsonObject
 
 PROCESSOR_TEMPLATE = "chat_template.json"
-"""File that older vision-language models have their chat template in. transformers reads it with a processor only."""
+"""File with the chat template of older vision-language models. transformers reads this file only for a processor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +35,14 @@ class ModelFiles:
     stop_token_ids: tuple[int, ...]
     """Every token that ends a completion."""
     shape: JsonObject
-    """Settings that determine the shapes of weights and adapter. A run resumes only with equal ones."""
+    """Settings that determine the shapes of weights and adapter. A run resumes only if these settings are equal."""
 
 
 def read_model_files(model: ModelConfig, world: World, lora: LoRAConfig | None = None) -> ModelFiles:
-    """Collective: rank 0 downloads the model if its name is not a folder. lora: settings of a trained adapter."""
+    """Read the files. If the model's name is no folder, one rank per node downloads the model first. Collective.
+
+    lora: settings of a trained adapter.
+    """
     folder = fetch_model(model, world)
     hf_config = read_model_config(model, folder)
     tokenizer = load_tokenizer(model, folder)
@@ -53,7 +56,7 @@ def read_model_files(model: ModelConfig, world: World, lora: LoRAConfig | None =
 
 
 def load_tokenizer(model: ModelConfig, folder: Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of `folder`, with the template of the settings if set. Raises ConfigError if not usable."""
+    """Return the tokenizer of `folder`, with the configured chat template if set. Raises ConfigError if unusable."""
     try:
         tokenizer = _read_tokenizer(model, folder)
         template = model.chat_template
@@ -71,14 +74,14 @@ def _read_tokenizer(model: ModelConfig, folder: Path) -> PreTrainedTokenizerBase
     loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
     if type(loaded).__name__ == "MistralCommonBackend":
         return _without_mistral_common(model, folder)
-    return cast(PreTrainedTokenizerBase, loaded)  # a model's own code may bring another class
+    return cast(PreTrainedTokenizerBase, loaded)  # a model's own code may return another class
 
 
 def _without_mistral_common(model: ModelConfig, folder: Path) -> PreTrainedTokenizerBase:
     """Return the tokenizer of tokenizer.json. Raises ConfigError without that file.
 
-    If a folder has Mistral's tekken.json, and mistral-common is installed, which vLLM needs, transformers (5.19) loads
-    a tokenizer without a chat template: prompts would become plain text.
+    If a folder has Mistral's tekken.json and mistral-common is installed, transformers (5.19) loads a tokenizer without
+    a chat template, and prompts would become plain text. vLLM requires mistral-common.
     """
     if not (folder / "tokenizer.json").is_file():
         raise ConfigError(
@@ -89,7 +92,7 @@ def _without_mistral_common(model: ModelConfig, folder: Path) -> PreTrainedToken
 
 
 def read_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """Return the tokenizer alone: no weights are downloaded. Raises ConfigError where it cannot be read."""
+    """Return the tokenizer alone: no weights are downloaded. Raises ConfigError if the tokenizer cannot be read."""
     return load_tokenizer(model, fetch_tokenizer(model))
 
 

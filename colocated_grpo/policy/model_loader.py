@@ -50,7 +50,7 @@ def engine_dtype(engine: EngineConfig, policy: PolicyConfig, device: torch.devic
 
 
 def check_model(settings: ModelConfig, folder: Path) -> None:
-    """Raise ConfigError if the model in `folder` cannot be built, or if a local checkpoint does not fit it.
+    """Raise ConfigError if the model in `folder` cannot be built, or if a local checkpoint does not fit the model.
 
     Allocates no parameters. folder: may lack the weights of a Hub model, which are not downloaded.
     """
@@ -85,7 +85,7 @@ class ModelLoader:
         if policy.train_layers is not None:
             freeze(model, self.dtype, policy.train_layers)
         self._prepare_blocks(model)
-        if coefficient := policy.load_balancing:  # an adapter has none: it freezes the routers
+        if coefficient := policy.load_balancing:  # not with an adapter, which freezes the routers
             model.balancing = LoadBalancing(model, model.lm.config.model_type, coefficient, self._world.device)
         if self._without_fsdp:
             return UnshardedWeights(model, self._folder, self._world.device, self.dtype)
@@ -100,7 +100,7 @@ class ModelLoader:
         return model
 
     def _adapter(self, lora: LoRAConfig) -> Weights:
-        """Load the base with adapters. Raises ConfigError, before it allocates device memory, if they do not fit."""
+        """Load the base with adapters. Raises ConfigError before it allocates device memory if adapters do not fit."""
         # Imported here: PEFT takes seconds to import, and only adapters need it.
         from colocated_grpo.policy.lora.files import read_factors
         from colocated_grpo.policy.lora.targets import insert_adapters
@@ -119,7 +119,7 @@ class ModelLoader:
         return AdapterWeights(model, factors, device, self._seed, base_on_host=lora.base_on_host)
 
     def _empty(self) -> PackedLM:
-        """Build the model with its buffers, and with parameters without storage.
+        """Build the model with its buffers. The parameters have no storage.
 
         Raises ConfigError, before device memory is allocated, if the checkpoint lacks tensors or has other shapes.
         """

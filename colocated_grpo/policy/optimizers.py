@@ -59,8 +59,8 @@ BUILDERS = {"adamw": _adamw, "adamw_8bit": _adamw_8bit, "adafactor": _adafactor}
 class LocalShardOptimizer(torch.optim.Optimizer):
     """Runs an optimizer without DTensor support on each rank's rows; correct for element-wise updates.
 
-    `shards` are the keys of `state`, in the order of the parameters. Quantised state differs from rank to rank, so
-    its checkpoints resume only on the same number of shards.
+    `shards` are the keys of `state`, in the order of the parameters. Quantised state differs from rank to rank:
+    checkpoints that contain it resume only on the same number of shards.
     """
 
     def __init__(

@@ -42,7 +42,7 @@ def score(weights: Weights, micro_batch: MicroBatch, device: torch.device) -> Te
 
 
 def fill_missing(given_N: Tensor | None, scored_N: Tensor) -> Tensor:
-    """Return `given_N` with NaN replaced by `scored_N`, or `scored_N` if it is None; on the device of `scored_N`."""
+    """Return `given_N` with NaN replaced by `scored_N`, or `scored_N` if `given_N` is None; on `scored_N`'s device."""
     if given_N is None:
         return scored_N
     given_N = given_N.to(scored_N.device)
@@ -67,7 +67,7 @@ class Policy:
         self.version = 0
         """Completed optimizer steps."""
         self.fixed_lr: float | None = None
-        """Learning rate in place of the schedule's, the same on every rank; None: the schedule's."""
+        """Learning rate that replaces the schedule's, the same on every rank. None: use the schedule."""
         self._config = config.policy
         self._world_size = world.size
         self._sum_over_ranks = world.sum_
@@ -82,7 +82,7 @@ class Policy:
         return self.weights.masters()
 
     def num_parameters(self) -> int:
-        """Return the number of the model's parameters, without an adapter's."""
+        """Return the number of the model's parameters, not counting those of an adapter."""
         return sum(parameter.numel() for parameter in self.model.hf_parameters().values())
 
     def num_trained(self) -> int:
@@ -94,7 +94,7 @@ class Policy:
         return isinstance(self.optimizer, LocalShardOptimizer)
 
     def optimizer_states(self) -> dict[str, dict[str, Any]]:
-        """Return the optimizer's state by parameter name. The values of the inner dicts may be replaced."""
+        """Return the optimizer's state by parameter name. Callers may replace the values of the inner dicts."""
         parameters, optimizer = self.parameters(), self.optimizer
         keys = optimizer.shards if isinstance(optimizer, LocalShardOptimizer) else parameters.values()
         return {name: optimizer.state[key] for name, key in zip(parameters, keys, strict=True)}
@@ -137,7 +137,7 @@ class Policy:
             inputs = with_group_sums(_on_device(micro_batch, self.device))
             loss, stats = self._objective(self.model, inputs, denominator)
             loss.backward()
-            # All ranks have equally many micro-batches: these weights add up to 1 for each minibatch.
+            # All ranks have equally many micro-batches, so the weights of a minibatch add up to 1.
             metrics.add({**stats, "loss": Stat.mean(loss.detach(), 1 / (parts * self._world_size))})
             if index == 0:
                 metrics.add(minibatch.left_out.stats(stats, self._world_size))
@@ -148,7 +148,7 @@ class Policy:
 
     @torch.no_grad()
     def _balance(self, balancing: LoadBalancing, minibatch: Minibatch) -> Stat:
-        """Set the loss of the routers for this minibatch, and return it. Computes no logits."""
+        """Set the loss of the routers for this minibatch, and return it. The output layer is skipped."""
         balancing.reset()
         for micro_batch in minibatch.micro_batches:
             self.model(_on_device(micro_batch.tokens, self.device), head=lambda hidden_NH, *_, **__: (hidden_NH,))
@@ -185,8 +185,8 @@ class Policy:
     def init_optimizer_state(self) -> None:
         """Allocate the optimizer's state unless it exists, so that memory measured afterwards includes it.
 
-        A step with zero gradients and learning rate zero changes neither weights nor moments. It advances the step
-        counters, which are reset here.
+        A step with zero gradients and learning rate zero changes neither weights nor moments. Such a step does advance
+        the step counters, so these are reset here.
         """
         if self.optimizer.state:
             return
@@ -224,7 +224,7 @@ Objective = Callable[[PackedLM, MicroBatch, float], tuple[Tensor, dict[str, Stat
 
 
 def make_objective(config: LossConfig) -> Objective:
-    """Return the fused objective where the loss can be computed in chunks, else the unfused one."""
+    """Return the fused objective if the loss can be computed in chunks, else the unfused objective."""
     loss_fn, chunked_loss = make_loss(config), make_chunked_loss(config)
     return unfused_objective(loss_fn) if chunked_loss is None else fused_objective(loss_fn, chunked_loss)
 

@@ -23,7 +23,8 @@ from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.types import MAX_UINT8_EXPERTS
 
 FIRST_WITH_LOGITS = Version("5.6")
-"""First minor release of transformers after pull request 45131. Before it, most routers returned probabilities."""
+"""First minor release of transformers after pull request 45131. In earlier releases, most routers returned
+probabilities."""
 Weigh = Callable[[Any, Tensor, Tensor], Tensor]
 """(router, its logits [T, E], experts [T, K]) -> their weights [T, K], as the router of the family computes them."""
 
@@ -58,14 +59,14 @@ WEIGHTS: dict[str, Weigh] = {
     "qwen3_moe": softmax_weights,
     "qwen3_next": softmax_weights,
 }
-"""By model type."""
+"""How to compute the weights of the chosen experts, by model type."""
 
 
 class RoutingReplay:
-    """Replaces the experts chosen by the model's routers with the recorded ones."""
+    """Replaces the experts chosen by the model's routers with the recorded experts."""
 
     def __init__(self, blocks: Iterable[nn.Module], config: PreTrainedConfig, device: torch.device) -> None:
-        """blocks: of the model with this config, in order.
+        """blocks: the transformer blocks of the model with this config, in order.
 
         Raises ConfigError for families whose routers are not known.
         """
@@ -82,8 +83,8 @@ class RoutingReplay:
         """Set the record of the next forward pass and of its recomputation in the backward pass.
 
         Called outside the blocks, because a compiled, checkpointed block must not mutate state. Tokens without a record
-        get an empty one. They run the same compiled graph, so trial steps, which have no record, compile it for all
-        later steps.
+        get an empty record, so that they run the same compiled graph. Trial steps have no record, and thus compile the
+        graph of all later steps.
         """
         routes = self._empty_record(tokens) if tokens.routes is None else tokens.routes
         for layer, experts_TK in zip(self._layers, routes.experts_LTK, strict=True):
@@ -121,7 +122,8 @@ class _LayerReplay:
         logits_TE, own_weights_TK, own_experts_TK = routed(output, "policy.routing_replay=true")
         # Skip tokens without a record: their zeros name one expert several times, and could make the gradient NaN.
         experts_TK = torch.where(self.recorded_T[:, None], self.experts_TK.to(own_experts_TK.dtype), own_experts_TK)
-        # If both chose the same experts, keep the policy's order, which gives the same bits as without replay.
+        # If engine and policy chose the same experts, keep the policy's order, which gives the same bits as without
+        # replay.
         replaced_T = (experts_TK.sort(-1).values != own_experts_TK.sort(-1).values).any(-1)
         replaced_T1 = replaced_T[:, None]
         weights_TK = self._weigh(router, logits_TE, experts_TK).to(own_weights_TK.dtype)

@@ -29,7 +29,7 @@ def load_shards(model: PackedLM, folder: Path, device: torch.device, *, offloade
 def read_parameters(parameters: Mapping[str, Tensor], prefix: str, folder: Path) -> None:
     """Read parameters or buffers from the checkpoint in `folder`; only this rank's rows if they are sharded.
 
-    prefix: the base model's, such as "model"; names in the checkpoint may have or lack it.
+    prefix: prefix of the base model's names, such as "model". Names in the checkpoint may have or lack this prefix.
     Raises ConfigError if tensors are missing or have other shapes.
     """
     read_from(CheckpointReader(folder), parameters, prefix)
@@ -37,13 +37,13 @@ def read_parameters(parameters: Mapping[str, Tensor], prefix: str, folder: Path)
 
 @torch.no_grad()
 def read_from(reader: CheckpointReader, parameters: Mapping[str, Tensor], prefix: str) -> None:
-    """Read parameters as `read_parameters` does, from an open reader. Raises ConfigError as it does."""
+    """Read parameters from an open reader. Raises ConfigError as `read_parameters` does."""
     for name, source in stored_names(reader, parameters, prefix).items():
         _fill(parameters[name], reader, source)
 
 
 def stored_names(reader: CheckpointReader, parameters: Mapping[str, Tensor], prefix: str) -> dict[str, str]:
-    """Return the name in the checkpoint of each parameter. Reads no values. Raises as `read_parameters`.
+    """Return each parameter's name in the checkpoint. Reads no values. Raises ConfigError as `read_parameters` does.
 
     The parameters may be on the meta device.
     """

@@ -1,9 +1,10 @@
 """Attention sinks for kernels that lack them, as a custom operator that is opaque to torch.compile.
 
-A sink is one more score per head, beside those of the keys. It enters the softmax but has no value, so it only shrinks
-the output: with logsumexp L of the keys' scores and sink s, L' = log(exp L + exp s), out' = out * exp(L - L').
-FlashAttention's backward kernels compute weights as exp(score - L), and the gradients of scores from sum(grad * out).
-Given L' and out', they compute the exact gradients with a sink. The sink's own gradient is
+A sink is one more score per head, in addition to the scores of the keys. The sink enters the softmax but has no value,
+so the sink only shrinks the output: with logsumexp L of the keys' scores and sink s, L' = log(exp L + exp s), out' =
+out * exp(L - L'). FlashAttention's backward kernels compute weights as exp(score - L), and the gradients of scores from
+sum(grad * out). If these kernels get L' and out' in place of L and out, they compute the exact gradients with a sink.
+The sink's own gradient is
 -sum(exp(s - L') * sum(grad * out')).
 
 Shapes: T queries, E keys, N runs of queries, H query heads, K key-value heads, D head size.
@@ -27,7 +28,7 @@ def add_sinks(out_THD: Tensor, logsumexp_HT: Tensor, sinks_H: Tensor) -> Tensor:
 
 
 def sinks_gradient(grad_THD: Tensor, out_THD: Tensor, logsumexp_HT: Tensor, sinks_H: Tensor) -> Tensor:
-    """Return the gradient of the sinks. out_THD, logsumexp_HT: with sinks."""
+    """Return the gradient of the sinks. out_THD, logsumexp_HT: results with sinks."""
     weights_HT = (sinks_H[:, None].to(logsumexp_HT.dtype) - logsumexp_HT).exp()
     products_TH = (grad_THD.to(logsumexp_HT.dtype) * out_THD).sum(-1)
     return -(weights_HT * products_TH.T).sum(1).to(sinks_H.dtype)
@@ -49,8 +50,8 @@ def attend(
     """Compute causal attention of each run's queries to its keys with FlashAttention 2.
 
     query: [T, H, D], key and value: [E, K, D], 16-bit; sinks: [H]; cu_q, cu_k: [N + 1] int32. left: number of earlier
-    keys that a query sees, -1 for all; a run's last query is at the position of its last key. Returns [T, H, D] and the
-    logsumexps [H, T] in float32, which have no gradient.
+    keys that a query sees, -1 for all; the last query of a run is at the position of the run's last key. Returns [T, H,
+    D] and the logsumexps [H, T] in float32, which have no gradient.
     """
     out, logsumexp = fa2.forward(query, key, value, (cu_q, cu_k, longest_q, longest_k), scale, left)
     return out, add_sinks(out, logsumexp, sinks)

@@ -1,6 +1,6 @@
 """Attention with soft-capped scores over packed sequences, by torch's FlexAttention on CUDA devices.
 
-A query sees an interval of keys: from the first key of its run, or of its window, to its own. A block mask with two
+A query sees an interval of keys: from the first key of its run, or of its window, to its own key. A block mask with two
 numbers per query therefore covers all runs and windows with one compiled kernel.
 
 Shapes: T queries, E keys, Q blocks of queries, K blocks of keys, B queries of a block; in `attend_capped` H heads of
@@ -29,17 +29,17 @@ _flex_attention = torch.compile(flex_attention, dynamic=True)
 
 @dataclass(eq=False)
 class Capped:
-    """Inputs of all layers' attention in one micro-batch. Not a tuple: FSDP would cast its tensors to 16 bit."""
+    """Inputs of all layers' attention in one micro-batch. A dataclass: FSDP would cast a tuple's tensors to 16 bits."""
 
     softcap: Tensor
-    """[] float32. A number would become an input of the compiled function, which FlexAttention's lowering rejects
-    (torch 2.11 to 2.13: "unbacked_bindings")."""
+    """[] float32. A Python number would become an input of the compiled function, and FlexAttention's lowering rejects
+    such an input (torch 2.11 to 2.13: "unbacked_bindings")."""
     masks: dict[int | None, BlockMask]
-    """One per window size of the layers; None: no window."""
+    """One mask per window size of the layers. The key None stands for no window."""
 
 
 def capped_attention(config: PretrainedConfig, tokens: PackedTokens) -> Capped | None:
-    """Return what `attend_capped` needs; None if the model does not cap scores or the tokens are not on a GPU."""
+    """Return what `attend_capped` needs; None if the model does not cap scores or if the tokens are not on a GPU."""
     softcap, cu_q = getattr(config, "attn_logit_softcapping", None), tokens.cu_seqlens
     if softcap is None or not cu_q.is_cuda:
         return None
@@ -53,9 +53,9 @@ def capped_attention(config: PretrainedConfig, tokens: PackedTokens) -> Capped |
 
 
 def block_mask(runs: Runs, window: int | None, num_queries: int, num_keys: int) -> BlockMask:
-    """Return the mask of causal attention within runs; the last query of a run sees all of its keys.
+    """Return the mask of causal attention within runs; the last query of a run sees all keys of the run.
 
-    A few dozen small operations: build it once for a micro-batch and window, not in each layer.
+    This takes a few dozen small operations. Build the mask once per micro-batch and window, not in each layer.
     """
     first_T, last_T = seen_keys(runs, window, num_queries)
     # Padding after the last query sees no key.
@@ -65,7 +65,8 @@ def block_mask(runs: Runs, window: int | None, num_queries: int, num_keys: int) 
     last_QB = F.pad(last_T, padding, value=-1).view(-1, BLOCK)
     start_K = torch.arange(columns, device=first_T.device) * BLOCK
     end_K = start_K + BLOCK - 1
-    # If a block of queries has two runs, keys between their intervals are seen by neither: the mask below hides them.
+    # If a block of queries has two runs, neither run sees the keys between their intervals. `sees` below hides these
+    # keys.
     seen_QK = (first_QB.amin(1)[:, None] <= end_K) & (last_QB.amax(1)[:, None] >= start_K)
     full_QK = (first_QB.amax(1)[:, None] <= start_K) & (last_QB.amin(1)[:, None] >= end_K)
 
@@ -94,14 +95,14 @@ def _list_sizes(num_queries: int, num_keys: int) -> tuple[int, int]:
     """Return the sizes of lists of blocks: large enough, odd, not 1, and different from each other.
 
     torch.compile specializes on sizes of 1 and on equal sizes, such as a size that equals the number of heads, and
-    recompiles when they change. Blocks after the last token are never visited.
+    recompiles when such a size changes. Blocks after the last token are never visited.
     """
     rows, columns = (max(3, -(-tokens // BLOCK) | 1) for tokens in (num_queries, num_keys))
-    return rows, columns + 2  # each query has a key
+    return rows, columns + 2  # each query has a key, so there are at least as many columns as rows before this addition
 
 
 def _ordered(chosen_QK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the number of chosen blocks [1, 1, Q], and their positions before all others [1, 1, Q, K]."""
+    """Return the number of chosen blocks [1, 1, Q], and the positions of all blocks [1, 1, Q, K], chosen first."""
     order = chosen_QK.to(torch.int32).argsort(dim=1, descending=True, stable=True)
     return chosen_QK.sum(1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
 

@@ -124,7 +124,7 @@ def _logit_gradient(
         # d logp / d logit = (onehot - softmax) / temperature, times the slope of the cap.
         change = tl.where(start + lanes == target, 1.0, 0.0) - tl.exp(x * scale - logsumexp)
         slope = 1.0 - (x * inverse_cap) * (x * inverse_cap)
-        # `out` overwrites the start of this row of logits. The barrier makes each block be read in full before it is
-        # written. The output is at most as wide as the logits, so it never overwrites later blocks.
+        # `out` overwrites the start of this row of logits. The barrier ensures that each block is read in full before
+        # it is written. The output is at most as wide as the logits, so it never overwrites later blocks.
         tl.debug_barrier()
         tl.store(out + start + lanes, (grad * change * slope).to(out.dtype.element_ty), mask=inside)

@@ -1,8 +1,8 @@
 """Turn prompts into scored groups: single completions, or episodes of several turns.
 
 No collective over all ranks runs between the first prompt and the last reward. Each engine takes prompts from a queue,
-so a slow rank takes fewer, and ranks whose completions or episodes differ in length or number cannot block each other.
-Finished groups are gathered once, at the end.
+so a slow rank takes fewer prompts, and ranks whose completions or episodes differ in length or number cannot block each
+other. Finished groups are gathered once, at the end.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from colocated_grpo.types import Completion, Group, Prompt, Rollout, Score
 OVERDUE_CHECK_SECONDS = 0.5
 
 Decode = Callable[[Sequence[int]], str]
-"""From token ids of a completion to text without special tokens."""
+"""Converts the token ids of a completion to text without special tokens."""
 Gather = Callable[[], list[Group]]
 """Collective: return all groups of a job, as `Collector.collect` does."""
 
 
 class Stopped(Exception):
-    """A stop was requested while the batch was being generated. Its groups are discarded."""
+    """A stop was requested while the batch was being generated. The groups of this batch are discarded."""
 
 
 class Collector:
@@ -62,7 +62,7 @@ class Collector:
         )
 
     def collect(self, job: Job) -> list[Group]:
-        """Return all groups of the job on every rank, in prompt order. Raises Stopped on all ranks if one stops."""
+        """Return all groups of the job on every rank, in prompt order. Raises Stopped on all ranks if a rank stops."""
         gather = self.sample(job)
         self._driver.drain()
         return gather()
@@ -181,7 +181,7 @@ class _Batch:
         )
 
     def advance(self) -> Iterator[int]:
-        """Run one decode step. Yields the prompts whose last completion finished in it."""
+        """Run one decode step. Yields the prompts whose last completion finished in this step."""
         for key, completion in self._driver.step():
             index, sibling = cast(tuple[int, int], key)
             self._completions[index][sibling] = completion
@@ -190,7 +190,7 @@ class _Batch:
                 yield index
         if self._playing:
             self._store(self._episodes.finished())
-            # Check while the engine decodes too: requests of other clients may keep it busy for ever.
+            # Check while the engine decodes too: requests of other clients may keep the engine busy for ever.
             if not self._driver.running or time.monotonic() >= self._next_overdue_check:
                 self._store(self._episodes.give_up_overdue())
                 self._next_overdue_check = time.monotonic() + OVERDUE_CHECK_SECONDS

@@ -34,7 +34,7 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """One completion to sample. It is returned under `key`."""
+    """One completion to sample. The completion is returned under `key`."""
 
     key: Hashable
     """Unique among running requests."""
@@ -47,7 +47,7 @@ class Request:
     stream: bool = False
     """Deliver tokens as they are sampled, through `RolloutEngine.deltas`. False: nothing before completion."""
     routes: bool = False
-    """Return the chosen experts with the completion. Only engines built with policy.routing_replay can."""
+    """Return the chosen experts with the completion. Only engines built with policy.routing_replay can return them."""
 
 
 class TokenDelta(NamedTuple):
@@ -61,7 +61,7 @@ Finished = list[tuple[Hashable, Completion]]
 
 
 class RolloutEngine(Protocol):
-    """An engine. Under tensor parallelism all its ranks make the same calls in the same order."""
+    """An engine. Under tensor parallelism, all ranks of the engine make the same calls in the same order."""
 
     max_num_seqs: int
     """Completions that decode together."""
@@ -73,7 +73,7 @@ class RolloutEngine(Protocol):
         ...
 
     def step(self) -> Finished:
-        """Decode one token for every running request. Returns the finished ones."""
+        """Decode one token for every running request. Returns the finished requests."""
         ...
 
     def deltas(self) -> list[tuple[Hashable, TokenDelta]]:
@@ -84,11 +84,11 @@ class RolloutEngine(Protocol):
         ...
 
     def abort(self, keys: Collection[Hashable] | None = None) -> None:
-        """Abort running requests: those with these keys, or all. Other keys are ignored."""
+        """Abort the running requests with these keys, or all running requests if None. Unknown keys are ignored."""
         ...
 
     def top_logprobs(self, token_ids: Sequence[int], k: int) -> list[dict[int, float]]:
-        """Return log-probabilities at temperature 1 for each of token_ids[1:]: its own first, then the `k` highest.
+        """Return log-probabilities at temperature 1 for each of token_ids[1:]: the token's own, then the `k` highest.
 
         No request may be running. Raises ValueError for unknown tokens and for a `k` above the engine's limit.
         """

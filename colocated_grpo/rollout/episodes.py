@@ -30,7 +30,8 @@ from colocated_grpo.runtime.user_code import limited
 from colocated_grpo.types import Completion, Rollout, Score
 
 GRACE_SECONDS = 2.0
-"""Grace period after a deadline. An episode still running then is blocking the event loop."""
+"""Grace period after a deadline. An episode that still runs afterwards blocks the event loop or suppresses
+cancellation."""
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -41,7 +42,8 @@ class _Playing:
     index: int
     sibling: int
     deadline: float | None = None
-    """Deadline of its tools, in time.monotonic(). None before it begins and while the engine samples its turns."""
+    """Deadline of the episode's tools, in time.monotonic(). None before the episode begins and while the engine samples
+    its turns."""
     clock: asyncio.Timeout | None = None
     """The event loop's timeout for the same deadline, which cancels the episode. None if the episode is not running."""
     conversation: Conversation | AgentConversation | None = None
@@ -73,7 +75,7 @@ class EpisodeRunner:
         tool_timeout: float,
         agents: Mapping[str, AgentLimits] | None = None,
     ) -> None:
-        """agents: by source, for the episodes whose turns are requested over HTTP."""
+        """agents: limits by source, for the episodes whose turns are requested over HTTP."""
         self._episodes = episodes
         self._agents = agents or {}
         self._codec = codec
@@ -88,13 +90,13 @@ class EpisodeRunner:
         self._waiting: defaultdict[str, deque[_Playing]] = defaultdict(deque)
         """Episodes by source, queued until the source's limit allows them to run."""
         self._running: Counter[str] = Counter()
-        """By source."""
+        """Number of running episodes, by source."""
 
     def plays(self, source: str) -> bool:
         return source in self._episodes
 
     def start(self, job: Job, index: int) -> None:
-        """Start the episodes of one prompt of the job. Queue those above their source's limit."""
+        """Start the episodes of one prompt of the job. Episodes above their source's limit are queued."""
         for sibling in range(job.group_size):
             playing = _Playing(job=job, index=index, sibling=sibling)
             playing.conversation = self._conversation(playing)
@@ -120,7 +122,7 @@ class EpisodeRunner:
         playing.task.add_done_callback(partial(self._end, playing))
 
     def finished(self) -> Iterator[tuple[int, list[Rollout]]]:
-        """Yield the prompts whose last episode has ended since the last call, with all rollouts."""
+        """Yield the prompts whose last episode has ended since the last call, with all rollouts of each."""
         while self._ended:
             playing = self._ended.popleft()
             if playing in self._playing:
@@ -129,7 +131,7 @@ class EpisodeRunner:
     def give_up_overdue(self) -> Iterator[tuple[int, list[Rollout]]]:
         """End episodes past their deadline that block the event loop or suppress cancellation.
 
-        A coroutine cannot be killed: it is abandoned with its thread, and later episodes get a new thread.
+        A coroutine cannot be killed, so it is abandoned with its thread. Later episodes get a new thread.
         """
         now = time.monotonic()
         overdue = [one for one in self._playing if one.deadline is not None and now > one.deadline + GRACE_SECONDS]
@@ -158,13 +160,13 @@ class EpisodeRunner:
             self._abandon_loop()
 
     def _event_loop(self) -> asyncio.AbstractEventLoop:
-        """Return the loop, shared by all batches: connections of user code are bound to the loop that opened them."""
+        """Return the loop of all batches: connections of user code are bound to the loop that opened them."""
         if self._loop is None:
             self._loop = start_loop("episodes")
         return self._loop
 
     def _abandon_loop(self) -> None:
-        """Later episodes get a new loop."""
+        """Abandon the loop. Later episodes get a new loop."""
         if self._loop is not None:
             retire_loop(self._loop)
         self._loop = None
@@ -174,7 +176,7 @@ class EpisodeRunner:
         self._inbox.wake()
 
     def _store(self, playing: _Playing, rollout: Rollout) -> Iterator[tuple[int, list[Rollout]]]:
-        """Yield the prompt with all its rollouts, in sibling order, if this one was the last."""
+        """Yield the prompt with all its rollouts, in sibling order, if this rollout was the last."""
         self._playing.remove(playing)
         self._running[playing.source] -= 1
         self._begin_waiting(playing.source)
@@ -199,7 +201,8 @@ class EpisodeRunner:
     async def _play(self, playing: _Playing) -> Rollout:
         score = await self._score(playing)
         for turn in list(playing.sampling):
-            turn.cancel()  # run() may return before a turn that it started; the engine must not continue it
+            # run() may return before a turn that it started has ended. The engine must not continue such a turn.
+            turn.cancel()
         return self._rollout(playing, score)
 
     async def _score(self, playing: _Playing) -> Score:
@@ -208,7 +211,7 @@ class EpisodeRunner:
         clock = playing.clock = asyncio.timeout(self._tool_timeout)
         try:
             async with clock:
-                item = deepcopy(prompt.item)  # an episode may change it, and siblings must not see that
+                item = deepcopy(prompt.item)  # an episode may change its item, and siblings must not see the change
                 with limited():
                     return as_score(await self._episodes[prompt.source].run(item, _conversation_of(playing)))
         except ContextExhausted:
@@ -234,7 +237,8 @@ class EpisodeRunner:
         with playing.lock:
             playing.sampling.add(turn)
             playing.deadline = None
-        # Called on the thread that completes the turn, not by the episode: a blocked loop must not stop the clock.
+        # `_sampled` runs on the thread that completes the turn, not on the event loop: a blocked loop must not stop the
+        # clock.
         turn.add_done_callback(partial(self._sampled, playing))
         try:
             return await asyncio.wrap_future(turn)
@@ -262,7 +266,7 @@ class EpisodeRunner:
 
 
 def _set_clock(playing: _Playing, when: float | None) -> None:
-    """Move the episode's timeout, if it runs and has not expired."""
+    """Move the episode's timeout if the episode runs and the timeout has not expired."""
     if playing.clock is not None and not playing.clock.expired():
         playing.clock.reschedule(when)
 

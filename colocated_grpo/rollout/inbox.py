@@ -30,24 +30,24 @@ class Inbox:
 
     def __init__(self) -> None:
         self._requests: deque[list[tuple[Request, Future[Completion], OnDelta | None]]] = deque()
-        """Each list was queued by one call, and is taken whole."""
+        """Each list has the requests that were queued by one call. They are taken together."""
         self._cancelled: deque[tuple[Hashable, Future[Completion]]] = deque()
         self._calls: deque[tuple[Call, Future[Any]]] = deque()
         self._wakeup = threading.Event()
 
     def put(self, request: Request, on_delta: OnDelta | None = None) -> Future[Completion]:
-        """Queue a request, whose key must be unique among running ones. Returns the future of its completion.
+        """Queue a request, whose key must be unique among running requests. Returns the future of its completion.
 
         From asyncio: `await asyncio.wrap_future(inbox.put(...))`. The future raises ValueError if the engine rejects
         the request, and CancelledError if the engine aborts all work. Cancelling the future aborts the request.
 
-        on_delta: for requests with `stream`; called on the driving thread with new tokens, except those of the last
-        step. It must return quickly.
+        on_delta: for requests with `stream`. It is called on the driving thread with new tokens, except the tokens of
+        the last step, and must return quickly.
         """
         return self.put_all([(request, on_delta)])[0]
 
     def put_all(self, entries: Sequence[tuple[Request, OnDelta | None]]) -> list[Future[Completion]]:
-        """Queue several requests; see `put`. The driver takes all or none of them in a step."""
+        """Queue several requests; see `put`. In one step, the driver takes all of them or none."""
         queued = [(request, self._future_of(request.key), on_delta) for request, on_delta in entries]
         self._requests.append(queued)
         self._wakeup.set()
@@ -110,13 +110,13 @@ class Driver:
         self._inbox = inbox
         self._futures: dict[Hashable, Future[Completion]] = {}
         self._listeners: dict[Hashable, OnDelta] = {}
-        """By key, for requests that stream."""
+        """Functions for new tokens, by key of the request. Only for requests that stream."""
         self._queue: deque[Request] = deque()
         """Requests not yet admitted to the engine, in order of arrival."""
         self._steps_queued = 0
         """Steps since the last admission in which a queued request had a free slot."""
         self._slot_steps_lost = 0
-        """Slots free for queued requests, summed over these steps."""
+        """Slots free for queued requests, summed over the steps that `_steps_queued` counts."""
         self.running = 0
         """Requests submitted or taken from the inbox, and not finished."""
 
@@ -220,7 +220,7 @@ class Driver:
             future.cancel()
 
     def _drop_cancelled(self) -> None:
-        """Abort cancelled requests. Runs before new ones are accepted, because a cancelled key may be used again."""
+        """Abort cancelled requests. Runs before new requests are accepted, because they may use a cancelled key."""
         for key, future in self._inbox.take_cancelled():
             if self._futures.get(key) is future:
                 del self._futures[key]
@@ -240,7 +240,7 @@ class Driver:
         if future.cancelled():
             return
         if request.key in self._futures:
-            if future.set_running_or_notify_cancel():  # it may be cancelled at the same time
+            if future.set_running_or_notify_cancel():  # the future may be cancelled at the same time
                 future.set_exception(ValueError(f"request key {request.key!r} is already running"))
             return
         self.submit([request])
@@ -249,7 +249,7 @@ class Driver:
             self._listeners[request.key] = on_delta
 
     def _resolve(self, key: Hashable, completion: Completion) -> bool:
-        """Complete the request's future. Returns False if it has none."""
+        """Complete the request's future. Returns False if the request has no future."""
         future = self._futures.pop(key, None)
         if future is None:
             return False

@@ -1,7 +1,7 @@
-"""Prompts in order of expected completion length, longest first: the last group to start decides when a batch ends.
+"""Sorts prompts by expected completion length, longest first.
 
-A long group that starts late leaves all other slots and ranks idle. The order changes only when a prompt is sampled,
-not its samples: seeds are derived from the prompt's index.
+A batch ends with its last group: a long group that starts late leaves all other slots and ranks idle. The order affects
+when a prompt is sampled, but not what is sampled: seeds are derived from the prompt's index.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ExpectedLengths:
         self._overall = RunningMean()
 
     def __call__(self, prompt: Prompt) -> float:
-        """Length of the same prompt if it was sampled before, else the mean of its source, else of all prompts."""
+        """Return the length of this prompt when last sampled, else the mean of its source, else the overall mean."""
         seen = self._by_prompt.get(_key(prompt))
         return self._by_source.get(prompt.source, self._overall).value if seen is None else seen
 

@@ -36,7 +36,8 @@ class PromptQueue:
     max_running: int = sys.maxsize
     """The rank takes a prompt only while fewer completions than this are running."""
     counts: bool = True
-    """False: this rank's groups duplicate those of another rank, which are scored and used instead."""
+    """False: this rank's groups duplicate the groups of another rank. Only the groups of the other rank are scored and
+    used."""
     may_stop: bool = True
     """False: this rank must stay in step with the other ranks of its tensor-parallel engine."""
 
@@ -69,7 +70,7 @@ class DynamicDispatch:
 
 
 class StaticDispatch:
-    """Prompt i goes to engine i % num_engines, in order, so that a resumed run repeats the uninterrupted one."""
+    """Prompt i goes to engine i % num_engines, in order, so that a resumed run repeats the uninterrupted run."""
 
     def __init__(self, engine: int, num_engines: int) -> None:
         self._engine = engine
@@ -94,7 +95,7 @@ class ReplicatedDispatch:
 class TensorParallelDispatch:
     """All ranks of one engine take the prompts that its first rank takes.
 
-    vLLM needs the same requests in the same order on each of them.
+    vLLM needs the same requests in the same order on each of these ranks.
     """
 
     def __init__(self, inner: Dispatch, group: dist.ProcessGroup, leader: int, rank: int) -> None:

@@ -24,10 +24,10 @@ Collect = Callable[[Job], list[Group]]
 
 
 class Resampling:
-    """Replaces the groups of one step at a time. All ranks decide from the same groups, and therefore alike."""
+    """Replaces the groups of one step at a time. All ranks have the same groups and make the same decisions."""
 
     def __init__(self, max_rounds: int, wanted: int, note: Callable[[str], None]) -> None:
-        """wanted: informative groups per step. note: called with one line when a step finds fewer."""
+        """wanted: informative groups per step. note: called with one line if a step finds fewer."""
         self._max_rounds = max_rounds
         self._wanted = wanted
         self._note = note
@@ -73,10 +73,10 @@ def round_size(missing: int, groups: Sequence[Group], most: int) -> int:
 
 
 def chosen_places(groups: Sequence[Group], wanted: int) -> list[int]:
-    """Return the places of the trained groups: the first informative ones, then others if there are too few.
+    """Return the places of the trained groups: informative groups first, then uninformative groups.
 
-    The order is that of `Prompt.index`, in which prompts were drawn. The other groups keep the batch size constant, and
-    count in the denominator of the loss as they do without resampling.
+    Groups are ordered by `Prompt.index`, the order in which prompts were drawn. Uninformative groups keep the batch
+    size constant. They count in the denominator of the loss as they do without resampling.
     """
     order = sorted(
         range(len(groups)), key=lambda place: (not is_informative(groups[place]), groups[place].prompt.index)

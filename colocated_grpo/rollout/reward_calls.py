@@ -69,11 +69,11 @@ class RewardCalls:
 
         The timeout does not include the start of a worker process, which imports the user's modules.
 
-        If all started calls are overdue, the others are queued behind hanging calls and get new workers. This repeats
-        only while new workers finish calls: otherwise a reward that always hangs would cost one timeout for every few
-        prompts.
+        If all started calls are overdue, the remaining calls wait behind hanging calls. The remaining calls are then
+        queued again with new workers. This repeats only while new workers finish calls: otherwise a reward that always
+        hangs would cost one timeout for every few prompts.
 
-        Returns False if a stop was requested and the rewards are not ready soon after it.
+        Returns False if a stop was requested and the rewards are not ready soon after the request.
         """
         done_before: int | None = None
         ended = 0

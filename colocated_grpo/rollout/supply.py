@@ -57,7 +57,7 @@ class Opponent(Protocol):
         ...
 
     def plays(self) -> AbstractContextManager[None]:
-        """Load these weights into the awake engine; restore the policy's on exit."""
+        """Load the opponent's weights into the awake engine; restore the policy's weights on exit."""
         ...
 
 
@@ -77,7 +77,7 @@ class PromptSupply:
         *,
         routes: bool = False,
     ) -> None:
-        """source: on rank 0 only. resampling: None trains every group. routes: request the chosen experts."""
+        """source: needed on rank 0 only. resampling: None trains every group. routes: request the chosen experts."""
         self._source = source
         self._collector = collector
         self._world = world
@@ -121,7 +121,7 @@ class PromptSupply:
         return lambda: self._completed(job, gather())
 
     def _completed(self, job: Job, groups: list[Group]) -> list[Group]:
-        """Return the groups of this round and of further ones."""
+        """Return the groups of this round and of further rounds."""
         if self._resampling is None:
             return groups
         return self._resampling.complete(job, groups, self._draw_more, self._collector.collect)
@@ -139,7 +139,7 @@ class PromptSupply:
         groups = self._collector.collect(replace(job, prompts=own)) if own else []
         others = [prompt for prompt in job.prompts if prompt.by_opponent]
         if others:
-            assert self._opponent is not None  # the config requires one for games with an opponent's turns
+            assert self._opponent is not None  # the config requires an opponent for games with an opponent's turns
             with self._opponent.plays():
                 its_job = replace(job, name=f"{job.name}/opponent", prompts=others, group_size=1, routes=False)
                 groups += self._collector.collect(its_job)
@@ -203,7 +203,7 @@ class AheadSupply:
             return self._supply.order(step)
         sampled, self._ahead = self._ahead, None
         gather = sampled.result()
-        # Before the sync: a server that receives weights serves no requests, so no rank may still be sampling.
+        # Gather before the sync: a server that receives weights serves no requests, so no rank may still be sampling.
         groups = gather()
         return lambda: groups
 
@@ -271,7 +271,7 @@ class MixedSupply:
 
     def _collect(self, job: Job, served: Order) -> list[Group]:
         gather = self._sampled.sample(job)
-        # Gather only after the served batch is complete: a rank that waits for others serves no requests.
+        # Gather only after the served batch is complete: a rank that waits for other ranks serves no requests.
         served_groups = served()
         return _renumbered(gather(), 0) + _renumbered(served_groups, 1)
 
@@ -301,5 +301,5 @@ class MixedSupply:
 
 
 def _renumbered(groups: Sequence[Group], side: int) -> list[Group]:
-    """Make the indices of both sides unique; each counts from 0. Sampled groups become even, served groups odd."""
+    """Make the indices of both sides unique; each side counts from 0. Sampled groups become even, served groups odd."""
     return [replace(group, prompt=replace(group.prompt, index=2 * group.prompt.index + side)) for group in groups]

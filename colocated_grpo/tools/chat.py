@@ -34,7 +34,7 @@ MAX_CONTEXT = 16_384
 
 
 class Interrupts:
-    """Handler of Ctrl-C. Ends the running reply; pressed again, or without a reply, raises KeyboardInterrupt."""
+    """Handler of Ctrl-C. Ends the running reply. A second Ctrl-C, or one between replies, raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self.replying = self.requested = False
@@ -124,7 +124,7 @@ def _open(options: argparse.Namespace, overrides: Sequence[str]) -> Chat:
 
 
 def _settings(subject: ModelSubject, overrides: Sequence[str]) -> Config:
-    """Return the settings of the run, or those of the command line alone. Raises ConfigError."""
+    """Return the settings of the run, or without a run, the settings of the command line. Raises ConfigError."""
     from colocated_grpo.settings.config_file import build_config, parse_overrides
     from colocated_grpo.settings.tree import parse_value
     from colocated_grpo.tools.subject import read_settings, with_subject
@@ -182,7 +182,7 @@ class Chat:
             return self._tokenizer.encode(messages[-1]["content"])
         try:
             return render_tokens(self._tokenizer, messages, self._variables)
-        except Exception as error:  # a template is a program: it may raise anything
+        except Exception as error:  # a template is a program, which may raise any error
             raise NoReply(f"the chat template rejects these messages: {in_one_line(error)}") from None
 
     def _sample(self, token_ids: list[int], interrupts: Interrupts) -> Iterator[str]:
@@ -218,7 +218,7 @@ class Chat:
 
 
 def _lines() -> Iterator[str]:
-    """Yield the lines of the user that are not empty."""
+    """Yield the user's lines, except empty lines."""
     if not sys.stdin.isatty():
         yield from filter(None, map(str.strip, iter(sys.stdin.readline, "")))
         return

@@ -60,7 +60,7 @@ def build_char_tokenizer(vocab_size: int | None = None, max_length: int = 2048) 
     """Return a fast Hugging Face tokenizer that decodes encoded printable ASCII to the same text.
 
     `vocab_size` pads the vocabulary with unused tokens, so that every id a wider model can sample can be decoded.
-    Raises ValueError if it is smaller than the alphabet.
+    Raises ValueError if `vocab_size` is smaller than the alphabet.
     """
     special = [PAD, BOS, END, UNKNOWN, *(f"<|{role}|>" for role in ROLES)]
     tokens = special + CHARACTERS
@@ -154,17 +154,18 @@ def _size_arguments(shape: Shape) -> dict[str, object]:
         "max_position_embeddings": shape.max_positions,
     }
     if shape.architecture == "deepseek_v3":
-        # Every head has its own keys. The defaults are the sizes of a model of 671 B parameters.
+        # Every head has its own keys. The default head sizes are those of a model of 671 B parameters.
         del sizes["head_dim"]
         heads = {"qk_nope_head_dim": shape.head_dim, "v_head_dim": shape.head_dim}
         sizes |= {"num_key_value_heads": shape.heads, "q_lora_rank": None, **heads}
     if shape.architecture == "olmoe":
         del sizes["head_dim"]  # its heads divide the hidden size
     if shape.architecture == "gemma4":
-        # Sizes of its layers without a window, and of the inputs per layer, which are large by default.
+        # Set the sizes of the layers without a window, and of the inputs per layer: both are large by default.
         sizes |= {"global_head_dim": shape.head_dim, "hidden_size_per_layer_input": 0}
     if shape.architecture in ("gemma2", "gemma3"):
-        # Attention scores are divided by its square root. The default is for the head size of released checkpoints.
+        # Attention scores are divided by the square root of this number. The default is for the head size of released
+        # checkpoints.
         sizes["query_pre_attn_scalar"] = shape.head_dim
     return sizes
 
@@ -205,7 +206,7 @@ def make_model(
 ) -> Path:
     """Write a model with random weights and its tokenizer to the new folder `out`, and return the path.
 
-    architecture: replaces the shape's. settings: as in `model_config`.
+    architecture: replaces the architecture of `shape`. settings: as in `model_config`.
     """
     out = Path(out)
     check_writable(out, force=False)

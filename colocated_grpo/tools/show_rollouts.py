@@ -59,7 +59,7 @@ def show_game(run_dir: Path, game_number: int) -> int:
 
 
 def select(rollouts: list[Row], options: argparse.Namespace) -> list[Row]:
-    """Return the rollouts of one step, by default the last one stored; with --best or --worst that many, sorted."""
+    """Return the rollouts of one step, by default the last stored step; with --best or --worst, that many by reward."""
     rows = [row for row in rollouts if row["kind"] == (files.EVALUATION if options.evaluation else files.TRAIN)]
     if not rows:
         return []
@@ -75,7 +75,7 @@ def select(rollouts: list[Row], options: argparse.Namespace) -> list[Row]:
 def rollout_panel(row: Row, encoding: str) -> Panel:
     """Render prompt, completion and score of one rollout. Markup and escape sequences in the texts have no effect."""
     facts = f"step {row['step']}  {row['source']}, prompt {row['prompt_index']}  {row['completion_tokens']} tokens"
-    # Not in the panel's title, which is cut when it does not fit.
+    # Show the parts below, not in the panel's title: a title that does not fit is cut.
     parts = "  ".join(f"{name} {number(part)}" for name, part in row["parts"].items())
     below = [Text(printable(parts, encoding), style="bold")] if parts else []
     if row["error"]:

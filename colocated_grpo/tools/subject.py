@@ -37,7 +37,7 @@ class ModelSubject:
     rank: int = 0
     """Rank of the adapter."""
     run_config: Path | None = None
-    """Config of the run that exported it."""
+    """Config of the run that exported the model."""
 
     @property
     def folder(self) -> str:
@@ -46,7 +46,7 @@ class ModelSubject:
 
 
 def subject_of(name: str) -> ModelSubject:
-    """Return the subject called `name`. A run folder stands for its best export, else its final one, else its newest.
+    """Return the subject called `name`. A run folder stands for its best, else final, else newest export.
 
     Raises ConfigError.
     """
@@ -79,7 +79,7 @@ def _exported(run: Path) -> Path:
 def read_settings(subject: ModelSubject, path: str | Path, overrides: Sequence[str]) -> Config:
     """Return the settings of a config file for the subject's model in one engine per rank. Raises ConfigError.
 
-    The base of an adapter may be overridden: the folder may have moved since.
+    The base of an adapter may be overridden, because its folder may have moved since the training.
     """
     model = ["--model.name", subject.model]
     return with_subject(load_config(path, [*model, *overrides] if subject.adapter else [*overrides, *model]), subject)
@@ -105,7 +105,7 @@ def with_subject(config: Config, subject: ModelSubject) -> Config:
 def subject_engine(spec: EngineSpec, adapter: Path | None, world: World) -> VLLMEngine:
     """Return an engine with the model's weights from disk, and with the adapter if given. Raises RunError. Collective.
 
-    spec: of a config of `with_subject`.
+    spec: built from a config that `with_subject` returned.
     """
     # Imported here: a wrong name of a model is reported before the engine's libraries are imported.
     from colocated_grpo.errors import RunError

@@ -35,7 +35,7 @@ Example = tuple[list[int], list[int]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WarmStart:
-    """Settings of a warm start. It ends at a mean sampled reward of `target`, or after `max_steps`."""
+    """Settings of a warm start, which ends at a mean sampled reward of `target`, or after `max_steps`."""
 
     target: float = 0.42
     max_steps: int = 250
@@ -61,7 +61,7 @@ class Teacher(Protocol):
     def sampled_reward(self, model: PreTrainedModel, split: Split, count: int) -> float:
         """Return the mean reward of one completion for each of `count` prompts, at temperature 1.
 
-        A failed score counts as 0. Prompts of the train split differ from those of examples().
+        A failed score counts as 0. Prompts of the train split differ from the prompts of examples().
         """
         ...
 
@@ -76,7 +76,7 @@ def warm_start(
     """Train `model` in place and return the number of steps. Repeatable on one kind of device.
 
     The reward is measured every CHECK_EVERY steps, on training prompts: the held-out split stays unseen. Training stops
-    when the mean of the last two measurements reaches the target, because a single one is too noisy.
+    when the mean of the last two measurements reaches the target, because a single measurement is too noisy.
     report(step, loss, reward) is called after each measurement.
     """
     torch.manual_seed(settings.seed)
@@ -129,7 +129,7 @@ class TaskTeacher:
 def encoded_prompts(
     task: Task | Episode, tokenizer: PreTrainedTokenizerFast, seed: int, split: Split
 ) -> Iterator[Prompt]:
-    """Yield the task's prompts as a run encodes them, skipping those longer than half of the model's context."""
+    """Yield the task's prompts as a run encodes them. Skips prompts longer than half of the model's context."""
     encoder = PromptEncoder(tokenizer, max_prompt_tokens=tokenizer.model_max_length // 2)
     for index, item in enumerate(task.prompts(seed, split)):
         prompt = encoder.encode(item, index=index, source=type(task).__name__)
@@ -270,7 +270,7 @@ class _TeacherConversation(Conversation):
 
 
 class _BatchSampler:
-    """Sample the turns of many conversations in one batch, once every unfinished conversation has requested one."""
+    """Sample the turns of many conversations in one batch, once every unfinished conversation has requested a turn."""
 
     def __init__(self, conversations: int, sample: Callable[[Sequence[list[int]], int], list[list[int]]]) -> None:
         self._unfinished = conversations

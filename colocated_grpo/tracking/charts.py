@@ -188,7 +188,7 @@ def _environment_of(key: str) -> tuple[str, str] | None:
 
 
 def phase_names(rows: Iterable[Row]) -> list[str]:
-    """Return the phases that took time, known ones first."""
+    """Return the phases that took time, known phases first."""
     timed = (key for row in rows for key in row if key.startswith("seconds/") and row[key])
     measured = dict.fromkeys(key.removeprefix("seconds/") for key in timed)
     names = [name for name in PHASES if name in measured]
@@ -196,7 +196,7 @@ def phase_names(rows: Iterable[Row]) -> list[str]:
 
 
 def phase_colors(rows: Sequence[Row]) -> dict[str, int]:
-    """Return a colour for each phase, the longest first: with many phases only short ones share a colour."""
+    """Return a colour for each phase, the longest first. Colours repeat only for short phases."""
     seconds = {name: sum(row.get(f"seconds/{name}") or 0.0 for row in rows) for name in phase_names(rows)}
     longest_first = sorted(seconds, key=lambda name: -seconds[name])
     return {name: index % NUM_COLORS for index, name in enumerate(longest_first)}

@@ -39,7 +39,7 @@ class Column:
     title: str
     key: str
     priority: int
-    """The column with the largest one is dropped first when the table is wider than the terminal."""
+    """The column with the largest priority is dropped first when the table is wider than the terminal."""
 
 
 LEARNING_COLUMNS = (
@@ -152,7 +152,7 @@ class Eta:
 
 
 class PlainDisplay:
-    """One line per step, for logs and pipes. `row` has the metrics of a step and those of the latest evaluation."""
+    """One line per step, for logs and pipes. `row` has the metrics of a step and of the latest evaluation."""
 
     def __init__(self, console: Console, total_steps: int) -> None:
         self.console = console
@@ -181,7 +181,7 @@ class PlainDisplay:
         self.note("  ".join(part for part in parts if part))
 
     def note(self, line: str) -> None:
-        # Bypasses rich, which would wrap the line at its assumed width.
+        # Bypass rich, which would wrap the line at its assumed width.
         print(printable(line, self.console.encoding), file=self.console.file, flush=True)
 
     def close(self) -> None:
@@ -193,7 +193,7 @@ class PlainDisplay:
             self.note(line)
 
     def _keep(self, step: int, row: Row) -> None:
-        # A new list, because the refresh thread of a live display may be reading the old one.
+        # Make a new list, because the refresh thread of a live display may be reading the old list.
         self._rows = [*self._rows, (step, row)][-STEPS_SHOWN:]
 
 
@@ -217,7 +217,7 @@ class LiveDisplay(PlainDisplay):
         self._phase.start()
 
     def phase_lasts(self, name: str) -> None:
-        """Do nothing: the spinner shows it."""
+        """Do nothing: the spinner shows the phase."""
 
     def phase_ends(self, name: str, seconds: float) -> None:
         self._stop_spinner()

@@ -87,7 +87,7 @@ def record_failure(run_dir: Path, failure: Failure, *, training: bool, state: st
 
 
 def record_ending(output: RunOutput, error: BaseException, run_folders: Sequence[str | None]) -> tuple[int, list[str]]:
-    """Close the output, and record in the run folder the error of this rank, the first to fail.
+    """Close the output, and record the error of this rank, the first to fail, in the run folder.
 
     Returns the exit code and the lines to show for the error. A defect has no lines: its traceback is shown and written
     to run.log.
@@ -108,7 +108,7 @@ def record_ending(output: RunOutput, error: BaseException, run_folders: Sequence
 
 
 def explain_os_error(error: OSError, run_folders: Sequence[str | None]) -> str | None:
-    """Return one line for an error of the disk, of the file limit, or of a file in `run_folders`; None for others."""
+    """Return one line for a disk error, the limit on open files, or a file in `run_folders`; None for other errors."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return f"{error.strerror}: raise the limit on open files (ulimit -n)"
     if error.errno in DISK_ERRORS:
@@ -152,8 +152,8 @@ def leave_with_other_rank(output: RunOutput, line: str | None) -> None:
 def ending(code: int, verdicts: Sequence[ProcessEnd] | None) -> tuple[int, list[str]]:
     """Return the run's exit code and the lines to show, and record a failure that no rank has recorded.
 
-    For the launcher. code: exit code of the command that ran the ranks. verdicts: how its processes ended; None if a
-    cleanup of /tmp has removed these files.
+    For the launcher. code: exit code of the command that ran the ranks. verdicts: how the ranks' processes ended; None
+    if a cleanup of /tmp has removed the files that say so.
     """
     if verdicts is None or any(verdict.finished for verdict in verdicts):
         # Stopped by a signal that this launcher has not received: a scheduler must not take the run for finished.
@@ -195,7 +195,7 @@ def _phase(output: RunOutput) -> str | None:
 def place_of(error: BaseException) -> str | None:
     """Return the innermost line of user code, else of this package, as 'judge (my_rewards.py, line 12)'.
 
-    If the error was raised from another one, return the place of the other.
+    If the error was raised from another error, return the place of that other error.
     """
     lines = lines_of_error(error.__cause__ or error)
     found = innermost(lines) or next((line for line in lines if line.is_ours()), None)

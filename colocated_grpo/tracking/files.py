@@ -78,7 +78,7 @@ class RunFolderError(RunError):
 
 
 def read_rows(path: Path, schema: RowSchema = STEP_ROW) -> Iterator[Row]:
-    """Yield the objects of a .jsonl file, none if it does not exist.
+    """Yield the objects of a .jsonl file; none if the file does not exist.
 
     A last line without a newline was cut by a kill and is skipped. Raises RunFolderError, with the line number, for a
     line that is not an object of the schema: another program may have written the file.
@@ -90,7 +90,7 @@ def read_rows(path: Path, schema: RowSchema = STEP_ROW) -> Iterator[Row]:
 
 
 def keep_before(path: Path, first_step: int, schema: RowSchema, note: Callable[[str], None]) -> None:
-    """Rewrite a .jsonl file without the rows of steps >= `first_step`, streaming: it may be larger than memory.
+    """Rewrite a .jsonl file without the rows of steps >= `first_step`. Streams: the file may exceed memory.
 
     Damaged lines are left out, with a note: a damaged log must not prevent a resume.
     """
@@ -135,7 +135,7 @@ def write_atomically(path: Path, parts: str | Iterable[str]) -> None:
 
 
 def _parsed_rows(path: Path, schema: RowSchema) -> Iterator[Row | RunFolderError]:
-    """Yield each line as a row, or an error if it is not one."""
+    """Yield each line as a row, or as an error if the line is not a row."""
     if not path.is_file():
         return
     with path.open(encoding="utf-8", errors="replace") as lines:

@@ -46,7 +46,7 @@ class _Job:
 
 
 class Hub:
-    """The run's repository. Every rank has one, to know when a push is `due`; only rank 0 pushes.
+    """The run's repository. Every rank has a Hub, to know when a push is `due`; only rank 0 pushes.
 
     Each push is an `hf upload` in its own process, so a slow or broken connection does not delay training.
     """
@@ -54,7 +54,7 @@ class Hub:
     def __init__(
         self, settings: HubConfig, run_dir: Path, final: int | None, text_part: bool, note: Callable[[str], None]
     ) -> None:
-        """final: the step whose export is pushed at the end. text_part: an adapter is for a part of its base model."""
+        """final: the step whose export is pushed at the end. text_part: the adapter is for the base's text part."""
         self._settings = settings
         self._run_dir = run_dir
         self._final = final
@@ -79,7 +79,7 @@ class Hub:
         self._add(_Job(f"repository {self._settings.repo}", command))
 
     def free(self, step: int) -> bool:
-        """Return whether a push can begin; False, with a note, while the previous one is incomplete."""
+        """Return whether a push can begin; False, with a note, while the previous push is incomplete."""
         self._advance()
         busy = [job for job in (self._job, *self._waiting) if job is not None and job.folder is not None]
         if busy:
@@ -103,7 +103,7 @@ class Hub:
         self._add(_Job(title, [*command, "--commit-message", f"{title} of {self._run_dir.name}"], folder))
 
     def pending(self, seconds: float, *, stopped: bool) -> bool:
-        """Wait up to `seconds`, and return whether a push is not complete yet. stopped: end it instead."""
+        """Wait up to `seconds`, and return whether a push is not complete yet. stopped: end the push instead."""
         if stopped:
             self.close()
         self._advance()
@@ -119,7 +119,7 @@ class Hub:
         return {"hub/failed": float(self._failed)}
 
     def close(self) -> None:
-        """Drop waiting pushes and end the running one."""
+        """Drop waiting pushes and end the running push."""
         self._waiting.clear()
         if self._process is not None:
             self._end("the run ended first")
@@ -130,7 +130,7 @@ class Hub:
         self._advance()
 
     def _advance(self) -> None:
-        """Record the result of a process that has ended, end one that is late, and begin the next job."""
+        """Record the result of a process that has ended, end a process that is late, and begin the next job."""
         if self._process is not None and (self._process.poll() is not None or time.monotonic() > self._deadline):
             self._end(f"longer than hub.timeout={self._settings.timeout:g} s")
         while self._waiting and self._process is None:
@@ -166,13 +166,13 @@ class Hub:
 
     def _fail(self, job: _Job, reason: str) -> None:
         self._failed += 1
-        final = job.folder is not None and job.folder.parent == self._run_dir  # others are deleted
+        final = job.folder is not None and job.folder.parent == self._run_dir  # other folders are deleted
         by_hand = f"; push it with: {shlex.join(['hf', *job.command])}" if final else ""
         self._note(f"warning: hub: {job.title}: failed, number {self._failed} in this run: {reason}{by_hand}")
 
 
 def card(repo: str, config: JsonObject, rows: Sequence[Row], step: int, text_part: bool) -> str:
-    """Return the card of the weights after `step` steps as Markdown. config, rows: of the run folder's files."""
+    """Return the card of the weights after `step` steps as Markdown. config, rows: read from the run folder's files."""
     settings = dict(files.flatten(config))
     base, adapter = hub_name(settings["model.name"]), "policy.lora.rank" in settings
     shown = base or Path(settings["model.name"]).name

@@ -65,7 +65,7 @@ def _line(step: int, name: str, raised: Sequence[Score], count: int, failed: boo
 
 
 class StabilityWatch:
-    """Counts consecutive steps out of bounds. Each such period is reported once."""
+    """Counts consecutive steps out of bounds. Each period of such steps is reported once."""
 
     def __init__(self) -> None:
         self._count = 0

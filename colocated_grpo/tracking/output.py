@@ -1,4 +1,4 @@
-"""The text of a run: on the console, and in run.log of the run folder. It begins before the folder is chosen."""
+"""The text of a run: on the console, and in run.log of the run folder. The text begins before the folder is chosen."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class RunOutput:
         finally:
             lasting.cancel()
         self._show(lambda display: display.phase_ends(name, time.monotonic() - begin))
-        self.phase_name = None  # after an exception it stays: the run has failed in this phase
+        self.phase_name = None  # after an exception the name stays: the run has failed in this phase
 
     def _phase_lasts(self, name: str) -> None:
         if self.phase_name == name:

@@ -11,16 +11,17 @@ from colocated_grpo.tracking.text import as_html, number
 
 LIGHT = ("#2f6fde", "#e07b1a", "#1f9d6b", "#b04ac4", "#c9a400", "#d6456b", "#2aa6b8", "#7a8b2f", "#8a6d5c", "#9aa3af")
 DARK = ("#6ea2ff", "#f59b4a", "#45c993", "#d184e3", "#e6c94b", "#f2789a", "#5ccfe0", "#aabf56", "#bd9c88", "#6b7480")
-"""One colour per series; the last is for "other"."""
+"""One colour per series; the last colour is for "other"."""
 WIDTH, HEIGHT = 560, 220
 LEFT, RIGHT, TOP, BOTTOM = 70, 12, 10, 24
 MAX_POINTS = 160
-"""Longer series are averaged down to this many points; with more, a step would be too narrow to hover over."""
+"""Longer series are averaged down to this many points; with more points, a step would be too narrow to hover over."""
 MIN_POINTS_TO_SMOOTH = 40
 """Shorter series are drawn without smoothing."""
 
 MIN_RELATIVE_SPAN = 4e-3
-"""Minimum axis span relative to its values: labels of a shorter span have more digits than fit in the margin."""
+"""Minimum span of an axis relative to the values on it: labels of a shorter span have more digits than fit in the
+margin."""
 TINY = 1e-100
 """Smaller values are treated as 0."""
 
@@ -192,7 +193,7 @@ def nice_ticks(low: float, high: float) -> list[float]:
 
 
 def _value_range(low: float, high: float) -> tuple[float, float]:
-    """Return the range of an axis. It starts at 0 if `low` is close: cutting the axis would exaggerate every change."""
+    """Return the range of an axis. It starts at 0 if `low` is near 0: a cut axis would exaggerate every change."""
     if 0 <= low <= 0.6 * high:
         return 0.0, high
     missing = MIN_RELATIVE_SPAN * max(abs(low), abs(high)) - (high - low)

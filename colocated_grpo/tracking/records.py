@@ -19,7 +19,7 @@ HELD_OUT_ROLLOUTS = 16
 """Held-out prompts with a stored rollout: the same prompts at every evaluation, so that evaluations can be compared."""
 Item = TypeVar("Item")
 Decode = Callable[[Sequence[int]], str]
-"""From token ids to text with special tokens."""
+"""Converts token ids to text with special tokens."""
 
 
 class RunWriter:
@@ -36,7 +36,7 @@ class RunWriter:
         note: Callable[[str], None],
         decode: Decode | None = None,
     ) -> None:
-        """decode: separates sampled from observed text in rollouts of several turns; None: they are stored as one."""
+        """decode: separates sampled from observed text in rollouts of several turns; None: stored as one text."""
         self.rollouts_per_step = rollouts_per_step
         self._run_dir = run_dir
         self._decode = decode
@@ -73,7 +73,7 @@ class RunWriter:
 
 
 class GameWriter:
-    """Append ended games. No file is created before the first one.
+    """Append ended games. No file is created before the first game has ended.
 
     Games of steps >= `first_step` are dropped on opening: they ended after the checkpoint that is resumed.
     """
@@ -83,10 +83,10 @@ class GameWriter:
         self._columns: list[str] = []
         if (run_dir / files.GAMES_FILE).exists():
             files.keep_before(run_dir / files.GAMES_FILE, first_step, files.GAME_ROW, note)
-        # Checked separately: events are written before games, so a kill may leave events only.
+        # Check the events separately: events are written before games, so a kill may leave events only.
         if (run_dir / files.EVENTS_FILE).exists():
             files.keep_before(run_dir / files.EVENTS_FILE, first_step, files.STEP_ROW, note)
-            # Rebuilt from the .jsonl: a kill may have cut the table's last line.
+            # Rebuild the table from the .jsonl: a kill may have cut the table's last line.
             (run_dir / files.EVENTS_TABLE).unlink(missing_ok=True)
             self._append_to_table(files.read_rows(run_dir / files.EVENTS_FILE))
 
@@ -150,7 +150,7 @@ def _rollout_row(kind: str, step: int, group: Group, sample: int, decode: Decode
 def _turns(rollout: Rollout, prompt: list[int], decode: Decode) -> list[JsonObject]:
     """Return the text after the prompt in parts that are either sampled or observed, with all template tokens.
 
-    A sequence that begins with another prompt, as an agent's may, is shown from its first token.
+    A sequence that begins with another prompt, as a sequence of an agent may, is shown from its first token.
     """
     turns = []
     for one in rollout.sequences:

@@ -39,7 +39,7 @@ MOSTLY = 0.5
 
 
 class LiveReport:
-    """Rewrites the report of a run that trains, less often the longer it takes."""
+    """Rewrites the report of a run that trains. The longer a rewrite takes, the less often it is done."""
 
     def __init__(self, run_dir: Path, note: Callable[[str], None]) -> None:
         """note: shows the path of the first report."""
@@ -48,10 +48,10 @@ class LiveReport:
         self._due = 0.0
 
     def step(self) -> None:
-        """Write the report if one is due."""
+        """Write the report if it is due."""
         if (begin := time.monotonic()) < self._due:
             return
-        with suppress(OSError, RunError):  # a run does not end because of its report
+        with suppress(OSError, RunError):  # a failed report must not end the run
             path = write_report(self._run_dir, running=True)
             if self._note is not None:
                 self._note(f"report: {path}, rewritten while the run goes on")
@@ -61,7 +61,7 @@ class LiveReport:
 
 
 def write_report(run_dir: Path, *, running: bool = False) -> Path:
-    """Write report.html, replacing an older one, and return its path.
+    """Write report.html, replacing an older report, and return the path.
 
     running: a process is still training; the page then reloads itself. Raises RunFolderError if there are no metrics,
     unless the run has failed before its first step.
@@ -147,7 +147,7 @@ def header(run_dir: Path, rows: list[Row], *, running: bool) -> str:
 
 
 def _banner(summary: JsonObject) -> str:
-    """Return the red box of a run that has failed, was killed, or has no recorded end; '' for others."""
+    """Return the red box of a run that has failed, was killed, or has no recorded end; '' for other runs."""
     if not summary:
         return _box(f"The run {NO_END}.", NO_END_ADVICE)
     if "error" not in summary:
@@ -245,7 +245,7 @@ def _learning(rewards: Sequence[float]) -> str:
         return f"{len(rewards)} step{'s' * (len(rewards) > 1)}: too few to tell learning from noise"
     window = max(2, min(MAX_WINDOW, len(rewards) // 4))
     before, after = _mean(rewards[:window]), _mean(rewards[-window:])
-    # Differences of neighbours: unlike the standard deviation, their scatter does not count the trend as noise.
+    # Use differences of neighbours: unlike the standard deviation, their scatter does not count the trend as noise.
     variance = _mean([(b - a) ** 2 for a, b in pairwise(rewards)]) / 2
     error = math.sqrt(2 * variance / window)
     change = after - before

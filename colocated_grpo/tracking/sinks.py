@@ -1,4 +1,4 @@
-"""Weights & Biases, TensorBoard and others through accelerate's tracker classes. A sink that fails is disabled."""
+"""Weights & Biases, TensorBoard and other trackers through accelerate's classes. A sink that fails is disabled."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WANDB_SECONDS = 30
 """Timeout for the W&B service at the start, and for uploads at the end."""
 TITLE = "completions"
 LONGEST_TEXT = 10_000
-"""Characters of a prompt or a completion; the middle of a longer one is left out."""
+"""Characters of a prompt or a completion; the middle of a longer text is left out."""
 LEFT_OUT = "\n[...]\n"
 
 
@@ -53,7 +53,7 @@ class Sinks:
     def open(self, settings: JsonObject, tracking: TrackingConfig, run_dir: Path, first_step: int) -> None:
         """Start the enabled sinks and send them the settings. Not collective.
 
-        Call it after the process group exists. Without one, accelerate would create its own.
+        Call after the process group exists. Otherwise, accelerate would create its own process group.
         """
         shown = masked(settings)
         self._tables_every, self._table_rows = tracking.completions_every, tracking.completions_rows
@@ -71,7 +71,7 @@ class Sinks:
                 sink.log(step, row)
 
     def completions(self, step: int, groups: list[Group]) -> None:
-        """Send a table of completions to the sinks that have tables, if one is due."""
+        """Send a table of completions to the sinks that have tables, if a table is due."""
         with_tables = [name for name, sink in self._sinks.items() if sink.table is not None]
         if not with_tables or not self._tables_every or step % self._tables_every:
             return
@@ -81,7 +81,7 @@ class Sinks:
             assert sink.table is not None
             try:
                 sink.table(step, table)
-            except Exception as error:  # as for metrics, which are still sent to this sink
+            except Exception as error:  # any error, as in `_disable_on_failure`; this sink still receives metrics
                 self._sinks[name] = replace(sink, table=None)
                 self._note(f"{name}: tables of completions disabled: {_reason(error)}")
 
@@ -98,7 +98,8 @@ class Sinks:
 
     @contextmanager
     def _disable_on_failure(self, name: str) -> Iterator[None]:
-        # Any exception: these are clients of external services, and training must not end because one of them fails.
+        # Catch any exception: sinks are clients of external services, and training must not end because a service
+        # fails.
         try:
             yield
         except Exception as error:
@@ -137,7 +138,7 @@ def _wandb(settings: object, tracking: TrackingConfig, run_dir: Path) -> Sink:
     tracker.start()
     tracker.run.define_metric("step")
     tracker.run.define_metric("*", step_metric="step")
-    # The step is sent as a metric: W&B drops rows below its highest step, and a resumed run starts below it.
+    # The step is sent as a metric: W&B drops rows below its highest step, and a resumed run starts below that step.
     return Sink(
         log=lambda step, row: tracker.log({**row, "step": step}),
         table=partial(_wandb_table, tracker),
@@ -170,7 +171,7 @@ def _started(name: str, settings: object, project: str, run_dir: Path) -> Sink:
 
 
 def make_tracker(name: str, project: str, run_dir: Path) -> GeneralTracker:
-    """Return accelerate's tracker of this name, not yet started. Its package is imported when it starts."""
+    """Return accelerate's tracker of this name, not yet started. The tracker imports its package when it starts."""
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     run = run_dir.name
@@ -208,7 +209,8 @@ def _adopt_process_group() -> None:
 
     threads = torch.get_num_threads()
     PartialState()
-    torch.set_num_threads(threads)  # accelerate may lower it on CPU, and only rank 0 creates trackers
+    # accelerate may lower the number of threads on CPU, and only rank 0 creates trackers.
+    torch.set_num_threads(threads)
 
 
 def _wandb_run_id(run_dir: Path) -> str:
@@ -282,7 +284,7 @@ def _mlflow_table(tracker: Any, _step: int, table: Table) -> None:
     import mlflow  # pyrefly: ignore[missing-import]
 
     columns = {name: [row[place] for row in table.rows] for place, name in enumerate(table.columns)}
-    # One file, to which MLflow appends: it lists a run's tables in a tag with room for about eighty names.
+    # Use one file, to which MLflow appends: MLflow lists a run's tables in a tag with room for about eighty names.
     mlflow.log_table(columns, f"{TITLE}.json", run_id=tracker.tracker.info.run_id)
 
 

@@ -38,8 +38,9 @@ class Tracker:
     Call `start` once, `evaluation` and `flush` for each step, and `close` at the end, also after a failure. `note` may
     be called at any time.
 
-    Steps count from 0. An evaluation at `step` measures the weights before training step `step`, so the first is at 0
-    and the last at training_steps. A run resumed at `first_step` repeats the evaluation due at that step.
+    Steps count from 0. An evaluation at `step` measures the weights before training step `step`, so the first
+    evaluation is at 0 and the last at training_steps. A run resumed at `first_step` repeats the evaluation due at that
+    step.
     """
 
     def __init__(self, run_dir: Path, output: RunOutput, tracking: TrackingConfig) -> None:
@@ -58,7 +59,7 @@ class Tracker:
         """Print the banner, write config.yaml and environment.json, and drop rows of steps >= `first_step`.
 
         settings: the resolved config as JSON. facts: banner lines from the trainer, such as parameter count, ranks and
-        device. decode: from token ids to text with special tokens, for rollouts of several turns.
+        device. decode: converts token ids to text with special tokens, for rollouts of several turns.
         """
         self._run_dir.mkdir(parents=True, exist_ok=True)
         (self._run_dir / files.SUMMARY_FILE).unlink(missing_ok=True)
@@ -182,7 +183,8 @@ def package_versions() -> dict[str, str]:
 
 def git_revision(folder: Path) -> str | None:
     """Return the commit of the checkout around `folder`, or None. '-dirty' is appended when files have changed."""
-    # ls-files first: the package may be installed inside an unrelated repository, such as a .venv in a user's project.
+    # Call ls-files first: the package may be installed inside an unrelated repository, such as a .venv in a user's
+    # project.
     tracked = _git(folder, "ls-files", "--error-unmatch", "__init__.py")
     return _git(folder, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*") if tracked else None
 

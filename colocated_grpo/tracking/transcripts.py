@@ -46,7 +46,7 @@ class Passage:
     speaker: str
     text: str
     sampled: bool
-    """True: written by the policy in this rollout. False: read by it."""
+    """True: written by the policy in this rollout. False: read by the policy."""
 
 
 def prompt_messages(row: Row) -> list[Passage]:
@@ -60,7 +60,7 @@ def completion_messages(row: Row) -> list[Passage]:
     messages: list[Passage] = []
     for turn in turns:
         if turn["sampled"]:
-            # Not searched for headers: a policy may write them itself.
+            # Do not search sampled text for headers: a policy may write headers itself.
             messages.append(Passage(POLICY, _TOKEN.sub("", turn["text"]) if row.get("turns") else turn["text"], True))
         else:
             messages += _parsed(turn["text"], ENVIRONMENT)
@@ -74,7 +74,7 @@ def one_line(messages: Sequence[Passage], limit: int) -> str:
 
 
 def _parsed(text: str, speaker: str) -> Iterator[Passage]:
-    """Yield the messages of text rendered by a chat template; one message of `speaker` if it has no header."""
+    """Yield the messages of text rendered by a chat template; one message of `speaker` if there is no header."""
     begin = 0
     for header in _HEADER.finditer(text):
         yield from _message(speaker, text[begin : header.start()])
@@ -84,7 +84,7 @@ def _parsed(text: str, speaker: str) -> Iterator[Passage]:
 
 
 def _message(speaker: str, text: str) -> Iterator[Passage]:
-    """Yield a message unless it is empty, such as the opening of the policy's message."""
+    """Yield one message; nothing if its text is empty, as after the header that opens the policy's reply."""
     if shown := _TOKEN.sub("", text).strip():
         yield Passage(speaker, shown, sampled=False)
 

@@ -1,7 +1,7 @@
-"""Parameters in buckets: every rank contributes its rows of each parameter, and an engine takes the part it holds.
+"""Parameters in buckets: every rank contributes its rows of each parameter, and an engine takes the part that it holds.
 
-FSDP2 gives rank r of a parameter the rows [r * chunk, (r + 1) * chunk), the last ranks fewer or none. In a bucket each
-parameter has a slot of `chunk` rows, so that offsets are equal on all ranks.
+FSDP2 gives rank r the rows [r * chunk, (r + 1) * chunk) of a parameter; the last ranks get fewer rows or none. In a
+bucket, each parameter has a slot of `chunk` rows, so that offsets are equal on all ranks.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ShardSlice:
     shape: tuple[int, ...]
     """Shape of the contributed rows."""
     cut: tuple[slice, ...]
-    """Part of those rows that belongs to this engine rank (tensor parallelism)."""
+    """Part of the contributed rows that belongs to this engine rank (tensor parallelism)."""
 
     def source(self, gathered: Tensor) -> Tensor:
         """Return the values for `destination`. gathered: [shards, bucket.size]."""
@@ -99,7 +99,7 @@ def gather(bucket: Bucket, parameters: Mapping[str, Tensor], dtype: torch.dtype,
 
 
 def full_tensors(bucket: Bucket, gathered: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield the bucket's parameters, whole. gathered: [shards, bucket.size]."""
+    """Yield the bucket's parameters as whole tensors. gathered: [shards, bucket.size]."""
     for name, shape, offset in bucket.slots():
         chunk = _chunk(shape, bucket.num_shards)
         parts = gathered[:, offset : offset + chunk * _numel(shape[1:])].reshape(-1, *shape[1:])
@@ -124,7 +124,7 @@ def _slices(shape: torch.Size, target: Target, num_shards: int, offset: int) -> 
 
 
 def _slice(shape: torch.Size, target: Target, rank: int, offset: int, first: int, rows: int) -> ShardSlice | None:
-    """Overlap of one rank's rows with the rows of the engine's view; None if there is none."""
+    """Return the overlap of one rank's rows with the rows of the engine's view; None if they do not overlap."""
     wanted = target.view.shape[target.dim]
     contributed = (rows, *shape[1:])
     if target.dim == 1:

@@ -30,8 +30,9 @@ from colocated_grpo.weights.transport import Due, ReloadCheck, TransportCheck, r
 class ColocatedSync:
     """Copies the policy's weights into the engine. Every method is collective, called in lockstep by all ranks.
 
-    The first sync uses the engine's own `load_weights`. A plan built afterwards is adopted only if each of its views
-    holds bit for bit what that load has written; otherwise all syncs use `load_weights`. Each sync is verified.
+    The first sync uses the engine's own `load_weights`. A plan is built afterwards, and adopted only if each of its
+    views holds, bit for bit, what this first sync has written; otherwise all syncs use `load_weights`. Each sync is
+    verified.
     """
 
     def __init__(
@@ -47,8 +48,8 @@ class ColocatedSync:
     ) -> None:
         """parameters: sharded tensors by name. conversion: to the tensors that the engine's loader expects.
 
-        check_every: verify every n-th sync; 0: none.
-        constants: unsharded tensors that never change. `load_weights` writes them; planned syncs do not.
+        check_every: verify every n-th sync; 0: never.
+        constants: unsharded tensors that never change. `load_weights` writes these constants; planned syncs do not.
         planned: False always uses the engine's own loader.
         """
         self._parameters = parameters
@@ -74,7 +75,7 @@ class ColocatedSync:
 
     @torch.no_grad()
     def sync(self) -> None:
-        """Write the policy's weights into the engine. Raises RunError on every rank if they have not arrived."""
+        """Write the policy's weights into the engine. Raises RunError on every rank if the weights have not arrived."""
         if self.plan is not None:
             gathered = ((slices, self._gather(bucket)) for bucket, slices in self._buckets)
             write_planned(gathered, self.plan, self._device)
@@ -111,7 +112,7 @@ class ColocatedSync:
                 yield name, constant.to(self._device)
 
     def _adopt_verified_plan(self) -> None:
-        """Set `plan` if on every rank its views hold, bit for bit, what `load_weights` has just written."""
+        """Set `plan` if its views hold, on every rank and bit for bit, what `load_weights` has just written."""
         plan = None
         shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
         if self._planned:

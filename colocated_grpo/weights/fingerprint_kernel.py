@@ -16,7 +16,7 @@ from colocated_grpo.runtime.triton_jit import jit
 from colocated_grpo.weights.fingerprints import LOW_31, MIX, SPAN, SPAN_BITS, SPANS, Part
 
 ALIGNMENT = 16
-"""Values whose address and index are multiples of this are loaded as vectors."""
+"""Values whose address and index are multiples of this number are loaded as vectors."""
 _MIX_0 = tl.constexpr(MIX[0])
 _MIX_1 = tl.constexpr(MIX[1])
 _SPAN = tl.constexpr(SPAN)

@@ -1,9 +1,10 @@
 """64-bit fingerprints of weights, which verify a sync bit for bit.
 
 The fingerprint of a checkpoint tensor is the sum, modulo 2^64, of bits(x_i) * factor(i): the bits of element i in the
-engine's type as a signed number, times an odd pseudo-random factor of its flat index. The fingerprints of parts add up
-to that of the whole, so shards, tensor-parallel slices and replicas are compared without gathering them. A change of
-one element always changes the fingerprint; a change of several escapes with a probability of about 2^-30.
+engine's type as a signed number, times an odd pseudo-random factor of its flat index. The fingerprints of a tensor's
+parts add up to the fingerprint of the whole tensor, so shards, tensor-parallel slices and replicas are compared without
+gathering them. A change of one element always changes the fingerprint; a change of several elements escapes with a
+probability of about 2^-30.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ import torch
 from torch import Tensor
 
 SPAN_BITS = 12
-"""factor(i) = hash(i mod 2^12) * hash(2^12 + i div 2^12). Each half is applied to a span of indices at once."""
+"""factor(i) = hash(i mod 2^12) * hash(2^12 + i div 2^12). Each of the two hashes is applied to a span of indices at
+once."""
 SPAN = 1 << SPAN_BITS
 SPANS = 8
 """Spans summed in one operation: few enough that torch does not divide its CPU operations among threads."""
 MIX = (0x9E3779B1, 0x85EBCA77)
-"""Odd multipliers of the hash, which the kernel shares."""
+"""Odd multipliers of the hash, also used by the kernel."""
 LOW_31, LOW_32 = 0x7FFFFFFF, 0xFFFFFFFF
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-"""By element size in bytes."""
+"""Integer type of an element's bits, by element size in bytes."""
 
 
 class Part(NamedTuple):
@@ -46,7 +48,7 @@ def rows_of(values: Tensor, first_row: int) -> Part:
 
 
 def columns_of(values: Tensor, first_column: int, columns: int) -> Part:
-    """Return the part that consists of a block of columns. columns: of the checkpoint tensor."""
+    """Return the part that consists of a block of columns. columns: number of columns of the checkpoint tensor."""
     return Part(values, first_column, values.shape[1], columns)
 
 
@@ -85,7 +87,7 @@ def _sum_of_rows(bits: Tensor, first: int) -> Tensor:
 
 
 def _sum_of_columns(bits: Tensor, part: Part, done: int) -> Tensor:
-    """Sum elements of a block of columns. done: number of elements of the part before these."""
+    """Sum elements of a block of columns. done: number of the part's elements before `bits`."""
     local = torch.arange(done, done + len(bits))
     index = part.first + local.div(part.row, rounding_mode="floor") * part.row_stride + local % part.row
     return torch.dot(bits, _span_factors()[index % SPAN] * _hash(SPAN + index.div(SPAN, rounding_mode="floor")))

@@ -32,10 +32,10 @@ class FrozenOpponent:
         restore_policy: Callable[[], None],
         refresh_every: int,
     ) -> None:
-        """parameters: the frozen weights, named and sharded as the policy's, in host or device memory.
+        """parameters: the frozen weights, named and sharded like the policy's weights, in host or device memory.
 
         into_engine: the sync of these parameters. weights_changed: `RolloutEngine.weights_changed`. restore_policy:
-        writes the policy's weights into the engine again. refresh_every: in steps; 0: never.
+        writes the policy's weights into the engine again. refresh_every: steps between refreshes; 0: never.
         """
         self.parameters = parameters
         self._policy = policy
@@ -48,7 +48,8 @@ class FrozenOpponent:
     def plays(self) -> Iterator[None]:
         """Sample with the opponent's weights inside the context. The engine must be awake.
 
-        They stay loaded after an error: restoring the policy's is collective, and other ranks may not have failed.
+        The opponent's weights stay loaded after an error: restoring the policy's weights is collective, and other ranks
+        may not have failed.
         """
         self._into_engine.sync()
         self._weights_changed(NO_VERSION)
@@ -57,7 +58,7 @@ class FrozenOpponent:
 
     @torch.no_grad()
     def refresh(self, step: int) -> None:
-        """Copy the policy's weights if a refresh is due at `step`. A run resumed at `step` repeats it."""
+        """Copy the policy's weights if a refresh is due at `step`. A run resumed at `step` repeats the refresh."""
         if self._refresh_every and step and step % self._refresh_every == 0:
             own = [local_part(parameter) for parameter in self.parameters.values()]
             torch._foreach_copy_(own, [local_part(parameter) for parameter in self._policy.values()])

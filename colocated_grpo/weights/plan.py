@@ -1,7 +1,7 @@
 """The place of each checkpoint tensor in the engine: a view into vLLM's fused, padded and tensor-parallel parameters.
 
 A plan is derived from the engine's module tree and then verified by `ColocatedSync`: after a full `load_weights` every
-view must hold the loaded values. A model that fails keeps loading through `load_weights`.
+view must hold the loaded values. A model that fails this check keeps loading through `load_weights`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from colocated_grpo.rollout.engine import LocalEngine
 from colocated_grpo.runtime.text_part import OUTPUT_LAYER
 
 EXPERTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
-"""Stacked experts [experts, rows, columns]: transformers' parameter -> vLLM's, where its kernel reads this layout."""
+"""Stacked experts [experts, rows, columns]: transformers' parameter -> vLLM's parameter, which is used if vLLM's kernel
+reads this layout."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +131,7 @@ def _target(
 
 
 def _fused_target(module: QKVParallelLinear | MergedColumnParallelLinear, parameter: Tensor) -> Target | None:
-    """Return the place of a tensor that is fused in the checkpoint as well; None with tensor parallelism."""
+    """Return the target of a tensor that is fused in the checkpoint as well; None with tensor parallelism."""
     return Target(view=parameter, dim=0, start=0) if module.tp_size == 1 else None
 
 
@@ -159,7 +160,7 @@ def _fits(target: Target, shape: torch.Size) -> bool:
 
 
 def _padding(model: nn.Module) -> Iterable[Tensor]:
-    """Rows of vocabulary padding, once for each embedding; tied ones are one tensor."""
+    """Yield the rows of vocabulary padding of each embedding. Tied embeddings are one tensor."""
     seen: set[int] = set()
     for module in model.modules():
         if not isinstance(module, VocabParallelEmbedding):
@@ -172,9 +173,10 @@ def _padding(model: nn.Module) -> Iterable[Tensor]:
 
 
 def verified_plan(engine: LocalEngine, shapes: Mapping[str, torch.Size], prefix: str, folder: Path) -> Plan | None:
-    """Return a plan whose views hold, bit for bit, the values of the checkpoint in `folder`; None if there is none.
+    """Return a plan whose views hold, bit for bit, the values of the checkpoint in `folder`; None if not found.
 
-    shapes: by checkpoint name. prefix: the base model's, such as "model". The engine must have the folder's weights.
+    shapes: shapes by checkpoint name. prefix: prefix of the base model's names, such as "model". The engine must have
+    the folder's weights.
     """
     if engine.transforms_weights:
         return None
@@ -194,6 +196,6 @@ def _is_loaded(target: Target, name: str, shape: torch.Size, prefix: str, reader
 
 
 def checkpoint_shapes(folder: Path, *, tied: bool) -> dict[str, torch.Size]:
-    """Return the shapes of a checkpoint's tensors. tied: without the output layer, which repeats the embedding."""
+    """Return the shapes of a checkpoint's tensors. tied: leave out the output layer, which repeats the embedding."""
     shapes = CheckpointReader(folder).shapes
     return {name: shape for name, shape in shapes.items() if not (tied and name == OUTPUT_LAYER)}

@@ -18,15 +18,16 @@ class SharedSync:
     """A sync without copies: each optimizer step writes the engine's weights."""
 
     def __init__(self, check: TransportCheck | None, check_every: int) -> None:
-        """check: of the masters against the engine's tensors; None where these are the same tensors."""
+        """check: compares the masters with the engine's tensors. None if they are the same tensors."""
         self._check = check
         self._check_due = Due(check_every)
 
     def sync(self) -> None:
-        """Wait for the kernels that write the weights: the engine's process does not see this one's streams.
+        """Wait for the kernels that write the weights.
 
-        `RolloutEngine.weights_changed`, which the caller runs next, drops cached prefixes. Raises RunError if the
-        engine's tensors are not the masters, cast to their type.
+        An engine in another process does not see the streams of this process. `RolloutEngine.weights_changed`, which
+        the caller runs next, drops cached prefixes. Raises RunError if the engine's tensors differ from the masters
+        cast to the engine's type.
         """
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
@@ -45,8 +46,8 @@ def share(
 
     published: `Weights.published`.
 
-    The engine's weights must be mapped; its KV cache need not be. Raises RunError for models without a verified plan,
-    and where the policy cannot compute with the engine's tensors.
+    The engine's weights must be mapped; its KV cache need not be. Raises RunError if the model has no verified plan, or
+    if the policy cannot compute with the engine's tensors.
     """
     copies.sync()  # builds and verifies the plan
     plan = copies.plan

@@ -16,7 +16,7 @@ from colocated_grpo.weights.fingerprints import Part, bits_of, columns_of, finge
 from colocated_grpo.weights.plan import Target
 
 SHOWN = 3
-"""Tensors that an error names."""
+"""Maximum number of tensors that an error names."""
 
 
 class Fingerprints:
@@ -108,14 +108,14 @@ class ViewFingerprints:
         world: World,
         is_current: Callable[[], bool] = lambda: True,
     ) -> None:
-        """shapes: of the checkpoint tensors, in the order of the targets. is_current: `Plan.is_current`. Collective."""
+        """shapes: of the checkpoint tensors, in the order of `targets`. is_current: `Plan.is_current`. Collective."""
         self._is_current = is_current
         pairs = list(zip(targets, shapes, strict=True))
         self._of_views = Fingerprints([_part_of(target, shape) for target, shape in pairs], None, world.device)
         self.copies = _copies([target.view.numel() for target, _ in pairs], [shape for _, shape in pairs], world)
 
     def compute(self) -> Tensor:
-        """Return this rank's contribution, int64 [P], on the engine's device; zeros if its tensors were replaced."""
+        """Return this rank's contribution, int64 [P], on the engine's device; zeros if the plan is outdated."""
         found = self._of_views.compute()
         return found if self._is_current() else torch.zeros_like(found)
 
@@ -127,7 +127,7 @@ def _part_of(target: Target, shape: torch.Size) -> Part:
 
 
 def _copies(own: Sequence[int], shapes: Sequence[torch.Size], world: World) -> Tensor:
-    """Return the number of copies of each tensor over all ranks. own: its elements on this rank."""
+    """Return the number of copies of each tensor over all ranks. own: number of each tensor's elements on this rank."""
     elements = torch.tensor([shape.numel() for shape in shapes], dtype=torch.int64, device=world.device)
     held = world.sum_(torch.tensor(own, dtype=torch.int64, device=world.device))
     return held.div(elements, rounding_mode="floor")
@@ -183,7 +183,7 @@ def raise_if_any(different_P: Tensor, names: Sequence[str], where: str = "the en
 
 
 def raise_if_reloading_changed(changed: Sequence[Sequence[str]]) -> None:
-    """Raise RunError with one line if a rank reports changed tensors. changed: their names in the engine, by rank."""
+    """Raise RunError with one line if a rank reports changed tensors. changed: the engine's tensor names, by rank."""
     for rank, names in enumerate(changed):
         if names:
             raise RunError(
@@ -197,11 +197,12 @@ class ReloadCheck:
     """Loads one block of the weights a second time and expects that no byte of the engine changes.
 
     For engines without planned views. A load is deterministic, so bytes change only where the first load has not
-    arrived. Blocks take turns: an engine that receives nothing is found at once, a single stale block in its turn.
+    arrived. Blocks take turns: an engine that receives nothing is detected at once, and a single stale block when its
+    turn comes.
     """
 
     def __init__(self, model: Callable[[], nn.Module], names: Iterable[str], device: torch.device) -> None:
-        """model: the engine's, on this device. names: of all tensors that a load needs."""
+        """model: returns the engine's model on this device. names: names of all tensors that a load needs."""
         self._model = model
         self._device = device
         blocks: dict[str, list[str]] = {}

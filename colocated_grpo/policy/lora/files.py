@@ -25,7 +25,7 @@ from colocated_grpo.settings.training import LoRAConfig
 def read_factors(config: LoRAConfig, model: PackedLM) -> dict[str, Tensor]:
     """Return the tensors of the adapter that `config.init` names, by PEFT's names; empty for a new adapter.
 
-    model: with adapters inserted. Raises ConfigError if names or shapes differ from the model's.
+    model: has adapters inserted. Raises ConfigError if names or shapes differ from the model's.
     """
     if config.init == DEFAULT_INIT:
         return {}
@@ -53,16 +53,20 @@ def read_factors(config: LoRAConfig, model: PackedLM) -> dict[str, Tensor]:
 
 
 def write_adapter(folder: Path, config: LoRAConfig, base: str, model: PackedLM, factors: Mapping[str, Tensor]) -> None:
-    """Write an adapter that PEFT and vLLM load. base: name of the base model. factors: by PEFT's names."""
+    """Write an adapter that PEFT and vLLM load.
+
+    base: name of the base model. factors: the adapter's factors by PEFT's names.
+    """
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in factors.items()}
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     peft_config(config, base, model).save_pretrained(str(folder))
 
 
 def peft_config(config: LoRAConfig, base: str, model: PackedLM) -> LoraConfig:
-    """Return PEFT's settings that select exactly the adapted layers: short names if these suffice, else full names."""
+    """Return PEFT's settings that select exactly the adapted layers: by short names if possible, else by full names."""
     layers = list(adapted_layers(model))
-    alpha: Any = int(config.alpha) if config.alpha.is_integer() else config.alpha  # declared int, but fractions work
+    # PEFT declares an int, but fractions work.
+    alpha: Any = int(config.alpha) if config.alpha.is_integer() else config.alpha
     settings = partial(
         LoraConfig,
         base_model_name_or_path=base,

@@ -19,15 +19,15 @@ FACTORS = ("lora_A", "lora_B")
 class AdaptedLinear(nn.Module):
     """y = x W^T + bias with a frozen, merged W = W0 + scale * B A.
 
-    Gradients go to lora_A [R, I] and lora_B [O, R], which are float32 and replicated on every rank. `weight` and
-    `bias` are those of the replaced layer. The factors are allocated by `AdapterWeights`.
+    Gradients go to lora_A [R, I] and lora_B [O, R], which are float32 and replicated on every rank. The parameters
+    `weight` and `bias` are taken from the replaced layer. The factors are allocated by `AdapterWeights`.
     """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
 
     def __init__(self, layer: nn.Module, rank: int, scale: float) -> None:
-        """layer: of a type in ADAPTED, with parameters on the meta device."""
+        """layer: has a type in ADAPTED, and parameters on the meta device."""
         super().__init__()
         self.weight = layer.get_parameter("weight")
         self.bias = None if getattr(layer, "bias", None) is None else layer.get_parameter("bias")
@@ -50,7 +50,7 @@ class AdaptedLinear(nn.Module):
 
 
 class AdaptedConv1D(AdaptedLinear):
-    """The same for transformers' Conv1D (GPT-2), which stores the weight as [I, O]."""
+    """`AdaptedLinear` for transformers' Conv1D (GPT-2), which stores the weight as [I, O]."""
 
     def matrix(self) -> Tensor:
         return self.weight.t()
@@ -65,7 +65,7 @@ ADAPTED: dict[type[nn.Module], type[AdaptedLinear]] = {nn.Linear: AdaptedLinear,
 
 
 def is_factor(name: str) -> bool:
-    """Return True for the name of a factor among a model's parameters."""
+    """Return True if the parameter of this name is a factor of an adapter."""
     return name.rpartition(".")[2] in FACTORS
 
 
@@ -84,7 +84,7 @@ class _MergedLinear(torch.autograd.Function):
         x, weight_OI, a_RI, b_OR = ctx.saved_tensors
         grad_x = grad @ weight_OI if ctx.needs_input_grad[0] else None
         x_TI, grad_TO = x.flatten(0, -2), grad.flatten(0, -2)
-        # Both products go through the rank: no [O, I] or [T, O] tensor is formed for the adapter.
+        # Multiply with the [R, I] and [O, R] factors first, so that the adapter needs no [O, I] or [T, O] tensor.
         a_TR = x_TI @ a_RI.to(x.dtype).t()
         b_TR = grad_TO @ b_OR.to(x.dtype)
         grad_a_RI = (b_TR.t() @ x_TI).to(a_RI.dtype) * ctx.scale

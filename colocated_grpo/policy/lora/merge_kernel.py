@@ -1,4 +1,4 @@
-"""The merge on a GPU: one Triton kernel per weight reads the base, adds the adapter's product, rounds and writes."""
+"""The merge on a GPU: one Triton kernel per weight reads the base, adds the adapter's product, rounds, and writes."""
 
 from __future__ import annotations
 

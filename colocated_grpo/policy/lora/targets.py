@@ -16,7 +16,7 @@ from colocated_grpo.settings.training import ALL_LINEAR, LoRAConfig
 
 
 def insert_adapters(lm: PreTrainedModel, blocks: nn.ModuleList, config: LoRAConfig) -> None:
-    """Replace the targeted layers of `lm` by layers with adapters, in place. blocks: its transformer blocks.
+    """Replace the targeted layers of `lm` by layers with adapters, in place. blocks: the transformer blocks of `lm`.
 
     Parameters are on the meta device. Raises ConfigError if a target does not exist or is not a linear layer.
     """

@@ -1,8 +1,8 @@
 """Masters of a model with adapters: the factors in float32, replicated on every rank, beside a frozen base.
 
-The model computes with merged weights, which the weight sync copies to the engine like any others: both sides use the
-same bytes. Device memory: 2 bytes per parameter for the model and 2 per adapted parameter for the base (bfloat16, over
-all ranks), and 16 bytes per parameter of the factors on each rank (AdamW).
+The model computes with merged weights, which the weight sync copies to the engine like any other weights. Trainer and
+engine therefore use the same bytes. Device memory, summed over all ranks: 2 bytes per parameter for the model, and 2
+bytes per adapted parameter for the base (bfloat16). On each rank, also 16 bytes per parameter of the factors (AdamW).
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class AdapterWeights:
     def __init__(
         self, model: PackedLM, factors: Mapping[str, Tensor], device: torch.device, seed: int, *, base_on_host: bool
     ) -> None:
-        """model: with adapters inserted, its parameters loaded from the base's checkpoint, and the factors on meta.
+        """model: has adapters inserted. Its parameters are loaded from the base's checkpoint; the factors are on meta.
 
-        factors: initial values by PEFT's names. If empty, values are as in PEFT: A uniform with variance 1 / (3 I), B
-        zero, from `seed` and the layer's name, so that all ranks agree. base_on_host: keep the base in host memory,
-        pinned if the device is a GPU.
+        factors: initial values by PEFT's names. If empty, the factors are initialized as in PEFT: A is uniform with
+        variance 1 / (3 I), and B is zero. A is drawn from `seed` and the layer's name, so that it is equal on all
+        ranks. base_on_host: keep the base in host memory, pinned if the device is a GPU.
         """
         self.model = model
         self._device = device
@@ -91,7 +91,7 @@ class AdapterWeights:
             return
         gradients = []
         for master in self._masters.values():
-            if master.grad is None:  # a layer that no token of this rank has reached; other ranks have its gradient
+            if master.grad is None:  # no token of this rank has reached the layer; other ranks may have its gradient
                 master.grad = torch.zeros_like(master)
             gradients.append(master.grad)
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
@@ -108,7 +108,7 @@ class AdapterWeights:
 
     @contextmanager
     def with_factors(self, factors: Mapping[str, Factors]) -> Iterator[None]:
-        """Compute with these factors, by layer, inside the context; layers without factors use the base."""
+        """Compute with `factors`, by layer name, inside the context. Layers without an entry use the base weight."""
         self._merge(factors)
         try:
             yield

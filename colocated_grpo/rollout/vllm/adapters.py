@@ -26,19 +26,20 @@ class VLLMAdapters:
     def load(self, name: str, path: str) -> JsonObject:
         """Use the PEFT adapter in folder `path`. No request may be running.
 
-        Returns the new status and the folder's `exported_digest`. If the engine cannot load it, or files differ from
-        their checksums, raises ValueError and keeps the previous adapter.
+        Returns the new status and the folder's `exported_digest`. If the engine cannot load the adapter, or files
+        differ from their checksums, raises ValueError and keeps the previous adapter.
         """
         self._require_support()
         problem = exported_damage(Path(path))
         if problem is not None:
             raise ValueError(f"adapter {path!r}: {problem}")
         number = next(self._ids)
-        # vLLM 0.26 looks up cached prefixes by name alone: a second adapter of the same name would hit the first one's.
+        # vLLM 0.26 looks up cached prefixes by name alone: a second adapter of the same name would hit the prefixes of
+        # the first adapter.
         request = LoRARequest(f"{name}#{number}", number, path)
         try:
             loaded = self._engine.add_lora(request)
-        except Exception as error:  # of many types: unreadable files, PEFT's settings, vLLM's checks
+        except Exception as error:  # errors have many types: unreadable files, PEFT's settings, vLLM's checks
             raise ValueError(f"adapter {path!r}: {in_one_line(error)}") from error
         if not loaded:
             raise ValueError(f"adapter {path!r}: vLLM did not load it")
@@ -47,7 +48,7 @@ class VLLMAdapters:
     def unload(self, name: str | None = None) -> JsonObject:
         """Use the base weights, and return the new status. No request may be running.
 
-        Raises ValueError if `name` is given and is not the active adapter's.
+        Raises ValueError if `name` is given and is not the name of the active adapter.
         """
         self._require_support()
         if name not in (None, self._name):
@@ -55,7 +56,7 @@ class VLLMAdapters:
         return self._replace(None, None)
 
     def status(self) -> JsonObject:
-        """Return name and folder of the active adapter; None without one."""
+        """Return name and folder of the active adapter; None without an adapter."""
         active = self.active
         return {
             "enabled": self._engine.vllm_config.lora_config is not None,

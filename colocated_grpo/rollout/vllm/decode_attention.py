@@ -1,7 +1,8 @@
 """Triton kernel for one-token attention over the paged KV cache, for batches large enough to fill the device.
 
 A decode step reads the weights once for all sequences, but a separate KV cache for each. With many sequences attention
-is limited by the bandwidth of these reads. FlashAttention 3 targets few sequences and splits each one over the device.
+is limited by the bandwidth of these reads. FlashAttention 3 targets few sequences, and splits each sequence over the
+device.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ FEWEST_SEQUENCES = 32
 HEAD_SIZES = (64, 128, 256)
 USUAL_HEAD_SIZE = 128
 MOST_QUERY_HEADS = 16
-"""Query heads for each key-value head. They are the rows of one tile."""
+"""Largest number of query heads per key-value head. These heads are the rows of one tile."""
 
 
 class LaunchShape(NamedTuple):
@@ -47,7 +48,7 @@ def shape_for(programs: int, shared_memory: int) -> LaunchShape:
     Few programs need large tiles, so that enough reads are in flight. Many small programs balance the device better.
 
     programs: pairs of a sequence and a key-value head. shared_memory: bytes available to one program; consumer devices
-    have too few for FOR_FEW.
+    have too few bytes for FOR_FEW.
     """
     if programs < 512 and shared_memory >= FOR_FEW.shared_memory:
         return FOR_FEW
@@ -57,7 +58,7 @@ def shape_for(programs: int, shared_memory: int) -> LaunchShape:
 
 
 def make_attention(vllm_attention: Callable[..., object], count_use: Callable[[], None]) -> Callable[..., object]:
-    """Return the backend's `flash_attn_varlen_func` with this kernel in place of supported calls.
+    """Return the backend's `flash_attn_varlen_func` that uses this kernel for supported calls.
 
     The backend passes keywords only. Install before CUDA graphs are captured.
     """
@@ -180,7 +181,7 @@ def _decode(
     length = tl.load(lengths + sequence)
     column = tl.arange(0, SIZE)
     row = tl.arange(0, ROWS)
-    real = row[:, None] < GROUP  # tensor cores want at least 16 rows
+    real = row[:, None] < GROUP  # tensor cores need at least 16 rows
     heads = (head * GROUP + row)[:, None]
     q = tl.load(query + sequence * query_sequence + heads * query_head + column[None, :], mask=real, other=0.0)
     top = tl.full([ROWS], float("-inf"), tl.float32)

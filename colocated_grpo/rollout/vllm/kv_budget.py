@@ -18,7 +18,7 @@ CPU_LIMIT = 1 * GIB
 MIN_CACHE = 64 << 20
 FILL_FRACTION = 0.5
 """Cache size as a fraction of the worst case (all sequences at full length at once). Completions that stop early need
-less. If all run to full length, vLLM preempts some of them."""
+less. If all completions run to full length, vLLM preempts some of them."""
 MIN_FULL_SEQUENCES = 8
 """Minimum number of sequences that fit at full length."""
 BLOCK = 64
@@ -84,7 +84,7 @@ def useful_bytes(spec: EngineSpec) -> int:
 
 
 def model_sizes(folder: Path, *, trust_remote_code: bool = False) -> Sizes:
-    """Return the sizes of the language model in `folder`. Raises RunError if its settings do not state them."""
+    """Return the sizes of the language model in `folder`. Raises RunError if config.json does not state the sizes."""
     sizes = sizes_of(_settings(folder, trust_remote_code=trust_remote_code))
     if sizes is None:
         raise RunError(f"engine: the sizes of the model in {folder} are unknown; set engine.kv_cache_memory_bytes")
@@ -92,7 +92,7 @@ def model_sizes(folder: Path, *, trust_remote_code: bool = False) -> Sizes:
 
 
 def _settings(folder: Path, *, trust_remote_code: bool) -> dict[str, object]:
-    """Return the settings of the language model, with transformers' defaults for those missing in config.json."""
+    """Return the settings of the language model, with transformers' defaults for settings missing in config.json."""
     text = read_text_config(folder, trust_remote_code=trust_remote_code).get_text_config()
     settings = text.to_dict()
     return settings | {name: settings[own] for name, own in text.attribute_map.items() if own in settings}

@@ -4,10 +4,10 @@ vLLM is written to run in its own process. Inside the trainer's process it would
 freeze its heap and repack weights that the trainer writes in place. The remaining rows make decoding faster.
 
 `apply` installs the rows that fit this version and device before an engine is built. If a target is missing in a
-version that should have it, `apply` raises an error if the run would be wrong, and logs one warning if it would only be
-slower. Private attributes of vLLM that this package reads or writes without replacing them are listed in
-`PRIVATE_STATE`. A test looks up every entry of both lists in the sources of the oldest supported and the installed
-version.
+version that should have it, `apply` raises an error for a row without which the run would be wrong. For a row without
+which the run would only be slower, `apply` logs one warning. Private attributes of vLLM that this package reads or
+writes without replacing them are listed in `PRIVATE_STATE`. A test looks up every entry of both lists in the sources of
+the oldest supported and the installed version.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Patch:
     versions: SpecifierSet = SUPPORTED
     devices: tuple[Device, ...] = ("cpu", "cuda")
     required: bool = False
-    """True: the run would be wrong without it. False: it would be slower."""
+    """True: the run would be wrong without the replacement. False: the run would be slower."""
     hits: int = 0
     """Calls that took the replacement's own path; 0 for a replaced constant.
 
@@ -72,7 +72,7 @@ class Patch:
         except (ImportError, AttributeError):
             self._report_missing(version)
             return
-        # A static method is replaced by one: a plain function on a class would receive the instance.
+        # Replace a static method by a static method: a plain function on a class would receive the instance.
         is_static = isinstance(owner, type) and isinstance(owner.__dict__.get(name), staticmethod)
         setattr(owner, name, staticmethod(replacement) if is_static else replacement)
         self.status = "applied"

@@ -38,7 +38,7 @@ def unique_group_name(communicator: Any) -> str:
 def join_shared_memory(init_cpu_shm: Callable[[Any], int], group: Any) -> int:
     """Join through vLLM's own function, then unlink the name.
 
-    By then every rank has mapped it, so a killed process leaves nothing in /dev/shm.
+    By then every rank has mapped the memory, so a killed process leaves nothing in /dev/shm.
     """
     handle = init_cpu_shm(group)
     Path(f"/dev/shm/{group.group_name}_{group.communicator.rank}").unlink(missing_ok=True)
@@ -80,8 +80,10 @@ def count_at_least(rows_NV: Tensor, values_N1: Tensor) -> Tensor:
 
 
 def forget_graph_pool() -> None:
-    """Make the next engine of this process allocate a new memory pool for its CUDA graphs: torch refuses to capture
-    into a pool whose graphs are all gone."""
+    """Make the next engine of this process allocate a new memory pool for its CUDA graphs.
+
+    torch refuses to capture into a pool whose graphs are all gone.
+    """
     type(current_platform)._global_graph_pool = None
 
 
@@ -113,8 +115,8 @@ def keep_trainer_state() -> Iterator[None]:
 def discard(*parts: Part) -> None:
     """Unmap the device memory of these parts. Its contents are lost.
 
-    vLLM's own sleep cannot keep the weights and drop the cache (before 0.32), and it runs the garbage collector over
-    the whole heap.
+    vLLM's own sleep cannot keep the weights and drop the cache (before 0.32), and runs the garbage collector over the
+    whole heap.
     """
     from vllm.device_allocator import cumem
 

@@ -1,7 +1,7 @@
 """One Triton kernel for the steps between the QKV projection and attention: norms, rotation, cache write.
 
 For models that normalise and rotate each head (Qwen3 and Qwen3-MoE) vLLM launches four kernels in each layer: two
-norms, one rotation, one cache write. This one reads and writes every number once. Times:
+norms, one rotation, one cache write. This kernel reads and writes every number once. Times:
 docs/results/decode_launches_1xh200.json.
 """
 
@@ -67,7 +67,7 @@ def suits(attention: Any, positions: Tensor, hidden: Tensor) -> bool:
 
 
 def _cache_of(layer: Any, dtype: torch.dtype) -> Cache | None:
-    """The layer's cache; None if its layout is another one, or before it is allocated."""
+    """Return the layer's cache; None if its layout is not supported, or if the cache is not allocated yet."""
     owns_one = layer.attn_type == AttentionType.DECODER and layer.kv_sharing_target_layer_name is None
     if type(layer.impl) is not FlashAttentionImpl or layer.impl.dcp_world_size > 1 or not owns_one:
         return None

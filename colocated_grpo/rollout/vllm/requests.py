@@ -50,9 +50,9 @@ def scheduler_of(engine: LLMEngine) -> Scheduler:
 class CoreRequests:
     """Requests that bypass vLLM's output processor: token ids in, token ids out.
 
-    The processor builds objects for every token of every request, which the trainer does not need. With 512 requests it
-    took a seventh of the generation time: 7.7 s against 6.6 s for 236,000 tokens of a 0.6B model on one H200
-    (docs/results/generation_host_1xh200.json).
+    The processor builds objects for every token of every request, which the trainer does not need. With 512 requests,
+    the processor took a seventh of the generation time: 7.7 s against 6.6 s for 236,000 tokens of a 0.6B model on one
+    H200 (docs/results/generation_host_1xh200.json).
     """
 
     def __init__(self, engine: LLMEngine) -> None:
@@ -90,7 +90,7 @@ class CoreRequests:
         return finished
 
     def _append(self, chunk: Chunk) -> _RunningRequest | None:
-        """Append the chunk's tokens to its request, and return it; None if it was aborted in the meantime."""
+        """Append the chunk's tokens to its request, and return it; None if the request was aborted in the meantime."""
         request = self._running.get(chunk.request_id)
         if request is None:
             return None
@@ -140,7 +140,7 @@ class TextRequests:
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
         self._running: dict[str, TokenDelta | None] = {}
-        """Name -> all tokens so far of a request that streams; None for the others."""
+        """Name -> all tokens so far of a request that streams; None for requests that do not stream."""
         self._deltas: list[tuple[str, TokenDelta]] = []
 
     def add(self, name: str, token_ids: list[int], params: SamplingParams, adapter: LoRARequest | None) -> str:
@@ -165,7 +165,7 @@ class TextRequests:
         return finished
 
     def _append(self, output: RequestOutput) -> TokenDelta:
-        """Return all tokens of the request if this output ends it, else the new ones."""
+        """Return all tokens of the request if this output ends the request, else the new tokens."""
         new, so_far = _tokens_of(output), self._running[output.request_id]
         if so_far is not None:
             so_far.token_ids.extend(new.token_ids)
@@ -187,7 +187,7 @@ class TextRequests:
 
 
 class MixedRequests:
-    """Uses `TextRequests` for requests with stop strings, and `CoreRequests` for all others."""
+    """Uses `TextRequests` for requests with stop strings, and `CoreRequests` for all other requests."""
 
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine

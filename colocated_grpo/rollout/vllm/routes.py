@@ -50,7 +50,7 @@ class SlotRoutes:
             router.set_capture_fn(partial(self._record, layer))
 
     def _record(self, layer: int, experts_TK: Tensor) -> None:
-        """Store the experts of one layer. Called in each forward pass; inside a CUDA graph, once for its capture."""
+        """Store the experts of one layer. Called in each forward pass; inside a CUDA graph, only during capture."""
         context = get_forward_context()
         if not context.slot_mapping:  # a trial run without a KV cache
             return
@@ -68,7 +68,8 @@ class SlotRoutes:
         offsets = torch.arange(self._block_size)
         slots = (torch.tensor(blocks, dtype=torch.int64)[:, None] * self._block_size + offsets).flatten()[:tokens]
         routes = self._routes_SLK[slots.to(self._routes_SLK.device)].cpu().numpy()
-        if routes.shape[-1] > 1 and (routes[..., 0] == routes[..., 1]).any():  # a token's experts differ
+        # Two equal experts of a token are the zeros of an empty record.
+        if routes.shape[-1] > 1 and (routes[..., 0] == routes[..., 1]).any():
             raise RunError("policy.routing_replay=true: the engine computed tokens without recording their experts")
         return routes
 
@@ -85,7 +86,7 @@ class RequestRoutes:
         self._free = FREE_REQUEST.bind(scheduler, self._read_and_free)
 
     def expect(self, name: str, request_id: str, prompt_length: int) -> None:
-        """Keep the routes of this request until `add_to` or `drop`. request_id: vLLM's id of it."""
+        """Keep the routes of this request until `add_to` or `drop`. request_id: vLLM's id of the request."""
         self._expected[request_id] = name, prompt_length
 
     def add_to(self, name: str, completion: Completion) -> Completion:
@@ -94,7 +95,7 @@ class RequestRoutes:
             return completion
         prompt_length, routes = self._finished.pop(name)
         computed = prompt_length + len(completion.token_ids) - 1
-        assert len(routes) >= computed  # more if a stop string ends the completion within a step in flight
+        assert len(routes) >= computed  # there are more if a stop string ends the completion within a step in flight
         return replace(completion, routes=routes[:computed])
 
     def drop(self, name: str) -> None:
@@ -112,7 +113,7 @@ class RequestRoutes:
 
 
 def make_initialize(original: Callable[..., None], count_use: Callable[[], None]) -> Callable[..., None]:
-    """Return vLLM's function that allocates the KV cache, extended to start recording if that is requested.
+    """Return vLLM's function that allocates the KV cache, extended to start recording if recording is requested.
 
     The function raises RunError if recording is not possible.
     """
@@ -139,7 +140,7 @@ def _attention_group(cache: KVCacheConfig) -> int:
 
 
 def _router(runner: MoERunner) -> BaseRouter:
-    """Raises RunError if the layer's kernel chooses experts itself."""
+    """Return the layer's router. Raises RunError if the layer's kernel chooses experts itself."""
     if runner._quant_method.is_monolithic or not isinstance(runner.router, BaseRouter):
         kernel = type(runner._quant_method).__name__
         raise RunError(

@@ -18,9 +18,9 @@ from vllm.v1.outputs import LogprobsTensors
 from colocated_grpo.runtime.triton_jit import jit
 
 LANES = 1024
-"""Lanes of one part. Each draws four tokens at a time, because Philox makes four numbers at once."""
+"""Lanes of one part. Each lane draws four tokens at a time, because Philox makes four numbers at once."""
 PROGRAMS = 1024
-"""Programs that fill the device. Few rows are split into more parts to reach it."""
+"""Programs that fill the device. Few rows are split into more parts to reach this number."""
 MOST_PARTS = 16
 PHILOX_ROUNDS = tl.constexpr(7)
 """The fewest rounds with which Philox4x32 passes BigCrush (Salmon et al., SC 2011)."""
@@ -46,7 +46,7 @@ class _LastSample:
 
 
 def make_gumbel_sample(vllm_sample: Callable[..., object], count_use: Callable[[], None]) -> Callable[..., object]:
-    """Return the sampler's `gumbel_sample` with this kernel. Its logits are already divided by the temperature."""
+    """Return the sampler's `gumbel_sample` with this kernel. The logits are already divided by the temperature."""
 
     def gumbel_sample(
         logits: Tensor, rows: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, **options: object
@@ -64,7 +64,8 @@ def make_gumbel_sample(vllm_sample: Callable[..., object], count_use: Callable[[
 def make_topk_scores(vllm_scores: Callable[..., object], count_use: Callable[[], None]) -> Callable[..., object]:
     """Return the sampler's `compute_topk_scores`, which then reuses the log-probabilities computed by sampling.
 
-    Applies to requests for the sampled token's log-probability only. Its rank is then 0; the trainer never reads it.
+    Applies to requests for the sampled token's log-probability only. The token's rank is returned as 0; the trainer
+    never reads the rank.
     """
 
     def topk_scores(logits: Tensor, num_logprobs: int, sampled: Tensor, *others: object, **options: object) -> object:
@@ -166,7 +167,7 @@ def _sample_part(
             best_token = tl.where(better, start + quarter * LANES + lane, best_token)
             best_score = tl.where(better, score, best_score)
         peak = new_peak
-    # From here on logarithms, which are comparable between lanes and parts with different peaks.
+    # Continue with logarithms, which are comparable between lanes and parts with different peaks.
     best_score = tl.log(best_score) + tl.where(peak == float("-inf"), 0.0, peak)
     winner = tl.max(best_score, 0)
     highest = tl.max(peak, 0)

@@ -20,7 +20,7 @@ from vllm.v1.request import Request
 from colocated_grpo.types import FinishReason
 
 MAX_STOP_LISTS = 64
-"""Distinct stop lists in the table. A run has one or two, but clients of a server may send new ones."""
+"""Distinct stop lists in the table. A run has one or two lists, but clients of a server may send new lists."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +50,7 @@ class StopTable:
         self.table = np.zeros((0, vocabulary), dtype=bool)
 
     def rows(self, requests: Sequence[Request]) -> list[int]:
-        """Each request's row in `table`. Adds rows for new stop lists, and may renumber the rows of earlier calls."""
+        """Return each request's row in `table`. Adds rows for new stop lists, and may renumber earlier rows."""
         if len(self.table) > MAX_STOP_LISTS:
             self._row_of.clear()
             self.table = self.table[:0]
@@ -67,7 +67,7 @@ class StopTable:
 
 def _stop_tokens(request: Request) -> tuple[int, ...]:
     params = request.sampling_params
-    assert params is not None  # generation requests have them
+    assert params is not None  # generation requests have sampling parameters
     own = params.stop_token_ids or ()
     return tuple(own) if params.eos_token_id is None else (params.eos_token_id, *own)
 
@@ -169,7 +169,7 @@ class SteadyBatch:
         self._stale = False
 
     def next_step(self) -> Step | None:
-        """Return a step with one token per unfinished row. None if all have finished or the cache has no free block."""
+        """Return a step with one token per unfinished row. None if all rows have finished or no cache block is free."""
         if self._stale or self._steps >= self._until:
             self._select_rows()
         scheduler, active = self._scheduler, self._active
@@ -209,7 +209,7 @@ class SteadyBatch:
         request = self.requests[row]
         wanted = int(self._computed[row]) + self._steps + 1
         blocks = self._scheduler.kv_cache_manager.allocate_slots(request, wanted - request.num_computed_tokens)
-        assert blocks is not None  # next_step has checked that enough are free
+        assert blocks is not None  # next_step has checked that enough blocks are free
         self._capacity[row] = -(-wanted // self._block) * self._block
         return blocks.get_block_ids(allow_none=True)
 
@@ -224,7 +224,7 @@ class SteadyBatch:
             self._unsettled[row] = 0
 
     def receive(self, step: Step, output: ModelRunnerOutput) -> list[int]:
-        """Store a step's tokens. Returns the rows whose token may be their last; dropped rows may be among them."""
+        """Store a step's tokens. Returns the rows that may end with this token; dropped rows may be among them."""
         assert output.logprobs is not None
         tokens = np.array(output.sampled_token_ids, dtype=np.int64)[:, 0]
         logprobs = output.logprobs.logprobs[:, 0]

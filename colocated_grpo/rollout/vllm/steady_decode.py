@@ -67,7 +67,7 @@ class SteadyDecode:
     def drain(self) -> list[Chunk]:
         """Tokens of steady steps since the last call. They precede the outputs that vLLM returned meanwhile."""
         chunks = list(self._chunks)
-        self._chunks.clear()  # not a new list: the batch appends to this one
+        self._chunks.clear()  # not a new list: the batch appends to this list
         return chunks
 
     def schedule(self, *arguments: bool) -> SchedulerOutput:
@@ -104,7 +104,7 @@ class SteadyDecode:
         return waiting > 0 and running < self._scheduler.max_num_running_reqs
 
     def _is_disturbed(self, batch: SteadyBatch) -> bool:
-        """True if a waiting request can be admitted, or a running one was aborted."""
+        """True if a waiting request can be admitted, or a running request was aborted."""
         return self._room_for_waiting() or batch.size != len(self._scheduler.running)
 
     def _enter(self) -> SteadyBatch | None:
@@ -128,7 +128,8 @@ class SteadyDecode:
     def _maybe_finish(self, batch: SteadyBatch, row: int) -> None:
         """End the row's request if vLLM's own stop rule applies to its newest token."""
         request = batch.requests[row]
-        if request.is_finished():  # in flight when an earlier token ended it, or aborted
+        # An earlier token ended the request while this step was in flight, or the request was aborted.
+        if request.is_finished():
             return
         batch.settle(row)
         if check_stop(request, self._scheduler.max_model_len):

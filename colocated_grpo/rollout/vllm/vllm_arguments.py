@@ -1,7 +1,7 @@
 """vLLM's engine arguments, and the model class, settings and tensors that it uses.
 
-config.json lacks entries that vLLM needs. vLLM would build all of a vision-language model; its text part has its own
-settings, and its tensors are a part of the whole model's checkpoint.
+config.json lacks entries that vLLM needs. Of a vision-language model, vLLM would build all parts. The text part has its
+own settings, and its tensors are a part of the whole model's checkpoint.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from colocated_grpo.settings.model_support import has_latent_attention, has_line
 from colocated_grpo.types import JsonObject
 
 CUDA_COMPILATION = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-"""Full decode graphs without inductor: starts in 14 s instead of 43 s, decodes within 3 % of its speed."""
+"""Full decode graphs without inductor: starts in 14 s instead of 43 s, and decodes within 3 % of the speed with
+inductor."""
 SIGMOID_ROUTER: JsonObject = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 """The only router that transformers has for DeepSeek-V3. vLLM's default is the softmax of DeepSeek-V2."""
 LOAD_FORMAT = "text_part"
@@ -45,7 +46,8 @@ DEFINED_IN = dict.fromkeys(("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"), "vll
 """Text models in vLLM modules that also define vision-language models, whose processors need torchvision."""
 PROCESSORS = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
 PROCESSORS_FOR_PILLOW = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
-"""The same names without torchvision. transformers falls back to this module when it loads a model by name."""
+"""A module with the same names that needs no torchvision. transformers falls back to this module when it loads a model
+by name."""
 
 
 def engine_arguments(spec: EngineSpec, world: World) -> dict[str, Any]:
@@ -69,7 +71,8 @@ def engine_arguments(spec: EngineSpec, world: World) -> dict[str, Any]:
         "hf_overrides": overrides(config_json),
     }
     if has_linear_attention(config_json):
-        # Cached prefixes would need the state after each block. vLLM's support is experimental and absent on the CPU.
+        # Cached prefixes would need the state after each block. vLLM's support for this is experimental, and absent on
+        # the CPU.
         arguments["enable_prefix_caching"] = False
     if on_gpu:
         arguments["enable_sleep_mode"] = spec.sleep
@@ -79,7 +82,7 @@ def engine_arguments(spec: EngineSpec, world: World) -> dict[str, Any]:
         # With chunked prefill vLLM rewinds the generator of a seeded request, which CPU generators do not support.
         arguments["enable_chunked_prefill"] = False
         if has_latent_attention(config_json):
-            # The default on processors with AMX computes in bfloat16 only, and keeps no weights to reload.
+            # The default backend on processors with AMX computes in bfloat16 only, and keeps no weights to reload.
             arguments["attention_backend"] = "CPU_MLA"
     arguments |= {**kv_cache_arguments(spec, world.device), **spec.args}
     if has_text_part(config_json):
@@ -141,9 +144,9 @@ class TextPartLoader(DefaultModelLoader):
 def register_class(folder: Path, config_json: JsonObject) -> None:
     """Register vLLM's class of this text model, stored alone or inside a vision-language model.
 
-    Raises ConfigError if vLLM has none.
+    Raises ConfigError if vLLM has no such class.
 
-    vLLM 0.32 has one for Qwen 3.5; vLLM 0.26 does not, and would build the whole model.
+    vLLM 0.32 has a class for the text model of Qwen 3.5. vLLM 0.26 has none, and would build the whole model.
     """
     kind = (config_json.get("text_config") or config_json).get("model_type")
     module = next((module for (_, text_type), module in MODULES.items() if text_type == kind), None)
@@ -158,14 +161,15 @@ def register_class(folder: Path, config_json: JsonObject) -> None:
 
 @cache  # each engine of a process calls it, and vLLM warns of a second registration
 def _register_without_torchvision(architecture: str) -> None:
-    """Import and register a class of `DEFINED_IN`. Does nothing for others, or if torchvision is installed.
+    """Import and register a class of `DEFINED_IN`. Does nothing for other classes, or if torchvision is installed.
 
     The CPU installation has no torchvision, and text models do not need it.
     """
     if architecture not in DEFINED_IN or find_spec("torchvision") is not None:
         return
     sys.modules.setdefault(PROCESSORS, import_module(PROCESSORS_FOR_PILLOW))
-    # Registered as a class: given a module's name, vLLM would import it in another process, where this fails.
+    # Pass the class itself. If given "module:class", vLLM imports the module in another process, which lacks the
+    # replacement of `PROCESSORS` above, so the import fails.
     ModelRegistry.register_model(architecture, getattr(import_module(DEFINED_IN[architecture]), architecture))
 
 
@@ -179,9 +183,9 @@ def text_part_arguments(folder: Path, arguments: Mapping[str, Any], *, trust_rem
 
 
 def _text_alone(text: PretrainedConfig, entries: JsonObject, config: PretrainedConfig) -> PretrainedConfig:
-    """Return the text part's settings, with `entries`, in place of the whole model's.
+    """Return the text part's settings, with `entries`, in place of the settings of the whole model.
 
-    config: the whole model's, or a dummy that vLLM passes to detect a change of the model type.
+    config: settings of the whole model, or a dummy that vLLM passes to detect a change of the model type.
     """
     if config.get_text_config() is config:
         return config

@@ -33,7 +33,7 @@ from colocated_grpo.settings.model_support import check_cpu_engine
 from colocated_grpo.types import Completion
 
 UNQUANTIZED_CACHE = ("auto", "bfloat16", "float16", "half")
-"""Types of vLLM's KV cache."""
+"""Types of vLLM's KV cache that are not quantized."""
 
 AS_LOADED = {"TRITON", "BATCHED_TRITON"}
 """Expert kernels that read weights in their loaded layout."""
@@ -97,7 +97,8 @@ class VLLMEngine:
                 request_id = self._requests.add(name, request.token_ids, params, adapter)
             self._keys[name] = request.key
             if request.routes:
-                assert self._routes is not None  # policy.routing_replay sets both
+                # policy.routing_replay sets both `spec.records_routes` and `request.routes`.
+                assert self._routes is not None
                 self._routes.expect(name, request_id, len(request.token_ids))
 
     def _new_name(self) -> str:
@@ -118,7 +119,8 @@ class VLLMEngine:
         for name in names:
             del self._keys[name]
             if self._routes is not None:
-                self._routes.drop(name)  # first: slots of a partly computed prompt have no routes yet
+                # Before the abort, because slots of a partly computed prompt have no routes yet.
+                self._routes.drop(name)
         self._requests.abort(names)
 
     def top_logprobs(self, token_ids: Sequence[int], k: int) -> list[dict[int, float]]:
@@ -126,7 +128,8 @@ class VLLMEngine:
             return prompt_logprobs(self._engine, self._new_name(), token_ids, _scoring(k), self.adapters.active)
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        # The checkpoint of some families has buffers too, and vLLM replaces buffers of the layers that it rebuilds.
+        # Drop the copies of buffers: the checkpoint of some families has buffers too, and vLLM replaces buffers of the
+        # layers that it rebuilds.
         self._buffers = {}
         if self.transforms_weights:
             # The layers do not have the checkpoint's shapes: vLLM rebuilds them one by one.
@@ -165,13 +168,14 @@ class VLLMEngine:
         if self._keeps_weights:
             discard("kv_cache")
         else:
-            # Planned syncs write no buffers (rotary tables, scales): one host copy after `load_weights` is enough.
+            # Sleeping discards the buffers (rotary tables, scales), so these buffers are copied to the host. Only
+            # `load_weights` changes them, not planned syncs, so one copy is enough until its next call.
             self._buffers = self._buffers or {name: buffer.cpu() for name, buffer in self.model.named_buffers()}
             discard("weights", "kv_cache")
 
     def close(self) -> None:
         if self._sleeps:
-            # Hidden from the worker's shutdown, which frees the runner's tensors (since vLLM 0.32).
+            # Hide the runner from the worker's shutdown, which frees the runner's tensors (since vLLM 0.32).
             _closed.append(self._worker.model_runner)
             self._worker.model_runner = None
         self._engine.engine_core.shutdown()
@@ -220,13 +224,13 @@ def reloadable(weights: Iterable[tuple[str, Tensor]], aside: list[tuple[str, Ten
             yield name, tensor
 
 
-@torch.inference_mode()  # vLLM reloads some models in this mode, and its tensors can be written only in it
+@torch.inference_mode()  # vLLM reloads some models in inference mode, and such tensors can be written only in this mode
 def refresh_sinks(model: nn.Module) -> None:
     """Copy attention sinks to the tensors that the kernels read.
 
-    FlashInfer's kernels read a float32 copy. vLLM makes it after loading all weights, but not after a planned sync or
-    `load_weights`, and in older releases only once. The copy is written in place, because CUDA graphs read it. Other
-    kernels read the weight itself, which is left unchanged.
+    FlashInfer's kernels read a float32 copy. vLLM makes this copy after loading all weights, but not after a planned
+    sync or `load_weights`, and in older releases only once. This function writes the copy in place, because CUDA graphs
+    read it. Other kernels read the weight itself, and nothing is copied.
     """
     for module in model.modules():
         for attention in module.children():
@@ -271,11 +275,11 @@ def _sampling_params(request: Request) -> SamplingParams:
         repetition_penalty=sampling.repetition_penalty,
         stop=list(sampling.stop),
         stop_token_ids=list(sampling.stop_token_ids),
-        ignore_eos=True,  # stop_token_ids lists every token that may end it
+        ignore_eos=True,  # stop_token_ids lists every token that may end the completion
         seed=request.seed,
         logprobs=0,
         detokenize=bool(sampling.stop),
         output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
         structured_outputs=None if request.pattern is None else StructuredOutputsParams(regex=request.pattern),
-        skip_clone=True,  # not reused elsewhere, and it may hold hundreds of stop tokens
+        skip_clone=True,  # these parameters are not reused, and may hold hundreds of stop tokens
     )

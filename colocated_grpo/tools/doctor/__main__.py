@@ -25,8 +25,8 @@ from colocated_grpo.tools.doctor.subject import Finding, Subject, failed
 from colocated_grpo.tracking.text import printable
 
 MAX_SECONDS = 90.0
-"""Limit of a single check. Checks end within seconds on a healthy machine. Those that start processes have lower limits
-of their own."""
+"""Limit of a single check. Checks end within seconds on a healthy machine. Checks that start processes have lower
+limits of their own."""
 
 Check = Callable[[Subject], Finding]
 
@@ -65,7 +65,7 @@ RUN: Mapping[str, Check] = {
     "server_type": run_checks.check_server_type,
     "logprobs": run_checks.check_atropos_logprobs,
 }
-"""Checks of the run that a config describes; left out without a valid one."""
+"""Checks of the run that a config describes; left out without a valid config."""
 
 STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped": "dim"}
 STATUS_WIDTH = max(map(len, STYLES))
@@ -94,7 +94,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read_subject(options: argparse.Namespace, overrides: Sequence[str], parser: argparse.ArgumentParser) -> Subject:
-    """Raises ConfigError if the command line is invalid. The check `settings` reports invalid settings."""
+    """Return the subject. Raises ConfigError if the command line is invalid.
+
+    The check `settings` reports invalid settings.
+    """
     has_config = options.config is not None or options.resume is not None
     if not has_config:
         options.config = "none"  # not read
@@ -129,7 +132,7 @@ def bounded(check: Callable[[], Finding], seconds: float = MAX_SECONDS) -> Findi
     def run() -> None:
         try:
             found.append(check())
-        except Exception as error:  # one broken check must not hide the results of the others
+        except Exception as error:  # one broken check must not hide the results of other checks
             found.append(failed(f"the check itself failed: {in_one_line(error)}", "report this as a defect"))
 
     # A daemon: a check that hangs, for example in a name lookup, does not keep the process alive.
@@ -156,7 +159,7 @@ def print_report(findings: Iterable[tuple[str, Finding]], console: Console) -> d
 
 
 def _shown(text: str, console: Console) -> str:
-    """Return text on one line, without escape sequences: servers and files supply some of it."""
+    """Return text on one line, without escape sequences: servers and files supply some of the text."""
     return printable(" ".join(text.split()), console.encoding)
 
 

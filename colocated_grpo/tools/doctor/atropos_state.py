@@ -29,7 +29,7 @@ class AtroposState:
     waiting: int = 0
     """Groups in the queue."""
     group_size: int = 0
-    """Sequences of the latest group; 0 if no environment has posted one."""
+    """Sequences of the latest group; 0 if no environment has posted a group."""
     dropped: Counter[str] = field(default_factory=Counter)
     """Sequences of the latest group that a run would drop, by reason."""
 
@@ -59,7 +59,7 @@ def read_state(
 
 
 def _dropped(group: object, reader: GroupReader, vocab_size: int | None) -> Counter[str]:
-    """Read a group as a run does. Returns the dropped sequences by reason."""
+    """Read a group as a run does. Returns the number of dropped sequences by reason."""
     # Placeholder tokens have a fixed length, which may exceed the run's limits: look for them without limits.
     unlimited = replace(reader, max_tokens=UNLIMITED)
     limited = replace(reader, vocab_size=vocab_size or UNLIMITED)

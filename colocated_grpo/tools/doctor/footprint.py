@@ -1,9 +1,9 @@
 """Memory and disk space of a run by arithmetic, in bytes, from the sizes of its model and its settings.
 
 Bytes per parameter with AdamW and bfloat16, over all ranks: 16 for full training (master, gradient, two moments in
-float32), 4 for an adapter (base and merged weights), and 2 on each engine while it generates. Activations are those of
-the smallest possible micro-batch with every block recomputed: a run that does not fit by this arithmetic does not fit
-at all.
+float32), 4 for an adapter (base and merged weights), and 2 on each engine while it generates. Activations are counted
+for the smallest possible micro-batch, with every block recomputed: a run that does not fit by this arithmetic does not
+fit at all.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Placement:
     ranks: int
     on_gpu: bool
     device_bytes: int
-    """Memory of one GPU; of the whole machine on the CPU."""
+    """Memory of one GPU; on the CPU, memory of the whole machine."""
     nodes: int = 1
 
 
@@ -43,7 +43,7 @@ class RankMemory:
     generating: int
     """On its device, while the engine generates."""
     host: int
-    """In host memory, in addition to the device's."""
+    """In host memory, in addition to the bytes on the device."""
 
     @property
     def device(self) -> int:
@@ -121,7 +121,7 @@ class RunSizes:
         policy, sizes = self.config.policy, self.sizes
         partly_frozen = policy.lora is not None or policy.train_layers is not None
         if partly_frozen and (self.place.ranks == 1 or self.config.weights == "shared"):
-            return self.compute_bytes * self.trained  # no FSDP: frozen weights are used where they are
+            return self.compute_bytes * self.trained  # no FSDP: frozen weights are not gathered
         if self._shards == 1 and not policy.cpu_offload:
             return self.compute_bytes * sizes.total
         return self.compute_bytes * (sizes.outside + 2 * sizes.largest.total)
@@ -164,7 +164,7 @@ class RunSizes:
         saves = (steps // settings.every if settings.every else 0) + settings.final
         exports = (steps // settings.export_every if settings.export_every else 0) + settings.final
         best = self.config.evaluation.keep_best is not None  # one checkpoint and one export more
-        # A new checkpoint is complete before the oldest one is deleted.
+        # A new checkpoint is complete before the oldest checkpoint is deleted.
         return one * (min(saves, settings.keep_last + 1) + best) + (exports + best) * self._export_bytes()
 
     def _export_bytes(self) -> int:
@@ -213,7 +213,7 @@ def adapted_parameters(lora: LoRAConfig | None, sizes: Sizes) -> int:
 
 
 def _adapted(lora: LoRAConfig, sizes: Sizes) -> Iterator[tuple[int, int]]:
-    """Yield inputs and outputs of the layers that have an adapter: all linear ones, unless known names are given."""
+    """Yield inputs and outputs of the layers that have an adapter: all linear layers, unless known names are given."""
     targets, known = lora.target_modules, {name for block in sizes.blocks for name in block.linear}
     everything = isinstance(targets, str) or not set(targets) <= known
     for block in sizes.chosen(lora.layers):

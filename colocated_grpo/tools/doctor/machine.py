@@ -20,9 +20,10 @@ MIN_DRIVER = {11: "450", 12: "525", 13: "580"}
 """CUDA major version -> oldest driver: docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html"""
 SHARED_MEMORY = Path("/dev/shm")
 MIN_SHARED_MEMORY = 1 * GIB
-"""NCCL and the engine pass data between processes through it. Docker's default is 64 MB."""
+"""NCCL and the engine pass data between processes through shared memory. Docker's default is 64 MB."""
 BUSY_FRACTION = 0.05
-"""Share of a GPU's memory above which another process is using it. Driver and display take less."""
+"""If more than this fraction of a GPU's memory is used, another process is using the GPU. Driver and display take
+less."""
 FABRIC_READY = {"Completed", "N/A", "Not Supported"}
 FABRIC_FIX = "systemctl start nvidia-fabricmanager; for a container or virtual machine, on its host"
 
@@ -46,7 +47,7 @@ def check_gpus(subject: Subject) -> Finding:
 
 
 def check_driver(subject: Subject) -> Finding:
-    """Compare the driver with the oldest one for the CUDA version of torch."""
+    """Compare the driver with the oldest driver for the CUDA version of torch."""
     cuda, gpus = subject.imports.cuda, subject.gpus
     if not gpus or cuda is None:
         return skipped("no GPU" if not gpus else "torch is a CPU build or cannot be imported")
@@ -182,7 +183,7 @@ def check_torch(subject: Subject) -> Finding:
 
 
 def check_torch_parts(subject: Subject) -> Finding:
-    """Compare the builds of torch's extensions with that of torch."""
+    """Compare the builds of torch's extensions with the build of torch."""
     torch = _version(subject, "torch")
     if torch is None:
         return skipped("torch is not installed")
@@ -241,7 +242,7 @@ def check_vllm(subject: Subject) -> Finding:
 
 
 def check_packages(subject: Subject) -> Finding:
-    """Check the packages that this one requires (PEFT, wandb, ...)."""
+    """Check the packages that this package requires (PEFT, wandb, ...)."""
     if OWN_NAME not in subject.packages:
         return skipped("colocated-grpo is not installed as a package")
     own = next(iter(metadata.distributions(name=OWN_NAME, path=list(subject.package_folders))))
@@ -285,6 +286,6 @@ def check_optional_packages(subject: Subject) -> Finding:
 
 
 def _lacks_flash_attention(subject: Subject) -> bool:
-    """True on Hopper GPUs, the only ones with FlashAttention 4, if its compiler, which vLLM installs, is missing."""
+    """True if FlashAttention 4, which needs Hopper GPUs, could run but lacks its compiler, which vLLM installs."""
     hopper = any(name in gpu.name for gpu in subject.gpus for name in ("H100", "H200", "GH200"))
     return hopper and "vllm" in subject.packages and "nvidia-cutlass-dsl" not in subject.packages

@@ -80,7 +80,7 @@ def check_memory(subject: Subject) -> Finding:
 
 
 def judge_memory(run: RunSizes, host_bytes: int, ranks_per_node: int) -> Finding:
-    """host_bytes: free memory of the machine. ranks_per_node: ranks that use it together."""
+    """host_bytes: free memory of the machine. ranks_per_node: ranks that use this memory together."""
     need, place = run.footprint(), run.place
     host = host_bytes // ranks_per_node
     what = f"{run.sizes.total / 1e9:.3g} B parameters on {place.ranks} {'GPUs' if place.on_gpu else 'ranks'}"
@@ -135,7 +135,7 @@ def check_disk(subject: Subject) -> Finding:
 def _run_sizes(subject: Subject, device_bytes: int | None = None) -> RunSizes | str:
     """Return the run on its devices, or the reason why its sizes are unknown.
 
-    device_bytes: instead of the memory of the GPUs, which may be unknown.
+    device_bytes: used in place of the memory of the GPUs, which may be unknown.
     """
     sizes = None if subject.model.json is None else sizes_of(subject.model.json)
     if sizes is None:

@@ -21,7 +21,7 @@ from colocated_grpo.runtime.program import python_path
 from colocated_grpo.tools.doctor.subject import Finding, Subject, failed, ok, skipped
 
 COLLECTIVE_SECONDS = 60
-# Program of each of two processes that sum a tensor as ranks do. Arguments: RANK {gloo,nccl} FILE (a new file).
+# Program that each of two processes runs, to sum a tensor as ranks do. Arguments: RANK {gloo,nccl} FILE (a new file).
 ALL_REDUCE = """
 import sys, datetime, torch, torch.distributed as dist
 rank, backend, file = int(sys.argv[1]), sys.argv[2], sys.argv[3]
@@ -73,7 +73,7 @@ def _cannot_listen(host: str, port: int) -> str | None:
 
 
 def _holder(port: int) -> str:
-    """Return ' (process 12: command)' for the process that listens on the port, if it may be read."""
+    """Return ' (process 12: command)' for the process that listens on the port, if this user may see it."""
     with suppress(psutil.Error):
         for connection in psutil.net_connections("tcp"):
             if connection.status == psutil.CONN_LISTEN and connection.laddr[1:2] == (port,) and connection.pid:
@@ -130,7 +130,7 @@ def collective_fix(backend: str, error: str) -> str:
 
 
 def all_reduce(backend: str, environment: dict[str, str]) -> str | None:
-    """Return None on success, else the reason in one line."""
+    """Sum a tensor over two processes. Returns None on success, else one line with the reason for the failure."""
     environment = {"NCCL_DEBUG": "WARN", "TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1", **environment}
     with TemporaryDirectory(prefix="colocated-grpo-doctor-") as folder:
         logs = [Path(folder) / f"log{rank}" for rank in range(2)]
@@ -155,7 +155,7 @@ def _start(rank: int, backend: str, store: Path, log: Path, environment: dict[st
 
 
 def _summary(log: str) -> str:
-    """Return NCCL's first warning, if there is one, and the last line."""
+    """Return the last line, after NCCL's first warning if there is a warning."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     warnings = [line for line in lines if "NCCL WARN" in line]
     return "; ".join(dict.fromkeys([*warnings[:1], *lines[-1:]])) or "no message"

@@ -1,4 +1,4 @@
-"""Checks of the run: settings, the files and functions they name, the run folder, and the servers it talks to."""
+"""Checks of the run: settings, the files and functions that they name, the run folder, and the servers of the run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DCP_METADATA = ".metadata"
 
 
 def check_settings(subject: Subject) -> Finding:
-    """Report invalid settings, and valid ones that make engine and policy compute different probabilities."""
+    """Report invalid settings, and valid settings that make engine and policy compute different probabilities."""
     if subject.config_errors:
         return failed(
             "; ".join(subject.config_errors), "correct the setting (colocated_grpo/settings/schema.py has all)"
@@ -89,7 +89,7 @@ def check_run_folder(subject: Subject) -> Finding:
 
 
 def _lock_holder(file: Path) -> str:
-    """Return the process that holds the lock of a run folder; empty if there is none."""
+    """Return the process that holds the lock of a run folder; empty if the folder is not locked."""
     try:
         with file.open("r+", encoding="utf-8") as stream:
             try:
@@ -239,7 +239,7 @@ def check_engine_servers(subject: Subject) -> Finding:
 
 
 def engine_problem(url: str, key: str | None) -> tuple[str, str] | None:
-    """Return an engine server's problem and its fix; None if it returns log-probabilities."""
+    """Return what is wrong with an engine server, and a fix. None if the server returns log-probabilities."""
     client = JsonClient(url, timeout=SECONDS, api_key=key)
     serve = "python -m colocated_grpo.servers MODEL --port PORT"
     try:

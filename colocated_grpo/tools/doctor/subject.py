@@ -1,6 +1,6 @@
 """The subject of all checks (this machine, and the run that a command line describes), and their findings.
 
-GPUs are those that nvidia-smi reports. torch and transformers are imported in a process of their own, because a broken
+The GPUs are taken from nvidia-smi. torch and transformers are imported in a process of their own, because a broken
 build must not end the doctor.
 """
 
@@ -35,7 +35,7 @@ SMI_SECONDS = 10
 FIELDS = ("index", "name", "memory.total", "memory.used", "driver_version")
 MIB = 1 << 20
 IMPORT_SECONDS = 60
-# Prints one line of JSON for each import that succeeds; a crash loses only the later ones.
+# Prints one line of JSON for each import that succeeds; a crash loses only the later lines.
 IMPORTS = """
 import json, torch
 cuda = torch.version.cuda
@@ -102,7 +102,7 @@ class GpuListing:
 
     gpus: tuple[Gpu, ...] = ()
     error: str | None = None
-    """The message of nvidia-smi; None if it is not installed."""
+    """The message of nvidia-smi. None if nvidia-smi works or is not installed."""
 
 
 def list_gpus() -> GpuListing:
@@ -149,7 +149,7 @@ def _bytes(text: str) -> int | None:
 
 
 def visible(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> tuple[Gpu, ...]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES selects by number; as many as it names if it uses ids."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES selects by number. If it has ids, return as many GPUs as ids."""
     setting, by_number = environment.get("CUDA_VISIBLE_DEVICES"), {str(gpu.index): gpu for gpu in gpus}
     if setting is None:
         return tuple(gpus)
@@ -174,7 +174,7 @@ class Imports:
 
 
 def import_libraries(environment: Mapping[str, str]) -> Imports:
-    """Import torch, then transformers."""
+    """Import torch, then transformers, in a process of their own."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", IMPORTS],
@@ -191,7 +191,7 @@ def import_libraries(environment: Mapping[str, str]) -> Imports:
 
 
 def root_cause(log: str) -> str:
-    """Return the first exception of a traceback, which later ones were raised from; else the last line."""
+    """Return the first exception of a traceback, from which later exceptions were raised; else the last line."""
     lines = log.strip().splitlines()
     exceptions = (line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line))
     return next(exceptions, lines[-1] if lines else "")
@@ -225,7 +225,7 @@ class Subject:
 
     @property
     def run(self) -> Config:
-        """The config. Only for checks of a run, which are left out without one."""
+        """The config. Only for checks of a run, which are left out without a config."""
         assert self.config is not None
         return self.config
 
@@ -261,7 +261,7 @@ class Subject:
 
     @cached_property
     def resolved(self) -> Config:
-        """The config with the settings of the adapter that policy.lora.init names, where it can be read."""
+        """The config with the settings of the adapter that policy.lora.init names, if the adapter can be read."""
         try:
             return with_adapter_settings(self.run)
         except ConfigError:

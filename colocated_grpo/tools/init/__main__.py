@@ -33,7 +33,7 @@ WIDTH = 110
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the file. Returns 0, or 2 after printing a line about what is missing."""
+    """Write the file. Returns 0, or 2 after printing what is wrong."""
     prepare_streams()
     options = _parser().parse_args(arguments)
     set_up_logging("INFO")
@@ -106,7 +106,10 @@ Section = Sequence[Setting]
 
 
 def config_text(plan: Choices, heading: Sequence[str], folder: Path) -> str:
-    """Return YAML. heading: comment lines at the top. folder: the config file's; file names are relative to it."""
+    """Return YAML.
+
+    heading: comment lines at the top. folder: folder of the config file, to which file names are relative.
+    """
     changes: JsonObject = {} if plan.memory is None else dict(plan.memory.changes)
     policy, engine = changes.pop("policy", {}), changes.pop("engine", {})
     rate, rate_why = learning_rate(plan.sizes, plan.memory)
@@ -203,7 +206,8 @@ def _beside(name: str, folder: Path) -> str:
     if not os.path.exists(file) or os.path.isabs(file):
         return name
     relative = os.path.relpath(file, folder)
-    # A folder without a dot in front could also be a name on the Hub.
+    # Write a folder as ./folder: without the prefix, the folder could also be the name of a dataset or model on the
+    # Hub.
     return (relative if Path(file).is_file() or relative[0] == "." else f"./{relative}") + separator + wanted
 
 

@@ -47,7 +47,7 @@ class Reward:
 
 
 def prompt_column(rows: Sequence[Item]) -> str:
-    """Return the column of prompts. Raises ConfigError if there is none, or if its conversations include the answer."""
+    """Return the column of prompts. Raises ConfigError without such a column, or if prompts include the answer."""
     column = _first_of(PROMPTS, rows)
     if column is None:
         raise ConfigError(f"data: no column of prompts ({', '.join(PROMPTS)}); it has: {_names(rows)}; rename one")
@@ -61,7 +61,7 @@ def prompt_column(rows: Sequence[Item]) -> str:
 
 
 def builtin_reward(rows: Sequence[Item], prompt: str) -> Reward:
-    """Return the built-in reward that compares completions with the data's answers. Raises ConfigError if none does."""
+    """Return the built-in reward that compares completions with the data's answers. Raises ConfigError if none can."""
     if TOOL_CALLS in rows[0]:
         return Reward(name="tool_call", why=f"compares the calls of a completion with the column {TOOL_CALLS}")
     column = _first_of([name for name in ANSWERS if name != prompt], rows)
@@ -119,13 +119,13 @@ class Choices:
     lengths: Lengths
     batch: BatchSizes
     sizes: Sizes | None
-    """None, and no memory settings, if config.json does not state the sizes of the model."""
+    """None if config.json does not state the sizes of the model. `memory` is then None, too."""
     memory: Memory | None
     place: Placement
 
 
 def make_plan(data: Path, model_name: str, reward_name: str | None, place: Placement) -> Choices:
-    """Raises ConfigError where a file or a column is missing, or if the model does not fit."""
+    """Make all choices. Raises ConfigError if a file or a column is missing, or if the model does not fit."""
     from colocated_grpo.policy.model_files import read_tokenizer
 
     rows = _read(data)
@@ -183,7 +183,7 @@ def _named_reward(name: str) -> Reward:
 def _count_tokens(
     rows: Sequence[Item], column: str, reward: Reward, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[int], list[int]]:
-    """Return the tokens of prompts, as the model reads them, and of answers."""
+    """Return the numbers of tokens of the prompts, as the model reads them, and of the answers."""
     from colocated_grpo.environments.prompts import PromptEncoder
 
     encoder = PromptEncoder(tokenizer, max_prompt_tokens=1 << 20)

@@ -16,11 +16,11 @@ from colocated_grpo.tools.doctor.subject import gib
 from colocated_grpo.types import JsonObject
 
 PROMPT_STEP = 32
-"""Prompt limits are multiples of this."""
+"""Prompt limits are multiples of this number."""
 GPU_COMPLETION, CPU_COMPLETION = 1024, 128
 PASSES, MAX_STEPS, MIN_STEPS = 3, 200, 20
 SMALL_MODEL, SMALL_MODEL_LR = 50e6, 1e-4
-"""Models with fewer parameters get this learning rate: the default one hardly changes them."""
+"""Models with fewer parameters get this learning rate: the default rate hardly changes such models."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class Memory:
 
 
 def lengths_of(prompts: Sequence[int], answers: Sequence[int], positions: int | None, on_gpu: bool) -> Lengths:
-    """prompts, answers: tokens of each. positions: longest sequence of the model; None if unknown."""
+    """prompts, answers: numbers of tokens. positions: longest sequence of the model; None if unknown."""
     limit = (positions or max(prompts) * 4) // 2
     prompt = min(_round_up(max(prompts), PROMPT_STEP), limit)
     dropped = sum(length > prompt for length in prompts)
@@ -73,7 +73,7 @@ def lengths_of(prompts: Sequence[int], answers: Sequence[int], positions: int | 
 
 
 def batch_of(rows: int, gpus: int) -> BatchSizes:
-    """rows: rows of the data. A tenth of them is held out."""
+    """rows: rows of the data. A tenth of the rows, at most 64, is held out."""
     train = rows - min(rows // 10, 64)
     wanted, group = (max(32, 16 * gpus), 16) if gpus else (8, 8)
     prompts = max(1, gpus, min(wanted, train))
@@ -94,9 +94,9 @@ def learning_rate(sizes: Sizes | None, memory: Memory | None) -> tuple[float, st
 
 
 def fit_memory(config: Config, sizes: Sizes, heads: int, place: Placement, host_bytes: int) -> Memory:
-    """Return the first settings of `_candidates` with which the run fits. Raises ConfigError if none does.
+    """Return the first settings of `_candidates` with which the run fits. Raises ConfigError if it never fits.
 
-    heads: attention heads of the model. host_bytes: free memory of the machine, which all its ranks share.
+    heads: attention heads of the model. host_bytes: free memory of the machine, for all its ranks together.
     """
     host = host_bytes // place.ranks
     device = place.device_bytes if place.on_gpu else host
