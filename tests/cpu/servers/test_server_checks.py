@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from colocated_grpo.assembly.servers import connect
+from colocated_grpo.assembly.assemble import connect_servers
 from colocated_grpo.runtime.supervision import StopRequest
 from colocated_grpo.settings.config_json import config_json_in, shape_of
 from colocated_grpo.settings.errors import ConfigError
@@ -81,7 +81,7 @@ def settings_of(url: str, compute_dtype: str = "auto", **engine: Any) -> Config:
 )
 def test_a_server_that_does_not_fit_is_refused_in_one_line(world, facts, settings, line):
     with serving(**facts) as url, pytest.raises(ConfigError) as caught:
-        connect(settings_of(url, **settings), world, StopRequest(world.store))
+        connect_servers(settings_of(url, **settings), world, StopRequest(world.store))
 
     text = str(caught.value)
     assert text.startswith(f"engine.urls={url}: ") and "\n" not in text
@@ -91,5 +91,5 @@ def test_a_server_that_does_not_fit_is_refused_in_one_line(world, facts, setting
 @pytest.mark.parametrize("settings", [{"dtype": "float32"}, {"bridge": "shared"}, {"compute_dtype": "bfloat16"}])
 def test_weights_of_another_type_are_accepted_where_they_are_cast(world, settings):
     with serving() as url:
-        servers = connect(settings_of(url, **settings), world, StopRequest(world.store))
+        servers = connect_servers(settings_of(url, **settings), world, StopRequest(world.store))
     assert [server.url for server in servers] == [url]
