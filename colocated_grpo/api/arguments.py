@@ -1,4 +1,4 @@
-"""Translate Trainer's arguments to settings by path. They override those of a config file."""
+"""Translates Trainer's arguments to settings by path. These settings override the settings of a config file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from colocated_grpo.settings.sources import EVAL_DATASETS, TRAIN_DATASET, Datase
 
 Settings = dict[KeyPath, object]
 _ENTRY: KeyPath = ("environments", 0)
-"""The entry set by arguments for data and rewards, and by TRL's names."""
+"""The environment entry that is set by arguments for data and rewards, and by TRL's names."""
 _FOREIGN = {
     "processing_class": "the tokenizer is the model's own; leave it out",
     "reward_processing_classes": "a reward is a function: docs/guides/from_trl.md",
@@ -34,12 +34,13 @@ _FOREIGN = {
 """Unsupported argument of TRL's GRPOTrainer -> alternative."""
 _GEOMETRY = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
 _DEVICE = ("use_cpu", "bf16")
-"""Fields without effect here. GRPOConfig itself rejects their defaults on some machines."""
+"""Fields of GRPOConfig that have no effect here. On some machines, GRPOConfig itself rejects their defaults."""
 _MINIBATCHES = "minibatches: generation_batch_size must be a whole number of optimizer steps"
 _SHARED = {"rewards", "prompt_column", "columns", "system_prompt", "tools", "chat_template_kwargs"}
 """Settings that evaluation sets copy from the training data."""
 UNCOUNTED = 1 << 31
-"""Steps of a run whose rows are not counted yet: large enough for every rule about minimum steps."""
+"""Placeholder for training_steps of a run whose rows are not counted yet. Large enough for every rule about minimum
+steps."""
 _STEPS: KeyPath = ("training_steps",)
 _NEEDS_ROWS = "needs a train_dataset of rows as the only environment"
 
@@ -73,7 +74,8 @@ def read_arguments(
     epochs = take_epochs(by_path, getattr(args, "num_train_epochs", None))
     length = {} if epochs is None else {"training_steps": UNCOUNTED}
     if several is not None:
-        # First read without the sets. keep_best is cleared because it may refer to their metrics.
+        # Read the settings without the evaluation sets first. keep_best is cleared, because it may name a metric of a
+        # set.
         nothing_kept = {("evaluation", "keep_best"): None, ("evaluation", "patience"): None}
         alone = _loaded(config, by_path | nothing_kept, objects, length)
         by_path |= evaluation_sets(several, alone.config.environments[0], alone.config.evaluation, objects)
@@ -111,7 +113,7 @@ def _without_foreign(settings: Mapping[str, object]) -> dict[str, object]:
 
 
 def _held_out(eval_datasets: object, given: dict[str, object]) -> object:
-    """Return the held-out rows, also if given under TRL's name, which is removed from `given`."""
+    """Return the held-out rows. TRL's name `eval_dataset` is also accepted, and is removed from `given`."""
     rows = given.pop("eval_dataset", None)
     if rows is not None and eval_datasets is not None:
         raise ConfigError("eval_dataset: the same setting as eval_datasets; remove one of them")
@@ -137,10 +139,10 @@ def _from_args(args: Any) -> dict[str, object]:
     settings = changed_fields(args)
     if not hasattr(args, "generation_batch_size"):
         return settings
-    # GRPOConfig has already computed these sizes from other names.
+    # GRPOConfig has already combined these fields into generation_batch_size.
     for name in _GEOMETRY:
         settings.pop(name, None)
-    if args.max_steps <= 0:  # as in TRL, the length is then in epochs
+    if args.max_steps <= 0:  # as in TRL, the run's length is then in epochs
         settings.pop("max_steps", None)
     minibatches, rest = divmod(args.steps_per_generation, args.gradient_accumulation_steps)
     if rest:
@@ -189,8 +191,8 @@ def evaluation_sets(
 ) -> Settings:
     """Return settings that add each dataset as an evaluation set, after the sets of `evaluation`.
 
-    entry: the training data. The sets use its rewards, columns and template settings, and are sampled like held-out
-    prompts. No training rows are held out unless set explicitly. Raises ConfigError.
+    entry: the training data. The new sets use the entry's rewards, columns and template settings, and are sampled like
+    held-out prompts. No training rows are held out unless the entry sets held_out or eval_split. Raises ConfigError.
     """
     if not isinstance(entry, DatasetSourceConfig):
         raise ConfigError(f"{EVAL_DATASETS}: needs a train_dataset, whose columns and rewards these datasets share")
@@ -213,7 +215,7 @@ def evaluation_sets(
 
 
 def _rows_of(name: object, rows: object, objects: ObjectsByName) -> str:
-    """Return the name of a file, or a name that refers to the rows."""
+    """Return `rows` if it is the name of a file, else a name that refers to the rows."""
     key = f"{EVAL_DATASETS}[{name}]"
     if is_name(rows) and Path(rows).suffix.lower() not in DATA_SUFFIXES:
         raise ConfigError(
@@ -224,10 +226,10 @@ def _rows_of(name: object, rows: object, objects: ObjectsByName) -> str:
 
 
 def take_epochs(settings: Settings, default: float | None) -> tuple[float, bool] | None:
-    """Remove the epochs from a program's settings. Return them, and True if they are only GRPOConfig's default.
+    """Remove num_train_epochs from a program's settings. Return it, and True if it is only GRPOConfig's default.
 
-    Return None if the program sets steps, or neither. default: the default of TRL's GRPOConfig, if the program uses it.
-    A script may also have set that number explicitly. Raises ConfigError.
+    Return None if the program sets steps, or neither steps nor epochs. default: the default of TRL's GRPOConfig, if the
+    program uses GRPOConfig. A script may also have set that number explicitly. Raises ConfigError.
     """
     number = settings.pop(("num_train_epochs",), None)
     if settings.keys() & {_STEPS, ("max_steps",)}:
@@ -240,9 +242,9 @@ def take_epochs(settings: Settings, default: float | None) -> tuple[float, bool]
 
 
 def in_steps(epochs: float, by_default: bool, environments: Sequence[object], prompts: int) -> tuple[Settings, str]:
-    """Return `training_steps` for these epochs, with `prompts` a step, and a line about it.
+    """Return `training_steps` for these epochs, with `prompts` prompts per step, and a line about it.
 
-    Default epochs of uncountable data set nothing. Raises ConfigError for explicit ones.
+    If the rows cannot be counted, default epochs set nothing, and explicit epochs raise ConfigError.
     """
     entry, *others = environments
     shown = f"num_train_epochs={epochs:g}"

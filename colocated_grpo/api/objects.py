@@ -28,7 +28,7 @@ def object_name(value: Any) -> str:
 
 
 def name_object(value: object, name: str, objects: ObjectsByName) -> str:
-    """Add an object under `name`, plus a number if another object has that name. Return the final name."""
+    """Add an object under `name`. If another object has this name, append a number. Return the final name."""
     unique, number = name, 1
     while objects.get(unique, value) is not value:
         number += 1

@@ -41,7 +41,7 @@ class Result:
     outcome: str
     """finished, or stopped by a signal; the checkpoint of a stopped run continues with resume="auto"."""
     steps: int
-    """Completed steps of the whole run, including those before a resume."""
+    """Completed steps of the whole run, including the steps before a resume."""
     metrics: dict[str, float] = field(repr=False)
     """Metrics of the last training step, named as in metrics.jsonl."""
     evaluation: dict[str, float] = field(repr=False)
@@ -53,7 +53,7 @@ class Result:
     model: Path | None
     """The exported model, or the adapter of a run with policy.lora; None for a stopped run."""
     best_model: Path | None
-    """The model, or the adapter, of the best evaluation, if the run kept one."""
+    """The model, or the adapter, of the best evaluation; None if the run did not keep it."""
 
     def _repr_html_(self) -> str:
         report = self.folder / files.REPORT_FILE
@@ -86,10 +86,11 @@ class Trainer:
         """Read and check the settings. Raises ConfigError with one line per problem.
 
         model: folder or name. reward_funcs: functions in TRL's signature, or names of functions. train_dataset,
-        eval_datasets: a datasets.Dataset, a list of dictionaries, a name, or a dictionary of these by name, each an
-        evaluation set. callbacks: objects with methods of `colocated_grpo.callbacks.EVENTS`. config: YAML file, whose
-        settings the arguments override. args: a mapping of settings, or TRL's GRPOConfig. peft_config: a mapping, or
-        PEFT's LoraConfig. settings: sections and names of the config file, or those of GRPOConfig.
+        eval_datasets: a datasets.Dataset, a list of dictionaries, or a name. A dictionary of such values defines one
+        evaluation set per entry, with the entry's key as its name. callbacks: objects with methods of
+        `colocated_grpo.callbacks.EVENTS`. config: YAML file, whose settings the arguments override. args: a mapping of
+        settings, or TRL's GRPOConfig. peft_config: a mapping, or PEFT's LoraConfig. settings: sections and names of the
+        config file, or fields of GRPOConfig.
         """
         check_callbacks(callbacks)
         self._callbacks = callbacks
@@ -114,8 +115,8 @@ class Trainer:
         """Train to the end and return the result. Collective under torchrun.
 
         resume: a run folder, "auto" (the newest run of this config or program, if there is one) or None. Raises
-        ConfigError or RunError, with one line per problem. May be called again, also on another Trainer; on CUDA this
-        requires engine.sleep false.
+        ConfigError or RunError, with one line per problem. A program may train several times, also with another
+        Trainer; on CUDA, this requires engine.sleep: false.
         """
         try:
             with rank_variables():

@@ -45,7 +45,7 @@ MAX_BODY_BYTES = 64 << 20
 MAX_QUEUED = 1 << 20
 """Maximum sequences in the queue. Further posts are rejected with status 503."""
 MAX_QUEUED_BYTES = 16 << 30
-"""Maximum memory of the queue: text of its groups. Further posts are rejected with status 503."""
+"""Maximum bytes of the queue: the JSON text of its groups. Further posts are rejected with status 503."""
 GROUP_PATHS = frozenset({"/scored_data", "/scored_data_list"})
 GROUPS = BodyShape(values=MAX_BODY_BYTES, containers=1 << 20, strings=1 << 18, depth=40)
 """Bounds of a request body. Numbers are not limited here, because they are parsed one sequence at a time."""
@@ -64,7 +64,8 @@ ABSENT = Raw(b"null")
 class PostedGroup(Struct):
     """The fields of a scored group that a trainer reads. All other fields are skipped.
 
-    Numbers stay JSON text, a fifth of the memory of parsed lists. A batch is sent by joining these texts.
+    Numbers stay JSON text, which takes a fifth of the memory of parsed lists. A batch is sent by joining the texts of
+    its groups.
     """
 
     tokens: Rows
@@ -77,7 +78,7 @@ class PostedGroup(Struct):
     overrides: Annotated[list[Overrides], Meta(max_length=MAX_SEQUENCES)] | None = None
     group_overrides: Overrides | None = None
     images: Raw = ABSENT
-    """Stored as true if there are any."""
+    """Stored as true if the group has images."""
     env_id: int | None = None
 
 
@@ -98,7 +99,7 @@ def read_group(posted: PostedGroup) -> ScoredGroup:
     for name, decoder in ROWS.items():
         for index, row in enumerate(getattr(posted, name) or []):
             _parsed(f"{name}: sequence {index}", row, decoder)
-    scores = [float(score) for score in _parsed("scores", posted.scores, SCORES)]  # atroposlib takes true and false
+    scores = [float(score) for score in _parsed("scores", posted.scores, SCORES)]  # atroposlib takes booleans too
     has_images = bytes(posted.images).strip(b"[]{}nul, \t\r\n") != b""
     kept = msgspec.structs.replace(
         posted, scores=Raw(msgspec.json.encode(scores)), images=Raw(b"true") if has_images else ABSENT
@@ -162,8 +163,8 @@ def _add_trainer_routes(app: FastAPI, exchange: Exchange) -> None:
     async def register(request: Request) -> JsonObject:
         return exchange.register(await read_json(request, registration.decode))
 
-    # Both verbs: atroposlib's clients take batches and reset with GET. Browsers fetch any address on a page by GET, so
-    # they must use POST, which carries their origin.
+    # GET and POST: atroposlib's clients use GET for batch and reset. A browser fetches any address on a page by GET, so
+    # browsers must use POST, which carries the page's origin.
     @app.get("/batch")
     @app.post("/batch")
     async def batch(request: Request) -> Response:

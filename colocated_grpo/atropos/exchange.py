@@ -3,11 +3,12 @@
 No HTTP here. Responses are those of atroposlib 0.4.0, except for these fixed defects:
 - A group posted before the trainer has registered does not prevent the registration.
 - GET /batch after a reset returns the same as before the first registration, not an internal error.
-- An environment without a name gets one, and an unknown environment id an error that says what to do.
-- A group of a size that can never be served is rejected. In atroposlib it blocks all other groups.
+- An environment without a name gets a name. An unknown environment id gets an error that says what to do.
+- A group of a size that can never be served is rejected. In atroposlib, such a group blocks all other groups.
 - Parts that add up to a group are served together. atroposlib never serves parts of uneven sizes.
 - An environment reserves its part of each batch only while its groups arrive.
-- Batches are served oldest first and counted when served. atroposlib serves the newest first and counts when formed.
+- Batches are served oldest first and counted when served. atroposlib serves the newest batch first and counts a batch
+  when it is formed.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ MIN_WEIGHT = 0.01
 DEFAULT_NAME = "env"
 MAX_ENVIRONMENTS = 1 << 14
 MAX_PARTS = 256
-"""Maximum number of an environment's parts that wait for a complete group. The oldest are dropped."""
+"""Maximum number of an environment's parts that wait for a complete group. Above it, the oldest parts are dropped."""
 PATIENCE = 120
 """An environment's reservation ends after this many unsuccessful batch requests since its last group. The trainer sends
-two per second, and none while it trains."""
+two batch requests per second, and none while it trains."""
 
 Count = Annotated[int, Meta(ge=1, lt=2**31)]
 """Bounded, because an overflow or division by zero in the shared state would fail all clients."""
@@ -55,7 +56,7 @@ class EnvRegistration(Struct):
 
     max_token_length: Count
     desired_name: str | None
-    """None from environments started without --env.wandb_name."""
+    """None if the environment was started without --env.wandb_name."""
     weight: Annotated[float, Meta(ge=0, le=1e6)]
     group_size: Count
     min_batch_allocation: Annotated[float, Meta(ge=0, le=1)] | None = None
@@ -82,7 +83,7 @@ class ScoredGroup:
     """Number of sequences."""
     env_id: int | None
     texts: tuple[bytes, ...]
-    """JSON objects as posted. The trainer receives each as a separate group with its own baseline."""
+    """JSON objects as posted. The trainer receives each object as a separate group with its own baseline."""
 
 
 @dataclass
@@ -129,7 +130,7 @@ class Exchange:
         if self.trainer is None:
             self.trainer = registration
             self._step = registration.starting_step
-            # The batch size was unknown when these groups were posted.
+            # The batch size was unknown when the queued groups were posted.
             self._queue = [group for group in self._queue if registration.batch_size % group.size == 0]
             self._waiting = _volume(self._queue)
         return {"uuid": uuid.uuid4().int}
@@ -165,10 +166,10 @@ class Exchange:
         return {"current_step": self._step, "queue_size": sum(len(group.texts) for group in self._queue)}
 
     def post(self, groups: Sequence[ScoredGroup]) -> list[JsonObject]:
-        """Queue all groups or none: clients resend rejected lists, so an accepted part would be trained twice.
+        """Queue all groups or none: clients resend a rejected list, so an accepted part of it would be trained twice.
 
-        Groups smaller than the environment's group size are kept until some of them add up to it. Raises QueueFull, and
-        InvalidGroup for a size that can never be served.
+        Groups smaller than the environment's group size are kept until some of them add up to this size. Raises
+        QueueFull, and InvalidGroup for a size that can never be served.
         """
         for group in groups:
             env = self._env(group.env_id)
@@ -187,7 +188,8 @@ class Exchange:
         return [self._post(group) for group in groups]
 
     def _excess(self, groups: Iterable[ScoredGroup]) -> str | None:
-        """Return the limit that the queue would exceed with these groups; None if there is none."""
+        """Return a line about the limit that the queue would exceed with these groups; None if it would exceed no
+        limit."""
         new, waiting = _volume(groups), self._waiting
         for unit, limit in self._limits.items():
             if waiting[unit] + new[unit] > limit:
@@ -233,7 +235,8 @@ class Exchange:
         self._started = True
         size = self.trainer.batch_size
         reserved = self._reserved(size)
-        # Sizes divide the batch size n, and the sum of n's divisors is below 16 n: so many groups contain a batch.
+        # Group sizes divide the batch size n, and the sum of n's divisors is below 16 n. So 16 n groups contain a
+        # batch.
         first = self._queue if reserved else self._queue[: 16 * size]
         chosen = choose_batch([group.size for group in first], [group.env_id for group in first], size, reserved)
         if not chosen:
@@ -253,7 +256,8 @@ class Exchange:
         return {env_id: max(1, int(count / excess)) for env_id, count in counts.items() if count}
 
     def status_env(self, env_id: int) -> JsonObject:
-        """Return the values that an environment uses to pace itself. Queue sizes are in units of its group size."""
+        """Return the values that an environment uses to pace itself. Queue sizes are in units of the environment's
+        group size."""
         env = self._env(env_id)
         if env is None or self.trainer is None:
             raise UnknownEnvironment(_unknown(env_id))
@@ -262,7 +266,7 @@ class Exchange:
             counts[group.env_id] += group.size
         own, largest = counts.pop(env_id, 0), max((group.size for group in self._queue), default=1)
         reserved = self._reserved(self.trainer.batch_size)
-        # Other environments' sequences in whole packs of the largest size, beyond the reserved ones.
+        # Sequences of other environments, in whole packs of the largest size, without their reserved sequences.
         others = sum(
             max(0, -(-count // largest) * largest - (reserved.get(other, 0) if other is not None else 0))
             for other, count in counts.items()
@@ -296,11 +300,11 @@ def choose_batch(
     """Return queue positions of groups that form a batch of exactly `batch_size`; empty if there are none.
 
     Groups are never split. Groups of equal size are collected into packs as large as the largest group, and whole packs
-    are taken in order of completion. If the largest groups do not fill a batch, smaller groups are packed without them;
-    atroposlib forms no batch then.
+    are taken in order of completion. If the largest groups do not fill a batch, smaller groups are packed without the
+    largest groups; atroposlib forms no batch in this case.
 
-    sizes, envs: size and environment of each queued group. reserved: environment -> sequences to take from it first. If
-    it has no group in the queue, there is no batch.
+    sizes, envs: size and environment of each queued group. reserved: environment -> sequences to take from it first. No
+    batch is formed if one of these environments has no group in the queue.
     """
     for pack_size in sorted(set(sizes), reverse=True) if sum(sizes) >= batch_size else []:
         packed = _in_complete_packs(sizes, pack_size)
@@ -336,7 +340,7 @@ def _in_complete_packs(sizes: Sequence[int], pack_size: int) -> list[int]:
 
 
 def choose_parts(sizes: Sequence[int], group_size: int) -> list[int]:
-    """Return positions, in order, whose sizes add up to exactly `group_size`; empty if there are none."""
+    """Return positions, in order, whose sizes add up to exactly `group_size`; empty if no sizes do."""
     # Subset sum. reached[total]: the position that first reached this total, and the previous total.
     reached: dict[int, tuple[int, int]] = {0: (-1, 0)}
     for position, size in enumerate(sizes):

@@ -1,7 +1,7 @@
 """Validates received batches and converts their groups to trainable groups.
 
 The server accepts posts from any client and checks types but not lengths. Inconsistent sequences are dropped and
-counted by reason and sender. An error instead would let any environment stop the trainer.
+counted by reason and sender. If the reader raised an error instead, any environment could stop the trainer.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ LOGPROB_SLACK = 1e-3
 """Positive log-probabilities up to this value are rounding errors and count as zero."""
 MIN_LOGPROB = -87.0
 """Lower values are rejected: their exp() is subnormal in float32, and its inverse, an importance weight, overflows.
-Samplers never return such values; they are fillers such as -9999."""
+Samplers never return such values; low values are fillers such as -9999."""
 MAX_MAGNITUDE = 1e6
 """Bound of scores and advantages. Much larger finite values cause an infinite gradient norm, which stops the run."""
 MAX_TEMPERATURE = 100.0
-"""Temperatures above it, and positive ones below MIN_TEMPERATURE, are errors: the trainer divides logits by them."""
+"""Temperatures above this value, and positive temperatures below MIN_TEMPERATURE, are errors: the trainer divides
+logits by the temperature."""
 MAX_NAMED = 5
 """Maximum environments named in a line about dropped sequences."""
 MISSING_LOGPROBS = "missing_logprobs"
@@ -42,14 +43,14 @@ Token = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 
 
 class Overrides(Struct, omit_defaults=True):
-    """The entries used of `overrides`, `generation_params` and `group_overrides`."""
+    """The entries of `overrides`, `generation_params` and `group_overrides` that this reader uses."""
 
     temperature: float | None = None
     set_advantage_to_zero: object = None
 
 
 class ReceivedGroup(Struct):
-    """One group of GET /batch, with one list entry per sequence. The lengths may not agree."""
+    """One group of GET /batch, with one list entry per sequence. The lists may differ in length."""
 
     tokens: list[list[Token]]
     masks: list[list[Token]]
@@ -149,7 +150,7 @@ class GroupReader:
         return rollout, origin
 
     def _origin(self, tokens_T: np.ndarray, trained_T: np.ndarray) -> Origin | None:
-        """Return the sequence's origin: that of its last completion, with the oldest policy version of all of them.
+        """Return the origin of the sequence's last completion, with the oldest policy version of all its completions.
 
         None if any completion was not sampled by this run's engines.
         """
@@ -189,7 +190,7 @@ class ReadBatch:
             self.senders["a client without env_id" if env_id is None else f"environment {env_id}"] += count
 
     def update(self, other: ReadBatch) -> None:
-        """Replace the groups by those of a later batch, and add its counts."""
+        """Replace the groups by the groups of a later batch, and add the counts of that batch."""
         self.groups = other.groups
         self.dropped.update(other.dropped)
         self.senders.update(other.senders)
@@ -211,7 +212,8 @@ def _row(name: str, rows: list[list[T]], index: int, length: int) -> list[T]:
 
 
 def _trained(tokens_T: np.ndarray, masks_T: np.ndarray) -> np.ndarray:
-    """Return a bool array: True where the mask repeats the token. The first token is not predicted: always False."""
+    """Return a bool array: True where the mask repeats the token. The first token is not predicted, so it is always
+    False."""
     trained_T = masks_T != MASKED
     if (masks_T[trained_T] != tokens_T[trained_T]).any():
         raise InvalidSequence("masks")
@@ -240,7 +242,7 @@ def _logprobs(name: str, rows: list[list[float]] | None, index: int, trained_T: 
 
 
 def _temperature(settings: Sequence[Overrides | None], origin: Origin | None) -> float:
-    """Return the temperature of the first settings with one, else of the origin, else 1. Greedy sampling: 1."""
+    """Return the first temperature in `settings`, else the temperature of the origin, else 1. Greedy sampling: 1."""
     for each in settings:
         if each is not None and (temperature := each.temperature) is not None:
             if not temperature <= MAX_TEMPERATURE or 0 < temperature < MIN_TEMPERATURE:

@@ -27,7 +27,7 @@ UNSET = -1
 """Reported by GET /info while no trainer is registered."""
 BATCH_SECONDS = 300.0
 """Timeout of GET /batch. The server removes a batch from its queue before compressing it, which is slow for millions of
-tokens. If the client times out during this, the batch is lost."""
+tokens. If the client times out before it has received the batch, the batch is lost."""
 REGISTRATION_ATTEMPTS = 3
 """Maximum consecutive resets. An environment that posts between reset and registration makes an attempt fail."""
 POLL_SECONDS = 0.5
@@ -74,7 +74,8 @@ class AtroposClient:
         self._http_for_batches = JsonClient(url, timeout=BATCH_SECONDS, api_key=api_key)
 
     def is_registered(self) -> bool:
-        """Return True if registered. Raises EnvironmentSetupError if a trainer with other settings is."""
+        """Return True if this trainer is registered. Raises EnvironmentSetupError if a trainer with other settings is
+        registered."""
         info = self._object("/info")
         expected = {"batch_size": self._trainer.batch_size, "max_token_len": self._trainer.max_token_len}
         registered = {name: info.get(name, UNSET) for name in expected}
@@ -92,8 +93,8 @@ class AtroposClient:
         """Register as the server's trainer. Return a batch if one was already waiting.
 
         Environments cannot register before the trainer's first request for a batch. The server keeps its first
-        registration; atroposlib's silently keeps none if an environment has already posted. So the result is verified
-        with GET /info. A conflicting registration is reset only with `may_reset`.
+        registration. atroposlib's server silently keeps no registration if an environment has already posted. The
+        result is therefore verified with GET /info. A conflicting registration is reset only with `may_reset`.
         """
         for _ in range(REGISTRATION_ATTEMPTS):
             self._http.post("/register", {**msgspec.structs.asdict(self._trainer), "starting_step": step})
@@ -114,7 +115,7 @@ class AtroposClient:
         return batch or None
 
     def latest_group(self) -> JsonObject:
-        """Return the most recently posted group; its lists are empty if there is none."""
+        """Return the most recently posted group; the group's lists are empty if nothing was posted."""
         return self._object("/latest_example")
 
     def status(self) -> dict[str, float]:
@@ -157,7 +158,7 @@ class AtroposSource:
         self._num_failures = 0
         """Consecutive failed requests for a batch."""
         self._unusable_since: float | None = None
-        """Arrival time of the first batch without a valid sequence since the last batch with one."""
+        """Arrival time of the first batch without a valid sequence. Reset by a batch with a valid sequence."""
         self._reported = -REPORT_SECONDS
         self._untrained: deque[list[object]] = deque()
         """Received batches that are not yet trained, oldest first. The server no longer has them."""
@@ -219,7 +220,7 @@ class AtroposSource:
         return None
 
     def _fetch(self, step: int) -> float:
-        """Request a batch, after registering if needed. Returns the seconds to wait if none has arrived, else 0."""
+        """Request a batch, after registering if needed. Returns 0 if a batch has arrived, else the seconds to wait."""
         try:
             if self._registered:
                 items = self._client.batch()
@@ -262,7 +263,7 @@ class AtroposSource:
     def _check_patience(self) -> None:
         """Raise NothingUsable once unusable batches have arrived for `unusable_timeout`.
 
-        A client that posts invalid groups does not end the run while any other client posts valid ones.
+        A client that posts invalid groups does not end the run while any other client posts valid groups.
         """
         now = time.monotonic()
         if self._unusable_since is None:
@@ -328,13 +329,13 @@ class AtroposSource:
     def state_dict(self) -> JsonObject:
         """Return the count of groups read, the untrained batches, and the origins of served completions: a few MB.
 
-        The server's queue is not part of the state: it outlives this process.
+        The server's queue is not part of the state: the queue outlives this process.
         """
         origins = self._reader.origins.state_dict()
         return {"groups_read": self._groups_read, "taken": list(self._untrained), "origins": origins}
 
     def load_state_dict(self, state: JsonObject) -> None:
-        """Restore a saved state. Its batches are trained before a batch received by this process's registration.
+        """Restore a saved state. Its batches are trained before a batch that this process received when it registered.
 
         Raises EnvironmentSetupError for the state of another kind of source.
         """

@@ -2,7 +2,7 @@
 
 Phases of a step:
 SERVE  engines awake: requests are answered, rank 0 polls the API server for a batch
-DRAIN  a batch has arrived: running requests finish, new ones wait in the inbox with their connections open
+DRAIN  a batch has arrived: running requests finish, new requests wait in the inbox with their connections open
 TRAIN  engines asleep: /health still returns 200, so environments wait instead of giving up
 SYNC   the engines get the new weights, and SERVE begins again
 """
@@ -28,8 +28,8 @@ from colocated_grpo.web.server import ServerThread
 LONG_SLEEP_SECONDS = 480.0
 """Longer sleeps are logged. By default environments abandon a rollout after 600 s, including its pending requests."""
 LAST_BATCH_SECONDS = 10.0
-"""Maximum wait, after a stop request, for a batch already requested, because the server sends each batch only once.
-Short, because schedulers soon kill a stopping process."""
+"""Maximum wait, after a stop request, for a batch that was already requested. The server sends each batch only once, so
+an abandoned batch would be lost. The wait is short, because schedulers soon kill a stopping process."""
 
 
 class AtroposSupply:
@@ -59,7 +59,7 @@ class AtroposSupply:
         return BatchResult(trained_now=list(range(len(groups))))
 
     def release_engine(self) -> None:
-        """Do nothing: environments' requests stay queued between batches."""
+        """Do nothing: requests of environments stay queued between batches."""
 
     def state_dict(self) -> JsonObject | None:
         return None
@@ -129,7 +129,7 @@ class MainSupply(AtroposSupply):
         return batch.result()
 
     def _wait_for_last(self, batch: Future[list[Group] | None]) -> None:
-        """Wait for a batch that is being received. The source saves it for the resumed run."""
+        """Wait for a batch that is being received. The source saves this batch for the resumed run."""
         if wait([batch], LAST_BATCH_SECONDS).not_done:
             self._note(
                 f"atropos: the API server did not answer within {LAST_BATCH_SECONDS:g} s; if it still sends a batch, "

@@ -2,7 +2,7 @@
 
 A run folder holds checkpoints/step_000012/: torch DCP files for weights and optimizer, and trainer.json. A checkpoint
 is written under another name and renamed when every rank has finished, so a folder with the final name is complete.
-Checksums are verified when a run resumes from a checkpoint, and before older ones are deleted.
+Checksums are verified when a run resumes from a checkpoint, and before older checkpoints are deleted.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Checkpoints:
     ) -> None:
         """others: further tensors of the run, such as an opponent's shards, by names that the policy does not use.
 
-        note: called on rank 0 with one line if the newest checkpoint cannot be resumed from.
+        note: called on rank 0 with one line if a run could not resume from the newest checkpoint.
         """
         self._folder = run_dir / CHECKPOINTS
         self._config = config
@@ -57,7 +57,7 @@ class Checkpoints:
         self._note = note
         self._published: Future[None] | None = None
         self._best: int | None = None
-        """Step of the checkpoint that is never deleted."""
+        """Step of the best checkpoint, which is never deleted."""
         self._verified: Path | None = None
         """The newest checkpoint that was verified as intact. Set on rank 0."""
 
@@ -67,11 +67,11 @@ class Checkpoints:
     def save(self, step: int, policy: Policy, state: JsonObject, *, best: int | None = None) -> None:
         """Start writing a checkpoint of `step` completed steps. state: rank 0's plain data (the source's cursor).
 
-        best: step of a checkpoint to keep in addition to the latest ones.
+        best: step of a checkpoint to keep in addition to the latest checkpoints.
 
-        Returns once the tensors are copied to host memory; they are written during training. If this step is already
-        saved, only a changed `state` is written: a run that stops right after a save has not trained since, but may
-        have received external data.
+        Returns once the tensors are copied to host memory. The tensors are written to disk during training. If a
+        checkpoint of this step exists, only a changed `state` is written: a run that stops right after a save has not
+        trained since the save, but may have received external data.
         """
         self.wait()
         self._best = best
@@ -105,11 +105,12 @@ class Checkpoints:
         )
 
     def _publish(self, partial: Path, final: Path, record: str, checksums: dict[str, str]) -> None:
-        """Rename the finished checkpoint and delete old ones. Rank 0's write finishes last, so all files exist now."""
+        """Rename the finished checkpoint and delete old checkpoints. Rank 0's write finishes last, so all files exist
+        now."""
         if not self._world.is_main:
             return
         write_durably(partial / STATE_FILE, sealed(f'{record[:-1]}, "{FILES}": {json.dumps(checksums)}}}'))
-        shutil.rmtree(final, ignore_errors=True)  # incomplete or damaged, or this save would not have started
+        shutil.rmtree(final, ignore_errors=True)  # `final` is incomplete or damaged, else no save would have started
         partial.rename(final)
         complete = complete_checkpoints(self._folder)
         best = f"step_{self._best:06d}" if self._best is not None else None
@@ -144,7 +145,8 @@ class Checkpoints:
             self._world.barrier()
 
     def restore(self, policy: Policy) -> tuple[int, JsonObject]:
-        """Load the newest intact checkpoint into the policy. Returns its step and `state`; (0, {}) if there is none."""
+        """Load the newest intact checkpoint into the policy. Returns its step and `state`; (0, {}) without a
+        checkpoint."""
         saved = self._world.from_main(lambda: newest_whole(self._folder, self._note))
         if saved is None:
             return 0, {}
@@ -161,7 +163,7 @@ class Checkpoints:
         return saved.step, saved.state
 
     def _tensors(self, policy: Policy) -> dict[str, Tensor]:
-        """Weights and optimizer state by flat names. Names of state that differs between ranks contain the rank."""
+        """Weights and optimizer state by flat names. If ranks have different state, the name contains the rank."""
         tensors = {f"model.{name}": parameter.detach() for name, parameter in policy.parameters().items()}
         for name, state in policy.optimizer_states().items():
             for key, value in state.items():
@@ -174,7 +176,7 @@ class Checkpoints:
 def _check_loadable(checkpoint: SavedCheckpoint, metadata: Metadata, tensors: dict[str, Tensor]) -> None:
     entries = metadata.state_dict_metadata
     saved = {name: entry.size for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
-    # Trained tensors that this run does not have would be lost: fewer layers with adapters, or fewer trained blocks.
+    # If this run has fewer layers with adapters, or fewer trained blocks, other trained tensors would be lost.
     unused = sorted(name for name in saved if name.startswith("model.") and name not in tensors)
     if unused:
         raise RunError(
@@ -207,7 +209,7 @@ def _unreadable(folder: Path) -> Iterator[None]:
 
 
 def _cause(error: CheckpointException) -> str:
-    """Return the error of the lowest failed rank in one line."""
+    """Return the error of the failed rank with the lowest number, in one line."""
     rank, (failure, _) = min(error.failures.items())
     return f"rank {rank}: {in_one_line(failure)}"
 
@@ -224,7 +226,8 @@ def _complete(completed: Future[None], before: Future, action: Callable[[], None
 
 
 def _replace_state(folder: Path, state: JsonObject) -> bool:
-    """Replace the state of a complete checkpoint atomically, if it differs. Returns False if it is damaged."""
+    """Replace the state of a complete checkpoint atomically, if the state differs. Returns False if the file is
+    damaged."""
     try:
         record = read_record(folder)
     except ValueError:

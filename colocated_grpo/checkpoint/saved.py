@@ -40,8 +40,8 @@ class DamagedCheckpoint(Exception):
 def newest_whole(folder: Path, note: Callable[[str], None]) -> SavedCheckpoint | None:
     """Return the newest intact checkpoint in `folder`; None if there is no checkpoint at all.
 
-    Newer, damaged checkpoints are renamed, so that they are neither resumed from nor counted by checkpoint.keep_last.
-    Raises RunError, and renames nothing, if all are damaged.
+    Damaged checkpoints that are newer are renamed, so that no run resumes from them and checkpoint.keep_last does not
+    count them. If all checkpoints are damaged, raises RunError and renames nothing.
     """
     damaged: dict[Path, str] = {}
     for checkpoint in reversed(saved_checkpoints(folder)):

@@ -41,7 +41,8 @@ Layout = JsonObject
 
 
 def layout_of(metadata: Metadata, places: Mapping[MetadataIndex, _StorageInfo]) -> Layout:
-    """Return the layout of a checkpoint written by torch: all entries are tensors. places: where the chunks are."""
+    """Return the layout of a checkpoint written by torch. All entries must be tensors. places: location of each
+    chunk."""
     layout = {}
     for name, entry in metadata.state_dict_metadata.items():
         assert isinstance(entry, TensorStorageMetadata)
@@ -64,7 +65,7 @@ def layout_of(metadata: Metadata, places: Mapping[MetadataIndex, _StorageInfo]) 
 
 
 def metadata_of(layout: Layout, folder: Path) -> Metadata:
-    """Convert a layout to torch's metadata. Raises ValueError, KeyError or TypeError if invalid for `folder`."""
+    """Convert a layout to torch's metadata. Raises ValueError, KeyError or TypeError if it is invalid for `folder`."""
     entries, places = {}, {}
     for name, entry in layout.items():
         dtype = getattr(torch, entry["dtype"])
@@ -111,7 +112,7 @@ class ChecksummedWriter(dcp.FileSystemWriter):
         self.checksums: dict[str, str] = {}
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[Any]:
-        """Return torch's results together with this rank's checksums. torch passes them to `finish`."""
+        """Return torch's results together with this rank's checksums. torch passes all of them to `finish`."""
         written = super().write_data(plan, planner).wait()
         result = Future()
         result.set_result((written, self._files.checksums))
@@ -122,7 +123,7 @@ class ChecksummedWriter(dcp.FileSystemWriter):
         super().finish(metadata, [written for written, _ in results])
         for _, checksums in results:
             self.checksums |= checksums
-        # Not `metadata.storage_data`, because torch 2.11 sets it in a copy.
+        # `metadata.storage_data` is not usable, because torch 2.11 sets it only in a copy.
         places = {item.index: item.storage_data for written, _ in results for item in written}
         write_durably(self.folder / LAYOUT_FILE, json.dumps(layout_of(metadata, places)))
         for name in (METADATA_FILE, LAYOUT_FILE):
@@ -130,7 +131,7 @@ class ChecksummedWriter(dcp.FileSystemWriter):
 
 
 class _ChecksummedFiles(FileSystem):
-    """Files whose checksums are computed from memory, so that a faulty disk cannot affect them."""
+    """Files whose checksums are computed from memory, so that a faulty disk cannot affect the checksums."""
 
     def __init__(self) -> None:
         self.checksums: dict[str, str] = {}
@@ -145,7 +146,7 @@ class _ChecksummedFiles(FileSystem):
                 checksummed = _ChecksummedStream(stream, thread)
                 try:
                     yield checksummed
-                except RuntimeError as error:  # torch.save, which only reports that the file is too short
+                except RuntimeError as error:  # raised by torch.save, which only reports that the file is too short
                     raise checksummed.failure or error from error
             self.checksums[Path(path).name] = checksummed.digest.hexdigest()
 
@@ -158,7 +159,7 @@ class _ChecksummedStream(IOBase):
         self._thread = thread
         self.digest = xxh3_128()
         self.failure: OSError | None = None
-        """The first failed write, such as one to a full disk."""
+        """Error of the first failed write, such as a write to a full disk."""
 
     def write(self, data: bytes | memoryview) -> int:
         if len(data) < SMALL:
@@ -192,7 +193,7 @@ class _ChecksummedStream(IOBase):
 
 
 def write_durably(file: Path, text: str) -> None:
-    """Write and fsync, so that the file is not empty after a power failure."""
+    """Write and fsync a file, so that it is not empty after a power failure."""
     with file.open("w", encoding="utf-8") as stream:
         stream.write(text)
         stream.flush()

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 DEFAULT_CONFIG = "training_configs/dr_grpo_config.yaml"
-"""The config of a run without --config. It is also packaged, so it is found from any folder."""
+"""Config of a run without --config. The file is also packaged, so it is found from any working folder."""
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -139,7 +139,7 @@ def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    # `record` saves this rank's traceback. torchrun finally prints that of the first failed rank.
+    # `record` saves this rank's traceback. At the end, torchrun prints the traceback of the first failed rank.
     code = record(_run)(config, options.resume, name, output)
     assert code is not None
     return code

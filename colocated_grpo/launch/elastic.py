@@ -1,6 +1,7 @@
 """torchrun with a loopback-only rendezvous for --standalone and one-line errors for ranks without a traceback.
 
-Flags and agent are torchrun's. Plain torchrun prints forty lines about a failed process, even below its error line.
+Flags and agent are torchrun's. Plain torchrun prints forty lines about a failed process, even below the error line of
+that process.
 """
 
 from __future__ import annotations
@@ -109,7 +110,8 @@ def waiting_line(nodes: int, node_rank: int, master_addr: str) -> str:
 def explain_killed_ranks(failures: Mapping[int, ProcessFailure]) -> str | None:
     """Return one line for ranks killed by signals before they could report; None if any rank has a traceback.
 
-    failures: failures by rank. The agent ends the other ranks by SIGTERM, so a rank with another signal failed first.
+    failures: failures by rank. The agent ends the remaining ranks by SIGTERM. A rank that another signal ended
+    therefore failed first.
     """
     killed = {rank: failure.signal_name() for rank, failure in failures.items() if failure.exitcode < 0}
     if not killed or any(failure.error_file != NO_FILE for failure in failures.values()):
@@ -139,7 +141,7 @@ class LoopbackRendezvous(StaticTCPRendezvous):
 
 
 def use_loopback(arguments: argparse.Namespace) -> None:
-    """Replace torchrun's rendezvous for `--standalone` by one on the loopback address, on any free port."""
+    """Replace torchrun's rendezvous for `--standalone` by a rendezvous on the loopback address, on any free port."""
     if arguments.standalone:
         rendezvous_handler_registry.register(BACKEND, _handler)
         arguments.standalone = False

@@ -50,12 +50,12 @@ COMMANDS = {
 """First argument -> the module that runs instead of a training run."""
 # Seconds for ranks to save before a stopped torchrun kills them. torchrun's default is 30.
 SHUTDOWN_SECONDS = 600
-# Maximum characters. A Unix socket's path has at most 107, of which vLLM needs 37.
+# Maximum characters of a folder's path. A socket's path has at most 107 characters, of which vLLM needs 37.
 MAX_SOCKET_FOLDER = 70
 TRAINER_LOG = "trainer.log"
 STARTING = b"\nstopping during start-up, before the first step\n"
 START_SECONDS = 5.0
-"""Seconds for ranks to exit before training has begun. A rank blocked in a library handles no signal."""
+"""Seconds for ranks to exit before training has begun. A rank that is blocked in a library handles no signal."""
 LOOPBACK = "lo"
 """Linux's name of the loopback interface."""
 
@@ -102,7 +102,7 @@ def _launch(arguments: Sequence[str]) -> int:
         return dry_run(config, problems, launch.log_level)
     environment = child_environment(os.environ, launch.gpus, launch.ranks, launch.log_level)
     if launch.nodes == 1 and not config.engine.urls:
-        environment.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # else ranks would listen on a network
+        environment.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # else ranks would listen on a network interface
     redirect = options.redirect_output if launch.log_dir is None else launch.log_dir / TRAINER_LOG
     flag = "--redirect-output" if launch.log_dir is None else "--log-dir"
     folders = [launch.log_dir, *(log.parent for log in (servers.logs if servers is not None else []))]
@@ -225,7 +225,7 @@ def child_environment(environment: Mapping[str, str], gpus: int, ranks: int, log
 
 
 def banner(launch: Launch, command: Sequence[str], servers: ServerPlan | None, model: str) -> str:
-    """Return the summary printed before the run starts. Secrets are masked, because it may be logged."""
+    """Return the summary printed before the run starts. Secrets are masked, because the summary may be logged."""
     from colocated_grpo.settings.secret_values import masked_arguments
 
     free_port = launch.master_port is None
@@ -253,9 +253,10 @@ def banner(launch: Launch, command: Sequence[str], servers: ServerPlan | None, m
 
 
 def dry_run(config: Config, problems: Sequence[str], log_level: str) -> int:
-    """Print warnings and problems. `problems_of` runs only if `problems` is empty. Returns 2 if there are any, else 0.
+    """Print warnings and problems. Returns 2 if there are problems, else 0.
 
-    problems: lines about files and names, found without running user code.
+    problems: lines about files and names, found without running user code. `problems_of` runs only if there are no such
+    lines.
     """
     from colocated_grpo.settings.source_rules import exposures
 
@@ -273,8 +274,8 @@ def dry_run(config: Config, problems: Sequence[str], log_level: str) -> int:
 def problems_of(config: Config) -> list[str]:
     """Build the model without parameters, and environments and evaluation sets as in a run.
 
-    That imports their code, reads their data and draws prompts. Prints the number of omitted rows. Returns the error
-    lines of the first problem.
+    This imports the code of the environments, reads their data and draws prompts. Prints the number of omitted rows.
+    Returns the error lines of the first problem.
     """
     from colocated_grpo.assembly.data import open_source
     from colocated_grpo.assembly.evaluation import draw_evaluated, import_answers
@@ -320,7 +321,7 @@ def _run(command: Sequence[str], environment: Mapping[str, str], redirect: Path 
 
 
 def stop_action(folder: Path) -> StopAction:
-    """Return the effect of the first stop signal: save a checkpoint if the run trains, just exit during startup.
+    """Return the effect of the first stop signal: save a checkpoint if the run trains; exit if it is still starting.
 
     folder: folder of the verdicts.
     """
@@ -328,7 +329,7 @@ def stop_action(folder: Path) -> StopAction:
     def begin(number: int) -> tuple[bytes, float | None]:
         if any(verdict.training for verdict in read_verdicts(folder)):
             return SAVING, None
-        # Keeps torchrun from reporting the exits of the ranks: this line is sufficient.
+        # This verdict keeps torchrun from reporting the exits of the ranks: the line STARTING is sufficient.
         write_verdict(folder / "launcher.json", ProcessEnd(code=128 + number, reported=time.time()))
         return STARTING, START_SECONDS
 

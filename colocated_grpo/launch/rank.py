@@ -74,7 +74,7 @@ class RankProcess:
         warn = logging.getLogger(__name__).warning
         self._user_code = UserCodeWatch(user_code_seconds, setting, warn, stacks=stacks_file())
         self.resources = ExitStack()
-        """Resources opened by the run. Closed at the end of a run without errors, and by `abandon`."""
+        """Resources opened by the run. They are closed at the end of a run without errors, and by `abandon`."""
 
     def close(self) -> None:
         """Leave the process group and restore the signal handlers. Collective; the run is complete."""
@@ -87,7 +87,8 @@ class RankProcess:
     def abandon(self) -> None:
         """Release as much as possible after a failed run.
 
-        With several ranks that is little: the others exit, and the process group cannot be left without them.
+        With several ranks, little can be released: the other ranks exit, and this rank cannot leave the process group
+        without them.
         """
         if self.world.size == 1:
             self.resources.close()
@@ -117,7 +118,7 @@ def start_rank(config: Config, joined: Joined, output: RunOutput) -> RankProcess
 def user_code_limit(rollout: RolloutConfig, sources: Sequence[object]) -> tuple[float, str]:
     """Return the maximum seconds that user code may block a rank, and the responsible setting, for error lines.
 
-    This is the longer of rollout.reward_timeout and, with episodes or agents, rollout.tool_timeout.
+    The maximum is the longer of rollout.reward_timeout and, with episodes or agents, rollout.tool_timeout.
     """
     limits = {"rollout.reward_timeout": rollout.reward_timeout}
     if any(isinstance(entry, EpisodeSourceConfig | AgentSourceConfig) for entry in sources):

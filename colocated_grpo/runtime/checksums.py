@@ -1,4 +1,4 @@
-"""Checksums of files. They detect damage, not tampering: anyone with write access can change the checksum too."""
+"""Checksums of files. Checksums detect damage, not tampering: anyone with write access can change the checksum too."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def checksums_of(files: Iterable[Path]) -> list[str]:
 
 
 def damage(folder: Path, expected: Mapping[str, str]) -> str | None:
-    """Describe the first file that is missing or differs from its checksum; return None if there is none.
+    """Describe the first file that is missing or differs from its checksum; return None if all files are intact.
 
     expected: checksums by file name. Other files of the folder are ignored.
     """
@@ -86,7 +86,7 @@ def exported_digest(folder: Path) -> str | None:
 
 
 def sealed(text: str) -> str:
-    """Return the JSON object `text`, with its own checksum added as the last entry."""
+    """Return the JSON object `text` with the checksum of `text` added as the last entry."""
     return f'{text[:-1]}, "checksum": "{xxh3_128(text.encode()).hexdigest()}"}}'
 
 

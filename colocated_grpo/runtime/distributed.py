@@ -27,7 +27,7 @@ from colocated_grpo.types import ContextGroup
 
 T = TypeVar("T")
 
-# The watchdog detects dead ranks within seconds, so this only limits the wait for slow ranks.
+# The watchdog detects dead ranks within seconds, so this timeout only limits the wait for slow ranks.
 COLLECTIVE_TIMEOUT = timedelta(hours=4)
 
 
@@ -46,7 +46,7 @@ class World:
     control: dist.ProcessGroup
     """Gloo group for Python objects and CPU tensors. Needs no GPU and has no NCCL timeout."""
     checkpoints: dist.ProcessGroup
-    """Gloo group of the background checkpoint writer: its collectives overlap with those on `control`."""
+    """Gloo group of the background checkpoint writer: its collectives overlap with the collectives on `control`."""
     context: ContextGroup | None = None
     """Group of ranks that split each micro-batch; None: every rank has its own micro-batches."""
 
@@ -85,7 +85,7 @@ class World:
         if self.is_main:
             try:
                 outcome = (make(), None)
-            except Exception as error:  # broadcast like a result, or the other ranks would wait forever
+            except Exception as error:  # broadcast the error too, or the other ranks would wait forever
                 failure, outcome = error, (None, _picklable(error))
         value, error = self.broadcast_object(outcome)
         if error is not None:
@@ -113,7 +113,8 @@ class World:
 def _picklable(error: Exception) -> Exception:
     """Return `error` if it can be pickled, else a RuntimeError with its type and message.
 
-    Many library errors cannot: they contain a lock, or their constructor needs arguments that pickle does not store.
+    Many library errors cannot be pickled: they contain a lock, or their constructor needs arguments that pickle does
+    not store.
     """
     try:
         pickle.loads(pickle.dumps(error))
@@ -184,19 +185,19 @@ def mesh_of_nodes(device: torch.device, control: dist.ProcessGroup) -> DeviceMes
     ranks = torch.arange(len(places)).view(-1, ranks_per_node)
     limit = COLLECTIVE_TIMEOUT  # `init_device_mesh` would use torch's default, which a slow rank may exceed
     groups = [dist.new_subgroups_by_enumeration(each.tolist(), timeout=limit)[0] for each in (ranks.T, ranks)]
-    own_groups = cast("list[dist.ProcessGroup]", groups)  # every rank is in one of each
+    own_groups = cast("list[dist.ProcessGroup]", groups)  # every rank is in one group of each axis
     return DeviceMesh.from_group(own_groups, device.type, mesh=ranks, mesh_dim_names=("replicate", "shard"))
 
 
 def with_context(world: World, size: int) -> World:
-    """Return the world whose ranks form context-parallel groups of `size` consecutive ranks.
+    """Return `world` with context-parallel groups of `size` consecutive ranks.
 
     size: must divide the number of ranks.
     """
     if size == 1:
         return world
     group, _ = dist.new_subgroups(size, timeout=COLLECTIVE_TIMEOUT)
-    own = cast("dist.ProcessGroup", group)  # every rank is in one
+    own = cast("dist.ProcessGroup", group)  # every rank is in one group
     return replace(world, context=ContextGroup(own.rank(), own.size(), own.group_name))
 
 
@@ -248,8 +249,8 @@ def derive_seed(*parts: int | str) -> int:
 def seed_everything(seed: int) -> None:
     """Seed Python, NumPy and torch. Not collective.
 
-    Called at each step with a seed derived from (run seed, step, rank), so random state depends only on the step and is
-    not part of checkpoints.
+    Called at each step with a seed derived from (run seed, step, rank). The random state therefore depends on nothing
+    else and is not part of checkpoints.
     """
     random.seed(seed)
     np.random.seed(seed)

@@ -28,7 +28,7 @@ JOIN_SECONDS = 600.0
 """Maximum wait for a rank that has not started. `srun` and torchrun start all ranks of a node at once."""
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _runs = count()
-"""Number of each successive run in this process. Equal on all ranks, because joining is collective."""
+"""Numbers the successive runs of this process. All ranks count alike, because joining is collective."""
 MEMBER_KEY, COUNT_KEY, COMPLETE_KEY = "member", "members", "complete"
 
 
@@ -60,13 +60,15 @@ class Joined:
     def failure(self, error: BaseException) -> BaseException:
         """Make the other ranks exit, and return the exception to raise for an error of this rank."""
         self.watchdog.stop_watching()
-        # A broken collective does not give the cause, so name the lost ranks. Other errors are this rank's own.
+        # The error of a broken collective does not show the cause, so name the lost ranks. Any other error is this
+        # rank's own.
         broken = isinstance(error, RuntimeError) and not isinstance(error, RunError)
         missing = self.watchdog.missing_ranks() if broken else None
         shown = error if missing is None else RunError(missing)
         one_line = isinstance(shown, RunError | ConfigError)
         if not self.watchdog.report_failure(str(shown) if one_line else in_one_line(shown)):
-            # A repetition of the first rank's error, or a connection broken by that rank's exit: misleading.
+            # This error is misleading: it repeats the error of the rank that failed first, or that rank's exit caused
+            # it.
             return AlreadyReported()
         return shown
 
@@ -81,7 +83,7 @@ def join(before_exit: Callable[[str | None], None] = lambda line: None) -> Joine
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     serves_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     store = _open_store(rank, serves=serves_store)
-    # torchrun's store outlives a run: it is reused by restarts (--max-restarts) and by later runs of these processes.
+    # torchrun's store outlives a run: restarts (--max-restarts) and later runs of these processes use the same store.
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
     store = dist.PrefixStore(f"attempt {restarts}, run {next(_runs)}", store)
     own = dist.PrefixStore("colocated_grpo", store)

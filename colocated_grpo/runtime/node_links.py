@@ -32,7 +32,7 @@ class LinkAddress(NamedTuple):
     host: str
     port: int
     token: str
-    """Rank 0 sends it first, because other programs may connect to the port."""
+    """Secret that rank 0 sends first, because other programs may connect to the port."""
 
 
 class Lost(NamedTuple):
@@ -41,7 +41,7 @@ class Lost(NamedTuple):
     rank: int
     host: str
     silent: bool
-    """True: the machine no longer responds. False: it closed the connection because the process has ended."""
+    """True: the machine no longer responds. False: the machine closed the connection, because the process has ended."""
 
 
 class NodeLinks:

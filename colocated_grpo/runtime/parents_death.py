@@ -1,6 +1,7 @@
-"""Makes the kernel end a process when its parent dies, even by SIGKILL. Linux only; elsewhere the process outlives it.
+"""Makes the kernel end a process when its parent dies, even by SIGKILL. Linux only.
 
-Standard library only. Run as a file, it replaces itself by a command: FILE PARENT COMMAND [ARGUMENTS].
+On other systems, the process outlives its parent. Standard library only. Run as a file, this module replaces itself by
+a command: FILE PARENT COMMAND [ARGUMENTS].
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with(parent: int) -> None:
-    """Make the kernel kill this process when process `parent` ends, even while it holds the interpreter lock."""
+    """Make the kernel kill this process when process `parent` ends, even while this process holds the interpreter
+    lock."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
@@ -27,7 +29,7 @@ def signal_at_parents_death(number: signal.Signals) -> Callable[[], None] | None
     """Return a preexec function that makes the kernel signal the child when this process dies."""
     if sys.platform != "linux":
         return None
-    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()  # before the fork, because few calls are safe after it
+    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()  # before the fork: few calls are safe after a fork
 
     def prepare() -> None:
         prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)

@@ -28,13 +28,13 @@ from colocated_grpo.runtime.program import stop_signals
 
 REAP_SECONDS = 10.0
 DUPLICATE_SECONDS = 1.0
-"""Repeated signals within this time count as one request, because a terminal and a wrapper may both send one."""
+"""Repeated signals within this time count as one request, because a terminal and a wrapper may both send the signal."""
 # Linux <sys/prctl.h>
 PR_SET_CHILD_SUBREAPER = 36
 PREFIX = "colocated-grpo-"
 LOCK_FILE = "launcher.lock"
 """Locked while the launcher runs; the system releases the lock at any kind of exit. Process ids would not work, because
-containers that share a temporary folder have separate ones."""
+containers that share a temporary folder have separate process ids."""
 SAVING = (
     b"\nstopping: the run saves a checkpoint at the next safe point and ends; "
     b"Ctrl-C again, or SIGTERM, kills it at once\n"
@@ -52,8 +52,8 @@ class StopAction:
 
 
 STOP_RANKS = StopAction(begin=lambda number: (SAVING, None), targets=lambda command: command.children() or [command])
-"""Signals only the ranks, which are torchrun's children and may take any time to save. torchrun itself would kill them
-after 30 seconds."""
+"""Sends SIGTERM only to the ranks, which are torchrun's children and may take any time to save. A SIGTERM to torchrun
+would make torchrun kill the ranks after a time limit, by default 30 seconds."""
 
 
 def run_command(
@@ -143,7 +143,7 @@ def kill_descendants(spare: set[int]) -> None:
             _signal(victim, signal.SIGKILL)
         _, alive = psutil.wait_procs(victims, timeout=REAP_SECONDS)
         if alive:
-            return  # blocked in the kernel, where signals are not delivered
+            return  # the processes are blocked in the kernel, where signals are not delivered
 
 
 def _descendants(process: psutil.Process, spare: set[int]) -> list[psutil.Process]:
@@ -168,7 +168,7 @@ def _output(redirect: Path | None) -> Iterator[int | None]:
 
 
 def _adopt_orphans() -> None:
-    """Become the parent of orphaned descendants. Ranks have their own sessions, so killpg would miss them."""
+    """Become the parent of orphaned descendants. Ranks have sessions of their own, so killpg would miss the ranks."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
@@ -182,17 +182,19 @@ def scratch_folder() -> Iterator[Path]:
         with new.open("w") as lock:
             with suppress(OSError):  # a file system without locks
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            new.rename(new.with_name(LOCK_FILE))  # locked before another start can find it
+            new.rename(new.with_name(LOCK_FILE))  # the file is locked before another start can find it
             yield Path(name)
 
 
 def _remove_abandoned() -> None:
-    """Remove this user's folders with a free lock. Folders without a lock file do not belong to launchers."""
+    """Remove this user's launcher folders whose lock is free. A folder without a lock file does not belong to a
+    launcher."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with suppress(OSError):  # already removed by another start, or still locked
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():
                 continue
-            # Not created: the lock must be a launcher's. Opened for writing, as network file systems require.
+            # Do not create the lock: it must be a launcher's. Open it for writing, because network file systems require
+            # this.
             descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -27,8 +27,9 @@ from colocated_grpo.runtime.verdict import USAGE_ERROR, first_report, report
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 LOG_LEVEL_VARIABLE = "COLOCATED_GRPO_LOG_LEVEL"
 OPENMP_SETTINGS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "2000"}
-"""Read by libgomp when it is loaded: idle OpenMP threads spin for microseconds, then sleep. The default spins long
-enough to take cores from other ranks and programs. Without spinning, each short wait costs a sleep."""
+"""Variables that libgomp reads when it is loaded. With these values, idle OpenMP threads spin for microseconds, then
+sleep. By default, they spin long enough to take cores from other ranks and programs. Without spinning, each short wait
+would cost a sleep."""
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 LAST_PORT = 65535
 ANY_PORT = "0"
@@ -36,7 +37,7 @@ ANY_PORT = "0"
 URLS_VARIABLE = "COLOCATED_GRPO_ENGINE_URLS"
 """Addresses of the engine servers, separated by spaces, for ranks whose config has no addresses."""
 KEY_VARIABLE = "COLOCATED_GRPO_ENGINE_API_KEY"
-"""API key of these servers, new in each launch, because other users of the machine can reach the ports."""
+"""API key of the engine servers. Each launch has a new key, because other users of the machine can reach the ports."""
 DESCRIPTORS = 65_536
 """Requested soft limit: more than all connections and files of one run."""
 
@@ -55,7 +56,7 @@ class Launch:
     gpus: int
     """GPUs of this node; 0 trains on the CPU."""
     engine_gpus: int
-    """Number of these GPUs, from the end, used by engine servers."""
+    """Number of this node's GPUs used by engine servers. The servers use the last GPUs."""
     ranks: int
     """Processes that train on this node."""
     nodes: int
@@ -96,7 +97,7 @@ def set_up_logging(log_level: str, *, prefix: str = "") -> None:
         for library in ("vllm", "bitsandbytes"):  # PEFT imports bitsandbytes
             logging.getLogger(library).setLevel(logging.ERROR)
         warnings.simplefilter("ignore", FutureWarning)
-    # It has its own handler, so every download retry would be shown twice.
+    # huggingface_hub has its own log handler, so every download retry would be shown twice.
     logging.getLogger("huggingface_hub").propagate = False
     logging.getLogger("colocated_grpo").setLevel(log_level)
 
@@ -113,7 +114,7 @@ def parse_rank_arguments(
 ) -> tuple[argparse.Namespace, list[str]]:
     """Parse a rank's command line (under torchrun, srun or alone). Return its flags and the overrides of settings.
 
-    Sets torchrun's variables. Exits with one line if they or the arguments are invalid.
+    Sets torchrun's variables. Exits with one line if these variables or the arguments are invalid.
     """
     prepare_streams()
     options, overrides = parser.parse_known_args(arguments)
@@ -124,7 +125,7 @@ def parse_rank_arguments(
 
 
 def library_environment(log_level: str) -> dict[str, str]:
-    """Return defaults of variables that libraries read on import. Callers keep the user's values."""
+    """Return default values of variables that libraries read on import. Callers keep values set by the user."""
     debug = log_level == "DEBUG"
     return {
         "NCCL_DEBUG": "INFO" if debug else "WARN",
@@ -132,7 +133,7 @@ def library_environment(log_level: str) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         **OPENMP_SETTINGS,
         "TORCH_CPP_LOG_LEVEL": "INFO" if debug else "ERROR",
-        # vLLM (0.32) turns these messages on: one line for each setting that Triton tries when it tunes a kernel.
+        # vLLM (0.32) would turn autotuning messages on: one line for each configuration that Triton tries for a kernel.
         "TRITON_PRINT_AUTOTUNING": "1" if debug else "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -150,7 +151,7 @@ def python_path(environment: Mapping[str, str]) -> str:
 def frozen_imports() -> Iterator[None]:
     """Import without garbage collection, and exclude all existing objects from later collections.
 
-    Modules are never freed, but each of many collections would scan all their objects again.
+    Modules are never freed, but every later collection would scan all their objects again.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -163,15 +164,15 @@ def frozen_imports() -> Iterator[None]:
 
 
 def error_text(lines: Sequence[str]) -> list[str]:
-    """Return the lines as printed. Indented lines belong to the line above."""
+    """Return the lines with the prefix "error: ". Indented lines belong to the line above and get no prefix."""
     return [line if line.startswith("  ") else f"error: {line}" for line in lines]
 
 
 def raise_descriptor_limit() -> None:
     """Raise the soft limit of open files to `DESCRIPTORS`, or to the hard limit if that is lower.
 
-    Most systems default to 1,024. Episodes and rewards that call services can use all of them, and then no checkpoint
-    can be written.
+    Most systems default to 1,024 files. Episodes and rewards that call services can use up this limit. No checkpoint
+    can be written then.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
@@ -186,7 +187,8 @@ def max_client_connections() -> int:
 
 
 def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return torchrun's variables if RANK is not set: derived from srun's variables, or those of a single rank."""
+    """Return torchrun's variables if RANK is not set. They are derived from srun's variables, or describe a single
+    rank."""
     if "RANK" in environment:
         return {}
     # Only srun sets SLURM_STEP_NUM_TASKS. Without srun a batch script is one process, regardless of SLURM_NTASKS.
@@ -203,7 +205,7 @@ def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def environment_problem(environment: Mapping[str, str]) -> str | None:
-    """Return one line about missing or invalid torchrun variables, possibly set by another tool; else None."""
+    """Return one line if torchrun's variables, possibly set by another tool, are missing or invalid; else None."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         if name not in environment:
             return f"RANK={environment['RANK']!r}: set, but {name} is not; unset RANK, or start with torchrun"
@@ -249,8 +251,8 @@ def stop_signals() -> list[signal.Signals]:
 def exit_on_stop_signals(ending: Callable[[], str]) -> None:
     """End this process at once on a stop signal, with exit code 128 + its number: there is nothing to save yet.
 
-    ending: cleans up and returns the line to print. It is called in the signal handler, because an exception could be
-    caught by libraries or lost in a callback.
+    ending: cleans up and returns the line to print. The signal handler calls `ending` directly. If the handler raised
+    an exception instead, libraries could catch it, or a callback could lose it.
     """
 
     def on_signal(number: int, _frame: object) -> None:

@@ -27,7 +27,7 @@ LOCK_FILE = ".lock"
 CHECKPOINTS = "checkpoints"
 STATE_FILE = "trainer.json"
 """JSON file of a checkpoint, beside the tensor files: step, policy version, the trainer's state, and the checksums of
-the other files. Its last entry is its own checksum, so that state and checksums are replaced together."""
+the other files. The last entry of this file is its own checksum, so that state and checksums are replaced together."""
 FILES = "files"
 """Key in STATE_FILE: checksums by file name."""
 SEAL = "checksum"
@@ -35,9 +35,10 @@ SEAL = "checksum"
 MODEL_SHAPE = "model_shape"
 """Key in the trainer's state: entries of the model's config.json that determine weight shapes."""
 CHECKPOINT_NAME = re.compile(r"step_(\d{6,})")
-"""Folders with other names (step_best, step_000003 copy) are the user's: neither resumed from nor deleted."""
+"""Folders with other names (step_best, step_000003 copy) belong to the user. A run neither resumes from them nor
+deletes them."""
 _locks: list[TextIO] = []
-"""Open lock files. They stay open until the process exits, which releases the locks at any kind of exit."""
+"""Open lock files. They stay open until the process exits. Any kind of exit releases the locks."""
 
 
 def choose_run_folder(output: Path, run_name: str | None, resume: str | None, prefix: str) -> Path:
@@ -97,7 +98,7 @@ def lock_folder(folder: Path) -> Path:
     except OSError as error:
         raise ConfigError(f"output_dir: cannot write to {folder} ({error.strerror})") from None
     try:
-        # A record lock, because forked children do not inherit it. They may outlive the rank (a reward's process pool).
+        # A record lock: forked children, such as a reward's process pool, do not inherit it and may outlive the rank.
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         lock.seek(0)
@@ -118,9 +119,10 @@ def unlock_folders() -> None:
 
 
 def is_locked(folder: Path) -> bool:
-    """Return True if another process's run uses the folder. A call from the run's own process would release its lock.
+    """Return True if another process's run uses the folder. Call this from another process than the run's.
 
-    The test acquires a free lock for a moment. A run that starts in this moment would be rejected.
+    A call from the run's own process would release the run's lock. The test acquires a free lock for a moment. A run
+    that starts in this moment would be rejected.
     """
     try:
         with (folder / LOCK_FILE).open(encoding="utf-8") as lock:
@@ -143,7 +145,7 @@ def removed_if_unused(folder: Path) -> Iterator[None]:
 
 
 def remove_if_unused(folder: Path) -> None:
-    """Remove a run folder that contains only its lock. Every rank may call this; one succeeds."""
+    """Remove a run folder that contains only its lock file. Every rank may call this; one call succeeds."""
     if [path.name for path in folder.glob("*")] == [LOCK_FILE]:
         with suppress(OSError):
             (folder / LOCK_FILE).unlink()
@@ -162,7 +164,7 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 
 
 def read_record(checkpoint: Path) -> JsonObject:
-    """Return the contents of a checkpoint's STATE_FILE. Raises OSError or ValueError if it is damaged."""
+    """Return the contents of a checkpoint's STATE_FILE. Raises OSError or ValueError if the file is damaged."""
     text = (checkpoint / STATE_FILE).read_text(encoding="utf-8")
     try:
         record = json.loads(text)
@@ -176,7 +178,7 @@ def read_record(checkpoint: Path) -> JsonObject:
 
 
 def saved_shape(checkpoint: Path) -> JsonObject:
-    """Return the model shape recorded in a checkpoint; empty if it is missing or unreadable.
+    """Return the model shape recorded in a checkpoint; empty if the record is missing or unreadable.
 
     Damage is reported by `Checkpoints.restore`, which reads checkpoints until it finds an intact one.
     """
@@ -187,7 +189,8 @@ def saved_shape(checkpoint: Path) -> JsonObject:
 
 
 def _without_links(folder: Path) -> Path:
-    """Return `folder`. Raises ConfigError for a symbolic link in it: a resumed run rewrites and deletes its files."""
+    """Return `folder`. Raises ConfigError if it contains a symbolic link: a resumed run rewrites and deletes files in
+    it."""
     for path in folder.iterdir() if folder.is_dir() else ():
         if path.is_symlink():
             raise ConfigError(
@@ -202,7 +205,8 @@ def _newest_run(output: Path, run_name: str | None, name: str) -> Path | None:
         return output / run_name
     pattern = re.compile(re.escape(name) + r"-\d{8}-\d{6}")  # grpo-large-20260101-000000 is not a run of grpo.yaml
     runs = [run for run in output.glob("*") if pattern.fullmatch(run.name) and (run / CHECKPOINTS).is_dir()]
-    # By the modification time of the checkpoints. That of the run folder changes when its report is rebuilt.
+    # Compare the modification times of the checkpoint folders. A run folder's own time changes when its report is
+    # rebuilt.
     return max(runs, key=lambda run: (run / CHECKPOINTS).stat().st_mtime, default=None)
 
 

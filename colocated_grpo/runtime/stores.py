@@ -1,4 +1,7 @@
-"""Addresses of this machine, and key-value stores that listen on one address only; torch's listen on all."""
+"""Addresses of this machine, and key-value stores.
+
+The stores listen on a single address; a plain torch TCPStore would listen on all addresses of the machine.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +39,15 @@ def serve_store(host: str, port: int, timeout: float) -> tuple[dist.TCPStore, in
 
 
 def connect_store(host: str, port: int, timeout: float) -> dist.TCPStore:
-    """Connect to another process's store. Raises RuntimeError if there is none within `timeout` seconds."""
+    """Connect to another process's store. Raises RuntimeError if no store answers within `timeout` seconds."""
     return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))
 
 
 def wait_for_keys(store: dist.Store, keys: Sequence[str], deadline: float) -> list[str]:
-    """Wait until all keys are set. Return those missing at the deadline, a time of `time.monotonic`."""
+    """Wait until all keys are set. Return the keys that are missing at the deadline. deadline: a time of
+    `time.monotonic`."""
     while True:
-        with suppress(dist.DistStoreError):  # not set yet
+        with suppress(dist.DistStoreError):  # some keys are not set yet
             store.wait(list(keys), SLICE)
             return []
         if time.monotonic() > deadline:

@@ -33,14 +33,14 @@ DELAY_AFTER_FIRST_FAILURE = 1.5
 
 class ProcessId(NamedTuple):
     table: tuple[str, str, str, str]
-    """Host name, boot id, PID and network namespace. Process ids are comparable only if these are equal."""
+    """Host name, boot id, PID namespace and network namespace. Pids are comparable only if all four are equal."""
     pid: int
 
 
 class StopRequest:
     """Turns SIGTERM, SIGINT or SIGHUP on any rank into a request that every rank stops at its next safe point.
 
-    The signals keep their handlers until `listen` is called.
+    The signals keep their previous handlers until `listen` is called.
     """
 
     def __init__(self, store: dist.Store) -> None:
@@ -65,7 +65,8 @@ class StopRequest:
         self._requested.set()
 
     def exchange(self) -> None:
-        """Publish this rank's request, or adopt another rank's. Not for signal handlers: the watchdog calls it."""
+        """Publish this rank's request, or adopt another rank's request. The watchdog calls this, not a signal
+        handler."""
         if self._requested.is_set():
             self._store.set(STOP_KEY, "1")
         elif self._store.check([STOP_KEY]):
@@ -79,7 +80,7 @@ class StopRequest:
         self._stop_resetting_children()
 
     def requested(self) -> bool:
-        """True if this rank has seen a request. Ranks may differ for a second, so a collective is needed to agree."""
+        """True if this rank has seen a request. Ranks may differ for a second; they agree only through a collective."""
         return self._requested.is_set()
 
 
@@ -87,8 +88,8 @@ class Watchdog:
     """A thread that ends this process soon after any other rank has died.
 
     A rank in a collective cannot detect a dead peer: the wait happens in C++ and may last hours. This thread polls the
-    processes of its own node and the connections to other nodes. A second thread polls a key in the store, because the
-    store's machine may no longer respond.
+    processes of its own node and the connections to other nodes. A second thread polls a key in the store. The second
+    thread may block, because the store's machine may no longer respond.
     """
 
     def __init__(
@@ -102,8 +103,8 @@ class Watchdog:
     ) -> None:
         """serves_store: True if this process serves the store to other ranks.
 
-        before_exit: called before another rank's failure ends this process, with the error line, or None if another
-        rank records it.
+        before_exit: called before another rank's failure ends this process. Its argument is the error line, or None if
+        another rank records the error line.
         """
         self._serves_store = serves_store
         self._store = _own_connection(store)
@@ -154,7 +155,7 @@ class Watchdog:
     def _leave(self, dead: Sequence[int], lost: Sequence[Lost]) -> None:
         """Show and record why this process ends, if this rank is the first to detect the failure."""
         line = explain_missing_ranks(dead, lost)
-        known = first_report() if dead else None  # of a dead rank, for the launcher
+        known = first_report() if dead else None  # the report that a dead rank wrote for the launcher
         if known is not None:
             line = " ".join(known.lines).removeprefix("error: ")
         first = None if line is None else self._claim(line)
@@ -170,13 +171,14 @@ class Watchdog:
                 print(f"error: {line}", file=sys.stderr)
 
     def _claim(self, line: str) -> bool | None:
-        """Record a failure in the store. Return True if none was recorded before, and None if the store is gone."""
+        """Record a failure in the store. Return True if this failure is the first, and None if the store is gone."""
         claim = json.dumps([self._rank, line])
         first = _within(STORE_SECONDS, lambda: self._store.compare_set(FAILED_KEY, "", claim))
         return None if first is None else first.decode() == claim
 
     def _leads_node(self) -> bool:
-        """Return True on one rank of each node. Without a store, all ranks would report the same loss."""
+        """Return True on one rank of each node. If the store is gone, only this rank reports a loss that all ranks
+        detect."""
         return self._rank < min(self._siblings.values(), default=self._rank + 1)
 
     def show_failure_of_other_node(self) -> None:
@@ -189,17 +191,19 @@ class Watchdog:
                 report(RUN_ERROR, [f"error: rank {rank} of another node failed first: {line}"])
 
     def stop_watching(self) -> None:
-        """Do not end this process from now on: it is failing by itself. Blocks if it is already being ended."""
+        """Do not end this process from now on, because it is failing by itself. Blocks if the watchdog is already
+        ending it."""
         with self._leaving:
             self._done.set()
 
     def report_failure(self, line: str) -> bool:
-        """Stop watching and make other ranks exit. Return True if this rank failed first, else False after a delay."""
+        """Stop watching and make other ranks exit. Return True if this rank failed first; else wait, then return
+        False."""
         self.stop_watching()
         first = self._claim(line) is not False
         if not first:
             self.show_failure_of_other_node()
-        if not first or self._serves_store:  # the other ranks read the first failure there
+        if not first or self._serves_store:  # the other ranks read the first failure in the store of this process
             time.sleep(DELAY_AFTER_FIRST_FAILURE)
         return first
 
@@ -219,7 +223,7 @@ class Watchdog:
         return [rank for pid, rank in self._siblings.items() if _is_dead(pid)]
 
     def close(self) -> None:
-        """Stop watching. Before a normal exit, every rank calls this and then enters a barrier."""
+        """Stop watching. Before a normal exit, every rank calls this method and then enters a barrier."""
         self.stop_watching()
         self._closed.set()
         self._wake.set()
@@ -228,7 +232,8 @@ class Watchdog:
 
 
 def own_process() -> ProcessId:
-    """Return this process's id. Host name and pid are not unique: containers on the host's network share its name."""
+    """Return this process's id. Host name and pid are not unique: containers on the host's network share the host's
+    name."""
     boot = ""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -297,7 +302,7 @@ def _own_connection(store: dist.Store) -> dist.Store:
     """Return `store` with a separate TCP connection.
 
     A connection is locked while any thread waits for a key, as the main thread does while process groups are created.
-    On a shared connection, that would block the watchdog, and dead ranks would not be detected.
+    On a shared connection, this wait would block the watchdog, and dead ranks would not be detected.
     """
     return store.clone()  # pyrefly: ignore[missing-attribute]  (torch 2.13's stubs lack Store.clone)
 

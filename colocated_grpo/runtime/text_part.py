@@ -34,7 +34,7 @@ def read_text_config(folder: Path, *, trust_remote_code: bool) -> PretrainedConf
     text.architectures = [module]
     text.name_or_path = whole.name_or_path
     if text.tie_word_embeddings != whole.tie_word_embeddings:
-        # A config.json may contain only one of them. The other is then transformers' default.
+        # A config.json may contain only one of the two entries. The other entry is then transformers' default.
         text.tie_word_embeddings = not _has_output_layer(folder)
     return text
 
@@ -59,13 +59,14 @@ def own_names(folder: Path) -> OwnName:
 
 
 def _is_prediction(name: str, blocks: int | None) -> bool:
-    """Return True for a tensor of multi-token prediction layers. They follow the last block and are not trained."""
+    """Return True for a tensor of multi-token prediction layers. Such layers follow the last block and are not
+    trained."""
     found = re.match(r"model\.layers\.(\d+)\.", name)
     return found is not None and blocks is not None and int(found[1]) >= blocks
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files with the weights as transformers names them."""
+    """Return the safetensors files that contain the weights under transformers' names."""
     files = sorted(folder.glob("*.safetensors"))
     return [file for file in files if not any(file.match(pattern) for pattern in UNWANTED_FILES)]
 

@@ -29,9 +29,9 @@ COMPREHENSIONS = {"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"}
 DUMPED = "Timeout ("
 """Start of faulthandler's output on timeout."""
 MIN_SECONDS = 10.0
-"""Lower bound of the limit: compiling a kernel during a reward may hold the interpreter lock for seconds."""
+"""Lower bound of the time limit: compiling a kernel during a reward may hold the interpreter lock for seconds."""
 FIRST_REPORT_SECONDS = 60.0
-"""Seconds in the same line before the first report. The interval doubles with each report."""
+"""Seconds in the same line of code before the first report. The interval doubles with each report."""
 POLL_SECONDS = 1.0
 
 
@@ -57,7 +57,7 @@ class Line(NamedTuple):
 
 @cache
 def foreign() -> tuple[str, ...]:
-    """Return prefixes of file names that are not user code: libraries and this package."""
+    """Return path prefixes of files that are not user code: libraries and this package."""
     return ("<", PACKAGE + os.sep, *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")))
 
 
@@ -83,7 +83,7 @@ def lines_of_error(error: BaseException) -> list[Line]:
 
 
 def line_of_thread(identifier: int | None) -> Line | None:
-    """Return a thread's current line of user code; None if it is in this package, or has ended."""
+    """Return a thread's current line of user code; None if the thread runs code of this package, or has ended."""
     frame = sys._current_frames().get(identifier or 0)
     return None if frame is None else _called(_line(each, number) for each, number in walk_stack(frame))
 
@@ -109,12 +109,12 @@ class UserCodeWatch:
     """A thread that ends this process if user code blocks it.
 
     Timeouts of rewards and episodes are enforced by other threads. Code that holds the interpreter lock, such as a
-    regular expression that backtracks for hours, blocks these threads too. While rewards and episodes run, this thread
-    therefore keeps resetting a timer of faulthandler. If it is blocked for longer than the limit, faulthandler's own
-    thread, which needs no lock, writes the stacks of all threads and ends the process.
+    regular expression that backtracks for hours, blocks those threads too. While rewards and episodes run, this thread
+    therefore keeps resetting a timer of faulthandler. If this thread is blocked for longer than the limit,
+    faulthandler's own thread, which needs no lock, writes the stacks of all threads and ends the process.
 
-    User code for prompts, batches and games runs in the main thread without a timeout. A line that does not return is
-    only reported.
+    User code for prompts, batches and games runs in the main thread without a timeout. If a line of this code does not
+    return, the thread only reports the line.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class UserCodeWatch:
     ) -> None:
         """seconds: the limit, from `setting`. stacks: a file for the launcher; None: standard error.
 
-        Call from the thread whose lines `report` gets.
+        Call from the thread whose lines are passed to `report`.
         """
         self._seconds = max(seconds, MIN_SECONDS)
         self._report, self._first, self._poll = report, first, poll
@@ -149,7 +149,8 @@ class UserCodeWatch:
 
     @contextmanager
     def limited(self) -> Iterator[None]:
-        """Context of user code that must not hold the interpreter lock for long. Any number of threads may enter it."""
+        """Context of user code that must not hold the interpreter lock for long. Several threads may enter it at
+        once."""
         with self._lock:
             self._running += 1
             if not self._is_set:
@@ -192,7 +193,7 @@ class UserCodeWatch:
 
 
 _watches: list[UserCodeWatch] = []
-"""The watch of this process's run, if there is one."""
+"""The watch of this process's run; empty without a run."""
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from colocated_grpo.runtime.user_code import explain_blocked
 VERDICT_VARIABLE = "COLOCATED_GRPO_VERDICT"
 """Environment variable with the launcher's temporary folder, where the processes of its node write their files."""
 STACKS = ".stacks"
-"""Suffix of the file with the stacks of a rank's threads, written if user code has blocked all of them."""
+"""Suffix of the file with the stacks of a rank's threads. The file is written if user code has blocked all threads."""
 FINISHED, STOPPED, FAILED, KILLED = "finished", "stopped", "failed", "killed"
 """Outcomes of a run."""
 RUN_ERROR, USAGE_ERROR = 1, 2
@@ -40,10 +40,11 @@ class ProcessEnd:
     recorded: bool = False
     """The reason for a failure is in the run folder, or will be written there by the rank that failed first."""
     code: int | None = None
-    """Exit code of a process that has reported its end together with lines to print."""
+    """Exit code of a process that has reported its end. The report also contains the lines to print."""
     lines: Sequence[str] = ()
     reported: float = 0.0
-    """time.time() of the report. A node's first report counts: that exit makes the other ranks fail too."""
+    """time.time() of the report. The first report of a node shows the cause: that exit makes the other ranks fail
+    too."""
 
 
 _own = ProcessEnd()
@@ -70,7 +71,7 @@ def write_verdict(file: Path, verdict: ProcessEnd) -> bool:
 
 
 def process_name() -> str:
-    """Return 'rank_3' in a rank, and 'agent' in torchrun."""
+    """Return the name of this process: 'rank_3' in rank 3, 'agent' in torchrun."""
     return f"rank_{os.environ['RANK']}" if "RANK" in os.environ else "agent"
 
 
@@ -90,7 +91,7 @@ def report(code: int, lines: Sequence[str]) -> None:
 
 
 def read_verdicts(folder: Path) -> list[ProcessEnd]:
-    """Return the verdicts of this node's processes. Those with a report come first, in the order of their reports.
+    """Return the verdicts of this node's processes. Verdicts with a report come first, in the order of the reports.
 
     A rank blocked by user code has written only its stacks, and comes before all others.
     """

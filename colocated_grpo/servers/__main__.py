@@ -1,6 +1,6 @@
 """Entry point: `python -m colocated_grpo.servers MODEL`. Checks the arguments, then runs the engine processes.
 
-They are restarted after a crash, and when a trainer requests another model.
+The engine processes are restarted after a crash, and when a trainer requests another model.
 """
 
 from __future__ import annotations

@@ -154,7 +154,8 @@ def _response(
 
 
 def _as_events(response: JsonObject, body: ChatBody) -> Response:
-    """Return the response as a stream of events, sent at once: agents wait for whole messages."""
+    """Return the response as a stream of events. All events are sent at once, because agents wait for whole
+    messages."""
     lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in _chunks(response, include_usage=body.includes_usage)]
     return Response("".join([*lines, "data: [DONE]\n\n"]), media_type=EVENT_STREAM)
 
@@ -173,7 +174,8 @@ def _chunks(response: JsonObject, *, include_usage: bool) -> Iterator[JsonObject
 
 
 def assistant_message(text: str) -> JsonObject:
-    """Return the message with its <tool_call> blocks as `tool_calls`; as plain content without well-formed blocks."""
+    """Return the message with its <tool_call> blocks as `tool_calls`. Without well-formed blocks, the text is the
+    content."""
     calls = read_calls(text)
     if not calls:
         return {"role": "assistant", "content": text}
@@ -192,7 +194,7 @@ def assistant_message(text: str) -> JsonObject:
 
 
 def as_sampled(messages: Sequence[JsonObject], sampled: Mapping[str, str]) -> list[JsonObject]:
-    """Return the messages with parsed calls replaced by the text from which they were parsed.
+    """Return the messages, with each parsed tool call replaced by the sampled text from which it was parsed.
 
     sampled: sampled texts by tool call id. A template would render the calls with other spaces or in another order.
     """

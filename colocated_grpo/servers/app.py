@@ -72,8 +72,8 @@ def create_app(
 ) -> ASGIApp:
     """Return the application behind its guards. model, max_tokens: name and context length shown to clients.
 
-    hosts: not checked if there is an API key. add_routes: adds further routes; those in large_paths accept bodies of up
-    to max_body_bytes.
+    hosts: not checked if there is an API key. add_routes: adds further routes. Bodies on large_paths may have up to
+    max_body_bytes.
     """
     app = FastAPI(title="colocated_grpo engine", docs_url=None, redoc_url=None, openapi_url=None)
     add_exception_handlers(app)

@@ -35,7 +35,7 @@ class JoinedGroup:
     """Process group of one trainer rank (rank 0) and every rank of every engine server."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device, timeout: float) -> None:
-        """Wait for all members. Collective. Raises MissingMembers if one has not joined after `timeout` seconds.
+        """Wait for all members. Collective. Raises MissingMembers if a member has not joined after `timeout` seconds.
 
         Raises RuntimeError if members cannot connect to each other. store: a new store, used by this group only.
         """
@@ -59,7 +59,8 @@ class JoinedGroup:
 
 
 def _meet(store: dist.Store, rank: int, size: int, timeout: float) -> None:
-    """Wait until all members have joined. NCCL's constructor does not: a broadcast would wait for a dead member."""
+    """Wait until all members have joined. NCCL's constructor does not wait, and a broadcast would wait for a dead
+    member."""
     keys = [f"member {member}" for member in range(size)]
     store.set(keys[rank], "")
     missing = wait_for_keys(store, keys, time.monotonic() + timeout)
@@ -91,7 +92,7 @@ class BroadcastSync:
         self._world = world
         self._posts = ThreadPoolExecutor(len(servers), thread_name_prefix="weight sync")
         self._joined: list[str] = []
-        """Server instances that completed the last sync."""
+        """Instances of the servers in the last sync."""
         self._group: JoinedGroup | None = None
         """Set on rank 0 only."""
         self._dtype: torch.dtype = getattr(torch, servers[0].wait_until_ready()["dtype"])
@@ -103,10 +104,10 @@ class BroadcastSync:
 
     @torch.no_grad()
     def sync(self) -> None:
-        """Return once all servers have written the weights and their bytes equal the policy's.
+        """Return once all servers have written the weights, and the written bytes equal the policy's bytes.
 
-        Raises RunError: on every rank if servers do not join or have other bytes, on rank 0 if a server is lost during
-        the transfer.
+        Raises RunError: on every rank if a server does not join or has other bytes, on rank 0 if a server is lost
+        during the transfer.
         """
         self._joined = self._world.from_main(self._join)
         updates = [self._post(server, "/bridge/update") for server in self._servers] if self._world.is_main else []
@@ -121,7 +122,8 @@ class BroadcastSync:
         self._world.from_main(lambda: self._finish(updates, sent))
 
     def _finish(self, updates: Sequence[Future[JsonObject]], sent: Summed | None) -> None:
-        """Wait for all servers and compare their fingerprints with the sent ones, if given. Rank 0 only."""
+        """Wait for all servers and compare their fingerprints with the fingerprints in `sent`, if given. Rank 0
+        only."""
         for server, update in zip(self._servers, updates, strict=True):
             written = update.result()
             if sent is not None:
@@ -190,7 +192,7 @@ class BroadcastSync:
         return instances
 
     def _enter(self, store: dist.Store, members: Sequence[EngineServer]) -> JoinedGroup:
-        """Return the group of this rank and `members`. They have accepted the offer. Raises RunError."""
+        """Return the group of this rank and `members`. The members have accepted the offer. Raises RunError."""
         timeout = self._servers[0].timeout
         try:
             return JoinedGroup(store, 0, 1 + len(members), self._world.device, timeout)

@@ -130,7 +130,8 @@ def add_weight_routes(
     @app.post("/bridge/init")
     async def init(request: Request) -> JSONResponse:
         offer = await read_json(request, Offer.from_json)
-        # Not awaited: the trainer joins the group only after all servers have accepted.
+        # The response does not wait for the join, because the trainer joins the group only after all servers have
+        # accepted.
         joined = control.submit_idle(partial(call, "join", offer))
         joined.add_done_callback(lambda done: _note_failure(done, note))
         return JSONResponse({"accepted": True})
@@ -154,7 +155,10 @@ def _note_failure(joined: Future[object], note: Callable[[str], None]) -> None:
 def _add_adapter_routes(
     app: FastAPI, control: EngineControl, call: Callable[..., object], adapters: Callable[[], JsonObject]
 ) -> None:
-    """A loaded adapter applies to all later requests, regardless of their `model`. Running requests finish first."""
+    """Add the routes that load and unload adapters.
+
+    A loaded adapter applies to all later requests, regardless of their `model`. Requests that already run finish first.
+    """
 
     async def load(name: str, path: str) -> JSONResponse:
         for file in (CONFIG_FILE, WEIGHTS_FILE):

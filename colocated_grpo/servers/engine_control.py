@@ -32,7 +32,7 @@ class EngineControl:
         self.has_received_weights = False
         """True once a trainer has written into the model's own weights."""
         self.policy_version: int | None = None
-        """Version of the weights, set by a trainer; None until then."""
+        """Version of the weights; None until a trainer has set a version."""
 
     def run(self, stop_requested: Callable[[], bool]) -> None:
         """Serve requests and commands on this thread until a stop is requested."""
@@ -70,7 +70,7 @@ class EngineControl:
         return self.submit(lambda: self._set_version(policy_version))
 
     def change_weights(self, change: Callable[[], T]) -> Future[T]:
-        """Finish running requests, then run `change`. Until `set_version`, requests of trainers are rejected."""
+        """Finish running requests, then run `change`. Trainers' requests are rejected until the next `set_version`."""
 
         def changed() -> T:
             self.policy_version = None

@@ -38,7 +38,7 @@ ClientName = Annotated[str, Field(min_length=16, max_length=64)]
 
 
 class RequestBody(StrictBody):
-    """A request written by `remote.request_message`, with a number of the client in place of its key."""
+    """A request written by `remote.request_message`. It has a number of the client in place of the request's key."""
 
     model_config = ConfigDict(allow_inf_nan=False)
     id: Number
@@ -97,7 +97,8 @@ class TrainerSession:
             self._loop.call_soon_threadsafe(self._queue, number, outcome)
 
     def _queue(self, number: int, outcome: Outcome) -> None:
-        """Queue the message, or none if the engine has stopped: the client posts its requests to the next engine."""
+        """Queue the message. If the engine has stopped, queue none: the client posts its requests to the next
+        engine."""
         if isinstance(outcome, TokenDelta):
             self._messages.put_nowait({"id": number, "delta": outcome})
         elif isinstance(outcome, str):
@@ -106,7 +107,8 @@ class TrainerSession:
             self._messages.put_nowait({"id": number, "completion": asdict(outcome)})
 
     async def lines(self) -> AsyncIterator[str]:
-        """Yield an opening line, one line per message, and an empty line per HEARTBEAT_SECONDS without one."""
+        """Yield an opening line and one line per message. After HEARTBEAT_SECONDS without a message, yield an empty
+        line."""
         yield json.dumps({"client": self.client}) + "\n"
         while True:
             try:
@@ -154,7 +156,8 @@ class Sessions:
             self._note(f"trainer {session.client[:8]} has disconnected; another may connect")
 
     def close_all(self) -> None:
-        """End all streams before the server closes, which they would delay. Call from another thread."""
+        """End all streams before the server closes, because open streams would delay closing. Call from another
+        thread."""
 
         def close() -> None:
             for session in list(self._open.values()):

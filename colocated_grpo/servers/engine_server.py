@@ -77,11 +77,11 @@ class EngineServer:
             time.sleep(RETRY_SECONDS)
 
     def post(self, path: str, body: Mapping[str, object] | None = None) -> Any:
-        """POST a call that waits for the engine. Raises Unavailable or RequestRejected."""
+        """POST a request whose response waits for the engine. Raises Unavailable or RequestRejected."""
         return self._patient.post(path, body or {})
 
     def post_or_end(self, path: str, body: Mapping[str, object] | None = None) -> JsonObject:
-        """POST a call that must succeed for the run to continue. Raises RunError."""
+        """POST a request that must succeed for the run to continue. Raises RunError."""
         try:
             return self.post(path, body)
         except (Unavailable, RequestRejected) as error:

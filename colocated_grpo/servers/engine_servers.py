@@ -145,7 +145,7 @@ def free_ports(count: int) -> list[int]:
 
 
 class EngineServers:
-    """Context that runs the servers of a plan. If one exits, the run saves a checkpoint and stops."""
+    """Context that runs the servers of a plan. If a server exits, the run saves a checkpoint and stops."""
 
     def __init__(self, plan: ServerPlan, environment: Mapping[str, str]) -> None:
         """environment: environment of the servers, except for their devices."""

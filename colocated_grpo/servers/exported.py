@@ -1,7 +1,8 @@
 """Weights shared by two processes: a server exports the engine's parameters, and a trainer uses the same memory.
 
 On CUDA the handles are CUDA IPC handles. On the CPU the parameters are moved into anonymous shared memory. A process of
-the same user opens it through the server's file descriptor. It is freed when both processes have exited.
+the same user opens this memory through the server's file descriptor. The memory is freed when both processes have
+exited.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ CONFIG_NAME = "vllm_bridge_config.json"
 MAPPINGS = "param_mappings"
 MEMORY_NAME = "colocated_grpo weights"
 ALIGNMENT = 64
-"""Bytes: vector instructions of the CPU read whole cache lines."""
+"""Alignment in bytes, because vector instructions of the CPU read whole cache lines."""
 
 
 def export_folder() -> Path:
-    """Folder of the file: $LOGDIR, else the working directory, as in Atropos' example server."""
+    """Return the folder of the exported file: $LOGDIR, else the working directory, as in Atropos' example server."""
     return Path(os.environ.get("LOGDIR") or ".")
 
 
 def move_to_shared_memory(model: nn.Module) -> None:
-    """Move the parameters of a model on the CPU into memory that other processes can map. Values and ties are kept."""
+    """Move a model's parameters on the CPU into memory that other processes can map. Tied parameters stay tied."""
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in model.parameters()}
     offsets, total = {}, 0
     for pointer, storage in storages.items():
@@ -91,8 +92,8 @@ def _handle(storage: torch.UntypedStorage) -> JsonObject:
 def attach(file: Path, instance: str) -> dict[str, Tensor]:
     """Return a server's parameters by checkpoint name. Raises RunError.
 
-    instance: instance of the server. Files of other servers are rejected, and so are handles of other files, because
-    the trainer writes through them.
+    instance: instance of the server. A file that another server exported is rejected. A handle that names other memory
+    than a server's is rejected too, because the trainer writes into that memory.
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -121,8 +122,8 @@ def share_exported(
 ) -> SharedSync:
     """Replace the policy's compute weights by a server's parameters. Raises RunError if they do not match.
 
-    views: result of `attach`. prefix: name prefix of the base model, such as "model", which names of views may lack.
-    published: `Weights.published`.
+    views: result of `attach`. prefix: name prefix of the base model, such as "model". Names of views may lack the
+    prefix. published: `Weights.published`.
     """
     start = f"{prefix}."
     named = {alias: view for name, view in views.items() for alias in (name, name.removeprefix(start), start + name)}

@@ -65,7 +65,7 @@ def parse(arguments: Sequence[str] | None) -> ServeOptions:
 
 
 def _checked(kind: Any, rule: str) -> Callable[[str], object]:
-    """Return an argparse type that accepts values that pydantic parses as `kind`. rule: completes "must be ..."."""
+    """Return an argparse type for values that pydantic parses as `kind`. rule: completes the message "must be ..."."""
     adapter = TypeAdapter(kind)
 
     def read(text: str) -> object:

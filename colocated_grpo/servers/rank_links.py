@@ -29,8 +29,8 @@ from colocated_grpo.types import Completion
 
 T = TypeVar("T")
 Outcome = TokenDelta | Completion | str | None
-"""Response to a request: new tokens; at the end the completion, the error line if the engine rejects it, or None if the
-engine has stopped."""
+"""Response to a request. TokenDelta: new tokens. At the end, the completion; or str, the error line if the engine
+rejects the request; or None if the engine has stopped."""
 
 
 class ServerClosing(Exception):
@@ -41,7 +41,7 @@ class ServerClosing(Exception):
 
 
 class LoadBalancer:
-    """Send each request to the engine with the fewest in flight. Not thread-safe: for one event loop."""
+    """Send each request to the engine with the fewest requests in flight. Not thread-safe: for one event loop."""
 
     def __init__(self, inbox: Inbox, links: Sequence[Inbox | RankLink] = ()) -> None:
         """inbox: inbox of this rank's engine. links: links to the other ranks' engines."""
@@ -59,8 +59,8 @@ class LoadBalancer:
     ) -> Completion:
         """Return the completion. Cancellation aborts the request in its engine. Raises ServerClosing.
 
-        on_completion: called on the thread of this rank's engine before that engine may sleep. If set, the request
-        always goes to this engine.
+        on_completion: called on the thread of this rank's engine before that engine may sleep. A request with
+        on_completion always goes to this rank's engine.
         """
         if self.closed:
             raise ServerClosing
@@ -113,7 +113,7 @@ class PeerRequests:
             future.add_done_callback(partial(self._finish, number))
 
     def cancel(self, numbers: Iterable[int] | None = None) -> None:
-        """Abort these requests, or all. No outcome is sent for them."""
+        """Abort the requests with these numbers; None: all requests. No outcome is sent for aborted requests."""
         for number in list(self._futures) if numbers is None else numbers:
             if (future := self._futures.pop(number, None)) is not None:
                 future.cancel()
@@ -137,7 +137,7 @@ class _Messages:
         self._lock = threading.Lock()
 
     def send(self, *message: object) -> None:
-        """Raises OSError if the other rank has ended."""
+        """Send a message. Raises OSError if the other rank has ended."""
         with self._lock:
             self._connection.send(message)
 
@@ -192,7 +192,8 @@ class RankLink:
             return self._futures.pop(number, None)
 
     def end_phase(self, phase: int, *, abort: bool) -> None:
-        """End a phase on the other rank and finish or abort its running requests. Phases are counted from 1."""
+        """End a phase on the other rank, and finish or abort the phase's running requests. Phases are counted from
+        1."""
         self._messages.send("end", phase, abort)
 
     def _receive(self) -> None:
@@ -241,7 +242,7 @@ class RemoteInbox:
         return self._last_ended >= phase
 
     def serve(self, driver: Driver, phase: int) -> None:
-        """Serve rank 0's requests until it ends the phase. driver: must use the same inbox."""
+        """Serve rank 0's requests until rank 0 ends the phase. driver: must use the inbox of this object."""
         while not self.ended(phase):
             driver.step()
         if self._aborted:
@@ -250,9 +251,10 @@ class RemoteInbox:
             driver.drain()
 
     def _accept(self) -> None:
-        """Receive from each connection on a separate thread, so that one without the secret cannot block others."""
+        """Receive from each connection on a separate thread, so that a client without the secret cannot block rank
+        0."""
         while not self._closed:
-            with suppress(OSError):  # closed
+            with suppress(OSError):  # the listener is closed
                 connection = self._listener.accept()
                 threading.Thread(target=self._receive, args=(connection,), name="rank link", daemon=True).start()
 
@@ -269,7 +271,7 @@ class RemoteInbox:
 
     def _handle(self, kind: str, number: int, content: Any = None) -> None:
         if kind == "end":
-            # In this order: the driving thread reads `_aborted` after it has seen the phase end.
+            # Set `_aborted` first: the driving thread reads `_aborted` after it has seen the phase end.
             self._aborted = content
             self._last_ended = number
             self._inbox.wake()
@@ -297,7 +299,8 @@ def _family(host: str) -> str:
 def link_ranks(inbox: Inbox, world: World) -> tuple[list[RankLink], RemoteInbox | None]:
     """Connect rank 0 to every other rank. Collective.
 
-    Returns the links in rank order on rank 0 (and None), and an empty list and the remote inbox on every other rank.
+    On rank 0, returns the links in rank order, and None. On every other rank, returns an empty list and the remote
+    inbox.
     """
     secret = world.broadcast_object(secrets.token_bytes(32) if world.is_main else None)
     remote = None if world.is_main else RemoteInbox(inbox, own_address(os.environ["MASTER_ADDR"]), secret)

@@ -25,7 +25,8 @@ POLL_SECONDS = 1.0
 
 
 def join_ranks(size: int) -> dist.Store:
-    """Return the store of all ranks, after rank 0 has started the others. Sets their environment variables."""
+    """Return the store of all ranks, after rank 0 has started the other ranks. Sets RANK and related environment
+    variables."""
     if "RANK" in os.environ:  # started by rank 0
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)  # rank 0 decides when to end
@@ -49,11 +50,11 @@ def _start(rank: int) -> subprocess.Popen[bytes]:
 
 
 def _watch(peers: list[subprocess.Popen[bytes]]) -> None:
-    """End this process if a peer has died, because collectives would wait for the peer."""
+    """End this process if a peer has died, because collectives would wait for the dead peer."""
     while True:
         time.sleep(POLL_SECONDS)
         for rank, peer in enumerate(peers, start=1):
-            if code := peer.poll():  # 0 after rank 0 has ended them
+            if code := peer.poll():  # 0 after rank 0 has ended the peer
                 print(f"error: rank {rank} of the engine ended with exit code {code}", file=sys.stderr, flush=True)
                 os._exit(RUN_ERROR)
 
@@ -62,7 +63,7 @@ END = "end"
 
 
 class EveryRank:
-    """Runs commands on all ranks of an engine: rank 0 calls, the others `follow`."""
+    """Runs commands on all ranks of an engine: rank 0 uses `call`, every other rank uses `follow`."""
 
     def __init__(
         self,
@@ -72,7 +73,7 @@ class EveryRank:
     ) -> None:
         """engine: this rank's engine, whose methods are commands. group: None for a single rank.
 
-        commands: further commands by name. If one raises ValueError on any rank, rank 0 raises it too.
+        commands: further commands by name. If such a command raises ValueError on any rank, rank 0 raises it too.
         """
         self.engine = engine
         self._commands = commands or {}
@@ -101,7 +102,7 @@ class EveryRank:
         return result
 
     def follow(self) -> None:
-        """Run rank 0's calls until `end`. A ValueError is reported by rank 0. Other ranks only."""
+        """Run rank 0's calls until `end` is called. Rank 0 reports a ValueError of this rank. Other ranks only."""
         while True:
             box: list[Any] = [None]
             dist.broadcast_object_list(box, src=0, group=self._group)

@@ -37,7 +37,7 @@ class Offer(StrictBody):
     """Address of the group's store."""
     port: Port
     first_rank: Count
-    """Group rank of this server's first rank; 0 is the trainer."""
+    """Group rank of this server's first rank. The trainer has rank 0."""
     group_size: Count
     timeout: float = Field(gt=0)
     trainer_ranks: Count
@@ -48,7 +48,7 @@ class Offer(StrictBody):
 
 
 class WeightReceiver:
-    """Weights of one trainer for the engine of this rank. Every method is collective over the engine's ranks."""
+    """Receives a trainer's weights for the engine of this rank. Every method is collective over the engine's ranks."""
 
     def __init__(self, engine: LocalEngine, folder: Path, world: World) -> None:
         """folder: folder of the engine's loaded model. world: the engine's ranks."""
@@ -64,7 +64,8 @@ class WeightReceiver:
         self._views: ViewFingerprints | None = None
         """Fingerprints of the copy plan's views; None without a plan."""
         self._planned_shapes: Mapping[str, torch.Size] | None = None
-        """Shapes of the last plan, tried once: after an update the engine no longer has the folder's weights."""
+        """Shapes of the last plan. For these shapes no further plan is made: after an update, the engine no longer has
+        the folder's weights."""
 
     def join(self, offer: Offer) -> None:
         """Leave the previous group, if any, and join a trainer's group. Raises ValueError on failure."""
@@ -77,7 +78,8 @@ class WeightReceiver:
         self._buckets = make_buckets(shapes, offer.trainer_ranks, self._dtype)
         self._leave()
         try:
-            # The store starts before the offer is sent, so an unreachable store is gone. The engine waits meanwhile.
+            # The timeout is short, because the engine waits. The store starts before the offer is sent, so an
+            # unreachable store is gone.
             store = connect_store(offer.address, offer.port, CONNECT_SECONDS)
             store.set_timeout(timedelta(seconds=offer.timeout))
             rank = offer.first_rank + self._engine.tensor_parallel_rank
@@ -89,8 +91,8 @@ class WeightReceiver:
     def update(self) -> JsonObject:
         """Receive and write all weights. Return fingerprints, so that the trainer can verify the transfer.
 
-        The fingerprints are those of the engine's views if there is a plan, else of the tensors passed to the engine's
-        loader. Raises ValueError without a trainer, or when its connection is lost.
+        With a plan, these are the fingerprints of the engine's views; else of the tensors passed to the engine's
+        loader. Raises ValueError if no trainer has joined, or if the trainer's connection is lost.
         """
         if self._group is None:
             raise ValueError("no trainer has joined since this server started; POST /bridge/init first")
@@ -114,13 +116,13 @@ class WeightReceiver:
 
     def _views_of(self, plan: Plan) -> ViewFingerprints:
         if self._views is None:
-            assert self._planned_shapes is not None  # those of the plan
+            assert self._planned_shapes is not None  # the shapes of the plan
             shapes = self._planned_shapes.values()
             self._views = ViewFingerprints(plan.targets.values(), shapes, self._world, plan.is_current)
         return self._views
 
     def _stored(self, fingerprints: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors for the engine's loader, and append the fingerprints of each bucket."""
+        """Yield the tensors for the engine's loader, and append each bucket's fingerprints to `fingerprints`."""
         for bucket in self._received():
             values = dict(full_tensors(*bucket))
             parts = [rows_of(value, 0) for value in values.values()]

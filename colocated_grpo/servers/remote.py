@@ -1,8 +1,9 @@
 """`RolloutEngine` over HTTP: the engine of one server, and a group of several engines.
 
 Requests are posted in batches, and their completions arrive on one streamed response, so any number of requests needs
-two connections. A request is under way until its completion has been read. After a lost connection the server aborts
-the requests under way, and the client posts them again with the same seeds. No request is lost or returned twice.
+two connections. A request is under way until its completion has been read. After a lost connection, the server aborts
+the requests under way, and the client posts these requests again with the same seeds. No request is lost or returned
+twice.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from colocated_grpo.types import Completion, JsonObject
 from colocated_grpo.web.client import RequestRejected, Unavailable
 
 STEP_SECONDS = 0.005
-"""Longest wait of a step, like a decode step's."""
+"""Maximum wait of one step, similar to the duration of a decode step."""
 TOKENS_PER_POST = 1 << 19
 """Maximum prompt tokens of one post: far below the server's body limit, and usually enough for all new requests. The
 engine admits the requests of a post in the same step, so a deterministic run's batches do not depend on timing."""
@@ -30,11 +31,12 @@ STOP_SECONDS = 30.0
 """Seconds for the run to stop after the engine is lost."""
 
 Restore = Callable[[EngineServer], bool]
-"""Restores a restarted server's weights; False if only a weight sync of all ranks can. Raises Unavailable."""
+"""Restores the weights of a restarted server. Returns False if only a weight sync of all ranks can restore them. Raises
+Unavailable."""
 
 
 CONFLICT = 409
-"""HTTP status for requests that need another weight version, or whose client has no open stream."""
+"""HTTP status for requests that need another weight version, or for a client that has no open stream."""
 
 
 def request_message(number: int, request: Request) -> JsonObject:
@@ -55,9 +57,10 @@ class _Underway:
 
     request: Request
     streamed: int = 0
-    """Tokens delivered as deltas."""
+    """Number of tokens that were delivered as deltas."""
     received: int = 0
-    """Tokens received as deltas since the last post. After a lost connection, the same tokens arrive again."""
+    """Number of tokens received as deltas since the last post. After a lost connection, the same tokens arrive
+    again."""
 
     def new_tokens(self, delta: TokenDelta) -> TokenDelta:
         """Return the part of a received delta that was not delivered before."""
@@ -109,7 +112,7 @@ class RemoteEngine:
             self._unsent.append(number)
 
     def step(self) -> Finished:
-        """Return newly arrived completions. Waits up to STEP_SECONDS for the first one."""
+        """Return newly arrived completions. Waits up to STEP_SECONDS for the first completion."""
         self._deltas.clear()
         if self._lost is not None:
             return self._wait_for_stop(self._lost)
@@ -137,7 +140,7 @@ class RemoteEngine:
         return True
 
     def _restore_if_restarted(self) -> None:
-        """Raises Unavailable, RequestRejected or WeightsLost."""
+        """Restore the weights if the server has restarted. Raises Unavailable, RequestRejected or WeightsLost."""
         instance = self._server.info()["instance"]
         if instance == self._instance:
             return
@@ -159,7 +162,7 @@ class RemoteEngine:
 
     @staticmethod
     def _wait_for_stop(lost: tuple[str, float]) -> Finished:
-        """Return nothing, so that the caller can stop the run. Raises RunError after STOP_SECONDS."""
+        """Return no completions, so that the caller can stop the run. Raises RunError after STOP_SECONDS."""
         line, since = lost
         if time.monotonic() - since > STOP_SECONDS:
             raise RunError(line)

@@ -33,7 +33,7 @@ REJECTED: dict[str, str] = {
     **dict.fromkeys(("prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids"), GENERATE_HAS_IT),
     **dict.fromkeys(("function_call", "functions", "tool_choice"), MEANS_TOOLS),
 }
-"""Key -> why a value is rejected, unless it has no effect."""
+"""Key -> reason for rejecting its value. Values without effect are accepted."""
 HARMLESS: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("add_special_tokens", "allowed_token_ids", "prompt_logprobs"), ()),
     **dict.fromkeys(("thinking_token_budget", "truncate_prompt_tokens"), ()),
@@ -104,7 +104,7 @@ def _check_no_bias(biases: JsonObject) -> JsonObject:
 
 
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
-# fail_fast: an error for each element of a list of a million takes seconds and gigabytes.
+# fail_fast: without it, one error for each element of a list of a million elements takes seconds and gigabytes.
 TokenIds = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
 Stop = Annotated[list[str], Field(fail_fast=True), BeforeValidator(_as_list), AfterValidator(_check_stop)]
 """A string, a list of strings, or null."""
@@ -141,7 +141,8 @@ class StrictBody(Body):
 
 
 class SamplingParameters(StrictBody):
-    """Sampling parameters under vLLM's names. Unknown keys are rejected: ignoring one would change the samples."""
+    """Sampling parameters under vLLM's names. Unknown keys are rejected: ignoring such a key would change the
+    samples."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
@@ -164,7 +165,7 @@ class SamplingParameters(StrictBody):
     """Accepted for compatibility and ignored: responses always contain the text."""
     seed: int | None = None
     logprobs: int | None = Field(0, ge=0, le=MAX_LOGPROBS)
-    """None omits log-probabilities. Any number returns those of the sampled tokens."""
+    """None omits log-probabilities. Any number returns the log-probabilities of the sampled tokens."""
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     """Return the k most likely tokens at each position of the prompt."""
 

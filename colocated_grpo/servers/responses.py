@@ -110,7 +110,7 @@ class OpenAIFormat:
         self._logprobs = logprobs
         self._include_usage = include_usage
         self._offsets: dict[int, int] = {}
-        """Characters so far of each completion's tokens, for /v1/completions."""
+        """Number of characters so far in the tokens of each completion, for /v1/completions."""
 
     def response(self, completions: Sequence[CompletionPart]) -> JsonObject:
         return {
@@ -162,7 +162,8 @@ class CompletionFormat(OpenAIFormat):
         }
 
     def _by_text(self, entry: dict[int, float]) -> dict[str, float]:
-        """Return log-probabilities by token text. Of tokens with equal text (partial characters), the first is kept."""
+        """Return log-probabilities by token text. If tokens have equal text (partial characters), the first token is
+        kept."""
         named: dict[str, float] = {}
         for token, value in entry.items():
             named.setdefault(self._detokenize([token]), value)
@@ -203,7 +204,8 @@ def models_response(model: str, max_tokens: int) -> JsonObject:
 
 
 class StreamingBody(StreamingResponse):
-    """A response sent line by line. At the end it closes `parts`, which aborts requests still in the engine."""
+    """A response sent line by line. When the response ends, `parts` is closed, which aborts requests still in the
+    engine."""
 
     def __init__(self, lines: AsyncIterator[str], parts: AsyncGenerator[CompletionPart], media_type: str) -> None:
         super().__init__(lines, media_type=media_type)

@@ -90,7 +90,8 @@ class Sampler:
     ) -> list[CompletionPart]:
         """Return `parameters.n` completions of each prompt, prompt by prompt. Raises InvalidRequest or ServerClosing.
 
-        All prompts are checked before any is sampled. When one completion fails, the others are aborted.
+        All prompts are checked before the first prompt is sampled. When one completion fails, all other completions are
+        aborted.
         """
         parts = [part async for part in self._parts(prompts, parameters, num_top_logprobs, stream=False)]
         return sorted(parts, key=lambda part: part.index)
@@ -98,9 +99,10 @@ class Sampler:
     def stream(
         self, prompts: Sequence[list[int]], parameters: SamplingParameters, num_top_logprobs: int = 0
     ) -> AsyncGenerator[CompletionPart]:
-        """Yield the completions of all prompts in parts, as they are sampled. Errors are those of `sample`.
+        """Yield the completions of all prompts in parts, as they are sampled. Raises the same errors as `sample`.
 
-        Top log-probabilities are computed after a completion has finished, so such a completion is a single part.
+        Top log-probabilities are computed after a completion has finished. A completion with them is therefore a single
+        part.
         """
         return self._parts(prompts, parameters, num_top_logprobs, stream=not num_top_logprobs)
 
@@ -160,7 +162,7 @@ class Sampler:
             entries = [entry for future in scored for entry in await result_of(future)]
         except ValueError as error:
             raise InvalidRequest(str(error)) from None
-        # Greedy log-probabilities are at temperature 1. vLLM raises others to at least MIN_TEMPERATURE.
+        # Greedy log-probabilities are at temperature 1. vLLM raises other temperatures to at least MIN_TEMPERATURE.
         temperature = max(parameters.temperature, MIN_TEMPERATURE) if parameters.temperature else 1.0
         self._on_sampled(request, completion, temperature)
         text = self.codec.decode(completion.token_ids, skip_special_tokens=parameters.skip_special_tokens)
@@ -271,9 +273,10 @@ def _cancel(tasks: Sequence[asyncio.Task[object]]) -> None:
 def _at_temperature(completion: Completion, temperature: float, entries: TopLogprobs) -> TopLogprobs:
     """Return the top log-probabilities of each completion token at its sampling temperature.
 
-    entries: log-probabilities at temperature 1, from one forward pass over the finished sequence. Their differences to
-    the sampled token's entry are divided by the temperature and added to its sampling log-probability. The pass omits
-    the last token of a sequence of maximum length, so that position only has the sampled token.
+    entries: log-probabilities at temperature 1, from one forward pass over the finished sequence. At each position, the
+    difference between an entry and the sampled token's entry is divided by the temperature and added to the sampled
+    token's sampling log-probability. The forward pass omits the last token of a sequence of maximum length. The last
+    position then has only the sampled token.
     """
     top_logprobs: TopLogprobs = []
     for position, (token, value) in enumerate(zip(completion.token_ids, completion.sampling_logprobs, strict=True)):

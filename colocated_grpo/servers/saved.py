@@ -28,7 +28,7 @@ class AdapterSync:
         self._world = world
 
     def sync(self) -> None:
-        """Collective. Raises RunError on every rank."""
+        """Save the adapter and load it into every server. Collective. Raises RunError on every rank."""
         self._export.write(self._target)
         self._world.from_main(self._load_everywhere)
 
@@ -37,7 +37,8 @@ class AdapterSync:
             server.until_answered(partial(self.restore, server))
 
     def restore(self, server: EngineServer) -> bool:
-        """Load the adapter of the last sync. Raises Unavailable, RequestRejected, or RunError if it differs."""
+        """Load the adapter of the last sync. Raises Unavailable or RequestRejected. Raises RunError if other files are
+        loaded."""
         loaded = server.post("/lora/load", self._body())
         _require_same(server, loaded["exported"], self._target)
         return True
@@ -61,7 +62,7 @@ class RestartSync:
     ) -> None:
         """folder: readable by the servers. base: the model at version 0, which servers may have loaded initially."""
         self._export = export
-        # Two, in turn: a server that crashes while the next model is written restarts from the last one.
+        # Two folders, used in turn: a server that crashes while the next model is written restarts from the last model.
         self._targets = [folder / "model_a", folder / "model_b"]
         self._servers = servers
         self._world = world
@@ -71,7 +72,10 @@ class RestartSync:
         """Model of the last sync."""
 
     def sync(self) -> None:
-        """Collective. Raises RunError on every rank."""
+        """Save the model and restart every server. Collective. Raises RunError on every rank.
+
+        At version 0, nothing is saved or restarted if every server has the base model.
+        """
         if self._version() == 0 and self._world.from_main(self._have_base):
             return
         self._targets.reverse()
@@ -91,7 +95,8 @@ class RestartSync:
         model = self._current
         former = server.wait_until_ready()["instance"]
         accepted: set[str] = set()
-        """Instances that have accepted the restart request. An instance that crashes before is replaced by another."""
+        """Instances that have accepted the restart request. If an instance crashes before it accepts, another instance
+        starts."""
 
         def restarted() -> None:
             info = server.info()

@@ -77,7 +77,8 @@ def serve(options: ServeOptions) -> int:
 
 
 def spec_of(options: ServeOptions, folder: Path, device: torch.device) -> EngineSpec:
-    """Return the spec of an engine for any number of requests, with stop strings. Sleep keeps its weights."""
+    """Return the spec of an engine for any number of requests, with stop strings. A sleeping engine keeps its
+    weights."""
     adapters = {"enable_lora": True, "max_lora_rank": options.max_lora_rank} if options.enable_lora else {}
     return EngineSpec(
         folder=folder,

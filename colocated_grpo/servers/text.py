@@ -18,7 +18,7 @@ LENGTH_KEYS = "rollout.max_prompt_tokens + rollout.max_completion_tokens"
 
 
 class InvalidRequest(Exception):
-    """A request that is well-formed but cannot be served. The message is returned with status 400."""
+    """A request that is well-formed but cannot be served. The error's message is returned with status 400."""
 
 
 class TooLong(InvalidRequest):
@@ -28,7 +28,7 @@ class TooLong(InvalidRequest):
     """
 
     def __init__(self, message: str, text: str = "") -> None:
-        """text: the prompt, if it was rejected before encoding."""
+        """text: the text of the prompt, if the prompt was rejected before encoding."""
         super().__init__(message)
         self.text = text
 
@@ -91,7 +91,7 @@ SHORT_CHARACTERS, SHORT_MESSAGES = 1 << 14, 64
 
 
 class Tokenizer(Protocol):
-    """The methods used of transformers' tokenizers."""
+    """Methods of transformers' tokenizers that HTTP requests use."""
 
     @property
     def chat_template(self) -> object: ...
@@ -163,13 +163,13 @@ def _render(tokenizer: Tokenizer, messages: list[JsonObject], settings: JsonObje
 Decode = Callable[[list[int]], str]
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""Tokenizers decode an incomplete character to this if its remaining bytes are in later tokens."""
+"""Symbol to which tokenizers decode a character if some of its bytes are in later tokens."""
 
 
 class Detokenizer:
     """Text of one completion in increments that end at whole characters and contain no part of a stop string.
 
-    New tokens are decoded together with earlier ones, because the text of a token can depend on the preceding tokens:
+    New tokens are decoded together with earlier tokens, because the text of a token can depend on the preceding tokens:
     many tokenizers drop the space of the first word.
     """
 

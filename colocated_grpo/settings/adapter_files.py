@@ -23,19 +23,19 @@ _KEYS = {
     "exclude_modules": "exclude_modules",
     "layers_to_transform": "layers",
 }
-"""PEFT's names -> those of LoRAConfig."""
+"""PEFT's names -> names in LoRAConfig."""
 _UNSUPPORTED = (
     *("alora_invocation_tokens", "alpha_pattern", "arrow_config", "kasa_config", "layer_replication", "lora_bias"),
     *("modules_to_save", "rank_pattern", "target_parameters", "trainable_token_indices", "use_bdlora", "use_dora"),
     *("use_qalora", "velora_config"),
 )
-"""PEFT's settings that change the adapter's computation or its tensors. Accepted where they are empty or false."""
+"""PEFT's settings that change the adapter's computation or its tensors. Each must be empty or false."""
 _CHANGES_BASE = {"corda", "loftq", "lora_ga", "olora", "pissa"}
 """Values of init_lora_weights that modify the base weights. The adapter's folder does not contain the modified base."""
 
 
 def missing_adapter_files(lora: LoRAConfig | None) -> Iterator[str]:
-    """Yield a line if policy.lora.init is not a PEFT adapter. The adapter's contents are checked later, on reading."""
+    """Yield a line if policy.lora.init is not a PEFT adapter. The adapter's contents are checked when it is read."""
     if lora is None or lora.init == DEFAULT_INIT:
         return
     key, folder = f"policy.lora.init={lora.init!r}", Path(lora.init)
@@ -53,8 +53,8 @@ def missing_adapter_files(lora: LoRAConfig | None) -> Iterator[str]:
 def with_adapter_settings(config: Config) -> Config:
     """If policy.lora.init is an adapter, return the config with the adapter's settings in policy.lora.
 
-    Raises ConfigError if the adapter is of an unsupported kind, was trained on a base with another name, or contradicts
-    a setting given by the user.
+    Raises ConfigError if the adapter is of an unsupported kind, if its base model has another name than model.name, or
+    if the adapter contradicts a setting given by the user.
     """
     lora = config.policy.lora
     if lora is None or lora.init == DEFAULT_INIT:
@@ -66,7 +66,7 @@ def with_adapter_settings(config: Config) -> Config:
     found = {new: saved.get(old) for old, new in _KEYS.items() if new in nullable or saved.get(old) is not None}
     given = lora.set_by_user()
     try:
-        # Validation parses "20-31" into a list of numbers, so both spellings compare equal.
+        # Validation parses "20-31" into a list of numbers, so the text and the list compare equal.
         resolved = LoRAConfig.model_validate({**given, **found})
     except ValidationError as error:
         first = error.errors()[0]
@@ -83,7 +83,7 @@ def with_adapter_settings(config: Config) -> Config:
 
 
 def adapter_shape(lora: LoRAConfig | None) -> JsonObject:
-    """Return the settings that determine an adapter's shape and scale. They must not change when a run resumes."""
+    """Return the settings that determine an adapter's shape and scale. A resumed run must have the same values."""
     if lora is None:
         return {"policy.lora": "null"}
     return {
@@ -114,7 +114,10 @@ def _check_kind(folder: str, saved: JsonObject) -> None:
 
 
 def _check_base(folder: str, saved: JsonObject, model: str) -> None:
-    """Compare only the last part of each name: a model may have been downloaded into a folder named after it."""
+    """Raise ConfigError if the adapter was trained on another model than `model`.
+
+    Only the last part of each name is compared, because the model may have been downloaded into a folder of its name.
+    """
     base = saved.get("base_model_name_or_path")
     if base and Path(base).name.lower() != Path(model).name.lower():
         raise ConfigError(
@@ -124,5 +127,5 @@ def _check_base(folder: str, saved: JsonObject, model: str) -> None:
 
 
 def _plain(value: object) -> object:
-    """Return lists in one order, so that they compare as sets."""
+    """Return a sorted copy of a list, so that the order does not affect comparisons. Other values are unchanged."""
     return sorted(value) if isinstance(value, list) else value

@@ -31,11 +31,11 @@ def is_loopback(bound: str) -> bool:
 
 
 class ServerConfig(Section):
-    """HTTP server on rank 0 through which environments sample from the engines of all ranks."""
+    """HTTP server on rank 0. Environments sample through this server from the engines of all ranks."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. 0.0.0.0 accepts requests from other machines: set api_key_variable with it, or every
-    machine that reaches the port can use the engines."""
+    """Address to listen on. 0.0.0.0 accepts requests from other machines. In this case also set api_key_variable:
+    without a key, every machine that reaches the port can use the engines."""
     port: Port = 9001
     """Port of the server: environments are started with --openai.base_url http://HOST:PORT/v1."""
     more_ports: list[Port] = []
@@ -45,12 +45,13 @@ class ServerConfig(Section):
     is required."""
     allowed_hosts: list[str] = []
     """Additional host names accepted in requests, such as a service name in a container network. Other host names are
-    rejected with 403, because a web page can make its own name resolve to this machine. Not needed with an API key."""
+    rejected with 403, because a web page can make its own name resolve to this machine. With an API key, all host names
+    are accepted."""
     max_body_bytes: Positive = 8 << 20
-    """Maximum size of a request body in bytes; larger ones are rejected with 413. The default fits a million prompt
+    """Maximum size of a request body in bytes. Larger bodies are rejected with 413. The default fits a million prompt
     tokens."""
     max_requests: Positive = 4096
-    """Maximum number of running and waiting requests; more are rejected with 503."""
+    """Maximum number of running and waiting requests. Further requests are rejected with 503."""
 
 
 class AtroposSourceConfig(Section):
@@ -62,15 +63,16 @@ class AtroposSourceConfig(Section):
     url: str = "http://localhost:8000"
     """Address of the API server (run-api, or python -m colocated_grpo.atropos.api)."""
     api_key_variable: str | None = None
-    """Environment variable with the API server's key, if it requires one. run-api has none."""
+    """Environment variable with the key of the API server, if that server requires a key. run-api requires none."""
     reset: bool = False
-    """Reset an API server that still serves a run with another batch size or sequence length; its queue is lost. false:
-    stop with an error."""
+    """true: reset an API server that still serves a run with another batch size or sequence length. The server's queue
+    is lost. false: stop with an error."""
     missing_logprobs: Literal["refuse", "recompute"] = "refuse"
-    """Handling of groups without inference_logprobs. refuse: drop and count them. recompute: use the
-    log-probabilities that the trainer computes before the first update; mismatch and staleness stay uncorrected."""
+    """Handling of groups without inference_logprobs. refuse: the groups are dropped and counted. recompute: the groups
+    are trained with log-probabilities that the trainer computes before the first update. Mismatch and staleness then
+    stay uncorrected."""
     unusable_timeout: Number | None = Field(900.0, gt=0)
-    """Maximum seconds without a single trainable group while groups keep arriving. After that, the run saves a
+    """Maximum seconds without a single trainable group while groups keep arriving. After this time, the run saves a
     checkpoint and stops with the reasons. One environment with valid groups is enough to continue. The default exceeds
     an environment's time limit for a rollout (600 s). null: no limit."""
     keep_last_batch: bool = False
@@ -81,5 +83,5 @@ class AtroposSourceConfig(Section):
     server: ServerConfig = ServerConfig()
     """The server from which environments sample."""
     weight: Number = Field(1.0, gt=0)
-    """Relative share of a step's prompts supplied by Atropos, compared with the weights of other entries. It must
-    amount to a whole number of prompts."""
+    """Relative share of a step's prompts supplied by Atropos, compared with the weights of other entries. The resulting
+    number of prompts must be whole."""

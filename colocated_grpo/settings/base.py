@@ -1,4 +1,4 @@
-"""Base class and types of settings models, including those of environments' `args`."""
+"""Base class and types of settings models, including the models of environments' `args`."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ INITIAL, DEFAULT_INIT = "initial", "default"
 
 @dataclass(frozen=True)
 class ConfigFolder:
-    """Validation context with the config file's folder, where its relative file names are also looked up."""
+    """Validation context: the config file's folder, in which relative file names of the config are also looked up."""
 
     folder: Path
     typed: frozenset[str]
-    """Values from the command line: relative to the working folder only."""
+    """Values from the command line. File names among these values are relative to the working folder only."""
 
 
 def names_code(name: str) -> bool:
@@ -52,7 +52,7 @@ def names_code(name: str) -> bool:
 
 
 def find_file(name: str, info: ValidationInfo) -> str:
-    """Return the path of a file: as given, or in the config's folder if it exists only there."""
+    """Return the path of a file: `name` itself, or its path in the config's folder if the file exists only there."""
     here = os.path.expanduser(name)
     file, colon, wanted = here.rpartition(":") if names_code(here) else (here, "", "")
     context = info.context
@@ -71,11 +71,11 @@ def find_file(name: str, info: ValidationInfo) -> str:
 
 
 FileName = Annotated[str, AfterValidator(os.path.expanduser)]
-"""Path of a file or folder. A leading ~ is expanded, because no shell expands it in YAML."""
+"""Path of a file or folder. A leading ~ is expanded here, because no shell expands the ~ of a YAML file."""
 InputFile = Annotated[str, AfterValidator(find_file)]
-"""Path of an input file, which may be in the config's folder. Text that is not a file's name is unchanged."""
+"""Path of an input file. The file may be in the config's folder. Text that does not name a file is unchanged."""
 CodeName = Annotated[str, AfterValidator(lambda name, info: find_file(name, info) if names_code(name) else name)]
-"""Name of built-in or installed code, or of user code in a file, which may be in the config's folder."""
+"""Name of built-in or installed code, or of user code in a file. The file may be in the config's folder."""
 
 SET_BY_THE_RUN = frozenset(
     {
@@ -84,11 +84,13 @@ SET_BY_THE_RUN = frozenset(
         *("return_tensors", "return_dict", "return_assistant_tokens_mask"),
     }
 )
-"""Arguments of transformers' apply_chat_template() that are not template variables, or that have their own settings."""
+"""Arguments of transformers' apply_chat_template() that are not template variables, or for which separate settings
+exist."""
 
 
 def read_json(value: object) -> object:
-    """Parse text as JSON: TRL's command line and dataset columns write nested values this way."""
+    """Parse text as JSON; return other values unchanged. TRL's command line and dataset columns hold nested values as
+    text."""
     return json.loads(value) if isinstance(value, str) else value
 
 

@@ -26,7 +26,7 @@ from colocated_grpo.settings.tree import assign, parse_document, parse_value
 DEFAULT_TASK = "arithmetic"
 """Task of a config file without environments. Its prompts are generated, so nothing is downloaded."""
 SHIPPED = Path("training_configs")
-"""Folder of the packaged configs, relative to a checkout. Outside a checkout they are read from _INSTALLED."""
+"""Folder of the packaged configs, relative to a checkout. Outside a checkout, the configs are read from _INSTALLED."""
 _INSTALLED = Path(__file__).parents[1] / SHIPPED
 LISTS = {"policy.lora.target_modules", "policy.lora.exclude_modules"}
 """Settings that accept several values on the command line, like the corresponding flags of TRL."""
@@ -65,9 +65,10 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig
 def build_config(
     path: str | Path | None, settings: Mapping[KeyPath, object], defaults: Mapping[str, object] = {}
 ) -> LoadedConfig:
-    """Merge the settings of an optional file with those of a program, which take precedence. Return them and notes.
+    """Merge the settings of an optional file and of a program. Return the merged settings and notes.
 
-    defaults: top-level settings used where neither sets them, instead of the schema's defaults.
+    The program's settings take precedence. defaults: top-level settings that replace the schema's defaults. A default
+    applies only if neither the file nor the program has this setting.
     """
     location = SettingLocation(where="argument", on_command_line=True)
     path = None if path is None else _shipped(Path(path))
@@ -101,7 +102,7 @@ def _complete(
 ) -> LoadedConfig:
     """Apply the overrides, translate old names, fill in defaults and validate. Changes `tree` and `locations`.
 
-    folder: the config file's folder, where files are also looked up.
+    folder: the config file's folder. Relative file names are also looked up there.
     """
     for key, value, location in overrides:
         if key == MODEL_NAME[:1] and isinstance(value, str):
@@ -128,7 +129,8 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def _translate(tree: SettingsTree, locations: dict[KeyPath, SettingLocation]) -> list[str]:
-    """Translate other trainers' names in place and return notes. The tables are read only if such a name occurs."""
+    """Translate other trainers' names in place and return notes. The tables are read only if a top-level key is
+    unknown."""
     if tree.keys() <= Config.model_fields.keys():
         return []
     from colocated_grpo.settings.names.translation import translate_names
@@ -145,7 +147,8 @@ def parse_overrides(arguments: Sequence[str]) -> list[tuple[KeyPath, str]]:
         name, has_value, text = argument.removeprefix("--").partition("=")
         if not argument.startswith("--") or not all(name.split(".")):
             raise ConfigError(f"{argument!r}: expected --section.key VALUE")
-        # `--training-steps` is accepted as well. Only the first part is converted: keys of `args` may have hyphens.
+        # `--training-steps` means `--training_steps`. Hyphens after the first dot are kept: keys of `args` may contain
+        # hyphens.
         section, dot, rest = name.partition(".")
         key = section.replace("-", "_") + dot + rest
         if not has_value:
@@ -158,7 +161,7 @@ def parse_overrides(arguments: Sequence[str]) -> list[tuple[KeyPath, str]]:
 
 
 def _number_of_values(key: str, arguments: Sequence[str]) -> int:
-    """Return how many of `arguments` belong to the flag before. Only another trainer's switches take no value."""
+    """Return how many of `arguments` are values of the flag `key`. Only switches of other trainers take no value."""
     following = next((index for index, text in enumerate(arguments) if text.startswith("--")), len(arguments))
     lists = LISTS
     if key.partition(".")[0] not in Config.model_fields:
@@ -189,7 +192,7 @@ def _read_text(path: Path) -> str:
 
 
 def _fill_in_defaults(tree: SettingsTree) -> list[str]:
-    """Add missing `type` keys and, if `environments` is missing, the default task, in place. Return notes."""
+    """Add missing `type` keys in place, and the default task if `environments` is missing. Return notes."""
     notes = []
     if "environments" not in tree:
         tree["environments"] = [{"name": DEFAULT_TASK}]
@@ -208,7 +211,7 @@ def _validate(tree: SettingsTree, locations: dict[KeyPath, SettingLocation], con
         return Config.model_validate(tree, context=context)
     except ValidationError as invalid:
         errors = invalid.errors(include_url=False)
-    # `--run_name 2024` was parsed as a number. Where a field needs text, use the command line's text unparsed.
+    # `--run_name 2024` was parsed as a number. If a field needs text, use the unparsed text of the command line.
     by_path = errors_by_path(errors, tree)
     needs_text = [path for path, found in by_path.items() if any(error["type"] == "string_type" for error in found)]
     texts = {path: locations[path].text for path in needs_text if path in locations}

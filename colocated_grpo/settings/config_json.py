@@ -27,13 +27,15 @@ _POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_
 
 
 def shape_of(model: JsonObject) -> JsonObject:
-    """Return the entries of a config.json that determine the weights' shapes. Entries with defaults may be missing."""
+    """Return the entries of a config.json that determine the weights' shapes. An entry that has a default may be
+    missing."""
     text = text_part(model)
     return {key: text[key] for key in _SHAPE_KEYS if text.get(key) is not None}
 
 
 def first_difference(one: JsonObject, other: JsonObject) -> str | None:
-    """Return the first key whose values differ. Keys in only one shape are skipped: the other may use the default."""
+    """Return the first key whose values differ. A key of only one shape is skipped: the other shape may use its
+    default."""
     return next((key for key in one if key in other and one[key] != other[key]), None)
 
 
@@ -47,7 +49,8 @@ def read_config_json(model: ModelConfig, section: str = "model") -> JsonObject:
 
 
 def config_json_in(folder: Path) -> JsonObject:
-    """Return the config.json of a model's folder, already read by an earlier check. Raises OSError or ValueError."""
+    """Return the contents of a model folder's config.json, which an earlier check has read. Raises OSError or
+    ValueError."""
     return json.loads((folder / "config.json").read_text(encoding="utf-8"))
 
 
@@ -112,7 +115,8 @@ def _hub_config(model: ModelConfig, section: str) -> Path:
 
 
 def _reach(endpoint: str) -> None:
-    """Raise OSError at once if the Hub's host accepts no connection; huggingface_hub would retry first."""
+    """Raise OSError at once if the Hub's host accepts no connection. Without this check, huggingface_hub would retry
+    first."""
     from urllib.parse import urlsplit
     from urllib.request import getproxies
 
@@ -129,21 +133,22 @@ def _first_sentence(error: BaseException) -> str:
 
 
 def longest_sequence(model: JsonObject) -> int | None:
-    """Return the maximum sequence length in a config.json, after rope scaling; None if missing."""
+    """Return the maximum sequence length in a config.json, after rope scaling; None if config.json has no such
+    entry."""
     positions = next((model[key] for key in _POSITION_KEYS if isinstance(model.get(key), int)), None)
     rope = model.get("rope_scaling") or model.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type"))
     final = kind in (None, "default", "longrope", "su", "llama3") or model.get("model_type") == "gemma3_text"
     if positions is None or final:
-        return positions  # not extended, or the value is the extended length already
+        return positions  # rope scaling does not extend it, or the value is already the extended length
     return int(max(positions, rope.get("original_max_position_embeddings", positions) * rope.get("factor", 1)))
 
 
 def original_positions(model: JsonObject) -> int | None:
     """Return the length up to which longrope uses the same table for every batch; None for other kinds of rope.
 
-    Longrope has two tables. With longer sequences, transformers chooses one per batch by its longest sequence; vLLM
-    chooses once, by engine.max_model_len.
+    Longrope has two tables. Above this length, transformers chooses a table for each batch, by the longest sequence of
+    the batch. vLLM chooses a table once, by engine.max_model_len.
     """
     rope = model.get("rope_scaling") or model.get("rope_parameters") or {}
     if rope.get("rope_type", rope.get("type")) not in ("longrope", "su"):
@@ -161,8 +166,9 @@ MODULES = {
     ("qwen3_5", "qwen3_5_text"): "Qwen3_5ForCausalLM",
     ("qwen3_5_moe", "qwen3_5_moe_text"): "Qwen3_5MoeForCausalLM",
 }
-"""Model types of a multimodal model and its text part -> class of the text part in transformers and vLLM. For text, the
-part alone computes the same as the whole. In pairs that are not listed, the whole may add computation of its own."""
+"""Model types of a multimodal model and of its text part -> class of the text part in transformers and vLLM. For text
+input, the text part alone computes the same as the whole model. In pairs that are not listed, the whole model may add
+computation."""
 TRAINED_AS = {"qwen3_vl_text": "qwen3"}
 """Model type of a text part -> an equivalent type for text. Qwen3-VL's positions have three coordinates, which are
 equal without images."""
@@ -184,8 +190,8 @@ _PREFIXES = {
     "language_model.lm_head.": "lm_head.",
     "lm_head.": "lm_head.",
 }
-"""Name prefixes in multimodal checkpoints -> prefixes in the text model. Gemma 3 and Mistral 3 use the second and
-third, Gemma 4 and Qwen the first and last."""
+"""Name prefixes in multimodal checkpoints -> prefixes in the text model. Gemma 3 and Mistral 3 use the second and third
+entry, Gemma 4 and Qwen use the first and last entry."""
 
 
 def module_of(model_type: object, text_type: object) -> str | None:
@@ -209,7 +215,7 @@ def text_part(config_json: JsonObject) -> JsonObject:
 
 
 def attention_heads(text: JsonObject) -> int | None:
-    """Return a language model's number of attention heads; None if its settings do not contain it."""
+    """Return a language model's number of attention heads; None if the settings do not state the number."""
     return text.get("num_attention_heads") or text.get("n_head")
 
 

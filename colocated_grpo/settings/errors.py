@@ -21,14 +21,15 @@ SettingsTree = JsonObject
 MIN_SIMILARITY = 0.6
 """Minimum similarity of a suggested name to an unknown key. Less similar names would confuse more than help."""
 MIN_ALIAS_SIMILARITY = 0.8
-"""The same for aliases. Higher, because a suggestion shows the new name, which may look nothing like the key."""
+"""Minimum similarity of an alias to an unknown key. It is higher, because the suggestion shows the alias's new name,
+which may look nothing like the key."""
 SAME_SECTION_BONUS = 0.1
 MAX_VALUE_CHARACTERS = 80
 
 
 @dataclass(frozen=True, kw_only=True)
 class SettingLocation:
-    """Where a setting was written. `str()` is the form shown in error lines."""
+    """Place where a setting was written. `str()` returns the text shown in error lines."""
 
     where: str
     """'line 7 of x.yaml' or 'command line'."""
@@ -50,7 +51,7 @@ def dotted(path: Iterable[str | int]) -> str:
 
 
 def parse_path(name: str) -> KeyPath:
-    """Return the inverse of `dotted`."""
+    """Parse a dotted name into a path. Inverse of `dotted`."""
     return tuple(int(step) if step.isdigit() else step for step in name.split("."))
 
 
@@ -96,7 +97,8 @@ def error_lines(
 ) -> list[str]:
     """Return one line for each setting with pydantic errors. aliases: old names -> names shown in suggestions.
 
-    A setting with a union type has one pydantic error per member; its line joins their rules.
+    A setting with a union type has one pydantic error for each member of the union. Its line joins the rules of all
+    members.
     """
     lines = []
     for path, found in errors_by_path(errors, tree).items():
@@ -107,7 +109,7 @@ def error_lines(
 
 
 def errors_by_path(errors: Sequence[ErrorDetails], tree: Mapping[str, object]) -> dict[KeyPath, list[ErrorDetails]]:
-    """Return the errors of each setting. If a list entry has errors, those of the list itself are omitted."""
+    """Return the errors of each setting. If a list entry has errors, errors of the list itself are omitted."""
     found: dict[KeyPath, list[ErrorDetails]] = {}
     for error in errors:
         found.setdefault(setting_path(error, tree), []).append(error)
@@ -151,14 +153,15 @@ def _short(bound: object) -> object:
 
 
 def setting_path(error: ErrorDetails, tree: object) -> KeyPath:
-    """Return the path of the setting with a pydantic error, without the union tags that pydantic inserts into it."""
+    """Return the path of the setting with a pydantic error. Union tags that pydantic inserts into the path are
+    removed."""
     path: list[str | int] = []
     node = tree
     for step in error["loc"]:
         if isinstance(node, dict):
             is_tag = step not in node and (node.get("type") == step or error["type"] != "missing")
         else:
-            is_tag = isinstance(step, str)  # of a union of plain types: list[str]
+            is_tag = isinstance(step, str)  # tag of a union of plain types, such as list[str]
         if is_tag:
             continue
         path.append(step)
@@ -170,7 +173,7 @@ def setting_path(error: ErrorDetails, tree: object) -> KeyPath:
 
 
 def suggestion(path: KeyPath, tree: Mapping[str, object], model: type[BaseModel], aliases: Mapping[str, str]) -> str:
-    """Return advice for an unknown key: the most similar name, preferably in its section, or all valid names."""
+    """Return advice for an unknown key: the most similar name, preferably of the key's section, or all valid names."""
     section, key = path[:-1], str(path[-1])
     generic = tuple(0 if isinstance(step, int) else step for step in path)
     owners = [owner for other, owner in setting_names(model) if other == generic]
@@ -204,7 +207,8 @@ def _nested(path: KeyPath) -> str:
 
 
 def setting_names(model: type[BaseModel], prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, type[BaseModel]]]:
-    """Yield every setting of every union member, with the model that defines it. Index 0 stands for any list entry."""
+    """Yield every setting of every union member, with the model that defines the setting. Index 0 means any list
+    entry."""
     for name, field in model.model_fields.items():
         yield (*prefix, name), model
         inside = (*prefix, name, 0) if get_origin(field.annotation) is list else (*prefix, name)
@@ -228,7 +232,8 @@ def _similarity(one: str, other: str) -> float:
 
 
 def location_suffix(path: KeyPath, locations: Mapping[KeyPath, SettingLocation]) -> str:
-    """Return ' (line 7 of x.yaml)' for the key, or for the nearest section around it if the key is missing."""
+    """Return ' (line 7 of x.yaml)' for the key. For a missing key, return the location of the nearest section around
+    it."""
     for length in range(len(path), 0, -1):
         if path[:length] in locations:
             return f" ({locations[path[:length]]})"

@@ -25,7 +25,7 @@ PREFIX = "eval"
 MEAN = "mean"
 
 ANSWERS = {"exact_match": "final_answer", "gsm8k": "last_number", "math_verify": "boxed"}
-"""Built-in reward -> function that extracts the answer it compares."""
+"""Built-in reward -> function that extracts the answer that the reward compares."""
 
 SetSource = Annotated[
     TaskSourceConfig | DatasetSourceConfig | EpisodeSourceConfig | AgentSourceConfig, Field(discriminator="type")
@@ -43,28 +43,29 @@ class EvaluationSetConfig(Section):
     rewards: list[Annotated[RewardConfig, BeforeValidator(reward_by_name)]] | None = None
     """Reward functions of a dataset, short for `rewards` inside `source`."""
     prompts: Positive | None = None
-    """Number of prompts, the first ones of the source; the same ones each time. Default: all rows of a dataset or an
-    agent, 64 of a task or an episode."""
+    """Number of prompts. The first prompts of the source are used, so every evaluation has the same prompts. Default:
+    all rows of a dataset or an agent; 64 prompts of a task or an episode."""
     samples: Positive = 1
     """Completions per prompt. pass@k is estimated for k = 1, 2, 4, ... up to this number."""
     temperature: Number = Field(1.0, ge=0, le=2)
     """Sampling temperature; 0 is greedy."""
     top_p: Number = Field(1.0, gt=0, le=1)
-    """Nucleus sampling: keep the most likely tokens up to this total probability; 1 keeps all."""
+    """Nucleus sampling: keep the most likely tokens up to this total probability; 1 keeps all tokens."""
     every: NonNegative | None = None
-    """Steps between evaluations of this set. The start and the end are also evaluated. 0: never, the set is only for
-    tools.evaluate. Default: evaluation.every."""
+    """Steps between evaluations of this set. The set is also evaluated at the start and the end of the run. 0: never;
+    only tools.evaluate uses the set. Default: evaluation.every."""
     pass_reward: Number = 1.0
     """Minimum reward of a completion that counts as passed in pass@k and maj@k."""
     answer: CodeName | None = None
-    """Function that extracts the answer compared by maj@k from a completion's text: final_answer, last_number, boxed,
-    or your own 'package.module:function' or 'path/to/file.py:function', which returns None if there is no answer.
-    Default: the function that matches the reward exact_match, gsm8k or math_verify; other rewards have no maj@k."""
+    """Function that extracts from a completion's text the answer that maj@k compares: final_answer, last_number, boxed,
+    or your own 'package.module:function' or 'path/to/file.py:function'. Your function returns None if the text contains
+    no answer. Default: the function that matches the reward exact_match, gsm8k or math_verify. With other rewards and
+    no function, there is no maj@k."""
 
     @model_validator(mode="before")
     @classmethod
     def _long_form(cls, values: object) -> object:
-        """Write a plain source in full, and move `rewards` into it."""
+        """Write a plain source in full, and move `rewards` into the source."""
         if not isinstance(values, dict):
             return values
         source, rewards = values.get("source"), values.get("rewards")
@@ -92,7 +93,7 @@ class EvaluationSetConfig(Section):
 
     @property
     def pass_ks(self) -> list[int]:
-        """The k of pass@k: powers of two up to the number of samples, and that number."""
+        """Values of k in pass@k: the powers of two up to the number of samples, and the number of samples itself."""
         powers = {1 << exponent for exponent in range(self.samples.bit_length())}
         return sorted(powers | {self.samples})
 
@@ -121,9 +122,10 @@ class EvaluationSetConfig(Section):
 
 class EvaluationConfig(Section):
     every: NonNegative = 10
-    """Steps between evaluations on held-out prompts. The start and the end are also evaluated. 0: never."""
+    """Steps between evaluations on held-out prompts. The run also evaluates at its start and its end. 0: never."""
     prompts: Positive = 64
-    """Held-out prompts per evaluation, from all environments by weight; the same ones each time."""
+    """Number of held-out prompts per evaluation, taken from all environments by weight. Every evaluation has the same
+    prompts."""
     samples_per_prompt: Positive = 1
     """Completions per held-out prompt."""
     temperature: Number = Field(1.0, ge=0, le=2)
@@ -132,8 +134,9 @@ class EvaluationConfig(Section):
     sets: list[EvaluationSetConfig] = []
     """Additional evaluation sets with their own metrics: docs/guides/evaluation.md."""
     keep_best: str | None = None
-    """Metric that selects the best evaluated step: held_out/reward, or eval/<name>/mean, pass@k or maj@k of a set. That
-    step's checkpoint is kept, and its weights are exported as best_model/ (an adapter as best_adapter/). null: none."""
+    """Metric that selects the best evaluated step: held_out/reward, or eval/<name>/mean, pass@k or maj@k of a set. The
+    checkpoint of the best step is kept. The weights of the best step are exported as best_model/ (an adapter as
+    best_adapter/). null: none."""
     patience: Positive | None = None
     """End the run after this many evaluations in a row without a new best value of keep_best. null: never."""
 
@@ -167,7 +170,7 @@ class EvaluationConfig(Section):
         return [HELD_OUT, *own] if self.every else own
 
     def remarks(self, trained: Sequence[EnvironmentConfig]) -> Iterator[str]:
-        """Yield a note for each set whose rows are also trained on."""
+        """Yield a note for each set whose rows are also training rows."""
 
         def rows(source: RowsSourceConfig) -> tuple[str, str | None, str]:
             return source.name, source.subset, source.split

@@ -11,7 +11,7 @@ OLDEST_VLLM = "0.26"
 
 @dataclass(frozen=True)
 class Family:
-    """Facts about a family. The tests verify each of them."""
+    """Facts about a model family. The tests verify each fact."""
 
     name: str
     model_type: str
@@ -19,18 +19,19 @@ class Family:
     heads: tuple[int, ...]
     """Head sizes of released models."""
     path: Literal["views", "load_weights"] = "views"
-    """How weights reach a colocated engine on one GPU: planned copies, or vLLM's loader."""
+    """Transport of weights to a colocated engine on one GPU. views: planned copies. load_weights: vLLM's loader."""
     windows: bool = False
     """True if some layers of released models attend within a sliding window."""
     experts: bool = False
     scores: Literal["plain", "sinks", "capped"] = "plain"
-    """How attention differs from a softmax of the scores."""
+    """plain: attention is a softmax of the scores. sinks: with attention sinks. capped: with a soft cap on the
+    scores."""
     latent: bool = False
-    """True if keys and values are computed from one vector for each token."""
+    """True if the keys and values of a token are computed from one vector."""
     states: bool = False
-    """True if some layers are linear attention."""
+    """True if some layers use linear attention."""
     transformers: str = "5.0"
-    """First release of transformers with this family; the trainer needs 5.0."""
+    """First release of transformers with this family. The trainer itself needs at least 5.0."""
     vllm: str = OLDEST_VLLM
     """First release of vLLM with this family as a text model."""
 
@@ -79,5 +80,5 @@ FAMILIES = (
 
 
 def family_of(model_type: object) -> Family | None:
-    """Return the tested family of a model type; None if there is none."""
+    """Return the tested family of a model type; None if no tested family has this type."""
     return next((family for family in FAMILIES if family.model_type == model_type), None)

@@ -21,7 +21,7 @@ from colocated_grpo.settings.base import (
 from colocated_grpo.types import JsonObject
 
 MIN_TEMPERATURE = 0.01
-"""vLLM raises lower temperatures to this value; at 0 it samples greedily."""
+"""vLLM raises lower temperatures to this value. At temperature 0, vLLM samples greedily."""
 
 
 class ModelConfig(Section):
@@ -32,16 +32,16 @@ class ModelConfig(Section):
     trust_remote_code: bool = False
     """Run Python code that comes with the checkpoint. Only for repositories you trust."""
     chat_template: InputFile | None = None
-    """Chat template: Jinja text, or the path of a file with it. Default: the tokenizer's own."""
+    """Chat template: Jinja text, or the path of a file with Jinja text. Default: the tokenizer's template."""
     chat_template_kwargs: TemplateVariables = {}
-    """Variables of the chat template, such as {enable_thinking: false}, in prompts of every environment and evaluation
-    set, and in chat requests to the engine's server that do not set them."""
+    """Variables of the chat template, such as {enable_thinking: false}. They apply to the prompts of every environment
+    and evaluation set, and to chat requests to the engine's server that do not set the same variables."""
 
 
 class EngineConfig(Section):
     placement: Literal["colocated", "server"] = "colocated"
-    """colocated: every rank has an engine in its own process. server: engines run in processes of their own, on their
-    own GPUs, and serve over HTTP."""
+    """colocated: every rank has an engine in its own process. server: engines run in separate processes, on GPUs of
+    their own or on the ranks' GPUs, and serve over HTTP."""
     bridge: Literal["broadcast", "shared", "adapter", "restart"] = "broadcast"
     """Transport of weights to the servers. broadcast: over NCCL, or gloo on the CPU. shared: trainer and server use the
     same copy in memory. adapter: the server loads the saved adapter (policy.lora). restart: the server restarts from a
@@ -51,31 +51,32 @@ class EngineConfig(Section):
     api_key_variable: str | None = None
     """Name of the environment variable with the API key of the servers."""
     bridge_config: FileName | None = None
-    """With `bridge: shared`: path of the server's vllm_bridge_config.json. Default: in $LOGDIR, else in the working
-    directory."""
+    """With `bridge: shared`: path of the server's vllm_bridge_config.json. Default: the file in $LOGDIR, else in the
+    working directory."""
     server_timeout: Number = Field(600.0, gt=0)
-    """Seconds to wait for a server that starts, restarts or does not answer. Then the run saves and ends."""
+    """Maximum seconds for a server to start, to restart or to answer. After this time, the run saves a checkpoint and
+    ends."""
     tensor_parallel_size: Positive = 1
-    """Number of consecutive ranks that form one engine, or GPUs of one engine server. Must divide the model's attention
-    heads and the number of ranks."""
+    """Number of consecutive ranks that form one colocated engine, or number of GPUs of one engine server. Must divide
+    the model's attention heads and the number of ranks."""
     max_num_seqs: Positive | None = None
-    """Sequences that one engine decodes at the same time. Default: its share of a step's completions, at least 64 and
-    at most 512; 256 with an atropos environment."""
+    """Number of sequences that one engine decodes at the same time. Default: the engine's part of a step's completions,
+    at least 64 and at most 512; 256 with an atropos environment."""
     max_model_len: Positive | None = None
-    """Longest prompt plus completion in tokens, reduced to the model's own limit. Default: rollout.max_prompt_tokens +
-    rollout.max_completion_tokens."""
+    """Maximum length of prompt plus completion in tokens. Reduced to the model's own limit. Default:
+    rollout.max_prompt_tokens + rollout.max_completion_tokens."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Type of the engine's weights. auto: policy.compute_dtype."""
     gpu_memory_utilization: Number | None = Field(None, gt=0, le=1)
-    """Fraction of the GPU's memory for the engine, as in vLLM. Default: the KV cache is sized from the memory left free
-    by the trainer, and is at most as large as its sequences can use."""
+    """Fraction of the GPU's memory that the engine may use, as in vLLM. Default: the KV cache gets the memory that the
+    trainer leaves free, but at most as much as the engine's sequences can use."""
     kv_cache_memory_bytes: Positive | None = None
     """Exact size of the KV cache in bytes. Takes precedence over gpu_memory_utilization."""
     enforce_eager: bool = False
     """Decode without CUDA graphs: the engine starts faster and decodes more slowly."""
     sleep: bool = True
     """Free the engine's weights and KV cache while the policy trains. With `weights: shared` or sync_frequency above 1,
-    the weights stay on the device. No effect on CPU."""
+    the engine's weights stay on the device. No effect on CPU."""
     args: JsonObject = {}
     """Further vLLM engine arguments, passed unchanged. Example: {quantization: fp8}."""
 
@@ -94,50 +95,54 @@ class EngineConfig(Section):
 
 class ResampleConfig(Section):
     max_rounds: Positive = 3
-    """Maximum number of extra sampling rounds per step. A round samples at most rollout.prompts_per_step fresh prompts:
-    as many as are needed for that number of groups with variance, at the step's own rate of such groups."""
+    """Maximum number of extra sampling rounds per step. A round replaces the groups that lack reward variance. It
+    samples as many fresh prompts as this requires at the step's own rate of groups with reward variance, but at most
+    rollout.prompts_per_step."""
 
 
 class SkipSolvedConfig(Section):
     after: Positive = 2
-    """Skip a prompt after this many consecutive visits in which all its completions were solved."""
+    """Skip a prompt after its group was solved in this many consecutive visits."""
     reward: Number = Field(1.0, gt=0)
-    """A group is solved if its rewards are equal and at least this."""
+    """A group is solved if all its rewards are equal and at least this value."""
 
 
 class RolloutConfig(Section):
     prompts_per_step: Positive = 32
-    """Prompts of one step, over all ranks. A step trains prompts_per_step * group_size completions."""
+    """Number of prompts in one step, over all ranks. A step trains prompts_per_step * group_size completions."""
     group_size: Integer = Field(8, ge=2)
-    """Completions sampled for each prompt. At least 2, as their rewards are compared with each other."""
+    """Number of completions sampled for each prompt. At least 2, because the rewards of a prompt's completions are
+    compared with each other."""
     max_prompt_tokens: Positive = 1024
     """Maximum prompt length in tokens. Longer prompts are dropped, never truncated (metric prompts_dropped)."""
     max_completion_tokens: Positive = 1024
-    """Maximum completion length in tokens; sampling stops there with finish_reason 'length'. In an episode: all tokens
-    after the prompt, observations included."""
+    """Maximum completion length in tokens. Sampling stops there with finish_reason 'length'. In an episode, the limit
+    applies to all tokens after the prompt, including observations."""
     temperature: Number = Field(1.0, ge=MIN_TEMPERATURE, le=2)
-    """Sampling temperature. The trainer divides its logits by the same value, so both use the same distribution."""
+    """Sampling temperature. The trainer divides its logits by the same value, so that engine and trainer use the same
+    distribution."""
     top_p: Number = Field(1.0, gt=0, le=1)
-    """Nucleus sampling: keep the most likely tokens up to this total probability; 1 keeps all. Below 1 the engine's
-    log-probabilities are renormalised over the kept tokens and no longer match the trainer's."""
+    """Nucleus sampling: keep the most likely tokens up to this total probability; 1 keeps all tokens. Below 1, the
+    engine's log-probabilities are renormalised over the kept tokens and no longer match the trainer's
+    log-probabilities."""
     top_k: Integer = Field(0, ge=0)
-    """Sample from the k most likely tokens; 0 keeps all. Changes log-probabilities like top_p."""
+    """Sample from the k most likely tokens; 0 keeps all tokens. Changes log-probabilities like top_p."""
     min_p: Fraction = 0.0
-    """Drop tokens whose probability is below this fraction of the most likely token's; 0 keeps all. Changes
-    log-probabilities like top_p."""
+    """Drop tokens whose probability is below this fraction of the most likely token's probability; 0 keeps all tokens.
+    Changes log-probabilities like top_p."""
     repetition_penalty: Number = Field(1.0, gt=0)
     """vLLM's repetition penalty; 1 is none. Changes log-probabilities like top_p."""
     stop: list[str] = []
     """Strings that end a completion. The tokens of the string are part of the completion and are trained."""
     max_staleness: Literal[0, 1] = 0
-    """With engine servers only. 0: generate, then train. 1: generate the next step's completions while this step
-    trains; they are sampled with weights one step older, which `staleness` reports and loss.correction corrects."""
+    """0: generate, then train. 1 (with engine servers only): generate the next step's completions while the current
+    step trains. These completions are sampled with weights that are one step older. The metric `staleness` reports the
+    difference, and loss.correction corrects for it."""
     resample: ResampleConfig | None = None
     """Replace groups without reward variance by groups of fresh prompts in the same step (dynamic sampling). null: off.
     {}: on, with the defaults below."""
     skip_solved: SkipSolvedConfig | None = None
-    """Skip prompts whose completions were all solved in their last visits. null: off. {}: on, with the defaults
-    below."""
+    """Skip prompts whose groups were solved in their last visits. null: off. {}: on, with the defaults below."""
     generation: Literal["sharded", "replicated"] = "sharded"
     """sharded: each prompt is generated by one engine. replicated: every engine generates every prompt, and the
     completions of rank 0's engine are used."""
@@ -145,13 +150,14 @@ class RolloutConfig(Section):
     """Threads and worker processes per rank that compute rewards while the engine decodes. 1: rewards of one prompt at
     a time."""
     reward_timeout: Number = Field(60.0, gt=0)
-    """Time limit in seconds for the rewards of one prompt. The time counts from the call, or from the rank's last
-    sampled completion of the step if that is later. On timeout the completions count as failed, and hanging threads and
-    processes are replaced. User code that blocks all threads of its rank for this long ends the run. With episodes or
-    agents, that limit is tool_timeout if it is longer; in any case at least 10 s."""
+    """Time limit in seconds for the rewards of one prompt. The time counts from the call of the reward, or from the
+    rank's last sampled completion of the step if this is later. On timeout the prompt's completions count as failed,
+    and hanging threads and processes are replaced. User code that blocks all threads of a rank for this long ends the
+    run. This second limit is at least 10 s, and with episodes or agents at least tool_timeout."""
     tool_timeout: Number = Field(60.0, gt=0)
-    """Time limit in seconds between two turns of an episode (tools, reward). On timeout the episode has failed."""
+    """Time limit in seconds between two turns of an episode (tools, reward). On timeout the episode counts as
+    failed."""
     max_reward_errors: Fraction = 0.2
     """Maximum fraction of a step's completions whose reward may fail. Above it, the run stops and shows the first
-    error. A completion whose answer cannot be read by a working scorer does not count as failed (metric `unscorable`).
-    Its reward is 0, or its worst sibling's reward if that is below 0 after weighting."""
+    error. A completion that a working scorer cannot read does not count as failed (metric `unscorable`). Its reward is
+    0, or the lowest reward of the prompt's other completions if that reward is negative after weighting."""

@@ -75,7 +75,7 @@ def check_inputs(config: Config) -> tuple[Config, list[str]]:
 
 
 def is_inline(chat_template: str) -> bool:
-    """Return True if `model.chat_template` is Jinja text, which contains a brace; else it names a file."""
+    """Return True if `model.chat_template` is Jinja text. Text without a brace is a file's name, not Jinja text."""
     return "{" in chat_template
 
 
@@ -85,7 +85,7 @@ def _check_chat_template(template: str | None) -> Iterator[str]:
 
 
 def _check_layers(policy: PolicyConfig, model: JsonObject, name: str) -> Iterator[str]:
-    """Yield a line for each setting with the index of a block that the model does not have."""
+    """Yield a line for each setting that contains the index of a block that the model does not have."""
     text = text_part(model)
     blocks = text.get("num_hidden_layers") or text.get("n_layer")
     settings = (
@@ -98,7 +98,7 @@ def _check_layers(policy: PolicyConfig, model: JsonObject, name: str) -> Iterato
 
 
 def _check_opponent(section: str, opponent: ModelConfig, policy: JsonObject, name: str) -> None:
-    """Raise ConfigError where the opponent's shape differs from the policy's. Both use the same engine."""
+    """Raise ConfigError if the opponent's shape differs from the policy's shape. Both models use the same engine."""
     ours, theirs = shape_of(policy), shape_of(read_config_json(opponent, section))
     if (key := first_difference(ours, theirs)) is not None:
         raise ConfigError(

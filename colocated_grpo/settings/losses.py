@@ -13,9 +13,9 @@ class AdvantageConfig(Section):
     """Advantage of a completion: its reward minus a baseline of its group, scaled."""
 
     scale: Literal["group", "batch", "none"] = "group"
-    """Divisor of reward - baseline. group: the standard deviation of the group's rewards (GRPO). batch: that of all
-    rewards of the step. none: 1 (Dr. GRPO). With delayed game returns use batch or none: group would amplify a single
-    return in a group of otherwise equal rewards."""
+    """Divisor of reward - baseline. group: the standard deviation of the group's rewards (GRPO). batch: the standard
+    deviation of all rewards of the step. none: 1 (Dr. GRPO). With delayed game returns use batch or none: group would
+    amplify a single return in a group of otherwise equal rewards."""
     leave_one_out: bool = False
     """Baseline of each completion: the mean reward of the other completions of its group (RLOO). false: the mean of the
     whole group."""
@@ -26,9 +26,9 @@ class AdvantageConfig(Section):
 class CorrectionConfig(Section):
     """Importance weights that correct for the difference between engine and trainer.
 
-    ratio = trainer probability / engine probability, before the batch's first update. It differs from 1 because of
-    rounding, and because of staleness if a rollout was sampled with older weights. The weight multiplies the policy
-    loss, not the KL penalty.
+    ratio = trainer probability / engine probability, before the batch's first update. Rounding makes the ratio differ
+    from 1, and so does staleness if a rollout was sampled with older weights. The weight multiplies the policy loss,
+    not the KL penalty.
     """
 
     level: Literal["token", "sequence"] = "token"
@@ -61,18 +61,19 @@ class PolicyLoss(Section):
     kl: KLConfig = KLConfig()
     """KL penalty."""
     old_logprobs: Literal["trainer", "sampling"] = "trainer"
-    """Denominator of the policy ratio. trainer: log-probabilities recomputed before the first update of the batch, at
-    no cost with a single update. sampling: the engine's; the ratio then includes the mismatch, and `correction` is not
-    applied."""
+    """Denominator of the policy ratio. trainer: log-probabilities that the trainer recomputes before the batch's first
+    update; with a single update per batch, this costs nothing. sampling: the engine's log-probabilities; the ratio then
+    includes the engine-trainer mismatch, and `correction` is not applied."""
 
 
 class ClippedLoss(PolicyLoss):
     """PPO's clipped surrogate: the minimum of ratio * advantage and clamp(ratio) * advantage."""
 
     clip_low: Number = Field(0.2, gt=0, lt=1)
-    """The ratio is clamped to >= 1 - clip_low. A token below it with a negative advantage has no gradient."""
+    """The ratio is clamped to >= 1 - clip_low. A token with a lower ratio and a negative advantage has no gradient."""
     clip_high: Number = Field(0.2, gt=0)
-    """The ratio is clamped to <= 1 + clip_high. A token above it with a positive advantage has no gradient."""
+    """The ratio is clamped to <= 1 + clip_high. A token with a higher ratio and a positive advantage has no
+    gradient."""
     dual_clip: Number | None = Field(None, gt=1)
     """Upper bound of the ratio for tokens with a negative advantage (dual-clip PPO). Must exceed 1 + clip_high. null:
     no bound, as in PPO."""
@@ -87,7 +88,7 @@ class ClippedLoss(PolicyLoss):
 class GRPOConfig(ClippedLoss):
     """Mean over each completion's tokens, then over completions (DeepSeekMath, arXiv 2402.03300).
 
-    Tokens of short completions weigh more than those of long ones.
+    A token of a short completion weighs more than a token of a long completion.
     """
 
     type: Literal["grpo"] = "grpo"
@@ -110,8 +111,8 @@ class DAPOConfig(ClippedLoss):
 
     type: Literal["dapo"] = "dapo"
     clip_high: Number = Field(0.28, gt=0)
-    """The ratio is clamped to <= 1 + clip_high. Above clip_low by default, so that unlikely tokens can become likelier
-    and entropy does not collapse."""
+    """The ratio is clamped to <= 1 + clip_high. The default exceeds clip_low, so that unlikely tokens can become
+    likelier and entropy does not collapse."""
 
 
 class BNPOConfig(ClippedLoss):
@@ -128,13 +129,13 @@ class CISPOConfig(PolicyLoss):
 
     type: Literal["cispo"] = "cispo"
     clip_high: Number = Field(5.0, gt=0)
-    """Upper bound of the weight."""
+    """Upper bound of the ratio."""
 
 
 class GSPOConfig(ClippedLoss):
-    """One ratio per completion, the geometric mean over its tokens; mean over completions (arXiv 2507.18071).
+    """Ratio of a completion: the geometric mean of its tokens' ratios. Mean over completions (arXiv 2507.18071).
 
-    These ratios stay much closer to 1 than token ratios, hence the small clip range.
+    Completion ratios stay much closer to 1 than token ratios. The clip range is therefore small.
     """
 
     type: Literal["gspo"] = "gspo"

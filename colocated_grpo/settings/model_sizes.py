@@ -15,11 +15,11 @@ from colocated_grpo.settings.model_support import DELTA_RULE_TYPES, has_latent_a
 from colocated_grpo.types import JsonObject
 
 TIED_BY_DEFAULT = ("gemma", "gpt2")
-"""Families with tied embeddings by default: their config.json may omit the entry."""
+"""Families whose embeddings are tied by default. Their config.json may omit tie_word_embeddings."""
 UNGATED = {"bloom", "falcon", "gpt2", "gpt_neox", "gptj", "opt", "phi", "starcoder2"}
 """Model types whose MLP has two linear layers, not three."""
 STATE_BYTES = 4
-"""Bytes per number in a recurrent state: an upper bound, as vLLM stores it in float32 or in the model's type."""
+"""Bytes per number in a recurrent state. An upper bound: vLLM stores the state in float32 or in the model's type."""
 ENGINE_RESERVE = 6 << 30
 """Bytes that an engine on a GPU keeps free for its activations, sampler, CUDA graphs and fragmentation."""
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -27,12 +27,12 @@ FULL_ATTENTION_INTERVAL = 4
 """transformers' default, used if config.json has neither the interval nor the layer types."""
 
 LinearLayers = Mapping[str, tuple[int, int]]
-"""Name of a linear layer (Llama's where models differ) -> its input and output width."""
+"""Name of a linear layer -> its input and output width. If models use different names, the name is Llama's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """Attention of a block: full (keys and values), latent (one vector in their place) or linear.
+    """Attention of a block: full (keys and values), latent (one vector instead of keys and values) or linear.
 
     Linear attention has a convolution and a recurrent state.
     """
@@ -46,14 +46,14 @@ class Attention:
     channels: int = 0
     """Channels of the convolution."""
     window: int = 0
-    """Tokens before the current one in the convolution's window."""
+    """Number of tokens before the current token in the convolution's window."""
     state: int = 0
     """Numbers in the recurrent state of one sequence."""
 
     def cached(self, ranks: int) -> int:
         """Return the count of numbers per token in the KV cache of each rank of an engine.
 
-        Key-value heads are split over the ranks, at least one per rank. A latent vector is on all ranks.
+        Key-value heads are split over the ranks, at least one per rank. Every rank stores the whole latent vector.
         """
         return self.latent + 2 * max(self.kv_width // ranks, self.head_size)
 
@@ -65,9 +65,9 @@ class Mlp:
     linear: LinearLayers
     """Layers applied to every token."""
     experts: int = 0
-    """Parameters of all other experts and their router."""
+    """Parameters of the routed experts and of their router."""
     routed: int = 0
-    """Activations of one token in the experts it is routed to."""
+    """Activations of one token in the experts to which the router sends it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +88,8 @@ class BlockSizes:
     def activations(self, hidden: int) -> int:
         """Return the minimum count of activations that the backward pass needs per token.
 
-        These are the inputs of linear layers (including the outputs of both norms), of attention and of activation
-        functions. hidden: the model's hidden size.
+        The backward pass needs the inputs of linear layers (including the outputs of both norms), of attention and of
+        activation functions. hidden: the model's hidden size.
         """
         inner = sum(inputs if outputs == hidden else outputs for inputs, outputs in self.linear.values())
         return 2 * hidden + inner + self.attention.channels + self.mlp.routed
@@ -129,7 +129,7 @@ class Sizes:
 
 
 def sizes_of(config_json: JsonObject) -> Sizes | None:
-    """Return the sizes of the model; None if config.json does not state them, or has attention of another kind."""
+    """Return the sizes of the model; None if config.json omits sizes or describes another kind of attention."""
     model = text_part(config_json)
     hidden = _first(model, "hidden_size", "n_embd")
     num_blocks = _first(model, "num_hidden_layers", "n_layer")
@@ -160,7 +160,7 @@ def _linear_layers(model: JsonObject, num_blocks: int) -> list[bool]:
     """Return for each block whether its attention is linear."""
     if model.get("model_type") not in DELTA_RULE_TYPES:
         return [False] * num_blocks
-    # The released Qwen3-Next states an interval instead of the layers' types.
+    # The config.json of the released Qwen3-Next has an interval instead of layer types.
     interval = _first(model, "full_attention_interval") or FULL_ATTENTION_INTERVAL
     types = model.get("layer_types") or []
     stated = {index: kind == "linear_attention" for index, kind in enumerate(types)}
@@ -170,7 +170,7 @@ def _linear_layers(model: JsonObject, num_blocks: int) -> list[bool]:
 def _full_attention(model: JsonObject, hidden: int, heads: int) -> Attention:
     head_size = _first(model, "head_dim") or hidden // heads
     kv_width = (_first(model, "num_key_value_heads") or heads) * head_size
-    gated = model.get("model_type") in DELTA_RULE_TYPES  # q_proj also returns a gate of each output
+    gated = model.get("model_type") in DELTA_RULE_TYPES  # q_proj also returns a gate for each output
     linear = {
         "q_proj": (hidden, heads * head_size * (2 if gated else 1)),
         "k_proj": (hidden, kv_width),
@@ -194,7 +194,7 @@ def _latent_attention(model: JsonObject, hidden: int, heads: int) -> Attention |
 
 
 def _linear_attention(model: JsonObject, hidden: int) -> Attention | None:
-    """Return the gated delta rule of Qwen3-Next and Qwen 3.5; None for others, or if sizes are missing."""
+    """Return the gated delta rule of Qwen3-Next and Qwen 3.5; None for other models, or if sizes are missing."""
     if model.get("model_type") not in DELTA_RULE_TYPES:
         return None
     key_heads, value_heads = (_first(model, f"linear_num_{kind}_heads") for kind in ("key", "value"))
@@ -259,7 +259,7 @@ def _is_tied(config_json: JsonObject, model: JsonObject) -> bool:
 
 
 def _positions(model: JsonObject) -> int:
-    """Return the rows of a learned position embedding, which only GPT-2's family has."""
+    """Return the number of rows of the learned position embedding; 0 for models other than GPT-2, which have none."""
     return _first(model, "n_positions") or 0 if model.get("model_type") == "gpt2" else 0
 
 

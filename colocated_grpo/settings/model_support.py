@@ -17,7 +17,7 @@ from colocated_grpo.types import JsonObject
 STATEFUL_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "mamba2", "recurrent"}
 """transformers' names of layers with a recurrent state, with or without attention."""
 DELTA_RULE_TYPES = frozenset(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"))
-"""Models with such layers that `policy.linear_attention` supports."""
+"""Model types with a recurrent state that `policy.linear_attention` supports."""
 
 
 def _types(names: str) -> frozenset[str]:
@@ -34,7 +34,7 @@ OWN_ATTENTION_TYPES = _types(
 )
 """Models that do not call transformers' attention interface, where packed attention is registered."""
 UNPASSED_TYPES = _types("moshi nemotron stablelm")
-"""Models that call the interface without the boundaries of packed sequences."""
+"""Models that call transformers' attention interface without the boundaries of packed sequences."""
 OUTPUT_BIAS_TYPES = _types("ctrl modernbert-decoder phi")
 ENCODER_TYPES = _types(
     "bart bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small camembert data2vec-text electra "
@@ -42,7 +42,7 @@ ENCODER_TYPES = _types(
     "roformer trocr whisper xlm-roberta xlm-roberta-xl xmod"
 )
 SINK_TYPES = _types("gpt_oss granite_swa")
-"""Models with attention sinks: config.json does not show them."""
+"""Models with attention sinks. config.json does not show the sinks."""
 EXPERT_TYPES = _types("dbrx dots1")
 TRAINED_EXPERT_TYPES = _types(
     "deepseek_v3 glm4_moe gpt_oss mixtral olmoe qwen2_moe qwen3_5_moe_text qwen3_moe qwen3_next"
@@ -58,7 +58,7 @@ RENAMED_TYPES = _types("gpt_neox hrm_text")
 _KV_HEADS = ("num_key_value_heads", "num_global_key_value_heads")
 CPU_ENGINE_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_ENGINE_LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
-"""Sizes of latent attention supported by the CPU kernel: those of released models."""
+"""Sizes of latent attention that vLLM's CPU kernel supports: the sizes of released models."""
 CPU_ENGINE_STATE_SIZES = (64, 128)
 """Head sizes of linear attention covered by the tests of the CPU engine."""
 
@@ -70,7 +70,7 @@ class Rule:
     """An unsupported feature."""
 
     feature: str
-    """Name of the feature, with the reason if the name does not show it."""
+    """Name of the feature. Includes the reason if the name alone does not show it."""
     examples: str
     found: Callable[[Settings, Settings], object]
     """(config.json, its text part) -> true if the model has the feature."""
@@ -139,7 +139,7 @@ RULES = (
         found=lambda whole, text: whole.get("quantization_config") or text.get("quantization_config"),
     ),
 )
-"""Each has a row in docs/models.md."""
+"""Rules for unsupported features. Each rule has a row in docs/models.md."""
 
 
 def refusals(config_json: Settings) -> list[str]:
@@ -174,7 +174,8 @@ def verdict(config_json: Settings) -> str:
 def check_cpu_engine(config_json: Settings, setting: str, *, bfloat16: bool, adapters: bool = False) -> None:
     """Raise ConfigError with one line if vLLM's engine for CPUs cannot compute the model.
 
-    bfloat16: True if policy and engine compute in this type. adapters: True if the engine loads them beside the model.
+    bfloat16: True if policy and engine compute in bfloat16. adapters: True if the engine loads adapters beside the
+    model.
     """
     if adapters and _experts(text_part(config_json)) > 1:
         raise ConfigError(
@@ -236,19 +237,20 @@ def _check_cpu_sizes(text: Settings, setting: str, supported: Mapping[str, tuple
 def has_linear_attention(config_json: Settings) -> bool:
     """Return True if some layers carry a recurrent state instead of keys and values."""
     text = text_part(config_json)
-    # The released Qwen3-Next states an interval instead of the layers' types.
+    # The config.json of the released Qwen3-Next has an interval instead of layer types.
     return "linear_attention" in _layer_types(text) or text.get("model_type") in DELTA_RULE_TYPES
 
 
 def has_latent_attention(config_json: Settings) -> bool:
-    """Return True if keys and values of all heads are computed from one vector, which the engine caches."""
+    """Return True if keys and values of all heads are computed from one latent vector. The engine caches this
+    vector."""
     return bool(text_part(config_json).get("kv_lora_rank"))
 
 
 def head_sizes(config_json: Settings) -> set[int]:
     """Return the sizes of the attention heads of all layers; empty if config.json does not state them.
 
-    In latent attention, heads of queries and keys have one size and those of values another.
+    In latent attention, query and key heads have one size, and value heads have another size.
     """
     text = text_part(config_json)
     if has_latent_attention(config_json):
@@ -265,7 +267,8 @@ def head_sizes(config_json: Settings) -> set[int]:
 
 
 _GLOBAL_HEAD_TYPES, _GLOBAL_HEAD_DIM = {"gemma4_text", "gemma4_unified_text"}, 512
-"""Head size of layers without a window: transformers' default, used if config.json omits it."""
+"""Model types with another head size in layers without a window, and that size: transformers' default, used if
+config.json omits the size."""
 
 
 def has_sinks(text: Settings) -> bool:
@@ -300,7 +303,7 @@ def _experts(text: Settings) -> int:
 def _counts(text: Settings) -> Iterator[int]:
     for key in EXPERT_COUNTS:
         count = text.get(key)
-        if isinstance(count, list):  # one for each layer
+        if isinstance(count, list):  # one count for each layer
             yield from count
         elif isinstance(count, int):
             yield count

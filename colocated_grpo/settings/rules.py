@@ -1,6 +1,6 @@
-"""Rules between sections of settings. Each yields a line per violation.
+"""Rules between sections of settings. Each rule yields a line per violation.
 
-Rules within one section are in its method `problems`, rules about environments in `source_rules`.
+Rules within one section are in the section's method `problems`. Rules about environments are in `source_rules`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SEQUENCE = "rollout.max_prompt_tokens + rollout.max_completion_tokens"
 
 
 def check(config: Config) -> None:
-    """Raise ConfigError where settings contradict each other. Needs no file, network or device."""
+    """Raise ConfigError if settings contradict each other. Needs no file, network or device."""
     policy, engine, rollout, sources = config.policy, config.engine, config.rollout, config.environments
     sync, served, has_atropos = config.sync_frequency, engine.placement == "server", config.atropos is not None
     _raise_on(
@@ -56,7 +56,7 @@ def check(config: Config) -> None:
 
 
 def check_world(config: Config, ranks: int, ranks_per_node: int | None = None) -> None:
-    """Raise ConfigError where the settings do not fit this number of ranks. ranks_per_node: None if unknown."""
+    """Raise ConfigError if the settings do not fit this number of ranks. ranks_per_node: None if unknown."""
     policy, engine = config.policy, config.engine
     _raise_on(
         *_engines_fit(config.ranks_per_engine, config.rollout, ranks, config.deterministic),
@@ -96,7 +96,10 @@ def _run_folder(output_dir: str, run_name: str) -> Lines:
 
 
 def _lengths(longest: int, batch: BatchConfig, ranks: int, engine_length: int | None) -> Lines:
-    """longest: maximum sequence length. Must fit into a micro-batch split over `ranks` ranks, and into the engine."""
+    """Yield a line for each limit that is too low for a sequence of `longest` tokens.
+
+    Such a sequence must fit into a micro-batch that is split over `ranks` ranks, and into the engine.
+    """
     size = batch.max_tokens_per_micro_batch
     if size != "auto" and size * ranks < longest:
         whole = f"{_SEQUENCE}={longest}, the longest sequence"
@@ -123,7 +126,7 @@ def _optimizer(policy: PolicyConfig, batch: BatchConfig, prompts: int, steps: in
 
 
 def _checkpoints(checkpoint: CheckpointConfig, policy: PolicyConfig, sync: int) -> Lines:
-    """sync: sync_frequency of a deterministic run, which repeats its syncs after a resume; 1 for other runs."""
+    """sync: sync_frequency of a deterministic run; 1 for other runs. A resumed run begins with a sync."""
     if checkpoint.every % sync:
         yield (
             f"checkpoint.every={checkpoint.every}: must be a multiple of sync_frequency={sync} with deterministic: "
@@ -293,7 +296,7 @@ def _cache_remarks(engine: EngineConfig) -> Lines:
 
 
 def _repetition_remarks(sources: Sequence[EnvironmentConfig], sync: int) -> Lines:
-    """Yield the limits of `deterministic: true`."""
+    """Yield a note for each setting with which `deterministic: true` does not repeat a run exactly."""
     if sync > 1:
         yield (
             f"deterministic: true with sync_frequency={sync}: a run stopped by a signal between two "

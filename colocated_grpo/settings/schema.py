@@ -1,7 +1,7 @@
 """Schema of a run's settings, with bounds and documentation. Some sections are in separate files.
 
-Defaults are defined in these models and nowhere else. Nothing here imports torch or vllm. Losses and environments are
-unions of models, selected by `type`.
+Defaults are defined in these models and nowhere else. The module imports neither torch nor vllm. Losses and
+environments are unions of models, selected by `type`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class CheckpointConfig(Section):
     every: NonNegative = 50
     """Steps between checkpoints. 0: only at the end and when a signal stops the run."""
     keep_last: Positive = 2
-    """Number of checkpoints to keep. Older ones are deleted."""
+    """Number of checkpoints to keep. Older checkpoints are deleted."""
     final: bool = True
     """Save a checkpoint and export final_model/ after the last step."""
     export_every: NonNegative = 0
@@ -59,17 +59,18 @@ class TrackingConfig(Section):
     tensorboard: bool = False
     """Write TensorBoard events into the run folder."""
     trackers: list[TrackerName] = []
-    """Additional trackers. Install their packages and log in yourself. In their metric names, characters other than
-    letters, digits, `_`, `-`, `/` and spaces are replaced by `_`."""
+    """Additional trackers. Install their packages and log in yourself. In the metric names of these trackers,
+    characters other than letters, digits, `_`, `-`, `/` and spaces are replaced by `_`."""
     project: str = Field("colocated_grpo", min_length=1)
-    """Project of `trackers`; the experiment in MLflow."""
+    """Project name in the `trackers`. MLflow uses it as the name of the experiment."""
     completions_every: NonNegative = 0
     """Steps between tables of completions (with prompts and rewards) sent to W&B, trackio, SwanLab, MLflow, ClearML and
     Comet. 0: none. rollouts.jsonl has completions of every step (rollouts_per_step)."""
     completions_rows: Integer = Field(16, ge=1, le=1000)
-    """Completions in such a table, evenly spaced from the worst to the best reward."""
+    """Number of completions in each table of completions. They are evenly spaced from the worst to the best reward."""
     profile_step: NonNegative | None = None
-    """Step (from 0) whose training phase is profiled on rank 0, into profile/ in the run folder. null: none."""
+    """Step (from 0) whose training phase is profiled on rank 0. The profile is written into profile/ in the run folder.
+    null: none."""
     rollouts_per_step: NonNegative = 4
     """Rollouts of each step that are written to rollouts.jsonl."""
     show_completion: bool = False
@@ -85,19 +86,20 @@ class HubConfig(Section):
     every: NonNegative = 0
     """Steps between pushes. 0: only the final model or adapter."""
     timeout: Number = Field(3600.0, gt=0)
-    """Time limit of a push in seconds; then it is aborted and counts as failed. A run ends after its last push."""
+    """Time limit of a push in seconds. A push that takes longer is aborted and counts as failed. The run ends only
+    after its last push."""
 
 
 class FreshnessConfig(Section):
     every: NonNegative = 1
-    """Compare the engine's weights with the policy's, bit for bit, after every n-th sync. 0: check neither weights nor
-    samples."""
+    """Compare the engine's weights with the policy's weights, bit for bit, after every n-th sync. 0: check neither
+    weights nor samples."""
     max_mean_diff: Number | None = Field(None, gt=0)
-    """Largest accepted mean of |engine - policy| log-probability over sampled tokens (mismatch/plain); above it the run
-    stops before the optimizer step. The mean over a single completion (mismatch/worst) may be five times as large.
-    Default: 0.3 if the engine's weights or KV cache are quantized, else 0.1 if engine or policy is 16-bit, 0.01 in
-    float32. It is divided by a temperature below 1, and each optimizer step since sampling adds 5000 times
-    policy.lr."""
+    """Largest accepted mean of |engine - policy| log-probability over the sampled tokens (mismatch/plain). Above this
+    limit, the run stops before the optimizer step. The limit for the mean over a single completion (mismatch/worst) is
+    five times as large. Default: 0.3 if the engine's weights or KV cache are quantized, else 0.1 if engine or policy is
+    16-bit, 0.01 in float32. The limit is divided by a temperature below 1. Each optimizer step since sampling adds 5000
+    times policy.lr to the limit."""
 
 
 class Config(Section):
@@ -109,18 +111,19 @@ class Config(Section):
     training_steps: Positive = 100
     """Steps of the whole run. A step samples one batch and makes batch.minibatches * batch.epochs optimizer steps."""
     sync_frequency: Positive = 1
-    """Steps between weight syncs into the engine; an evaluation always syncs. Above 1 rollouts are sampled with older
-    weights: `staleness` reports by how many optimizer steps, and loss.correction corrects for it."""
+    """Steps between weight syncs into the engine; an evaluation always syncs. Above 1, rollouts are sampled with older
+    weights. The metric `staleness` reports the age of these weights in optimizer steps, and loss.correction corrects
+    for the difference."""
     weights: Literal["copied", "shared"] = "copied"
     """copied: the policy is sharded by FSDP2, and each sync copies its weights into the engine. shared: policy and
-    engine use the same tensors, so there is no sync and no FSDP overhead; needs a single rank. The tensors stay on the
-    device while the policy trains: 2 bytes more per parameter in bfloat16. A checkpoint of one mode resumes in the
-    other."""
+    engine use the same tensors, so there is no sync and no FSDP overhead; needs a single rank. The shared tensors stay
+    on the device while the policy trains: 2 bytes more per parameter in bfloat16. A run can resume a checkpoint of the
+    other mode."""
     seed: Integer = Field(0, ge=0, lt=2**32)
     """Determines all random numbers of the run."""
     deterministic: bool = False
     """Assign prompts to engines in a fixed order and use deterministic kernels, so that a resumed run repeats the
-    uninterrupted one bit for bit. Slower."""
+    uninterrupted run bit for bit. Slower."""
     output_dir: FileName = "runs"
     """Folder in which run folders are created."""
     run_name: str | None = None
@@ -140,7 +143,7 @@ class Config(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     """Evaluation on held-out prompts and separate sets, and selection of the best step."""
     freshness: FreshnessConfig = FreshnessConfig()
-    """Checks that the engine's weights and the samples' log-probabilities are those of the policy."""
+    """Checks that the engine's weights and the samples' log-probabilities match the policy's."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints and exports."""
     hub: HubConfig | None = None
@@ -155,13 +158,13 @@ class Config(Section):
 
     @property
     def atropos_share(self) -> float:
-        """Number of a step's prompts that the Atropos batch supplies. `rules` requires a whole number."""
+        """Number of a step's prompts that the Atropos batch supplies. `source_rules` requires a whole number."""
         total = sum(entry.weight for entry in self.environments)
         return 0.0 if self.atropos is None else self.rollout.prompts_per_step * self.atropos.weight / total
 
     @property
     def opponent(self) -> OpponentConfig | None:
-        """The opponent of the turn games. `rules` rejects games with different opponents."""
+        """The opponent of the turn games. `source_rules` rejects games with different opponents."""
         turns = [source for source in self.environments if isinstance(source, TurnsSourceConfig)]
         return next((source.opponent for source in turns if source.opponent is not None), None)
 
@@ -177,12 +180,12 @@ class Config(Section):
 
     @property
     def final_step(self) -> int | None:
-        """The step after which the final weights are exported; None if they are not."""
+        """The step after which the final weights are exported; None if no final weights are exported."""
         return self.training_steps if self.checkpoint.final else None
 
     @property
     def steps_sampled_ahead(self) -> int:
-        """The run's last step if each step is sampled while the one before it trains; 0 if none is."""
+        """Last step that is sampled while the step before it trains; 0 if no step is sampled ahead."""
         return self.training_steps if self.rollout.max_staleness else 0
 
     @property
@@ -192,17 +195,19 @@ class Config(Section):
 
     @property
     def is_mixed(self) -> bool:
-        """True with several environments; their metrics are then also recorded separately."""
+        """True if the run has several environments. The metrics of each environment are then also recorded
+        separately."""
         return len(self.environments) > 1
 
     @property
     def ranks_per_engine(self) -> int:
-        """Ranks of the run that form one engine; 1 with engine servers, whose ranks are not the run's."""
+        """Number of the run's ranks that form one engine. 1 with engine servers, whose processes are not ranks of the
+        run."""
         return self.engine.tensor_parallel_size if self.engine.placement == "colocated" else 1
 
     @property
     def shares_weights(self) -> str | None:
-        """The setting that makes policy and engine share tensors; None if none does."""
+        """The setting that makes policy and engine share tensors; None if no setting does."""
         if self.engine.placement == "server":
             return "engine.bridge" if self.engine.bridge == "shared" else None
         return "weights" if self.weights == "shared" else None

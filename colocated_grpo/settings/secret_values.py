@@ -1,4 +1,7 @@
-"""Masks keys, tokens and passwords among settings that are shown or logged. They are recognised by their names."""
+"""Masks keys, tokens and passwords in settings that are shown or logged.
+
+The name of a setting determines whether the setting is secret. Logins in URLs are masked too.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,10 @@ def masked(value: object, name: str = "") -> object:
 
 
 def masked_arguments(arguments: Sequence[str]) -> list[str]:
-    """Return a command's arguments with masked values: `--name value`, `--name=value`, and YAML in a value."""
+    """Return a command's arguments with secrets masked.
+
+    Understands `--name value`, `--name=value`, and values that are YAML mappings or lists.
+    """
     result, name = [], ""
     for argument in arguments:
         if argument.startswith("--"):

@@ -1,4 +1,4 @@
-"""Rules about environments and the settings that depend on their kinds. Each yields a line per violation."""
+"""Rules about environments and the settings that depend on their kinds. Each rule yields a line per violation."""
 
 from __future__ import annotations
 
@@ -114,7 +114,8 @@ def _opponents(sources: Sources, has_atropos: bool, served: bool) -> Lines:
 
 
 def _dynamic_sampling(sources: Sources, rollout: RolloutConfig) -> Lines:
-    """Yield a line for each source that draws its own prompts, so that the run cannot replace or skip them."""
+    """Yield a line for each source whose prompts the run cannot replace or skip, because the source draws its own
+    prompts."""
     for index, source in enumerate(sources):
         if not isinstance(source, AtroposSourceConfig | TurnsSourceConfig):
             continue

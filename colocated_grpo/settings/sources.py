@@ -1,4 +1,4 @@
-"""Settings of environments: task, episode, dataset and agent. Those of turns and atropos are in separate files."""
+"""Settings of environments: task, episode, dataset and agent. Settings of turns and atropos are in separate files."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from colocated_grpo.settings.turns import TurnsSourceConfig
 from colocated_grpo.types import JsonObject
 
 TRAIN_DATASET, EVAL_DATASETS = "train_dataset", "eval_datasets"
-"""Names of rows passed to Trainer as objects: an entry's training rows, and its held-out rows. eval_datasets[NAME]: the
-rows of evaluation set NAME."""
+"""Names that stand for rows passed to Trainer as objects. train_dataset: an entry's training rows. eval_datasets: the
+entry's held-out rows. eval_datasets[NAME]: the rows of evaluation set NAME."""
 
 
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
@@ -38,7 +38,7 @@ SplitOrFile = Annotated[
     str, AfterValidator(lambda name, info: find_file(name, info) if name.lower().endswith(DATA_SUFFIXES) else name)
 ]
 Program = Annotated[str, AfterValidator(lambda name, info: name if shutil.which(name) else find_file(name, info))]
-"""A command in PATH, or a file or function."""
+"""Name of a command in PATH, of a file, or of a function."""
 
 
 class ItemSourceConfig(NamedObject):
@@ -49,15 +49,16 @@ class ItemSourceConfig(NamedObject):
     args: JsonObject = {}
     """Keyword arguments of the task's or episode's class."""
     system_prompt: str | None = None
-    """System message added to the model's prompt if it has none. `score` or `run` gets the item unchanged."""
+    """System message added to the model's prompt if the prompt has none. `score` or `run` gets the item unchanged."""
     tools: list[Tool] = []
     """Tools that the chat template describes to the model: docs/guides/prompts.md. `tools` of an item take
     precedence."""
     chat_template_kwargs: TemplateVariables = {}
-    """Variables of the chat template, beside those of model.chat_template_kwargs. Example: {enable_thinking: false}.
+    """Variables of the chat template, in addition to model.chat_template_kwargs. Example: {enable_thinking: false}.
     `chat_template_kwargs` of an item take precedence."""
     weight: Number = Field(1.0, gt=0)
-    """Relative share of the prompts: weight 3 beside an entry of weight 1 gives three quarters of them."""
+    """Relative share of the prompts. Example: an entry of weight 3 beside an entry of weight 1 supplies three quarters
+    of the prompts."""
 
 
 class TaskSourceConfig(ItemSourceConfig):
@@ -82,7 +83,7 @@ Scalar = bool | int | float | str
 
 
 class ConditionConfig(Section):
-    """Condition on a column: some values, or bounds of a number. A plain value or list is short for {any: ...}."""
+    """Condition on a column: allowed values, or bounds of a number. A plain value or list is short for {any: ...}."""
 
     any: list[Scalar] | None = Field(None, min_length=1)
     """Values that meet the condition."""
@@ -113,18 +114,20 @@ def _in_order(bounds: Any) -> Any:
 
 
 class ColumnCurriculumConfig(Section):
-    """Rows ordered from easy to hard by a column. Each stage draws from the easiest rows, the last stage from all."""
+    """Rows ordered from easy to hard by a column. Each stage draws from the easiest rows. The last stage draws from all
+    rows."""
 
     type: Literal["column"]
     column: str
-    """Column of the difficulty: numbers, or the values that `order` lists."""
+    """Column with the difficulty of each row: a number, or one of the values that `order` lists."""
     order: Literal["ascending", "descending"] | Annotated[list[Scalar], Field(min_length=2)] = "ascending"
-    """ascending: small numbers are easy. descending: large numbers are easy, such as solve rates of another model. Or
-    all values of the column, the easiest first. Example: [easy, medium, hard]"""
+    """ascending: small numbers are easy. descending: large numbers are easy, such as solve rates of another model. A
+    list: all values of the column, the easiest first. Example: [easy, medium, hard]"""
     stages: Integer = Field(5, ge=2)
-    """Number of stages. Stage k of n draws from the easiest k/n of the rows. Equally difficult rows enter together."""
+    """Number of stages. Stage k of n draws from the easiest k/n of the rows. Rows of equal difficulty enter in the same
+    stage."""
     steps: Positive | None = None
-    """Training steps before the last stage, divided equally among the earlier stages. Set either this or `high`."""
+    """Training steps before the last stage, divided equally among the earlier stages. Set either `steps` or `high`."""
     high: Fraction | None = None
     """Pass rate above which the next stage begins: the mean over the last `window` prompts of the stage."""
     low: Fraction = 0.0
@@ -145,12 +148,13 @@ class ColumnCurriculumConfig(Section):
 
 
 class PassRateCurriculumConfig(Section):
-    """Prompts whose last visit was too easy or too hard rest for some turns, so others are drawn instead."""
+    """Prompts that were too easy or too hard at their last visit rest for some turns. Other prompts are drawn
+    instead."""
 
     type: Literal["pass_rate"]
     low: Fraction = 0.1
-    """Prompts with a lower pass rate rest. The pass rate is the fraction of completions in a prompt's last visit whose
-    reward is at least `pass_reward`."""
+    """Prompts with a lower pass rate rest. The pass rate is measured at a prompt's last visit: the fraction of the
+    prompt's completions whose reward is at least `pass_reward`."""
     high: Fraction = 0.9
     """Prompts with a higher pass rate rest."""
     rest: Positive = 2
@@ -174,14 +178,14 @@ class RewardConfig(NamedObject):
     """If set, even to {}, `name` is a class or factory that is called with these keyword arguments and returns the
     reward function."""
     run_in: Literal["auto", "process", "thread"] = "auto"
-    """process: rollout.reward_workers worker processes per rank, without access to GPUs. A call that exceeds
-    rollout.reward_timeout is killed, even in native code. thread: threads of the rank, for rewards that use its GPU or
-    share state. A reward that holds Python's interpreter lock for longer than the timeout ends the run. auto: process
-    for a plain function in your own files that uses no `global` statement and whose files import no deep learning
-    library, else thread."""
+    """process: the function runs in worker processes without access to GPUs (rollout.reward_workers per rank). A call
+    that exceeds rollout.reward_timeout is killed, even in native code. thread: the function runs in threads of the
+    rank, for rewards that use the rank's GPU or share state. A reward in a thread that holds Python's interpreter lock
+    for longer than the timeout ends the run. auto: process for a plain function in your own files that uses no `global`
+    statement and whose files import no deep learning library, else thread."""
     relative: bool = False
     """true: the function compares a prompt's completions with each other, so it always gets all of them. false: after
-    an exception it is called once per completion, to find the completions that made it raise."""
+    an exception, the function is called once per completion, to find the completions on which it raises."""
     weight: Number = Field(1.0, ge=-1e6, le=1e6)
     """Factor of this reward in the sum of a completion's rewards. 0: the reward is only logged, as reward/<name>; its
     values and exceptions do not affect the sum."""
@@ -192,7 +196,7 @@ def reward_by_name(value: object) -> object:
 
 
 def reward_name(name: object) -> object:
-    """Return the name of a reward, given as in TRL's script, in the form of a config; other values unchanged."""
+    """Convert a reward's name from the form of TRL's script to the form of a config. Other values are unchanged."""
     if name in ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward"):
         return f"trl.rewards:{name}"
     if not isinstance(name, str) or ":" in name:
@@ -223,20 +227,21 @@ class RowsSourceConfig(NamedObject):
     columns: dict[str, str] = {}
     """Columns to rename before they are passed to rewards. Example: {answer: solution}."""
     system_prompt: str | None = None
-    """System message added to each prompt that has none. A text prompt then becomes a chat message, also in the prompts
-    passed to rewards."""
+    """System message added to each prompt that has no system message. A text prompt then becomes a chat message.
+    Rewards also receive it as a chat message."""
     shuffle: bool = True
     """Read the rows of each pass in a random order, which depends on `seed`. false: in the order of the data."""
     where: dict[str, ConditionConfig] = {}
-    """Conditions on columns, by their names in the data. Only rows that meet all of them are used. A value, a list of
-    values, or {min: ..., max: ...}. Example: {level: [1, 2, 3], subject: algebra}"""
+    """Conditions by column name, as in the data. Only rows that meet all conditions are used. A condition is a value, a
+    list of values, or {min: ..., max: ...}. Example: {level: [1, 2, 3], subject: algebra}"""
     filter: CodeName | None = None
-    """Function 'package.module:function' or 'path/to/file.py:function' that gets a row as a dictionary and returns true
-    to keep it. It is called only for rows that meet `where`."""
+    """Function 'package.module:function' or 'path/to/file.py:function'. It gets a row as a dictionary and returns true
+    to keep the row. It is called only for rows that meet `where`."""
     curriculum: CurriculumConfig | None = None
     """Order of the rows by difficulty: docs/guides/prompts.md. null: `shuffle` alone decides."""
     weight: Number = Field(1.0, gt=0)
-    """Relative share of the prompts: weight 3 beside an entry of weight 1 gives three quarters of them."""
+    """Relative share of the prompts. Example: an entry of weight 3 beside an entry of weight 1 supplies three quarters
+    of the prompts."""
 
     _held_out: object = PrivateAttr(default=None)
 
@@ -256,7 +261,7 @@ class DatasetSourceConfig(RowsSourceConfig):
     """Tools that the chat template describes to the model: docs/guides/prompts.md. A column `tools` takes
     precedence."""
     chat_template_kwargs: TemplateVariables = {}
-    """Variables of the chat template, beside those of model.chat_template_kwargs. Example: {enable_thinking: false}. A
+    """Variables of the chat template, in addition to model.chat_template_kwargs. Example: {enable_thinking: false}. A
     column `chat_template_kwargs` takes precedence."""
 
 
@@ -265,14 +270,14 @@ class AgentSourceConfig(RowsSourceConfig):
 
     type: Literal["agent"]
     program: Program
-    """A Python file (run with the run's own interpreter), any other executable, or an async function:
+    """A Python file (run by the Python interpreter of this run), any other executable, or an async function:
     'path/to/file.py:function' or 'package.module:function'."""
     arguments: list[str] = []
     """Arguments of the program's command line."""
     max_requests: Positive = 64
-    """Maximum completions per agent. Further requests are rejected with 400."""
+    """Maximum number of completions per agent. Further requests are rejected with 400."""
     max_running: Positive = 32
-    """Maximum agents running at once on one rank. Waiting agents do not use up rollout.tool_timeout."""
+    """Maximum number of agents that run at once on one rank. Waiting agents do not use up rollout.tool_timeout."""
 
 
 EnvironmentConfig = Annotated[
@@ -297,7 +302,7 @@ def prompt_functions(source: EnvironmentConfig) -> Iterator[tuple[KeyPath, str]]
 
 
 def give_objects(entries: Sequence[EnvironmentConfig], objects: Mapping[str, object]) -> None:
-    """Attach a program's objects to the settings that name them. Other names are loaded as usual."""
+    """Attach a program's objects to the settings that contain the objects' names. Other names are loaded as usual."""
     for entry in entries:
         if isinstance(entry, NamedObject):
             entry._object = objects.get(entry.name)

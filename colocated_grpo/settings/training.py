@@ -1,6 +1,6 @@
 """Settings of the trained model: its optimizer, its adapter (LoRA), the blocks that are trained, and its batches.
 
-Adapter settings are those of PEFT's LoraConfig that apply to linear layers, under plain names.
+Adapter settings are the settings of PEFT's LoraConfig for linear layers, under plain names.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def layers_text(indices: Sequence[int]) -> str:
 
 
 def out_of_range(indices: Sequence[int], blocks: int) -> str | None:
-    """Return the rule that the indices violate in a model of `blocks` blocks; None if all exist."""
+    """Return the violated rule if a model of `blocks` blocks has no block with one of the indices; else None."""
     wrong = [index for index in indices if index >= blocks]
     return f"the model's blocks are 0-{blocks - 1}, so there is no block {wrong[0]}" if wrong else None
 
@@ -84,23 +84,24 @@ Modules = Annotated[list[str] | str, AfterValidator(_valid_pattern)]
 
 class LoRAConfig(Section):
     rank: Positive = 32
-    """Columns of B and rows of A (PEFT's r). Reinforcement learning needs little capacity: 8 to 32 suffice."""
+    """Rank of the adapter: columns of B and rows of A (PEFT's r). Reinforcement learning needs little capacity: 8 to 32
+    suffice."""
     alpha: Number = Field(32.0, gt=0)
     """The product B @ A is multiplied by alpha / rank, so the best learning rate hardly depends on the rank."""
     rslora: bool = False
-    """Multiply by alpha / sqrt(rank) instead (PEFT's use_rslora)."""
+    """true: B @ A is multiplied by alpha / sqrt(rank) instead of alpha / rank (PEFT's use_rslora)."""
     target_modules: Modules = ALL_LINEAR
     """Layers with adapters, as in PEFT: all-linear (all linear layers but the output layer), a list of names
     ([q_proj, v_proj]), or a regular expression that must match the whole name of a module."""
     exclude_modules: Modules | None = None
-    """Names or a regular expression, as in target_modules, of layers to leave out."""
+    """Layers without adapters: names or a regular expression, as in target_modules."""
     layers: Layers | None = None
     """Transformer blocks with adapters: 20-31, 0-3,28-31 or a list of numbers. Default: all."""
     dropout: Annotated[float, AfterValidator(no_dropout)] = 0.0
-    """Accepted as 0 only."""
+    """Must be 0."""
     init: InputFile = DEFAULT_INIT
-    """default: A is drawn uniformly, B is zero, as in PEFT. Otherwise the folder of a PEFT adapter to continue from,
-    which also sets rank, alpha, rslora, target_modules, exclude_modules and layers."""
+    """default: A is drawn uniformly, B is zero, as in PEFT. Otherwise the folder of a PEFT adapter to continue from.
+    That adapter also sets rank, alpha, rslora, target_modules, exclude_modules and layers."""
     base_on_host: bool = False
     """Keep the base weights in host memory; only the merge after each optimizer step reads them. Frees 2 bytes per
     adapted parameter on the GPU, and costs one copy to the GPU per optimizer step."""
@@ -128,8 +129,9 @@ AutoOrBool = Annotated[Literal["auto", True, False], BeforeValidator(_parse_bool
 
 class OptimizerConfig(Section):
     type: Literal["adamw", "adamw_8bit", "adafactor"] = "adamw"
-    """adamw: torch's fused AdamW, 8 bytes of state per parameter. adamw_8bit: bitsandbytes, 2 bytes; resumes only
-    on the same number of shards. adafactor: factored second moment, almost no state; ignores beta1, beta2 and eps."""
+    """adamw: torch's fused AdamW, 8 bytes of state per parameter. adamw_8bit: AdamW of bitsandbytes, 2 bytes of state
+    per parameter; a run resumes only on the same number of shards. adafactor: factored second moment, almost no state;
+    ignores beta1, beta2 and eps."""
     beta1: Fraction = 0.9
     """Decay rate of AdamW's first moment."""
     beta2: Fraction = 0.999
@@ -148,11 +150,12 @@ class PolicyConfig(Section):
     """Final learning rate of a cosine or linear schedule. At most lr."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     """Course of the learning rate after warmup, over the run's optimizer steps. A step in which all groups are pending
-    (games with delayed returns) makes no optimizer step, so such a run ends before the schedule reaches min_lr."""
+    (games with delayed returns) makes no optimizer step. A run with such steps ends before the schedule reaches
+    min_lr."""
     warmup_steps: NonNegative = 0
     """Optimizer steps of linear warmup: step i (from 0) of n uses lr * (i + 1) / n."""
     grad_clip: Number = Field(1.0, gt=0)
-    """Maximum global gradient norm. Larger gradients are scaled down to it."""
+    """Maximum global gradient norm. Larger gradients are scaled down to this norm."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer and its constants."""
     compute_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
@@ -165,17 +168,20 @@ class PolicyConfig(Section):
     """Compile each transformer block with torch.compile. auto: on CUDA. Set false for very small models, where
     compiling costs more time than it saves."""
     cpu_offload: bool = False
-    """Keep master weights, gradients and optimizer state in host memory (FSDP2 CPU offload), about 16 bytes per
-    parameter over all ranks with AdamW. Slower; for models that do not fit on the device beside their engine."""
+    """Keep master weights, gradients and optimizer state in host memory (FSDP2 CPU offload). With AdamW this takes
+    about 16 bytes per parameter over all ranks. Slower; for models that do not fit on the device beside their
+    engine."""
     offload_optimizer: bool = False
-    """Move optimizer state to host memory while a GPU's engine generates, and back. Leaves more room for the KV cache;
-    costs two copies of the state per step."""
+    """Move optimizer state from the GPU to host memory while the engine generates, and back. Leaves more room for the
+    KV cache; costs two copies of the state per step."""
     replicate: Literal["nodes"] | None = None
     """null: shard weights and optimizer state over all ranks. nodes: shard them over the ranks of each node, with a
-    replica on every node (HSDP), so that only gradients cross the network. A checkpoint of one resumes in the other."""
+    replica on every node (HSDP), so that only gradients cross the network. A run can resume a checkpoint of the other
+    mode."""
     context_parallel: Positive = 1
-    """Number of ranks that each micro-batch is split over, for sequences that do not fit on one (docs/running.md). A
-    rank holds a slice of the tokens; inside attention, all tokens of a slice of the heads (DeepSpeed Ulysses)."""
+    """Number of ranks over which each micro-batch is split, for sequences that do not fit on one rank
+    (docs/running.md). Outside attention, a rank computes a slice of the tokens. Inside attention, a rank computes a
+    slice of the heads for all tokens (DeepSpeed Ulysses)."""
     logprob_chunk_tokens: Positive = 2048
     """Tokens per chunk when log-probabilities are computed. Only one chunk's float32 logits exist at a time: 1.2 GB for
     2,048 tokens and a vocabulary of 152,000."""
@@ -183,15 +189,15 @@ class PolicyConfig(Section):
     """For mixtures of experts: train each token with the experts chosen by the engine when it sampled the token. The
     policy's own choice can differ because of rounding (docs/models.md)."""
     load_balancing: Number = Field(0.0, ge=0)
-    """For mixtures of experts: coefficient of the load-balancing loss, for example 0.001. Even use of the experts by
-    each router minimizes this loss (docs/models.md). 0: off. Costs a forward pass per optimizer step. Must be 0 with
+    """For mixtures of experts: coefficient of the load-balancing loss, for example 0.001. The loss is lowest if each
+    router uses its experts evenly (docs/models.md). 0: off. Costs a forward pass per optimizer step. Must be 0 with
     `lora`, which does not train routers."""
     lora: LoRAConfig | None = None
     """Train an adapter (LoRA) on frozen weights instead of all weights. null: off. {}: on, with the defaults below."""
     train_layers: Layers | None = None
     """Train only these transformer blocks, without adapters: 20-31, 0-3,28-31 or a list of numbers. All other weights
-    are frozen: 2 bytes per parameter in bfloat16, and no backward pass before the first trained block. null: train all
-    weights."""
+    are frozen: they take 2 bytes per parameter in bfloat16, and the backward pass ends at the first trained block.
+    null: train all weights."""
 
     @model_validator(mode="before")
     @classmethod
@@ -229,21 +235,21 @@ class PolicyConfig(Section):
 
 class BatchConfig(Section):
     max_tokens_per_micro_batch: Literal["auto"] | Positive = "auto"
-    """Packed tokens of one forward pass on one rank; changes speed and memory, not the gradient. At least the longest
-    sequence, divided by policy.context_parallel. auto on CUDA: the largest of 24,576, 16,384 and 8,192 that fits into
-    the measured free memory without recomputing blocks; if none does, at most 8,192 with as few recomputed blocks as
-    needed. auto on CPU: 16,384, or more if the longest sequence needs it."""
+    """Maximum packed tokens in one forward pass on one rank. Changes speed and memory, not the gradient. Must be at
+    least the longest sequence, divided by policy.context_parallel. auto on CUDA: the largest of 24,576, 16,384 and
+    8,192 that fits into the measured free memory without recomputing blocks. If none of them fits, auto is at most
+    8,192 with as few recomputed blocks as needed. auto on CPU: 16,384, or more if the longest sequence needs it."""
     minibatches: Positive = 1
-    """Optimizer steps per pass over a batch. Groups stay together, so it must divide rollout.prompts_per_step. Every
-    update after the first is off-policy; the loss clips its ratio."""
+    """Optimizer steps per pass over a batch. Groups are not split, so this number must divide rollout.prompts_per_step.
+    Every update after the first is off-policy, and the loss clips the ratio."""
     epochs: Positive = 1
     """Passes over each batch. Every update after the first is off-policy."""
     drop_constant_groups: bool = True
-    """Skip groups of equal rewards in the forward pass: their policy gradient is zero. They still count in the loss's
-    denominator, so the gradient is the same. No effect with loss.kl.coef or policy.load_balancing above 0, because
-    these groups then have a gradient."""
+    """Skip groups of equal rewards in the forward pass, because their policy gradient is zero. Skipped groups still
+    count in the loss's denominator, so the gradient is the same. No effect if loss.kl.coef or policy.load_balancing is
+    above 0, because groups of equal rewards then have a gradient."""
     mask_truncated: bool = False
-    """Exclude the tokens of completions cut at rollout.max_completion_tokens from the loss. The completions still count
+    """Exclude the tokens of completions cut at rollout.max_completion_tokens from the loss. Cut completions still count
     in the denominator of grpo, dr_grpo and gspo."""
 
     @property

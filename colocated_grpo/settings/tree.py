@@ -64,7 +64,7 @@ def parse_document(text: str, name: str) -> tuple[SettingsTree, dict[KeyPath, in
 
 
 def parse_value(text: str) -> object:
-    """Parse one value as in a file. Invalid YAML is returned as text, so that a shell needs no extra quotes."""
+    """Parse one value as in a YAML file. Invalid YAML is returned as text, so that a shell needs no extra quotes."""
     try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError:
@@ -91,7 +91,7 @@ def _collect_lines(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], na
 
 
 def lookup(tree: object, path: KeyPath) -> Any:
-    """Return the value at `path`, or None."""
+    """Return the value at `path`; None if there is no such entry."""
     for step in path:
         if isinstance(tree, dict):
             tree = tree.get(step)
@@ -105,7 +105,7 @@ def lookup(tree: object, path: KeyPath) -> Any:
 def assign(tree: SettingsTree, path: KeyPath, value: object) -> None:
     """Set the value at `path` in place. Creates missing sections, and appends to a list at its next index.
 
-    Raises ConfigError where the path leads through a plain value, or skips list entries.
+    Raises ConfigError if the path leads through a plain value, or skips list entries.
     """
     node: object = tree
     for depth, step in enumerate(path[:-1]):
@@ -119,7 +119,7 @@ def assign(tree: SettingsTree, path: KeyPath, value: object) -> None:
 
 
 def _child(node: object, step: str | int, parent: KeyPath, path: KeyPath) -> object:
-    """Return entry `step` of `node`, None where it is missing. Raises ConfigError where it cannot be set."""
+    """Return entry `step` of `node`; None if the entry is missing. Raises ConfigError if the entry cannot be set."""
     if isinstance(node, dict):
         return node.get(step)
     if not isinstance(node, list):

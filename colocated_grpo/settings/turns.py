@@ -10,11 +10,11 @@ from colocated_grpo.settings.base import INITIAL, CodeName, InputFile, NonNegati
 from colocated_grpo.types import JsonObject
 
 FROZEN = "frozen"
-"""Entry in the `players` of a game that assigns a seat to the opponent."""
+"""Entry in the `players` of a game. The opponent plays the seat of this entry."""
 
 
 class OpponentConfig(Section):
-    """A frozen model that plays against the policy, in the same engine. A run has at most one."""
+    """A frozen model that plays against the policy, in the same engine. A run has at most one opponent."""
 
     name: InputFile = INITIAL
     """initial: the run's own model before the first step. Otherwise the folder or Hugging Face name of a model of the
@@ -22,12 +22,13 @@ class OpponentConfig(Section):
     revision: str | None = None
     """Branch, tag or commit on the Hub. Default: the main branch."""
     refresh_every: NonNegative = 0
-    """Steps between copies of the current policy into the opponent; 0 never changes it. Checkpoints then include the
-    opponent's weights."""
+    """Steps between copies of the current policy into the opponent. With such copies, checkpoints include the
+    opponent's weights. 0: the opponent never changes."""
 
 
 class TurnsSourceConfig(Section):
-    """A game trained turn by turn. Each turn is a prompt; its completions are one group, scored on one position."""
+    """A game trained turn by turn. Each turn is a prompt. The completions of a turn are one group, scored on one
+    position."""
 
     type: Literal["turns"]
     name: CodeName
@@ -36,11 +37,12 @@ class TurnsSourceConfig(Section):
     args: JsonObject = {}
     """Keyword arguments of the environment, except `seed`, which is derived from the run's seed."""
     commit: Literal["first", "random", "best"] = "first"
-    """Completion that is played in each turn. first and random follow the policy. best: the highest reward, the first
-    one on a tie. Games are then played better than the policy plays, which biases returns from their end."""
+    """Completion that is played in each turn. first and random follow the policy. best: the completion with the highest
+    reward, and on a tie the first such completion. With best, games are played better than the policy plays, which
+    biases returns from the end of a game."""
     max_wait: Positive = 64
-    """Maximum steps that a turn waits for its game to end, if its reward includes the game's result. After that it
-    is trained with its immediate reward (metric turns_overdue). Longer waits make rollouts staler."""
+    """Maximum steps that a turn waits for its game to end, if its reward includes the game's result. After that, the
+    turn is trained with its immediate reward (metric turns_overdue). Longer waits make rollouts staler."""
     stop_at_parse_rate: Number | None = Field(None, gt=0, le=1)
     """End the run when the share of well-formed completions has been at least this for stop_after steps in a row. null:
     train for all training_steps."""
@@ -50,8 +52,9 @@ class TurnsSourceConfig(Section):
     """Constrain sampling to legal completions with a grammar. false: the policy learns the format from rewards. Needs
     loss.old_logprobs: trainer; such requests decode more slowly."""
     opponent: OpponentConfig | None = None
-    """Frozen model for the seats that the game assigns to it (town: players: [policy, frozen]). Its turns are sampled
-    once and not trained. Its weights are kept in host memory and swapped into the engine. All entries that set an
-    opponent must set the same one."""
+    """Frozen model for the seats that the game assigns to it (town: players: [policy, frozen]). The opponent's turns
+    are sampled once and not trained. The opponent's weights are kept in host memory and swapped into the engine. All
+    entries that set an opponent must set the same opponent."""
     weight: Number = Field(1.0, gt=0)
-    """Relative share of the prompts: weight 3 beside an entry of weight 1 gives three quarters of them."""
+    """Relative share of the prompts. Example: an entry of weight 3 beside an entry of weight 1 supplies three quarters
+    of the prompts."""

@@ -26,20 +26,21 @@ T = TypeVar("T")
 BODY_SECONDS = 60.0
 """Time limit from the end of the headers to the end of the body. An unfinished body counts as a concurrent request."""
 GRACE_SECONDS = 5.0
-"""When the memory for large bodies is full, a body that has taken longer than this is rejected to make room."""
+"""When the memory for large bodies is full, a body that has taken longer than this time is rejected to make room."""
 SMALL_BYTES = 1 << 16
-"""Bodies up to this size are always accepted, so that a client with large bodies cannot block all others."""
+"""Bodies up to this size are always accepted, so that a client with large bodies cannot block all other clients."""
 INLINE_BYTES = 1 << 18
 """Bodies up to this size are checked and parsed on the event loop, within a few milliseconds."""
 BUFFERED_BODIES = 4
-"""Maximum number of large bodies of the maximum size in memory at once."""
+"""The memory for large bodies fits this number of bodies of the maximum size."""
 OTHER_BYTES = 1 << 20
 """Size limit of bodies on paths that expect small bodies."""
 CHUNK_BYTES = 1 << 20
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 """The JSON escape of a UTF-16 surrogate, paired or not."""
 HIGH, LOW = np.zeros(256, dtype=bool), np.zeros(256, dtype=bool)
-"""Second hexadecimal digit in escapes of high and low surrogates. The first digit is d."""
+"""True at bytes that may be the second hexadecimal digit in the escape of a high or low surrogate. The first digit is
+d."""
 HIGH[list(b"89abAB")] = True
 LOW[list(b"cdefCDEF")] = True
 ESCAPE_BYTES = 6
@@ -64,9 +65,9 @@ class BodyRejected(Exception):
 class BodyLimit:
     """Pass on each request with its complete, decompressed body, or respond with an error.
 
-    413: above `max_bytes` after decompression. 503: other large bodies fill the memory reserved for them. 408: after
-    BODY_SECONDS. 400: corrupt gzip, text that is not UTF-8, or structure beyond `shape`. Strings that UTF-8 cannot
-    encode would raise later, in tokenizers, responses or the engine.
+    413: above `max_bytes` after decompression. 503: other large bodies fill the memory reserved for large bodies. 408:
+    after BODY_SECONDS. 400: corrupt gzip, text that is not UTF-8, or structure beyond `shape`. Strings that UTF-8
+    cannot encode would raise later, in tokenizers, responses or the engine.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class BodyLimit:
         large_paths: Collection[str],
     ) -> None:
         """error_response: builds a response from a status and a message. large_paths: paths with limit `max_bytes`. All
-        other paths have OTHER_BYTES, if that is lower."""
+        other paths have the limit OTHER_BYTES, or `max_bytes` if that is lower."""
         self._app = app
         self._max_bytes = max_bytes
         self._error_response = error_response
@@ -162,7 +163,7 @@ class Reservation:
         self._num_bytes = 0
         self.begun = asyncio.get_running_loop().time()
         self.expire: Callable[[], None] = lambda: None
-        """Reject the body at once, to make room for others."""
+        """Rejects the body at once, to make room for other bodies."""
 
     def grow_to(self, num_bytes: int) -> None:
         if num_bytes > max(self._num_bytes, SMALL_BYTES):
@@ -218,7 +219,7 @@ def _check_text(body: bytes) -> None:
 
 
 def _has_lone_surrogate(body: bytes) -> bool:
-    """Return True unless each high surrogate is followed by a low one, and each low one follows a high one."""
+    """Return True unless high and low surrogates occur only in pairs, each high surrogate before its low surrogate."""
     text = np.frombuffer(body.replace(rb"\\", b"  "), dtype=np.uint8)
     for start in range(0, len(text), CHUNK_BYTES):  # other threads run between chunks
         chunk = text[start : start + CHUNK_BYTES + 2 * ESCAPE_BYTES]
@@ -236,7 +237,7 @@ def _has_lone_surrogate(body: bytes) -> bool:
 def _replay(body: bytes, receive: Receive, consumed: Callable[[], None]) -> Receive:
     """Return a `receive` that returns the body once and then the connection's messages, such as a disconnect.
 
-    consumed: called when the application asks for these messages, because it has parsed the body by then.
+    consumed: called when the application asks for the connection's messages, because it has parsed the body by then.
     """
     pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 

@@ -49,7 +49,9 @@ class JsonClient:
         return self._call(Request(self._url + path, json.dumps(body).encode(), self._headers))
 
     def lines(self, path: str, silence: float) -> Iterator[str]:
-        """Yield the lines of a streamed response, without empty ones. Ends with Unavailable or RequestRejected.
+        """Yield the lines of a streamed response, without empty lines. Raises Unavailable at the end.
+
+        Raises RequestRejected for a rejected request.
 
         silence: seconds without data after which the connection counts as lost.
         """

@@ -65,7 +65,7 @@ def key_in(authorization: str) -> bytes:
 
 
 class ConcurrencyLimit:
-    """Respond 503 with Retry-After while `limit` requests are in flight. `exempt_paths` do not count."""
+    """Respond 503 with Retry-After while `limit` requests are in flight. Requests for `exempt_paths` do not count."""
 
     def __init__(self, app: ASGIApp, limit: int, exempt_paths: Collection[str]) -> None:
         self._app = app
@@ -100,14 +100,14 @@ class Hosts:
         """bound: the address that the server listens on. names: further host names used by clients.
 
         A server bound to all addresses accepts each address of the machine, and the machine's own name. Numeric
-        addresses are safe, because a page cannot make one resolve to another.
+        addresses are safe, because a page cannot make a numeric address resolve to another machine.
         """
         self._any_address = is_wildcard(bound)
         own = socket.gethostname() if self._any_address else bound
         self._names = LOOPBACK_NAMES | {name.lower().strip("[]") for name in [own, *names]}
 
     def accept(self, host: str) -> bool:
-        """host: the value of the header, with or without a port."""
+        """Return True for an accepted `Host`. host: the value of the header, with or without a port."""
         name = _name(host)
         return name in self._names or (self._any_address and is_address(name))
 
@@ -125,8 +125,8 @@ class OwnRequests:
         error_response: Callable[[int, str], Response],
         origins: Collection[str] = (),
     ) -> None:
-        """hosts: None accepts any, for servers that require a key, which pages do not have. origins: origins of pages
-        that may send requests, such as `http://localhost:3000`."""
+        """hosts: None accepts any `Host`, for servers that require a key, because web pages do not have the key.
+        origins: origins of pages that may send requests, such as `http://localhost:3000`."""
         self._app = app
         self._hosts = hosts
         self._error_response = error_response

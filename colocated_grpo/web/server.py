@@ -17,7 +17,7 @@ BACKLOG = 2048
 SHUTDOWN_SECONDS = 1
 """Time for open connections to finish when the server closes."""
 IDLE_SECONDS = 60.0
-"""A connection is closed after this time without a complete request head or a next request."""
+"""A connection is closed after this time without a complete request head or without a next request."""
 
 
 class Connection(H11Protocol):
@@ -46,8 +46,8 @@ class Connection(H11Protocol):
     def _check_idle(self, last: object) -> None:
         """Close the connection unless a request was received or answered since the previous check.
 
-        last: the request cycle that was complete at the previous check, None before the first request, or this
-        connection itself while a response was pending. A pending response is never cut off.
+        last: the request cycle that was complete at the previous check; None before the first request; this connection
+        itself if a response was pending. A pending response is never cut off.
         """
         if self.cycle is last:
             self.transport.abort()

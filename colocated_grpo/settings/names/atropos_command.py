@@ -1,7 +1,7 @@
 """The command `colocated-grpo atropos`: command lines of Atropos' example trainer, translated into a run's settings.
 
-Names and defaults of the flags are those of its guides and of its version 0.4.0; docs/guides/from_atropos.md explains
-the meanings. Settings that no flag sets are in atropos_command.yaml.
+Names and defaults of the flags are those of Atropos' guides and of Atropos 0.4.0. docs/guides/from_atropos.md explains
+the meanings of the flags. Settings that no flag sets are in atropos_command.yaml.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Kind = Literal["text", "int", "float", "switch", "words"]
 class Flag:
     names: tuple[str, ...]
     kind: Kind
-    """switch: without a value. words: one or more values."""
+    """switch: a flag without a value. words: a flag with one or more values."""
     default: object = None
     choices: tuple[str, ...] | None = None
     meaning: means.Translate
@@ -187,7 +187,7 @@ def read_command(
 ) -> tuple[argparse.Namespace, list[str], list[str]]:
     """Return the launcher's flags, overrides of settings (the user's own last), and lines to print.
 
-    parser: the launcher's; Atropos' flags are added to it. Raises ConfigError with one line per problem.
+    parser: the launcher's parser. Atropos' flags are added to it. Raises ConfigError with one line per problem.
     """
     add_flags(parser)
     options, rest = parser.parse_known_args(arguments)
@@ -260,7 +260,7 @@ def _reject_unknown_flags(arguments: Sequence[str], parser: argparse.ArgumentPar
 
 
 def _text(value: object) -> str:
-    """Return a value as an argument that is read as the same value."""
+    """Return the command-line argument that is parsed as this value."""
     if isinstance(value, str) and parse_value(value) == value:
         return value
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else json.dumps(value)

@@ -1,7 +1,7 @@
-"""Meanings of the flags of Atropos' example trainer: a function (value, command line) -> settings and notes for each.
+"""Meanings of the flags of Atropos' example trainer.
 
-The functions raise ValueError with the violated rule. First the command line, and the weight bridge modes among which
-it chooses.
+Each flag has a function (value, command line) -> settings and notes. The function raises ValueError with the violated
+rule. The first part of this file has the command line and the weight bridge modes from which a command line chooses.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Mode:
     bridge: Literal["broadcast", "shared", "adapter", "restart"]
     """Value of engine.bridge."""
     server_runs: bool = False
-    """True if the server is started before the trainer. Else the launcher starts it."""
+    """True if the server is started before the trainer. False: the launcher starts the server."""
     adapter: bool = False
     """True if an adapter is trained."""
     at_interval: bool = True
-    """True if weights reach the server every --vllm-restart-interval steps. Else after every step."""
+    """True if weights reach the server every --vllm-restart-interval steps. False: after every step."""
 
 
 MODES = {
@@ -38,9 +38,10 @@ MODES = {
     "lora_restart": Mode(bridge="restart", adapter=True),
 }
 BROADCAST_MODE = Mode(bridge="broadcast", server_runs=True, at_interval=False)
-"""shared_vllm with --use-shared-memory."""
+"""Mode of shared_vllm with --use-shared-memory."""
 UNIFIED = Mode(bridge="shared", at_interval=False)
-"""example_trainer.run, which starts its server and has no --weight-bridge-mode. Its guide sets the variable above."""
+"""Mode of example_trainer.run, which starts its server and has no --weight-bridge-mode. Its guide sets
+SHARED_VARIABLE."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,7 @@ class Command:
     """A command line of Atropos' example trainer."""
 
     given: Mapping[str, object]
-    """Values of the flags that were given, by their first name."""
+    """Values of the flags in this command line, by the first name of each flag."""
     defaults: Mapping[str, object]
     """Values of all flags that have a default in Atropos' trainer."""
     overrides: Sequence[str]
@@ -60,11 +61,11 @@ class Command:
     """True if --gpus was given."""
 
     def value(self, name: str) -> Any:
-        """Return the value of a flag: given, else its default, else None."""
+        """Return the value of a flag: the given value, else the flag's default, else None."""
         return self.given.get(name, self.defaults.get(name))
 
     def override(self, key: str) -> str | None:
-        """Return the text of an override; None without one."""
+        """Return the text of an override; None if the key is not overridden."""
         for index, argument in enumerate(self.overrides):
             name, has_value, text = argument.partition("=")
             if name == f"--{key}":
@@ -84,7 +85,7 @@ class Command:
 
     @property
     def server_url(self) -> str | None:
-        """Address of the server that runs already; None if the launcher starts one, or there is none."""
+        """Address of a server that already runs; None if the launcher starts a server, or if there is none."""
         connects = self.mode.server_runs and self.override("engine.placement") != "colocated"
         return f"http://localhost:{self.value('--vllm-port')}" if connects else None
 
@@ -94,13 +95,13 @@ class Meaning:
     settings: JsonObject = field(default_factory=dict)
     """Values by dotted name."""
     launcher: JsonObject = field(default_factory=dict)
-    """Values of the launcher's own flags. Those that the user gives take precedence."""
+    """Values of the launcher's own flags. A flag that the user gives takes precedence."""
     note: str = ""
-    """Printed if the flag was given."""
+    """Line that is printed if the flag was given."""
     remark: str = ""
-    """Printed also for the flag's default."""
+    """Line that is also printed if the flag has its default."""
     warning: str = ""
-    """The same, as a warning."""
+    """Warning that is also printed if the flag has its default."""
 
 
 Translate = Callable[[Any, Command], Meaning]
@@ -157,7 +158,8 @@ def refused(instead: str) -> Translate:
 
 
 def learning_rate(value: float, command: Command) -> Meaning:
-    """A warmup that is longer than the run ends below `value`; policy.lr is the rate at its end."""
+    """Set policy.lr to the learning rate at the end of warmup. If warmup is longer than the run, the rate is below
+    `value`."""
     warmup, steps = command.value("--warmup-steps"), command.value("--training-steps")
     return Meaning(settings={"policy.lr": value * steps / warmup if warmup > steps else value})
 
@@ -185,7 +187,8 @@ def sequences(value: int, command: Command) -> Meaning:
 
 
 def sequence_length(value: int, _command: Command) -> Meaning:
-    """Only the sum limits the sequences of an Atropos environment."""
+    """Split the length equally into prompt and completion. Only the sum limits the sequences of an Atropos
+    environment."""
     if value < 2:
         raise ValueError("must be at least 2, a token of prompt and one sampled")
     return Meaning(
@@ -200,7 +203,7 @@ def model_length(value: int, command: Command) -> Meaning:
 
 
 def optimizer(value: str, _command: Command) -> Meaning:
-    """The weight decay is the default of each library, which Atropos' trainer does not change."""
+    """Set the optimizer. Its weight decay is the default of its library, which Atropos' trainer does not change."""
     decay = 0.0 if value == "adafactor" else 0.01
     missing = value == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None
     return Meaning(
@@ -224,7 +227,7 @@ def save_path(value: str, _command: Command) -> Meaning:
 
 
 def dtype(value: str, command: Command) -> Meaning:
-    """Without the flag a CPU run computes in float32."""
+    """Set the type of engine and policy. A CPU run without this flag computes in float32."""
     if "--dtype" not in command.given and command.gpus == 0:
         value = "auto"
     if value == "float16":
@@ -245,7 +248,7 @@ def bridge(_value: str, command: Command) -> Meaning:
 
 
 def copies(_value: bool | None, command: Command) -> Meaning:
-    """`bridge` reads these flags."""
+    """Return no settings, because `bridge` reads these flags."""
     if command.mode_name == "shared_vllm":
         return Meaning()
     return Meaning(note=f"no effect with {MODE} {command.mode_name}; {MODE} shared_vllm needs it")
@@ -258,7 +261,7 @@ def restart_interval(value: int, command: Command) -> Meaning:
 
 
 def port(value: int, command: Command) -> Meaning:
-    """Environments sample at this port: from the server if it runs already, else from the run."""
+    """Set the port at which environments sample: the port of a server that already runs, else the port of the run."""
     if command.server_url is None:
         return Meaning(settings={"environments.0.server.port": value})
     return Meaning(
@@ -286,14 +289,14 @@ def dropout(value: float, command: Command) -> Meaning:
 
 
 def server_gpu(value: int | None, command: Command) -> Meaning:
-    """The trainer's first GPU is 0, so a server on any other has GPUs of its own."""
+    """Give the server GPUs of its own if `value` is not 0, the trainer's first GPU."""
     if command.gpus == 0 or command.server_url is not None or command.mode.bridge == "shared":
         return Meaning(note="not read: the server has its GPU already, or shares the trainer's")
     return Meaning(launcher={"engine_gpus": _server_gpus(command)} if value else {})
 
 
 def _server_gpus(command: Command) -> int:
-    """Return how many GPUs the launcher gives to a server alone."""
+    """Return the number of GPUs that only the server uses."""
     shares = command.gpus == 0 or command.server_url is not None or command.mode.bridge == "shared"
     return 0 if shares or not command.value("--vllm-gpu") else command.value("--tensor-parallel-size")
 
@@ -309,7 +312,8 @@ def device(value: str | None, _command: Command) -> Meaning:
 
 
 def world_size(value: int | None, command: Command) -> Meaning:
-    """Atropos' trainer is one process, on one GPU unless CUDA_VISIBLE_DEVICES lists several."""
+    """Set the number of ranks. Atropos' trainer is one process, on one GPU unless CUDA_VISIBLE_DEVICES lists several
+    GPUs."""
     if value is not None and value < 1:
         raise ValueError("must be at least 1")
     if value is not None and value > 1:
@@ -330,7 +334,7 @@ def rank(value: int, _command: Command) -> Meaning:
 
 
 def inference_nodes(value: int, command: Command) -> Meaning:
-    """Without the flag, the number is read from the environment variable."""
+    """Require addresses of servers on other machines. Without the flag, NUM_INFERENCE_NODES gives the number."""
     if "--num-inference-nodes" not in command.given:
         text = command.environment.get("NUM_INFERENCE_NODES") or str(value)
         if not text.lstrip("-").isdecimal():

@@ -22,7 +22,8 @@ Translate = Callable[[str, Any, Lookup], NewSettings]
 class Alias:
     translate: Translate
     new_name: str = ""
-    """Suggested for a misspelled old name. If it is not the name of a setting, the old name is suggested instead."""
+    """Setting that is suggested for a misspelled old name. If this is not a setting's name, the old name is
+    suggested."""
     remark: str = ""
     """Appended to the note that reports the translation."""
 
@@ -49,7 +50,7 @@ def renamed(new_name: str, remark: str = "") -> Alias:
 def one_of(new_name: str, values: Mapping[Any, object], remark: str = "") -> Alias:
     """Return an alias that accepts the keys of `values` and sets `new_name` to the mapped value; None sets nothing.
 
-    If all mapped values are None, `new_name` is the reason why only these keys are accepted.
+    If all mapped values are None, `new_name` explains why only these keys are accepted.
     """
 
     @unless_null
@@ -69,7 +70,7 @@ def not_needed(why: str) -> Alias:
 
 
 def each(names: str, alias: Alias) -> dict[str, Alias]:
-    """Return the alias under each of some names, which stand in one text."""
+    """Return a dictionary with the same alias under each name. names: separated by spaces."""
     return dict.fromkeys(names.split(), alias)
 
 

@@ -1,6 +1,7 @@
 """Names of adapter settings: TRL's ModelConfig, and PEFT's LoraConfig (section `peft_config`).
 
-TRL reads its names with `use_peft: true` only. Here each of them sets an adapter unless `use_peft: false` is given.
+TRL reads its names only with `use_peft: true`. Here, each of TRL's names sets an adapter unless `use_peft: false` is
+given.
 """
 
 from __future__ import annotations
@@ -39,15 +40,15 @@ _REGULAR_EXPRESSION = re.compile(r"[*+?()\[\]{}|^$\\]")
 
 
 def add_rank(tree: SettingsTree) -> None:
-    """Add `r: null` to a `peft_config` without rank, in place: its translation sets the defaults of PEFT."""
+    """Add `r: null` to a `peft_config` without a rank, in place. The translation of `r` then sets PEFT's defaults."""
     if isinstance(tree.get("peft_config"), dict):
         tree["peft_config"].setdefault("r")
 
 
 def _with_defaults(settings: NewSettings, get: Lookup, defaults: Mapping[str, tuple[str, object]]) -> NewSettings:
-    """Return `settings`, and the default of every entry of `defaults` that is given under neither name.
+    """Return `settings`, and the default of each entry of `defaults` that is given under neither old nor new name.
 
-    With policy.lora.init only `settings`: the adapter that the run continues from determines the others.
+    With policy.lora.init, return only `settings`: the adapter that the run continues from determines all others.
     """
     if get("policy.lora.init") not in (None, DEFAULT_INIT):
         return settings
@@ -60,7 +61,7 @@ def _with_defaults(settings: NewSettings, get: Lookup, defaults: Mapping[str, tu
 
 
 def _settings(settings: NewSettings, get: Lookup) -> NewSettings:
-    """Return `settings` with TRL's defaults; nothing if TRL would train all weights."""
+    """Return `settings` with TRL's defaults; return no settings if TRL would train all weights."""
     return {} if get("use_peft") is False else _with_defaults(settings, get, _TRL_DEFAULTS)
 
 
@@ -74,9 +75,9 @@ def _target_modules(_key: str, value: object, get: Lookup) -> NewSettings:
 
 
 def _modules(value: object) -> object:
-    """Return names as a list, and all-linear or a regular expression as text, however they were given."""
+    """Convert module names to a list, and all-linear or a regular expression to text."""
     if isinstance(value, list) and len(value) == 1:
-        value = value[0]  # as TRL does: its command line makes a list of one value
+        value = value[0]  # like TRL, whose command line makes a list of one value
     is_name = isinstance(value, str) and value != ALL_LINEAR and not _REGULAR_EXPRESSION.search(value)
     return [value] if is_name else value
 
@@ -113,7 +114,7 @@ def _peft_target_modules(_key: str, value: object, _get: Lookup) -> NewSettings:
 
 
 def _only_empty(instead: str) -> Alias:
-    """Return an alias that is rejected with any value but null, false and empty ones, PEFT's defaults."""
+    """Return an alias that accepts only null, false and empty values, which are PEFT's defaults."""
 
     def translate(_key: str, value: object, _get: Lookup) -> NewSettings:
         if value:
@@ -189,4 +190,4 @@ PEFT: dict[str, Alias] = {
 }
 
 LORA = {**PEFT, **TRL_LORA}
-"""The switch use_peft comes last, because it is looked up by the other names."""
+"""Adapter settings. The switch use_peft comes last, because the other names look it up."""

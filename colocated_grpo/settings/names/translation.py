@@ -1,7 +1,7 @@
 """Translates the setting names of other trainers.
 
-The table for ToSSim's co-located trainer is here, TRL's is in `trl`, those of adapters are in `peft`, and flags of
-Atropos' example trainer are in `atropos_command`. A name is accepted only if its meaning is exactly the same. Error
+The table for ToSSim's co-located trainer is here. Other tables are in `trl`, in `peft` (adapters) and in
+`atropos_command` (flags of Atropos' example trainer). A name is accepted only if its meaning is exactly the same. Error
 lines for other names say what to write instead.
 """
 
@@ -106,32 +106,33 @@ _BATCH_SIZES = each(
     Alias(_completions, "rollout.prompts_per_step", "counts completions, over all ranks"),
 )
 
-# Applied in this order. Batch sizes count completions, so the group size must be translated before them.
+# The names are translated in this order. Batch sizes count completions, so the group size must be translated first.
 ALIASES: dict[str, Alias] = {**_TOSSIM, **TRL, **LORA, **_BATCH_SIZES}
 
 FLAGS_WITH_LISTS = {"lora_target_modules", "report_to", "reward_funcs", "reward_weights"}
 """Names with several values on the command line: `--report_to wandb none`."""
 SWITCHES = {"use_peft", "use_rslora", "use_wandb"}
-"""Names that need no value on the command line: `--use_peft` is true."""
+"""Names that need no value on the command line: `--use_peft` means true."""
 _RENAMED_SECTIONS = {"fsdp": "fsdp_config"}
 _VERL_SECTIONS = ("actor_rollout_ref", "algorithm", "critic", "custom_reward_function", "data", "trainer")
 _SECTIONS = sorted({name.split(".")[0] for name in ALIASES if "." in name})
 
 
 def new_names() -> dict[str, str]:
-    """Return the name to suggest for each old dotted name: its new name, or itself if no single setting replaces it."""
+    """Return the name to suggest for each old dotted name: the new name, or the old name if no single setting replaces
+    it."""
     return {old: alias.new_name if alias.names_a_setting else old for old, alias in ALIASES.items()}
 
 
 def translate_names(tree: SettingsTree, locations: dict[KeyPath, SettingLocation]) -> list[str]:
-    """Replace old names in `tree` and `locations` by new ones, in place, and return notes for the user.
+    """Replace old names in `tree` and `locations` by new names, in place, and return notes for the user.
 
     A name on the command line takes precedence over another name of the same setting in the file. Raises ConfigError
     for unsupported values, and for two names of one setting in the same place.
     """
     add_rank(tree)
     for name in (*_RENAMED_SECTIONS, *_SECTIONS):
-        if not tree.get(name, True):  # null, "" or []: an empty section in other trainers' files
+        if not tree.get(name, True):  # null, "" or []: an empty section in a file of another trainer
             del tree[name]
     for old, new in _RENAMED_SECTIONS.items():
         _rename_section(tree, locations, old, new)

@@ -1,6 +1,6 @@
 """Setting names of TRL 1.16: its `GRPOConfig` and the arguments of its GRPO script. See docs/guides/from_trl.md.
 
-Those of adapters are in `peft`.
+Names of adapter settings are in `peft`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def _report_to(_key: str, value: object, get: Lookup) -> NewSettings:
 
 
 def _wandb(get: Lookup) -> NewSettings:
-    """Return mode and project from W&B's environment variables, as TRL does. A project in the settings has priority."""
+    """Return mode and project from W&B's environment variables, like TRL. A project in the settings takes
+    precedence."""
     mode, project = os.environ.get("WANDB_MODE", "online"), os.environ.get("WANDB_PROJECT")
     in_settings = get("tracking.wandb_project") or get("wandb_project")
     named = {"tracking.wandb_project": project} if project and not in_settings else {}
@@ -89,7 +90,7 @@ def _dataset_name(_key: str, value: object, _get: Lookup) -> NewSettings:
 
 
 def _reward_funcs(_key: str, value: object, _get: Lookup) -> NewSettings:
-    """Convert reward_funcs, given as in TRL's script by dotted path or short name, to environments.0.rewards."""
+    """Convert reward_funcs of TRL's script (dotted paths or short names) to environments.0.rewards."""
     entries = value if isinstance(value, list) else [value]
     rewards = [entry if isinstance(entry, dict) else {"name": entry} for entry in entries]
     return {"environments.0.rewards": [{**reward, "name": reward_name(reward.get("name"))} for reward in rewards]}
