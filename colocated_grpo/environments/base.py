@@ -20,7 +20,7 @@ class EnvironmentSetupError(ConfigError):
 
 
 class AnswerError(ValueError):
-    """Raised by a score() or an episode for an answer that it cannot read. The answer is counted as unscorable."""
+    """Raise this in score() or in an episode if an answer cannot be read. The answer counts as unscorable."""
 
     def __init__(self, message: str, reward: float = 0.0) -> None:
         super().__init__(message)
@@ -34,25 +34,30 @@ class Task(Protocol):
     def prompts(self, seed: int, split: Split) -> Iterator[Item]:
         """Yield items.
 
-        The same arguments must yield the same sequence, or a run cannot be resumed. A finite "train" sequence is
-        restarted when it ends; a "held_out" one may end.
+        The same arguments must yield the same sequence, or a run cannot be resumed. Both splits may be finite: "train"
+        is restarted when it ends, "held_out" is not.
         """
         ...
 
     def score(self, item: Item, completion: str) -> float | dict[str, float] | None:
-        """Return the reward, named parts including "reward", or None if not applicable. Must be thread-safe.
+        """Return the reward, a dict of named parts with "reward", or None if no reward applies. Must be thread-safe.
 
-        An exception gives reward 0 if the answer caused it, else no reward (`rewards.scoring`).
+        If an answer causes an exception, the answer's reward is the lowest of 0 (or `AnswerError.reward`) and the
+        rewards of the prompt's other completions. If the scorer itself fails, the completion has no reward.
+        `rewards.scoring` tells the two cases apart.
         """
         ...
 
 
 @runtime_checkable
 class Seekable(Protocol):
-    """A task or an episode with endless sequences and random access, so that a long run resumes at once."""
+    """A task or an episode with endless items that can be read from any position.
+
+    A resumed run starts at its position without regenerating earlier items.
+    """
 
     def prompts_from(self, seed: int, split: Split, start: int) -> Iterator[Item]:
-        """Yield the items of prompts() without the first `start`, which are not generated."""
+        """Yield the items of prompts() from position `start` on. Earlier items are not generated."""
         ...
 
 
@@ -70,17 +75,20 @@ class Episode(Protocol):
     async def run(self, item: Item, model: Conversation) -> float | dict[str, float] | None:
         """Run one episode and return its reward, as Task.score does.
 
-        All episodes run on one event loop: move blocking work to threads. An exception fails this episode only.
-        If ContextExhausted is not caught, the reward is 0.
+        Run blocking work in threads, because all episodes share one event loop. An exception fails only this episode.
+        If `run` does not catch ContextExhausted, the reward is 0.
         """
         ...
 
 
 class Playable(Protocol):
-    """An `Episode`, or an agent's."""
+    """An `Episode` or an `AgentEpisode`."""
 
     async def run(self, item: Item, model: Any) -> object:
-        """Return the reward. model: the `Conversation`, or the `AgentConversation` of an agent."""
+        """Run one episode and return its reward.
+
+        model: a `Conversation`; for an `AgentEpisode`, an `AgentConversation`.
+        """
         ...
 
 
@@ -88,7 +96,7 @@ class Scorer(Protocol):
     """Scores the completions of one environment. Must be thread-safe."""
 
     def score(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Score]:
-        """Return one score per completion. An exception in user code only sets its completion's Score."""
+        """Return one score per completion. Exceptions of user code are not raised, but recorded in `Score.error`."""
         ...
 
 
@@ -97,18 +105,18 @@ class BatchResult:
     """The groups that train in this step, with metrics. Plain data: computed on rank 0 and broadcast to every rank."""
 
     trained_now: list[int]
-    """Indices of the recorded groups that train in this step. The others are pending or dropped."""
+    """Indices of the recorded groups that train in this step. All other groups are pending or dropped."""
     released: list[Group] = field(default_factory=list)
-    """Pending groups of earlier steps that are trained now."""
+    """Pending groups that train now, sampled in this step or in an earlier step."""
     metrics: dict[str, float] = field(default_factory=dict)
     games: list[JsonObject] = field(default_factory=list)
     """Records of games that ended, for the run folder."""
     finished: bool = False
-    """The environment's goal is reached: the run ends after this step."""
+    """True if the environment's goal is reached. The run then ends after this step."""
 
 
 def merge_results(parts: Sequence[BatchResult]) -> BatchResult:
-    """Merge results whose `trained_now` already indexes the whole batch."""
+    """Merge the results of several sources. Their `trained_now` must already index the whole batch."""
     return BatchResult(
         trained_now=sorted(position for part in parts for position in part.trained_now),
         released=[group for part in parts for group in part.released],
@@ -131,7 +139,7 @@ class ItemStream(Protocol):
         ...
 
     def reject(self, item: Item) -> None:
-        """Report that the item just taken is not usable as a prompt."""
+        """Report that `item`, the last item taken, is not usable as a prompt."""
         ...
 
     def record(self, groups: Sequence[Group]) -> BatchResult:
@@ -144,31 +152,31 @@ class ItemStream(Protocol):
 
 
 class Items:
-    """The items of one environment. Rank 0 only: all members may read data."""
+    """The items of one environment. Members are used on rank 0 only, because any member may read data."""
 
     default_count = 64
-    """Default number of prompts of an evaluation set, because these items may be endless."""
+    """Default number of prompts of an evaluation set. There is a limit because the items may be endless."""
 
     @property
     def filter_notes(self) -> Sequence[str]:
-        """Log lines on rows that filters have left out."""
+        """Log lines about rows that filters left out."""
         return ()
 
     @property
     def held_out_note(self) -> str | None:
-        """A log line if there are too few rows to hold out some by default."""
+        """Log line if there are too few rows to hold any out by default; None otherwise."""
         return None
 
     def open_stream(self, seed: int) -> ItemStream:
-        """Return the training items from their beginning."""
+        """Return a stream of training items that starts at the first item."""
         raise NotImplementedError
 
     def held_out(self, seed: int) -> Iterator[Item]:
-        """Yield items that no run trains on, always the same ones."""
+        """Yield items that no run trains on. Every call yields the same items."""
         raise NotImplementedError
 
     def evaluated(self, seed: int) -> Iterator[Item]:
-        """Yield the items of an evaluation set, always the same ones."""
+        """Yield the items of an evaluation set. Every call yields the same items."""
         return self.held_out(seed)
 
 
@@ -177,40 +185,43 @@ class AgentLimits:
     """Limits on the agents of one environment."""
 
     max_tokens: int
-    """Longest sequence, prompt and completion of a request together."""
+    """Maximum tokens of a sequence: prompt and completion of one request together."""
     max_requests: int
-    """Completions of one agent."""
+    """Maximum completions of one agent."""
     max_running: int
-    """Agents that run at a time on one rank."""
+    """Maximum agents that run at the same time on one rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """One entry of the config: its items, and their scorer or episode. The same on every rank."""
+    """One entry of the config: its items, and their scorer or episode. Identical on every rank."""
 
     name: str
     """`Prompt.source` of its prompts, unique in the run."""
     items: Items
     scorer: Scorer | None = None
-    """Scores single completions. None: `episode` plays whole conversations."""
+    """Scores single completions. None if `episode` plays whole conversations instead."""
     episode: Playable | None = None
     limits: AgentLimits | None = None
-    """Set for an episode whose turns an agent requests over HTTP."""
+    """Limits of the agents. Set only if agents request the episode's turns over HTTP."""
 
 
 class BatchSource(Protocol):
     """Source of training prompts. Lives on rank 0 only."""
 
     def next(self, n: int) -> list[Prompt]:
-        """Return `n` policy prompts plus any opponent prompts. Fewer policy prompts if all games await the opponent."""
+        """Return `n` policy prompts plus any opponent prompts.
+
+        Returns fewer policy prompts if all games wait for the opponent.
+        """
         ...
 
     def record(self, groups: Sequence[Group]) -> BatchResult:
-        """Record the scored groups of every prompt of the last next() and decide which of them train."""
+        """Record the scored groups of all prompts from the last next(), and decide which groups train."""
         ...
 
     def state_dict(self) -> JsonObject:
-        """Return the position as plain data. A source that loads it returns the same next prompts as this one."""
+        """Return the position as plain data. A source that loads it continues with the same prompts as this source."""
         ...
 
     def load_state_dict(self, state: JsonObject) -> None: ...

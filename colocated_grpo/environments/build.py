@@ -1,4 +1,4 @@
-"""The environments and evaluation sets of a run, built from its config: one builder for each type of source."""
+"""Builds the environments and evaluation sets of a run from its config. Each type of source has one builder."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from colocated_grpo.environments.agents.programs import OpenEpisodes
 
 MAX_DROPPED_HELD_OUT = 1000
-"""Dropped held-out items after which the search for usable ones ends."""
+"""Maximum items that may be dropped while the prompts of an evaluation are collected."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,16 +57,16 @@ class Environments:
     sets: Sequence[Environment]
     """Evaluation sets, in the order of the config."""
     weights: Mapping[str, float]
-    """Relative shares of the trained prompts, by `Prompt.source`."""
+    """Relative share of each environment in the training prompts, by `Prompt.source`."""
     encoder: PromptEncoder
     seed: int
     skip_solved: SkipSolvedConfig | None
     open_episodes: OpenEpisodes | None
-    """Episodes at which the agents of this rank sample; None without agents."""
+    """Open episodes, through which the agents of this rank sample. None if no environment has agents."""
 
     @property
     def scorers(self) -> dict[str, Scorer]:
-        """Return scorers by `Prompt.source`. The next two properties have the same keys."""
+        """Return scorers by `Prompt.source`. The properties `episodes` and `limits` are keyed in the same way."""
         return {each.name: each.scorer for each in self._all if each.scorer is not None}
 
     @property
@@ -83,7 +83,10 @@ class Environments:
         return [*self.trained, *self.sets]
 
     def open_source(self) -> BatchSource:
-        """Return the source of training prompts. Rank 0 only, like all methods below, because it reads data."""
+        """Return the source of training prompts.
+
+        This method and all methods below read data, so they are for rank 0 only.
+        """
         streams = {each.name: self._open_stream(each) for each in self.trained}
         return PromptSource(streams, self.weights, self.encoder)
 
@@ -96,7 +99,7 @@ class Environments:
         return UnsolvedItems(stream, environment.name, self.skip_solved)
 
     def held_out(self, n: int) -> list[Prompt]:
-        """Return up to n prompts that are never trained on, mixed by weight; always the same ones."""
+        """Return up to n prompts that are never trained on, mixed by weight. Every call returns the same prompts."""
         if not self.trained:
             return []
         mixture = Mixture(self.weights)
@@ -109,9 +112,9 @@ class Environments:
         return prompts
 
     def evaluated(self, one: Environment, count: int | None, first_index: int) -> tuple[list[Prompt], int]:
-        """Return the prompts of an evaluation set, and how many items were dropped as empty or too long.
+        """Return the prompts of an evaluation set, and the number of items dropped as empty or too long.
 
-        count: None for as many as the source has by default.
+        count: number of prompts; None: `default_count` of the items.
         """
         wanted = one.items.default_count if count is None else count
         return self._encoded(one.name, one.items.evaluated(self.seed), wanted, first_index)
@@ -119,7 +122,7 @@ class Environments:
     def _encoded(self, source: str, items: Iterator[Item], count: int, first_index: int) -> tuple[list[Prompt], int]:
         """Return up to `count` usable prompts, and the number of dropped items.
 
-        Raises EnvironmentSetupError if there are items and none is usable.
+        Raises EnvironmentSetupError if items were dropped and none was usable.
         """
         prompts: list[Prompt] = []
         dropped = 0
@@ -138,13 +141,13 @@ class Environments:
 
 @dataclass(frozen=True, kw_only=True)
 class _RunValues:
-    """Values of the config that builders use in addition to the entry itself."""
+    """Values of the run that builders need in addition to the entry itself."""
 
     seed: int
     loss: LossConfig
     optimizer_steps: int
     max_tokens: int
-    """Longest sequence, prompt and completion together."""
+    """Maximum tokens of a sequence: prompt and completion together."""
 
     @cached_property
     def open_episodes(self) -> OpenEpisodes:
@@ -154,7 +157,7 @@ class _RunValues:
 
 
 def build_environments(config: Config, tokenizer: PreTrainedTokenizerBase) -> Environments:
-    """Resolve every name and import user code; read no data. Raises EnvironmentSetupError."""
+    """Resolve every name and import user code, but read no data. Raises EnvironmentSetupError."""
     entries = [entry for entry in config.environments if not isinstance(entry, AtroposSourceConfig)]
     sets = {f"{PREFIX}/{entry.name}": entry.source for entry in config.evaluation.sets}
     names = _unique([*sets, *(entry.name for entry in entries)])[len(sets) :]
@@ -247,11 +250,12 @@ BUILDERS: dict[str, Callable[[str, Any, _RunValues], Environment]] = {
     "agent": _agent,
     "turns": _turns,
 }
-"""By `type` of a config's entry. Each imports what its type needs. Groups of type `atropos` arrive from elsewhere."""
+"""Builders by `type` of an entry. Each builder imports only what its type needs. Type `atropos` has no builder: its
+groups arrive from outside the run."""
 
 
 def _unique(names: list[str]) -> list[str]:
-    """Number repeated names: scorers and stream positions are stored by name."""
+    """Return the names, with a number added to repeated names: scorers and stream positions are stored by name."""
     seen: Counter[str] = Counter()
     unique = []
     for name in names:

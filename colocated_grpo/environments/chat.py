@@ -32,7 +32,7 @@ class ChatCodec:
         return self._decode(token_ids, skip_special_tokens=False)
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of text that a template has rendered."""
+        """Return the tokens of text that a chat template has rendered."""
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def observation(
@@ -40,9 +40,9 @@ class ChatCodec:
     ) -> list[int]:
         """Return the tokens between two assistant messages: the end of the first, `messages`, the start of the second.
 
-        Text stands for one user message. If `last_token`, the last sampled token, already closed the first message, the
-        closing token is omitted. Without a chat template, the plain text of the messages is encoded. template: further
-        arguments of the chat template, those of the conversation's prompt.
+        `messages` given as text is one user message. If `last_token`, the last sampled token, already closed the first
+        message, the closing token is omitted. Without a chat template, the plain text of the messages is encoded.
+        template: further arguments of the chat template, the same as for the conversation's prompt.
         """
         if self._tokenizer.chat_template is None:
             return self._tokenizer.encode(plain_text(messages), add_special_tokens=False)
@@ -51,10 +51,10 @@ class ChatCodec:
         return token_ids[1:] if token_ids and token_ids[0] == last_token else token_ids
 
     def _after_assistant_message(self, messages: list[Message], template: JsonObject) -> list[int]:
-        """Return the common suffix of two conversations that differ in one assistant message only.
+        """Return the common suffix of two conversations that differ only in the text of one assistant message.
 
-        Comparing tokens from the end ignores what a template inserts earlier (a system message, the date, empty
-        thoughts). Comparing tokens, not text, covers special tokens without a text form.
+        Only the end is compared, so text that a template inserts earlier (a system message, the date, empty thoughts)
+        does not matter. Tokens are compared instead of text, because some special tokens have no text form.
         """
         one, other = (self._render(content, messages, template) for content in ("a", "b"))
         length = 0
@@ -72,16 +72,16 @@ class ChatCodec:
 
 
 def render_tokens(tokenizer: PreTrainedTokenizerBase, messages: list[Message], template: JsonObject) -> list[int]:
-    """Return the tokens of a chat, ending with the opening of the next assistant message.
+    """Return the tokens of a chat, including the start of the next assistant message.
 
     template: further arguments of the chat template, such as tools.
     """
     token_ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **template)
-    return list(cast("list[int]", token_ids))  # annotated as a union of all its return types
+    return list(cast("list[int]", token_ids))  # annotated as a union of all return types
 
 
 def plain_text(messages: str | Sequence[Message]) -> str:
-    """Join the contents of the messages by newlines."""
+    """Return text unchanged, and messages as their contents joined by newlines."""
     return messages if isinstance(messages, str) else "\n".join(str(message["content"]) for message in messages)
 
 
@@ -92,8 +92,8 @@ SampleFn = Callable[[list[int], int], Awaitable[Completion]]
 class ContextExhausted(Exception):
     """The next observation or message does not fit rollout.max_completion_tokens.
 
-    If not caught, the episode ends with reward 0. An episode that returns named parts should catch the exception:
-    otherwise truncated conversations are missing from the means of its parts.
+    If the episode does not catch the exception, the episode ends with reward 0 and without named parts. An episode with
+    named parts should catch it: otherwise truncated conversations are missing from the means of the parts.
     """
 
 
@@ -105,15 +105,15 @@ class AssistantMessage:
     """
 
     text: str
-    """Without special tokens."""
+    """Decoded text without special tokens."""
     token_ids: list[int]
     finish_reason: FinishReason
-    """length: cut at max_tokens or at the end of the conversation's token budget."""
+    """'length' if the message was cut at max_tokens or at the end of the conversation's token budget."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tokens:
-    """Consecutive tokens of a prompt, sampled messages and the observations between them. Replaced, never modified."""
+    """Consecutive tokens: a prompt, sampled messages and the observations between them. Replaced, never modified."""
 
     token_ids: list[int]
     loss_mask: list[bool]
@@ -147,7 +147,10 @@ class Tokens:
         )
 
     def rollout(self, codec: ChatCodec, score: Score, temperature: float, *, cut: bool, plain: bool) -> Rollout:
-        """Return the training rollout. cut: a message or observation did not fit. plain: see `Rollout.plain`."""
+        """Return the training rollout.
+
+        cut: True if a message or an observation did not fit. plain: see `Rollout.plain`.
+        """
         last = self.last
         return Rollout(
             token_ids=self.token_ids,
@@ -165,7 +168,7 @@ class Tokens:
 
 
 def _continued(routes: Routes | None, longer: Routes | None) -> Routes | None:
-    """Return `routes`, continued by those of a later turn for the tokens after them.
+    """Return `routes`, extended by the part of `longer` for further tokens. longer: routes of a later turn.
 
     A token keeps the experts with which it was sampled, even if later turns were sampled with newer weights.
     """
@@ -186,7 +189,7 @@ class Conversation:
         self._template = prompt.template
         self._sample = sample
         self._max_tokens = len(prompt.token_ids) + room
-        self._tokens = Tokens.of_prompt(prompt.token_ids)  # rollout() may read it in another thread
+        self._tokens = Tokens.of_prompt(prompt.token_ids)  # rollout() may read the tokens in another thread
         self._exhausted = False
         self._generating = False
         self.turns = 0
@@ -221,9 +224,10 @@ class Conversation:
         )
 
     def observe(self, messages: str | Sequence[Message]) -> None:
-        """Append the environment's response: text (one user message) or chat messages. These tokens are not trained.
+        """Append the environment's response: text (one user message) or chat messages.
 
-        Raises ContextExhausted, and appends nothing, if no token would be left for the next message.
+        The appended tokens are not trained. Raises ContextExhausted, and appends nothing, if no token would be left for
+        the next message.
         """
         last = self._tokens.last
         if last is None or not self._tokens.loss_mask[-1]:

@@ -25,8 +25,9 @@ BY_OPPONENT_KEY = "colocated_grpo:by_opponent"
 class PromptEncoder:
     """Encodes prompts.
 
-    Chat messages are rendered by the chat template with its generation prompt. Text becomes one user message if the
-    tokenizer has a chat template. Text that contains special tokens counts as rendered and is encoded as is.
+    The chat template renders chat messages, with its generation prompt. Text becomes one user message if the tokenizer
+    has a chat template. Text with special tokens such as <|im_start|> counts as already rendered: no chat template is
+    applied to it.
     """
 
     def __init__(
@@ -35,18 +36,20 @@ class PromptEncoder:
         max_prompt_tokens: int,
         templates: Mapping[str, PromptTemplate] = MappingProxyType({}),
     ) -> None:
-        """templates: additions to the chat template by source."""
+        """templates: additions to the chat template, by `Prompt.source`."""
         self.tokenizer = tokenizer
         self._templates = templates
         self.max_prompt_tokens = max_prompt_tokens
-        # Only tokens such as <|im_start|> or [INST] prove that a template was applied: some tokenizers pad with "!".
+        # Only tokens such as <|im_start|> or [INST] prove that a template was applied. Other special tokens may be
+        # plain text: some tokenizers pad with "!".
         self._markers = [token for token in tokenizer.all_special_tokens if token[0] in "<[" and len(token) > 2]
         self._max_characters = max_prompt_tokens * longest_token(tokenizer)
 
     def encode(self, item: Item, *, index: int, source: str) -> Prompt | None:
-        """Return None if the prompt has no text or is longer than max_prompt_tokens."""
+        """Return the encoded prompt; None if it has no text or is longer than max_prompt_tokens."""
         prompt = checked_prompt(item, source)
-        # A chat template would turn empty text into a prompt that trains. Tokenizing megabytes takes seconds each time.
+        # These prompts are dropped before they are rendered. A chat template would turn empty text into a prompt that
+        # trains, and tokenizing megabytes of text takes seconds each time.
         if _is_blank(prompt) or sum(map(len, _texts(prompt))) > self._max_characters:
             return None
         template = self._templates.get(source, PLAIN)
@@ -66,7 +69,7 @@ class PromptEncoder:
         )
 
     def no_usable_prompt(self, source: str, attempts: int) -> EnvironmentSetupError:
-        """Return the error for a source of which encode() dropped `attempts` consecutive prompts."""
+        """Return the error for a source with `attempts` consecutive prompts that encode() dropped."""
         return EnvironmentSetupError(
             f"environments {source!r}: {attempts} consecutive prompts are empty or longer than "
             f"rollout.max_prompt_tokens={self.max_prompt_tokens}; raise the limit or shorten the prompts"
@@ -93,7 +96,7 @@ class PromptEncoder:
             prompt = with_system_prompt(prompt, template.system_prompt)
         try:
             text = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False, **arguments)
-            # Not encode(text): in some tokenizers the template's special tokens have ids but no text form.
+            # Not encode(text): with some tokenizers, special tokens of the template have ids but no text form.
             token_ids = render_tokens(self.tokenizer, prompt, arguments)
         except Exception as error:  # a template is third-party code and may raise anything
             raise EnvironmentSetupError(
@@ -104,7 +107,7 @@ class PromptEncoder:
 
 
 def _check_not_needed(template: PromptTemplate, source: str) -> None:
-    """Raise for chat template settings if no chat template is applied to the prompt."""
+    """Raise EnvironmentSetupError for tools or a system prompt: no chat template is applied to this prompt."""
     for name in [TOOLS] * bool(template.tools) + ["system_prompt"] * bool(template.system_prompt):
         raise EnvironmentSetupError(
             f"environments {source!r}: {name}: a prompt contains special tokens, so no chat template is applied to it; "
@@ -135,7 +138,7 @@ def _texts(prompt: str | list[Message]) -> list[str]:
 
 
 def _is_blank(prompt: str | list[Message]) -> bool:
-    """Return True if all text except a system message is blank."""
+    """Return True if all text is blank. System messages count only if the prompt has no other messages."""
     if not isinstance(prompt, str):
         prompt = [message for message in prompt if message["role"] != "system"] or prompt
     return not any(text.strip() for text in _texts(prompt))
@@ -161,7 +164,7 @@ def checked_prompt(item: object, source: str) -> str | list[Message]:
 
 
 def _check_content(message: Message, source: str) -> None:
-    """Reject a message without text content, which a chat template would render empty. A tool call needs none."""
+    """Reject a message without text: a chat template would render it empty. A message with tool calls needs no text."""
     content = message.get("content")
     if isinstance(content, str) or (content is None and message.get("tool_calls")):
         return
@@ -177,7 +180,10 @@ def _check_content(message: Message, source: str) -> None:
 
 
 def _check_encodable(text: str, source: str) -> None:
-    """Reject lone surrogates. JSON may contain them if a text was cut within an emoji, and tokenizers raise on them."""
+    """Reject lone surrogates, on which tokenizers raise.
+
+    JSON may contain a lone surrogate if a text was cut within an emoji.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,6 +1,6 @@
-"""Environments by name: built in, of another library, installed by a package, or user code.
+"""Finds environments by name: built in, of another library, installed by a package, or user code.
 
-Built-in classes and adapters are imported when a config names them.
+A built-in class or an adapter is imported only if a config names it.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ USER_CODE_FORMS = ("module:object", "path/to/file.py:object")
 
 
 class Adapter(NamedTuple):
-    """Environments of another library."""
+    """Adapter for the environments of another library."""
 
     argument: str
-    """Argument that may follow the colon of a name: 'textarena:TicTacToe-v0' is short for args.game."""
+    """Argument that may follow the colon of a name. Example: 'textarena:TicTacToe-v0' sets args.game."""
     factory: str
 
 
 class Kind(NamedTuple):
-    """Environments of one `type`. Factories are 'module:object', with the module below environments/."""
+    """Environments of one `type`. Factories are written 'module:object'; modules are relative to environments/."""
 
     noun: str
     built_in: Mapping[str, str]
     adapters: Mapping[str, Adapter]
-    """By library."""
+    """Adapters by name of the library."""
 
     @property
     def forms(self) -> list[str]:
-        """Names of adapted environments, for error lines."""
+        """Forms of the names of adapted environments, for error lines."""
         return [f"{library}:<{adapter.argument}>" for library, adapter in self.adapters.items()]
 
 
@@ -76,14 +76,14 @@ KINDS = {
         {"textarena": Adapter("game", "adapters.textarena_turns:TextArenaTurns")},
     ),
 }
-"""By `type` of a config's entry."""
+"""Kinds by `type` of an entry."""
 
 
 def check_names(sources: Iterable[EnvironmentConfig]) -> None:
-    """Raise ConfigError with one line per name that is not built in, not installed and not of a user-code form.
+    """Raise ConfigError with one line for each unknown name of an environment or a reward.
 
-    Names are only looked up: no user code is imported. The launcher calls this, so that a misspelled name fails before
-    the ranks start.
+    Names are only looked up: no user code is imported. The launcher calls this function, so that a misspelled name
+    fails before the ranks start.
     """
     from colocated_grpo.environments.rewards.functions import check_reward_name
 
@@ -102,7 +102,7 @@ def check_names(sources: Iterable[EnvironmentConfig]) -> None:
 
 
 def check_name(kind: Kind, name: str) -> None:
-    """Raise EnvironmentSetupError unless `name` is built in, adapted, installed, or has a form of user code."""
+    """Raise EnvironmentSetupError unless `name` is built in, adapted, installed, or has the form of user code."""
     library = name.partition(":")[0]
     if library in kind.adapters or name in kind.built_in or name in installed():
         return
@@ -114,7 +114,10 @@ def check_name(kind: Kind, name: str) -> None:
 
 
 def find(kind: Kind, name: str, args: JsonObject) -> tuple[Any, JsonObject]:
-    """Return the class, function or instance called `name`, and the arguments. Raises EnvironmentSetupError."""
+    """Return the class, function or instance called `name`, and its arguments. Raises EnvironmentSetupError.
+
+    The arguments are `args` and, for an adapter, the part of `name` after the colon.
+    """
     check_name(kind, name)
     library, _, argument = name.partition(":")
     key = f"environments {name!r}"
@@ -149,14 +152,17 @@ def _load(point: EntryPoint, key: str) -> object:
 
 
 def build_task(name: str, args: JsonObject, given: object = None) -> Task:
-    """Return the task called `name`. given: the user's object itself, if a program has passed it."""
+    """Return the task called `name`. given: the task or its class, if the user's program passed it directly."""
     task = _built(KINDS["task"], name, args, given)
     _check_methods(task, "a task", ("prompts", "score"), name)
     return task
 
 
 def build_episode(name: str, args: JsonObject, given: object = None) -> Episode | AgentTasks:
-    """Return the episode called `name`, or another library's tasks with their agent. given: as in build_task."""
+    """Return the episode called `name`, or AgentTasks if an agent plays tasks of another library.
+
+    given: as in build_task.
+    """
     episode = _built(KINDS["episode"], name, args, given)
     if given is None and name.partition(":")[0] in KINDS["episode"].adapters:
         return episode
@@ -167,7 +173,7 @@ def build_episode(name: str, args: JsonObject, given: object = None) -> Episode 
 
 
 def _built(kind: Kind, name: str, args: JsonObject, given: Any) -> Any:
-    """Return the object. A class is called with args; an instance accepts none."""
+    """Return the task or episode. A class or an adapter is called with args; an instance accepts no args."""
     found, args = find(kind, name, args) if given is None else (given, args)
     key = f"environments {name!r}"
     if isinstance(found, type) or (given is None and name.partition(":")[0] in kind.adapters):
@@ -178,7 +184,7 @@ def _built(kind: Kind, name: str, args: JsonObject, given: Any) -> Any:
 
 
 def _check_methods(found: object, what: str, methods: tuple[str, ...], name: str) -> None:
-    """Raise EnvironmentSetupError if `found` lacks one of the methods. `what` is its kind, such as "a task"."""
+    """Raise EnvironmentSetupError if `found` lacks one of the methods. what: kind of object, such as "a task"."""
     missing = [method for method in methods if not callable(getattr(found, method, None))]
     if missing:
         lacks = " and no ".join(f"{method}()" for method in missing)

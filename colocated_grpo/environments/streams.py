@@ -1,4 +1,4 @@
-"""Streams of training items, one per environment, and the source of training prompts that mixes them by weight."""
+"""Streams of training items, one per environment. A source of training prompts mixes the streams by weight."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.types import Group, JsonObject, Prompt
 
 DIGEST_ROWS = 64
-"""Rows hashed per dataset, so that a resume detects changed data without reading all of it."""
+"""Rows that are hashed per dataset. A resume detects changed data by these rows, without reading all rows."""
 
 
 class Prompting(Protocol):
@@ -40,14 +40,14 @@ class FixedItems:
     """Base of streams whose items do not depend on completions: every group trains at once."""
 
     def reject(self, item: Item) -> None:
-        """Do nothing: the next item is independent of this one."""
+        """Do nothing: the next item does not depend on the rejected item."""
 
     def record(self, groups: Sequence[Group]) -> BatchResult:
         return BatchResult(trained_now=list(range(len(groups))))
 
 
 class GeneratedItems(Items):
-    """Items that an object of the environment yields."""
+    """Items that a task, an episode or an agent's tasks yield."""
 
     def __init__(self, name: str, prompting: Prompting) -> None:
         self._name = name
@@ -61,7 +61,7 @@ class GeneratedItems(Items):
 
 
 class TaskStream(FixedItems):
-    """Training items of a task or an episode, restarted when they end.
+    """Training items of a task or an episode. When the items end, the sequence starts again.
 
     A resume regenerates all earlier items, unless the task is Seekable.
     """
@@ -111,7 +111,7 @@ def task_items(name: str, task: Prompting, seed: int, split: Split) -> Iterator[
 
 
 def _user_items(name: str, call: str, items: Callable[[], Iterable[Item]]) -> Iterator[Item]:
-    """Yield from items(), which is user code. `call` names it in the error line."""
+    """Yield from items(), which is user code. call: name of this user code in the error line."""
     try:
         yield from items()
     except ConfigError:
@@ -171,18 +171,21 @@ def sample_digest(rows: Rows) -> str:
     hashed = blake2b(digest_size=8)
     for step in range(DIGEST_ROWS):
         row = rows[step * (len(rows) - 1) // (DIGEST_ROWS - 1)]
-        # repr() of a value that JSON lacks, such as an image, may differ between processes: hash its type only.
+        # repr() of a value that JSON lacks, such as an image, may differ between processes. Only the type is hashed.
         hashed.update(json.dumps(row, sort_keys=True, default=lambda value: type(value).__name__).encode())
     return hashed.hexdigest()
 
 
 def row_at(size: int, seed: int | None, taken: int) -> int:
-    """Return the index of the row drawn after `taken` others, in passes over `size` rows. seed: None keeps order."""
+    """Return the index of the next row after `taken` rows were drawn, in passes over `size` rows.
+
+    seed: None keeps the order of the data.
+    """
     epoch, position = divmod(taken, size)
     return position if seed is None else epoch_order(size, seed, epoch)[position]
 
 
-@lru_cache(maxsize=32)  # a mixture draws from its environments in turn
+@lru_cache(maxsize=32)  # a mixture alternates between environments, so it uses several orders
 def epoch_order(size: int, seed: int, epoch: int) -> list[int]:
     """Return the row indices of one epoch, shuffled."""
     order = list(range(size))
@@ -191,11 +194,14 @@ def epoch_order(size: int, seed: int, epoch: int) -> list[int]:
 
 
 MIN_OPPONENT_LIMIT = 16
-"""Lower bound on the maximum opponent turns per step, for small batches."""
+"""The limit on opponent turns per step is the batch size, but at least this number."""
 
 
 class Mixture:
-    """Deterministic mixing by weight: the next name is the one furthest below its fraction of the total count."""
+    """Deterministic mixing by weight.
+
+    The next name is that of the environment whose count is furthest below its fraction of the total count.
+    """
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         total = sum(weights.values())
@@ -208,14 +214,14 @@ class Mixture:
 
 
 class PromptSource:
-    """The BatchSource over all environments that yield prompts."""
+    """A BatchSource that draws prompts from all environments."""
 
     def __init__(self, streams: Mapping[str, ItemStream], weights: Mapping[str, float], encoder: PromptEncoder) -> None:
         self.streams = streams
         self.mixture = Mixture(weights)
         self.encoder = encoder
         self.num_prompts = 0
-        """Prompts returned so far, those for an opponent included."""
+        """Prompts returned so far, including prompts for an opponent."""
         self.num_dropped = 0
         """Items skipped so far because their prompt was empty or too long."""
         self._num_dropped_reported = 0
@@ -223,7 +229,7 @@ class PromptSource:
     def next(self, n: int) -> list[Prompt]:
         prompts: list[Prompt] = []
         by_opponent = 0
-        # If every open game awaits the opponent, each further turn would start another game: hence the limit.
+        # The limit is for the case that every open game waits for the opponent: each further turn starts another game.
         while len(prompts) - by_opponent < n and by_opponent < max(n, MIN_OPPONENT_LIMIT):
             prompts.append(self._next_prompt())
             by_opponent += prompts[-1].by_opponent
@@ -271,7 +277,8 @@ class PromptSource:
             )
         for name, stream in self.streams.items():
             stream.load_state_dict(state["streams"][name])
-        # After a change of weights, counts start at 0: the old ones would make the mixture compensate for past prompts.
+        # If the mixture weights have changed, the counts stay at 0. With the old counts, the mixture would first draw
+        # only from environments whose fraction has grown, until the counts match the new fractions.
         if state["fractions"] == self.mixture.fractions:
             self.mixture.counts = dict(state["counts"])
         self.num_prompts = state["num_prompts"]

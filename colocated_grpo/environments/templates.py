@@ -24,19 +24,26 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TOOLS, VARIABLES = "tools", "chat_template_kwargs"
-"""Keys of an item for the chat template, named as in TRL. Either value may be JSON text."""
+"""Item keys whose values are passed to the chat template. The keys are named as in TRL. Both values may be JSON
+text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptTemplate:
-    """Additions of one environment to the chat template. Tools and variables of an item take precedence."""
+    """Tools, variables and system prompt that one environment adds to its prompts.
+
+    An item's own tools and variables take precedence.
+    """
 
     tools: Sequence[JsonObject] = ()
     variables: JsonObject = field(default_factory=dict)
     system_prompt: str | None = None
 
     def arguments(self, item: Item) -> JsonObject:
-        """Return arguments of apply_chat_template(). Raises ValueError if the item's are malformed."""
+        """Return the arguments of apply_chat_template() for an item.
+
+        Raises ValueError if the item's tools or variables are malformed.
+        """
         given = item_tools(item)
         tools = self.tools if given is None else given
         variables = {**self.variables, **item_variables(item)}
@@ -48,7 +55,7 @@ PLAIN = PromptTemplate()
 
 
 def item_tools(item: Item) -> list[JsonObject] | None:
-    """Return the tools of an item; None if it has none of its own. Raises ValueError."""
+    """Return the item's own tools; None if it has none. Raises ValueError if the tools are malformed."""
     tools = _parsed(item, TOOLS)
     if tools is None:
         return None
@@ -58,7 +65,7 @@ def item_tools(item: Item) -> list[JsonObject] | None:
 
 
 def item_variables(item: Item) -> JsonObject:
-    """Return the variables of the chat template that an item sets. Raises ValueError."""
+    """Return the chat template variables that an item sets. Raises ValueError if they are malformed."""
     variables = _parsed(item, VARIABLES)
     if variables is None:
         return {}
@@ -71,9 +78,10 @@ def item_variables(item: Item) -> JsonObject:
 
 
 def _parsed(item: Item, key: str) -> object:
-    """Return a value of an item without its null fields, which columnar formats add to mappings of one column.
+    """Return the parsed value of an item's key, without null fields.
 
-    None: the item has no value, as in an empty cell of a .csv. An empty list is a value.
+    Columnar formats give all mappings of a column the same keys and fill missing values with null. Returns None if the
+    item has no value, as in an empty cell of a .csv. An empty list is a value.
     """
     value = item.get(key)
     try:
@@ -83,7 +91,7 @@ def _parsed(item: Item, key: str) -> object:
 
 
 def without_nulls(value: object) -> object:
-    """Return a value of JSON without the entries of mappings that are null, at any depth."""
+    """Return a JSON value without the null entries of its mappings, at any depth."""
     if isinstance(value, dict):
         return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
@@ -103,9 +111,10 @@ def build_template(
     tokenizer: PreTrainedTokenizerBase,
     variables: JsonObject,
 ) -> PromptTemplate:
-    """Return the additions of an entry to the chat template. Imports the functions that `tools` names.
+    """Return what an environment's entry adds to each prompt: tools, template variables and a system prompt.
 
-    variables: those of all entries. Raises EnvironmentSetupError if the chat template ignores a setting of the entry.
+    Imports the functions named in `tools`. variables: chat template variables common to all entries. Raises
+    EnvironmentSetupError if the chat template ignores a setting of the entry.
     """
     if not isinstance(entry, TemplatedConfig):  # games and agents write their own prompts
         return PromptTemplate(variables=variables)
@@ -121,12 +130,12 @@ def build_template(
     return PromptTemplate(
         tools=[_schema(tool, f"{key}: {TOOLS}.{number}") for number, tool in enumerate(entry.tools)],
         variables={**variables, **entry.chat_template_kwargs},
-        system_prompt=None if isinstance(entry, DatasetSourceConfig) else entry.system_prompt,  # rows have it already
+        system_prompt=None if isinstance(entry, DatasetSourceConfig) else entry.system_prompt,  # already in the rows
     )
 
 
 def check_is_read(tokenizer: PreTrainedTokenizerBase, key: str, name: str) -> None:
-    """Raise EnvironmentSetupError if no chat template of the tokenizer contains `name`: it would have no effect."""
+    """Raise EnvironmentSetupError if no chat template contains `name`, because the setting would have no effect."""
     templates = tokenizer.chat_template
     if templates is None:
         raise EnvironmentSetupError(f"{key}: the tokenizer has no chat template that could read it; remove it")
@@ -139,7 +148,7 @@ def check_is_read(tokenizer: PreTrainedTokenizerBase, key: str, name: str) -> No
 
 
 def _schema(tool: Tool, key: str) -> JsonObject:
-    """Return the JSON schema of a tool. For a function, transformers derives it from type hints and docstring."""
+    """Return the JSON schema of a tool. transformers derives a function's schema from its type hints and docstring."""
     if isinstance(tool, dict):
         return tool
     function = load_object(tool, key)
@@ -147,7 +156,7 @@ def _schema(tool: Tool, key: str) -> JsonObject:
 
     try:
         return get_json_schema(function)
-    except Exception as error:  # DocstringParsingException, TypeHintParsingException, or one of inspect's
+    except Exception as error:  # DocstringParsingException, TypeHintParsingException, or an error of inspect
         raise EnvironmentSetupError(f"{key}={tool!r}: no JSON schema can be made of it: {one_line(error)}") from error
 
 

@@ -23,7 +23,7 @@ class EvaluationSet:
     name: str
     """Unique in the run; prefix of its metric names."""
     every: int
-    """Steps between evaluations; 0: none during a run."""
+    """Steps between evaluations. 0: the set is not evaluated during a run."""
     prompts: Sequence[Prompt]
     samples: int
     sampling: Sampling
@@ -31,7 +31,7 @@ class EvaluationSet:
 
 
 class Evaluator:
-    """Evaluates sets with the engine's current weights. Every rank has one, with the same sets."""
+    """Evaluates sets with the engine's current weights. Every rank has an Evaluator of the same sets."""
 
     def __init__(self, sets: Sequence[EvaluationSet], collector: Collector, world: World) -> None:
         self._sets = [each for each in sets if each.prompts]
@@ -41,7 +41,10 @@ class Evaluator:
         """Step of each set's last evaluation."""
 
     def due(self, step: int, *, last: bool = False) -> list[EvaluationSet]:
-        """Return the sets to evaluate before training step `step`. last: all that were not evaluated at this step."""
+        """Return the sets to evaluate before training step `step`, except those already evaluated at this step.
+
+        last: ignore the intervals of the sets, for the end of a run. Sets with interval 0 are left out even then.
+        """
         chosen = [each for each in self._sets if each.every and (last or step % each.every == 0)]
         return [each for each in chosen if self._evaluated.get(each.name) != step]
 
@@ -70,7 +73,7 @@ class Best:
     """The best value of one metric so far. Its state is part of checkpoints."""
 
     def __init__(self, metric: str | None, patience: int | None) -> None:
-        """metric: None keeps nothing. patience: evaluations without a better value after which the run ends."""
+        """metric: None keeps no record. patience: the run ends after this many evaluations without a better value."""
         self.metric = metric
         self._patience = patience
         self.value: float | None = None
@@ -81,7 +84,7 @@ class Best:
         self._without_better = 0
 
     def update(self, step: int, row: Mapping[str, float]) -> bool:
-        """Record an evaluation at `step`. Returns True if it is better than all before."""
+        """Record an evaluation at `step`. Return True if its value is better than all earlier values."""
         if self.metric not in row or step <= self._last_step:
             return False
         self._last_step = step
@@ -106,7 +109,7 @@ class Best:
         return f"best {self.metric}: {self.value:.4g} at step {self.step}{kept}{ended}"
 
     def is_kept(self, folder: Path) -> bool:
-        """Return True if the run folder holds the export of this best step."""
+        """Return True if the run folder holds the export of the best step."""
         file = folder / BEST_FILE
         try:
             return json.loads(file.read_text(encoding="utf-8")) == self._record
@@ -125,7 +128,7 @@ class Best:
         return {**self._record, "last_step": self._last_step, "without_better": self._without_better}
 
     def load_state_dict(self, state: JsonObject) -> None:
-        """Restore a record. A record of another metric is ignored: values of two metrics are not comparable."""
+        """Restore a record. A record of another metric is ignored: values of different metrics are not comparable."""
         if state.get("metric") != self.metric:
             return
         self.value, self.step = state["value"], state["step"]

@@ -26,9 +26,10 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
 
 
 def majority(answers: Sequence[Hashable | None], passed: Sequence[bool]) -> float:
-    """Return the fraction of passed samples among those with the most frequent answer; 0 if no sample has an answer.
+    """Return the fraction of passed samples among those with the most frequent answer.
 
-    Answers that are equally frequent share the vote, so the order of the samples does not matter.
+    If several answers are equally frequent, the result is the mean of their fractions, so the order of the samples does
+    not matter. The result is 0 if no sample has an answer.
     """
     votes: dict[Hashable, list[bool]] = defaultdict(list)
     for answer, ok in zip(answers, passed, strict=True):
@@ -40,9 +41,9 @@ def majority(answers: Sequence[Hashable | None], passed: Sequence[bool]) -> floa
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
-    """Return the mean over prompts and its standard error; the error of a single prompt is None.
+    """Return the mean over prompts and its standard error. With a single prompt, the error is None.
 
-    One value per prompt: completions of one prompt are not independent of each other.
+    values: one per prompt, because completions of one prompt are not independent of each other.
     """
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
     return math.fsum(values) / len(values), error
@@ -57,7 +58,7 @@ LAYOUT = re.compile(r"\\(?:left|right|displaystyle|[,;:! ])|[$\s]")
 
 
 def final_answer(text: str) -> str | None:
-    """Return the content of the last <answer>...</answer>, else the text without its thoughts; None if it is empty."""
+    """Return the content of the last <answer>...</answer>, else the text without its thoughts; None if empty."""
     return answers.final_answer(text) or None
 
 
@@ -81,7 +82,7 @@ def boxed(text: str) -> Hashable | None:
 
 
 def _balanced(text: str, start: int) -> str | None:
-    """Return the text from `start` to the brace that closes it; None if none does."""
+    """Return the text from `start` to the matching closing brace; None if there is no such brace."""
     depth = 1
     for position in range(start, len(text)):
         depth += (text[position] == "{") - (text[position] == "}")
@@ -111,7 +112,7 @@ def answer_function(name: str, key: str) -> Answer:
         try:
             found = function(text)
             hash(found)
-        except Exception as error:  # user code: one completion without an answer does not end a run
+        except Exception as error:  # user code: a completion without an answer does not end a run
             logger.warning("%s=%r: %s", key, name, one_line(error))
             return None
         return found
@@ -133,7 +134,7 @@ def set_metrics(
     """Return the metrics of the groups under names that begin with `prefix`.
 
     answer: extracts the answers that maj@k compares; None: no maj@k. A completion with reward None counts as not
-    passed, and in `errors` if its scoring failed.
+    passed. `errors` counts the completions whose scoring reported an error.
     """
     by_prompt: dict[str, list[float]] = {}
 

@@ -1,1 +1,1 @@
-"""Adapters for environments of other libraries, which are imported when a config names them."""
+"""Adapters for environments of other libraries. A library is imported only if a config names its adapter."""

@@ -94,7 +94,7 @@ _VIEWS = {"FrozenLakeEnv": _LAKE, "CliffWalkingEnv": _CLIFF, "TaxiEnv": _TAXI, "
 
 
 def view_of(env: Any, rules: str | None, actions: Sequence[str] | None) -> View:
-    """Return the view of an unwrapped environment. Given rules and actions override its defaults."""
+    """Return the view of an unwrapped environment. `rules` and `actions` replace the defaults of the view if given."""
     numbers = tuple(map(str, range(int(env.action_space.n))))
     own = _VIEWS.get(type(env).__name__, View("", numbers, _plain))
     if "{map}" in own.rules:
@@ -114,14 +114,14 @@ class Gymnasium(SteppedEpisode):
     options: JsonObject = {}
     """Keyword arguments of gymnasium.make. Example: {is_slippery: false}"""
     rules: str | None = None
-    """Start of the prompt. The toy-text environments have a default."""
+    """Text at the start of the prompt. The toy-text environments have a default."""
     actions: list[str] | None = None
     """Names of the actions in order. A reply may always give an action's number instead."""
     _view: View = PrivateAttr()
     _prompt_env: Env = PrivateAttr()
-    """Environment for the first observations of prompts. Episodes run in other threads and use their own."""
+    """Environment for the first observations of prompts. Episodes run in other threads and use other environments."""
     _idle_envs: list[Env] = PrivateAttr(default_factory=list)
-    """Environments of ended episodes, for reuse: some take longer to build than to play."""
+    """Environments of ended episodes, for reuse: some environments take longer to build than to play."""
 
     def __init__(self, **args: Any) -> None:
         super().__init__(**args)
@@ -175,7 +175,7 @@ class Gymnasium(SteppedEpisode):
         return f"Reply with one of them, such as <action>{self._view.actions[0]}</action>."
 
     def _parse(self, reply: str) -> int | None:
-        """Return the number of the last action in a reply, thoughts ignored, or None."""
+        """Return the number of the last action in a reply; None if it is not valid. Thoughts are ignored."""
         found = [action for _, action in tagged_parts(without_thoughts(reply), ACTION)]
         name = found[-1].strip().lower() if found else ""
         names = [action.lower() for action in self._view.actions]

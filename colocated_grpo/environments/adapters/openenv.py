@@ -1,7 +1,8 @@
-"""Environments behind OpenEnv's protocol (openenv-core 0.3), implemented here without its package.
+"""Environments behind OpenEnv's protocol (openenv-core 0.3). The protocol is implemented here without the package.
 
-A WebSocket is a session with its own environment; each episode opens one. Every plain HTTP request runs in a new
-environment, which is enough for the first observation of an episode (/reset) and the fields of an action (/schema).
+Each episode opens a WebSocket, which is a session with its own environment. A plain HTTP request runs in a new
+environment. Plain requests are enough for the first observation of an episode (/reset) and the fields of an action
+(/schema).
 """
 
 from __future__ import annotations
@@ -57,12 +58,12 @@ ERRORS = {"CAPACITY_REACHED": ServerBusy, "VALIDATION_ERROR": InvalidAction}
 
 
 class OpenEnv(SteppedEpisode):
-    """An environment of a server."""
+    """An environment on an OpenEnv server."""
 
     url: str = Field(pattern=r"^https?://")
     """URL of the server. Example: http://localhost:8000"""
     instruction: str = ""
-    """Start of the prompt; the first observation follows."""
+    """Text at the start of the prompt. The first observation follows."""
     action: str | None = None
     """Field of the action that receives the reply as text. Default: the only required field, if it takes text;
     otherwise the reply is the whole action as a JSON object."""
@@ -141,7 +142,10 @@ class OpenEnv(SteppedEpisode):
         return json.dumps(observation) if self.observation is None else str(observation[self.observation])
 
     def _request(self, path: str, body: JsonObject | None = None, *, timeout: float = 0.0) -> JsonObject:
-        """GET, or POST if there is a body. Retries an unavailable server for `timeout` seconds."""
+        """Send a GET request, or POST if there is a body, and return the response.
+
+        If the server is unavailable, the request is retried for `timeout` seconds.
+        """
         http, deadline = JsonClient(self.url, timeout=HTTP_TIMEOUT), time.monotonic() + timeout
         while True:
             try:
@@ -158,7 +162,7 @@ class OpenEnv(SteppedEpisode):
 async def _send(socket: ClientWebSocketResponse, message: JsonObject) -> JsonObject:
     """Send one message and return the data of the response.
 
-    Raises ServerError if the server returns an error, and ConnectionError if it has closed the connection.
+    Raises ServerError if the server returns an error, and ConnectionError if the server has closed the connection.
     """
     with suppress(ConnectionError):  # Before closing, the server may have sent the reason, which is read below.
         await socket.send_json(message)

@@ -21,7 +21,7 @@ InvalidReply."""
 class SeededEpisode(Section):
     """Episode with an endless stream of items. A resumed run can start at any position.
 
-    Building an item may cost a game or a request to a server, so earlier items are skipped rather than rebuilt.
+    Building an item may take a whole game or a request to a server, so earlier items are skipped rather than rebuilt.
     """
 
     def prompts(self, seed: int, split: Split) -> Iterator[Item]:
@@ -35,7 +35,7 @@ class SeededEpisode(Section):
 
 
 def draw_seed(rng: Random, split: Split) -> int:
-    """Return an even seed for training or an odd one for held-out items, so that no run trains on held-out items."""
+    """Return an even seed for training and an odd seed for held-out items, so that no run trains on held-out items."""
     return 2 * rng.randrange(2**30) + (split == "held_out")
 
 
@@ -47,12 +47,12 @@ class SteppedEpisode(SeededEpisode):
     """Reward: the sum of the steps' rewards, plus `invalid_reward` for each reply without a valid action."""
 
     max_turns: int = Field(50, ge=1)
-    """Turns of the policy in an episode."""
+    """Maximum turns of the policy in an episode."""
     max_turn_tokens: int = Field(64, ge=1)
-    """Tokens of one turn of the policy."""
+    """Maximum tokens of one turn of the policy."""
     invalid_reward: float = Field(-1.0, le=0)
-    """Reward of a reply without a valid action. At 0, an invalid reply would be better than a valid one if every step
-    has a cost."""
+    """Reward of a reply without a valid action. If every step has a cost, 0 would make an invalid reply better than a
+    valid reply."""
 
     async def _play(self, model: Conversation, step: Step, *, over: bool = False) -> dict[str, float]:
         text, earned, invalid = "", 0.0, 0

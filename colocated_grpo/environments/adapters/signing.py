@@ -1,7 +1,7 @@
-"""Signatures of state that can run code when it is loaded. The key is private to the user.
+"""Signatures of state that can run code when it is loaded, such as the pickle of a user's game in a checkpoint.
 
-A checkpoint may hold such state (a pickle of a user's game). The signature proves that one of this user's runs wrote
-it, so a run folder made by another user cannot run code here.
+The key is private to the user. A valid signature proves that one of this user's runs wrote the state, so a run folder
+made by another user cannot run code here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 TRUST_VARIABLE = "COLOCATED_GRPO_TRUST_STATE"
-"""Environment variable that permits state without a valid signature. No file of a run folder contains it."""
+"""Environment variable that permits state without a valid signature. No run folder can set this variable."""
 _KEY_BYTES = 32
 
 
@@ -22,7 +22,10 @@ def key_file() -> Path:
 
 
 def sign(data: bytes) -> str | None:
-    """Return the signature of `data`; None where the key can be neither read nor created, as in a read-only home."""
+    """Return the signature of `data`.
+
+    None if the key can be neither read nor created, for example in a read-only home folder.
+    """
     try:
         return _signature(_key(), data)
     except (OSError, RuntimeError):  # RuntimeError: there is no home folder
@@ -45,7 +48,7 @@ def _signature(key: bytes, data: bytes) -> str:
 
 
 def _key() -> bytes:
-    """Return the key. The first call of a user creates it."""
+    """Return the user's key. The first call creates the key."""
     file = key_file()
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -54,8 +57,8 @@ def _key() -> bytes:
         try:
             with os.fdopen(descriptor, "wb") as stream:
                 stream.write(secrets.token_bytes(_KEY_BYTES))
-            with suppress(FileExistsError):  # another run has created it in the meantime
-                os.link(new, file)  # unlike a rename, never replaces a key
+            with suppress(FileExistsError):  # another run has created the key in the meantime
+                os.link(new, file)  # unlike a rename, a link never replaces a key
         finally:
             new.unlink()
     key = file.read_bytes()

@@ -1,7 +1,7 @@
 """Games of the textarena package, players that need no model, and episodes in which the policy plays one seat.
 
-Each seat reads different messages, so an episode is the conversation of one seat. The siblings of a group play the same
-game: same seat, same seed, same opponents.
+Each seat reads different messages, so an episode is the conversation of one seat. All completions of a prompt play the
+same game: same seat, same seed, same opponents.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ILLEGAL_REWARD = -1.0
 MAX_TRIED_MOVES = 30
 """Maximum moves that the random player tries in one turn."""
 VARIANT_SUFFIXES = ("-raw", "-train")
-"""Suffixes of ids that differ only in their wrappers. Error lines leave these ids out."""
+"""Suffixes of game ids that differ from another id only in their wrappers. Error lines leave out such ids."""
 
 GameMessage = tuple[int, str, object]
 """(sender, text, kind). A negative sender is the game itself."""
@@ -63,7 +63,7 @@ class TextArenaGame:
         with isolated(self._rng):
             self._env = make(name, **options)
             self._env.reset(num_players=players, seed=seed)
-        # Messages are read without the wrappers, which repeat all earlier messages each turn, in their own format.
+        # Messages come from the unwrapped game: wrappers repeat all earlier messages each turn, in their own format.
         self._unwrapped = self._env
         while isinstance(self._unwrapped, Wrapper):
             self._unwrapped = self._unwrapped.env
@@ -103,13 +103,13 @@ class TextArenaGame:
 
     def copy(self) -> TextArenaGame:
         """Return an independent copy with the same random state."""
-        # These lists grow with every move, but their entries never change, so a shallow copy of each is enough.
+        # The lists grow with every move, but entries of a list never change: a shallow copy of each list is enough.
         state = self._unwrapped.state
         lists = [state.logs, *state.observations.values(), *self._read.values()]
         return deepcopy(self, {id(each): copy(each) for each in [*lists, self._rng]})
 
     def works(self, rng: Random) -> bool:
-        """Return whether the game takes a reply of the seat whose turn it is, tried on a copy."""
+        """Return whether a random move can be played without an exception. The move is tried on a copy."""
         try:
             self.copy().play(random_move(self, rng))
         except Exception:
@@ -117,14 +117,17 @@ class TextArenaGame:
         return True
 
     def accepts(self, reply: str) -> bool:
-        """Return whether the reply is a legal move, tried on a copy."""
+        """Return whether the reply is a legal move. The reply is tried on a copy of the game."""
         try:
             return self.copy().play(reply)
         except Exception:
             return False
 
     def shown_moves(self) -> tuple[list[str], list[str]]:
-        """Return the moves shown to the seat: those in the latest message with any, and those in the rules."""
+        """Return the moves in the latest message that shows any, and the moves in the rules.
+
+        Only messages from the game to the seat whose turn it is are searched.
+        """
         shown = [(kind_name(kind), MOVE.findall(text)) for sender, text, kind in self.messages() if sender < 0]
         rules = [move for kind, moves in shown if kind == RULES for move in moves]
         latest = next((moves for kind, moves in reversed(shown) if moves and kind != RULES), [])
@@ -135,7 +138,7 @@ class TextArenaGame:
         return render(self.messages())
 
     def result(self, seat: int) -> tuple[float, bool]:
-        """Return the reward of a seat in a game that is over, and whether its last move was illegal."""
+        """Return the reward of a seat in a game that is over, and whether the seat's last move was illegal."""
         rewards, _ = self._env.close()
         if isinstance(rewards[seat], str):
             # textarena 0.7.4's Countdown, Cryptarithm, Slitherlink and ThreeCardMonte end at an illegal move with an
@@ -144,11 +147,11 @@ class TextArenaGame:
         return float(rewards[seat]), self._is_invalid(seat)
 
     def role(self, seat: int) -> str:
-        """Return the game's name of the role: 'Mafia', or 'Player 0' where seats have no roles."""
+        """Return the game's name for the role of a seat: 'Mafia', or 'Player 0' in a game without roles."""
         return str(self._unwrapped.state.game_info[seat]["role"])
 
     def log(self) -> list[tuple[int, str]]:
-        """Return (sender, text) of all messages to any seat except the rules."""
+        """Return (sender, text) of all messages in the game, to any seat, without the rules."""
         logs = self._unwrapped.state.logs
         return [(sender, text) for sender, text in logs if isinstance(text, str) and text not in self._rules]
 
@@ -174,7 +177,10 @@ def move_of(reply: str) -> str:
 
 
 def random_move(game: TextArenaGame, rng: Random) -> str:
-    """Return a random legal move that the game has shown, preferably in the latest message, or NO_MOVE."""
+    """Return a random legal move that the game has shown, or NO_MOVE.
+
+    Moves in the latest message are tried before moves in the rules.
+    """
     latest, rules = game.shown_moves()
     candidates = [*rng.sample(latest, len(latest)), *rng.sample(rules, len(rules))]
     return next((move for move in candidates[:MAX_TRIED_MOVES] if game.accepts(move)), NO_MOVE)
@@ -189,7 +195,7 @@ def scripted_player(label: str, key: str) -> ScriptedPlayer:
 
 
 def render(messages: Iterable[GameMessage]) -> str:
-    """Return the messages as text, one after the other."""
+    """Return the messages as text, separated by newlines."""
     return "\n".join(render_message(sender, text) for sender, text, _ in messages).strip()
 
 
@@ -199,7 +205,7 @@ def render_message(sender: int, text: str) -> str:
 
 
 MAX_OPPONENT_MOVES = 1000
-"""Maximum consecutive moves of the other seats. A game with more is treated as endless and raises."""
+"""Maximum consecutive moves of the other seats. A game with more moves counts as endless, and the episode raises."""
 MAX_DEALS = 100
 """Maximum games started for one prompt. Some games end, or eliminate the seat, before its first turn."""
 
@@ -212,20 +218,21 @@ class TextArena(SeededEpisode):
     players: int = Field(2, ge=1)
     """Number of seats. SecretMafia takes 6 to 15."""
     seat: int | None = Field(None, ge=0)
-    """Seat of the policy. Without it, a random seat in each game."""
+    """Seat of the policy. null: a random seat in each game."""
     opponent: str = RANDOM
-    """Player of the other seats: 'random' (a legal move that the game has shown), or your own 'module:function'."""
+    """Player of the other seats: 'random' (a random legal move that the game has shown), or your own
+    'module:function'."""
     options: JsonObject = {}
     """Keyword arguments of the game. Example: {discussion_rounds: 1}"""
     instruction: str = ""
-    """End of the prompt."""
+    """Text at the end of the prompt."""
     max_turns: int = Field(50, ge=1)
-    """Turns of the policy in an episode."""
+    """Maximum turns of the policy in an episode."""
     max_turn_tokens: int = Field(256, ge=1)
-    """Tokens of one turn of the policy."""
+    """Maximum tokens of one turn of the policy."""
     unfinished_reward: float = -1.0
-    """Reward of a game cut short by turns or tokens, or by a reply on which it raises. Equal to a loss by default, so
-    that stalling does not pay."""
+    """Reward of a game that ends early: at the limit on turns or tokens, or because a reply makes the game raise. The
+    default equals a loss, so that stalling does not pay."""
 
     _opponent: ScriptedPlayer = PrivateAttr()
 
@@ -264,7 +271,10 @@ class TextArena(SeededEpisode):
         return self._score(game, item["seat"])
 
     def _play(self, game: TextArenaGame, reply: str) -> None:
-        """Play a reply of the policy. Raises AnswerError, with a reward, if the game works and this reply breaks it."""
+        """Play a reply of the policy.
+
+        Raises AnswerError, with `unfinished_reward`, if this reply makes the game raise and a random move does not.
+        """
         before = game.copy()
         try:
             game.play(reply)
@@ -276,14 +286,18 @@ class TextArena(SeededEpisode):
     def _deal(self, item: Item) -> tuple[TextArenaGame, Random, str | None]:
         """Start a game and play it up to the seat's first turn.
 
-        Returns the game, the random stream of the opponents, and the text for the seat, or None if the game is over.
+        Returns the game, the random stream of the opponents, and the text for the seat. The text is None if the game is
+        over.
         """
         game = TextArenaGame(self.game, self.options, self.players, item["seed"])
         rng = Random(f"{item['seed']}/opponents")
         return game, rng, self._advance(game, rng, item["seat"])
 
     def _advance(self, game: TextArenaGame, rng: Random, seat: int) -> str | None:
-        """Play the other seats until the seat's turn; return its new messages, or None if the game is over."""
+        """Play the other seats until `seat` has the turn.
+
+        Returns the new messages of `seat`, or None if the game is over.
+        """
         for _ in range(MAX_OPPONENT_MOVES):
             if game.over:
                 return None

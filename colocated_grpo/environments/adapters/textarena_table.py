@@ -1,4 +1,7 @@
-"""A game of textarena, turn by turn. Seed and moves reproduce it, so a snapshot contains only these and a digest."""
+"""A game of textarena, turn by turn.
+
+Seed and moves reproduce a game, so a snapshot contains only seed, moves and a digest.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ from colocated_grpo.types import JsonObject
 POLICY = "policy"
 """Label of the seats that the trained policy plays."""
 MODEL_PLAYERS = (POLICY, FROZEN)
-"""Labels of the seats that a model plays. Scripts play all others."""
+"""Labels of the seats that a model plays. Scripts play all other seats."""
 DRAW, UNFINISHED, BROKEN = "draw", "unfinished", "broken"
 """Endings without a winner."""
 CREDITS = {
@@ -47,27 +50,27 @@ class TextArenaSettings(Section):
     game: str
     """Id of the game in textarena. Example: TicTacToe-v0"""
     games: int = Field(4, ge=1)
-    """Games played side by side. A new game replaces each one that ends."""
+    """Games played side by side. When a game ends, a new game replaces it."""
     seats: int = Field(2, ge=1)
     """Number of seats. SecretMafia takes 6 to 15."""
     players: tuple[str, ...] = Field((POLICY,), min_length=1)
-    """Labels repeated over the seats, shifted by one seat in each game: 'policy', 'frozen' (the entry's opponent),
-    'random' (a legal move that the game has shown), or your own 'module:function'."""
+    """Labels of the players, repeated over the seats and shifted by one seat in each game: 'policy', 'frozen' (the
+    entry's opponent), 'random' (a random legal move that the game has shown), or your own 'module:function'."""
     options: JsonObject = {}
     """Keyword arguments of the game. Example: {discussion_rounds: 1}"""
     credit: OutcomeCredit = CREDITS["terminal"]
     """Share of the result credited to the earlier turns of a seat: 'immediate', 'terminal', 'mix', or {outcome,
     discount}."""
     invalid_reward: float = -1.0
-    """Immediate reward of an empty reply, or of one that the game rejects. Legal replies get 0."""
+    """Immediate reward of a reply that is empty or that the game rejects. Legal replies get 0."""
     max_turns: int = Field(100, ge=1)
-    """Turns of all seats together, after which a game is cut short."""
+    """Maximum turns of all seats together. A game with more turns is cut short."""
     unfinished_reward: float = -1.0
-    """Reward of every seat in a game cut short. Equal to a loss by default, so that stalling does not pay."""
+    """Reward of every seat in a game that is cut short. The default equals a loss, so that stalling does not pay."""
     memory: int = Field(60, ge=1)
-    """Latest messages that a prompt contains, in addition to the rules."""
+    """Number of latest messages in a prompt, in addition to the rules."""
     instruction: str = ""
-    """End of the prompt."""
+    """Text at the end of the prompt."""
 
     @model_validator(mode="after")
     def _check_players(self) -> Self:
@@ -93,7 +96,7 @@ class Move:
     move: str
     legal: bool
     turn_id: str = ""
-    """Id of the committed turn. Empty if a script played it."""
+    """Id of the committed turn. Empty if a script played the turn."""
 
 
 @dataclass(slots=True)
@@ -105,11 +108,11 @@ class TextArenaTable:
     seed: int
     moves: list[Move] = field(default_factory=list)
     rewards: list[float] | None = None
-    """By seat. None until the game is over."""
+    """Rewards by seat. None until the game is over."""
     ending: str = ""
     """Roles that won, or DRAW, UNFINISHED or BROKEN. Empty until the game is over."""
     error: str = ""
-    """Exception of a broken game, in one line."""
+    """Error line of a game that raised an exception."""
     game: TextArenaGame = field(init=False)
 
     def __post_init__(self) -> None:
@@ -122,7 +125,7 @@ class TextArenaTable:
         return labels[(seat + self.number) % len(labels)]
 
     def play(self, text: str, turn_id: str = "") -> Move:
-        """Play a move. An exception in the game ends it as BROKEN, with reward 0 for all seats."""
+        """Play a move. If the game raises an exception, it ends as BROKEN, with reward 0 for all seats."""
         seat, legal = self.game.seat, False
         try:
             legal = self.game.play(text)
@@ -135,7 +138,7 @@ class TextArenaTable:
         return move
 
     def _advance(self, turns: int) -> None:
-        """Store the result if the game is over, end it after too many turns, or read the next seat's messages."""
+        """Store the result if the game is over, end a game that has too many turns, or else read new messages."""
         if self.game.over:
             seats = range(self.settings.seats)
             self.rewards = [self.game.result(seat)[0] for seat in seats]
@@ -182,7 +185,10 @@ class TextArenaTable:
 
     @classmethod
     def restore(cls, settings: TextArenaSettings, snapshot: JsonObject) -> TextArenaTable:
-        """Replay the game of a snapshot. Raises ValueError if the current seat then reads different messages."""
+        """Replay the game of a snapshot.
+
+        Raises ValueError if the seat whose turn it is then reads different messages than before the snapshot.
+        """
         moves = [Move(**each) for each in snapshot["moves"]]
         table = cls(settings, snapshot["number"], snapshot["seed"]).replay(each.move for each in moves)
         table.moves = moves
@@ -220,7 +226,7 @@ class TextArenaTable:
         }
 
     def _transcript(self) -> str:
-        """Return the messages to all seats in order. A message sent to several seats in a row appears once."""
+        """Return the messages to all seats in order. A message that went to several seats in a row appears once."""
         lines = [render_message(sender, text) for sender, text in self.game.log()]
         distinct = [line for index, line in enumerate(lines) if index == 0 or line != lines[index - 1]]
         seats = range(self.settings.seats)

@@ -1,7 +1,7 @@
 """Self-play in textarena, turn by turn. By default the policy plays every seat and is trained on all turns.
 
-A turn carries the seed of its game and the moves so far. To score it, any process replays the game to that moment and
-tries each completion on a copy.
+A turn carries the seed of its game and the moves so far. To score completions of the turn, any process replays the game
+up to the turn and tries each completion on a copy.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from colocated_grpo.types import JsonObject
 WIN_RATE_GAMES = 100
 """Number of latest games that win rates cover."""
 MAX_GAMES = 100
-"""Maximum consecutive games that end before a model's turn, and broken games before the first intact one."""
+"""Maximum consecutive games that end before a model has the turn. Also the maximum number of broken games before the
+first intact game."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +47,7 @@ class TextArenaTurn:
     """One open turn, as plain data."""
 
     id: str
-    """'game.moves': the number of moves before this turn identifies it within its game."""
+    """'game.moves'. The number of moves before this turn identifies the turn within its game."""
     game: int
     seat: int
     player: str
@@ -102,7 +103,7 @@ class TextArenaTurns(FinishedGames):
         return [self._outcome(table.copy(), turn.seat, move_of(each)) for each in completions]
 
     def _outcome(self, table: TextArenaTable, seat: int, move: str) -> PlainOutcome:
-        """Play the move on a copy of the table and score it."""
+        """Play the move on `table`, which is a copy, and score it."""
         legal = table.play(move).legal and bool(move)
         end = 0.0 if table.rewards is None else table.rewards[seat]
         reward = end if legal else end + self.settings.invalid_reward
@@ -119,7 +120,10 @@ class TextArenaTurns(FinishedGames):
         self._tables[index] = self._advance(self._tables[index])
 
     def drain_stats(self) -> dict[str, float]:
-        """Return counts of games since the last call, and win rates by role, and by player if there are several."""
+        """Return counts of games since the last call, and win rates of the latest games by role.
+
+        If there are several players, win rates by player are added.
+        """
         counts, self._counts = self._counts, Counter()
         stats = {name: float(counts[name]) for name in ("games", UNFINISHED, BROKEN)}
         if counts["games"]:
@@ -150,12 +154,15 @@ class TextArenaTurns(FinishedGames):
     def _new_table(self) -> TextArenaTable:
         number = self._started
         self._started += 1
-        # Same parity as the environment's own seed: even seeds are for training, odd ones are held out.
+        # The parity is that of the environment's own seed: even seeds are for training, odd seeds are held out.
         seed = 2 * Random(f"{self._seed}/{number}").randrange(2**30) + self._seed % 2
         return TextArenaTable(self.settings, number, seed)
 
     def _advance(self, table: TextArenaTable) -> TextArenaTable:
-        """Play scripted seats until a model has the turn; return its table. New games replace ended ones."""
+        """Play scripted seats until a model has the turn, and return the table.
+
+        If the game ends first, the returned table is that of a new game.
+        """
         for _ in range(MAX_GAMES):
             while table.rewards is None:
                 script = self._scripts.get(table.player(table.game.seat))
@@ -185,13 +192,16 @@ class TextArenaTurns(FinishedGames):
         committed = [move for move in table.moves if move.turn_id]
         shares = self.settings.credit.weights([move.seat for move in committed])
         return [
-            # The last move of the game already got the result when it was scored.
+            # The last move of a game already got the result when it was scored, so its return is 0.
             PlainReturn(move.turn_id, 0.0 if move is table.moves[-1] else share * rewards[move.seat])
             for move, share in zip(committed, shares, strict=True)
         ]
 
     def _result_of(self, table: TextArenaTable) -> dict[str, float]:
-        """Return 'draw' (1.0 or 0.0) and the share of seats that won, by role, and by player if there are several."""
+        """Return 'draw' (1.0 or 0.0) and the fraction of seats that won, by role.
+
+        If there are several players, the fractions by player are added.
+        """
         rewards = list(enumerate(table.results()))
         results = [(table.game.role(seat), reward) for seat, reward in rewards]
         if len(set(self.settings.players)) > 1:

@@ -2,9 +2,9 @@
 
 `next_batch()` returns `(prompts, meta)`, a list of (prompt, meta) pairs, or a list of bare prompts. Actions are applied
 by `apply_actions(meta, completions)`, or by `apply_actions(completions)` for bare prompts. Rewards are numbers or
-(number, note) pairs. A batcher cannot reward an action without applying it, so each completion is scored on a pickled
-copy of the batcher and its open batch (`ToSSimTable`). Copies write to no log file. They are written by cloudpickle,
-because ToSSim's own environment contains local functions, and read by pickle.
+(number, note) pairs. A batcher cannot reward an action without applying it. Each completion is therefore scored on a
+pickled copy of the batcher and its open batch (`ToSSimTable`). Copies write to no log file. cloudpickle writes the
+copies, because ToSSim's own environment contains local functions; pickle reads them.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ class ToSSimTable:
     """Committed replies by position in the batch."""
     batches: int = 0
     calls: int = 0
-    """Calls into the batcher so far. Each runs with its own random stream."""
+    """Calls into the batcher so far. Each call runs with its own random stream."""
     told: dict[str, float] = field(default_factory=dict)
-    """The batcher's counts at the last drain_stats(). The batcher itself never resets them."""
+    """The batcher's counts at the last drain_stats(). The batcher itself never resets its counts."""
 
     def request_batch(self) -> None:
-        """Replace the batch by the batcher's next one, which may be empty."""
+        """Replace the open batch by the batcher's next batch, which may be empty."""
         batch = self.batcher.next_batch()
         if isinstance(batch, tuple):
             self.prompts, self.meta = list(batch[0]), list(batch[1])
@@ -84,7 +84,10 @@ class ToSSimTable:
         return [index for index in range(len(self.prompts)) if index not in self.replies]
 
     def apply(self, replies: Mapping[int, str]) -> dict[int, float]:
-        """Apply replies and return rewards, both by position. For bare prompts, WAIT replaces missing replies."""
+        """Apply replies and return their rewards. Both are keyed by position in the batch.
+
+        For bare prompts, WAIT replaces missing replies.
+        """
         if self.meta is None:
             indices = list(range(len(self.prompts)))
             rewards = self.batcher.apply_actions([replies.get(index, WAIT) for index in indices])
@@ -94,7 +97,7 @@ class ToSSimTable:
         return {index: float(_number(reward)) for index, reward in zip(indices, rewards, strict=True)}
 
     def drain_stats(self) -> dict[str, float]:
-        """Return the number of games, and what the batcher has counted since the last call."""
+        """Return the number of games, and the increase of the batcher's counts since the last call."""
         stats = dict(self.batcher.get_batch_stats())
         counts = _numbers(stats.get("metrics", {}))
         before, self.told = self.told, counts
@@ -103,7 +106,10 @@ class ToSSimTable:
 
 
 def _numbers(stats: Mapping[str, object]) -> dict[str, float]:
-    """Return the numeric entries. Converting others, such as notes, would raise, and the table would be replaced."""
+    """Return the numeric entries.
+
+    Converting other entries, such as notes, would raise, and the table would then be replaced.
+    """
     return {name: float(value) for name, value in stats.items() if isinstance(value, int | float)}
 
 
@@ -151,7 +157,10 @@ class ToSSim(FinishedGames):
         return PlainOutcome(reward, {"parse_rate": float(reward > -1), "legal_rate": float(reward >= 1)})
 
     def commit(self, turn: ToSSimTurn, completion: str) -> None:
-        """Store a completion. The last one of a batch applies all, because a phase ends for all seats together."""
+        """Store a completion. The last completion of a batch applies all completions of the batch.
+
+        A phase ends for all seats together, so all completions of the batch are applied together.
+        """
         table = self._tables[turn.table]
         if turn.index not in table.open_indices() or turn.id != _turn_id(turn.table, table, turn.index):
             raise ValueError(f"turn {turn.id}: not open; a turn takes exactly one commit")
@@ -166,9 +175,9 @@ class ToSSim(FinishedGames):
         self.commit(turn, WAIT)
 
     def drain_stats(self) -> dict[str, float]:
-        """Return the number of games at all tables, and the batchers' counts and replaced tables since the last call.
+        """Return the number of games at all tables, the batchers' counts, and the number of replaced tables.
 
-        Counts of a replaced table are lost.
+        Counts and replaced tables are those since the last call. The counts of a replaced table are lost.
         """
         totals = {"resets": float(self._resets)}
         self._resets = 0
@@ -189,7 +198,10 @@ class ToSSim(FinishedGames):
         }
 
     def restore(self, snapshot: JsonObject) -> None:
-        """Raises ValueError unless this user's runs wrote the snapshot: a pickle of any batcher can run any code."""
+        """Restore the tables. Raises ValueError unless `is_trusted` accepts the snapshot.
+
+        Loading a pickle of any batcher can run any code.
+        """
         tables, logs = b64decode(snapshot["tables"]), b64decode(snapshot["logs"])
         if not is_trusted(tables + logs, snapshot["signature"]):
             raise ValueError(

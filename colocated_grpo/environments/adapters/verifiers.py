@@ -1,8 +1,8 @@
 """Tasksets of verifiers 0.4, whose tasks supply prompts and rewards.
 
 The policy answers single-turn tasks directly, as in the rest of this project. Tasks with tools, and tasks whose hooks
-or rewards need a runtime, are played by the library's own agent, which samples at the address of the episode. The
-library then runs everything except sampling: tool servers, hooks, limits and rewards. Its agent is a program, called a
+or rewards need a runtime, are played by the library's own agent. This agent samples at the address of the episode, and
+the library runs everything except sampling: tool servers, hooks, limits and rewards. An agent runs a program, called a
 harness. The default harness here is a loop of chat requests and tool calls in this process. The library's own harnesses
 prepare an environment for each program with `uv`, which needs network access.
 """
@@ -46,16 +46,17 @@ SET_BY_THE_RUN = ("model", "client")
 
 
 class VerifiersAgent:
-    """Tasks that an agent plays. Raises EnvironmentSetupError if its settings do not fit the tasks."""
+    """Tasks that an agent plays. Raises EnvironmentSetupError if the agent's settings do not fit the tasks."""
 
     def __init__(self, tasks: VerifiersTasks, settings: Verifiers) -> None:
         self.max_requests, self.max_running = settings.max_requests, settings.max_running
         self._tasks = tasks
         self._config = _agent_config(tasks, settings.agent or {}, settings.max_turn_tokens)
         self._shared_tools = SharedTools(tasks, self._config.runtime)
-        # The library warns of each request that does not fit the context, which is expected here.
+        # The library warns about each request that does not fit the context. Such requests are expected here.
         logging.getLogger("verifiers.v1").setLevel(logging.ERROR)
-        # Imported here: during the first episode, it would block the event loop of all episodes for seconds.
+        # Imported here, because an import during the first episode would block the event loop of all episodes for
+        # seconds.
         import_optional("mcp.client.streamable_http", "mcp", KEY)
         _check_fit(self._config, tasks)
         tasks.make_importable_for_servers()
@@ -64,10 +65,13 @@ class VerifiersAgent:
         return self._tasks.prompts(seed, split)
 
     async def play(self, item: Item, access: Access) -> dict[str, float]:
-        """Run the agent on a task and return its score. Raises AgentFailed with the error that ended it."""
+        """Run the agent on a task and return its score.
+
+        Raises AgentFailed with the error that ended the agent.
+        """
         from verifiers.v1 import EvalClientConfig
 
-        # The key is sent as basic authentication: the library reads bearer keys from an environment variable.
+        # The key is sent as basic authentication, because the library reads bearer keys from an environment variable.
         url = urlsplit(access.base_url)
         address = url._replace(netloc=f"agent:{access.api_key}@{url.netloc}").geturl()
         agent = _agent(self._config, EvalClientConfig(base_url=address, api_key_var=""))
@@ -78,13 +82,13 @@ class VerifiersAgent:
 
 
 class SharedTools:
-    """Tool servers of a taskset, used by all its episodes. They start with the first episode.
+    """Tool servers of a taskset, used by all its episodes. The first episode starts the servers.
 
-    They stop with the event loop of the episodes. The kernel also kills them when the thread of the loop ends.
+    The servers stop with the event loop of the episodes. The kernel also kills them when the thread of the loop ends.
     """
 
     def __init__(self, tasks: VerifiersTasks, runtime: object) -> None:
-        """runtime: the agents' runtime, as the library's settings. Tools are tunnelled to a remote one."""
+        """runtime: the library's settings of the agents' runtime. Tools are tunnelled to a remote runtime."""
         self._tasks = tasks
         self._runtime = runtime
         self._locks: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
@@ -112,7 +116,7 @@ def _agent_config(tasks: VerifiersTasks, settings: JsonObject, max_turn_tokens: 
         if name in settings:
             raise EnvironmentSetupError(f"{KEY}: args.agent.{name}: the agent samples from the policy; remove it")
     if isinstance(settings.get("harness"), dict) and "id" not in settings["harness"]:
-        # The library's default harness gives the model a shell.
+        # Without an id, the library would use its default harness, which gives the model a shell.
         raise EnvironmentSetupError(f'{KEY}: args.agent.harness.id: required, such as {{id: "null"}}')
     if max_turn_tokens is not None:
         sampling = settings.get("sampling") or {}
@@ -155,7 +159,10 @@ def _check_fit(config: AgentConfig, tasks: VerifiersTasks) -> None:
 
 @cache
 def _chat_harness() -> type:
-    """Return the class of the default harness. Its base class comes with the library, which is imported on use."""
+    """Return the class of the default harness.
+
+    The class is defined here, because its base class is in the library, which is imported on use.
+    """
     from verifiers.v1 import Harness, HarnessConfig, ProgramResult
 
     class ChatHarness(Harness[HarnessConfig]):
@@ -179,7 +186,7 @@ def _chat_harness() -> type:
 async def _converse(
     base_url: str, api_key: str, model: str, servers: dict[str, JsonObject], messages: list[Any]
 ) -> None:
-    """Request completions and call their tools until a completion calls none, or the context is exhausted.
+    """Request completions and run their tool calls, until a completion has none or the context is exhausted.
 
     servers: tool servers by name. messages: the prompt, extended in place.
     """
@@ -209,7 +216,7 @@ async def _converse(
 
 
 async def _result_of_call(call: Any, names: dict[str, object], connections: dict[str, object]) -> JsonObject:
-    """Call a tool and return its message, or an error message if the tool does not exist."""
+    """Run a tool call and return the tool's message, or an error message if the tool does not exist."""
     from verifiers.v1.harnesses.utils.compaction import bound_tool_message
     from verifiers.v1.harnesses.utils.mcp import call_mcp
 
@@ -234,12 +241,12 @@ class Verifiers(Section):
     max_turn_tokens: int | None = Field(None, ge=1)
     """Maximum tokens of an answer. null: as many as fit."""
     agent: JsonObject | None = None
-    """Settings of verifiers' agent, as under `[env.agent]` in its own configs. If given, even as {}, the agent plays.
-    null: the agent plays only tasks that need it, with its default settings."""
+    """Settings of verifiers' agent, as under `[env.agent]` in its own configs. If given, even as {}, the agent plays
+    the tasks. null: the agent plays only tasks that need an agent, with its default settings."""
     max_requests: int = Field(64, ge=1)
     """Maximum completions of one agent."""
     max_running: int = Field(32, ge=1)
-    """Agents that run at a time on one rank."""
+    """Maximum agents that run at the same time on one rank."""
 
     def episode(self) -> Episode | AgentTasks:
         """Load the taskset. Raises EnvironmentSetupError."""
@@ -252,7 +259,7 @@ class Verifiers(Section):
         return SingleTurn(tasks, self.max_turn_tokens)
 
 
-@wraps(Verifiers, updated=())  # settings are checked against its signature
+@wraps(Verifiers, updated=())  # settings are checked against the signature of Verifiers
 def build_verifiers(**args: Any) -> Episode | AgentTasks:
     return Verifiers(**args).episode()
 

@@ -24,7 +24,10 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 class VerifiersTasks:
-    """A taskset. Raises EnvironmentSetupError if it cannot be loaded, or if its tasks have no prompt or no rewards."""
+    """A taskset.
+
+    Raises EnvironmentSetupError if the taskset cannot be loaded, or if its tasks have no prompt or no rewards.
+    """
 
     def __init__(self, name: str, config: JsonObject) -> None:
         """name: id of the taskset. config: its settings."""
@@ -41,7 +44,7 @@ class VerifiersTasks:
         if loaders.environment_class(name) is not SingleAgentEnv:
             raise self.unsupported("it comes with an environment of its own")
         self.first: Any = next(iter(self.taskset), None)
-        """One of the tasks: all are of one type."""
+        """The first task. All tasks are of one type."""
         if self.first is None:
             raise EnvironmentSetupError(f"{KEY}: taskset {name!r} has no tasks")
         if self.first.data.prompt is None:
@@ -59,9 +62,9 @@ class VerifiersTasks:
         return self.task_type(self.task_type.data_type().model_validate(item["data"]), self.taskset.config.task)
 
     def make_importable_for_servers(self) -> None:
-        """Add the folder of the taskset's module to PYTHONPATH, unless it is installed.
+        """Add the folder of the taskset's module to PYTHONPATH, unless the module is installed.
 
-        The processes of tool servers import the module too, and run in a folder of their own.
+        The processes of tool servers import the module too, but run in another working directory.
         """
         top = Path(str(sys.modules[type(self.taskset).__module__.partition(".")[0]].__file__)).resolve()
         folder = str(top.parents[1] if top.name == "__init__.py" else top.parent)
@@ -75,7 +78,7 @@ class VerifiersTasks:
 
     @property
     def needs_runtime(self) -> bool:
-        """True if hooks or rewards of the tasks use the agent's runtime."""
+        """True if the tasks need a container, or if their hooks or rewards use the agent's runtime."""
         own_hooks = {hook for base in _own_classes(self.task_type) for hook in vars(base)}
         if self.first.NEEDS_CONTAINER or own_hooks.intersection(RUNTIME_HOOKS):
             return True
@@ -89,9 +92,10 @@ class VerifiersTasks:
 
 
 def validated(settings_type: type[Model], values: JsonObject, key: str, owner: str) -> Model:
-    """Return the settings as an object of the library. Raises EnvironmentSetupError with the key of the first problem.
+    """Return the settings as an object of the library.
 
-    key: position of the settings in the config. owner: what they configure, for the error line.
+    Raises EnvironmentSetupError with the key of the first problem. key: position of the settings in the config. owner:
+    such as "the agent", for the error line.
     """
     try:
         return settings_type.model_validate(values)

@@ -1,4 +1,4 @@
-"""User programs and functions that play whole episodes over HTTP, each with its own address and key."""
+"""User programs and functions that play whole episodes over HTTP. Every episode has its own address and key."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ID_BYTES, KEY_BYTES = 16, 32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Access:
-    """Address and key of one agent."""
+    """Address and key for the agent of one episode."""
 
     base_url: str
     """Base URL of the chat API, as in OPENAI_BASE_URL."""
@@ -45,9 +45,9 @@ class OpenEpisode:
     key: str
     conversation: AgentConversation
     loop: asyncio.AbstractEventLoop
-    """Event loop of the episode. The server has its own."""
+    """Event loop of the episode. The server runs on another loop."""
     sampled: dict[str, str] = field(default_factory=dict)
-    """Sampled messages by the ids of the tool calls that were parsed from them."""
+    """Texts of sampled messages, by the id of each tool call that was parsed from them."""
 
     def complete(
         self, prompt: list[int], max_tokens: int | None, n: int, stop: Sequence[str]
@@ -57,7 +57,10 @@ class OpenEpisode:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def reject(self, text: str) -> None:
-        """Call `AgentConversation.reject` on the episode's loop, before a later response can end it. Thread-safe."""
+        """Call `AgentConversation.reject` on the episode's loop. Thread-safe.
+
+        The call runs before a later response can end the episode.
+        """
         self.loop.call_soon_threadsafe(self.conversation.reject, text)
 
 
@@ -67,11 +70,11 @@ class OpenEpisodes:
     def __init__(self) -> None:
         self._open: dict[str, OpenEpisode] = {}
         self.url = ""
-        """Address of the server, set when it listens."""
+        """Address of the server, set once the server listens."""
 
     @contextmanager
     def opened(self, conversation: AgentConversation) -> Iterator[Access]:
-        """Accept requests for a conversation. They are refused as soon as the block ends."""
+        """Accept requests for a conversation until the block ends. Later requests are refused."""
         episode_id, key = secrets.token_urlsafe(ID_BYTES), secrets.token_urlsafe(KEY_BYTES)
         self._open[episode_id] = OpenEpisode(key=key, conversation=conversation, loop=asyncio.get_running_loop())
         try:
@@ -80,7 +83,7 @@ class OpenEpisodes:
             del self._open[episode_id]
 
     def find(self, episode_id: str, key: bytes) -> OpenEpisode | None:
-        """Return the open episode with this id, if the key is its own."""
+        """Return the open episode with this id; None if there is none, or if `key` is not its key."""
         episode = self._open.get(episode_id)
         if episode is None or not hmac.compare_digest(episode.key.encode(), key):
             return None
@@ -88,25 +91,30 @@ class OpenEpisodes:
 
 
 STARTER = parents_death.__file__
-"""Replaces itself by the program, after it has asked the kernel to kill the process when the rank ends."""
+"""Script that starts a program. It asks the kernel to kill the process when the rank ends, then replaces itself by the
+program."""
 OPENAI_URL, OPENAI_KEY = "OPENAI_BASE_URL", "OPENAI_API_KEY"
-"""Variables that OpenAI's clients read."""
+"""Environment variables that OpenAI's clients read."""
 RANK_VARIABLES = {
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
     *("ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
     *(URLS_VARIABLE, KEY_VARIABLE),
 }
-"""Removed: with torchrun's variables, a program that uses torch would act as a rank."""
+"""Environment variables that programs do not inherit. With torchrun's variables, a program that uses torch would act as
+a rank."""
 TAIL_BYTES = 1 << 16
 MAX_SHOWN = 160
 
 
 class AgentFailed(Exception):
-    """The agent has ended without a result. The message is one line."""
+    """The agent ended without a result. The message is one line."""
 
 
 class Program:
-    """A command that gets the item as one line of JSON on stdin, and prints its reward in the last line of stdout."""
+    """A command that reads the item as one line of JSON from stdin.
+
+    The last line of its standard output is the reward.
+    """
 
     def __init__(self, program: str, arguments: list[str]) -> None:
         """program: a Python file, another executable, or a command in PATH."""
@@ -116,7 +124,10 @@ class Program:
         self._command = [*interpreter, str(path.resolve()) if path.is_file() else program, *arguments]
 
     async def play(self, item: Item, access: Access) -> object:
-        """Run the program and return its result. Raises AgentFailed. Cancellation kills it and its children."""
+        """Run the program and return its result. Raises AgentFailed if the program fails.
+
+        Cancellation kills the program and its children.
+        """
         with TemporaryFile() as given, TemporaryFile() as printed, TemporaryFile() as errors:
             given.write(json.dumps(item, default=str).encode() + b"\n")
             given.seek(0)
@@ -168,7 +179,7 @@ def _shown(line: str) -> str:
 
 
 def _last_line(file: IO[bytes]) -> str:
-    """Return the last line that is not empty; '' if there is none."""
+    """Return the last line that is not empty; '' if all lines are empty."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - TAIL_BYTES))
     lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
@@ -176,10 +187,10 @@ def _last_line(file: IO[bytes]) -> str:
 
 
 class Agent(Protocol):
-    """Code of the user that holds the conversation."""
+    """Code that plays an episode by holding the conversation with the policy."""
 
     async def play(self, item: Item, access: Access) -> object:
-        """Return the reward in a form that `as_score` reads."""
+        """Play the episode of an item. Returns the reward in a form that `as_score` reads."""
         ...
 
 
@@ -191,7 +202,10 @@ class AgentTasks(Agent, Protocol):
     max_running: int
 
     def prompts(self, seed: int, split: Split) -> Iterator[Item]:
-        """Yield items, as Task.prompts does. The agent writes its own messages; "prompt" contains the first ones."""
+        """Yield items, as Task.prompts does.
+
+        "prompt" contains the first messages of the task. The agent itself writes the messages of its requests.
+        """
         ...
 
 
@@ -218,8 +232,8 @@ class AgentEpisode:
         """Return the agent's reward.
 
         If the agent fails after a request exceeded the context or `max_requests`, the reward is 0, as for an episode
-        that does not catch ContextExhausted. Raises AgentFailed if the agent made no request, and the agent's own
-        exceptions.
+        that does not catch ContextExhausted. Raises AgentFailed if the agent made no request. Other exceptions of the
+        agent propagate.
         """
         with self._endpoint.opened(model) as access:
             try:
@@ -236,7 +250,10 @@ class AgentEpisode:
 
 
 def build_agent(program: str, arguments: list[str], key: str) -> Agent:
-    """Return the program, already found by the launcher, or import the function. Raises EnvironmentSetupError."""
+    """Return the agent: an imported function, or a program that the launcher has found.
+
+    Raises EnvironmentSetupError.
+    """
     if ":" in program:
         if arguments:
             raise EnvironmentSetupError(f"{key}: arguments={arguments}: a function has none; use a program")

@@ -1,7 +1,8 @@
-"""The requests of one agent, stored as training sequences of the tokens that the policy read and sampled.
+"""Stores the requests of one agent as training sequences: the tokens that the policy read and sampled.
 
-An agent sends the whole conversation with every request. A prompt that extends an earlier sequence continues it, in
-that sequence's own tokens; any other prompt begins a new sequence. A sampled token is trained in one sequence only.
+An agent sends the whole conversation with every request. If a prompt extends an earlier sequence, that sequence keeps
+its tokens and the new tokens are appended. Any other prompt begins a new sequence. Every sampled token is trained in
+one sequence only.
 """
 
 from __future__ import annotations
@@ -15,22 +16,22 @@ from colocated_grpo.environments.chat import ChatCodec, ContextExhausted, Tokens
 from colocated_grpo.types import Completion, Prompt, Rollout, Score
 
 SampleAgent = Callable[[list[int], int, Sequence[str]], Awaitable[Completion]]
-"""Samples one completion. Arguments: the prompt, the maximum number of tokens to sample, strings that end it."""
+"""Samples one completion. Arguments: the prompt, the maximum number of tokens to sample, stop strings."""
 
 
 class TooManyRequests(Exception):
-    """The agent has used up its requests."""
+    """A request exceeds the rest of the agent's `max_requests`."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Sequence:
-    """Tokens of consecutive requests. Each prompt extends the tokens before it."""
+    """Tokens of consecutive requests. The prompt of each request extends the tokens of the previous request."""
 
     tokens: Tokens
     text: str
     """Decoded text of all tokens."""
     cut: bool = False
-    """True if a prompt that extends it did not fit."""
+    """True if a prompt that extends this sequence did not fit."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -38,7 +39,10 @@ class _Sequence:
 
 
 class AgentConversation:
-    """Requests of an agent with the answers of the policy. They may overlap. Used on one event loop."""
+    """Requests of an agent, with the completions that the policy returned.
+
+    Requests may overlap. They run on one event loop; only rollout() may run in another thread.
+    """
 
     def __init__(self, prompt: Prompt, codec: ChatCodec, limits: AgentLimits, sample: SampleAgent) -> None:
         self._prompt = prompt
@@ -50,16 +54,17 @@ class AgentConversation:
         self.requests = 0
         """Requests that arrived, including rejected ones. Counted by the HTTP server."""
         self.exhausted = False
-        """True if a request did not fit the context or the rest of `max_requests`."""
+        """True if a request did not fit into the context or into the rest of `max_requests`."""
         self._requested = 0
         """Completions requested, including failed ones."""
 
     async def complete(
         self, prompt: list[int], max_tokens: int | None = None, n: int = 1, stop: Sequence[str] = ()
     ) -> list[Completion]:
-        """Sample `n` completions of a rendered prompt, of at most `max_tokens` tokens or as many as fit.
+        """Sample `n` completions of a rendered prompt. Each has at most `max_tokens` tokens; None: as many as fit.
 
-        Raises ContextExhausted if no token fits, TooManyRequests, and ValueError if the engine rejects the prompt.
+        Raises ContextExhausted if no token fits, TooManyRequests if `n` exceeds the rest of `max_requests`, and
+        ValueError if the engine rejects the prompt.
         """
         self._count(n)
         position, prompt = self._continued_by(prompt)
@@ -78,7 +83,7 @@ class AgentConversation:
         return completions
 
     def reject(self, text: str) -> None:
-        """Record that a rendered prompt is too long to be encoded."""
+        """Record that the text of a rendered prompt is too long to be encoded."""
         self._exhaust(next((place for place, one in self._longest_first() if text.startswith(one.text)), None))
 
     def rollout(self, score: Score, temperature: float, *, plain: bool = False) -> Rollout:
@@ -90,24 +95,27 @@ class AgentConversation:
         return replace(first, further=further)
 
     def _count(self, n: int) -> None:
-        """Count `n` more completions. Raises TooManyRequests, and counts none, if they exceed the limit."""
+        """Count `n` more completions. Raises TooManyRequests, and counts none, if the sum exceeds `max_requests`."""
         most = self._limits.max_requests
         if self._requested + n > most:
-            # A request that could never be served is an error of the agent, which reward 0 would hide.
+            # If n alone exceeds the limit, no request could succeed: an error of the agent, which reward 0 would hide.
             self.exhausted = self.exhausted or n <= most
             raise TooManyRequests(f"max_requests={most}: n={n} more after {self._requested} completions exceed it")
         self._requested += n
 
     def _exhaust(self, position: int | None) -> None:
-        """Record that a prompt did not fit. The sequence that it extends, if any, counts as cut by length."""
+        """Record that a prompt did not fit.
+
+        position: sequence that the prompt extends, if any. This sequence counts as cut by length.
+        """
         self.exhausted = True
         if position is not None:
             self._sequences[position] = replace(self._sequences[position], cut=True)
 
     def _store(self, prompt: list[int], completion: Completion) -> None:
-        """Add a completion to the sequence that its prompt extends token by token, or as a new one.
+        """Append a completion to the sequence that its prompt extends token by token, or store a new sequence.
 
-        The sequence is looked up again, because a concurrent request may have continued or begun one.
+        The sequence is looked up again, because a concurrent request may have extended it or begun another.
         """
         text = self._codec.transcript([*prompt, *completion.token_ids])
         position, tokens = self._continued_by(prompt)
@@ -121,7 +129,8 @@ class AgentConversation:
     def _continued_by(self, prompt: list[int]) -> tuple[int | None, list[int]]:
         """Return the position of the longest sequence that the prompt extends, and the prompt in its tokens.
 
-        Encoding a sampled message again may give other tokens for the same text. The sampled ones are kept.
+        Encoding a sampled message again may give other tokens for the same text, so the sampled tokens are kept. If the
+        prompt extends no sequence, the position is None.
         """
         whole = self._codec.transcript(prompt)
         for position, one in self._longest_first():
@@ -134,5 +143,5 @@ class AgentConversation:
         return None, prompt
 
     def _longest_first(self) -> list[tuple[int, _Sequence]]:
-        """Return all sequences with their positions."""
+        """Return all sequences with their positions, longest sequence first."""
         return sorted(enumerate(self._sequences), key=lambda pair: -len(pair[1].token_ids))

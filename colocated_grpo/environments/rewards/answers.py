@@ -43,6 +43,6 @@ def tagged_parts(text: str, opening: re.Pattern[str]) -> Iterator[tuple[str, str
 
 
 def last_number(text: str) -> str | None:
-    """Return the last decimal number, without thousands separators."""
+    """Return the last decimal number in the text, without thousands separators; None if there is none."""
     numbers = NUMBER.findall(text)
     return numbers[-1].replace(",", "") if numbers else None

@@ -16,7 +16,7 @@ from colocated_grpo.environments.rewards.workers import LATE, Answer, Started, W
 from colocated_grpo.types import JsonObject
 
 MATH_SECONDS = 5.0
-"""Time limit of one comparison by math-verify, import of the package excluded."""
+"""Time limit in seconds for one comparison by math-verify. The import of the package does not count."""
 MATH_MEMORY = 4 << 30
 Completions = Sequence[str | list[JsonObject]]
 
@@ -28,9 +28,10 @@ def exact_match(completions: Completions, answer: Sequence[object], **columns: o
 
 
 def gsm8k(completions: Completions, answer: Sequence[str], **columns: object) -> list[float | None]:
-    """Return 1 if the last number equals the one after #### in the column `answer`; None if `answer` has no number.
+    """Return 1 if the completion's last number equals the number after #### in the column `answer`, else 0.
 
-    Only numbers after the last #### of the completion count, if it contains ####.
+    The result is None if `answer` has no number. If the completion contains ####, only numbers after its last ####
+    count.
     """
     return [_same_number(text, gold) for text, gold in zip(completion_texts(completions), answer, strict=True)]
 
@@ -53,10 +54,11 @@ def math_verify(
 
 
 def equal_math(gold: str, answer: str) -> bool | None:
-    """Return whether the results are equal; False after MATH_SECONDS; None if `gold` contains nothing to compare.
+    """Return whether reference and answer are equal; False after MATH_SECONDS; None if `gold` cannot be parsed.
 
-    Runs in a worker process: answers such as 9^9^9 keep math-verify busy indefinitely, its own time limit works only in
-    the main thread, and one long operation holds the interpreter lock.
+    The comparison runs in a worker process, which can be killed. Answers such as 9^9^9 keep math-verify busy
+    indefinitely. The time limit of math-verify itself works only in the main thread, and one long operation holds the
+    interpreter lock.
     """
     if find_spec("math_verify") is None:
         raise ModuleNotFoundError("math-verify is not installed; install it with: pip install math-verify")
@@ -67,7 +69,7 @@ def equal_math(gold: str, answer: str) -> bool | None:
 
 
 def load_math() -> tuple[Started, Answer]:
-    """Load math-verify in a worker process. A request is a pair of reference and answer."""
+    """Load math-verify in a worker process. A request is a pair: reference, answer."""
     from math_verify import parse, verify
 
     logging.disable(logging.CRITICAL)

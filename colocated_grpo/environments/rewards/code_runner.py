@@ -1,9 +1,9 @@
-"""Runs programs with their tests, each test in its own process. Executed as a file.
+"""Runs programs with their tests, each test in its own process. Executed as a script.
 
-Receives jobs, {"program", "cases", "folder", "seconds", "memory", "file"}, and answers each with the number of passed
-tests. It exits when the connection closes. The process of a test has limits on time, memory and the size of a file. A
-seccomp filter blocks new processes, sockets and signals to other processes, so one kill ends the whole test. These
-limits guard against accidents. They are not a sandbox.
+Receives jobs, {"program", "cases", "folder", "seconds", "memory", "file"}, and sends back the number of passed tests of
+each job. Exits when the connection closes. The process of a test has limits on time, memory and the size of a file. A
+seccomp filter blocks new processes, sockets and signals to other processes, so one kill ends the whole test. Limits and
+filter guard against accidents. They are not a sandbox.
 """
 
 import ctypes
@@ -22,12 +22,13 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 1, 38, 22, 2
-"""Linux <sys/prctl.h>"""
+"""Constants of Linux's <sys/prctl.h>"""
 CLONE_THREAD = 0x10000
 ALLOW, REFUSE, UNKNOWN = 0x7FFF0000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
-"""Results of a seccomp filter. UNKNOWN makes libc try clone instead of clone3, whose flags a filter cannot read."""
+"""Results of a seccomp filter. UNKNOWN makes libc try clone instead of clone3: a filter cannot read the flags of
+clone3."""
 LOAD, EQUAL, ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06
-"""Instructions of a filter"""
+"""Instructions of a seccomp filter"""
 NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16
 """Offsets in struct seccomp_data"""
 SYSTEMS = {
@@ -41,7 +42,7 @@ MAX_OPEN_FILES = 64
 
 
 def passed(job: dict) -> int:
-    """Return how many tests the program passes before the time is up."""
+    """Return the number of tests that the program passes before the job's time is up."""
     deadline = time.monotonic() + job["seconds"]
     return sum(_passes(case, job, deadline) for case in job["cases"])
 
@@ -56,7 +57,7 @@ def _passes(case: dict, job: dict, deadline: float) -> bool:
         if child == 0:
             _be_the_test(case, job, given.fileno(), printed.fileno(), mark.fileno())
         in_time = _wait(child, deadline)
-        # Only the end of the test writes the mark: a program that exits early has not passed.
+        # The mark is written after the end of the test, so a program that exits early has not passed.
         if not in_time or os.fstat(mark.fileno()).st_size == 0:
             return False
         printed.seek(0)
@@ -64,7 +65,7 @@ def _passes(case: dict, job: dict, deadline: float) -> bool:
 
 
 def _wait(child: int, deadline: float) -> bool:
-    """Return whether the process ends before the deadline, at which it is killed."""
+    """Return whether the process ends before the deadline. At the deadline, the process is killed."""
     descriptor = os.pidfd_open(child)
     try:
         in_time = bool(select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0])
@@ -94,7 +95,10 @@ def _be_the_test(case: dict, job: dict, given: int, printed: int, mark: int) -> 
 
 
 def _execute(program: str, check: str | None) -> None:
-    """Execute the program, then the check in its namespace. Without a check, an exit with code 0 is a normal end."""
+    """Execute the program, then the check in the program's namespace.
+
+    Without a check, an exit with code 0 is a normal end.
+    """
     module = types.ModuleType("__main__" if check is None else "solution")
     sys.modules[module.__name__] = module
     try:
@@ -125,7 +129,10 @@ def _limit(job: dict) -> None:
 
 
 def seccomp_filter(architecture: int, clone: int, clone3: int, refused: list[int]) -> bytes:
-    """Return the code of a filter that refuses these system calls, and clone unless it starts a thread."""
+    """Return the code of a filter that refuses the system calls in `refused`.
+
+    The filter also refuses clone, unless clone starts a thread.
+    """
     lines = [
         (LOAD, 0, 0, ARCHITECTURE),
         (EQUAL, 1, 0, architecture),
@@ -153,7 +160,7 @@ def _lines(text: str) -> list[str]:
 def main() -> None:
     given, dumps = map(int, sys.argv[1:3])
     with Connection(os.dup(given)) as connection, suppress(EOFError):
-        # A test closes the descriptors below MAX_OPEN_FILES; these numbers may be above.
+        # These two descriptors are closed here, because a test closes only descriptors below MAX_OPEN_FILES.
         os.close(given)
         os.close(dumps)
         silent = os.open(os.devnull, os.O_WRONLY)

@@ -19,12 +19,12 @@ from colocated_grpo.settings.sources import RewardConfig
 NOT_COLUMNS = {"prompt", "completion", "completion_ids"}
 """Item keys that are not passed as columns, as in TRL."""
 PROVIDED = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
-"""Arguments that do not come from columns."""
+"""Arguments of reward functions that are not columns of an item."""
 NEEDS_MESSAGES = (
     "it reads messages, but completions are text, as the prompts are; set system_prompt or give messages as prompts"
 )
 BUILT_IN: dict[str, Callable[..., object]] = {**REWARDS, "judge": Judge, "run_code": RunCode}
-"""Built-in names. A class is constructed with `args`."""
+"""Built-in reward functions by name. A class is constructed with `args`."""
 TRL = "trl.rewards."
 KEYWORD_KINDS = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
 
@@ -43,9 +43,10 @@ class FunctionResult:
     """Result of one reward function for one completion."""
 
     value: float | None = None
-    """None: not applicable, or failed."""
+    """None if the function gave no reward or failed."""
     error: str | None = None
-    """One line about the exception. With a value: the answer could not be read."""
+    """One line about an exception. If `value` is set too, the exception was caused by an answer that could not be
+    read."""
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -60,24 +61,27 @@ class RewardInputs:
     max_steps: int
 
     def split(self) -> list[RewardInputs]:
-        """Return one for each completion."""
+        """Return one RewardInputs for each completion."""
         pairs = zip(self.texts, self.completion_ids, strict=True)
         return [replace(self, texts=[text], completion_ids=[token_ids]) for text, token_ids in pairs]
 
 
 class WrongNumberOfRewards(ValueError):
-    """The result is not one reward per completion, so values cannot be assigned to completions."""
+    """A function did not return one reward per completion, so rewards cannot be assigned to completions."""
 
 
 SYSTEMATIC = (WrongNumberOfRewards, EnvironmentSetupError)
-"""Exceptions that no single completion has caused."""
+"""Exceptions that are not caused by a single completion."""
 
 
 class RewardFunction:
     """A reward function with its name, its weight and the keyword arguments that it accepts."""
 
     def __init__(self, name: str, weight: float, function: Callable[..., object], *, relative: bool = False) -> None:
-        """relative: the function compares the completions of a prompt, so it is never called with only some of them."""
+        """relative: True if the function compares the completions of a prompt.
+
+        The function is then always called with all completions of a prompt.
+        """
         self.name = name
         self.weight = weight
         self.function = function
@@ -104,7 +108,10 @@ class RewardFunction:
             )
 
     def check_text(self, item: Item) -> None:
-        """Raise EnvironmentSetupError if a TRL function needs messages. Calls it once, with the first text prompt."""
+        """Raise EnvironmentSetupError if a TRL function needs messages.
+
+        The function is called once, with the first text prompt.
+        """
         if not self._check_with_text:
             return
         self._check_with_text = False
@@ -119,7 +126,7 @@ class RewardFunction:
         arguments["log_metric"] = lambda name, value: metrics.update({str(name): float(value)})
         accepted = arguments if self.accepts_all else {key: arguments[key] for key in arguments if key in self.accepted}
         result = resolve_awaitable(self.function(**accepted))
-        # Iterating would yield the keys of a mapping, and the values of a set in arbitrary order.
+        # Iterating over a mapping would yield its keys, and over a set its values in arbitrary order.
         if not isinstance(result, Iterable) or isinstance(result, str | Mapping | Set):
             raise WrongNumberOfRewards(f"{result!r} for {count} completions, not a list of {count} numbers")
         sized = isinstance(result, Sized)
@@ -139,7 +146,10 @@ class RewardFunction:
 
 
 def results_of(function: RewardFunction, inputs: RewardInputs) -> list[FunctionResult]:
-    """Call the function for all completions; if it raises, call it for each one, so that only some fail."""
+    """Call the function once for all completions.
+
+    If this call raises, the function is called for each completion, so that only some completions fail.
+    """
     try:
         function.check_columns(inputs.item.keys() - NOT_COLUMNS)
         return function.results(_arguments(inputs), len(inputs.texts))
@@ -189,7 +199,8 @@ def _arguments(inputs: RewardInputs) -> dict[str, object]:
         "completions": [[{"role": "assistant", "content": text}] for text in inputs.texts] if chat else [*inputs.texts],
         "completion_ids": [[*token_ids] for token_ids in inputs.completion_ids],
         "trainer_state": TrainerState(global_step=inputs.global_step, max_steps=inputs.max_steps),
-        # In TRL, log_extra adds columns to a table of completions. There is no such table here: calls are ignored.
+        # In TRL, log_extra adds columns to a table of completions. This project has no such table and ignores the
+        # calls.
         "log_extra": lambda column, values: None,
     }
 
@@ -199,7 +210,7 @@ def build_rewards(configs: Sequence[RewardConfig], key: str) -> list[RewardFunct
     functions: list[RewardFunction] = []
     taken: dict[str, int] = {}
     for config in configs:
-        short = config.name.rpartition(":")[2].rpartition(".")[2]  # of "module:outer.<locals>.function"
+        short = config.name.rpartition(":")[2].rpartition(".")[2]  # last part of "module:outer.<locals>.function"
         taken[short] = taken.get(short, 0) + 1
         name = short if taken[short] == 1 else f"{short}_{taken[short]}"
         functions.append(load_reward(name, config, key))
@@ -211,7 +222,7 @@ def load_reward(name: str, config: RewardConfig, key: str) -> RewardFunction:
 
 
 def check_reward_name(name: str, key: str) -> None:
-    """Raise EnvironmentSetupError unless `name` is built in or of a form that names user code."""
+    """Raise EnvironmentSetupError unless `name` is built in or has the form of user code."""
     if name not in BUILT_IN and ":" not in name:
         raise unknown_name(key, "reward", name, [*BUILT_IN, "module:function", "path/to/file.py:function"])
 

@@ -27,24 +27,27 @@ from colocated_grpo.web.client import JsonClient, RequestRejected, Unavailable
 RETRIED_STATUS = {408, 409, 425, 429}
 """4xx statuses of temporary failures. All 5xx responses are retried too."""
 MAX_WAIT = 10.0
-"""Longest wait in seconds before a retry."""
+"""Maximum wait in seconds before a retry."""
 PLACE = re.compile(r"\{\{|\}\}|\{(\w+)\}")
 DEFAULT_PARSE = r"(?i)\bscore\b\W{0,9}(-?\d+(?:\.\d+)?)"
 """Matches `Score: 7`, `**Score**: 0.5` and `{"score": 1}`."""
 SHOWN_CHARACTERS = 80
 
 Outcome = float | NoReward | None
-"""A score; the reason for a missing one; None if the budget is spent."""
+"""A score; the reason why there is no score; None if the budget is spent."""
 
 
 class Judge(Section):
-    """Scores from a server, with one request per distinct completion. All requests of a prompt are sent at once."""
+    """Reward: a score from a server, with one request per distinct completion.
+
+    All requests of a prompt are sent at the same time.
+    """
 
     url: str = Field(pattern=r"^https?://[^/]")
-    """With `model`: base URL of an OpenAI-compatible API, such as http://localhost:8000/v1. Without: the URL that
-    answers a POST of {"prompt", "completion", <columns>} with {"score": number}."""
+    """With `model`: base URL of an OpenAI-compatible API, such as http://localhost:8000/v1. Without `model`: the URL
+    that answers a POST of {"prompt", "completion", <columns>} with {"score": number}."""
     model: str | None = None
-    """Name of the chat model. Without it, `url` is a scoring endpoint."""
+    """Name of the chat model. Without a name, `url` is a scoring endpoint."""
     prompt: str | None = None
     """User message to the chat model. {prompt}, {completion} and {<column>} are replaced. {{ and }} stand for
     braces."""
@@ -53,7 +56,7 @@ class Judge(Section):
     parse: str = DEFAULT_PARSE
     """Regular expression with one group, a number. The last match in the chat model's answer is the score."""
     bounds: tuple[float, float] | None = None
-    """Lowest and highest valid score. Others count as unreadable."""
+    """Lowest and highest valid score. A score outside these bounds counts as unreadable."""
     columns: list[str] = []
     """Columns sent to a scoring endpoint."""
     request: JsonObject = {"temperature": 0.0, "max_tokens": 512}
@@ -61,22 +64,25 @@ class Judge(Section):
     api_key_variable: str | None = None
     """Environment variable with the API key."""
     concurrency: Positive = 256
-    """Largest number of requests at a time, per rank."""
+    """Maximum requests at a time, per rank."""
     timeout: float = Field(30.0, gt=0)
-    """Seconds for one response."""
+    """Time limit in seconds for one response."""
     retries: NonNegative = 3
     """Further attempts after a connection failure, a timeout, an unreadable body, and status 408, 409, 425, 429 or
     5xx."""
     backoff: float = Field(0.5, ge=0)
-    """Seconds before the first retry. Doubles with each one, up to 10 s."""
+    """Maximum seconds before the first retry. The maximum doubles with each retry, up to 10 s. The actual wait is
+    random, between half of the maximum and the maximum."""
     cache_size: Positive = 100_000
-    """Scores kept in memory. An identical request is answered from there."""
+    """Maximum scores kept in memory. An identical request is answered from memory."""
     cache_file: FileName | None = None
     """File that keeps scores for later runs."""
     max_requests: Positive | None = None
-    """Budget of requests, per rank and start of the run. When it is spent, this function returns no rewards."""
+    """Maximum requests, per rank and start of the run. When this budget is spent, only completions with a cached score
+    get a reward."""
     max_tokens: Positive | None = None
-    """Budget for the sum of `usage.total_tokens` of the responses. Requests already sent still count."""
+    """Maximum sum of `usage.total_tokens` over all responses. When this budget is spent, no further request is sent.
+    Responses to requests that were already sent still count."""
 
     _client: JsonClient = PrivateAttr()
     _threads: ThreadPoolExecutor = PrivateAttr()
@@ -124,7 +130,11 @@ class Judge(Section):
         log_metric: Callable[[str, float], None],
         **columns: Sequence[object],
     ) -> list[Outcome]:
-        """Return the score of each completion. Logs the fractions answered from the cache and left without budget."""
+        """Return the score of each completion.
+
+        Logs two fractions of the completions: those that needed no request, and those without a score because the
+        budget is spent.
+        """
         rows = zip(prompts, completion_texts(completions), strict=True)
         wanted = sorted(self.required_columns)
         bodies = [
@@ -212,10 +222,10 @@ def request_key(url: str, body: object) -> str:
 
 
 class ScoreCache:
-    """Cache of the `size` most recently used scores. A file keeps every score, one JSON line each."""
+    """Cache of the `size` most recently used scores. A file, if given, keeps every score as one line of JSON."""
 
     def __init__(self, size: int, file: Path | None) -> None:
-        """file: appended to, and read first if it exists. Several processes may use it. Raises OSError."""
+        """file: read first if it exists; new scores are appended. Several processes may use it. Raises OSError."""
         self._size = size
         self._file = file
         self._scores: OrderedDict[str, float] = OrderedDict()

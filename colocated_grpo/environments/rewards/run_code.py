@@ -23,24 +23,27 @@ from colocated_grpo.settings.base import Positive, Section
 MEGABYTE = 1 << 20
 FENCE = "```"
 GRACE = 10.0
-"""Seconds that a process gets to end its tests, in addition to their time limit."""
+"""Seconds to wait for a process after the time limit of its tests."""
 
 
 class RunCode(Section):
-    """Fraction of passed tests. 0 without a closed code block; None for a row without tests."""
+    """Reward: the fraction of passed tests.
+
+    The reward is 0 if the completion has no closed code block, and None if the row has no tests.
+    """
 
     language: Literal["python"] = "python"
     """Language of the programs."""
     tests_column: str = "tests"
-    """Column of the tests."""
+    """Name of the column with the tests."""
     timeout: float = Field(5.0, gt=0)
-    """Seconds for all tests of a completion. Tests not finished by then count as failed."""
+    """Time limit in seconds for all tests of a completion together. Tests not finished by then count as failed."""
     memory_mb: Positive = 1024
-    """Address space of a test's process."""
+    """Maximum address space of a test's process, in MiB."""
     file_mb: Positive = 16
-    """Largest size of a file that a test writes, standard output included."""
+    """Maximum size of each file that a test writes, in MiB. Standard output counts as a file."""
     processes: Positive | None = None
-    """Completions tested at a time, per rank. Default: the cores of the host, divided by its ranks."""
+    """Completions tested at a time, per rank. Default: the available cores of the host, divided by its ranks."""
 
     _threads: ThreadPoolExecutor = PrivateAttr()
     _runners: WorkerPool = PrivateAttr()
@@ -60,9 +63,9 @@ class RunCode(Section):
     def model_post_init(self, _context: object) -> None:
         self._threads = ThreadPoolExecutor(self.processes or _cores(), thread_name_prefix="run_code")
         self._runners = WorkerPool(
-            # -I: neither the environment nor the working folder changes what a program imports.
+            # -I: the environment and the working folder must not change what a program imports.
             command=[sys.executable, "-I", str(Path(code_runner.__file__))],
-            # Without the environment variables of this process, which may contain API keys.
+            # Not the environment variables of this process: they may contain API keys.
             environment={"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         )
 
@@ -105,7 +108,7 @@ def _cores() -> int:
 def last_code_block(text: str) -> str | None:
     """Return the content of the last closed block between ``` fences; None if there is none.
 
-    The rest of the opening line, such as "python", is not part of it.
+    The rest of the opening line, such as "python", is left out.
     """
     parts = text.split(FENCE)
     blocks = [part for part in parts[1:-1:2] if "\n" in part]
@@ -113,7 +116,7 @@ def last_code_block(text: str) -> str | None:
 
 
 class Case(TypedDict):
-    """One test: statements that follow the program, or a standard input and the expected standard output."""
+    """One test: statements to run after the program, or a standard input and the expected standard output."""
 
     check: str | None
     stdin: str
@@ -121,10 +124,10 @@ class Case(TypedDict):
 
 
 def cases_of(tests: object) -> list[Case]:
-    """Return the tests of a cell. Raises ValueError for another form.
+    """Return the tests in a cell of the tests column. Raises ValueError for an unknown form.
 
-    Python statements as text or a list of texts; {"input", "output"} pairs in a list; {"inputs": [...], "outputs":
-    [...]}; and each of these as JSON.
+    Known forms: Python statements, as text or as a list of texts; a list of {"input", "output"} pairs; {"inputs":
+    [...], "outputs": [...]}. Lists and mappings may also be given as JSON text.
     """
     if isinstance(tests, str):
         if tests.lstrip()[:1] not in ("[", "{"):

@@ -27,21 +27,23 @@ from colocated_grpo.settings.sources import RewardConfig
 from colocated_grpo.types import Completion, Prompt, Score
 
 DEVICE_LIBRARIES = {"cupy", "jax", "sentence_transformers", "tensorflow", "torch", "transformers", "triton", "vllm"}
-"""Libraries that hold device memory. Their import alone takes seconds, and half a gigabyte in each process."""
+"""Libraries that use device memory. The import of such a library takes seconds, and half a gigabyte of memory in each
+process."""
 NOT_SENDABLE = (pickle.PicklingError, TypeError, AttributeError, RecursionError)
-"""Errors that pickle raises for an object that it cannot send."""
+"""Errors that pickle raises for an object that it cannot serialize."""
 
 
 class RewardScorer:
-    """Weighted sum of reward functions. As in TRL, None is left out of the sum; if all are None, the reward is None.
+    """Weighted sum of reward functions.
 
-    Functions of weight 0 are left out as well, whatever they return or raise.
+    As in TRL, results of None are left out of the sum; if all results are None, the reward is None. Functions of weight
+    0 are left out as well, whatever they return or raise.
     """
 
     def __init__(
         self, functions: Sequence[RewardFunction], max_steps: int, workers: RewardWorkers | None = None
     ) -> None:
-        """workers: processes that run some of the functions. The others run in the calling thread."""
+        """workers: processes that run some of the functions. All other functions run in the calling thread."""
         self.functions = functions
         self.max_steps = max_steps
         self.workers = workers
@@ -81,30 +83,33 @@ class RewardScorer:
 
 
 def _errors(results: Iterable[FunctionResult]) -> str | None:
-    """Return one line; functions whose process has ended have the same error."""
+    """Return all different errors as one line. If a process ends, its functions have the same error."""
     return "; ".join(dict.fromkeys(result.error for result in results if result.error is not None)) or None
 
 
 class RewardWorkers:
-    """The processes that run functions of one dataset."""
+    """The worker processes that run reward functions of one dataset."""
 
     def __init__(self, named: Sequence[tuple[str, RewardConfig]], key: str) -> None:
-        """named: functions with their names. One process is started at once."""
-        # Functions of weight 0 are called last: if one ends the process, no completion loses its reward.
+        """named: (name, config) of each function. The first process is started at once."""
+        # Functions of weight 0 are called last: if such a function ends the process, no completion loses its reward.
         named = sorted(named, key=lambda one: one[1].weight == 0)
         self._names = [name for name, _ in named]
         self._pool = WorkerPool(partial(load_functions, named, key))
         self._first = self._pool.start()
 
     def started(self) -> Started:
-        """Wait for the first process."""
+        """Wait for the first process and return its first message."""
         return self._first.wait_until_started()
 
     def close(self) -> None:
         self._pool.close()
 
     def results(self, inputs: RewardInputs) -> dict[str, list[FunctionResult]]:
-        """Return the results by function. If the process ends, functions without a result count as failed."""
+        """Return the results by name of the function.
+
+        If the process ends, functions without a result count as failed.
+        """
         responses: list[list[FunctionResult]] = []
         try:
             responses, error = self._pool.ask(inputs, count=len(self._names))
@@ -115,7 +120,7 @@ class RewardWorkers:
 
 
 def load_functions(named: Sequence[tuple[str, RewardConfig]], key: str) -> tuple[Started, Answer]:
-    """Load functions in a worker process. A request contains the inputs of all functions."""
+    """Load functions in a worker process. A request is one RewardInputs, which is passed to all functions."""
     functions: list[RewardFunction] = []
     try:
         functions += [load_reward(name, config, key) for name, config in named]
@@ -128,9 +133,10 @@ def load_functions(named: Sequence[tuple[str, RewardConfig]], key: str) -> tuple
 def start_workers(
     configs: Sequence[RewardConfig], functions: Sequence[RewardFunction], key: str
 ) -> RewardWorkers | None:
-    """Return the processes for the functions that run in them; None if there is none.
+    """Return the processes of the functions that run in processes; None if there are no such functions.
 
-    `auto` chooses threads for functions that a process cannot load, or that import a library of DEVICE_LIBRARIES.
+    Functions with `run_in: auto` run in threads if a process cannot load all functions chosen for processes, or if one
+    of these functions imports a library of DEVICE_LIBRARIES.
     """
     pairs = [(function, config) for function, config in zip(functions, configs, strict=True)]
     chosen = [(f.name, c) for f, c in pairs if c.run_in == "process" or (c.run_in == "auto" and _suits(c, f.function))]
@@ -151,12 +157,12 @@ def start_workers(
 def _suits(config: RewardConfig, function: Callable[..., object]) -> bool:
     """Return True for a plain function of the user whose file has no sign of device memory or shared state.
 
-    The built-in functions take linear time, and run in threads. Coroutines run there too, because they share the
-    connections and the limits of one event loop.
+    Built-in functions take linear time and run in threads. Coroutines do not run in processes either, because they
+    share the connections and the limits of one event loop.
     """
     if config.name in BUILT_IN or config.args is not None or not inspect.isfunction(function):
         return False
-    if config.given is not None:  # it may use any object of the program
+    if config.given is not None:  # the function may use any object of the program
         return False
     file = function.__code__.co_filename
     if inspect.iscoroutinefunction(function) or not is_user_code(file):

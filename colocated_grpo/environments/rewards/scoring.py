@@ -1,8 +1,8 @@
 """Scoring by a task's own score(). An exception affects only the completion that caused it.
 
-A scorer that parses answers may raise on a malformed one. Such an answer gets the reward of a bad answer; otherwise the
-policy would not learn to avoid it. A scorer that fails on every answer is broken: its completions get no reward, and
-the run stops above rollout.max_reward_errors.
+A scorer that parses answers may raise on a malformed answer. A malformed answer gets the reward of a bad answer;
+otherwise the policy would not learn to avoid malformed answers. A scorer that fails on every answer is broken. Its
+completions get no reward, and the run stops if their fraction exceeds rollout.max_reward_errors.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from colocated_grpo.environments.user_code.loading import one_line
 from colocated_grpo.types import Completion, Prompt, Score
 
 REWARD_LOOP = ReusableLoop("async-rewards")
-"""Event loop of the process for coroutines that reward functions and tasks return."""
+"""Event loop on which this process runs the coroutines of reward functions and tasks."""
 MAX_REWARD = 1e30
-"""Largest absolute reward: squares and weighted sums of larger ones overflow a float."""
+"""Largest absolute reward. Squares and weighted sums of much larger rewards would overflow a float."""
 PARSING_ERRORS = (
     ArithmeticError,
     AssertionError,
@@ -34,14 +34,15 @@ PARSING_ERRORS = (
     ValueError,
     re.error,
 )
-"""Exceptions of code that parses an unexpected answer. Others, such as OSError, NameError or the exceptions of an HTTP
-client, are not caused by the answer."""
+"""Exceptions that code raises while it parses an unexpected answer. Other exceptions, such as OSError, NameError or the
+exceptions of an HTTP client, are not caused by the answer."""
 
 
 class NoReward(Exception):
-    """The reason why a completion has no reward. A reward function returns it in its list, in place of a number.
+    """The reason why a completion has no reward. A reward function returns a NoReward in place of a number.
 
-    Other completions are not affected, so the function is not called again for each of them.
+    All other completions keep their rewards. If the function raised an exception instead, it would be called again for
+    each completion.
     """
 
 
@@ -73,12 +74,15 @@ def score_texts(task: Task, item: Item, texts: Sequence[str]) -> list[Score]:
 def _result(task: Task, item: Item, text: str) -> Score | BaseException:
     try:
         return as_score(resolve_awaitable(task.score(item, text)))
-    except BaseException as error:  # timeout errors may subclass it to pass `except Exception` in user code
+    except BaseException as error:  # some timeout errors derive from it, to pass `except Exception` in user code
         return error
 
 
 def as_score(result: object) -> Score:
-    """Convert a number, None or named parts. Raises ValueError for parts without "reward": summing is a guess."""
+    """Convert a number, None or a dict of named parts.
+
+    Raises ValueError if the dict has no "reward": summing the parts would be a guess.
+    """
     if not isinstance(result, dict):
         return Score(reward=as_number(result))
     parts = {str(name): number for name, value in result.items() if (number := as_number(value)) is not None}
@@ -88,7 +92,7 @@ def as_score(result: object) -> Score:
 
 
 def as_number(value: Any) -> float | None:
-    """Convert to a finite float. None and NaN give None (TRL's "not applicable"); anything else raises."""
+    """Convert to a finite float. None and NaN give None (TRL's "not applicable"); any other value raises."""
     if value is None:
         return None
     if isinstance(value, str | bytes) or abs(number := float(value)) > MAX_REWARD:
@@ -112,9 +116,9 @@ def reward_of_unscorable(
 ) -> float | None:
     """Return the reward of an answer on which the scorer raised `error`; None if the scorer itself failed.
 
-    scored: rewards of the prompt's other completions. If there are none, the scorer counts as failed unless it raised
-    AnswerError. The reward is the worst of 0 and the siblings' rewards, so that unreadable answers do not pay. worst:
-    max for a function of negative weight.
+    scored: rewards of the prompt's other completions. If `scored` is empty, the scorer counts as failed, unless it
+    raised AnswerError. The reward is the worst of `scored` and 0 (or `AnswerError.reward`), so that unreadable answers
+    do not pay. worst: max for a function of negative weight, otherwise min.
     """
     if isinstance(error, AnswerError):
         return worst([error.reward, *scored])

@@ -11,7 +11,7 @@ from colocated_grpo.types import JsonObject
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 PARTIAL_CREDIT = 0.5
-"""Upper bound of the credit for calls that are not exactly the expected ones."""
+"""Upper bound of the credit for calls that are not exactly the expected calls."""
 
 Calls = list[JsonObject]
 
@@ -22,7 +22,7 @@ def render_calls(calls: Sequence[JsonObject]) -> str:
 
 
 def read_calls(text: str) -> Calls | None:
-    """Return the calls of a completion in order, ignoring its thoughts, or None if a block is malformed."""
+    """Return the calls of a completion in order; None if a block is malformed. Thoughts are ignored."""
     try:
         return [as_call(json.loads(block)) for block in _blocks(without_thoughts(text))]
     except (ValueError, RecursionError):
@@ -30,7 +30,10 @@ def read_calls(text: str) -> Calls | None:
 
 
 def expected_calls(value: Any) -> Calls:
-    """Parse a dataset's column: calls, one call, their JSON, or text with <tool_call> blocks. Raises ValueError."""
+    """Return the calls in a cell of a dataset. Raises ValueError.
+
+    The cell holds a list of calls, one call, JSON of either, or text with <tool_call> blocks.
+    """
     if isinstance(value, str):
         value = [json.loads(block) for block in _blocks(value)] if OPEN in value else json.loads(value)
     calls = [as_call(call) for call in ([value] if isinstance(value, dict) else value)]
@@ -40,7 +43,10 @@ def expected_calls(value: Any) -> Calls:
 
 
 def as_call(value: object) -> JsonObject:
-    """Normalize a call to name and arguments. Accepts OpenAI's nesting and JSON text arguments. Raises ValueError."""
+    """Return a call as {"name", "arguments"}. Raises ValueError.
+
+    Also accepts OpenAI's form, nested under "function", and arguments as JSON text.
+    """
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = value["function"]
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
@@ -90,7 +96,7 @@ def _canonical(value: object) -> str:
 
 
 def _whole(value: object) -> object:
-    """Replace 2.0 by 2, at any depth."""
+    """Replace whole floats such as 2.0 by integers, at any depth."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, dict):
@@ -99,7 +105,10 @@ def _whole(value: object) -> object:
 
 
 def _blocks(text: str) -> Iterator[str]:
-    """Yield the text between the tags, or "", which is no valid call, if the closing tag is missing."""
+    """Yield the text after each opening tag, up to the closing tag.
+
+    If the closing tag is missing, yield "", which is not a valid call.
+    """
     for after in text.split(OPEN)[1:]:
         block, closed, _ = after.partition(CLOSE)
         yield block if closed else ""

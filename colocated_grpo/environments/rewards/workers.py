@@ -1,7 +1,7 @@
 """Worker processes for user reward functions, math-verify and programs in completions.
 
 A call that never returns, holds the interpreter lock or crashes costs only its own completions: the process is killed
-and replaced. Processes are kept between calls. More are started when more calls run concurrently than before.
+and replaced. Processes are kept between calls. More processes are started when more calls run concurrently than before.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ PROGRAM = (sys.executable, "-c", f"from {__name__} import main; main()")
 """Command of a worker that imports this package. Arguments: the descriptors of its connection and of the pipe for
 stacks, and the id of this process."""
 DUMP_SIGNAL = signal.SIGRTMIN + 11
-"""Makes a process write its stack, inside the C-level handler. No library uses this number."""
+"""Signal that makes a worker write its stack, inside the C-level handler. No library uses this number."""
 DUMP_SECONDS = 1.0
 EXIT_SECONDS = 1.0
 START_SECONDS = 120.0
-"""Longest start of a worker that is excluded from the time limit of rewards."""
+"""The start of a worker is excluded from the time limit of rewards for at most this many seconds."""
 LATE = "the worker process does not answer"
 """Reason for ending a process at the time limit of a request."""
 
 _lock = threading.Lock()
 _workers: set[Worker] = set()
 """All workers of this process."""
-# The kernel kills a worker when the thread that started it ends, so this thread never ends.
+# The kernel kills a worker when the thread that started it ends. The thread of this executor never ends.
 _starter = ThreadPoolExecutor(1, thread_name_prefix="worker processes")
 
 
@@ -54,34 +54,34 @@ class Started:
     """First message of a worker."""
 
     error: str | None = None
-    """Reason why it cannot answer requests."""
+    """Reason why the worker cannot answer requests."""
     modules: Sequence[str] = ()
-    """Imported modules that the parent checks."""
+    """Names of imported modules that the parent process checks."""
 
 
 Answer = Callable[[Any], Iterable[object]]
-"""From a request to its responses, in the worker."""
+"""Function of a worker that returns the responses to a request."""
 Prepare = Callable[[], tuple[Started, Answer]]
-"""First message to a worker that imports this package: loads the function that answers requests."""
+"""First message to a worker that imports this package: a function that loads the `Answer`."""
 
 
 @dataclass(eq=False, slots=True)
 class Worker:
-    """One process, and the connection to it."""
+    """A worker process, and the connection to it."""
 
     process: subprocess.Popen[bytes]
     connection: Connection
     dumps: int
     busy: bool = False
     ended: str | None = None
-    """Reason why this process killed it."""
+    """Reason why the parent process killed the worker."""
     started: Started | None = None
     ready: float = inf
-    """time.monotonic() at which it was ready."""
+    """time.monotonic() at which the worker was ready."""
     launched: float = field(default_factory=time.monotonic)
 
     def wait_until_started(self) -> Started:
-        """Return the first message. If the process ends before it, `error` says how."""
+        """Return the first message. If the process ends without a message, `error` says how it ended."""
         if self.started is None:
             try:
                 self.started = self.connection.recv()
@@ -92,7 +92,10 @@ class Worker:
         return self.started
 
     def ask(self, request: bytes, count: int, seconds: float | None) -> Iterable[object]:
-        """Yield the responses. Raises EOFError or OSError if the process ends, also because of the time limit."""
+        """Yield the responses. Raises EOFError or OSError if the process ends.
+
+        If a response takes longer than `seconds`, the iteration stops and `ended` is LATE.
+        """
         self.connection.send_bytes(request)
         for _ in range(count):
             if seconds is not None and not self.connection.poll(seconds):
@@ -101,10 +104,10 @@ class Worker:
             yield self.connection.recv()
 
     def end(self, reason: str) -> None:
-        """Kill the process. `ended` then contains the reason and the line of user code."""
+        """Kill the process. `ended` then contains the reason and the line of user code that was running."""
         self.process.send_signal(DUMP_SIGNAL)
         dump = ""
-        with suppress(OSError):  # closed if the process has died
+        with suppress(OSError):  # discard() may have closed the pipe
             dump = _read_dump(self.dumps)
         self.ended = ", in ".join([reason, *map(str, lines_in_dump(dump))])
         self.kill()
@@ -115,7 +118,10 @@ class Worker:
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def discard(self) -> int:
-        """Close the connection, so that an idle process exits, and return its exit code. Call once."""
+        """Close the connection, so that an idle process exits, and return its exit code.
+
+        Only the first call has an effect. Later calls return 0.
+        """
         with _lock:
             if self not in _workers:
                 return 0
@@ -132,7 +138,7 @@ class Worker:
 
 
 class WorkerPool:
-    """Processes that answer the same requests."""
+    """Worker processes that answer the same kind of request."""
 
     def __init__(
         self,
@@ -141,8 +147,9 @@ class WorkerPool:
         command: Sequence[str] = PROGRAM,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """prepare: first message, for the command PROGRAM only. environment: None inherits that of this process,
-        without GPUs.
+        """prepare: first message, for the command PROGRAM only.
+
+        environment: environment variables. None: the variables of this process, with all GPUs hidden.
         """
         self._prepare, self._command, self._environment = prepare, command, environment
         self._idle: SimpleQueue[Worker] = SimpleQueue()
@@ -158,12 +165,12 @@ class WorkerPool:
         if self._prepare is None:
             worker.started, worker.ready = Started(), worker.launched
         else:
-            with suppress(OSError):  # died at once, which the first answer reports
+            with suppress(OSError):  # if the process died at once, the first request reports it
                 worker.connection.send(self._prepare)
         return worker
 
     def _take(self) -> Worker:
-        """Return a process for a request: an idle one that has not been discarded, or a new one."""
+        """Return a process for a request: an idle process that has not been discarded, or a new process."""
         while True:
             try:
                 worker = self._idle.get_nowait()
@@ -177,8 +184,8 @@ class WorkerPool:
     def ask(self, request: object, *, count: int = 1, seconds: float | None = None) -> tuple[list[Any], str | None]:
         """Return up to `count` responses, and the reason if there are fewer: LATE, or how the process ended.
 
-        seconds: for each response; None: until `end_busy_workers`. Raises the errors of pickle for a request that
-        cannot be sent.
+        seconds: time limit of each response; None: no limit, until `end_busy_workers` is called. Raises the errors of
+        pickle for a request that cannot be serialized.
         """
         data = pickle.dumps(request)
         worker = self._take()
@@ -207,7 +214,11 @@ class WorkerPool:
 
 
 def last_ready() -> float:
-    """Return the time.monotonic() at which the last process with a call was ready; now if one is still starting."""
+    """Return the latest time.monotonic() at which a busy process was ready; 0 if no process is busy.
+
+    A process that is still starting counts as ready now. A process that was launched more than START_SECONDS ago is
+    ignored.
+    """
     now = time.monotonic()
     with _lock:
         busy = [worker for worker in _workers if worker.busy]
@@ -215,7 +226,7 @@ def last_ready() -> float:
 
 
 def end_busy_workers(reason: str) -> bool:
-    """Kill all processes that answer a request. Returns False if there are none."""
+    """Kill all processes that are answering a request. Returns False if there are none."""
     with _lock:
         busy = [worker for worker in _workers if worker.busy and worker.ended is None]
         for worker in busy:
@@ -226,7 +237,7 @@ def end_busy_workers(reason: str) -> bool:
 
 
 def end_idle_workers() -> None:
-    """End all processes that answer no request."""
+    """End all processes that are not answering a request."""
     with _lock:
         idle = [worker for worker in _workers if not worker.busy]
     for worker in idle:
@@ -236,7 +247,7 @@ def end_idle_workers() -> None:
 def _start(command: Sequence[str], environment: Mapping[str, str] | None) -> Worker:
     if environment is None:
         path = [str(Path(PACKAGE).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-        # Without GPUs: a library that allocates memory on one would do so in each process.
+        # GPUs are hidden: a library that allocates GPU memory would allocate it in each process.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "CUDA_VISIBLE_DEVICES": ""}
     own, other = socket.socketpair()
     dumps, writer = os.pipe()
@@ -246,7 +257,7 @@ def _start(command: Sequence[str], environment: Mapping[str, str] | None) -> Wor
             env=dict(environment),
             stdin=subprocess.DEVNULL,
             pass_fds=[other.fileno(), writer],
-            start_new_session=True,  # Ctrl-C in a terminal is for the launcher; and one kill ends the group
+            start_new_session=True,  # Ctrl-C in a terminal is for the launcher, and one kill ends the whole group
         )
         os.close(writer)
         worker = Worker(process, Connection(own.detach()), dumps)
@@ -256,7 +267,7 @@ def _start(command: Sequence[str], environment: Mapping[str, str] | None) -> Wor
 
 
 def _read_dump(descriptor: int) -> str:
-    """Return the text written to the pipe within DUMP_SECONDS, up to a short pause."""
+    """Return the text from the pipe: the first part within DUMP_SECONDS, then all parts up to a short pause."""
     parts = []
     while select.select([descriptor], [], [], 0.05 if parts else DUMP_SECONDS)[0]:
         if not (part := os.read(descriptor, 1 << 16)):
@@ -272,7 +283,7 @@ def _ending(code: int) -> str:
 
 
 def main() -> None:
-    """Answer requests. Runs in a worker."""
+    """Answer requests. Entry point of a worker process."""
     descriptor, dumps, parent = map(int, sys.argv[1:])
     die_with(parent)
     _ignore_stop_signals()
@@ -288,7 +299,10 @@ def main() -> None:
 
 
 def _ignore_stop_signals() -> None:
-    """Ignore stop signals: batch systems signal every process of a job, but the rank still needs its step's rewards."""
+    """Ignore stop signals.
+
+    Batch systems signal every process of a job, but the rank still needs the rewards of its current step.
+    """
     for number in stop_signals():
         signal.signal(number, lambda *_: None)  # SIG_IGN would be inherited by programs that a reward starts
     reset_in_forked_children(stop_signals())

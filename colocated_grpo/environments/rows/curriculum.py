@@ -1,4 +1,4 @@
-"""Order of training items: from easy to hard, by the recent pass rate of each prompt, and without solved ones."""
+"""Order of training items: from easy to hard, by recent pass rate of each prompt, or without solved prompts."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ from colocated_grpo.settings.sources import ColumnCurriculumConfig, PassRateCurr
 from colocated_grpo.types import Group, JsonObject
 
 REMEMBERED = 1 << 17
-"""Maximum number of prompts with a count, above the row count of common datasets. Every checkpoint contains them."""
+"""Maximum count of items with a stored number, above the row count of common datasets. Every checkpoint contains all
+stored numbers."""
 STAGES = "stages"
-"""Key of the state of `EasyToHard`, in addition to those of its base."""
+"""Key under which `EasyToHard` stores its own state, in addition to the keys of its base."""
 
 
 class SkippedItems:
     """Base of an `ItemStream` that draws from another stream and skips some of its items for a while.
 
-    If a whole pass is skipped, the next item is drawn anyway.
+    If all items of a pass are skipped, the next item is returned anyway.
     """
 
     key = ""
-    """Key of this stream's state, in addition to those of the stream that it draws from."""
+    """Key under which this stream stores its own state, in addition to the keys of the stream that it draws from."""
 
     def __init__(self, stream: ItemStream, name: str) -> None:
         self._stream = stream
         self._name = name
         self._numbers: dict[str, int] = {}
-        """A number of at least 1 by item, least recently visited item first."""
+        """A number of at least 1 for each item, by key_of(item). The least recently visited item comes first."""
         self._skipped = 0
-        """Items left out since the last `record`."""
+        """Items skipped since the last `record`."""
 
     @property
     def max_attempts(self) -> int:
@@ -67,14 +68,14 @@ class SkippedItems:
         return replace(result, metrics=result.metrics | metrics)
 
     def _skips(self, key: str) -> bool:
-        """Return True if the item is left out now."""
+        """Return True if the item is skipped this time. May change the item's number."""
         raise NotImplementedError
 
     def _all_skipped(self) -> None:
-        """Called if a whole pass is left out."""
+        """Called if all items of a pass are skipped."""
 
     def _number_after(self, group: Group, number: int) -> int:
-        """Return the number of an item after a visit; 0 to forget it."""
+        """Return the item's number after a visit; 0 removes the item. number: the item's number before the visit."""
         raise NotImplementedError
 
     def _metrics(self) -> dict[str, float]:
@@ -90,9 +91,10 @@ class SkippedItems:
 
 
 class UnsolvedItems(SkippedItems):
-    """Leaves out items whose last `after` visits were solved. The numbers are consecutive solved visits.
+    """Skips items that were solved in their last `after` visits.
 
-    Where all items are solved, the numbers are forgotten and every item is visited again.
+    The number of an item counts its consecutive solved visits. If all items of a pass are skipped, all numbers are
+    removed, so that every item is visited again.
     """
 
     key = "solved"
@@ -118,7 +120,10 @@ class UnsolvedItems(SkippedItems):
 
 
 class RestingItems(SkippedItems):
-    """Skips items for some turns if their last pass rate was out of bounds. The numbers are remaining turns."""
+    """Skips an item for some turns if its last pass rate was out of bounds.
+
+    The number of an item counts its remaining turns.
+    """
 
     key = "resting"
 
@@ -145,7 +150,7 @@ class RestingItems(SkippedItems):
 
 
 def key_of(item: Item) -> str:
-    """Return a short hash of an item. Equal prompts with other columns are different items."""
+    """Return a short hash of an item. Items with equal prompts but different columns have different hashes."""
 
     def name_of_type(value: object) -> str:
         return type(value).__name__  # a value that JSON lacks, such as an image
@@ -155,9 +160,10 @@ def key_of(item: Item) -> str:
 
 
 class EasyToHard(RowStream):
-    """Rows of a dataset in stages: each stage draws passes over the easiest rows, and the last one over all.
+    """Rows of a dataset in stages. Each stage draws passes over the easiest rows; the last stage draws all rows.
 
-    A stage begins after a step, never within one, and with a new pass if it has more rows than the one before.
+    A stage begins after a step, never within a step. A stage with more or fewer rows than the previous stage begins
+    with a new pass.
     """
 
     def __init__(
@@ -169,20 +175,20 @@ class EasyToHard(RowStream):
         difficulties: Sequence[float],
         config: ColumnCurriculumConfig,
     ) -> None:
-        """difficulties: of each row. seed: None reads each pass from easy to hard."""
+        """difficulties: one number for each row. seed: None orders each pass from easy to hard."""
         super().__init__(name, rows, to_item, seed)
         self._order = sorted(range(self.size), key=lambda index: difficulties[index])
         self._sizes = stage_sizes([difficulties[index] for index in self._order], config.stages)
         self._layout: JsonObject = {"column": config.column, "order": config.order, "sizes": self._sizes}
-        """Identity of the stages. Progress saved under another identity is ignored."""
+        """Identity of the stages. Progress that was saved with a different layout is ignored."""
         self._config = config
         self._steps = 0
         """Steps recorded so far."""
         self._stage = 0
         self._drawn = 0
-        """Rows drawn since the first pass of the stage began."""
+        """Rows drawn since the number of rows of the stage last changed."""
         self._rates: list[float] = []
-        """Pass rates of the latest prompts of the stage, at most config.window; none if steps decide."""
+        """Pass rates of the latest prompts of the stage, at most config.window. Empty if config.steps decides."""
 
     @property
     def max_attempts(self) -> int:
@@ -240,20 +246,20 @@ class EasyToHard(RowStream):
         super().load_state_dict(state)
         beginning: JsonObject = {"steps": 0, "stage": 0, "drawn": 0, "rates": []}
         saved = state.get(STAGES, beginning)
-        if any(saved.get(key) != value for key, value in self._layout.items()):  # no curriculum, or another one
+        if any(saved.get(key) != value for key, value in self._layout.items()):  # saved under another layout, or none
             saved = beginning
         self._steps, self._stage, self._drawn = saved["steps"], saved["stage"], saved["drawn"]
         self._rates = list(saved["rates"])
 
 
 def stage_sizes(difficulties: Sequence[float], stages: int) -> list[int]:
-    """Return the number of easiest rows that each stage draws from. Equal difficulties stay together."""
+    """Return how many of the easiest rows each stage draws from. Rows of equal difficulty join the same stage."""
     size = len(difficulties)
     ends = [math.ceil(size * stage / stages) for stage in range(1, stages + 1)]
     return [bisect_right(difficulties, difficulties[end - 1]) for end in ends]
 
 
 def pass_rate(group: Group, pass_reward: float) -> float | None:
-    """Return the fraction of completions whose reward is at least `pass_reward`; None if none has a reward."""
+    """Return the fraction of the rewards that are at least `pass_reward`; None if no completion has a reward."""
     rewards = [rollout.score.reward for rollout in group.rollouts if rollout.score.reward is not None]
     return sum(reward >= pass_reward for reward in rewards) / len(rewards) if rewards else None

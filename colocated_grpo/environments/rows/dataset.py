@@ -43,7 +43,7 @@ class DatasetRows:
         self._check = check
         self._filter = RowFilter(config, keep)
         self.filter_notes: list[str] = []
-        """Log line on the filtered rows of each split."""
+        """One log line for each split from which filters left out rows."""
         rows = self._load(config.split)
         self.train: list[Item] | Dataset
         self.held_out: list[Item] | Dataset
@@ -58,7 +58,7 @@ class DatasetRows:
 
     @property
     def held_out_note(self) -> str | None:
-        """A line for the log if held_out is not set and a tenth of the rows rounds down to zero."""
+        """Log line if no rows are held out by default, because a tenth of the rows rounds down to zero; else None."""
         if self.config.held_out is not None or len(self.held_out):
             return None
         return (
@@ -67,7 +67,7 @@ class DatasetRows:
         )
 
     def item(self, rows: Rows, index: int) -> Item:
-        """Return the row with columns renamed, its prompt under "prompt" and the system prompt added."""
+        """Return a row as an item: columns renamed, the prompt under "prompt", the system prompt added."""
         return self._checked_item(rows[index], f"{self.name} row {index}")
 
     def _checked_item(self, row: Item, where: str) -> Item:
@@ -85,7 +85,10 @@ class DatasetRows:
         return item
 
     def _load(self, split: str) -> list[Item] | Dataset:
-        """Load and check the rows. A bad row found later would stop the run, and stop it again after each resume."""
+        """Load the rows of a split and check them.
+
+        A bad row that is found only later would stop the run, and would stop it again after each resume.
+        """
         rows, where = self._read(split)
         self._check_columns(rows, split)
         rows, numbers = self._filtered(rows, split)
@@ -99,7 +102,7 @@ class DatasetRows:
         return rows
 
     def _filtered(self, rows: list[Item] | Dataset, split: str) -> tuple[list[Item] | Dataset, Sequence[int]]:
-        """Return the rows that meet `where` and `filter`, and their numbers in the data."""
+        """Return the rows that meet `where` and `filter`, and their row numbers in the unfiltered data."""
         try:
             numbers, note = self._filter.kept(rows)
         except ValueError as error:
@@ -112,14 +115,14 @@ class DatasetRows:
         return select(rows, numbers), numbers
 
     def difficulties(self, curriculum: ColumnCurriculumConfig) -> list[float]:
-        """Return a number for each training row, larger for harder ones."""
+        """Return one number for each training row. Harder rows have larger numbers."""
         try:
             return difficulties(column_values(self.train, curriculum.column), curriculum)
         except ValueError as error:
             raise self._error(f"curriculum: {error}") from None
 
     def _read(self, split: str) -> tuple[list[Item] | Dataset, str]:
-        """Return the rows of a split, and their name for messages."""
+        """Return the rows of a split, and the name of their source for messages."""
         given = self._given(split)
         if given is not None:
             name = self.name if split == self.config.split else split
@@ -129,7 +132,7 @@ class DatasetRows:
         return self._load_hub(split), self.name
 
     def _given(self, split: str) -> list[Item] | Dataset | None:
-        """Return the rows of a split passed by the program; None if they are loaded by name."""
+        """Return the rows that the user's program passed for a split; None if the rows are loaded by name."""
         return self.config.given if split == self.config.split else self.config.given_held_out
 
     def _check_item(self, row: Item, where: str) -> None:
@@ -140,8 +143,11 @@ class DatasetRows:
             raise EnvironmentSetupError(f"environments {where!r}: {error}") from None
 
     def _check_nulls(self, rows: Dataset, numbers: Sequence[int], split: str) -> None:
-        """Raise for a null prompt. Columns are typed, so once row 0 is valid, only a null can be bad."""
-        # The Arrow column is scanned without decoding its rows. datasets does not annotate that format.
+        """Raise if a prompt is null.
+
+        Columns are typed: if the prompt of row 0 is valid, another prompt can be bad only if it is null.
+        """
+        # The Arrow format is scanned without decoding rows. `datasets` has no annotation for this format.
         column: Any = rows.select_columns([self.config.prompt_column]).with_format("arrow")
         for number, table in enumerate(column.iter(NULL_CHECK_ROWS)):
             if (prompts := table[self.config.prompt_column]).null_count:
@@ -149,7 +155,10 @@ class DatasetRows:
                 raise self._error(f"row {index} of {split!r}: column {self.config.prompt_column!r} is null")
 
     def _check_json(self, rows: Dataset, numbers: Sequence[int], where: str) -> None:
-        """Raise for JSON text that the chat template cannot use. Other columns are typed, so row 0 stands for all."""
+        """Raise if tools or variables given as JSON text are unusable.
+
+        All other columns are typed, so it is enough to check row 0.
+        """
         for column in rows.column_names:
             key = self.config.columns.get(column, column)
             is_text = "string" in getattr(rows.features[column], "dtype", "")
@@ -158,7 +167,7 @@ class DatasetRows:
                     template_arguments(PLAIN, {key: value}, f"{where} row {number}")
 
     def _check_columns(self, rows: Rows, split: str) -> None:
-        """Raise unless there is a row, and the first one has every column that the config names for its split."""
+        """Raise if a split has no rows, or if row 0 lacks a column that the config names for this split."""
         if not len(rows):
             raise self._error(f"no rows in {split!r}")
         first = rows[0]
@@ -223,12 +232,15 @@ class DatasetRows:
 
 
 def num_held_out(config: RowsSourceConfig, rows: int) -> int:
-    """Return how many of the last `rows` are held out where the config has no eval_split."""
+    """Return how many rows at the end are held out if the config has no eval_split. rows: number of all rows."""
     return min(MAX_HELD_OUT, rows // 10) if config.held_out is None else config.held_out
 
 
 def _without_nulls(prompt: object) -> object:
-    """Drop null fields of messages: columnar formats give all messages the same keys, and templates print None."""
+    """Return a prompt without the null fields of its messages.
+
+    Columnar formats give all messages the same keys, and chat templates would print None.
+    """
     if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
         return prompt
     return [{key: value for key, value in message.items() if value is not None} for message in prompt]
@@ -243,7 +255,7 @@ def _slice(rows: list[Item] | Dataset, start: int, stop: int) -> list[Item] | Da
 
 
 class RowItems(Items):
-    """Rows as items. They are loaded on first use, on rank 0 only."""
+    """Items from rows. The rows are loaded on first use, on rank 0 only."""
 
     default_count = sys.maxsize >> 1  # all rows
 
@@ -282,6 +294,6 @@ class RowItems(Items):
         return (rows.item(rows.held_out, index) for index in range(len(rows.held_out)))
 
     def evaluated(self, seed: int) -> Iterator[Item]:
-        """Yield all rows of `split` in the order of the data: the held-out rows of a set are its last ones."""
+        """Yield all rows of `split` in the order of the data. Held-out rows are the last rows."""
         parts = (self._rows.train, self._rows.held_out)
         return (self._rows.item(rows, index) for rows in parts for index in range(len(rows)))

@@ -10,7 +10,7 @@ from pathlib import Path
 from colocated_grpo.environments.base import Item
 
 MAX_DEPTH = 100
-"""Levels of lists and objects in a row of a JSON file. Copying and sending deeper values would exceed Python's
+"""Maximum levels of lists and objects in a row of a JSON file. Copying and sending deeper values would exceed Python's
 recursion limit in the middle of a run."""
 TOO_DEEP = f"lists and objects are nested more than {MAX_DEPTH} deep"
 
@@ -44,7 +44,7 @@ def read_json(path: Path) -> list[Item]:
 
 
 def read_csv(path: Path) -> list[Item]:
-    """Read rows under the header's names. Values stay text: an answer '007' must not become 7."""
+    """Read rows. The header names the columns. Values stay text: an answer '007' must not become 7."""
     with path.open(encoding="utf-8-sig", newline="") as lines:
         reader = csv.reader(lines, strict=True)
         header = next(reader, [])
@@ -68,7 +68,7 @@ def _parsed_row(line: str) -> Item:
         row = _as_row(json.loads(line))
     except RecursionError:
         raise ValueError(TOO_DEEP) from None
-    # Most lines have few brackets, and counting them costs less than walking through their values.
+    # Most lines have few brackets. Counting brackets costs less than walking through the values.
     return row if line.count("[") + line.count("{") <= MAX_DEPTH else _checked_depth(row)
 
 

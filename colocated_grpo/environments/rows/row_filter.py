@@ -41,9 +41,9 @@ class RowFilter:
         self._keep_name = config.filter
 
     def kept(self, rows: list[Item] | Dataset) -> tuple[list[int], str | None]:
-        """Return the numbers of the rows that meet all conditions, and a log line on the others, if there are any.
+        """Return the numbers of the rows that meet all conditions, and a log line about the dropped rows.
 
-        Raises ValueError if a condition cannot be applied to a row.
+        The log line is None if no row was dropped. Raises ValueError if a condition cannot be applied to a row.
         """
         left, parts = list(range(len(rows))), []
         for name, meets in self._conditions(rows):
@@ -76,7 +76,10 @@ class RowFilter:
 
 
 def meets_condition(value: object, condition: ConditionConfig, where: str) -> bool:
-    """Return whether a value meets a condition; null never does. Raises ValueError for bounds on a non-number."""
+    """Return whether a value meets a condition; null meets none.
+
+    Raises ValueError if the condition has bounds and the value is not a number.
+    """
     if value is None:
         return False
     if condition.any is not None:
@@ -89,7 +92,10 @@ def meets_condition(value: object, condition: ConditionConfig, where: str) -> bo
 
 
 def is_equal(value: object, wanted: Scalar) -> bool:
-    """Return whether a value of the data is the wanted one. Text equals the number or boolean that it spells."""
+    """Return whether a value of the data equals `wanted`.
+
+    Text in the data equals the number or boolean that it spells.
+    """
     if isinstance(wanted, bool) or isinstance(value, bool):
         return as_bool(value) is wanted
     if isinstance(wanted, str):
@@ -98,14 +104,14 @@ def is_equal(value: object, wanted: Scalar) -> bool:
 
 
 def as_bool(value: object) -> bool | None:
-    """Return a boolean, parsed from text in any case; None for anything else."""
+    """Return a boolean; the texts "true" and "false" are parsed, in any case. None for any other value."""
     if isinstance(value, str):
         return {"true": True, "false": False}.get(value.lower())
     return value if isinstance(value, bool) else None
 
 
 def as_number(value: object) -> float | None:
-    """Return a number, parsed if it is text; None for anything else and for NaN."""
+    """Return a number; text is parsed. None for NaN and any other value."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
@@ -116,22 +122,22 @@ def as_number(value: object) -> float | None:
 
 
 def column_values(rows: list[Item] | Dataset, column: str) -> list[object]:
-    """Return the values of a column; None where a row lacks it."""
+    """Return the values of a column; None for rows without the column."""
     if isinstance(rows, list):
         return [row.get(column) for row in rows]
-    selected: Any = rows.select_columns([column])  # annotated as Dataset | DatasetDict, and its batches as rows
+    selected: Any = rows.select_columns([column])  # annotated as Dataset | DatasetDict, and batches as rows
     return [value for batch in selected.iter(ROWS_AT_A_TIME) for value in batch[column]]
 
 
 def select(rows: list[Item] | Dataset, numbers: Sequence[int]) -> list[Item] | Dataset:
-    """Return the rows of these numbers, in this order."""
+    """Return the rows with the given numbers, in the order of `numbers`."""
     if isinstance(rows, list):
         return [rows[number] for number in numbers]
     return cast("Dataset", rows.select(numbers))  # annotated as Dataset | DatasetDict
 
 
 def difficulties(values: Sequence[object], config: ColumnCurriculumConfig) -> list[float]:
-    """Return a number for each row, larger for harder ones. Raises ValueError."""
+    """Return one number for each row. Harder rows have larger numbers. Raises ValueError."""
     found = [_difficulty(value, config) for value in values]
     if None not in found:
         return cast("list[float]", found)

@@ -31,7 +31,7 @@ PARTIAL_CREDIT = 0.5
 def in_split(question: str, split: Split) -> bool:
     """Return whether the question belongs to the split.
 
-    Decided by the question's hash alone, so that no run trains on a question that another run holds out.
+    Only the question's hash decides, so no run trains on a question that another run holds out.
     """
     digest = sha256(question.encode()).digest()
     held_out = int.from_bytes(digest[:8], "big") % HELD_OUT_ONE_IN == 0
@@ -49,7 +49,7 @@ class Procedural(Section):
         return split_items(iter(lambda: self._draw(rng), None), self.template, split)
 
     def _draw(self, rng: Random) -> Item:
-        """Return an item as described at split_items()."""
+        """Return an item with the keys that split_items() reads."""
         raise NotImplementedError
 
     @model_validator(mode="after")
@@ -64,8 +64,8 @@ class Procedural(Section):
 def split_items(drawn: Iterator[Item], template: str, split: Split) -> Iterator[Item]:
     """Yield the items of one split out of the endless `drawn`, with "prompt" made from the template and "question".
 
-    "train" is endless and may repeat a question. "held_out" never repeats one, and ends when no new one is found. If
-    the question alone does not identify an item, the item needs an "identity".
+    "train" is endless and may repeat a question. "held_out" never repeats a question, and ends after MAX_MISSES draws
+    without a new one. If the question alone does not identify an item, the item needs an "identity".
     """
     seen: set[str] = set()
     misses = 0
@@ -85,7 +85,7 @@ def split_items(drawn: Iterator[Item], template: str, split: Split) -> Iterator[
 
 
 class Positional(Procedural):
-    """Reward 1 for the exact answer; below 1/2 for a wrong one, by the fraction of right positions."""
+    """Reward 1 for the exact answer; below 1/2 for a wrong answer, by the fraction of right positions."""
 
     partial: bool = True
     """Give partial credit for right positions; False: reward 1 or 0."""
@@ -138,7 +138,7 @@ class Arithmetic(Procedural):
     max_digits: int = Field(3, ge=1, le=100)
     """Digits of the longest operand."""
     operators: list[Literal["+", "-", "*", "/"]] = Field(["+", "-"], min_length=1)
-    """Drawn uniformly; "/" always divides without remainder."""
+    """Operators, drawn uniformly. "/" always divides without remainder."""
     template: Template = "What is {question}? Give the result between <answer> and </answer>."
     """Prompt text; {question} is replaced by the question."""
 
@@ -161,7 +161,10 @@ class Arithmetic(Procedural):
 
 
 def normal_integer(text: str) -> str | None:
-    """Return the canonical decimal form of an integer, or None. Sign, leading zeros and commas are normalized."""
+    """Return the canonical decimal form of an integer; None for other text.
+
+    Sign, leading zeros and commas are normalized.
+    """
     # Works on characters: int() of a million digits would hold the GIL and stall every thread.
     text = text.replace(",", "")
     digits = text[1:] if text[:1] in ("+", "-") else text
@@ -185,11 +188,11 @@ class Countdown(Procedural):
     """Reward 1 for an expression that uses every number once and equals the target."""
 
     min_numbers: int = Field(3, ge=2)
-    """Minimum count of numbers given."""
+    """Minimum count of numbers in a question, without the target."""
     max_numbers: int = Field(4, ge=2, le=8)
-    """Maximum count of numbers given."""
+    """Maximum count of numbers in a question, without the target."""
     max_number: int = Field(99, ge=2)
-    """Largest number given."""
+    """Largest number in a question, except for the target."""
     max_target: int = Field(999, ge=2)
     """Largest target."""
     format_reward: float = Field(0.1, ge=0, lt=1)
@@ -219,7 +222,10 @@ class Countdown(Procedural):
 
 
 def _random_solution(rng: Random, numbers: list[int]) -> tuple[str, int]:
-    """Combine random pairs of operands until one is left. Every intermediate value is an integer."""
+    """Return an expression of random operations on all numbers, and its value.
+
+    Every intermediate value is an integer.
+    """
     operands = [(str(number), number) for number in numbers]
     while len(operands) > 1:
         rng.shuffle(operands)
@@ -233,7 +239,10 @@ def _random_solution(rng: Random, numbers: list[int]) -> tuple[str, int]:
 
 
 def evaluate(expression: str) -> tuple[Fraction | None, list[int]]:
-    """Return the exact value and the numbers used, or (None, []) if malformed. No code is executed."""
+    """Return the exact value of the expression and the numbers in it, or (None, []) if it is malformed.
+
+    No code is executed.
+    """
     if EXPRESSION.fullmatch(expression) is None:
         return None, []
     used: list[int] = []

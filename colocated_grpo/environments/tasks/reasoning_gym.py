@@ -14,11 +14,12 @@ from colocated_grpo.environments.user_code.loading import import_optional, one_l
 from colocated_grpo.types import JsonObject
 
 CHUNK = 500
-"""Questions per reasoning-gym dataset object: some generators prepare or store all of them at once."""
+"""Questions per reasoning-gym dataset object. The number is limited because some generators prepare or store all
+questions of an object at once."""
 
 
 class ReasoningGym:
-    """One reasoning-gym dataset. Args are the fields of its config, plus `instruction`, appended to each prompt."""
+    """One reasoning-gym dataset. Args: the fields of its config, and `instruction`, which ends each prompt."""
 
     def __init__(
         self, dataset: str, *, instruction: str = "Give the final answer between <answer> and </answer>.", **args: Any
@@ -37,7 +38,10 @@ class ReasoningGym:
         return split_items(self._entries(seed), self.template, split)
 
     def score(self, item: Item, completion: str) -> float:
-        """Return the dataset's own score. Raises AnswerError if the scorer can score this item, but not this answer."""
+        """Return the dataset's own score.
+
+        Raises AnswerError if the scorer fails on this answer, but not on the item's own.
+        """
         try:
             return float(self.judge.score_answer(final_answer(completion), item))
         except Exception as error:
@@ -61,5 +65,5 @@ class ReasoningGym:
 
 
 def _chunk_seed(seed: int, number: int) -> int:
-    """Return a hashed seed: generators seed question i with seed + i, so adjacent seeds would repeat questions."""
+    """Return a hashed seed. Generators seed question i with seed + i, so adjacent seeds would repeat questions."""
     return int.from_bytes(sha256(f"{seed}:{number}".encode()).digest()[:4], "big")

@@ -19,7 +19,7 @@ CURRENCIES = ("euro", "yen", "peso", "rupee", "dollar", "franc")
 TOOLS = "weather(city, day), timer(minutes), message(to, text), convert(amount, source, target)"
 
 Request = tuple[str, str, JsonObject]
-"""Text, tool name, arguments."""
+"""(text, tool name, arguments)."""
 
 
 def _weather(rng: Random) -> Request:

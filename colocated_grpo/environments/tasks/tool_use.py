@@ -111,9 +111,10 @@ MALFORMED = Call("", "")
 
 
 class ToolUse(Procedural):
-    """Reward 1 for the right number; for a wrong one, `format_reward` times the fraction of well-formed turns.
+    """Reward 1 for the right number, 0 without an answer.
 
-    Names stand for numbers that must be searched: "ann+bob" takes two searches, a calculation and the answer.
+    A wrong answer gets `format_reward` times the fraction of well-formed turns. Names stand for numbers that must be
+    searched: "ann+bob" takes two searches, a calculation and the answer.
     """
 
     min_calls: int = Field(1, ge=1, le=3)
@@ -125,15 +126,15 @@ class ToolUse(Procedural):
     max_number: int = Field(99, ge=1)
     """Largest number in the text and the question."""
     operators: list[Literal["+", "-", "*"]] = Field(["+", "-"], min_length=1)
-    """Drawn uniformly."""
+    """Operators, drawn uniformly."""
     max_turns: int = Field(6, ge=2)
-    """Assistant messages, the answer included."""
+    """Maximum assistant messages in an episode, including the answer."""
     max_turn_tokens: int = Field(256, ge=1)
     """Token limit of one assistant message."""
     format_reward: float = Field(0.1, ge=0, lt=1)
     """Reward of a wrong answer if every turn made exactly one call."""
     role: Literal["user", "tool"] = "user"
-    """Role of the tools' messages. 'tool' needs a chat template that supports it."""
+    """Role of the messages with tool results. 'tool' needs a chat template that supports this role."""
     template: Template = (
         "Find {question}. Each name stands for a number. Use one tool a turn: <search>name</search> looks a name up, "
         "<calc>2*(3+4)</calc> calculates. Give the result between <answer> and </answer>."
@@ -153,7 +154,7 @@ class ToolUse(Procedural):
         return self._score(calls, item)
 
     def teach(self, item: Item, observations: Sequence[str]) -> str:
-        """Return the correct next message after these observations, as supervision for a warm start."""
+        """Return the correct message that follows `observations`, as supervision for a warm start."""
         names, step = item["names"], len(observations)
         if step < len(names):
             return f"<search>{names[step]}</search>"
@@ -195,7 +196,7 @@ class ToolUse(Procedural):
 
 
 def read_call(text: str) -> Call:
-    """Return the single call of a message, ignoring its thoughts; MALFORMED for none or several."""
+    """Return the call of a message, ignoring its thoughts; MALFORMED if the message has no call or several."""
     found = list(islice(tagged_parts(without_thoughts(text), OPENING), 2))
     return Call(*found[0]) if len(found) == 1 else MALFORMED
 

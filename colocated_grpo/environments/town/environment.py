@@ -47,21 +47,22 @@ class TownSettings:
     """The `args` of town. Example: TownSettings(games=8, seats=9, seed=1, players=("policy", "sensible"))"""
 
     games: int = 4
-    """Games played side by side. A new game replaces each one that ends."""
+    """Games played side by side. When a game ends, a new game replaces it."""
     seats: int | tuple[int, int] = 7
     """Seats of a game, or (lowest, highest), drawn for each game."""
     roles: tuple[str, ...] = ()
     """The cast, dealt at random. Empty: a playable mix is drawn for each game."""
     seed: int = 0
     players: tuple[str, ...] = (POLICY,)
-    """Labels of the players, repeated over the seats. 'sensible' and 'random' are scripts; models play all others."""
+    """Labels of the players, repeated over the seats. 'sensible' and 'random' are scripts; models play all other
+    labels."""
     credit: Credit = field(default_factory=lambda: CREDITS["phase"])
     rules: Rules = field(default_factory=Rules)
     memory: int = 60
-    """Latest events that a prompt contains; older ones can be looked up."""
+    """Number of latest events in a prompt. Older events can be looked up."""
     prompts: str = "full"
     """full: rules and situation in sentences. brief: names and tags, for models of a few million parameters.
-    docs/guides/games.md gives their lengths."""
+    docs/guides/games.md gives the lengths of both styles."""
 
     def __post_init__(self) -> None:
         low, high = self.seat_bounds
@@ -88,7 +89,7 @@ class TownSettings:
 
 
 class TurnError(ValueError):
-    """The turn is not open: it was already committed, or its game has not reached it."""
+    """The turn is not open: it was already committed, or its game has not reached the turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +97,8 @@ class TownTurn:
     """One open turn, as plain data that does not change with the game."""
 
     id: str
-    """'game.seat.count': one completion of one seat. The same in every run with the same seed and commits."""
+    """'game.seat.count', where count is the number of the seat's completions so far. The id is the same in every run
+    with the same seed and commits."""
     game: int
     seat: int
     player: str
@@ -132,13 +134,16 @@ class TownEnvironment(FinishedGames):
         return self.settings.credit.outcome != 0
 
     def next_batch(self) -> list[TownTurn]:
-        """Return the open turns, oldest game first, at most one for each seat. Only a commit changes them."""
+        """Return the open turns, oldest game first, at most one turn for each seat.
+
+        Only commit() and play_on() change the open turns.
+        """
         self._games = [self._advance(game) for game in self._games]
         oldest_first = sorted(self._games, key=lambda game: game.number)
         return [self._turn(game, seat) for game in oldest_first for seat in _external_seats(game)]
 
     def add_game(self) -> list[TownTurn]:
-        """Start one more game and return its open turns. From then on, one more game runs side by side."""
+        """Start one more game and return its open turns. The number of concurrent games stays one higher."""
         game = self._advance(self._new_game())
         self._games.append(game)
         return [self._turn(game, seat) for seat in _external_seats(game)]
@@ -155,14 +160,15 @@ class TownEnvironment(FinishedGames):
         outcome = self._outcome(game, turn, verdict)
         if turn.trainable:
             self.stats.add_turn(verdict)
-        # Recorded first: the completion may end the game, and then this turn is credited with the outcome too.
+        # The turn is recorded first, because the completion may end the game. This turn is then credited with the
+        # outcome too.
         game.turns.append((turn.id, turn.seat))
         apply_verdict(game, turn.seat, verdict, completion)
         self._replace_if_over(game)
         return outcome
 
     def play_on(self, turn: TownTurn) -> None:
-        """Let the sensible player take the turn, which then counts in no statistics and gets no return."""
+        """Let the sensible player take the turn. The turn counts in no statistics and gets no return."""
         game = self._game_of(turn)
         scripted_turn(game, turn.seat, sensible_player)
         self._replace_if_over(game)
@@ -203,7 +209,10 @@ class TownEnvironment(FinishedGames):
         return game
 
     def _advance(self, game: Game) -> Game:
-        """Play scripted seats until an external seat has the turn; return its game. New games replace ended ones."""
+        """Play scripted seats until a seat of a model has the turn. Return the game of this seat.
+
+        If `game` ends first, a new game replaces it.
+        """
         while True:
             scripted = [seat for seat in to_act(game) if game.seats[seat].player in SCRIPTED]
             if scripted:
@@ -253,7 +262,7 @@ class TownEnvironment(FinishedGames):
 
 
 def _external_seats(game: Game) -> list[int]:
-    """Return the seats with an open turn that are not played by a script."""
+    """Return the seats that have an open turn and are not played by a script."""
     return [seat for seat in to_act(game) if game.seats[seat].player not in SCRIPTED]
 
 

@@ -1,4 +1,4 @@
-"""The syntax of a reply, one think block and one action tag, and the actions that a seat may take now."""
+"""The syntax of a reply (one think block and one action tag), and the actions that a seat may take now."""
 
 from __future__ import annotations
 
@@ -144,13 +144,16 @@ def legal_actions(game: Game, seat: int) -> LegalActions:
 
 
 def moves(game: Game, seat: int) -> LegalActions:
-    """Return the actions that change the game. In PRE_NIGHT and NIGHT, a seat without any gets no turn."""
+    """Return the actions that change the game.
+
+    In PRE_NIGHT and NIGHT, a seat without such an action gets no turn.
+    """
     by_role = _MOVES.get(game.phase)
     return by_role(game, seat) if by_role else {}
 
 
 def look_ups(game: Game, seat: int) -> LegalActions:
-    """Return the look-ups of the phase, sorted by tag, whether or not the turn has any left."""
+    """Return the look-ups of the phase, sorted by tag, even if none is left in this turn."""
     legal: LegalActions = {"get_role": _choice(ROLES), "roles": EMPTY, "view_will": EMPTY, "write_will": TEXT}
     dead = [other.name for other in game.seats if not other.alive]
     if dead:
@@ -165,12 +168,12 @@ def others(game: Game, seat: int) -> list[int]:
 
 
 def nominations_needed(game: Game) -> int:
-    """Return the number of nominations of one player that start a trial. A revealed mayor's counts three times."""
+    """Return how many nominations of one player start a trial. A nomination by a revealed mayor counts three times."""
     return -(-len(game.living()) // game.rules.one_names_in)
 
 
 def prisoner_of(game: Game, seat: int) -> int | None:
-    """Return tonight's prisoner if there is one and the seat is the jailor, else None."""
+    """Return tonight's prisoner if the seat is the jailor and has a prisoner, else None."""
     jailing = game.prisoner >= 0 and game.seats[seat].role_name == "jailor"
     return game.prisoner if jailing else None
 
@@ -285,14 +288,15 @@ def _role_rejection(game: Game, seat: int, tag: str) -> tuple[str, str]:
 MAX_PATTERN_THOUGHT = 400
 """Maximum characters of the think block in the pattern."""
 _PATTERN_TEXT = "[A-Za-z0-9][A-Za-z0-9 ,.!?':;-]"
-"""Character classes of speech: the first character, then all others. They exclude tag brackets and characters that the
-parser replaces."""
+"""Character classes of speech: one for the first character, one for all others. Both exclude tag brackets and
+characters that the parser replaces."""
 
 
 def reply_pattern(legal: LegalActions, max_speech: int, max_thought: int = MAX_PATTERN_THOUGHT) -> str:
     """Return a regular expression that matches well-formed legal replies, for structured output.
 
-    It uses only alternation, character classes and bounded repeats, which every structured-output engine supports.
+    The expression uses only alternation, character classes and bounded repeats, which every structured-output engine
+    supports.
     """
     actions = "|".join(_action_pattern(tag, spec, max_speech) for tag, spec in legal.items())
     return f"<think>[^<>]{{0,{max_thought}}}</think>({actions})"

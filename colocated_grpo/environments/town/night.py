@@ -17,7 +17,8 @@ _LAST_PAIR = 2
 def eliminate(game: Game, seat: int, kind: str, *, hidden: bool = False) -> None:
     """Remove a seat from the living and announce its role, or UNKNOWN if `hidden`.
 
-    kind: 'killed' or 'hanged'. An executioner whose mark was this seat reaches its goal or becomes a jester.
+    kind: 'killed' or 'hanged'. If the seat was an executioner's mark, a hanging fulfils the executioner's goal, and any
+    other death makes the executioner a jester.
     """
     victim = game.seats[seat]
     victim.alive, victim.hidden_end = False, hidden
@@ -48,7 +49,7 @@ def winning_side(game: Game) -> str | None:
     if not living:
         return DRAW
     if killers:
-        # One on one, a vote cannot stop the killer. A mafia member still can, at night.
+        # With two players left, a vote cannot stop the killer. A mafia member still can, at night.
         return Faction.NEUTRAL if not mafia and len(living) <= _LAST_PAIR else None
     if mafia:
         return Faction.MAFIA if 2 * mafia >= len(living) else None
@@ -94,7 +95,10 @@ class NightAction:
 
 
 class Night:
-    """State of one night during its resolution. `actions`: those not blocked so far, in order of resolution."""
+    """State of one night during its resolution.
+
+    `actions`: the actions that are not blocked so far, in order of resolution.
+    """
 
     def __init__(self, game: Game, actions: list[NightAction]) -> None:
         self.game = game
@@ -120,9 +124,9 @@ class Night:
         self.defence[seat] = max(self.defence[seat], power)
 
     def attack(self, attacker: int, victim: int, power: Power, *, guardable: bool) -> None:
-        """Kill the victim if the attack is stronger than its defence.
+        """Kill the victim if the attack is stronger than the victim's defence.
 
-        A bodyguard takes the victim's place if `guardable`; guard and attacker then attack each other.
+        If `guardable`, a bodyguard takes the victim's place. Bodyguard and attacker then attack each other.
         """
         if victim in self.dead:
             return
@@ -147,7 +151,7 @@ def resolve_night(game: Game) -> None:
     _resolve(night, Priority.MARK, Priority.PROTECT)
     _ambush(night)
     _resolve(night, Priority.ATTACK, Priority.INVESTIGATE)
-    # Before the first elimination: an executioner who dies with its mark must not become a jester.
+    # All victims die before the first elimination: an executioner who dies with its mark must not become a jester.
     for seat in night.dead:
         game.seats[seat].alive = False
     for seat in sorted(night.dead):
@@ -155,7 +159,10 @@ def resolve_night(game: Game) -> None:
 
 
 def _unjailed_actions(game: Game) -> list[NightAction]:
-    """Return the chosen actions except those aimed at the prisoner, which fail but still spend a use."""
+    """Return the chosen actions, without those aimed at the prisoner.
+
+    Actions aimed at the prisoner fail, but still spend a use.
+    """
     actions = []
     for seat, (tag, argument) in sorted(game.choices.items()):
         ability = game.seats[seat].role.ability(tag)
@@ -177,9 +184,9 @@ def _implied_target(game: Game, seat: int, ability: Ability) -> int:
 
 
 def _delegate_kill(night: Night) -> None:
-    """Let the mafioso carry out the godfather's kill, unless one of them is jailed or blocked.
+    """Let the mafioso carry out the godfather's kill, unless godfather or mafioso is jailed or blocked.
 
-    This one kill replaces the actions of both.
+    The mafioso's kill replaces the actions of godfather and mafioso.
     """
     game = night.game
     godfather, mafioso = _first_living(game, "godfather"), _first_living(game, "mafioso")
@@ -188,7 +195,7 @@ def _delegate_kill(night: Night) -> None:
         return
     blocked = {action.target for action in night.actions if action.ability.priority is Priority.BLOCK}
     if blocked & {godfather, mafioso}:
-        return  # Each acts on its own choice, so that the block stops only its target.
+        return  # Godfather and mafioso act on their own choices, so that the block stops only its target.
     night.actions = [action for action in night.actions if action.seat not in (godfather, mafioso)]
     night.actions.append(NightAction(mafioso, order.ability, order.target))
     night.actions.sort(key=lambda action: action.order)
@@ -208,7 +215,7 @@ def _resolve(night: Night, first: Priority, last: Priority) -> None:
 
 
 def _ambush(night: Night) -> None:
-    """Let every veteran on alert attack all visitors, regardless of side."""
+    """Let every veteran on alert attack all visitors of the veteran, regardless of side."""
     for host in sorted(night.alert):
         for visitor in night.visitors_of(host):
             night.attack(host, visitor, Power.STRONG, guardable=False)
@@ -284,7 +291,7 @@ def _track(night: Night, action: NightAction) -> None:
 
 
 def _report(night: Night, action: NightAction, finding: str) -> None:
-    """Send the finding to the investigating seat, or to the whole mafia if that seat is a member."""
+    """Send the finding to the investigating seat, or to the whole mafia if that seat is a mafia member."""
     game = night.game
     in_mafia = game.seats[action.seat].role.faction is Faction.MAFIA
     game.notify(game.mafia() if in_mafia else [action.seat], "result", action.seat, action.target, finding)

@@ -1,4 +1,7 @@
-"""The view of one seat. Prompts, look-ups and scripted players read the game through it, so no secret can leak."""
+"""The view of one seat.
+
+Prompts, look-ups and scripted players read the game only through this view, so no secret can leak.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ class Observation:
     """Events that the seat saw, oldest first."""
     legal: LegalActions
     look_ups: LegalActions
-    """Look-ups of the phase, also listed when the turn has none left."""
+    """Look-ups of the phase, listed even if none is left in this turn."""
     dialog: tuple[tuple[str, str], ...]
     """(completion, observation) of each look-up of this turn so far."""
     tool_calls: int
@@ -74,7 +77,7 @@ def observe(game: Game, seat: int) -> Observation:
         allies=_allies(game, seat),
         mark=holder.mark,
         will=holder.will,
-        # The deciding nomination sets game.accused before the trial makes it public.
+        # The deciding nomination sets game.accused before the trial makes the accused public.
         accused=game.accused if game.phase in (Phase.DEFENCE, Phase.JUDGEMENT, Phase.LAST_WORDS) else NO_SEAT,
         nominations_needed=nominations_needed(game),
         graves=_graves(game),

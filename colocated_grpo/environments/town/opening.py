@@ -1,4 +1,4 @@
-"""Town from the arguments of a config: as a turn environment, and as lessons to warm-start a model."""
+"""Builds town from the arguments of a config: as a turn environment, or as lessons to warm-start a model."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ SPLIT_SEEDS = {"train": 0, "held_out": 1}
 
 
 class TownLessons:
-    """Args are those of the turn environment 'town'. The teacher plays every seat; "answer" is its reply."""
+    """Args are those of the turn environment 'town'.
+
+    The sensible player plays every seat, and "answer" is its reply.
+    """
 
     def __init__(self, **args: object) -> None:
         self._args = args

@@ -24,8 +24,8 @@ def to_act(game: Game) -> list[int]:
 
 
 def end_turn(game: Game, seat: int) -> None:
-    """End the seat's turn; after the last turn of a phase, enter the next phase."""
-    if game.waiting:  # Already empty after the deciding nomination.
+    """End the seat's turn. After the last turn of a phase, enter the next phase."""
+    if game.waiting:  # The deciding nomination has already emptied the list.
         game.waiting.remove(seat)
     if not game.waiting:
         enter(game, _CLOSE[game.phase](game))
@@ -42,7 +42,7 @@ def enter(game: Game, phase: Phase) -> None:
 
 
 def nominate(game: Game, seat: int, target: int) -> None:
-    """Count a nomination; the deciding one ends the phase at once and starts the trial."""
+    """Count a nomination. The deciding nomination ends the phase at once and starts the trial."""
     game.choices[seat] = ("nominate", game.seats[target].name)
     game.announce("nominated", actor=seat, target=target)
     voters = [voter for voter, (_, name) in game.choices.items() if name == game.seats[target].name]
@@ -60,7 +60,10 @@ def seats_with_moves(game: Game) -> list[int]:
 
 
 def channels(game: Game) -> list[tuple[int, ...]]:
-    """Return the private channels of the night, of at least two seats each: the jail, and the mafia outside it."""
+    """Return the private channels of the night: the jail, and the mafia outside the jail.
+
+    A channel has at least two seats.
+    """
     jail = () if game.prisoner == NO_SEAT else (game.living_with_role("jailor")[0], game.prisoner)
     mafia = tuple(seat for seat in game.mafia() if seat != game.prisoner)
     return [channel for channel in (jail, mafia) if len(channel) > 1]
@@ -88,7 +91,10 @@ def _open_night_talk(game: Game) -> list[int]:
 
 
 def _promote(game: Game) -> None:
-    """Make the first mafia member a mafioso if godfather and mafioso are dead: no other member can kill."""
+    """Make the first mafia member a mafioso if godfather and mafioso are dead.
+
+    No other member of the mafia can kill.
+    """
     mafia = game.mafia()
     if mafia and not game.living_with_role("godfather") and not game.living_with_role("mafioso"):
         game.seats[mafia[0]].become("mafioso")
@@ -160,7 +166,7 @@ def _open_over(game: Game) -> list[int]:
     return []
 
 
-# Called on entering a phase; returns the seats that act in it.
+# Functions called on entering a phase. Each returns the seats that act in the phase.
 _OPEN: dict[Phase, Callable[[Game], list[int]]] = {
     Phase.PRE_NIGHT: _open_pre_night,
     Phase.NIGHT_TALK: _open_night_talk,
@@ -172,7 +178,7 @@ _OPEN: dict[Phase, Callable[[Game], list[int]]] = {
     Phase.LAST_WORDS: lambda game: [game.accused],
     Phase.OVER: _open_over,
 }
-# Called on leaving a phase; returns the next one.
+# Functions called on leaving a phase. Each returns the next phase.
 _CLOSE: dict[Phase, Callable[[Game], Phase]] = {
     Phase.PRE_NIGHT: _close_pre_night,
     Phase.NIGHT_TALK: lambda game: Phase.NIGHT,

@@ -22,9 +22,10 @@ _ACCUSATION = re.compile(r"I accuse (\w+)")
 _CERTAIN = 5.0
 """Suspicion added by a finding. An accusation adds -1 to 2, depending on the speaker."""
 _SHOT_THRESHOLD, _TRIAL_THRESHOLD = 2.0, 1.0
-"""Minimum suspicion to shoot a player, and to nominate one or vote guilty."""
+"""Minimum suspicion to shoot a player, and minimum suspicion to nominate a player or vote guilty."""
 _BLUFF_RATE, _HUNCH_RATE = 0.15, 0.1
-"""Rates of accusations without a finding: by the other factions to mislead, by the town to start a vote at all."""
+"""Rates of accusations without a finding. The first rate is for the other factions, which mislead. The second rate is
+for the town, which could not start a vote without accusations."""
 _NO_FINDING = "I have seen nothing yet."
 
 
@@ -49,13 +50,13 @@ def _random_argument(spec: ArgumentSpec, rng: Random) -> str:
 
 
 def sensible_player(view: Observation, rng: Random) -> str:
-    """Play by rules of thumb: the town reports findings and votes on them, the other factions bluff."""
+    """Play by rules of thumb: the town reports its findings and votes by them, the other factions bluff."""
     answer = _BY_PHASE[view.phase](view, rng)
     return answer if answer else reply(WAIT)
 
 
 def suspicion(view: Observation) -> dict[int, float]:
-    """Return the suspicion against each other living seat. Higher is more suspect."""
+    """Return the suspicion against every other living seat. Higher is more suspect."""
     score: defaultdict[int, float] = defaultdict(float)
     known = {grave.seat: grave.role_name for grave in view.graves}
     numbers = {name: seat for seat, name in enumerate(view.names)}
@@ -75,7 +76,10 @@ def suspicion(view: Observation) -> dict[int, float]:
 
 
 def _finding(view: Observation, event: Event, numbers: dict[str, int]) -> Iterator[tuple[int, float]]:
-    """Yield (seat, suspicion) for one of the seat's own results. Visitors of that night's victims get _CERTAIN."""
+    """Yield (seat, suspicion) for one of the seat's own results.
+
+    A seat that visited one of that night's victims gets _CERTAIN.
+    """
     if event.text in ("suspicious", "not suspicious"):
         yield event.target, _CERTAIN if event.text == "suspicious" else -_CERTAIN
         return
@@ -88,7 +92,7 @@ def _finding(view: Observation, event: Event, numbers: dict[str, int]) -> Iterat
 
 
 def _trust(role_name: str | None) -> float:
-    """Return the weight of an accusation, by the role that the speaker's death has revealed, if any."""
+    """Return the weight of an accusation. role_name: the speaker's role, if the speaker's death has revealed it."""
     if role_name is None or role_name == UNKNOWN:
         return 1.0
     return 2.0 if ROLES[role_name].faction is Faction.TOWN else -1.0
@@ -100,7 +104,10 @@ def _rivals(view: Observation) -> list[int]:
 
 
 def _most_suspect(view: Observation, rng: Random) -> tuple[int, float]:
-    """Return the most suspect rival and its suspicion, ties broken at random. An executioner picks its mark."""
+    """Return the most suspect rival and its suspicion. Ties are broken at random.
+
+    An executioner picks its mark while the mark is alive.
+    """
     score = suspicion(view)
     rivals = _rivals(view)
     if not rivals:
@@ -181,7 +188,10 @@ def _act_at_night(view: Observation, rng: Random) -> str | None:
 
 
 def _preferred(view: Observation, tag: str, options: tuple[str, ...]) -> list[str]:
-    """Return the preferred targets: for a sheriff, players not yet investigated; to kill or protect, mayors."""
+    """Return the preferred targets.
+
+    A sheriff prefers players not yet investigated. To kill or to protect, revealed mayors are preferred.
+    """
     if tag == "investigate":
         investigated = {view.names[event.target] for event in view.events if event.kind == "result"}
         return [name for name in options if name not in investigated]

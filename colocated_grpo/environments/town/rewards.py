@@ -27,7 +27,7 @@ class Credit(OutcomeCredit):
     form: float = 1.0
     """Weight of the reply's form: -1 malformed, 0 illegal, +1 legal."""
     shaping: float = 0.0
-    """Weight of the shaping term: how well a legal action serves its seat's side, -0.5 to 0.5."""
+    """Weight of the shaping term, which is -0.5 to 0.5: how well a legal action serves its seat's side."""
 
 
 CREDITS = {
@@ -102,7 +102,7 @@ _SHAPING: dict[Phase, Callable[[Game, int, Verdict], float]] = {
 
 
 def outcome_returns(game: Game, credit: Credit) -> list[PlainReturn]:
-    """List the returns of an ended game, one for each committed turn, in the order of the commits."""
+    """Return the returns of an ended game, one for each committed turn, in the order of the commits."""
     shares = credit.weights([seat for _, seat in game.turns])
     return [
         PlainReturn(turn_id, share * seat_result(game, seat))
@@ -118,8 +118,8 @@ WIN_RATE_GAMES = 100
 class TownStats:
     """Counts since the last reset. Field names are keys of checkpoints.
 
-    parse_rate, legal_rate and the reward by phase are not counted here: they are means over all completions, committed
-    or not.
+    parse_rate, legal_rate and the reward by phase are not counted here, because they are means over all completions,
+    committed or not.
     """
 
     turns: int = 0
@@ -129,9 +129,10 @@ class TownStats:
     games: int = 0
     days: int = 0
     winners: list[str] = field(default_factory=list)
-    """Faction or 'draw' of each of the latest games. Kept across resets, because few games end in one step."""
+    """Winner of each of the latest games: a faction or 'draw'. Kept across resets, because few games end in one
+    step."""
     won: dict[str, list[float]] = field(default_factory=dict)
-    """Share of seats that won in each of the latest games, by player. Kept across resets."""
+    """By player: the fraction of the player's seats that won, for each of the latest games. Kept across resets."""
     tags: dict[str, int] = field(default_factory=dict)
     """Legal actions by tag."""
 

@@ -51,7 +51,8 @@ class Ability:
     tag: str
     aim: Aim = Aim.OTHER
     visits: bool = True
-    """True for a visit, which lookouts and trackers see, and which bodyguards and veterans on alert can fight."""
+    """True if using the ability is a visit. Lookouts and trackers see visits; bodyguards and veterans on alert can
+    fight visitors."""
     uses: int | None = None
     """Uses in a game. None: unlimited."""
     from_night: int = 1
@@ -74,9 +75,9 @@ class Role:
     suspicious: bool = False
     """True if a sheriff's investigation returns "suspicious" without a framer's help."""
     hostile: bool = False
-    """The town cannot win while a seat with this role is alive."""
+    """True if the town cannot win while a seat with this role is alive."""
     unique: bool = False
-    """Dealt at most once."""
+    """True if the role is dealt at most once."""
     unblockable: bool = False
 
     def ability(self, tag: str) -> Ability | None:

@@ -15,7 +15,7 @@ NAMES = (
     "Ada", "Bram", "Cleo", "Dorn", "Elin", "Fitz", "Gwen", "Hugo",
     "Iris", "Jory", "Kaya", "Lars", "Mina", "Nils", "Opal",
 )  # fmt: skip
-"""Names of the players. None is a role, a tag or a substring of another, so a name in a text is unambiguous."""
+"""Names of the players. No name is a role, a tag or a substring of another name, so a name in a text is unambiguous."""
 
 _INVESTIGATORS = ("sheriff", "lookout", "tracker")
 _PROTECTORS = ("doctor", "bodyguard")
@@ -66,7 +66,7 @@ def _roles_of(faction: Faction) -> list[str]:
 def _neutrals(count: int, rng: Random) -> list[str]:
     killers = [name for name in _roles_of(Faction.NEUTRAL) if ROLES[name].hostile]
     others = [name for name in _roles_of(Faction.NEUTRAL) if not ROLES[name].hostile]
-    # One killer at most: two can be invulnerable to each other, and then no faction could ever win.
+    # One killer at most: two killers can be invulnerable to each other, and then no faction could ever win.
     pool = [rng.choice(killers), *others]
     return rng.sample(pool, min(count, len(pool)))
 
@@ -111,8 +111,9 @@ class Rules:
     trials_per_day: int = 3
     """Maximum trials in a day. The first hanging ends the day earlier."""
     one_names_in: int = 3
-    """A trial starts when one in this many of the living has nominated the same player. Players without a plan, such as
-    an untrained policy, agree only by chance, so a lower value gives them fewer trials."""
+    """A trial starts when 1/one_names_in of the living players, rounded up, have nominated the same player. Players
+    without a plan, such as an untrained policy, agree only by chance, so a lower value gives such players fewer
+    trials."""
     tool_calls: int = 3
     """Look-ups that a seat may make in one turn."""
     max_speech: int = 400
@@ -155,16 +156,16 @@ class Seat:
     """Remaining uses of limited abilities, by tag."""
     will: str = ""
     muted: bool = False
-    """Threatened by a silencer: no speech or whisper on the next day."""
+    """True if a silencer has threatened the seat: no speech or whisper on the next day."""
     doused: bool = False
     revealed: bool = False
-    """A mayor who has revealed the role."""
+    """True for a mayor who has revealed the role."""
     mark: int = NO_SEAT
     """The seat that an executioner wants hanged."""
     goal_reached: bool = False
-    """A jester or executioner who has already won."""
+    """True for a jester or executioner who has already won."""
     hidden_end: bool = False
-    """Died with role and will kept secret."""
+    """True if the seat died with role and will kept secret."""
     acted: int = 0
     """Completions applied so far, look-ups included. Part of turn ids."""
     dialog: list[tuple[str, str]] = field(default_factory=list)
@@ -190,9 +191,10 @@ class Game:
     seats: list[Seat]
     phase: Phase = Phase.PRE_NIGHT
     day: int = 1
-    """The game starts with night 1, followed by day 2. Every later night has the number of the day before it."""
+    """The game starts with night 1, followed by day 2. Every later night has the number of the preceding day."""
     waiting: list[int] = field(default_factory=list)
-    """Seats still to act in this phase. Where seats act one after the other, the first one has the turn."""
+    """Seats still to act in this phase. In phases with turns one after the other, the first of these seats has the
+    turn."""
     choices: dict[int, tuple[str, str]] = field(default_factory=dict)
     """(tag, argument) by seat: the choices of this phase, which take effect when the phase closes."""
     accused: int = NO_SEAT
@@ -245,8 +247,8 @@ class Game:
 def new_game(number: int, seed: int, roles: list[str] | int, players: list[str], rules: Rules) -> Game:
     """Return a game before its first phase.
 
-    roles: the cast, or the number of seats for a drawn cast. players: labels, repeated over the seats. Both are
-    dealt at random.
+    roles: the cast, or the number of seats for a drawn cast. players: labels, repeated over the seats. Roles and labels
+    are dealt at random.
     """
     rng = Random(f"{seed}/0")
     dealt = draw_cast(roles, rng) if isinstance(roles, int) else rng.sample(roles, len(roles))

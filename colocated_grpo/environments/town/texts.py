@@ -90,7 +90,7 @@ def _event_rows(game: Game) -> Iterator[JsonObject]:
 
 
 def _transcript(game: Game) -> str:
-    """Return the whole game, secrets included. A line that only some seats saw ends with their names."""
+    """Return the whole game, secrets included. A line that only some seats saw ends with the names of these seats."""
     names = [f"{seat.name} ({seat.role_name})" for seat in game.seats]
     cast = "Cast: " + ", ".join(names)
     return "\n".join([cast, *(_transcript_line(game, event, names) for event in game.events)]) + "\n"
@@ -98,7 +98,7 @@ def _transcript(game: Game) -> str:
 
 def _transcript_line(game: Game, event: Event, names: list[str]) -> str:
     line = event_line(event, names)
-    # An empty audience needs no suffix: thoughts and choices are in brackets already.
+    # Events that no seat saw need no suffix: thoughts and choices are in brackets already.
     return f"    {line}  <- {_audience(game, event)}" if event.audience else line
 
 
@@ -107,7 +107,7 @@ def _name(game: Game, seat: int) -> str:
 
 
 def _audience(game: Game, event: Event) -> str:
-    """Return 'all', the names of the seats that saw the event, or 'record' if none did."""
+    """Return 'all', the names of the seats that saw the event, or 'record' if no seat saw it."""
     if event.audience is None:
         return "all"
     return ", ".join(game.names(event.audience)) or "record"
@@ -202,7 +202,7 @@ def _situation(view: Observation, memory: int) -> str:
 def _choices(view: Observation) -> list[str]:
     text = [f"Actions: {'; '.join(_usage(tag, spec) for tag, spec in view.legal.items() if tag not in LOOK_UP_TAGS)}"]
     if view.tool_calls:
-        # Listed even when none is left: a look-up must not change the messages before it.
+        # Look-ups are listed even if none is left, because a look-up must not change earlier messages.
         look_ups = "; ".join(_usage(tag, spec) for tag, spec in view.look_ups.items())
         text.append(f"Look-ups, at most {view.tool_calls} a turn, answered before you act: {look_ups}")
     return text
@@ -238,7 +238,7 @@ def _get_role(view: Observation, name: str) -> str:
 
 
 def _roles(view: Observation, argument: str) -> str:
-    """List all roles of the game, not those dealt: the cast is secret."""
+    """Return all roles of the game, whether dealt or not, because the cast is secret."""
     by_faction: dict[str, list[str]] = {}
     for name, role in ROLES.items():
         by_faction.setdefault(role.faction, []).append(name)

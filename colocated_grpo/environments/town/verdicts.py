@@ -1,4 +1,4 @@
-"""Judges a reply against the state of the game, and applies it: the only code through which a seat changes the game."""
+"""Judges a reply against the state of the game, and applies it. A seat changes the game only through this code."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Status(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A judged reply. Unless its status is OK, it has the effect of WAIT."""
+    """A judged reply. A reply whose status is not OK has the effect of WAIT."""
 
     status: Status
     code: str
@@ -57,7 +57,10 @@ class IllegalAction(Exception):
 
 
 def judge(game: Game, seat: int, completion: str, legal: LegalActions | None = None) -> Verdict:
-    """Judge a completion; pure. legal: the seat's legal actions, if the caller has them already."""
+    """Judge a completion. Pure.
+
+    legal: the seat's legal actions, if the caller already has them.
+    """
     reply = parse(completion)
     if isinstance(reply, Malformed):
         return Verdict(Status.MALFORMED, reply.code, reply.detail)
@@ -115,7 +118,8 @@ MAX_RECORDED_THOUGHT = 500
 def apply_verdict(game: Game, seat: int, verdict: Verdict, completion: str) -> str | None:
     """Apply a judged reply to the game. A reply that is not OK acts as waiting.
 
-    Returns the observation of a look-up, which leaves the turn open; None if the turn has ended.
+    A look-up leaves the turn open, and its observation is returned. Any other reply ends the turn, and None is
+    returned.
     """
     holder = game.seats[seat]
     holder.acted += 1

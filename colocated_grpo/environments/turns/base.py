@@ -1,4 +1,4 @@
-"""The contract of `type: turns`: multi-player games, trained turn by turn; win rates and credit for outcomes."""
+"""Interfaces of `type: turns`: multi-player games trained turn by turn. Also win rates and credit for outcomes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Turn(Protocol):
-    """One decision of one seat. Must be picklable: it is scored in the process that samples its completions."""
+    """One decision of one seat. Must be picklable: completions are scored in the process that samples them."""
 
     @property
     def id(self) -> str:
@@ -34,11 +34,14 @@ class Turn(Protocol):
 
     @property
     def trainable(self) -> bool:
-        """True: the policy plays this seat. False: the entry's opponent does. Other seats never appear as turns."""
+        """True if the policy plays this seat, False if the entry's opponent does.
+
+        Other seats never appear as turns.
+        """
         ...
 
     def pattern(self) -> str:
-        """Return the regular expression of the legal replies. Called only with `structured: true`."""
+        """Return a regular expression of the legal replies. Called only with `structured: true`."""
         ...
 
 
@@ -47,12 +50,15 @@ class Outcome(Protocol):
 
     @property
     def reward(self) -> float | None:
-        """None: no reward; the completion has no learning signal."""
+        """None if the completion has no reward, and hence no learning signal."""
         ...
 
     @property
     def parts(self) -> Mapping[str, float]:
-        """Named components, for metrics. 'parse_rate' and 'legal_rate' (1 or 0) are averaged under those names."""
+        """Named components, for metrics.
+
+        'parse_rate' and 'legal_rate' (1 or 0) are averaged into metrics of the same names.
+        """
         ...
 
 
@@ -91,11 +97,11 @@ class TurnEnvironment(Protocol[TurnT]):
 
     @property
     def delayed(self) -> bool:
-        """True if drain_returns() ever returns anything. Turns then train only after their game has ended."""
+        """True if drain_returns() may return anything. Turns then train after their game has ended, not at once."""
         ...
 
     def next_batch(self) -> Sequence[TurnT]:
-        """Return the open turns. A turn stays open until it is committed or played on."""
+        """Return the open turns. A turn stays open until it is passed to commit() or play_on()."""
         ...
 
     def add_game(self) -> Sequence[TurnT]:
@@ -103,7 +109,10 @@ class TurnEnvironment(Protocol[TurnT]):
         ...
 
     def score(self, turn: TurnT, completions: Sequence[str]) -> Sequence[Outcome]:
-        """Score completions from the turn alone. Must be pure: called in threads and processes without the game."""
+        """Score completions from the turn alone.
+
+        Must be pure: threads and processes that do not have the game call this method.
+        """
         ...
 
     def commit(self, turn: TurnT, completion: str) -> object:
@@ -111,7 +120,10 @@ class TurnEnvironment(Protocol[TurnT]):
         ...
 
     def play_on(self, turn: TurnT) -> None:
-        """Play by script a turn whose prompt is too long for the model. It is left out of all counts and returns."""
+        """Let a script play a turn whose prompt is too long for the model.
+
+        The turn is left out of all counts and returns.
+        """
         ...
 
     def drain_returns(self) -> Sequence[Return]:
@@ -129,7 +141,7 @@ class TurnEnvironment(Protocol[TurnT]):
     def drain_stats(self) -> dict[str, float]:
         """Return counts and rates since the last call, and gauges such as the number of running games.
 
-        Leave out parse_rate, legal_rate and reward/<phase>: the trainer computes them over all completions.
+        Leave out parse_rate, legal_rate and reward/<phase>: the trainer computes these metrics over all completions.
         """
         ...
 
@@ -141,7 +153,7 @@ class TurnEnvironment(Protocol[TurnT]):
 
 
 class FinishedGames:
-    """Base of turn environments: returns and records of ended games, until they are drained."""
+    """Base of turn environments. Stores the returns and records of ended games until they are drained."""
 
     def __init__(self) -> None:
         self._returns: list[PlainReturn] = []
@@ -170,9 +182,9 @@ class OutcomeCredit:
     """Settings that weight a seat's outcome in the rewards of its turns."""
 
     outcome: float = 0.0
-    """Weight of the outcome. At 0 turns train without waiting for their game to end."""
+    """Weight of the outcome. At 0, turns train without waiting for their game to end."""
     discount: float = 1.0
-    """Factor on the weight per later turn of the same seat."""
+    """The weight is multiplied by this factor for each later turn of the same seat."""
 
     def __post_init__(self) -> None:
         if not 0 < self.discount <= 1:
@@ -189,7 +201,10 @@ class OutcomeCredit:
 
 
 def win_rates(results: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """Return the fraction of seats that won, by name. results: (name, positive if won) of each seat."""
+    """Return the fraction of seats that won, by name.
+
+    results: (name, result) for each seat. A positive result is a win.
+    """
     won: dict[str, list[bool]] = {}
     for name, result in results:
         won.setdefault(name, []).append(result > 0)

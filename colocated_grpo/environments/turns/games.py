@@ -1,7 +1,7 @@
-"""Games trained turn by turn: one group of completions per open turn, one of which is played.
+"""Games trained turn by turn. Each open turn gets a group of completions, and one of the completions is played.
 
-The games live on rank 0. A turn is sent to the rank that samples its completions. They are scored there, from the game
-state stored in the turn. After the groups are gathered, rank 0 commits one completion of each turn.
+The games live on rank 0. A turn is sent to the rank that samples its completions. The same rank scores the completions
+from the game state stored in the turn. After the groups are gathered, rank 0 commits one completion of each turn.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class TurnGames(Items):
         return TurnStream(self.name, self._factory(_training_seed(seed)), self._config, seed)
 
     def held_out(self, seed: int) -> Iterator[Item]:
-        """Yield turns of games that are played by script."""
+        """Yield the policy's turns of games in which a script plays all turns."""
         environment = self._factory(_training_seed(seed) + 1)
         while turns := environment.next_batch():
             for turn in turns:
@@ -94,7 +94,7 @@ class TurnGames(Items):
 
 
 def _training_seed(seed: int) -> int:
-    """Return an even seed. Held-out games use odd ones, so no run trains on the held-out games of another."""
+    """Return an even seed. Held-out games use odd seeds, so no run trains on the held-out games of another run."""
     return 2 * seed
 
 
@@ -112,7 +112,10 @@ class EarlyStop:
     reached: int = 0
 
     def due(self, parse_rate: float | None) -> bool:
-        """Count one step and return whether to stop. None (nothing was rated) leaves the count unchanged."""
+        """Count one step and return whether to stop.
+
+        parse_rate: None if no completion was rated; the count then stays unchanged.
+        """
         if parse_rate is not None:
             self.reached = self.reached + 1 if parse_rate >= self.threshold else 0
         return self.reached >= self.consecutive
@@ -210,12 +213,15 @@ class TurnStream:
     def _games(self) -> list[JsonObject]:
         with self._errors_of("drain_games"):
             games = [{"source": self._name, **game} for game in self._environment.drain_games()]
-            json.dumps(games, allow_nan=False)  # fails here, not in the file writer, to name the environment
+            json.dumps(games, allow_nan=False)  # raises here, not in the file writer, to name the environment
         return games
 
     @contextmanager
     def _errors_of(self, method: str) -> Iterator[None]:
-        """Convert exceptions of the environment to RunError: a game whose method failed has no valid state."""
+        """Convert exceptions of the environment to RunError.
+
+        A game has no valid state after one of its methods has failed.
+        """
         try:
             yield
         except (Exception, SystemExit) as error:

@@ -12,13 +12,16 @@ from colocated_grpo.types import Group, JsonObject, Prompt, Rollout, Score
 class _PendingGroup:
     group: Group
     committed: int
-    """Index of the committed completion, whose reward gets the return added."""
+    """Index of the committed completion. The return is added to the reward of this completion."""
     since: int
     """Step in which the group was sampled."""
 
 
 class PendingGroups:
-    """Groups by turn id, released with the return of the committed completion, or without it after `max_wait` steps."""
+    """Groups by turn id.
+
+    A group is released with the return of its committed completion, or without a return after `max_wait` steps.
+    """
 
     def __init__(self, max_wait: int) -> None:
         self._max_wait = max_wait
@@ -34,9 +37,9 @@ class PendingGroups:
         self._pending[turn_id] = _PendingGroup(slim, committed, self._step)
 
     def end_step(self, returns: Mapping[str, float]) -> tuple[list[Group], list[Group]]:
-        """Remove and return the groups completed by `returns` (by turn id), and the overdue groups.
+        """Remove and return two lists: the groups completed by `returns`, and the overdue groups.
 
-        A return for a group that was released earlier is ignored: the group has already trained.
+        returns: by turn id. A return for a group that was released earlier is ignored: the group has already trained.
         """
         complete = [
             _with_return(pending, value)

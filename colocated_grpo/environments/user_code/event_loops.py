@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 Entered = TypeVar("Entered")
 
 GRACE = 2.0
-"""Seconds without running a callback after which a loop counts as blocked."""
+"""A loop that runs no callback for this many seconds counts as blocked."""
 
 
 def start_loop(name: str) -> asyncio.AbstractEventLoop:
@@ -30,13 +30,19 @@ _entered: WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncExitStack] = WeakKey
 
 
 async def enter_for_loop(context: AbstractAsyncContextManager[Entered]) -> Entered:
-    """Enter a context on the running loop, one of `start_loop`. The context is exited when the loop is retired."""
+    """Enter a context on the running loop, which `start_loop` has started.
+
+    The context is exited when the loop is retired.
+    """
     stack = _entered.setdefault(asyncio.get_running_loop(), AsyncExitStack())
     return await stack.enter_async_context(context)
 
 
 class ReusableLoop:
-    """One loop for calls from many threads: an HTTP client of user code works only on the loop that first used it."""
+    """One loop for calls from many threads.
+
+    All calls share a loop because an HTTP client of user code works only on the loop that first used it.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -44,14 +50,14 @@ class ReusableLoop:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def get(self) -> asyncio.AbstractEventLoop:
-        """Return the running loop, started on first use."""
+        """Return the running loop. The first call starts it."""
         with self._lock:
             if self._loop is None:
                 self._loop = start_loop(self._name)
             return self._loop
 
     def retire_if_blocked(self) -> None:
-        """Retire the loop if it runs no callback within GRACE, so that later calls start a new one and do not hang."""
+        """Retire the loop if it runs no callback within GRACE. Later calls then start a new loop instead of hanging."""
         with self._lock:
             if self._loop is None:
                 return
@@ -65,7 +71,8 @@ class ReusableLoop:
 def _run(loop: asyncio.AbstractEventLoop) -> None:
     stopped = False
     while not stopped:
-        # asyncio re-raises these from run_forever(), which would end all other tasks. The awaiting caller gets them.
+        # asyncio re-raises these two exceptions from run_forever(), which would end all other tasks. The caller that
+        # awaits the task receives the exception.
         with suppress(SystemExit, KeyboardInterrupt):
             loop.run_forever()
             stopped = True

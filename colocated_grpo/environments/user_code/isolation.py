@@ -14,9 +14,10 @@ from typing import TextIO, cast
 import numpy
 
 State = list[tuple[str, str, int, logging.Formatter | None]]
-"""Logger's name, path, level and formatter of each log file."""
+"""(logger name, path, level, formatter) of each log file."""
 LOCK_TIMEOUT = 300.0
-"""Seconds to wait for another call. A hung call cannot be stopped; without a limit it would hang the run."""
+"""Maximum seconds to wait for another isolated block. A hung block cannot be stopped, and would hang the run without
+this limit."""
 
 _process_state_lock = threading.Lock()
 """Standard output and the global random streams belong to the process, so only one call may replace them at a time."""
@@ -25,7 +26,7 @@ _inside = threading.local()
 
 
 class _SilentHere:
-    """A stream that drops writes of the thread in an isolated block, and forwards those of other threads."""
+    """A stream that drops writes of the thread in an isolated block, and forwards the writes of all other threads."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -43,9 +44,10 @@ def _silent(stream: TextIO) -> TextIO:
 
 @contextmanager
 def isolated(rng: random.Random) -> Iterator[None]:
-    """Suppress printing to both streams, and make `rng` the state of `random`; numpy's global stream is seeded from it.
+    """Suppress the thread's output to stdout and stderr, and give `random` the state of `rng`.
 
-    `rng` advances with the block's draws. Raises RuntimeError after LOCK_TIMEOUT if another block does not end.
+    numpy's global stream is seeded from `rng`. `rng` advances with the draws of the block. Raises RuntimeError after
+    LOCK_TIMEOUT if another block does not end.
     """
     with _exclusive(), redirect_stdout(_silent(sys.stdout)), redirect_stderr(_silent(sys.stderr)):
         before, numpy_before = random.getstate(), numpy.random.get_state()
@@ -72,11 +74,11 @@ def _exclusive() -> Iterator[None]:
 
 
 class OwnLogs:
-    """The log files of one game object, written only by calls inside `attached`.
+    """The log files of one game object. Only calls inside `attached` write to these files.
 
-    Loggers are global by name, so without this the records of every copy, table and part of the process would go into
-    the files of all games. If one logger has several files with the same name, only the last is kept: each record is
-    then written to one file, and short-lived games do not exhaust the process's file descriptors.
+    Loggers are global by name. Without this class, the records of every copy, every table and other code of the process
+    would go into the files of all games. If one logger has several files with the same name, only the last file is
+    kept: each record is then written to one file, and short-lived games do not exhaust the process's file descriptors.
     """
 
     def __init__(self) -> None:
@@ -86,8 +88,8 @@ class OwnLogs:
     def attached(self) -> Iterator[None]:
         """Attach the files. On exit, detach them and all handlers that the block has added.
 
-        Added handlers other than files are dropped, because they print to the console. Not thread-safe: use inside
-        `isolated`.
+        File handlers that the block has added are kept for the next call. Other added handlers are closed, because they
+        print to the console. Not thread-safe: use inside `isolated`.
         """
         before = {id(handler) for logger in _loggers() for handler in logger.handlers}
         for (name, _), handler in self._files.items():

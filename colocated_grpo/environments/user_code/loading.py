@@ -26,7 +26,10 @@ MAX_ERROR_CHARACTERS = 200
 
 
 def one_line(error: BaseException) -> str:
-    """Return type and message without newlines, cut to MAX_ERROR_CHARACTERS, and the line of user code that raised."""
+    """Return an error's type and message without newlines, and the line of user code that raised.
+
+    Type and message are cut to MAX_ERROR_CHARACTERS.
+    """
     line = in_one_line(error)
     shown = line if len(line) <= MAX_ERROR_CHARACTERS else line[: MAX_ERROR_CHARACTERS - 3] + "..."
     own = innermost(lines_of_error(error))
@@ -77,7 +80,7 @@ def _load_file(path: Path) -> ModuleType:
 
 
 def import_optional(module: str, package: str, key: str) -> ModuleType:
-    """Import a module of an optional package. If it is missing, the error names the command that installs it."""
+    """Import a module of an optional package. If the package is missing, the error names the install command."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -87,7 +90,7 @@ def import_optional(module: str, package: str, key: str) -> ModuleType:
 
 
 def make_importable(folder: str) -> None:
-    """Append the folder to sys.path. At the end, so that a user's file cannot shadow an installed package."""
+    """Append the folder to sys.path. It comes last, so that a user's file cannot shadow an installed package."""
     if folder not in sys.path:
         sys.path.append(folder)
 
@@ -116,7 +119,7 @@ def _first_problem(error: ValidationError, factory: Callable[..., object], args:
 
 
 def resolve_mode(args: JsonObject, name: str, modes: Mapping[str, object], key: str) -> JsonObject:
-    """Return args, with the name of a mode in args[name] replaced by that mode."""
+    """Return args. If args[name] is the name of a mode, it is replaced by the mode. modes: modes by name."""
     given = args.get(name)
     if not isinstance(given, str):
         return args
@@ -126,7 +129,7 @@ def resolve_mode(args: JsonObject, name: str, modes: Mapping[str, object], key: 
 
 
 def unknown_name(key: str, what: str, name: str, valid: Iterable[str]) -> EnvironmentSetupError:
-    """Return the error for a name that is not one of `valid`, with the nearest one."""
+    """Return the error for a name that is not in `valid`. The error suggests the nearest valid name."""
     return EnvironmentSetupError(f"{key}: unknown {what} {name!r}; {_nearest(name, valid)}")
 
 
