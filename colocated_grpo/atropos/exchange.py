@@ -7,8 +7,7 @@ No HTTP here. Responses are those of atroposlib 0.4.0, except for these fixed de
 - A group of a size that can never be served is rejected. In atroposlib, such a group blocks all other groups.
 - Parts that add up to a group are served together. atroposlib never serves parts of uneven sizes.
 - An environment reserves its part of each batch only while its groups arrive.
-- Batches are served oldest first and counted when served. atroposlib serves the newest batch first and counts a batch
-  when it is formed.
+- Batches are served oldest first and counted when served, not newest first and counted when formed.
 """
 
 from __future__ import annotations
@@ -27,10 +26,9 @@ MIN_WEIGHT = 0.01
 DEFAULT_NAME = "env"
 MAX_ENVIRONMENTS = 1 << 14
 MAX_PARTS = 256
-"""Maximum number of an environment's parts that wait for a complete group. Above it, the oldest parts are dropped."""
+"""Maximum number of an environment's parts that wait for a complete group. Then the oldest parts are dropped."""
 PATIENCE = 120
-"""An environment's reservation ends after this many unsuccessful batch requests since its last group. The trainer sends
-two batch requests per second, and none while it trains."""
+"""Unsuccessful batch requests since an environment's last group that end its reservation: two requests a second."""
 
 Count = Annotated[int, Meta(ge=1, lt=2**31)]
 """Bounded, because an overflow or division by zero in the shared state would fail all clients."""
@@ -188,8 +186,7 @@ class Exchange:
         return [self._post(group) for group in groups]
 
     def _excess(self, groups: Iterable[ScoredGroup]) -> str | None:
-        """Return a line about the limit that the queue would exceed with these groups; None if it would exceed no
-        limit."""
+        """Return a line about the limit that the queue would exceed with these groups; None if there is none."""
         new, waiting = _volume(groups), self._waiting
         for unit, limit in self._limits.items():
             if waiting[unit] + new[unit] > limit:
@@ -256,8 +253,7 @@ class Exchange:
         return {env_id: max(1, int(count / excess)) for env_id, count in counts.items() if count}
 
     def status_env(self, env_id: int) -> JsonObject:
-        """Return the values that an environment uses to pace itself. Queue sizes are in units of the environment's
-        group size."""
+        """Return the values by which an environment paces itself. Queue sizes are in units of its group size."""
         env = self._env(env_id)
         if env is None or self.trainer is None:
             raise UnknownEnvironment(_unknown(env_id))

@@ -40,8 +40,7 @@ MODES = {
 BROADCAST_MODE = Mode(bridge="broadcast", server_runs=True, at_interval=False)
 """Mode of shared_vllm with --use-shared-memory."""
 UNIFIED = Mode(bridge="shared", at_interval=False)
-"""Mode of example_trainer.run, which starts its server and has no --weight-bridge-mode. Its guide sets
-SHARED_VARIABLE."""
+"""Mode of example_trainer.run, which starts its server. Its guide sets SHARED_VARIABLE."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,8 +157,7 @@ def refused(instead: str) -> Translate:
 
 
 def learning_rate(value: float, command: Command) -> Meaning:
-    """Set policy.lr to the learning rate at the end of warmup. If warmup is longer than the run, the rate is below
-    `value`."""
+    """Set policy.lr to the rate at the end of warmup: below `value` if warmup is longer than the run."""
     warmup, steps = command.value("--warmup-steps"), command.value("--training-steps")
     return Meaning(settings={"policy.lr": value * steps / warmup if warmup > steps else value})
 
@@ -187,8 +185,7 @@ def sequences(value: int, command: Command) -> Meaning:
 
 
 def sequence_length(value: int, _command: Command) -> Meaning:
-    """Split the length equally into prompt and completion. Only the sum limits the sequences of an Atropos
-    environment."""
+    """Split the length equally: only the sum limits the sequences of an Atropos environment."""
     if value < 2:
         raise ValueError("must be at least 2, a token of prompt and one sampled")
     return Meaning(
