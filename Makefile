@@ -28,7 +28,8 @@ VERIFIERS := $(VENV)/verifiers
 VERIFIERS_TESTS := tests/cpu/environments/verifiers
 OLDEST_VLLM := 0.26.0
 VLLM_SOURCES := $(VENV)/vllm-$(OLDEST_VLLM)
-COMPUTING_TESTS := $(addprefix tests/cpu/,policy rollout weights benchmarks tools losses batching checkpoint docs settings)
+COMPUTING_TESTS := $(addprefix tests/cpu/,policy rollout weights benchmarks tools losses batching \
+    checkpoint docs settings environments evaluation tracking web)
 COMPUTING_LOG := $(VENV)/computing-tests.log
 DEVICES_cuda := --gpus 1
 DEVICES_cpu := --gpus 0 --nproc 1
@@ -116,8 +117,8 @@ quickstart: install
 # COMPUTING_TESTS compute in their own process, while most others wait for the runs that they start: both together keep
 # two cores busy. The verifiers environment comes last: if it cannot be installed, the rest has been tested.
 test: install $(VLLM_SOURCES) $(REAL_MODELS)
-	@$(PY) -m pytest $(COMPUTING_TESTS) > $(COMPUTING_LOG) 2>&1 & computing=$$!; \
-	$(PY) -m pytest tests/cpu $(COMPUTING_TESTS:%=--ignore %) --ignore $(VERIFIERS_TESTS); others=$$?; \
+	@$(PY) -m pytest $(COMPUTING_TESTS) --ignore $(VERIFIERS_TESTS) > $(COMPUTING_LOG) 2>&1 & computing=$$!; \
+	$(PY) -m pytest tests/cpu $(COMPUTING_TESTS:%=--ignore %); others=$$?; \
 	wait $$computing; computing=$$?; cat $(COMPUTING_LOG); \
 	exit $$((others ? others : computing))
 	@$(MAKE) --no-print-directory $(VERIFIERS)/.installed
