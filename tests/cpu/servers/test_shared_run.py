@@ -27,8 +27,11 @@ def run_settings(**changes: Any) -> dict[str, Any]:
 
 
 def shared_pages(pid: int) -> int:
-    """Return the proportional set size, in bytes, of the mapped weights in a process."""
-    text = Path(f"/proc/{pid}/smaps").read_text()
+    """Return the proportional set size, in bytes, of the mapped weights in a process; 0 if it has ended."""
+    try:
+        text = Path(f"/proc/{pid}/smaps").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
     entries = re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", text)
     sizes = [re.search(r"\nPss: +(\d+) kB", entry) for entry in entries if "memfd:colocated_grpo" in entry]
     return sum(int(size[1]) * 1024 for size in sizes if size is not None)
