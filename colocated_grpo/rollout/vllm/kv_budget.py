@@ -21,8 +21,8 @@ FILL_FRACTION = 0.5
 less. If all completions run to full length, vLLM preempts some of them."""
 MIN_FULL_SEQUENCES = 8
 """Minimum number of sequences that fit at full length."""
-BLOCK = 64
-"""Upper bound of the unused tokens in a sequence's last cache block."""
+BLOCK = 128
+"""Tokens of vLLM's largest default cache block, that of its CPU backend."""
 
 
 def kv_cache_arguments(spec: EngineSpec, device: torch.device) -> dict[str, object]:
@@ -79,8 +79,10 @@ def useful_bytes(spec: EngineSpec) -> int:
     bytes_per_token = sizes.kv_bytes_per_token(spec.dtype.itemsize, spec.tensor_parallel_size)
     sequences = max(ceil(FILL_FRACTION * spec.max_num_seqs), min(MIN_FULL_SEQUENCES, spec.max_num_seqs))
     states = sizes.state_bytes(spec.dtype.itemsize, spec.tensor_parallel_size)
+    # The last block of each sequence may be partly empty, and vLLM keeps one block for padding.
+    tokens = sequences * (spec.max_model_len + BLOCK) + BLOCK
     # vLLM makes cache blocks as large as a state, so each sequence may leave one more block of this size partly empty.
-    return bytes_per_token * sequences * (spec.max_model_len + BLOCK) + 2 * states * spec.max_num_seqs
+    return bytes_per_token * tokens + 2 * states * spec.max_num_seqs
 
 
 def model_sizes(folder: Path, *, trust_remote_code: bool = False) -> Sizes:

@@ -33,7 +33,14 @@ BYTES_PER_TOKEN = 2 * SHAPE.layers * SHAPE.kv_heads * SHAPE.head_dim * 2
 def test_the_cache_holds_half_of_the_sequences_at_full_length_and_at_least_eight(tmp_path, sequences, full):
     folder = make_small_model(tmp_path / "model", "qwen3")
     spec = spec_of(folder, max_model_len=100, max_num_seqs=sequences)
-    assert useful_bytes(spec) == BYTES_PER_TOKEN * full * (100 + BLOCK)
+    assert useful_bytes(spec) == BYTES_PER_TOKEN * (full * (100 + BLOCK) + BLOCK)
+
+
+def test_a_single_sequence_of_full_length_fits_in_blocks_of_128_tokens_beside_the_block_that_vllm_keeps(tmp_path):
+    """128 tokens is the block of vLLM's CPU backend. Chat asks for one sequence."""
+    folder = make_small_model(tmp_path / "model", "qwen3")
+    blocks = useful_bytes(spec_of(folder, max_model_len=8192, max_num_seqs=1)) // (128 * BYTES_PER_TOKEN)
+    assert blocks - 1 >= 8192 / 128
 
 
 @pytest.mark.parametrize(
@@ -78,7 +85,7 @@ def spec_of(folder, **changes) -> EngineSpec:
 
 
 def useful(longest: int) -> int:
-    return BYTES_PER_TOKEN * 256 * (longest + BLOCK)
+    return BYTES_PER_TOKEN * (256 * (longest + BLOCK) + BLOCK)
 
 
 @pytest.fixture(scope="module")
