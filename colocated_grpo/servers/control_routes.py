@@ -132,7 +132,7 @@ def add_weight_routes(
         offer = await read_json(request, Offer.from_json)
         # The response does not wait for the join, because the trainer joins the group only after all servers have
         # accepted.
-        joined = control.submit_idle(partial(call, "join", offer))
+        joined = control.join_trainer(partial(call, "join", offer))
         joined.add_done_callback(lambda done: _note_failure(done, note))
         return JSONResponse({"accepted": True})
 

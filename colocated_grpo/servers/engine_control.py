@@ -27,6 +27,8 @@ class EngineControl:
         self._commands: deque[tuple[Callable[[], object], Future[Any]]] = deque()
         self.is_paused = False
         self.is_sleeping = False
+        self._has_trainer = False
+        """True once a trainer has joined to send weights."""
         self.has_whole_weights = True
         """False after a failed change of the weights."""
         self.has_received_weights = False
@@ -78,19 +80,33 @@ class EngineControl:
 
         return self.submit_idle(changed)
 
-    def receive_weights(self, receive: Callable[[], T]) -> Future[T]:
-        """Run `receive` like `change_weights`. If it fails, all requests wait until a later call succeeds.
+    def join_trainer(self, join: Callable[[], T]) -> Future[T]:
+        """Finish running requests, then run `join`. Weights can be received once it has succeeded."""
 
-        After a failure, some weights may be new and others old.
+        def joined() -> T:
+            self._has_trainer = False
+            result = join()
+            self._has_trainer = True
+            return result
+
+        return self.submit_idle(joined)
+
+    def receive_weights(self, receive: Callable[[], T]) -> Future[T]:
+        """Run `receive` like `change_weights`. Sets ValueError if no trainer has joined.
+
+        After a failure, some weights may be new and others old, so all requests wait until a later call succeeds.
         """
 
         def received() -> T:
+            if not self._has_trainer:  # a stranger's request must not mark the weights as damaged
+                raise ValueError("no trainer has joined since this server started; POST /bridge/init first")
+            self.policy_version = None
             self.has_whole_weights, self.has_received_weights = False, True
             result = receive()
             self.has_whole_weights = True
             return result
 
-        return self.change_weights(received)
+        return self.submit_idle(received)
 
     def submit_idle(self, command: Callable[[], T]) -> Future[T]:
         """Finish running requests, then run `command` on the driving thread. Returns the future of its result."""

@@ -97,3 +97,28 @@ def test_a_stopped_server_cancels_what_runs():
     controlled.steps.allow(1)
     controlled.close()
     assert completion.cancelled()
+
+
+def test_weights_without_a_trainer_are_refused_and_requests_go_on(controlled):
+    controlled.steps.allow(100)
+    refused = controlled.control.receive_weights(lambda: pytest.fail("nothing is received"))
+    with pytest.raises(ValueError, match="no trainer has joined"):
+        refused.result(TIMEOUT)
+    assert controlled.control.has_whole_weights
+    assert controlled.inbox.put(request()).result(TIMEOUT).token_ids
+
+
+def test_requests_wait_after_weights_of_a_lost_trainer_until_a_later_change_succeeds(controlled):
+    def lose() -> None:
+        raise ValueError("the trainer's connection is lost")
+
+    controlled.steps.allow(100)
+    control = controlled.control
+    control.join_trainer(lambda: None).result(TIMEOUT)
+    with pytest.raises(ValueError, match="lost"):
+        control.receive_weights(lose).result(TIMEOUT)
+    waiting = controlled.inbox.put(request())
+    control.submit(lambda: None).result(TIMEOUT)
+    assert not control.has_whole_weights and not waiting.done()
+    control.receive_weights(lambda: None).result(TIMEOUT)
+    assert waiting.result(TIMEOUT).token_ids
