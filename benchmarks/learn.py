@@ -34,6 +34,7 @@ from benchmarks.learn_jobs import LearningRun, run_jobs
 from benchmarks.learn_run import Work, library_variables, run_ours
 from benchmarks.learn_tasks import GYM, GYM_ARGS, TASKS, task_of
 from benchmarks.learn_trl import TRLSetup, run_trl
+from colocated_grpo.runtime.verdict import end_process
 from colocated_grpo.types import JsonObject
 
 OURS, TRL = TRAINERS = ("ours", "trl")
@@ -169,9 +170,7 @@ def run(options: argparse.Namespace) -> int:
     except BaseException:
         traceback.print_exc()
         code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    end_process(code)
 
 
 def _write_run(options: argparse.Namespace, work: Work, record: JsonObject) -> None:
@@ -295,9 +294,7 @@ def _sample(options: argparse.Namespace, tasks: Any, models: Any, keep: Any, sco
     except BaseException:
         traceback.print_exc()
         code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    end_process(code)
 
 
 if __name__ == "__main__":

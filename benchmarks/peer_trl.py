@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 import time
 import traceback
@@ -35,6 +34,7 @@ from benchmarks.peer_layers import name_present_layers
 from benchmarks.workload import CHARACTERS, LONGEST_PROMPT, RandomWork
 from colocated_grpo.phases import Clock
 from colocated_grpo.policy.model_files import stop_token_ids
+from colocated_grpo.runtime.verdict import end_process
 from colocated_grpo.types import JsonObject
 
 if TYPE_CHECKING:
@@ -342,6 +342,4 @@ if __name__ == "__main__":
         exit_code = 1
     # Skip interpreter shutdown: after a failure other ranks may be stuck in a collective, and vLLM engines that slept
     # are known to crash during teardown.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(exit_code)
+    end_process(exit_code)
