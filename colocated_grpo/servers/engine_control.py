@@ -28,7 +28,7 @@ class EngineControl:
         self.is_paused = False
         self.is_sleeping = False
         self._has_trainer = False
-        """True once a trainer has joined to send weights."""
+        """True while a trainer has joined to send weights. False after it is lost."""
         self.has_whole_weights = True
         """False after a failed change of the weights."""
         self.has_received_weights = False
@@ -100,10 +100,10 @@ class EngineControl:
         def received() -> T:
             if not self._has_trainer:  # a stranger's request must not mark the weights as damaged
                 raise ValueError("no trainer has joined since this server started; POST /bridge/init first")
-            self.policy_version = None
-            self.has_whole_weights, self.has_received_weights = False, True
+            self.policy_version, self.has_received_weights = None, True
+            self.has_whole_weights = self._has_trainer = False
             result = receive()
-            self.has_whole_weights = True
+            self.has_whole_weights = self._has_trainer = True
             return result
 
         return self.submit_idle(received)

@@ -92,10 +92,9 @@ class WeightReceiver:
         """Receive and write all weights. Return fingerprints, so that the trainer can verify the transfer.
 
         With a plan, these are the fingerprints of the engine's views; else of the tensors passed to the engine's
-        loader. Raises ValueError if no trainer has joined, or if the trainer's connection is lost.
+        loader. Call only after `join`. Raises ValueError if the connection of the trainer is lost.
         """
-        if self._group is None:
-            raise ValueError("no trainer has joined since this server started; POST /bridge/init first")
+        assert self._group is not None  # `EngineControl.receive_weights` requires a trainer
         plan, loaded = self._plan, list[Tensor]()
         try:
             if plan is None:
