@@ -251,7 +251,7 @@ def shard(model: PackedLM, mesh: DeviceMesh, dtype: torch.dtype, *, offloaded: b
     mesh: `World.mesh`. offloaded: as in `load_shards`.
     """
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    offload = CPUOffloadPolicy() if offloaded else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offloaded else OffloadPolicy()
     factors = {parameter for name, parameter in model.named_parameters() if is_factor(name)}  # replicated on every rank
     for block in blocks_of(model):
         fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=offload, ignored_params=factors)
@@ -263,11 +263,6 @@ def shard(model: PackedLM, mesh: DeviceMesh, dtype: torch.dtype, *, offloaded: b
             # The loss is a local sum divided by a global count: gradients are summed over ranks, not averaged.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    if mesh["shard"].size() == 1 and not offloaded:
-        assert isinstance(model, FSDPModule)
-        # This rank has all weights: cast them once per optimizer step instead of in each pass of each micro-batch.
-        model.set_reshard_after_forward(False)
-        model.set_reshard_after_backward(False)
 
 
 def host_copy(model: PackedLM, dtype: torch.dtype, *, pinned: bool) -> dict[str, DTensor]:

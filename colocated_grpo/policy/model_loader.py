@@ -71,10 +71,8 @@ class ModelLoader:
         self._seed = config.seed
         self._hf_config, self._folder, self._world = hf_config, folder, world
         self.dtype = compute_dtype(config.policy.compute_dtype, world.device)
-        # With one rank, FSDP2 would hold frozen weights twice: as a shard and gathered.
-        partly_frozen = config.policy.lora is not None or config.policy.train_layers is not None
-        frozen_on_device = partly_frozen and world.size == 1 and not config.policy.cpu_offload
-        self._without_fsdp = config.shares_weights is not None or frozen_on_device
+        # One rank has nothing to gather or to reduce, and FSDP2 would hold frozen weights twice.
+        self._without_fsdp = world.size == 1 and not config.policy.cpu_offload
 
     def weights(self) -> Weights:
         """Return the weights that the run trains."""

@@ -115,10 +115,9 @@ class Config(Section):
     weights. The metric `staleness` reports the age of these weights in optimizer steps, and loss.correction corrects
     for the difference."""
     weights: Literal["copied", "shared"] = "copied"
-    """copied: the policy is sharded by FSDP2, and each sync copies its weights into the engine. shared: policy and
-    engine use the same tensors, so there is no sync and no FSDP overhead; needs a single rank. The shared tensors stay
-    on the device while the policy trains: 2 bytes more per parameter in bfloat16. A run can resume a checkpoint of the
-    other mode."""
+    """copied: the policy has weights of its own, and each sync copies them into the engine. shared: policy and engine
+    use the same tensors, so there is no sync; needs a single rank. The shared tensors stay on the device while the
+    policy trains. A run can resume a checkpoint of the other mode."""
     seed: Integer = Field(0, ge=0, lt=2**32)
     """Determines all random numbers of the run."""
     deterministic: bool = False

@@ -20,10 +20,10 @@ CLOSE = 0.02
 """Relative difference of gradients: atomic additions, and kernels fused differently, round in different orders."""
 
 
-def gradients_with(weights: str, folder: Path, world: World) -> dict[str, Tensor]:
+def gradients_with(settings: dict[str, bool], folder: Path, world: World) -> dict[str, Tensor]:
     """Return the gradients of several micro-batches."""
     lengths = {"max_prompt_tokens": 16, "max_completion_tokens": 16}
-    config = config_of(folder, weights=weights, batch={"max_tokens_per_micro_batch": 36}, rollout=lengths)
+    config = config_of(folder, policy=settings, batch={"max_tokens_per_micro_batch": 36}, rollout=lengths)
     policy = policy_of(config, world)
     [minibatch] = pack_for(world, random_groups(6, 4), config).minibatches
     assert len(minibatch.micro_batches) > 4
@@ -33,7 +33,7 @@ def gradients_with(weights: str, folder: Path, world: World) -> dict[str, Tensor
 
 def test_gradients_with_unsharded_weights_equal_those_of_fsdp(world, tmp_path):
     folder = make_model(tmp_path / "model", shape=replace(TINY, vocab=SHAPE.vocab), init_std=0.15)
-    plain, sharded = (gradients_with(weights, folder, world) for weights in ("shared", "copied"))
+    plain, sharded = (gradients_with({"cpu_offload": offloaded}, folder, world) for offloaded in (False, True))
     differences = {
         name: ((plain[name] - expected).norm() / expected.norm()).item() for name, expected in sharded.items()
     }

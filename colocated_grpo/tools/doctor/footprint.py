@@ -117,13 +117,13 @@ class RunSizes:
         return self.place.ranks // (self.place.nodes if self.config.policy.replicate == "nodes" else 1)
 
     def _gathered(self) -> int:
-        """Return the bytes of gathered weights: all on one rank, else two blocks and the layers outside blocks."""
+        """Return the bytes of weights in the compute type beside the masters.
+
+        One rank holds those that are trained. More ranks gather two blocks and the layers outside blocks.
+        """
         policy, sizes = self.config.policy, self.sizes
-        partly_frozen = policy.lora is not None or policy.train_layers is not None
-        if partly_frozen and (self.place.ranks == 1 or self.config.weights == "shared"):
-            return self.compute_bytes * self.trained  # no FSDP: frozen weights are not gathered
-        if self._shards == 1 and not policy.cpu_offload:
-            return self.compute_bytes * sizes.total
+        if self.place.ranks == 1 and not policy.cpu_offload:
+            return self.compute_bytes * self.trained
         return self.compute_bytes * (sizes.outside + 2 * sizes.largest.total)
 
     def _activations(self) -> int:

@@ -33,7 +33,9 @@ from tests.support.small_policy import (
 )
 
 FUSED = re.compile("[qkv]_proj|gate_proj|up_proj")
-SETTINGS = ["copied", "shared"]
+SHARDED = {"cpu_offload": True}
+"""Settings of the policy with which one rank has FSDP2, too."""
+SETTINGS = [SHARDED, {}]
 MODELS = {
     "tied": ("qwen3", {}),
     "untied": ("qwen3", {"tied": False}),
@@ -42,11 +44,10 @@ MODELS = {
 }
 
 
-def config_with(folder: Path, weights: str, **policy: Any) -> Config:
+def config_with(folder: Path, **policy: Any) -> Config:
     """Two minibatches of several micro-batches each."""
     return config_of(
         folder,
-        weights=weights,
         policy={"lr": 1e-2, **policy},
         batch={"max_tokens_per_micro_batch": 36, "minibatches": 2},
         rollout={"max_prompt_tokens": 16, "max_completion_tokens": 16},
@@ -64,10 +65,10 @@ def trained(world: World, config: Config, steps: int = 2) -> tuple[Policy, dict[
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model", MODELS)
 def test_losses_and_weights_after_several_steps_equal_those_of_fsdp(world, model_folder, model, dtype):
-    architecture, settings = MODELS[model]
-    folder = model_folder(architecture, **settings)
+    architecture, shape = MODELS[model]
+    folder = model_folder(architecture, **shape)
     (sharded, expected), (plain, metrics) = (
-        trained(world, config_with(folder, weights, compute_dtype=dtype)) for weights in SETTINGS
+        trained(world, config_with(folder, compute_dtype=dtype, **settings)) for settings in SETTINGS
     )
     assert isinstance(sharded.weights, ShardedWeights)
     assert isinstance(plain.weights, UnshardedWeights)
@@ -80,8 +81,8 @@ def test_losses_and_weights_after_several_steps_equal_those_of_fsdp(world, model
 @pytest.mark.parametrize("tied", [True, False])
 def test_gradients_of_all_micro_batches_equal_those_of_fsdp(world, model_folder, tied, dtype):
     gradients = []
-    for weights in SETTINGS:
-        config = config_with(model_folder(tied=tied), weights, compute_dtype=dtype)
+    for settings in SETTINGS:
+        config = config_with(model_folder(tied=tied), compute_dtype=dtype, **settings)
         policy = policy_of(config, world)
         policy.forward_backward(pack_for(world, random_groups(6, 4), config).minibatches[0], Metrics(world.device))
         gradients.append(gradients_of(policy))
@@ -92,14 +93,14 @@ def test_gradients_of_all_micro_batches_equal_those_of_fsdp(world, model_folder,
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "adamw_8bit"])
 def test_every_optimizer_updates_unsharded_masters_as_it_updates_shards(world, model_folder, optimizer):
     after = []
-    for weights in SETTINGS:
-        config = config_with(model_folder(), weights, optimizer={"type": optimizer}, gradient_checkpointing=True)
+    for settings in SETTINGS:
+        config = config_with(model_folder(), optimizer={"type": optimizer}, gradient_checkpointing=True, **settings)
         after.append(weights_of(trained(world, config)[0]))
     assert_same(after[1], after[0], rtol=0, atol=0)
 
 
 def test_the_model_computes_with_rounded_copies_of_fp32_masters(world, model_folder):
-    config = config_with(model_folder(), "shared", compute_dtype="bfloat16")
+    config = config_with(model_folder(), compute_dtype="bfloat16")
     policy = policy_of(config, world)
     batch = pack_for(world, random_groups(6, 4), config)
     for steps in range(3):
@@ -113,7 +114,7 @@ def test_the_model_computes_with_rounded_copies_of_fp32_masters(world, model_fol
 
 
 def test_16_bit_gradients_are_freed_during_the_backward_pass(world, model_folder):
-    config = config_with(model_folder(), "shared", compute_dtype="bfloat16")
+    config = config_with(model_folder(), compute_dtype="bfloat16")
     policy = policy_of(config, world)
     policy.forward_backward(pack_for(world, random_groups(6, 4), config).minibatches[0], Metrics(world.device))
     assert all(parameter.grad is None for parameter in policy.model.parameters())
@@ -122,9 +123,9 @@ def test_16_bit_gradients_are_freed_during_the_backward_pass(world, model_folder
 
 
 def test_a_tied_output_layer_stays_tied(world, model_folder):
-    lm = policy_of(config_with(model_folder(tied=True), "shared"), world).model.lm
+    lm = policy_of(config_with(model_folder(tied=True)), world).model.lm
     assert lm.get_output_embeddings().weight is lm.get_input_embeddings().weight
-    lm = policy_of(config_with(model_folder(tied=False), "shared"), world).model.lm
+    lm = policy_of(config_with(model_folder(tied=False)), world).model.lm
     assert lm.get_output_embeddings().weight is not lm.get_input_embeddings().weight
 
 
@@ -144,7 +145,7 @@ def engine_like(policy: Policy) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_training_in_adopted_memory_equals_training_in_own_memory(world, model_folder, tied):
-    config = config_with(model_folder(tied=tied), "shared")
+    config = config_with(model_folder(tied=tied))
     expected = weights_of(trained(world, config)[0])
     policy = policy_of(config, world)
     views = engine_like(policy)
@@ -162,7 +163,7 @@ def test_compiled_blocks_compute_with_views_of_fused_layers(world, model_folder,
     monkeypatch.setattr(Block, "compile", partialmethod(Block.compile, backend="aot_eager"))
     gradients = {}
     for compiled in ("off", "on"):
-        config = config_with(model_folder(), "shared", compile=compiled)
+        config = config_with(model_folder(), compile=compiled)
         policy = policy_of(config, world)
         assert adopt(policy.model, engine_like(policy))
         minibatch = pack_for(world, random_groups(1, 4), config).minibatches[0]
@@ -174,7 +175,7 @@ def test_compiled_blocks_compute_with_views_of_fused_layers(world, model_folder,
 
 @pytest.mark.parametrize("wrong", [lambda view: view[1:], lambda view: view.double(), lambda view: view.to("meta")])
 def test_views_of_another_shape_type_or_device_are_rejected_and_change_nothing(world, model_folder, wrong):
-    policy = policy_of(config_with(model_folder(), "shared"), world)
+    policy = policy_of(config_with(model_folder()), world)
     before = {name: parameter.data_ptr() for name, parameter in policy.model.hf_parameters().items()}
     views = engine_like(policy)
     last = list(views)[-1]
@@ -182,9 +183,9 @@ def test_views_of_another_shape_type_or_device_are_rejected_and_change_nothing(w
     assert {name: parameter.data_ptr() for name, parameter in policy.model.hf_parameters().items()} == before
 
 
-def save_and_continue(world: World, folder: Path, run_dir: Path, weights: str, optimizer: str) -> dict:
+def save_and_continue(world: World, folder: Path, run_dir: Path, settings: dict, optimizer: str) -> dict:
     """Return the weights one step after the save."""
-    config = config_with(folder, weights, optimizer={"type": optimizer})
+    config = config_with(folder, optimizer={"type": optimizer}, **settings)
     policy, _ = trained(world, config, steps=1)
     checkpoints = Checkpoints(run_dir, CheckpointConfig(), world)
     checkpoints.save(5, policy, {})
@@ -193,8 +194,8 @@ def save_and_continue(world: World, folder: Path, run_dir: Path, weights: str, o
     return weights_of(policy)
 
 
-def restore_and_continue(world: World, folder: Path, run_dir: Path, weights: str, optimizer: str) -> dict:
-    config = config_with(folder, weights, optimizer={"type": optimizer})
+def restore_and_continue(world: World, folder: Path, run_dir: Path, settings: dict, optimizer: str) -> dict:
+    config = config_with(folder, optimizer={"type": optimizer}, **settings)
     policy = policy_of(config, world)
     Checkpoints(run_dir, CheckpointConfig(), world).restore(policy)
     assert policy.version == 2
@@ -203,9 +204,7 @@ def restore_and_continue(world: World, folder: Path, run_dir: Path, weights: str
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "adamw_8bit"])
-@pytest.mark.parametrize(
-    ("saved_by", "restored_by"), [("copied", "shared"), ("shared", "copied"), ("shared", "shared")]
-)
+@pytest.mark.parametrize(("saved_by", "restored_by"), [(SHARDED, {}), ({}, SHARDED), ({}, {})])
 def test_a_checkpoint_of_either_setting_continues_in_the_other(
     world, model_folder, tmp_path, saved_by, restored_by, optimizer
 ):
@@ -216,13 +215,13 @@ def test_a_checkpoint_of_either_setting_continues_in_the_other(
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
 def test_a_checkpoint_of_two_ranks_continues_unsharded_on_one(world, model_folder, tmp_path, optimizer):
-    expected = run_on_ranks(save_and_continue, 2, model_folder(), tmp_path, "copied", optimizer)[0]
-    actual = restore_and_continue(world, model_folder(), tmp_path, "shared", optimizer)
+    expected = run_on_ranks(save_and_continue, 2, model_folder(), tmp_path, {}, optimizer)[0]
+    actual = restore_and_continue(world, model_folder(), tmp_path, {}, optimizer)
     assert_same(actual, expected, rtol=1e-3, atol=1e-4)
 
 
 def test_scores_follow_each_optimizer_step(world, model_folder):
-    config = config_with(model_folder(), "shared")
+    config = config_with(model_folder())
     policy = policy_of(config, world)
     batch = pack_for(world, random_groups(2, 3), config)
     micro_batch = batch.minibatches[0].micro_batches[0]
