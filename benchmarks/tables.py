@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from colocated_grpo.types import JsonObject
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path("docs/results")
-STEP_PAGE, GROWTH_PAGE = Path("README.md"), Path("docs/measurements.md")
+PAGE = Path("docs/measurements.md")
 STEP_COLUMNS = (
     "Model and GPUs",
     "Step, ours",
@@ -42,28 +42,28 @@ NOT_MEASURED = "-"
 
 
 class ResultFile(NamedTuple):
-    """A result and its path, relative to the page of its table."""
+    """A result and its path, relative to the page."""
 
     path: Path
     content: JsonObject
 
 
 def main(root: Path = ROOT) -> int:
-    for page in (STEP_PAGE, GROWTH_PAGE):
-        (root / page).write_text(with_table(page, root))
+    (root / PAGE).write_text(with_tables(root))
     return 0
 
 
-def with_table(page: Path, root: Path) -> str:
-    """Return the text of a page with a new table between its markers. Raises ValueError if a marker is missing."""
-    name, lines = ("whole steps", step_lines(root)) if page == STEP_PAGE else ("growth", growth_lines(root))
-    begin, end = markers(name)
-    before, found, rest = (root / page).read_text().partition(begin)
-    _, closed, after = rest.partition(end)
-    if not (found and closed):
-        raise ValueError(f"{page}: needs the two lines {begin!r} and {end!r}, in this order")
-    table = "\n".join(["", *lines, "", ""]) if lines else ""
-    return "".join([before, begin, "\n", table, end, after])
+def with_tables(root: Path) -> str:
+    """Return the text of the page with new tables between their markers. Raises ValueError if a marker is missing."""
+    text = (root / PAGE).read_text()
+    for name, lines in (("whole steps", step_lines(root)), ("growth", growth_lines(root))):
+        begin, end = markers(name)
+        before, found, rest = text.partition(begin)
+        _, closed, after = rest.partition(end)
+        if not (found and closed):
+            raise ValueError(f"{PAGE}: needs the two lines {begin!r} and {end!r}, in this order")
+        text = "".join([before, begin, "\n", "\n".join(["", *lines, "", ""]) if lines else "", end, after])
+    return text
 
 
 def markers(name: str) -> tuple[str, str]:
@@ -72,21 +72,21 @@ def markers(name: str) -> tuple[str, str]:
 
 def step_lines(root: Path) -> list[str]:
     """Return the table of whole steps, smallest model first; [] without results."""
-    files = [file for file in read_results(root, "step", STEP_PAGE) if "ours" in file.content]
+    files = [file for file in read_results(root, "step") if "ours" in file.content]
     files.sort(key=lambda file: (file.content["parameters"], file.content["ranks"]))
     return table(STEP_COLUMNS, [step_cells(file) for file in files])
 
 
 def growth_lines(root: Path) -> list[str]:
     """Return one table for all axes, with each file's sizes in increasing order; [] without results."""
-    files = sorted(read_results(root, "growth", GROWTH_PAGE), key=lambda file: AXES.index(file.content["axis"]))
+    files = sorted(read_results(root, "growth"), key=lambda file: AXES.index(file.content["axis"]))
     return table(GROWTH_COLUMNS, [growth_cells(file, row) for file in files for row in file.content["rows"]])
 
 
-def read_results(root: Path, kind: str, page: Path) -> list[ResultFile]:
-    """Return the results whose file names begin with `kind`, sorted by name, with paths relative to `page`."""
+def read_results(root: Path, kind: str) -> list[ResultFile]:
+    """Return the results whose file names begin with `kind`, sorted by name, with paths relative to the page."""
     files = sorted((root / RESULTS).glob(f"{kind}_*.json"))
-    return [ResultFile(file.relative_to((root / page).parent), json.loads(file.read_text())) for file in files]
+    return [ResultFile(file.relative_to((root / PAGE).parent), json.loads(file.read_text())) for file in files]
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

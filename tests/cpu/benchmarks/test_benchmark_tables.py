@@ -41,8 +41,8 @@ def growth(axis: str, sizes: list[int]) -> JsonObject:
 
 def project(folder: Path, **results: JsonObject) -> Path:
     (folder / tables.RESULTS).mkdir(parents=True)
-    (folder / tables.STEP_PAGE).write_text("\n".join(["before", *STEPS, "after"]) + "\n")
-    (folder / tables.GROWTH_PAGE).write_text("\n".join(["before", GROWTH[0], "old", GROWTH[1], "after"]) + "\n")
+    page = ["before", *STEPS, "between", GROWTH[0], "old", GROWTH[1], "after"]
+    (folder / tables.PAGE).write_text("\n".join(page) + "\n")
     for name, content in results.items():
         (folder / tables.RESULTS / f"{name}.json").write_text(json.dumps(content))
     return folder
@@ -64,23 +64,20 @@ def test_the_tables_hold_the_figures_of_the_files(tmp_path: Path):
     tables.main(root)
     tables.main(root)
 
-    assert (root / tables.STEP_PAGE).read_text().splitlines() == [
+    assert (root / tables.PAGE).read_text().splitlines() == [
         "before",
         STEPS[0],
         "",
         "| Model and GPUs | Step, ours | Step, TRL tuned | Step, TRL defaults | Generate / train / sync, ours "
         "| Generate / score + train / sync, TRL tuned | Peak GPU memory, ours | Peak GPU memory, TRL tuned |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
-        "| [qwen3-0.6b, 1 x NVIDIA H200](docs/results/step_small.json) | 6.0 s | 30.0 s (5.0 x) | 42.0 s (7.0 x) "
+        "| [qwen3-0.6b, 1 x NVIDIA H200](results/step_small.json) | 6.0 s | 30.0 s (5.0 x) | 42.0 s (7.0 x) "
         "| 4.0 s / 1.5 s / 6.6 ms | 14.0 s / 15.5 s / 0.2 s | 49 GiB | 116 GiB |",
-        "| [qwen3-8b, LoRA of rank 32, 1 x NVIDIA H200](docs/results/step_a_large.json) | 6.0 s | 30.0 s (5.0 x) | - "
+        "| [qwen3-8b, LoRA of rank 32, 1 x NVIDIA H200](results/step_a_large.json) | 6.0 s | 30.0 s (5.0 x) | - "
         "| 4.0 s / 1.5 s / 6.6 ms | 14.0 s / 15.5 s / 0.2 s | 49 GiB | 116 GiB |",
         "",
         STEPS[1],
-        "after",
-    ]
-    assert (root / tables.GROWTH_PAGE).read_text().splitlines() == [
-        "before",
+        "between",
         GROWTH[0],
         "",
         f"| {' | '.join(tables.GROWTH_COLUMNS)} |",
@@ -101,7 +98,7 @@ def test_the_peer_of_an_old_file_is_shown_as_trl_with_its_defaults(tmp_path: Pat
     root = project(tmp_path, step_old=result("qwen3-0.6b", 1, peer={"median": TRL}))
 
     assert tables.step_lines(root)[2:] == [
-        "| [qwen3-0.6b, 1 x NVIDIA H200](docs/results/step_old.json) | 6.0 s | - | 30.0 s (5.0 x) "
+        "| [qwen3-0.6b, 1 x NVIDIA H200](results/step_old.json) | 6.0 s | - | 30.0 s (5.0 x) "
         "| 4.0 s / 1.5 s / 6.6 ms | - | 49 GiB | - |"
     ]
 
@@ -110,7 +107,7 @@ def test_a_result_without_a_peer_has_dashes_for_it(tmp_path: Path):
     root = project(tmp_path, step_alone=result("qwen3-0.6b", 1, peer=None))
 
     assert tables.step_lines(root)[2:] == [
-        "| [qwen3-0.6b, 1 x NVIDIA H200](docs/results/step_alone.json) | 6.0 s | - | - "
+        "| [qwen3-0.6b, 1 x NVIDIA H200](results/step_alone.json) | 6.0 s | - | - "
         "| 4.0 s / 1.5 s / 6.6 ms | - | 49 GiB | - |"
     ]
 
@@ -120,14 +117,13 @@ def test_without_result_files_there_are_no_tables(tmp_path: Path):
     assert tables.step_lines(root) == tables.growth_lines(root) == []
 
 
-@pytest.mark.parametrize("page", [tables.STEP_PAGE, tables.GROWTH_PAGE])
-def test_a_page_without_markers_is_rejected(tmp_path: Path, page: Path):
+@pytest.mark.parametrize("marker", [*STEPS, *GROWTH])
+def test_a_page_without_a_marker_is_rejected(tmp_path: Path, marker: str):
     root = project(tmp_path)
-    (root / page).write_text("no markers")
+    (root / tables.PAGE).write_text((root / tables.PAGE).read_text().replace(marker, ""))
     with pytest.raises(ValueError, match="needs the two lines"):
-        tables.with_table(page, root)
+        tables.with_tables(root)
 
 
-@pytest.mark.parametrize("page", [tables.STEP_PAGE, tables.GROWTH_PAGE])
-def test_the_pages_match_their_result_files(page: Path):
-    assert tables.with_table(page, ROOT) == (ROOT / page).read_text()
+def test_the_page_matches_its_result_files():
+    assert tables.with_tables(ROOT) == (ROOT / tables.PAGE).read_text()
