@@ -111,6 +111,21 @@ class Trainer:
         self.config = self._loaded.config
         """The settings, including defaults."""
 
+    def check(self) -> None:
+        """Check settings, model, data and functions, and print the first prompts and rewards: a dry run.
+
+        Reads neither weights nor an engine. Raises ConfigError or RunError for the first problem.
+        """
+        with rank_variables(), quiet_libraries():
+            import torch
+
+            from colocated_grpo.assembly.preview import preview
+
+            config, lines = checked(self._loaded, None, self._name)
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            print(*lines, sep="\n", end="\n" * bool(lines))
+            print(*preview(config, device, lambda line: print(f"note: {line}")), sep="\n")
+
     def train(self, resume: str | Path | None = None) -> Result:
         """Train to the end and return the result. Collective under torchrun.
 

@@ -99,7 +99,7 @@ def _launch(arguments: Sequence[str]) -> int:
     text = "\n".join([banner(launch, command, servers, model), *default, *remarks])
     if options.dry_run:
         print(text, *(f"note: {note}" for note in notes), *(f"warning: {line}" for line in missing), sep="\n")
-        return dry_run(config, problems, launch.log_level)
+        return dry_run(config, problems, launch.log_level, on_gpu=launch.gpus > 0)
     environment = child_environment(os.environ, launch.gpus, launch.ranks, launch.log_level)
     if launch.nodes == 1 and not config.engine.urls:
         environment.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # else ranks would listen on a network interface
@@ -252,11 +252,10 @@ def banner(launch: Launch, command: Sequence[str], servers: ServerPlan | None, m
     return "\n".join(["Co-located GRPO", *rows])
 
 
-def dry_run(config: Config, problems: Sequence[str], log_level: str) -> int:
-    """Print warnings and problems. Returns 2 if there are problems, else 0.
+def dry_run(config: Config, problems: Sequence[str], log_level: str, *, on_gpu: bool) -> int:
+    """Print warnings, a preview of the first prompts, and problems. Returns 2 if there are problems, else 0.
 
-    problems: lines about files and names, found without running user code. `problems_of` runs only if there are no such
-    lines.
+    problems: lines about files and names, found without running user code. The preview is made only without them.
     """
     from colocated_grpo.settings.source_rules import exposures
 
@@ -264,41 +263,19 @@ def dry_run(config: Config, problems: Sequence[str], log_level: str) -> int:
         print(f"warning: {line}")
     if not problems:
         prepare_libraries(log_level)
-        problems = problems_of(config)
+        import torch
+
+        from colocated_grpo.assembly.preview import preview
+
+        try:
+            lines = preview(config, torch.device("cuda" if on_gpu else "cpu"), lambda line: print(f"note: {line}"))
+            print(*lines, "ok: settings, model, data, functions and the first prompts", sep="\n")
+        except (ConfigError, RunError) as error:
+            problems = str(error).splitlines()
     for line in error_text(problems):
         print(line, file=sys.stderr)
     print("Dry run mode - command not executed")
     return USAGE_ERROR if problems else 0
-
-
-def problems_of(config: Config) -> list[str]:
-    """Build the model without parameters, and environments and evaluation sets as in a run.
-
-    This imports the code of the environments, reads their data and draws prompts. Prints the number of omitted rows.
-    Returns the error lines of the first problem.
-    """
-    from colocated_grpo.assembly.data import open_source
-    from colocated_grpo.assembly.evaluation import draw_evaluated, import_answers
-    from colocated_grpo.environments.build import build_environments
-    from colocated_grpo.policy.checkpoint_files import fetch_tokenizer
-    from colocated_grpo.policy.model_files import load_tokenizer
-    from colocated_grpo.policy.model_loader import check_model
-
-    def note(line: str) -> None:
-        print(f"note: {line}")
-
-    try:
-        folder = fetch_tokenizer(config.model)
-        check_model(config.model, folder)
-        tokenizer = load_tokenizer(config.model, folder)
-        environments = build_environments(config, tokenizer)
-        import_answers(config.evaluation)
-        if environments.trained:
-            open_source(environments, note).next(config.rollout.prompts_per_step)
-        draw_evaluated(config.evaluation, environments, note)
-    except (ConfigError, RunError) as error:
-        return str(error).splitlines()
-    return []
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str], redirect: Path | None) -> int:

@@ -86,3 +86,7 @@ def _fill(parameter: Tensor, reader: CheckpointReader, source: str) -> None:
         start, rows = offset[0], shape[0]
     if rows:
         reader.read_into(local[:rows], source, start)
+        if not local[:rows].isfinite().all():
+            raise ConfigError(
+                f"model.name={str(reader.folder)!r}: {source!r} has NaN or infinite values; the checkpoint is damaged"
+            )

@@ -59,15 +59,28 @@ def _local_config(model: ModelConfig, section: str) -> Path | None:
     folder = Path(model.name)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise ConfigError(
-                f"{section}.name={model.name!r}: no config.json in this folder; expected a saved transformers model"
-            )
+            raise ConfigError(f"{section}.name={model.name!r}: no config.json in this folder; {_instead(folder)}")
         if not any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "*.bin")):
             raise ConfigError(f"{section}.name={model.name!r}: no weights in this folder (*.safetensors or *.bin)")
         return folder / "config.json"
+    if folder.is_file():
+        raise ConfigError(
+            f"{section}.name={model.name!r}: a file; expected the folder of a transformers model"
+            + " (convert GGUF with transformers: from_pretrained(FOLDER, gguf_file=FILE).save_pretrained(OUT))"
+            * (folder.suffix == ".gguf")
+        )
     if folder.is_absolute() or model.name.startswith((".", "~")) or model.name.count("/") > 1:
         raise ConfigError(f"{section}.name={model.name!r}: no such folder")
     return None
+
+
+def _instead(folder: Path) -> str:
+    """Return what to write in place of a folder that is no model: a run's folder, an adapter's, or another."""
+    if (folder / "adapter_config.json").is_file():
+        return f"it is an adapter: name its base model, and set policy.lora.init: {folder}"
+    if (exported := folder / "final_model").is_dir():
+        return f"it is the folder of a run, whose model is {exported}"
+    return "expected a saved transformers model"
 
 
 def _hub_config(model: ModelConfig, section: str) -> Path:

@@ -1,4 +1,4 @@
-"""Extraction of the answer from a completion, after its thoughts or between tags."""
+"""Answers: the columns that hold them in data, and their extraction from completions."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import re
 from collections.abc import Iterator
 
 OPEN, CLOSE = "<answer>", "</answer>"
+ANSWER_COLUMNS = (
+    "answer", "solution", "ground_truth", "final_answer", "target", "gold", "label", "expected", "output",
+)  # fmt: skip
+"""Columns of reference answers, the most likely one first."""
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?", re.ASCII)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from colocated_grpo.errors import RunError
+from colocated_grpo.errors import ConfigError, RunError
 from colocated_grpo.rollout.vllm.spec import EngineSpec
 from colocated_grpo.runtime.text_part import OwnName, own_names, read_text_config, weight_files
 from colocated_grpo.settings.model_sizes import ENGINE_RESERVE, Sizes, sizes_of
@@ -28,8 +28,6 @@ BLOCK = 128
 def kv_cache_arguments(spec: EngineSpec, device: torch.device) -> dict[str, object]:
     """vLLM arguments that size the KV cache from free memory. Call after the trainer's resident state is allocated."""
     given = spec.kv_cache_memory_bytes
-    if given is not None:
-        _check_holds_a_sequence(given, spec)
     if device.type == "cpu":
         return {"kv_cache_memory_bytes": given or min(CPU_LIMIT, max(MIN_CACHE, useful_bytes(spec)))}
     if given is None and spec.gpu_memory_utilization is not None:
@@ -44,18 +42,20 @@ def kv_cache_arguments(spec: EngineSpec, device: torch.device) -> dict[str, obje
     }
 
 
-def _check_holds_a_sequence(size: int, spec: EngineSpec) -> None:
-    """Raise RunError if the cache cannot hold one sequence of full length: vLLM's own error names other settings.
+def check_cache(spec: EngineSpec) -> None:
+    """Raise ConfigError if the given cache cannot hold one sequence of full length: vLLM's error names other settings.
 
     Sliding-window layers, caches of another type than the engine's, and unknown models are left to vLLM.
     """
+    if (size := spec.kv_cache_memory_bytes) is None:
+        return
     settings = _settings(spec.folder, trust_remote_code=spec.trust_remote_code)
     sizes = sizes_of(settings)
     if settings.get("sliding_window") or "kv_cache_dtype" in spec.args or sizes is None:
         return
     needed = spec.max_model_len * sizes.kv_bytes_per_token(spec.dtype.itemsize, spec.tensor_parallel_size)
     if size < needed:
-        raise RunError(
+        raise ConfigError(
             f"engine.kv_cache_memory_bytes={size}: one sequence of {spec.max_model_len} tokens needs {needed} bytes; "
             "raise it, or lower engine.max_model_len or rollout.max_completion_tokens"
         )

@@ -11,18 +11,21 @@ import dataclasses
 import math
 import sys
 from collections.abc import Generator, Mapping
+from difflib import get_close_matches
 from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import vllm
 from torch import Tensor, nn
 from transformers import PretrainedConfig
-from vllm import ModelRegistry
+from vllm import LLM, ModelRegistry
 from vllm.config.load import LoadConfig
 from vllm.config.model import ModelConfig
+from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
@@ -90,6 +93,16 @@ def engine_arguments(spec: EngineSpec, world: World) -> dict[str, Any]:
     if spec.records_routes:
         arguments["additional_config"] = {**arguments.get("additional_config", {}), RECORD_ROUTES: True}
     return arguments
+
+
+def check_names(args: Mapping[str, object]) -> None:
+    """Raise ConfigError if vLLM has no argument of a name in `engine.args`."""
+    known = {field.name for field in dataclasses.fields(EngineArgs)} | set(signature(LLM.__init__).parameters)
+    for name in args:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"engine.args.{name}: not an engine argument of vLLM {vllm.__version__}{hint}")
 
 
 def overrides(config_json: JsonObject) -> JsonObject:

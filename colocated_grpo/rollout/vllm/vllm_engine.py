@@ -16,6 +16,7 @@ from colocated_grpo.errors import RunError, in_one_line
 from colocated_grpo.rollout.engine import Part, Request, TokenDelta
 from colocated_grpo.rollout.vllm import patches
 from colocated_grpo.rollout.vllm.adapters import VLLMAdapters
+from colocated_grpo.rollout.vllm.kv_budget import check_cache
 from colocated_grpo.rollout.vllm.process import discard, forget_graph_pool, keep_trainer_state, name_shared_memory
 from colocated_grpo.rollout.vllm.requests import (
     CoreRequests,
@@ -26,7 +27,7 @@ from colocated_grpo.rollout.vllm.requests import (
 )
 from colocated_grpo.rollout.vllm.routes import RequestRoutes
 from colocated_grpo.rollout.vllm.spec import EngineSpec
-from colocated_grpo.rollout.vllm.vllm_arguments import engine_arguments, register_class
+from colocated_grpo.rollout.vllm.vllm_arguments import check_names, engine_arguments, register_class
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings.config_json import config_json_in
 from colocated_grpo.settings.model_support import check_cpu_engine
@@ -183,12 +184,14 @@ class VLLMEngine:
 
 
 def prepare(spec: EngineSpec, device: torch.device) -> None:
-    """Install the patches, and check that vLLM has the model. Takes no device memory.
+    """Install the patches, and check that vLLM has the model and takes the arguments. Takes no device memory.
 
     A run calls this before it reads weights. The engine's constructor calls it again, which installs nothing. Raises
     ConfigError or RunError.
     """
     patches.apply("cuda" if device.type == "cuda" else "cpu")
+    check_names(spec.args)
+    check_cache(spec)
     config_json = config_json_in(spec.folder)
     register_class(spec.folder, config_json)
     if device.type == "cpu":

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from colocated_grpo.environments.base import Item
-from colocated_grpo.environments.rewards.answers import NUMBER
+from colocated_grpo.environments.rewards.answers import ANSWER_COLUMNS, NUMBER
 from colocated_grpo.environments.rewards.functions import load_reward
 from colocated_grpo.environments.rows.readers import READERS
 from colocated_grpo.environments.templates import with_system_prompt
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PROMPTS = ("prompt", "question", "messages", "problem", "instruction", "query", "input")
-ANSWERS = ("answer", "solution", "ground_truth", "final_answer", "target", "gold", "label", "expected", "output")
 TOOL_CALLS = "tool_calls"
 MAX_EXACT_CHARACTERS = 60
 """Longest answers for which exact_match is chosen. A model rarely repeats a longer text literally."""
@@ -64,14 +63,14 @@ def builtin_reward(rows: Sequence[Item], prompt: str) -> Reward:
     """Return the built-in reward that compares completions with the data's answers. Raises ConfigError if none can."""
     if TOOL_CALLS in rows[0]:
         return Reward(name="tool_call", why=f"compares the calls of a completion with the column {TOOL_CALLS}")
-    column = _first_of([name for name in ANSWERS if name != prompt], rows)
+    column = _first_of([name for name in ANSWER_COLUMNS if name != prompt], rows)
     if column is None:
         raise ConfigError(
-            f"data: no column of answers ({', '.join(ANSWERS)}); it has: {_names(rows)}; rename one, or name your own "
-            "function with --reward my_rewards.py:function"
+            f"data: no column of answers ({', '.join(ANSWER_COLUMNS)}); it has: {_names(rows)}; rename one, or name "
+            "your own function with --reward my_rewards.py:function"
         )
     answers = [str(row.get(column)).strip() for row in rows]
-    rename = None if column == ANSWERS[0] else (column, ANSWERS[0])
+    rename = None if column == ANSWER_COLUMNS[0] else (column, ANSWER_COLUMNS[0])
     if all("####" in answer for answer in answers):
         why = f"compares the last number with the one after #### in {column!r}"
         return Reward(name="gsm8k", why=why, system_prompt=BY_NUMBER, rename=rename)

@@ -104,6 +104,11 @@ def test_a_dry_run_shows_the_whole_banner(config, eight_gpus, capsys):
         f"  Command        {sys.executable} -m {ELASTIC} --nnodes 2 --nproc-per-node 4 --node-rank 1 "
         "--master-addr node0 --master-port 29500 --rdzv-conf timeout=900 -m colocated_grpo --config x.yaml "
         "--policy.lr 1e-5\n"
+        "  sorting: 32 prompts of the first step have 12 to 16 tokens (rollout.max_prompt_tokens=1024)\n"
+        "  the first prompt, 15 tokens:\n"
+        "    | <|user|>sort 7425473<|end|><|assistant|>\n"
+        "  sorting: the reward is 1 for '2344577', 0 for 'I do not know.'\n"
+        "ok: settings, model, data, functions and the first prompts\n"
         "Dry run mode - command not executed\n"
     )
 

@@ -10,13 +10,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from colocated_grpo.assembly.engines import engine_spec
-from colocated_grpo.errors import RunError
+from colocated_grpo.errors import ConfigError, RunError
 from colocated_grpo.policy.checkpoint_files import CheckpointReader
 from colocated_grpo.policy.model import build_empty, read_model_config
 from colocated_grpo.rollout.vllm.kv_budget import (
     BLOCK,
     CPU_LIMIT,
     MIN_CACHE,
+    check_cache,
     kv_cache_arguments,
     useful_bytes,
     weight_bytes,
@@ -168,12 +169,16 @@ def test_a_cache_size_from_the_config_may_use_the_reserve_of_the_automatic_size(
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_cache_size_from_the_config_must_hold_one_sequence(folder, gpu, device):
+def test_a_cache_size_from_the_config_is_taken_as_it_is(folder, gpu, device):
     gpu(useful(2000))
+    assert sized(folder, device, 400, kv_cache_memory_bytes=1000)["kv_cache_memory_bytes"] == 1000
+
+
+def test_a_cache_size_from_the_config_must_hold_one_sequence(folder):
     needed = BYTES_PER_TOKEN * 400
-    assert sized(folder, device, 400, kv_cache_memory_bytes=needed)["kv_cache_memory_bytes"] == needed
-    with pytest.raises(RunError) as raised:
-        sized(folder, device, 400, kv_cache_memory_bytes=needed - 1)
+    check_cache(spec_of(folder, max_model_len=400, kv_cache_memory_bytes=needed))
+    with pytest.raises(ConfigError) as raised:
+        check_cache(spec_of(folder, max_model_len=400, kv_cache_memory_bytes=needed - 1))
     assert str(raised.value).startswith(
         f"engine.kv_cache_memory_bytes={needed - 1}: one sequence of 400 tokens needs {needed} bytes; raise it, or"
     )
@@ -181,9 +186,9 @@ def test_a_cache_size_from_the_config_must_hold_one_sequence(folder, gpu, device
 
 
 def test_a_cache_whose_use_only_vllm_knows_is_not_refused(tmp_path, folder):
-    windows, small = make_small_model(tmp_path / "windows", "gemma3"), {"kv_cache_memory_bytes": 1000}
-    assert sized(windows, "cpu", 400, **small) == small
-    assert sized(folder, "cpu", 400, **small, args={"kv_cache_dtype": "fp8"}) == small
+    windows = make_small_model(tmp_path / "windows", "gemma3")
+    check_cache(spec_of(windows, max_model_len=400, kv_cache_memory_bytes=1000))
+    check_cache(spec_of(folder, max_model_len=400, kv_cache_memory_bytes=1000, args={"kv_cache_dtype": "fp8"}))
 
 
 @pytest.mark.parametrize(("longest", "expected"), [(100, MIN_CACHE), (4000, useful(4000)), (400_000, CPU_LIMIT)])

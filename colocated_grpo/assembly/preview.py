@@ -1,0 +1,151 @@
+"""What a dry run shows: the first prompts as the model reads them, and the rewards of a right and a useless answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
+
+import torch
+
+from colocated_grpo.assembly.data import open_source
+from colocated_grpo.assembly.evaluation import draw_evaluated, import_answers
+from colocated_grpo.environments.base import Scorer
+from colocated_grpo.environments.build import build_environments
+from colocated_grpo.environments.rewards.answers import ANSWER_COLUMNS
+from colocated_grpo.environments.rewards.workers import end_idle_workers
+from colocated_grpo.policy.checkpoint_files import fetch_tokenizer
+from colocated_grpo.policy.model_files import load_tokenizer
+from colocated_grpo.policy.model_loader import check_model, engine_dtype
+from colocated_grpo.rollout.reward_calls import RewardCalls
+from colocated_grpo.rollout.vllm.kv_budget import check_cache
+from colocated_grpo.rollout.vllm.spec import EngineSpec
+from colocated_grpo.settings.config_json import read_config_json, text_part
+from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.settings.schema import Config
+from colocated_grpo.types import Completion, Prompt, Score
+
+USELESS = "I do not know."
+SHOWN_CHARACTERS = 600
+"""Longer prompts are cut in the middle."""
+ROLES = {"system", "developer", "user", "assistant", "model", "tool", "function"}
+"""Roles of chat messages. Most templates render any role, and models know only those of their training."""
+
+
+def preview(config: Config, device: torch.device, note: Callable[[str], None]) -> list[str]:
+    """Build the model without parameters and draw the first prompts as a run does. Return lines that show them.
+
+    Imports the code of the environments, reads their data and computes rewards. device: only its type counts. note:
+    receives remarks, such as the number of omitted rows. Raises ConfigError or RunError for the first problem.
+    """
+    folder = fetch_tokenizer(config.model)
+    check_model(config.model, folder)
+    if config.engine.placement == "colocated":
+        engine = config.engine
+        spec = EngineSpec(
+            folder=folder,
+            dtype=engine_dtype(engine, config.policy, device),
+            max_model_len=engine.max_model_len or config.max_sequence_tokens,
+            max_num_seqs=1,
+            trust_remote_code=config.model.trust_remote_code,
+            tensor_parallel_size=engine.tensor_parallel_size,
+            kv_cache_memory_bytes=engine.kv_cache_memory_bytes,
+            args=engine.args,
+        )
+        check_cache(spec)
+        if spec.args:
+            # Imported here: vLLM takes many seconds to import.
+            from colocated_grpo.rollout.vllm.vllm_arguments import check_names
+
+            check_names(spec.args)
+    environments = build_environments(config, load_tokenizer(config.model, folder))
+    import_answers(config.evaluation)
+    prompts = open_source(environments, note).next(config.rollout.prompts_per_step) if environments.trained else []
+    draw_evaluated(config.evaluation, environments, note)
+    check_vocabulary(prompts, text_part(read_config_json(config.model)).get("vocab_size"), config.model.name)
+    for line in unknown_roles(prompts):
+        note(line)
+    try:
+        rewards = list(show_rewards(prompts, environments.scorers, config.rollout.reward_timeout, note))
+    finally:
+        end_idle_workers()
+    return [*show_prompts(prompts, config.rollout.max_prompt_tokens), *rewards]
+
+
+def check_vocabulary(prompts: Sequence[Prompt], size: int | None, name: str) -> None:
+    """Raise ConfigError if a prompt has a token that the model's embeddings lack."""
+    largest = max((token for prompt in prompts for token in prompt.token_ids), default=0)
+    if size is not None and largest >= size:
+        raise ConfigError(
+            f"model.name={name!r}: a prompt has token {largest}, and config.json has vocab_size={size}; the tokenizer "
+            "belongs to another model"
+        )
+
+
+def unknown_roles(prompts: Sequence[Prompt]) -> Iterator[str]:
+    found = {
+        (prompt.source, message["role"])
+        for prompt in prompts
+        for message in prompt.item["prompt"]
+        if isinstance(message, dict)
+    }
+    for source, role in sorted(found):
+        if role not in ROLES:
+            yield f"environments {source!r}: messages have the role {role!r}; is it one of {', '.join(sorted(ROLES))}?"
+
+
+def show_prompts(prompts: Sequence[Prompt], limit: int) -> Iterator[str]:
+    """Yield lines: the number and lengths of the prompts of each source, then the first prompt."""
+    for source, group in groupby(sorted(prompts, key=lambda prompt: prompt.source), key=lambda prompt: prompt.source):
+        lengths = [len(prompt.token_ids) for prompt in group]
+        yield (
+            f"  {source}: {len(lengths)} prompts of the first step have {min(lengths)} to {max(lengths)} tokens "
+            f"(rollout.max_prompt_tokens={limit})"
+        )
+    for prompt in prompts[:1]:
+        text, half = prompt.text, SHOWN_CHARACTERS // 2
+        if len(text) > SHOWN_CHARACTERS:
+            text = f"{text[:half]} ... {text[-half:]}"
+        yield f"  the first prompt, {len(prompt.token_ids)} tokens:"
+        yield from (f"    | {line}" for line in text.splitlines())
+
+
+def show_rewards(
+    prompts: Sequence[Prompt], scorers: Mapping[str, Scorer], timeout: float, note: Callable[[str], None]
+) -> Iterator[str]:
+    """Yield a line for each source with a scorer: the reward of its first prompt's answer, and of a useless answer."""
+    first = {prompt.source: prompt for prompt in reversed(prompts)}
+    for source, prompt in sorted(first.items()):
+        if source not in scorers:
+            continue
+        answer = next((prompt.item[name] for name in ANSWER_COLUMNS if name in prompt.item), None)
+        texts = [USELESS] if answer is None else [str(answer), USELESS]
+        scores = scores_of(scorers[source], prompt, texts, timeout)
+        shown = [f"{_reward(score)} for {text[:60]!r}" for text, score in zip(texts, scores, strict=True)]
+        yield f"  {source}: the reward is {', '.join(shown)}"
+        rewards = [score.reward for score in scores if score.reward is not None]
+        if len(rewards) == 2 and rewards[0] <= rewards[1]:
+            note(
+                f"environments {source!r}: the row's own answer gets no more reward than {USELESS!r}; does the reward "
+                "expect another form? Completions of chat prompts are lists of messages, not texts"
+            )
+
+
+def scores_of(scorer: Scorer, prompt: Prompt, texts: Sequence[str], timeout: float) -> list[Score]:
+    """Score texts as completions of the prompt. A timeout becomes `Score.error`."""
+    completion = Completion(token_ids=[], sampling_logprobs=[], finish_reason="stop", policy_version=0)
+    calls = RewardCalls(
+        lambda prompt, completions: (list(texts), scorer.score(prompt, completions, texts)), workers=1, timeout=timeout
+    )
+    try:
+        call = calls.submit(prompt, [completion] * len(texts))
+        calls.wait([call], 0.0)
+        judged = call.judged()
+    finally:
+        calls.close()
+    return [Score(reward=None, error=calls.timeout_error)] * len(texts) if judged is None else judged[1]
+
+
+def _reward(score: Score) -> str:
+    if score.reward is None:
+        return "none" if score.error is None else f"none ({score.error})"
+    return f"{score.reward:.4g}"

@@ -1,0 +1,153 @@
+"""A dry run shows the first prompts and rewards, and finds what would fail after weights or an engine are loaded."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from colocated_grpo import Trainer
+from colocated_grpo.assembly.preview import preview
+from colocated_grpo.settings.config_json import read_config_json
+from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.settings.generation import ModelConfig
+from tests.support.real_models import real_model
+from tests.support.small_policy import config_of, make_small_model, policy_of
+from tests.support.training_runs import tiny_model
+
+REWARDS = """
+import time
+
+def of_texts(completions, answer, **columns):
+    return [1 / (1 + len(text)) if right in text else 0.0 for text, right in zip(completions, answer)]
+
+def of_both(completions, answer, **columns):
+    texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
+    return of_texts(texts, answer)
+
+def hangs(completions, **columns):
+    time.sleep(3600)
+"""
+CPU = torch.device("cpu")
+
+
+def rows(folder: Path, prompt: object = "What is 17 plus 25?") -> Path:
+    """Write rows in the folder, with a module of reward functions."""
+    (folder / "my_rewards.py").write_text(REWARDS)
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps({"prompt": prompt, "answer": "42"}) + "\n" for _ in range(4)))
+    return file
+
+
+def shown(folder: Path, reward: str = "of_both", **settings: object) -> tuple[list[str], list[str]]:
+    """Return the lines of a preview, and its notes."""
+    environment = {
+        "type": "dataset",
+        "name": str(folder / "rows.jsonl"),
+        "rewards": [f"{folder}/my_rewards.py:{reward}"],
+    }
+    trainer = Trainer(str(settings.pop("model", None) or tiny_model()), environments=[environment], **settings)
+    notes: list[str] = []
+    return preview(trainer.config, CPU, notes.append), notes
+
+
+def test_the_first_prompt_its_length_and_two_rewards_are_shown(tmp_path):
+    rows(tmp_path)
+    lines, notes = shown(tmp_path)
+    text = "\n".join(lines)
+    assert re.search(r"rows\.jsonl: 32 prompts of the first step have (\d+) to \1 tokens", text)
+    assert re.search(r"the first prompt, \d+ tokens:\n    \| .*What is 17 plus 25\?", text)
+    assert "the reward is 0.3333 for '42', 0 for 'I do not know.'" in text
+    assert not [note for note in notes if "no more reward" in note]
+
+
+def test_a_reward_that_reads_texts_is_noticed_on_chat_messages(tmp_path):
+    rows(tmp_path, [{"role": "user", "content": "What is 17 plus 25?"}])
+    model = real_model("smollm2")
+    lines, notes = shown(tmp_path, "of_texts", model=model)
+    assert any("the reward is 0 for '42', 0 for" in line for line in lines)
+    assert any("Completions of chat prompts are lists of messages" in note for note in notes)
+    assert not [note for note in shown(tmp_path, "of_both", model=model)[1] if "no more reward" in note]
+
+
+def test_a_reward_that_hangs_ends_at_its_time_limit(tmp_path):
+    rows(tmp_path)
+    lines, _ = shown(tmp_path, "hangs", rollout={"reward_timeout": 1.0})
+    assert "no reward" in lines[-1] and "none" in lines[-1]
+
+
+def test_an_unknown_role_is_noticed(tmp_path):
+    rows(tmp_path, [{"role": "usr", "content": "Hello"}])
+    _, notes = shown(tmp_path, model=real_model("smollm2"))
+    assert any("messages have the role 'usr'" in note for note in notes)
+
+
+def test_tokens_beyond_the_vocabulary_are_found(tmp_path):
+    rows(tmp_path)
+    model = make_small_model(tmp_path / "model", "qwen3", edits={"vocab_size": 9})
+    tensors = load_file(model / "model.safetensors")
+    save_file(
+        {name: t[:9].clone() if "embed" in name else t for name, t in tensors.items()}, model / "model.safetensors"
+    )
+    for file in tiny_model().glob("tokenizer*"):
+        shutil.copy(file, model)
+    with pytest.raises(ConfigError, match=r"a prompt has token \d+, and config.json has vocab_size=9"):
+        shown(tmp_path, model=model)
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        (
+            {"args": {"blok_size": 16}},
+            r"engine\.args\.blok_size: not an engine argument of vLLM .*did you mean block_size",
+        ),
+        ({"kv_cache_memory_bytes": 1024}, r"engine\.kv_cache_memory_bytes=1024: one sequence of \d+ tokens needs"),
+    ],
+)
+def test_engine_settings_are_checked_before_weights_are_read(tmp_path, engine, message):
+    rows(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        shown(tmp_path, engine=engine)
+
+
+def test_damaged_weights_are_named(world, tmp_path):
+    folder = make_small_model(tmp_path / "model", "qwen3")
+    tensors = load_file(folder / "model.safetensors")
+    name = next(name for name in tensors if "o_proj" in name)
+    tensors[name][0, 0] = float("nan")
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=f"'{re.escape(name)}' has NaN or infinite values"):
+        policy_of(config_of(folder), world)
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("final_model/config.json", "the folder of a run, whose model is .*final_model"),
+        ("adapter_config.json", "it is an adapter: name its base model, and set policy.lora.init"),
+        ("notes.txt", "expected a saved transformers model"),
+    ],
+)
+def test_a_folder_that_is_no_model_is_told_apart(tmp_path, file, message):
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text("{}")
+    with pytest.raises(ConfigError, match=message):
+        read_config_json(ModelConfig(name=str(tmp_path)))
+
+
+def test_a_gguf_file_is_told_apart(tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ConfigError, match="a file; expected the folder of a transformers model"):
+        read_config_json(ModelConfig(name=str(tmp_path / "model.gguf")))
+
+
+def test_a_program_checks_its_run_in_the_same_way(tmp_path, capsys):
+    environment = {"type": "dataset", "name": str(rows(tmp_path)), "rewards": [f"{tmp_path}/my_rewards.py:of_both"]}
+    Trainer(str(tiny_model()), environments=[environment]).check()
+    assert "the reward is 0.3333 for '42'" in capsys.readouterr().out
