@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from colocated_grpo.runtime.distributed import World
     from colocated_grpo.runtime.supervision import StopRequest
     from colocated_grpo.settings.schema import Config
+    from colocated_grpo.summaries import RewardCheck
     from colocated_grpo.tracking import NullTracker, Tracker
     from colocated_grpo.tracking.hub import Hub
     from colocated_grpo.types import JsonObject
@@ -53,6 +54,7 @@ class Run:
     collector: Collector
     supply: Supply
     choreography: Choreography
+    rewards: RewardCheck
     judge_samples: Judge
     clock: Clock
     evaluator: Evaluator

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 
 from colocated_grpo.advantages import is_constant
 from colocated_grpo.errors import RunError
-from colocated_grpo.settings.generation import RolloutConfig
 from colocated_grpo.types import Group, Rollout
 
 
@@ -107,19 +106,38 @@ def group_rewards(group: Group) -> list[float | None]:
     return [rollout.score.reward for rollout in group.rollouts]
 
 
-def check_reward_errors(groups: Sequence[Group], config: RolloutConfig) -> None:
-    """Raise RunError if more than config.max_reward_errors of the rewards failed.
+STEPS_WITHOUT_REWARD = 3
+"""Consecutive steps without any reward after which a run ends."""
 
-    Without this check, the run would train on the remaining completions. Answers that a working scorer could not read
-    have a reward and do not count as failures. An opponent's completions are left out, because they are not trained.
+
+class RewardCheck:
+    """Ends a run whose rewards fail or do not apply: it would train on the remaining completions, or on none.
+
+    Answers that a working scorer could not read have a reward and do not count as failures. An opponent's completions
+    are left out, because they are not trained.
     """
-    scores = [rollout.score for group in groups if not group.prompt.by_opponent for rollout in group.rollouts]
-    errors = [score.error for score in scores if score.failed]
-    if len(errors) > config.max_reward_errors * len(scores):
-        raise RunError(
-            f"rewards: {len(errors)} of {len(scores)} failed, above rollout.max_reward_errors="
-            f"{config.max_reward_errors:g}; the first: {errors[0]}"
-        )
+
+    def __init__(self, max_errors: float) -> None:
+        """max_errors: largest fraction of a step's rewards that may fail."""
+        self._max_errors = max_errors
+        self._without = 0
+
+    def check(self, groups: Sequence[Group]) -> None:
+        """Raise RunError if too many rewards of this step failed, or if the last steps had no reward at all."""
+        rollouts = [rollout for group in groups if not group.prompt.by_opponent for rollout in group.rollouts]
+        errors = [rollout.score.error for rollout in rollouts if rollout.score.failed]
+        if len(errors) > self._max_errors * len(rollouts):
+            raise RunError(
+                f"rewards: {len(errors)} of {len(rollouts)} failed, above rollout.max_reward_errors="
+                f"{self._max_errors:g}; the first: {errors[0]}"
+            )
+        none = rollouts and all(r.score.reward is None and r.advantages is None for r in rollouts)
+        self._without = self._without + 1 if none else 0
+        if self._without == STEPS_WITHOUT_REWARD:
+            raise RunError(
+                f"rewards: no completion of the last {STEPS_WITHOUT_REWARD} steps has a reward, so nothing is trained: "
+                "all are None or NaN; return a number where the reward applies"
+            )
 
 
 def lack_of_signal(groups: Sequence[Group]) -> str | None:

@@ -28,7 +28,6 @@ from colocated_grpo.runtime.distributed import derive_seed, seed_everything
 from colocated_grpo.runtime.run_folder import MODEL_SHAPE
 from colocated_grpo.runtime.verdict import FINISHED, STOPPED
 from colocated_grpo.summaries import (
-    check_reward_errors,
     environment_metrics,
     group_rewards,
     is_informative,
@@ -133,7 +132,7 @@ def rollout(run: Run, step: int) -> tuple[list[Group], BatchResult]:
         with run.clock.time("generate"):
             groups = order()
     keep_best(run, step)
-    check_reward_errors(groups, run.config.rollout)
+    run.rewards.check(groups)
     settled = run.supply.settle(groups)
     chosen = [groups[place] for place in settled.trained_now] + settled.released
     if step == 0 and (lack := lack_of_signal(chosen)):

@@ -52,6 +52,7 @@ from colocated_grpo.runtime.supervision import StopRequest
 from colocated_grpo.settings.config_json import has_text_part, read_config_json
 from colocated_grpo.settings.generation import ModelConfig
 from colocated_grpo.settings.schema import Config, HubConfig
+from colocated_grpo.summaries import RewardCheck
 from colocated_grpo.tracking import RunOutput, files, make_tracker
 from colocated_grpo.tracking.hub import Hub
 
@@ -128,6 +129,7 @@ def build_run(
         collector=collector,
         supply=supply,
         choreography=Choreography(policy, engines.engine, engines.sync, clock, config.sync_frequency),
+        rewards=RewardCheck(config.rollout.max_reward_errors),
         judge_samples=build_judge(config.freshness, config.rollout.temperature, policy.dtype, engines, world),
         clock=clock,
         evaluator=Evaluator(evaluation_sets(config, data.evaluated, model.stop_token_ids), collector, world),

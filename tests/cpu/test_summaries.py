@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from colocated_grpo.errors import RunError
-from colocated_grpo.settings.generation import RolloutConfig
 from colocated_grpo.summaries import (
-    check_reward_errors,
+    RewardCheck,
     environment_metrics,
     held_out_metrics,
     lack_of_signal,
@@ -79,15 +78,15 @@ def test_a_batch_without_any_reward_has_no_mean_reward():
 
 
 def test_too_many_failed_rewards_stop_the_run_with_the_first_error():
-    check_reward_errors(groups(), RolloutConfig(max_reward_errors=0.25))
+    RewardCheck(0.25).check(groups())
     with pytest.raises(RunError, match=r"1 of 4 failed.*max_reward_errors=0.2; the first: ValueError: no answer"):
-        check_reward_errors(groups(), RolloutConfig(max_reward_errors=0.2))
+        RewardCheck(0.2).check(groups())
 
 
 def test_answers_that_a_scorer_cannot_read_are_counted_and_do_not_stop_the_run():
     unread = replace(rollout_of([1], [2]), score=Score(reward=0.0, error="ValueError: not a number"))
     batch = [group_of(0, [unread] * 4)]
-    check_reward_errors(batch, RolloutConfig(max_reward_errors=0.0))
+    RewardCheck(0.0).check(batch)
     row = rollout_metrics(batch, policy_version=0)
     assert (row["reward"], row["unscorable"], row["reward_errors"]) == (0, 4, 0)
 
@@ -99,9 +98,25 @@ def test_scores_of_an_opponent_do_not_count_as_failures():
     def by_opponent(group: Group) -> Group:
         return replace(group, prompt=replace(group.prompt, by_opponent=True))
 
-    check_reward_errors([fine, by_opponent(group_of(1, [failed] * 4))], RolloutConfig(max_reward_errors=0.0))
+    RewardCheck(0.0).check([fine, by_opponent(group_of(1, [failed] * 4))])
     with pytest.raises(RunError, match="4 of 4 failed"):
-        check_reward_errors([group_of(1, [failed] * 4), by_opponent(fine)], RolloutConfig(max_reward_errors=0.5))
+        RewardCheck(0.5).check([group_of(1, [failed] * 4), by_opponent(fine)])
+
+
+def test_three_steps_in_a_row_without_any_reward_stop_the_run():
+    none = [group_of(0, [rollout_of([1], [2], reward=None)] * 2)]
+    check = RewardCheck(0.5)
+    for batch in (none, none, groups(), none, none):
+        check.check(batch)
+    with pytest.raises(RunError, match="no completion of the last 3 steps has a reward"):
+        check.check(none)
+
+
+def test_advantages_of_the_environment_need_no_reward():
+    given = replace(rollout_of([1], [2], reward=None), advantages=[0.5])
+    check = RewardCheck(0.2)
+    for _ in range(5):
+        check.check([group_of(0, [given])])
 
 
 def test_a_rollout_that_sampled_nothing_has_no_staleness():
