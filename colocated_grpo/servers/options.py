@@ -56,7 +56,11 @@ class ServeOptions:
 def parse(arguments: Sequence[str] | None) -> ServeOptions:
     """Parse the arguments. Exits with code 2 and one line if an argument is invalid."""
     parser = _parser()
-    options = ServeOptions(**vars(parser.parse_args(arguments)))
+    values = vars(parser.parse_args(arguments))
+    named = values.pop("named_model")
+    if (named is None) == (values["model"] is None):
+        parser.error("MODEL: must be given once, as MODEL or as --model MODEL")
+    options = ServeOptions(**values | {"model": named or values["model"]})
     if os.environ.get(SHARE_VARIABLE) == "1":
         options = replace(options, share_weights=True)
     if options.share_weights and options.tensor_parallel_size > 1:
@@ -90,7 +94,10 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         description="Serve a model over HTTP: /generate, the OpenAI API, and routes that pause the engine.",
     )
-    parser.add_argument("model", metavar="MODEL", help="folder or Hugging Face name of a causal language model")
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="folder or Hugging Face name of a causal language model"
+    )
+    parser.add_argument("--model", dest="named_model", metavar="MODEL", help="the same, as a flag")
     parser.add_argument("--revision", help="branch, tag or commit on the Hub")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code of the checkpoint")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
