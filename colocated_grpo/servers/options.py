@@ -23,7 +23,7 @@ DEFAULT_PORT = 9001
 DEFAULT_LENGTH = 4096
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 SHARE_VARIABLE = "VLLM_ENABLE_SHARED_WEIGHTS"
-"""Environment variable: 1 means --share-weights, as in Atropos' example server."""
+"""Environment variable: 1 means --share-weights on one GPU, as in Atropos' example server."""
 STATE_VARIABLE = "COLOCATED_GRPO_SERVE_STATE"
 """Environment variable with the path of the state file. The file exists once the engine has been ready."""
 RESTART = 75
@@ -61,11 +61,11 @@ def parse(arguments: Sequence[str] | None) -> ServeOptions:
     if (named is None) == (values["model"] is None):
         parser.error("MODEL: must be given once, as MODEL or as --model MODEL")
     options = ServeOptions(**values | {"model": named or values["model"]})
-    if os.environ.get(SHARE_VARIABLE) == "1":
-        options = replace(options, share_weights=True)
     if options.share_weights and options.tensor_parallel_size > 1:
         parser.error(f"--share-weights: needs --tensor-parallel-size 1, not {options.tensor_parallel_size}")
-    return options
+    # Guides of Atropos' example trainer set the variable for servers on several GPUs too: their trainer broadcasts.
+    wanted = os.environ.get(SHARE_VARIABLE) == "1" and options.tensor_parallel_size == 1
+    return replace(options, share_weights=options.share_weights or wanted)
 
 
 def _checked(kind: Any, rule: str) -> Callable[[str], object]:

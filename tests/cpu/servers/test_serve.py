@@ -281,6 +281,12 @@ def test_the_model_is_an_argument_or_a_flag_as_in_atropos_example_server(capsys)
         assert capsys.readouterr().err == "error: MODEL: must be given once, as MODEL or as --model MODEL\n"
 
 
+@pytest.mark.parametrize(("size", "shares"), [(1, True), (2, False)])
+def test_the_variable_of_shared_weights_is_for_one_gpu_as_its_users_also_broadcast(monkeypatch, size, shares):
+    monkeypatch.setenv("VLLM_ENABLE_SHARED_WEIGHTS", "1")
+    assert parse(["folder", "--tensor-parallel-size", str(size)]).share_weights == shares
+
+
 def test_a_model_that_does_not_exist_is_named(tmp_path):
     with Generating(tmp_path / "nothing", "--port", str(free_port())) as server:
         _, errors = server.process.communicate(timeout=START_SECONDS)
