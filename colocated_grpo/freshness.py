@@ -2,7 +2,8 @@
 
 `weights/transport.py` has already compared the weights of engine and policy, bit for bit. This check covers kernels,
 decoding, sampling and scheduling of the engine: it compares the engine's log-probability of each sampled token with the
-log-probability from the policy's forward pass, which training computes anyway.
+log-probability from the policy's forward pass, which training computes anyway. With several updates for each batch and
+`loss.old_logprobs: sampling`, no forward pass precedes the first update: each minibatch is then judged before its own.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def default_limit(dtypes: Sequence[torch.dtype], *, quantized: bool) -> float:
 
 
 class SampleCheck:
-    """Compares sampling log-probabilities with the policy's, for each optimizer step."""
+    """Compares sampling log-probabilities with the policy's, for each minibatch."""
 
     def __init__(
         self,

@@ -198,7 +198,7 @@ def with_logprobs(run: Run, batch: Batch) -> Batch:
     config = run.config
     if batch.lacks_sampling_logprobs:
         batch = run.policy.with_sampling_logprobs(batch)
-    if config.batch.updates > 1 and config.loss.old_logprobs == "trainer":
+    if config.recomputes_logprobs:
         batch = run.policy.with_old_logprobs(batch)
     if run.reference is not None:
         with run.reference.scoring() as reference:
@@ -218,20 +218,25 @@ def with_ref_logprobs(micro_batch: MicroBatch, reference: Weights, device: torch
 def update(run: Run, batch: Batch, staleness: int) -> Metrics:
     """Take one optimizer step for each minibatch of each epoch. Raises RunError before a step with faulty samples.
 
+    All minibatches are judged before the first step, if the log-probabilities for it were recomputed. Otherwise each
+    forward pass judges its own minibatch.
     staleness: optimizer steps since the oldest plainly sampled sequence of the batch was sampled.
     """
     metrics = Metrics(run.world.device)
-    # With old_logprobs=trainer, the comparison uses log-probabilities from before this batch, so updates within the
-    # batch do not count.
-    moves = run.config.loss.old_logprobs == "sampling"
+    lr = max(run.config.policy.lr, run.policy.fixed_lr or 0.0)
+    judged = run.config.recomputes_logprobs
+    if judged:
+        for minibatch in batch.minibatches:
+            run.judge_samples(run.policy.mismatch(minibatch), staleness * lr)
     for _ in range(run.config.batch.epochs):
         for minibatch in batch.minibatches:
             own = Metrics(run.world.device)
             run.policy.forward_backward(minibatch, own)
-            run.judge_samples(own, staleness * max(run.config.policy.lr, run.policy.fixed_lr or 0.0))
+            if not judged:
+                run.judge_samples(own, staleness * lr)
             run.policy.optimizer_step(own)
             metrics.add(dict(own.ordered()))
-            staleness += int(moves)
+            staleness += 1
     return metrics
 
 

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 from colocated_grpo.batching import Batch, MicroBatch, Minibatch, PackedRoutes, PackedTokens, PrefixKeys
 from colocated_grpo.errors import RunError
 from colocated_grpo.losses import ChunkedLoss, LossFn, LossInputs, make_chunked_loss, make_denominator, make_loss
-from colocated_grpo.losses.parts import weighted_mean
+from colocated_grpo.losses.parts import apply_mask, mismatch, weighted_mean
 from colocated_grpo.metrics import Metrics, Stat
 from colocated_grpo.policy.context_parallel import with_group_sums
 from colocated_grpo.policy.load_balancing import LoadBalancing
@@ -107,6 +107,18 @@ class Policy:
             return replace(micro_batch, loss_inputs=replace(micro_batch.loss_inputs, old_logprobs_N=old_N))
 
         return batch.map(fill)
+
+    def mismatch(self, minibatch: Minibatch) -> Metrics:
+        """Return this rank's statistics of |old_logprobs_N - sampling_logprobs_N|, without a forward pass.
+
+        They are those that `forward_backward` adds for the same minibatch. Collective with context parallelism.
+        """
+        found = Metrics(self.device)
+        for micro_batch in minibatch.micro_batches:
+            inputs = _on_device(with_group_sums(micro_batch).loss_inputs, self.device)
+            assert inputs.old_logprobs_N is not None
+            found.add(mismatch(apply_mask(inputs.old_logprobs_N, inputs)[1]))
+        return found
 
     def with_sampling_logprobs(self, batch: Batch) -> Batch:
         """Return the batch with the current policy's log-probabilities where the sampler gave none."""

@@ -99,7 +99,9 @@ def _divide_gpus(
             "of one server"
         )
     visible = environment.get("CUDA_VISIBLE_DEVICES")
-    ids = [str(index) for index in range(launch.gpus)] if visible is None else visible.split(",")[: launch.gpus]
+    ids = [] if visible is None else visible.split(",")[: launch.gpus]
+    if len(ids) < launch.gpus:  # all are visible; or too few, which the launcher reports
+        ids = [str(index) for index in range(launch.gpus)]
     ours, theirs = ids[: launch.ranks], ids[launch.ranks :]
     return [",".join(theirs[first : first + size]) for first in range(0, len(theirs), size)], ",".join(ours)
 

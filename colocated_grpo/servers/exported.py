@@ -55,9 +55,10 @@ def _path_of(descriptor: int) -> str:
 
 
 def export(views: Mapping[str, Tensor], facts: JsonObject, folder: Path) -> Path:
-    """Write the file that locates the weights for a trainer. views: the engine's parameters by checkpoint name.
+    """Write the file that locates the weights for a trainer. Raises RunError if it cannot be written.
 
-    facts: further entries, such as the model. Parameters on the CPU must be in shared memory.
+    views: the engine's parameters by checkpoint name. Parameters on the CPU must be in shared memory. facts: further
+    entries, such as the model. folder: made if it is missing.
     """
     handles: dict[int, JsonObject] = {}
     mappings = {}
@@ -74,12 +75,18 @@ def export(views: Mapping[str, Tensor], facts: JsonObject, folder: Path) -> Path
         }
     file = folder / CONFIG_NAME
     partial = file.with_suffix(".partial")
-    partial.unlink(missing_ok=True)
-    # Always a new file: other users with write access to the folder could have put a link in its place.
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    with open(descriptor, "w", encoding="utf-8") as opened:
-        json.dump({**facts, MAPPINGS: mappings}, opened)
-    partial.replace(file)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        partial.unlink(missing_ok=True)
+        # Always a new file: other users with write access to the folder could have put a link in its place.
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        with open(descriptor, "w", encoding="utf-8") as opened:
+            json.dump({**facts, MAPPINGS: mappings}, opened)
+        partial.replace(file)
+    except OSError as error:
+        raise RunError(
+            f"LOGDIR={str(folder)!r}: cannot write {CONFIG_NAME} ({error.strerror}); set LOGDIR to another folder"
+        ) from None
     return file
 
 

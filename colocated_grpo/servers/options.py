@@ -23,7 +23,7 @@ DEFAULT_PORT = 9001
 DEFAULT_LENGTH = 4096
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 SHARE_VARIABLE = "VLLM_ENABLE_SHARED_WEIGHTS"
-"""Environment variable: 1 means --share-weights, as in Atropos' example server."""
+"""Environment variable: 1 means --share-weights on one GPU, as in Atropos' example server."""
 STATE_VARIABLE = "COLOCATED_GRPO_SERVE_STATE"
 """Environment variable with the path of the state file. The file exists once the engine has been ready."""
 RESTART = 75
@@ -56,12 +56,16 @@ class ServeOptions:
 def parse(arguments: Sequence[str] | None) -> ServeOptions:
     """Parse the arguments. Exits with code 2 and one line if an argument is invalid."""
     parser = _parser()
-    options = ServeOptions(**vars(parser.parse_args(arguments)))
-    if os.environ.get(SHARE_VARIABLE) == "1":
-        options = replace(options, share_weights=True)
+    values = vars(parser.parse_args(arguments))
+    named = values.pop("named_model")
+    if (named is None) == (values["model"] is None):
+        parser.error("MODEL: must be given once, as MODEL or as --model MODEL")
+    options = ServeOptions(**values | {"model": named or values["model"]})
     if options.share_weights and options.tensor_parallel_size > 1:
         parser.error(f"--share-weights: needs --tensor-parallel-size 1, not {options.tensor_parallel_size}")
-    return options
+    # Guides of Atropos' example trainer set the variable for servers on several GPUs too: their trainer broadcasts.
+    wanted = os.environ.get(SHARE_VARIABLE) == "1" and options.tensor_parallel_size == 1
+    return replace(options, share_weights=options.share_weights or wanted)
 
 
 def _checked(kind: Any, rule: str) -> Callable[[str], object]:
@@ -90,7 +94,10 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         description="Serve a model over HTTP: /generate, the OpenAI API, and routes that pause the engine.",
     )
-    parser.add_argument("model", metavar="MODEL", help="folder or Hugging Face name of a causal language model")
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="folder or Hugging Face name of a causal language model"
+    )
+    parser.add_argument("--model", dest="named_model", metavar="MODEL", help="the same, as a flag")
     parser.add_argument("--revision", help="branch, tag or commit on the Hub")
     parser.add_argument("--trust-remote-code", action="store_true", help="run Python code of the checkpoint")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")

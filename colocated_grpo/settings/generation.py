@@ -114,7 +114,8 @@ class RolloutConfig(Section):
     """Number of completions sampled for each prompt. At least 2, because the rewards of a prompt's completions are
     compared with each other."""
     max_prompt_tokens: Positive = 1024
-    """Maximum prompt length in tokens. Longer prompts are dropped, never truncated (metric prompts_dropped)."""
+    """Maximum prompt length in tokens. Longer prompts are dropped, never truncated (metric prompts_dropped). Both
+    default lengths are lowered, with a note, where they exceed the positions of the model."""
     max_completion_tokens: Positive = 1024
     """Maximum completion length in tokens. Sampling stops there with finish_reason 'length'. In an episode, the limit
     applies to all tokens after the prompt, including observations."""

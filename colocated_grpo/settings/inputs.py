@@ -22,7 +22,7 @@ from colocated_grpo.settings.config_json import (
 )
 from colocated_grpo.settings.errors import ConfigError, dotted
 from colocated_grpo.settings.evaluation import EvaluationSetConfig
-from colocated_grpo.settings.generation import ModelConfig
+from colocated_grpo.settings.generation import ModelConfig, RolloutConfig
 from colocated_grpo.settings.model_support import check_context, check_has_experts, check_trains
 from colocated_grpo.settings.schema import Config, HubConfig
 from colocated_grpo.settings.sources import (
@@ -117,6 +117,8 @@ def _fit_engine(config: Config, model: JsonObject) -> tuple[Config, list[str]]:
     positions = longest_sequence(text)
     if positions is None:
         return config, []
+    rollout, notes = _lowered_lengths(config.rollout, positions, config.model.name)
+    config = config.model_copy(update={"rollout": rollout})
     if (limit := original_positions(text)) is not None and limit < config.max_sequence_tokens:
         raise ConfigError(
             f"rollout.max_prompt_tokens + rollout.max_completion_tokens={config.max_sequence_tokens}: must be at most "
@@ -129,10 +131,23 @@ def _fit_engine(config: Config, model: JsonObject) -> tuple[Config, list[str]]:
         )
     wanted = config.engine.max_model_len
     if wanted is None or wanted <= positions:
-        return config, []
+        return config, notes
     engine = config.engine.model_copy(update={"max_model_len": positions})
-    note = f"engine.max_model_len={wanted}: {config.model.name} has {positions} positions; using {positions}"
-    return config.model_copy(update={"engine": engine}), [note]
+    notes.append(f"engine.max_model_len={wanted}: {config.model.name} has {positions} positions; using {positions}")
+    return config.model_copy(update={"engine": engine}), notes
+
+
+def _lowered_lengths(rollout: RolloutConfig, positions: int, name: str) -> tuple[RolloutConfig, list[str]]:
+    """Return the settings with default lengths lowered to what the given length leaves of a model's positions."""
+    lengths = {key: getattr(rollout, key) for key in ("max_prompt_tokens", "max_completion_tokens")}
+    default = [key for key in lengths if key not in rollout.model_fields_set]
+    left = positions - sum(length for key, length in lengths.items() if key not in default)
+    if sum(lengths.values()) <= positions or not 0 < len(default) <= left:
+        return rollout, []
+    lowered = dict.fromkeys(default, left // len(default))
+    text = ", ".join(f"rollout.{key}={length}" for key, length in lowered.items())
+    note = f"{text}: lower than the default, as {name} has {positions} positions"
+    return rollout.model_copy(update=lowered), [note]
 
 
 def _check_key(setting: str, variable: str | None) -> Iterator[str]:

@@ -193,6 +193,11 @@ class Config(Section):
         return self.training_steps * self.batch.updates
 
     @property
+    def recomputes_logprobs(self) -> bool:
+        """True if a forward pass over each batch computes log-probabilities before the batch's first update."""
+        return self.batch.updates > 1 and self.loss.old_logprobs == "trainer"
+
+    @property
     def is_mixed(self) -> bool:
         """True if the run has several environments. The metrics of each environment are then also recorded
         separately."""

@@ -58,7 +58,7 @@ class Sinks:
         shown = masked(settings)
         self._tables_every, self._table_rows = tracking.completions_every, tracking.completions_rows
         if tracking.wandb != "off":
-            self._add("tracking.wandb", lambda: _wandb(shown, tracking, run_dir))
+            self._add("tracking.wandb", lambda: _wandb(shown, tracking, run_dir, self._note))
         if tracking.tensorboard:
             self._add("tracking.tensorboard", lambda: _tensorboard(run_dir, first_step))
         for name in dict.fromkeys(tracking.trackers):
@@ -111,7 +111,7 @@ def _reason(error: Exception) -> str:
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
-def _wandb(settings: object, tracking: TrackingConfig, run_dir: Path) -> Sink:
+def _wandb(settings: object, tracking: TrackingConfig, run_dir: Path, note: Callable[[str], None]) -> Sink:
     import wandb
     from accelerate.tracking import WandBTracker
 
@@ -138,6 +138,8 @@ def _wandb(settings: object, tracking: TrackingConfig, run_dir: Path) -> Sink:
     tracker.start()
     tracker.run.define_metric("step")
     tracker.run.define_metric("*", step_metric="step")
+    if tracking.wandb == "online":  # an offline run has no address
+        note(f"tracking.wandb: {tracker.run.url}")
     # The step is sent as a metric: W&B drops rows below its highest step, and a resumed run starts below that step.
     return Sink(
         log=lambda step, row: tracker.log({**row, "step": step}),

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from colocated_grpo.batching import Batch, MicroBatch
 from colocated_grpo.errors import RunError
 from colocated_grpo.freshness import DRIFT_PER_RATE, QUANTIZED_LIMIT, Judge, default_limit, make_judge, staleness_of
 from colocated_grpo.losses import parts
-from colocated_grpo.metrics import Metrics, Stat
+from colocated_grpo.metrics import Metrics, Stat, reduce
 from colocated_grpo.settings.schema import FreshnessConfig
+from colocated_grpo.trainer import update, with_logprobs
 from tests.support.loss_inputs import random_inputs
-from tests.support.small_policy import group_of, rollout_of
+from tests.support.small_policy import config_of, group_of, pack_for, policy_of, random_groups, rollout_of
 
 LIMIT = 0.15
 RATE = 2e-5
@@ -122,3 +126,54 @@ def test_one_wrong_completion_is_seen_among_many():
     found = statistics([[0.01] * 30 for _ in range(63)] + [[1.2] * 30], plain=[True] * 64)
     assert float(found["mismatch/worst"].parts[0]) == pytest.approx(1.2)
     assert float(found["mismatch/plain"].parts[0] / found["mismatch/plain"].parts[1]) < 0.03
+
+
+def run_of_two_minibatches(world, folder, **loss: Any) -> SimpleNamespace:
+    """What the loop reads of a run that takes two optimizer steps for each batch."""
+    config = config_of(folder, batch={"minibatches": 2}, policy={"lr": 1e-9}, loss={"type": "grpo", **loss})
+    judge = make_judge(FreshnessConfig(), LIMIT, 1.0, (world.sum_, world.max_))
+    policy = policy_of(config, world)
+    return SimpleNamespace(config=config, world=world, policy=policy, reference=None, judge_samples=judge)
+
+
+def faulty_batch(run: SimpleNamespace, minibatch: int) -> Batch:
+    """Return plain samples of the policy. The engine's log-probabilities are wrong in one minibatch."""
+
+    def recorded(index: int, micro_batch: MicroBatch) -> MicroBatch:
+        inputs = micro_batch.loss_inputs
+        wrong = 1.0 if index == minibatch else 0.0
+        sampled_N = run.policy.score(micro_batch) + wrong
+        inputs = replace(inputs, sampling_logprobs_N=sampled_N, plain_N=torch.ones_like(inputs.loss_mask_N))
+        return replace(micro_batch, loss_inputs=inputs)
+
+    batch = pack_for(run.world, random_groups(4, 4), run.config)
+    parts = [
+        replace(part, micro_batches=[recorded(index, each) for each in part.micro_batches])
+        for index, part in enumerate(batch.minibatches)
+    ]
+    return replace(batch, minibatches=parts)
+
+
+@pytest.mark.parametrize("minibatch", [0, 1])
+def test_all_minibatches_of_a_batch_are_judged_before_its_first_update(world, model_folder, minibatch):
+    run = run_of_two_minibatches(world, model_folder("qwen3"))
+    with pytest.raises(RunError, match=r"^mismatch/plain=1: "):
+        update(run, with_logprobs(run, faulty_batch(run, minibatch)), staleness=0)
+    assert run.policy.version == 0
+
+
+def test_with_ratios_against_the_sampler_a_minibatch_is_judged_before_its_own_update(world, model_folder):
+    """No log-probabilities of the policy from before the batch exist."""
+    run = run_of_two_minibatches(world, model_folder("qwen3"), old_logprobs="sampling")
+    with pytest.raises(RunError, match=r"^mismatch/plain=1: "):
+        update(run, with_logprobs(run, faulty_batch(run, 1)), staleness=0)
+    assert run.policy.version == 1
+
+
+@pytest.mark.parametrize("old_logprobs", ["trainer", "sampling"])
+def test_healthy_minibatches_pass_and_keep_their_metrics(world, model_folder, old_logprobs):
+    run = run_of_two_minibatches(world, model_folder("qwen3"), old_logprobs=old_logprobs)
+    metrics = update(run, with_logprobs(run, faulty_batch(run, minibatch=-1)), staleness=0)
+    assert run.policy.version == 2
+    found = reduce(metrics, world.sum_, world.max_)
+    assert found["mismatch/plain"] < 1e-3 and found["mismatch/worst"] < 1e-3

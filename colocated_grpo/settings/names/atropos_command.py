@@ -58,7 +58,7 @@ _BLOCKS = "transformer blocks: 20-31 or 0-3,28-31"
 FLAGS: tuple[Flag, ...] = (
     # Model and training
     _flag("--model-name --model", "text", None, means.sets("model.name"), "folder or Hugging Face name; required"),
-    _flag("--lr", "float", 1e-5, means.learning_rate, "learning rate"),
+    _flag("--lr --learning-rate", "float", 1e-5, means.learning_rate, "learning rate"),
     _flag("--training-steps", "int", 10, means.sets("training_steps"), "steps of the run"),
     _flag("--warmup-steps", "int", 0, means.warmup, "steps of linear warmup"),
     _flag("--batch-size", "int", 2, means.sequences, "sequences; a step has this times the next flag"),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from colocated_grpo.settings.names.kinds import group_size_of
 from colocated_grpo.types import JsonObject
 
 SHARED_VARIABLE, BRIDGE_VARIABLE = "VLLM_ENABLE_SHARED_WEIGHTS", "VLLM_BRIDGE_CONFIG_PATH"
@@ -104,7 +105,6 @@ class Meaning:
 
 
 Translate = Callable[[Any, Command], Meaning]
-GROUP_SIZES = (8, 4, 2)
 NO_SERVER_FLAG = "the server at {url} was started with its own"
 
 
@@ -179,8 +179,7 @@ def sequences(value: int, command: Command) -> Meaning:
     total = value * command.value("--gradient-accumulation-steps")
     if value < 1 or total < 2:
         raise ValueError("times --gradient-accumulation-steps must be at least 2 sequences, which are compared")
-    divisors = (size for size in range(2, total + 1) if total % size == 0)
-    size = next((size for size in GROUP_SIZES if total % size == 0), None) or next(divisors)
+    size = group_size_of(total)
     return Meaning(settings={"rollout.prompts_per_step": total // size, "rollout.group_size": size})
 
 

@@ -26,6 +26,7 @@ from colocated_grpo.settings.names.kinds import (
     Lookup,
     NewSettings,
     each,
+    group_size_of,
     not_needed,
     not_supported,
     one_of,
@@ -52,7 +53,24 @@ def _completions(_key: str, value: object, get: Lookup) -> NewSettings:
     return {"rollout.prompts_per_step": value // group_size}
 
 
+def _completions_of_any_group(key: str, value: object, get: Lookup) -> NewSettings:
+    """Translate ToSSim's batch size. Without a group size, one that divides the batch is chosen."""
+    default = RolloutConfig().group_size
+    if get("rollout.group_size") is None and isinstance(value, int) and value > 1 and value % default:
+        size = group_size_of(value)
+        return {"rollout.prompts_per_step": value // size, "rollout.group_size": size}
+    return _completions(key, value, get)
+
+
+@unless_null
+def _cosine_to(_key: str, value: object, _get: Lookup) -> NewSettings:
+    """Set the end of ToSSim's schedule, which is always a cosine."""
+    return {"policy.min_lr": value, "policy.schedule": "cosine"}
+
+
 _SCALE = {True: "group", False: "none", "group": "group", "batch": "batch", "none": "none"}
+
+_IN_A_REWARD = "subtract it in a reward function"
 
 _TOSSIM: dict[str, Alias] = {
     "model_name": renamed("model.name"),
@@ -65,27 +83,46 @@ _TOSSIM: dict[str, Alias] = {
     "fsdp_config.activation_checkpointing": renamed("policy.gradient_checkpointing"),
     "fsdp_config.use_orig_params": not_needed("FSDP2 always keeps the original parameters"),
     "fsdp_config.sync_state": not_needed("every rank loads the same checkpoint"),
+    **each(
+        "fsdp_config.offload_full_state_dict_to_cpu fsdp_config.rank0_only_state_dict",
+        not_needed("checkpoints are sharded"),
+    ),
     "fsdp_config.checkpoint_dir": renamed("output_dir"),
     **each("max_iterations max_ticks", renamed("training_steps")),
     "sync_every": renamed("sync_frequency"),
-    "min_learning_rate": renamed("policy.min_lr"),
+    "min_learning_rate": Alias(_cosine_to, "policy.min_lr"),
     "gradient_clip_norm": renamed("policy.grad_clip"),
     "warmup_ticks": renamed("policy.warmup_steps"),
     **each("max_tokens max_tokens_per_gen", renamed("rollout.max_completion_tokens")),
     "k_per_prompt": renamed("rollout.group_size"),
+    "tensor_parallel_size": renamed("engine.tensor_parallel_size"),
+    "max_model_len": renamed("engine.max_model_len"),
     **each("log_interval log_ticks", not_needed("every step is logged")),
     "csv_path": not_needed("metrics are written to metrics.jsonl in the run folder"),
     "sample_log_interval": not_needed("tracking.rollouts_per_step rollouts of every step go to rollouts.jsonl"),
     "sample_log_path": not_needed("sampled rollouts go to rollouts.jsonl in the run folder"),
-    "max_think_tokens": not_supported("rollout.max_completion_tokens limits the whole completion"),
-    "early_stop_parse_rate": not_supported("see stop_at_parse_rate of environments with type: turns"),
-    "early_stop_consecutive_ticks": not_supported("see stop_after of environments with type: turns"),
+    "save_ticks": renamed("checkpoint.every"),
+    "eval_ticks": renamed("evaluation.every"),
+    "max_think_tokens": not_needed("rollout.max_completion_tokens limits the whole completion"),
+    "early_stop_parse_rate": not_needed("of the game: stop_at_parse_rate of an environment with type: turns"),
+    "early_stop_consecutive_ticks": not_needed("of the game: stop_after of an environment with type: turns"),
+    **each(
+        "num_games num_concurrent_games",
+        not_needed("of the game: args.num_games of an environment with type: turns and name: tossim"),
+    ),
+    "active_seats_per_game": not_needed(
+        "of the game: args.active_seats_per_game of an environment with type: turns and name: tossim"
+    ),
+    "enable_verbosity_penalty": one_of(_IN_A_REWARD, {False: None}),
+    "verbosity_penalty": one_of(_IN_A_REWARD, {0: None}),
+    "verbosity_penalty_rate": not_needed("of enable_verbosity_penalty"),
+    "const_baseline": one_of("advantages are relative to the group", {0: None}),
+    **each(
+        "expected_convergence_ticks expected_initial_parse_rate expected_initial_legal_rate",
+        not_needed("an expectation, which no code reads"),
+    ),
     "quant_mode": not_supported("policy.compute_dtype sets the training type, engine.args.quantization the engine's"),
     "output_hub_repo": renamed("hub.repo"),
-    **each(
-        "verbosity_penalty num_games num_concurrent_games active_seats_per_game",
-        not_supported("a setting of the game: see args of environments with type: turns"),
-    ),
     # Names that TRL has as well
     "learning_rate": renamed("policy.lr"),
     "beta": renamed("loss.kl.coef"),
@@ -101,10 +138,11 @@ _TOSSIM: dict[str, Alias] = {
     "wandb_group": renamed("tracking.wandb_group"),
 }
 
-_BATCH_SIZES = each(
-    "generation_batch_size batch_size",
-    Alias(_completions, "rollout.prompts_per_step", "counts completions, over all ranks"),
-)
+_COUNTED = "counts completions, over all ranks"
+_BATCH_SIZES = {
+    "generation_batch_size": Alias(_completions, "rollout.prompts_per_step", _COUNTED),
+    "batch_size": Alias(_completions_of_any_group, "rollout.prompts_per_step", _COUNTED),
+}
 
 # The names are translated in this order. Batch sizes count completions, so the group size must be translated first.
 ALIASES: dict[str, Alias] = {**_TOSSIM, **TRL, **LORA, **_BATCH_SIZES}

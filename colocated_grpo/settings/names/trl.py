@@ -301,6 +301,8 @@ TRL: dict[str, Alias] = {
     "reward_model_name_or_path": not_supported("a reward is a function: docs/guides/from_trl.md"),
     "model_revision": renamed("model.revision"),
     "model_init_kwargs": not_supported("see model.revision, model.trust_remote_code and policy.compute_dtype"),
-    **each("dtype torch_dtype", not_supported(_DTYPE)),
+    **each(
+        "dtype torch_dtype", one_of(_DTYPE, {"bfloat16": None}, "of the forward pass on CUDA; master weights are fp32")
+    ),
     "attn_implementation": not_needed("packed sequences have their own attention"),
 }

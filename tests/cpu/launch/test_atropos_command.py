@@ -103,6 +103,7 @@ SHARED = "--weight-bridge-mode shared_vllm "
 FLAG_CASES: list[tuple[str, dict[str, Any], str | None]] = [
     ("--model-name org/other", {"model.name": "org/other"}, None),
     ("--model org/other", {"model.name": "org/other"}, None),
+    ("--learning-rate 2e-6", {"policy.lr": 2e-6}, None),
     ("--lr 3e-6", {"policy.lr": 3e-6}, None),
     ("--training-steps 7", {"training_steps": 7}, None),
     ("--warmup-steps 4", {"policy.warmup_steps": 4, "policy.lr": 1e-5}, None),
@@ -263,7 +264,6 @@ def test_flags_and_defaults_are_those_of_atropos():
 def test_a_flag_that_nobody_knows_fails_with_the_nearest_name():
     assert error("--model-name m --batch-sise 3") == "--batch-sise: unknown flag; did you mean --batch-size?"
     assert error("--model-name m --lora-rank 3") == "--lora-rank: unknown flag; did you mean --lora-r?"
-    assert error("--model-name m --learning-rate 1").startswith("--learning-rate: unknown flag; did you mean --")
     assert error("--model-name m --dry") == "--dry: unknown flag; did you mean --dry-run?"
 
 

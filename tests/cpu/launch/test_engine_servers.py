@@ -174,11 +174,21 @@ def test_running_servers_are_left_to_their_owner(config, monkeypatch):
     assert main(["--config", config, *SERVER, "--engine.urls", "[http://a:1]"]) == 3
 
 
-def test_a_dry_run_shows_the_servers(config, capsys):
+@pytest.mark.parametrize(
+    ("visible", "warnings"),
+    [
+        (None, []),
+        ("0", ["warning: --gpus=4: only 1 GPUs are visible (nvidia-smi, CUDA_VISIBLE_DEVICES)"]),
+        ("0,1,2", ["warning: --gpus=4: only 3 GPUs are visible (nvidia-smi, CUDA_VISIBLE_DEVICES)"]),
+    ],
+)
+def test_a_dry_run_shows_the_servers_also_without_the_gpus(config, monkeypatch, capsys, visible, warnings):
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert main(["--config", config, *SERVER, "--gpus", "4", "--engine-gpus", "2", "--dry-run"]) == 0
-    banner = dict(
-        line.strip().split(maxsplit=2)[1:] for line in capsys.readouterr().out.splitlines() if "Engine" in line
-    )
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("warning")] == warnings
+    banner = dict(line.strip().split(maxsplit=2)[1:] for line in lines if "Engine" in line)
     assert banner["GPUs"] == "2 3"
     assert banner["servers"].count("http://127.0.0.1:") == 2
     assert not Path("outputs").exists()

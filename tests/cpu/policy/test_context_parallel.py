@@ -97,12 +97,21 @@ def routed(world: World, folder: Path, sections: dict[str, Any]) -> Result:
 
 
 def updated(world: World, folder: Path, sections: dict[str, Any]) -> Result:
-    """Take two optimizer steps with log-probabilities of the policy before them, as old ones and as the reference's."""
+    """Take two optimizer steps with log-probabilities of the policy before them, as old ones and as the reference's.
+
+    The samples have the same statistics before the first step and during the steps.
+    """
     policy, config = policy_in(world, folder, sections)
     batch = policy.with_old_logprobs(pack_for(world, random_groups(8, 4), config))
     batch = batch.map(lambda micro_batch: with_ref_logprobs(micro_batch, policy.weights, world.device))
-    metrics = train(policy, batch)
-    return weights_of(policy), reduce(metrics, world.sum_, world.max_)
+    before = Metrics(world.device)
+    for minibatch in batch.minibatches:
+        before.add(dict(policy.mismatch(minibatch).ordered()))
+    metrics = reduce(train(policy, batch), world.sum_, world.max_)
+    judged = reduce(before, world.sum_, world.max_)
+    trained = {name: value for name, value in metrics.items() if name.startswith("mismatch/")}
+    assert "mismatch/kl" in judged and judged == pytest.approx(trained, rel=1e-5)
+    return weights_of(policy), metrics
 
 
 def long_prompts(world: World, folder: Path, sections: dict[str, Any]) -> Result:

@@ -163,13 +163,18 @@ def test_the_exported_smollm2_is_served_as_transformers_computes_it(smollm2):
     assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == pytest.approx(logprobs, abs=1e-3)
 
 
+def assert_loads_in_peft(adapter: Path, model: str, blocks: int) -> None:
+    """Assert that PEFT loads an adapter of all linear layers, and that every layer's has been trained."""
+    base = AutoModelForCausalLM.from_pretrained(real_model(model), dtype=torch.float32)
+    peft = PeftModel.from_pretrained(base, adapter)
+    factors = {name: weight for name, weight in peft.named_parameters() if "lora_B" in name}
+    assert len(factors) == blocks * 7
+    assert all(weight.abs().max() > 0 for weight in factors.values())
+
+
 def test_an_adapter_of_smollm2_trains_at_the_defaults_and_loads_in_peft(adapter):
     assert_trained(adapter.rows(files.TRAIN), STEPS)
-    base = AutoModelForCausalLM.from_pretrained(real_model("smollm2"), dtype=torch.float32)
-    model = PeftModel.from_pretrained(base, adapter.folder / "final_adapter")
-    factors = {name: weight for name, weight in model.named_parameters() if "lora_B" in name}
-    assert len(factors) == 30 * 7
-    assert all(weight.abs().max() > 0 for weight in factors.values())
+    assert_loads_in_peft(adapter.folder / "final_adapter", "smollm2", blocks=30)
 
 
 def test_messages_of_a_tool_are_rendered_by_the_template_after_the_end_of_the_models_own(adapter):
@@ -181,44 +186,57 @@ def test_messages_of_a_tool_are_rendered_by_the_template_after_the_end_of_the_mo
         assert row["completion"].count(observed) == row["completion"].count("<|im_start|>") / 2 == 1
 
 
-def program(model: Path, output: Path) -> dict[str, Any]:
+def program(model: str, output: Path, steps: int, chat: bool, settings: dict[str, Any]) -> dict[str, Any]:
     """Train in this process with functions and rows as objects; then lose the last step, and resume."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     namespace: dict[str, Any] = {}
     exec(sums.REWARD, namespace)
     arguments = {
-        "train_dataset": sums.rows(ROWS, chat=True),
-        "training_steps": STEPS,
+        "train_dataset": sums.rows(ROWS, chat=chat),
+        "training_steps": steps,
         "rollout": SIZES,
         "deterministic": True,
-        "checkpoint": {"every": STEPS - 1},
+        "checkpoint": {"every": steps - 1},
         "evaluation": {"every": 0},
         "output_dir": str(output),
         "run_name": "run",
+        **settings,
     }
     with without_launcher():
         results = []
         for resume in (None, output / "run"):
-            result = Trainer(str(model), namespace["close"], **arguments).train(resume=resume)
-            weights = (result.folder / "final_model/model.safetensors").read_bytes()
+            result = Trainer(str(real_model(model)), namespace["close"], **arguments).train(resume=resume)
+            assert result.model is not None
+            [weights] = result.model.glob("*model.safetensors")
             metrics = {key: value for key, value in result.metrics.items() if key.startswith(("reward", "mismatch"))}
-            results.append((result.outcome, result.steps, hashlib.sha256(weights).hexdigest(), metrics))
-            # As after a kill in the last step: its checkpoint and export are missing.
-            shutil.rmtree(result.folder / f"checkpoints/step_{STEPS:06d}")
-            shutil.rmtree(result.folder / "final_model")
+            digest = hashlib.sha256(weights.read_bytes()).hexdigest()
+            results.append((result.outcome, result.steps, digest, metrics))
+            if resume is None:  # as after a kill in the last step: its checkpoint and export are missing
+                shutil.rmtree(result.folder / f"checkpoints/step_{steps:06d}")
+                shutil.rmtree(result.model)
     rows = files.read_metrics(output / "run")
     starts = [start["first_step"] for start in files.read_environment(output / "run")]
     return {"results": results, "rows": [row for row in rows if row["kind"] == files.TRAIN], "starts": starts}
 
 
-def test_smollm2_trains_in_a_python_program_and_resumes_bit_for_bit(folder):
-    with Ranks(program, 1, real_model("smollm2"), folder / "program") as process:
+def assert_resumes_bit_for_bit(model: str, output: Path, steps: int, chat: bool, **settings: Any) -> None:
+    with Ranks(program, 1, model, output, steps, chat, settings) as process:
         seen = process.results(TIMEOUT)[0]
-    assert_trained(seen["rows"], STEPS)
-    assert seen["starts"] == [0, STEPS - 1]
+    assert_trained(seen["rows"], steps)
+    assert seen["starts"] == [0, steps - 1]
     whole, resumed = seen["results"]
     assert whole == resumed
-    assert whole[:2] == ("finished", STEPS)
+    assert whole[:2] == ("finished", steps)
+
+
+def test_smollm2_trains_in_a_python_program_and_resumes_bit_for_bit(folder):
+    assert_resumes_bit_for_bit("smollm2", folder / "program", STEPS, chat=True)
+
+
+def test_an_adapter_of_gemma3_trains_resumes_bit_for_bit_and_loads_in_peft(folder):
+    output = folder / "gemma_adapter"
+    assert_resumes_bit_for_bit("gemma3", output, 2, chat=False, policy={"lora": {}})
+    assert_loads_in_peft(output / "run/final_adapter", "gemma3", blocks=18)
 
 
 def test_gemma3_trains_a_step_at_the_defaults_and_every_tensor_moves(gemma3):

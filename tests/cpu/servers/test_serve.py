@@ -24,6 +24,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from colocated_grpo.runtime.checksums import write_checksums
+from colocated_grpo.servers.options import parse
 from tests.support.paths import ROOT
 from tests.support.saved_runs import invert
 from tests.support.serve_process import MAX_TOKENS, START_SECONDS, ServeProcess
@@ -270,6 +271,20 @@ def test_wrong_arguments_end_in_one_line(flags, line):
     assert server.process.returncode == 2
     assert errors.startswith(line)
     assert errors.count("\n") == 1
+
+
+def test_the_model_is_an_argument_or_a_flag_as_in_atropos_example_server(capsys):
+    assert parse(["--model", "folder", "--port", "1"]) == parse(["folder", "--port", "1"])
+    for arguments in ([], ["folder", "--model", "folder"]):
+        with pytest.raises(SystemExit, match="2"):
+            parse(arguments)
+        assert capsys.readouterr().err == "error: MODEL: must be given once, as MODEL or as --model MODEL\n"
+
+
+@pytest.mark.parametrize(("size", "shares"), [(1, True), (2, False)])
+def test_the_variable_of_shared_weights_is_for_one_gpu_as_its_users_also_broadcast(monkeypatch, size, shares):
+    monkeypatch.setenv("VLLM_ENABLE_SHARED_WEIGHTS", "1")
+    assert parse(["folder", "--tensor-parallel-size", str(size)]).share_weights == shares
 
 
 def test_a_model_that_does_not_exist_is_named(tmp_path):

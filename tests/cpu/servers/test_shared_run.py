@@ -79,10 +79,20 @@ def test_a_write_by_another_process_changes_the_model(tmp_path):
     before = [parameter.flatten()[0].item() for parameter in model.parameters()]
     move_to_shared_memory(model)
     assert model.first.weight is model.second.weight
-    file = export({name: p.data for name, p in model.named_parameters()}, {"instance": "i"}, tmp_path)
-    assert file == tmp_path / CONFIG_NAME
+    folder = tmp_path / "not" / "there"
+    file = export({name: p.data for name, p in model.named_parameters()}, {"instance": "i"}, folder)
+    assert file == folder / CONFIG_NAME
     assert run_on_ranks(write_through, 1, file) == [before]
     assert all(torch.equal(p, torch.full_like(p, 3.0)) for p in model.parameters())
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file/logs"
+    with pytest.raises(
+        RunError, match=rf"^LOGDIR='{folder}': cannot write {CONFIG_NAME} \(Not a directory\); set LOGDIR"
+    ):
+        export({}, {}, folder)
 
 
 def entry(file: Path) -> dict[str, Any]:

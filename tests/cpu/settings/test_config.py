@@ -17,7 +17,7 @@ from colocated_grpo.settings.names.translation import ALIASES
 from colocated_grpo.settings.rules import check_world
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.training import layers_text, parse_layers
-from tests.support.config_text import load, notes
+from tests.support.config_text import config_error, load, notes
 from tests.support.paths import ROOT
 
 SHIPPED = sorted((ROOT / "training_configs").glob("*.yaml"))
@@ -276,6 +276,68 @@ def test_an_old_name_sets_its_equivalent(tmp_path, line, name, value):
     settings = yaml.safe_load(line)
     path.write_text(json.dumps({"model": {"name": "a"}, "environments": [{"name": "sorting"}], **settings}))
     assert setting(load_config(path), name) == value
+
+
+TOSSIM = """\
+learning_rate: 0.00005
+min_learning_rate: 0.00001
+warmup_ticks: 100
+gradient_clip_norm: 1.0
+sync_every: 10
+batch_size: 90
+max_tokens_per_gen: 96
+temperature: 0.8
+top_p: 0.9
+const_baseline: 0.0
+num_concurrent_games: 30
+active_seats_per_game: 3
+max_ticks: 5000
+save_ticks: 500
+log_ticks: 10
+eval_ticks: 100
+early_stop_parse_rate: 0.99
+early_stop_consecutive_ticks: 1000
+enable_verbosity_penalty: false
+verbosity_penalty_rate: 0.05
+max_think_tokens: 64
+tensor_parallel_size: 2
+dtype: "bfloat16"
+max_model_len: 2048
+trust_remote_code: true
+expected_convergence_ticks: 3000
+expected_initial_parse_rate: 0.85
+expected_initial_legal_rate: 0.80
+"""
+"""Settings of dr_grpo_config.yaml and dr_grpo_r1.yaml in ToSSim's repository, without the model."""
+
+
+def test_the_files_of_tossims_repository_load_with_notes_about_what_they_do_not_set():
+    config = load(TOSSIM)
+    assert (config.rollout.prompts_per_step, config.rollout.group_size) == (45, 2)
+    assert (config.training_steps, config.checkpoint.every, config.evaluation.every) == (5000, 500, 100)
+    assert (config.policy.lr, config.policy.min_lr, config.policy.warmup_steps) == (5e-5, 1e-5, 100)
+    assert config.policy.schedule == "cosine"
+    assert (config.engine.tensor_parallel_size, config.engine.max_model_len) == (2, 2048)
+    assert (config.rollout.max_completion_tokens, config.sync_frequency) == (96, 10)
+    assert config.model.trust_remote_code
+    [games] = [note for note in notes(TOSSIM) if note.startswith("num_concurrent_games")]
+    assert games == (
+        "num_concurrent_games: nothing to set (of the game: args.num_games of an environment with type: turns and "
+        "name: tossim)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("enable_verbosity_penalty: true", "must be false (subtract it in a reward function)"),
+        ("verbosity_penalty: 0.1", "must be 0 (subtract it in a reward function)"),
+        ("const_baseline: 1", "must be 0 (advantages are relative to the group)"),
+        ("dtype: float16", "must be 'bfloat16' (master weights are fp32; policy.compute_dtype sets"),
+    ],
+)
+def test_settings_of_tossim_that_change_the_training_are_rejected(line, error):
+    assert error in config_error(line)
 
 
 TRL_SCRIPT = """\

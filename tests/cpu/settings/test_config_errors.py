@@ -60,8 +60,13 @@ from tests.support.config_text import config_error, load, notes
             "(line 3 of x.yaml)",
         ),
         (
-            "batch_size: 60",
-            "batch_size=60: counts completions, so it must be a multiple of rollout.group_size=8 (line 3 of x.yaml)",
+            "generation_batch_size: 60",
+            "generation_batch_size=60: counts completions, so it must be a multiple of rollout.group_size=8 (line 3 of "
+            "x.yaml)",
+        ),
+        (
+            "k_per_prompt: 4\nbatch_size: 61",
+            "batch_size=61: counts completions, so it must be a multiple of rollout.group_size=4 (line 4 of x.yaml)",
         ),
         (
             "gradient_accumulation_steps: 4",

@@ -122,12 +122,32 @@ def test_an_invalid_hub_name_is_a_one_line_error():
     )
 
 
-def test_a_sequence_longer_than_the_models_positions_is_rejected(model):
+@pytest.mark.parametrize(
+    ("given", "total"),
+    [({"max_prompt_tokens": 1024, "max_completion_tokens": 8}, 1032), ({"max_completion_tokens": 1024}, 2048)],
+)
+def test_given_lengths_beyond_the_models_positions_are_rejected(model, given, total):
     folder = model(n_positions=1024)
-    assert input_error(load("", "--model.name", str(folder))) == (
-        "rollout.max_prompt_tokens + rollout.max_completion_tokens=2048: must be at most 1024, the positions in the "
-        f"config.json of {folder}"
+    flags = [text for key, value in given.items() for text in (f"--rollout.{key}", str(value))]
+    assert input_error(load("", "--model.name", str(folder), *flags)) == (
+        f"rollout.max_prompt_tokens + rollout.max_completion_tokens={total}: must be at most 1024, the positions in "
+        f"the config.json of {folder}"
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "lowered"),
+    [
+        ("", "rollout.max_prompt_tokens=512, rollout.max_completion_tokens=512"),
+        ("rollout: {max_prompt_tokens: 900}", "rollout.max_completion_tokens=124"),
+        ("rollout: {max_completion_tokens: 24}", "rollout.max_prompt_tokens=1000"),
+    ],
+)
+def test_default_lengths_are_lowered_to_the_models_positions_with_a_note(model, given, lowered):
+    folder = model(n_positions=1024)
+    config, notes = check_inputs(load(given, "--model.name", str(folder)))
+    assert config.max_sequence_tokens == 1024
+    assert notes == [f"{lowered}: lower than the default, as {folder} has 1024 positions"]
 
 
 def test_max_model_len_is_reduced_to_the_models_positions_with_a_note(model):

@@ -13,6 +13,7 @@ import sys
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -425,6 +426,25 @@ def test_wandb_online_without_an_api_key_is_one_line_and_the_run_continues(
     (line,) = [line for line in run.printed.splitlines() if "tracking.wandb" in line]
     assert line.startswith("tracking.wandb disabled: no API key")
     assert len(files.read_metrics(tmp_path / "run")) == 10
+
+
+def test_the_link_of_a_wandb_run_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Service:
+        """Stands for the client of W&B's service."""
+
+        def __init__(self, *_: object, **settings: object) -> None:
+            self.run = SimpleNamespace(url="https://wandb.example/run", define_metric=lambda *_, **__: None)
+
+        def start(self) -> None: ...
+
+        def log(self, row: object) -> None: ...
+
+        def finish(self) -> None: ...
+
+    monkeypatch.setattr("wandb.login", lambda **_: True)
+    monkeypatch.setattr("accelerate.tracking.WandBTracker", Service)
+    printed = TrackedRun(tmp_path / "run", config_of(wandb="online")).train().finish().printed
+    assert "tracking.wandb: https://wandb.example/run\n" in printed
 
 
 def clear_wandb_settings(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import random
 import sys
 import threading
+from contextlib import closing
 
 import pytest
 
 from colocated_grpo.environments.user_code import isolation
-from colocated_grpo.environments.user_code.isolation import isolated
+from colocated_grpo.environments.user_code.isolation import OwnLogs, isolated
 
 
 def test_calls_behind_a_hanging_call_fail_after_a_timeout(monkeypatch):
@@ -45,3 +48,21 @@ def test_only_the_isolated_thread_is_silent(capfd):
         thread.join()
     print("afterwards")
     assert capfd.readouterr() == ("another thread\nafterwards\n", "its error\n")
+
+
+def test_records_of_an_isolated_block_do_not_reach_the_consoles_handler(tmp_path):
+    console, logger = io.StringIO(), logging.getLogger("town.of.somewhere")
+    handler = logging.StreamHandler(console)
+    logging.getLogger().addHandler(handler)
+    try:
+        with isolated(random.Random(0)), closing(OwnLogs()) as logs, logs.attached():
+            logger.addHandler(logging.FileHandler(tmp_path / "game.log"))
+            logger.warning("inside")
+            other = threading.Thread(target=logging.getLogger("elsewhere").warning, args=["other thread"])
+            other.start()
+            other.join()
+        logger.warning("after")
+    finally:
+        logging.getLogger().removeHandler(handler)
+    assert console.getvalue() == "other thread\nafter\n"
+    assert (tmp_path / "game.log").read_text() == "inside\n"
