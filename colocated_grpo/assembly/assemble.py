@@ -30,7 +30,7 @@ from colocated_grpo.assembly.policy import (
     read_opponent,
 )
 from colocated_grpo.callbacks import Callbacks
-from colocated_grpo.checkpoint import Checkpoints
+from colocated_grpo.checkpoint.checkpoints import Checkpoints, unreadable
 from colocated_grpo.errors import RunError
 from colocated_grpo.evaluation.evaluator import Best, Evaluator
 from colocated_grpo.phases import Choreography, Clock
@@ -112,9 +112,10 @@ def build_run(
     supply = resources.enter_context(closing(join_supplies(sampled, served, config.steps_sampled_ahead)))
     resources.callback(finish_writing, checkpoints)
     best = Best(config.evaluation.keep_best, config.evaluation.patience)
-    if state:
-        supply.load_state_dict(state["source"])
-        best.load_state_dict(state.get(BEST, {}))
+    if start or state:
+        with unreadable(folder / CHECKPOINTS / f"step_{start:06d}"):
+            supply.load_state_dict(state["source"])
+            best.load_state_dict(state.get(BEST, {}))
     return Run(
         config=config,
         world=world,
