@@ -281,7 +281,7 @@ def problems_of(config: Config) -> list[str]:
     from colocated_grpo.assembly.evaluation import draw_evaluated, import_answers
     from colocated_grpo.environments.build import build_environments
     from colocated_grpo.policy.checkpoint_files import fetch_tokenizer
-    from colocated_grpo.policy.model_files import load_tokenizer
+    from colocated_grpo.policy.model_files import load_tokenizer, stop_token_ids
     from colocated_grpo.policy.model_loader import check_model
 
     def note(line: str) -> None:
@@ -291,6 +291,7 @@ def problems_of(config: Config) -> list[str]:
         folder = fetch_tokenizer(config.model)
         check_model(config.model, folder)
         tokenizer = load_tokenizer(config.model, folder)
+        stop_token_ids(tokenizer, folder)
         environments = build_environments(config, tokenizer)
         import_answers(config.evaluation)
         if environments.trained:

@@ -72,7 +72,7 @@ def _masked_text(text: str, name: str) -> str:
     if text.lstrip()[:1] in ("{", "["):
         try:
             value = yaml.safe_load(text)
-        except yaml.YAMLError:
+        except (yaml.YAMLError, ValueError, RecursionError):  # also a number of too many digits, or deep nesting
             return MASK
         hidden = masked(value, name.removeprefix("--"))
         return text if hidden == value else json.dumps(hidden)

@@ -13,6 +13,8 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
 
+from colocated_grpo.errors import visible
+
 HEADERS = {"Accept-Encoding": "gzip", "Content-Type": "application/json"}
 MAX_RESPONSE_BYTES = 1 << 30
 """Limit after decompression: enough for a batch of tens of millions of tokens."""
@@ -108,7 +110,7 @@ def _failures() -> Iterator[None]:
     try:
         yield
     except HTTPError as error:
-        message = f"{error.code} {_error_message(error) or error.reason}"
+        message = visible(" ".join(f"{error.code} {_error_message(error) or error.reason}".split()))
         rejected = 400 <= error.code < 500
         raise (RequestRejected(message, error.code) if rejected else Unavailable(message)) from None
     except TooLarge:
@@ -128,7 +130,7 @@ def _error_message(error: HTTPError) -> str | None:
 def _reason(error: BaseException) -> str:
     """Return the message of the exception that urllib wrapped, or its type name when the message is empty."""
     inner = getattr(error, "reason", error)
-    return str(inner) or type(inner).__name__
+    return visible(" ".join(str(inner).split())) or type(inner).__name__
 
 
 class TooLarge(Exception):

@@ -305,7 +305,7 @@ def main() -> None:
     with Connection(descriptor) as connection:
         started, answer = connection.recv()()
         connection.send(started)
-        with suppress(EOFError):  # the parent has closed the connection
+        with suppress(EOFError, ConnectionError):  # the parent has closed the connection, or has ended
             while started.error is None:
                 for response in answer(connection.recv()):
                     connection.send(response)

@@ -78,4 +78,5 @@ def test_yaml_in_an_argument_is_masked_inside():
         "--list",
         "[1, 2]",
     ]
-    assert masked_arguments(["--args={api_key: x"]) == ["--args=***"]
+    for unreadable in ("{api_key: x", "[" * 5000, "{api_key: x, n: " + "9" * 5000 + "}"):
+        assert masked_arguments([f"--args={unreadable}"]) == ["--args=***"]
