@@ -54,6 +54,7 @@ from colocated_grpo.settings.generation import ModelConfig
 from colocated_grpo.settings.schema import Config, HubConfig
 from colocated_grpo.tracking import RunOutput, files, make_tracker
 from colocated_grpo.tracking.hub import Hub
+from colocated_grpo.types import JsonObject
 
 if TYPE_CHECKING:
     from colocated_grpo.assembly.serving import Serving
@@ -113,9 +114,7 @@ def build_run(
     resources.callback(finish_writing, checkpoints)
     best = Best(config.evaluation.keep_best, config.evaluation.patience)
     if start or state:
-        with unreadable(folder / CHECKPOINTS / f"step_{start:06d}"):
-            supply.load_state_dict(state["source"])
-            best.load_state_dict(state.get(BEST, {}))
+        load_state(state, supply, best, folder / CHECKPOINTS / f"step_{start:06d}")
     return Run(
         config=config,
         world=world,
@@ -141,6 +140,13 @@ def build_run(
         start=start,
         goal_reached=state.get(GOAL_REACHED, False),
     )
+
+
+def load_state(state: JsonObject, supply: Supply, best: Best, checkpoint: Path) -> None:
+    """Continue where `checkpoint` ends. Raises RunError if its state is not of these objects."""
+    with unreadable(checkpoint):
+        supply.load_state_dict(state["source"])
+        best.load_state_dict(state.get(BEST, {}))
 
 
 def build_models(
