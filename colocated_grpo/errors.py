@@ -1,7 +1,10 @@
 """Errors that end a run with one line instead of a traceback: the user can act on the line, the stack adds nothing."""
 
 import shutil
+import unicodedata
 from pathlib import Path
+
+HIDDEN_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Co", "Zl", "Zp"})
 
 
 class ConfigError(ValueError):
@@ -24,12 +27,31 @@ class AlreadyReported(Exception):
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return the error's type and message on one line."""
+    """Return the error's type and message on one line. Characters that could change a terminal are escaped."""
     try:
         message = str(error)
     except Exception as another:  # an exception of user code may fail to format itself
         message = f"(its message cannot be shown: {type(another).__name__})"
-    return " ".join(f"{type(error).__name__}: {message}".split())
+    return visible(" ".join(f"{type(error).__name__}: {message}".split()))
+
+
+def visible(text: str) -> str:
+    """Escape control, direction-override and surrogate characters as \\xNN or \\uNNNN.
+
+    A model writes the completions: escape sequences could repaint a terminal, and lone surrogates cannot be encoded.
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(_shown(character) for character in text)
+
+
+def _shown(character: str) -> str:
+    if character in "\n\t" or unicodedata.category(character) not in HIDDEN_CATEGORIES:
+        return character
+    code = ord(character)
+    if code < 0x100:
+        return f"\\x{code:02x}"
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
 def write_failed(what: str, folder: Path, cause: str) -> RunError:

@@ -30,7 +30,7 @@ from colocated_grpo.assembly.policy import (
     read_opponent,
 )
 from colocated_grpo.callbacks import Callbacks
-from colocated_grpo.checkpoint import Checkpoints
+from colocated_grpo.checkpoint.checkpoints import Checkpoints, unreadable
 from colocated_grpo.errors import RunError
 from colocated_grpo.evaluation.evaluator import Best, Evaluator
 from colocated_grpo.phases import Choreography, Clock
@@ -55,6 +55,7 @@ from colocated_grpo.settings.schema import Config, HubConfig
 from colocated_grpo.summaries import RewardCheck
 from colocated_grpo.tracking import RunOutput, files, make_tracker
 from colocated_grpo.tracking.hub import Hub
+from colocated_grpo.types import JsonObject
 
 if TYPE_CHECKING:
     from colocated_grpo.assembly.serving import Serving
@@ -113,9 +114,8 @@ def build_run(
     supply = resources.enter_context(closing(join_supplies(sampled, served, config.steps_sampled_ahead)))
     resources.callback(finish_writing, checkpoints)
     best = Best(config.evaluation.keep_best, config.evaluation.patience)
-    if state:
-        supply.load_state_dict(state["source"])
-        best.load_state_dict(state.get(BEST, {}))
+    if start or state:
+        load_state(state, supply, best, folder / CHECKPOINTS / f"step_{start:06d}")
     return Run(
         config=config,
         world=world,
@@ -142,6 +142,13 @@ def build_run(
         start=start,
         goal_reached=state.get(GOAL_REACHED, False),
     )
+
+
+def load_state(state: JsonObject, supply: Supply, best: Best, checkpoint: Path) -> None:
+    """Continue where `checkpoint` ends. Raises RunError if its state is not of these objects."""
+    with unreadable(checkpoint):
+        supply.load_state_dict(state["source"])
+        best.load_state_dict(state.get(BEST, {}))
 
 
 def build_models(

@@ -14,7 +14,7 @@ from colocated_grpo.environments.build import build_environments
 from colocated_grpo.environments.rewards.answers import ANSWER_COLUMNS
 from colocated_grpo.environments.rewards.workers import end_idle_workers
 from colocated_grpo.policy.checkpoint_files import fetch_tokenizer
-from colocated_grpo.policy.model_files import load_tokenizer
+from colocated_grpo.policy.model_files import load_tokenizer, stop_token_ids
 from colocated_grpo.policy.model_loader import check_model, engine_dtype
 from colocated_grpo.rollout.reward_calls import RewardCalls
 from colocated_grpo.rollout.vllm.kv_budget import check_cache
@@ -57,7 +57,9 @@ def preview(config: Config, device: torch.device, note: Callable[[str], None]) -
             from colocated_grpo.rollout.vllm.vllm_arguments import check_names
 
             check_names(spec.args)
-    environments = build_environments(config, load_tokenizer(config.model, folder))
+    tokenizer = load_tokenizer(config.model, folder)
+    stop_token_ids(tokenizer, folder)  # raises if one lies outside the vocabulary
+    environments = build_environments(config, tokenizer)
     import_answers(config.evaluation)
     prompts = open_source(environments, note).next(config.rollout.prompts_per_step) if environments.trained else []
     draw_evaluated(config.evaluation, environments, note)

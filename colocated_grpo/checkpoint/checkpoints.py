@@ -28,7 +28,15 @@ from colocated_grpo.errors import RunError, in_one_line, write_failed
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.runtime.checksums import damage, forget_cached, sealed
 from colocated_grpo.runtime.distributed import World
-from colocated_grpo.runtime.run_folder import CHECKPOINTS, FILES, SEAL, STATE_FILE, complete_checkpoints, read_record
+from colocated_grpo.runtime.run_folder import (
+    CHECKPOINTS,
+    FILES,
+    FORMAT,
+    SEAL,
+    STATE_FILE,
+    complete_checkpoints,
+    read_record,
+)
 from colocated_grpo.settings.schema import CheckpointConfig
 from colocated_grpo.types import JsonObject
 
@@ -82,7 +90,7 @@ class Checkpoints:
         record = ""
         if self._world.is_main:
             # Encoded now, because the state may change while the tensors are written.
-            numbers = {"step": step, "policy_version": policy.version, "world_size": self._world.size}
+            numbers = {"format": FORMAT, "step": step, "policy_version": policy.version, "world_size": self._world.size}
             record = json.dumps(numbers | {"state": state})
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
@@ -153,7 +161,7 @@ class Checkpoints:
         self._verified = saved.folder
         policy.init_optimizer_state()
         tensors = self._tensors(policy)
-        with _unreadable(saved.folder):
+        with unreadable(saved.folder):
             metadata = metadata_of(saved.layout, saved.folder)
             _check_loadable(saved, metadata, tensors)
             reader = LayoutReader(saved.folder, metadata)
@@ -195,8 +203,8 @@ def _check_loadable(checkpoint: SavedCheckpoint, metadata: Metadata, tensors: di
 
 
 @contextmanager
-def _unreadable(folder: Path) -> Iterator[None]:
-    """Convert any error to one line. torch raises many kinds of errors for damaged files."""
+def unreadable(folder: Path) -> Iterator[None]:
+    """Convert any error to one line. torch and forged states raise many kinds of errors."""
     try:
         yield
     except RunError:

@@ -13,7 +13,7 @@ from pathlib import Path
 from colocated_grpo.checkpoint.storage import LAYOUT_FILE, Layout, metadata_of
 from colocated_grpo.errors import RunError, in_one_line
 from colocated_grpo.runtime.checksums import damage
-from colocated_grpo.runtime.run_folder import FILES, read_record, saved_checkpoints
+from colocated_grpo.runtime.run_folder import FILES, FORMAT, STATE_FILE, read_record, saved_checkpoints
 from colocated_grpo.types import JsonObject
 
 SET_ASIDE = ".damaged"
@@ -64,15 +64,23 @@ def newest_whole(folder: Path, note: Callable[[str], None]) -> SavedCheckpoint |
 
 
 def read_whole(folder: Path) -> SavedCheckpoint:
-    """Return a checkpoint's contents, except for its tensors. Raises DamagedCheckpoint if it is damaged."""
+    """Return a checkpoint's contents, except for its tensors.
+
+    Raises DamagedCheckpoint if it is damaged, and RunError if another version of this package has written it.
+    """
     with _any_error_as_damage():
         record = read_record(folder)
+        if (version := record.get("format")) != FORMAT:
+            raise RunError(
+                f"checkpoint {folder}: has format {version}, but this version of colocated_grpo reads format {FORMAT}; "
+                "resume with the version that wrote it, or start a new run"
+            )
         problem = damage(folder, record[FILES])
         if problem is not None:
             raise DamagedCheckpoint(problem)
         layout = json.loads((folder / LAYOUT_FILE).read_text(encoding="utf-8"))
         metadata_of(layout, folder)
-        return SavedCheckpoint(
+        saved = SavedCheckpoint(
             folder=folder,
             step=int(record["step"]),
             policy_version=int(record["policy_version"]),
@@ -80,6 +88,9 @@ def read_whole(folder: Path) -> SavedCheckpoint:
             state=dict(record["state"]),
             layout=layout,
         )
+        if folder.name != f"step_{saved.step:06d}" or saved.policy_version < 0:
+            raise DamagedCheckpoint(f"{STATE_FILE} has step {saved.step} and policy_version {saved.policy_version}")
+        return saved
 
 
 @contextmanager
@@ -87,7 +98,7 @@ def _any_error_as_damage() -> Iterator[None]:
     """Convert any error that damage can cause to DamagedCheckpoint. Damaged layouts raise many kinds of errors."""
     try:
         yield
-    except DamagedCheckpoint:
+    except (DamagedCheckpoint, RunError):
         raise
     except OSError as error:
         if error.errno not in READ_ERRORS:

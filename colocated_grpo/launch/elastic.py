@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import re
 import signal
 import sys
+import threading
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 
+import psutil
 from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
@@ -33,6 +38,7 @@ JOINED = re.compile(r"waiting for clients\. (\d+)/(\d+) clients joined")
 BACKEND = "loopback"
 HOST = "127.0.0.1"
 TIMEOUT_SECONDS = 600
+POLL_SECONDS = 1.0
 NO_FILE = "<N/A>"
 """torch's placeholder for the error file of a process without a traceback."""
 
@@ -40,6 +46,7 @@ NO_FILE = "<N/A>"
 @record
 def main() -> None:
     logging.getLogger(AGENT_LOGGER).addFilter(lambda log: first_report() is None and not log.msg.startswith(REPEATED))
+    threading.Thread(target=_continue_orphans, args=[os.getppid()], name="launcher", daemon=True).start()
     arguments = parse_args(sys.argv[1:])
     use_loopback(arguments)
     if arguments.nnodes.isdecimal() and int(arguments.nnodes) > 1:
@@ -92,6 +99,15 @@ def explain_meeting(error: Exception, arguments: argparse.Namespace) -> tuple[in
 
 def _address(arguments: argparse.Namespace) -> str:
     return f"--master-port={arguments.master_port} on --master-addr={arguments.master_addr}"
+
+
+def _continue_orphans(launcher: int) -> None:
+    """Continue stopped ranks (SIGSTOP) after the launcher's death: they must receive the SIGTERM that follows it."""
+    while os.getppid() == launcher:
+        time.sleep(POLL_SECONDS)
+    for rank in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            rank.send_signal(signal.SIGCONT)
 
 
 def _join_timeout(arguments: argparse.Namespace) -> float:

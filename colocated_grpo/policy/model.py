@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 from accelerate import init_empty_weights
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 from torch.distributed.device_mesh import DeviceMesh
@@ -148,7 +147,7 @@ def read_model_config(config: ModelConfig, folder: Path) -> PretrainedConfig:
     """
     try:
         hf_config = read_text_config(folder, trust_remote_code=config.trust_remote_code)
-    except (ValueError, StrictDataclassError) as error:  # unknown type, or invalid settings
+    except Exception as error:  # unknown type, or invalid settings, for which transformers raises many kinds
         raise ConfigError(f"model.name={config.name!r}: transformers cannot read it: {in_one_line(error)}") from error
     return hf_config
 
@@ -167,7 +166,7 @@ def build_empty(
             lm = AutoModelForCausalLM.from_config(
                 hf_config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=trust_remote_code
             )
-        except ImportError as error:  # a package that the model's own code needs
+        except Exception as error:  # a missing package of the model's own code, or sizes that cannot be built
             raise ConfigError(
                 f"model.name={hf_config.name_or_path!r}: cannot be built: {in_one_line(error)}"
             ) from error

@@ -14,7 +14,7 @@ from colocated_grpo.policy.checkpoint_files import fetch_model, fetch_tokenizer
 from colocated_grpo.policy.model import read_model_config
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings.adapter_files import adapter_shape
-from colocated_grpo.settings.config_json import config_json_in, shape_of
+from colocated_grpo.settings.config_json import config_json_in, shape_of, text_part
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.inputs import is_inline
 from colocated_grpo.settings.schema import ModelConfig
@@ -65,7 +65,9 @@ def load_tokenizer(model: ModelConfig, folder: Path) -> PreTrainedTokenizerBase:
         elif tokenizer.chat_template is None and (folder / PROCESSOR_TEMPLATE).is_file():
             entries = json.loads((folder / PROCESSOR_TEMPLATE).read_text(encoding="utf-8"))
             tokenizer.chat_template = entries.get("chat_template")
-    except (OSError, ValueError) as error:
+    except ConfigError:
+        raise
+    except Exception as error:  # damaged files raise many kinds of errors
         raise ConfigError(f"model.name={model.name!r}: no usable tokenizer: {in_one_line(error)}") from error
     return tokenizer
 
@@ -97,10 +99,24 @@ def read_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> tuple[int, ...]:
-    """Return the end-of-sequence tokens of the tokenizer and of the model's generation settings, ascending."""
+    """Return the end-of-sequence tokens of the tokenizer and of the model's generation settings, ascending.
+
+    Raises ConfigError if one of them is not in the model's vocabulary.
+    """
+    setting = f"model.name={str(folder)!r}"
+    vocabulary = text_part(config_json_in(folder)).get("vocab_size") or len(tokenizer)
     ids = {tokenizer.eos_token_id}
     settings = folder / "generation_config.json"
     if settings.exists():
-        eos = json.loads(settings.read_text(encoding="utf-8")).get("eos_token_id")
-        ids |= set(eos) if isinstance(eos, list) else {eos}
+        try:
+            eos = json.loads(settings.read_text(encoding="utf-8")).get("eos_token_id")
+            ids |= set(eos) if isinstance(eos, list) else {eos}
+        except (ValueError, RecursionError, AttributeError, TypeError) as error:
+            raise ConfigError(f"{setting}: cannot read {settings.name}: {in_one_line(error)}") from None
+    for one in ids - {None}:
+        if not isinstance(one, int) or not 0 <= one < vocabulary:
+            raise ConfigError(
+                f"{setting}: eos_token_id={one!r:.60} (tokenizer or {settings.name}) is not one of the model's "
+                f"{vocabulary} tokens"
+            )
     return tuple(sorted(ids - {None}))

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from colocated_grpo.errors import AlreadyReported, RunError, in_one_line
 from colocated_grpo.runtime.node_links import LinkAddress
+from colocated_grpo.runtime.parents_death import continue_at_parents_death
 from colocated_grpo.runtime.stores import own_address, wait_for_keys, wait_for_listener
 from colocated_grpo.runtime.supervision import ProcessId, StopRequest, Watchdog, named_ranks, own_process
 from colocated_grpo.settings.errors import ConfigError
@@ -79,6 +80,7 @@ def join(before_exit: Callable[[str | None], None] = lambda line: None) -> Joine
     From then on, this process ends soon after any other rank has ended. before_exit: as in `Watchdog`. Raises RunError,
     for example if a rank has not started within JOIN_SECONDS.
     """
+    continue_at_parents_death()
     deadline = time.monotonic() + JOIN_SECONDS
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     serves_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"

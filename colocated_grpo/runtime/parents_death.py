@@ -25,6 +25,12 @@ def die_with(parent: int) -> None:
         os._exit(1)  # the parent died before the call to prctl
 
 
+def continue_at_parents_death() -> None:
+    """Make the kernel continue this process, if it is stopped (SIGSTOP), when its parent dies, so that it can end."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
+
+
 def signal_at_parents_death(number: signal.Signals) -> Callable[[], None] | None:
     """Return a preexec function that makes the kernel signal the child when this process dies."""
     if sys.platform != "linux":

@@ -30,6 +30,9 @@ STATE_FILE = "trainer.json"
 the other files. The last entry of this file is its own checksum, so that state and checksums are replaced together."""
 FILES = "files"
 """Key in STATE_FILE: checksums by file name."""
+FORMAT = 1
+"""Version of the checkpoint format. Raise it with every change that an older reader would misread, or that makes older
+checkpoints unreadable."""
 SEAL = "checksum"
 """Key of the last entry of STATE_FILE."""
 MODEL_SHAPE = "model_shape"

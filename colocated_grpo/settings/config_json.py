@@ -22,6 +22,14 @@ _SHAPE_KEYS = (
     "vocab_size",
     "tie_word_embeddings",
 )
+_SIZES = (
+    "hidden_size", "n_embd", "intermediate_size", "num_hidden_layers", "n_layer", "num_attention_heads", "n_head",
+    "num_key_value_heads", "head_dim", "vocab_size",
+)  # fmt: skip
+MAX_SIZE = 1 << 24
+"""Maximum of each size in a config.json: 60 times the largest vocabulary of a released model."""
+_TYPES = {"model_type": str, "layer_types": list, "rope_scaling": dict, "rope_parameters": dict}
+_NAMES = {str: "text", list: "a list", dict: "an object"}
 _POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 """Keys that model families use for the maximum sequence length."""
 
@@ -42,10 +50,29 @@ def first_difference(one: JsonObject, other: JsonObject) -> str | None:
 def read_config_json(model: ModelConfig, section: str = "model") -> JsonObject:
     """Return the model's config.json, from its folder, the local cache or the Hub. Error lines name `section`."""
     path = _local_config(model, section) or _hub_config(model, section)
+    setting = f"{section}.name={model.name!r}"
     try:
-        return config_json_in(path.parent)
-    except ValueError as error:
-        raise ConfigError(f"{section}.name={model.name!r}: {path.name} is not valid JSON ({error})") from None
+        config_json = config_json_in(path.parent)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{setting}: {path.name} is not valid JSON ({error})") from None
+    _check_entries(config_json, f"{setting}: {path.name}")
+    if config_json.get("text_config") is not None:
+        _check_entries(config_json["text_config"], f"{setting}: text_config in {path.name}")
+    return config_json
+
+
+def _check_entries(entries: object, where: str) -> None:
+    """Raise ConfigError unless the entries that are read before the model is built have the right types and bounds."""
+    if not isinstance(entries, dict):
+        raise ConfigError(f"{where}: must be an object, not {entries!r:.60}")
+    for key, kind in _TYPES.items():
+        if entries.get(key) is not None and not isinstance(entries[key], kind):
+            raise ConfigError(f"{where}: {key}={entries[key]!r:.60}: must be {_NAMES[kind]}")
+    for key in _SIZES:
+        value = entries.get(key)
+        for size in value if isinstance(value, list) else [value]:  # some families have a size for each layer
+            if size is not None and not (isinstance(size, int) and 1 <= size <= MAX_SIZE):
+                raise ConfigError(f"{where}: {key}={size!r:.60}: must be a whole number from 1 to {MAX_SIZE}")
 
 
 def config_json_in(folder: Path) -> JsonObject:

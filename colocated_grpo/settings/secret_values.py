@@ -1,6 +1,7 @@
 """Masks keys, tokens and passwords in settings that are shown or logged.
 
-The name of a setting determines whether the setting is secret. Logins in URLs are masked too.
+The name of a setting determines whether the setting is secret. Keys of common services are also found in other text,
+as are logins, keys and webhook addresses in URLs.
 """
 
 from __future__ import annotations
@@ -13,10 +14,22 @@ import yaml
 
 MASK = "***"
 _SECRET = re.compile(
-    r"(api_?key|secret|password|passwd|passphrase|credentials?|authorization)$|(^|[_.-])(key|token)$", re.IGNORECASE
+    r"(api_?key|secret|password|passwd|passphrase|credentials?|authorization|cookie)$"
+    r"|(^|[_.-])(key|token|auth|bearer|jwt|pat|webhook(_url)?)$",
+    re.IGNORECASE,
 )
 _OF_TOKENIZERS = re.compile(r"(bos|eos|pad|unk|mask|cls|sep|stop|start|end|image|special)_token$", re.IGNORECASE)
-_LOGIN_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+_IN_TEXT = (
+    re.compile(r"(://)[^/@\s]+(?=@)"),
+    re.compile(r"(https?://\S*?hooks?\b[^/\s]*/)\S+"),
+    re.compile(r"([?&]\w*(?:key|token|secret|sig|signature|password)=)[^&#\s]+", re.IGNORECASE),
+    re.compile(r"\b(Bearer |Basic )\S+"),
+    re.compile(  # AWS, OpenAI and Anthropic, Hugging Face, GitHub, GitLab, Slack, Google, JSON web tokens
+        r"\b()(?:A[KS]IA[0-9A-Z]{16}|sk-[\w-]{20,}|hf_\w{20,}|gh[a-z]_\w{30,}|github_pat_\w{30,}|glpat-[\w-]{20,}"
+        r"|xox[a-z]-[\w-]{10,}|AIza[\w-]{35}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]+)"
+    ),
+)
+"""Secrets in text. The first group is shown."""
 
 
 def is_secret(name: str) -> bool:
@@ -32,7 +45,10 @@ def masked(value: object, name: str = "") -> object:
         return {key: masked(item, str(key)) for key, item in value.items()}
     if isinstance(value, list):
         return [masked(item, name) for item in value]
-    return _LOGIN_IN_URL.sub(MASK, value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        for pattern in _IN_TEXT:
+            value = pattern.sub(rf"\1{MASK}", value)
+    return value
 
 
 def masked_arguments(arguments: Sequence[str]) -> list[str]:
@@ -56,7 +72,7 @@ def _masked_text(text: str, name: str) -> str:
     if text.lstrip()[:1] in ("{", "["):
         try:
             value = yaml.safe_load(text)
-        except yaml.YAMLError:
+        except (yaml.YAMLError, ValueError, RecursionError):  # also a number of too many digits, or deep nesting
             return MASK
         hidden = masked(value, name.removeprefix("--"))
         return text if hidden == value else json.dumps(hidden)

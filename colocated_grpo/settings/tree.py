@@ -13,13 +13,18 @@ import yaml
 
 from colocated_grpo.settings.errors import ConfigError, KeyPath, SettingsTree, dotted
 
+MAX_DIGITS = 100
+
 
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # without PyYAML's YAML 1.1 rules
 
 
 def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
-    return int(loader.construct_scalar(node))
+    text = loader.construct_scalar(node)
+    if len(text) > MAX_DIGITS:
+        raise yaml.constructor.ConstructorError(None, None, f"a number of {len(text)} digits", node.start_mark)
+    return int(text)
 
 
 _FLOAT = (
@@ -67,7 +72,7 @@ def parse_value(text: str) -> object:
     """Parse one value as in a YAML file. Invalid YAML is returned as text, so that a shell needs no extra quotes."""
     try:
         return yaml.load(text, _Loader)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, RecursionError):
         return text
 
 

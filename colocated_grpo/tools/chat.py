@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def converse(session: Chat, lines: Iterator[str], interrupts: Interrupts) -> None:
     """Answer each line, and print the reply while it is sampled."""
-    from colocated_grpo.tracking.text import visible
+    from colocated_grpo.errors import visible
 
     for line in lines:
         if line in QUIT:

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
@@ -18,6 +19,7 @@ from typing import Any
 import yaml
 
 from colocated_grpo.errors import RunError
+from colocated_grpo.settings.secret_values import masked
 from colocated_grpo.types import JsonObject
 
 CONFIG_FILE = "config.yaml"
@@ -122,14 +124,14 @@ def json_line(row: Row) -> str:
     return json.dumps(row, allow_nan=False) + "\n"
 
 
-def write_atomically(path: Path, parts: str | Iterable[str]) -> None:
+def write_atomically(path: Path, parts: str | Iterable[str], mode: int = 0o666) -> None:
     """Replace a file atomically: readers see the old or the new content, even if the process is killed.
 
-    `parts` may be a generator that reads the old file.
+    `parts` may be a generator that reads the old file. mode: permissions of the file, before the umask.
     """
     temporary = path.with_name(f".{path.name}.part")
     temporary.unlink(missing_ok=True)  # left by a killed run, or a link to another file
-    with temporary.open("x", encoding="utf-8") as file:
+    with open(temporary, "x", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, mode)) as file:
         file.writelines([parts] if isinstance(parts, str) else parts)
     os.replace(temporary, path)
 
@@ -171,10 +173,18 @@ def _reject(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
 
 
-def write_config(run_dir: Path, config: JsonObject) -> None:
-    """Write the resolved configuration, in schema order, as a config file that loads back unchanged."""
+def write_config(run_dir: Path, config: JsonObject) -> list[str]:
+    """Write the resolved configuration, in schema order, as a config file that loads back unchanged.
+
+    Return the dotted keys of its secrets. If there are any, only this user can read the file and open the folder.
+    """
     text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True, width=120)
-    write_atomically(run_dir / CONFIG_FILE, text)
+    secrets = [key for key, value in flatten(config) if masked(value, key) != value]
+    if secrets:
+        with suppress(PermissionError):  # the folder of another user
+            run_dir.chmod(0o700)
+    write_atomically(run_dir / CONFIG_FILE, text, mode=0o600 if secrets else 0o666)
+    return secrets
 
 
 def append_environment(run_dir: Path, start: JsonObject, note: Callable[[str], None]) -> None:

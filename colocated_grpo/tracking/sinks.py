@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from colocated_grpo.settings.secret_values import masked
+from colocated_grpo.settings.secret_values import masked, masked_arguments
 from colocated_grpo.tracking.files import flatten
 from colocated_grpo.tracking.records import finite, spread_by_reward
 from colocated_grpo.types import Group, JsonObject
@@ -93,7 +93,7 @@ class Sinks:
         self._sinks.clear()
 
     def _add(self, name: str, open_sink: Callable[[], Sink]) -> None:
-        with self._disable_on_failure(name):
+        with self._disable_on_failure(name), _masked_command():
             self._sinks[name] = open_sink()
 
     @contextmanager
@@ -191,6 +191,16 @@ def make_tracker(name: str, project: str, run_dir: Path) -> GeneralTracker:
 def valid_name(metric: str) -> str:
     """Return a metric's name in characters that all trackers accept: 'eval/aime/pass@8' -> 'eval/aime/pass_8'."""
     return re.sub(r"[^A-Za-z0-9_/ -]", "_", metric)
+
+
+@contextmanager
+def _masked_command() -> Iterator[None]:
+    """Mask secrets in sys.argv in this block: trackers record the command."""
+    command, sys.argv = sys.argv, masked_arguments(sys.argv)
+    try:
+        yield
+    finally:
+        sys.argv = command
 
 
 @contextmanager

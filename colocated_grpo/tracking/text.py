@@ -1,10 +1,9 @@
 """Formatting of numbers, durations and untrusted text for console, report and tools."""
 
 import math
-import unicodedata
 from html import escape
 
-HIDDEN_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Co", "Zl", "Zp"})
+from colocated_grpo.errors import visible
 
 
 def number(value: float | None) -> str:
@@ -33,16 +32,6 @@ def duration(seconds: float) -> str:
     return f"{whole}s"
 
 
-def visible(text: str) -> str:
-    """Escape control, direction-override and surrogate characters as \\xNN or \\uNNNN.
-
-    A model writes the completions: escape sequences could repaint a terminal, and lone surrogates cannot be encoded.
-    """
-    if text.isascii() and text.isprintable():
-        return text
-    return "".join(_shown(character) for character in text)
-
-
 def printable(text: str, encoding: str = "utf-8") -> str:
     """Return `visible` text that the given encoding can represent, with other characters escaped."""
     return visible(text).encode(encoding, "backslashreplace").decode(encoding)
@@ -51,12 +40,3 @@ def printable(text: str, encoding: str = "utf-8") -> str:
 def as_html(value: object) -> str:
     """Return the value as text, escaped by `visible` and for HTML."""
     return escape(visible(str(value)))
-
-
-def _shown(character: str) -> str:
-    if character in "\n\t" or unicodedata.category(character) not in HIDDEN_CATEGORIES:
-        return character
-    code = ord(character)
-    if code < 0x100:
-        return f"\\x{code:02x}"
-    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

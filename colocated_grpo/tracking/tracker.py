@@ -65,12 +65,17 @@ class Tracker:
         (self._run_dir / files.SUMMARY_FILE).unlink(missing_ok=True)
         self._output.write_log(self._run_dir)
         before = self._former_config() if first_step else {}
-        files.write_config(self._run_dir, settings)
+        secrets = files.write_config(self._run_dir, settings)
         files.append_environment(self._run_dir, describe_start(first_step), self.note)
         self._writer = RunWriter(self._run_dir, first_step, self._tracking.rollouts_per_step, self.note, decode)
         self._games = GameWriter(self._run_dir, first_step, self.note)
         self._sinks.open(settings, self._tracking, self._run_dir, first_step)
         self._output.open(notes.banner_facts(settings, facts, self._run_dir), first_step)
+        if secrets:
+            self.note(
+                f"{', '.join(secrets)}: secrets, which config.yaml holds and only you can read; prefer environment "
+                "variables"
+            )
         if changes := notes.changed_settings(before, settings):
             self.note(f"settings changed since the last start: {', '.join(changes)}")
 

@@ -7,9 +7,13 @@ import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.client import HTTPException, HTTPResponse, IncompleteRead
+from http.client import HTTPException, HTTPMessage, HTTPResponse, IncompleteRead
+from typing import IO
 from urllib.error import HTTPError
-from urllib.request import ProxyHandler, Request, build_opener
+from urllib.parse import urlsplit
+from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
+
+from colocated_grpo.errors import visible
 
 HEADERS = {"Accept-Encoding": "gzip", "Content-Type": "application/json"}
 MAX_RESPONSE_BYTES = 1 << 30
@@ -17,8 +21,21 @@ MAX_RESPONSE_BYTES = 1 << 30
 READ_BYTES = 1 << 20
 MAX_ERROR_BYTES = 1 << 16
 
+
+class _RedirectsWithoutKey(HTTPRedirectHandler):
+    """Sends the key to the origin that it is meant for, and follows a redirect to another origin without it."""
+
+    def redirect_request(
+        self, req: Request, fp: IO[bytes], code: int, msg: str, headers: HTTPMessage, newurl: str
+    ) -> Request | None:
+        new = super().redirect_request(req, fp, code, msg, headers, newurl)
+        if new is not None and urlsplit(new.full_url)[:2] != urlsplit(req.full_url)[:2]:
+            new.remove_header("Authorization")
+        return new
+
+
 # No proxy: the servers are on this machine or in its cluster, out of reach of a proxy for internet access.
-_opener = build_opener(ProxyHandler({}))
+_opener = build_opener(ProxyHandler({}), _RedirectsWithoutKey)
 
 
 class Unavailable(Exception):
@@ -93,7 +110,7 @@ def _failures() -> Iterator[None]:
     try:
         yield
     except HTTPError as error:
-        message = f"{error.code} {_error_message(error) or error.reason}"
+        message = visible(" ".join(f"{error.code} {_error_message(error) or error.reason}".split()))
         rejected = 400 <= error.code < 500
         raise (RequestRejected(message, error.code) if rejected else Unavailable(message)) from None
     except TooLarge:
@@ -113,7 +130,7 @@ def _error_message(error: HTTPError) -> str | None:
 def _reason(error: BaseException) -> str:
     """Return the message of the exception that urllib wrapped, or its type name when the message is empty."""
     inner = getattr(error, "reason", error)
-    return str(inner) or type(inner).__name__
+    return visible(" ".join(str(inner).split())) or type(inner).__name__
 
 
 class TooLarge(Exception):

@@ -10,14 +10,20 @@ from itertools import chain, repeat
 
 
 @contextmanager
-def raw_server(*responses: bytes) -> Iterator[str]:
-    """Yield the url of a server that sends one response per connection, the last one from then on."""
+def raw_server(*responses: bytes, sent: list[bytes] | None = None) -> Iterator[str]:
+    """Yield the url of a server that sends one response per connection, the last one from then on.
+
+    sent: receives the head of each request.
+    """
     remaining = chain(responses, repeat(responses[-1]))
 
     class Handler(socketserver.StreamRequestHandler):
         def handle(self) -> None:
-            while self.rfile.readline().strip():
-                pass
+            head = b""
+            while (line := self.rfile.readline()).strip():
+                head += line
+            if sent is not None:
+                sent.append(head)
             self.wfile.write(next(remaining))
 
     with socketserver.TCPServer(("127.0.0.1", 0), Handler) as server:

@@ -61,11 +61,14 @@ def halve(file: Path) -> None:
     os.truncate(file, file.stat().st_size // 2)
 
 
-def seal_again(checkpoint: Path) -> None:
-    """Write checksums of the files as they are now. Whoever changes a file on purpose can do this."""
+def seal_again(checkpoint: Path, **changes: object) -> None:
+    """Write checksums of the files as they are now, and other entries of the record.
+
+    Whoever changes a file on purpose can do this.
+    """
     record = json.loads((checkpoint / STATE_FILE).read_text())
     files = {path.name: checksum(path) for path in checkpoint.iterdir() if path.name != STATE_FILE}
-    text = json.dumps({key: value for key, value in record.items() if key != SEAL} | {FILES: files})
+    text = json.dumps({key: value for key, value in record.items() if key != SEAL} | {FILES: files} | changes)
     (checkpoint / STATE_FILE).write_text(sealed(text))
 
 

@@ -1,13 +1,16 @@
 """Runs programs with their tests, each test in its own process. Executed as a script.
 
-Receives jobs, {"program", "cases", "folder", "seconds", "memory", "file"}, and sends back the number of passed tests of
-each job. Exits when the connection closes. The process of a test has limits on time, memory and the size of a file. A
-seccomp filter blocks new processes, sockets and signals to other processes, so one kill ends the whole test. Limits and
-filter guard against accidents. They are not a sandbox.
+Receives jobs, {"program", "cases", "folder", "seconds", "memory", "file"}, each followed by a nonce, and sends back the
+nonce and the number of passed tests. The nonce is read after the tests have ended, so no program finds it in memory.
+Exits when the connection closes. The process of a test has limits on time, memory and the size of a file. A seccomp
+filter blocks new processes, sockets and signals to other processes, so one kill ends the whole test. A program cannot
+read or write the memory, the descriptors and the environment of other processes. Limits and filter guard against
+accidents. They are not a sandbox.
 """
 
 import ctypes
 import errno
+import json
 import os
 import platform
 import resource
@@ -21,8 +24,11 @@ import types
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
-PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 1, 38, 22, 2
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 1, 4, 38, 22, 2
 """Constants of Linux's <sys/prctl.h>"""
+LANDLOCK_CREATE_RULESET, LANDLOCK_RESTRICT_SELF, LANDLOCK_ACCESS_FS_MAKE_BLOCK = 444, 446, 1 << 11
+"""Constants of Linux's <linux/landlock.h>, and the numbers of its system calls"""
+CAPABILITY_VERSION_3 = 0x20080522
 CLONE_THREAD = 0x10000
 ALLOW, REFUSE, UNKNOWN = 0x7FFF0000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
 """Results of a seccomp filter. UNKNOWN makes libc try clone instead of clone3: a filter cannot read the flags of
@@ -32,10 +38,10 @@ LOAD, EQUAL, ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06
 NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16
 """Offsets in struct seccomp_data"""
 SYSTEMS = {
-    # audit architecture, clone, clone3, then: fork, vfork, socket, kill, tkill, ptrace, process_vm_writev,
-    # rt_sigqueueinfo, pidfd_send_signal, io_uring_setup
-    "x86_64": (0xC000003E, 56, 435, [57, 58, 41, 62, 200, 101, 311, 129, 424, 425]),
-    "aarch64": (0xC00000B7, 220, 435, [198, 129, 130, 117, 271, 138, 424, 425]),
+    # audit architecture, clone, clone3, tgkill, then: fork, vfork, socket, kill, tkill, ptrace, process_vm_writev,
+    # rt_sigqueueinfo, rt_tgsigqueueinfo, pidfd_send_signal, io_uring_setup
+    "x86_64": (0xC000003E, 56, 435, 234, [57, 58, 41, 62, 200, 101, 311, 129, 297, 424, 425]),
+    "aarch64": (0xC00000B7, 220, 435, 131, [198, 129, 130, 117, 271, 138, 240, 424, 425]),
 }
 """System call numbers by platform.machine()."""
 MAX_OPEN_FILES = 64
@@ -120,18 +126,29 @@ def _limit(job: dict) -> None:
         (resource.RLIMIT_CORE, 0),
     ):
         resource.setrlimit(limit, (value, value))
-    code = seccomp_filter(*SYSTEMS[platform.machine()])
+    code = seccomp_filter(os.getpid(), *SYSTEMS[platform.machine()])
     buffer = ctypes.create_string_buffer(code)
     # struct sock_fprog: the number of instructions, and a pointer to them
     program = ctypes.create_string_buffer(struct.pack("HL", len(code) // 8, ctypes.addressof(buffer)))
-    if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, program, 0, 0):
+    if (
+        libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        or libc.capset(struct.pack("Ii", CAPABILITY_VERSION_3, 0), bytes(24))  # root, too, has no capabilities
+        or libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, program, 0, 0)
+    ):
         os._exit(1)
+    # A process in a Landlock domain has no access to processes outside it. The ruleset itself matters little: it
+    # refuses new block devices. Kernels without Landlock protect the processes of root and, by PR_SET_DUMPABLE, the
+    # runners.
+    ruleset = libc.syscall(LANDLOCK_CREATE_RULESET, struct.pack("Q", LANDLOCK_ACCESS_FS_MAKE_BLOCK), 8, 0)
+    if ruleset >= 0:
+        libc.syscall(LANDLOCK_RESTRICT_SELF, ruleset, 0)
+        os.close(ruleset)
 
 
-def seccomp_filter(architecture: int, clone: int, clone3: int, refused: list[int]) -> bytes:
+def seccomp_filter(process: int, architecture: int, clone: int, clone3: int, tgkill: int, refused: list[int]) -> bytes:
     """Return the code of a filter that refuses the system calls in `refused`.
 
-    The filter also refuses clone, unless clone starts a thread.
+    The filter also refuses clone, unless clone starts a thread, and tgkill to a process other than `process`.
     """
     lines = [
         (LOAD, 0, 0, ARCHITECTURE),
@@ -140,6 +157,11 @@ def seccomp_filter(architecture: int, clone: int, clone3: int, refused: list[int
         (LOAD, 0, 0, NUMBER),
         (EQUAL, 0, 1, clone3),
         (RETURN, 0, 0, UNKNOWN),
+        (EQUAL, 0, 4, tgkill),
+        (LOAD, 0, 0, FIRST_ARGUMENT),
+        (EQUAL, 0, 1, process),
+        (RETURN, 0, 0, ALLOW),
+        (RETURN, 0, 0, REFUSE),
     ]
     for number in refused:
         lines += [(EQUAL, 0, 1, number), (RETURN, 0, 0, REFUSE)]
@@ -166,8 +188,11 @@ def main() -> None:
         silent = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silent, 1)
         os.dup2(silent, 2)
+        # The processes of tests inherit this flag. /proc/PID of such a process belongs to root.
+        ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
         while True:
-            connection.send(passed(connection.recv()))
+            count = passed(connection.recv())
+            connection.send_bytes(json.dumps([connection.recv(), count]).encode())
 
 
 if __name__ == "__main__":

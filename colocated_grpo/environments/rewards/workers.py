@@ -41,6 +41,7 @@ START_SECONDS = 120.0
 """The start of a worker is excluded from the time limit of rewards for at most this many seconds."""
 LATE = "the worker process does not answer"
 """Reason for ending a process at the time limit of a request."""
+INVALID = "the worker process sent an invalid response"
 
 _lock = threading.Lock()
 _workers: set[Worker] = set()
@@ -91,17 +92,18 @@ class Worker:
         assert self.started is not None
         return self.started
 
-    def ask(self, request: bytes, count: int, seconds: float | None) -> Iterable[object]:
+    def ask(self, messages: Sequence[bytes], count: int, seconds: float | None) -> Iterable[bytes]:
         """Yield the responses. Raises EOFError or OSError if the process ends.
 
         If a response takes longer than `seconds`, the iteration stops and `ended` is LATE.
         """
-        self.connection.send_bytes(request)
+        for message in messages:
+            self.connection.send_bytes(message)
         for _ in range(count):
             if seconds is not None and not self.connection.poll(seconds):
                 self.ended = LATE
                 return
-            yield self.connection.recv()
+            yield self.connection.recv_bytes()
 
     def end(self, reason: str) -> None:
         """Kill the process. `ended` then contains the reason and the line of user code that was running."""
@@ -181,20 +183,31 @@ class WorkerPool:
                     worker.busy = True
                     return worker
 
-    def ask(self, request: object, *, count: int = 1, seconds: float | None = None) -> tuple[list[Any], str | None]:
-        """Return up to `count` responses, and the reason if there are fewer: LATE, or how the process ended.
+    def ask(
+        self,
+        *request: object,
+        read: Callable[[bytes], Any] = pickle.loads,
+        count: int = 1,
+        seconds: float | None = None,
+    ) -> tuple[list[Any], str | None]:
+        """Return up to `count` responses, and the reason if there are fewer: LATE, INVALID, or how the process ended.
 
-        seconds: time limit of each response; None: no limit, until `end_busy_workers` is called. Raises the errors of
-        pickle for a request that cannot be serialized.
+        request: messages to the worker. read: decodes a response, or raises ValueError. seconds: time limit of each
+        response; None: no limit, until `end_busy_workers` is called. Raises the errors of pickle for a request that
+        cannot be serialized.
         """
-        data = pickle.dumps(request)
+        messages = [pickle.dumps(message) for message in request]
         worker = self._take()
         responses = []
         error = worker.wait_until_started().error
         if error is None:
-            with suppress(EOFError, OSError, pickle.UnpicklingError):
-                for response in worker.ask(data, count, seconds):
-                    responses.append(response)
+            try:
+                for response in worker.ask(messages, count, seconds):
+                    responses.append(read(response))
+            except (ValueError, pickle.UnpicklingError):
+                worker.ended = INVALID
+            except (EOFError, OSError):
+                pass  # the process has ended
         with _lock:
             worker.busy = False
             ended = worker.ended
@@ -292,7 +305,7 @@ def main() -> None:
     with Connection(descriptor) as connection:
         started, answer = connection.recv()()
         connection.send(started)
-        with suppress(EOFError):  # the parent has closed the connection
+        with suppress(EOFError, ConnectionError):  # the parent has closed the connection, or has ended
             while started.error is None:
                 for response in answer(connection.recv()):
                     connection.send(response)

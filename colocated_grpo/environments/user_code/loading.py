@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.errors import in_one_line
 from colocated_grpo.runtime.user_code import innermost, lines_of_error
+from colocated_grpo.settings.secret_values import masked
 from colocated_grpo.types import JsonObject
 
 T = TypeVar("T")
@@ -104,7 +105,7 @@ def construct(factory: Callable[..., T], args: JsonObject, key: str) -> T:
     except ValidationError as error:
         raise EnvironmentSetupError(f"{key}: {_first_problem(error, factory, args)}") from None
     except (Exception, SystemExit) as error:
-        raise EnvironmentSetupError(f"{key}: args={args}: {one_line(error)}") from error
+        raise EnvironmentSetupError(f"{key}: args={masked(args)}: {one_line(error)}") from error
 
 
 def _first_problem(error: ValidationError, factory: Callable[..., object], args: JsonObject) -> str:
@@ -115,7 +116,7 @@ def _first_problem(error: ValidationError, factory: Callable[..., object], args:
     if problem["type"] == "missing":
         return f"args.{name}: required, but not given"
     message = problem["msg"].removeprefix("Value error, ")
-    return f"args.{name}={problem['input']!r}: {message}" if name else f"args: {message}"
+    return f"args.{name}={masked(problem['input'], name)!r}: {message}" if name else f"args: {message}"
 
 
 def resolve_mode(args: JsonObject, name: str, modes: Mapping[str, object], key: str) -> JsonObject:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import json
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 
-from peft import LoraConfig
-from peft.tuners.tuners_utils import check_target_module_exists
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -13,6 +14,14 @@ from colocated_grpo.policy.lora.linear import ADAPTED
 from colocated_grpo.settings.base import DEFAULT_INIT
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.training import ALL_LINEAR, LoRAConfig
+
+FULL_MATCHES = """\
+import json, re, sys
+rule, *names = json.load(sys.stdin)
+print(json.dumps([name for name in names if re.fullmatch(rule, name)]))
+"""
+"""Program that reads a regular expression and names, and prints the names that it matches."""
+REGEX_SECONDS = 5.0
 
 
 def insert_adapters(lm: PreTrainedModel, blocks: nn.ModuleList, config: LoRAConfig) -> None:
@@ -31,8 +40,8 @@ def target_names(lm: PreTrainedModel, blocks: nn.ModuleList, config: LoRAConfig)
     linear = list(linear_names(lm))
     everything = isinstance(config.target_modules, str) and config.target_modules.lower() == ALL_LINEAR
     wanted = linear if everything else config.target_modules
-    rules = LoraConfig(target_modules=wanted, exclude_modules=config.exclude_modules)
-    matched = [name for name, _ in lm.named_modules() if name and check_target_module_exists(rules, name)]
+    selected = _selected("target_modules", wanted, lm) - _selected("exclude_modules", config.exclude_modules, lm)
+    matched = [name for name, _ in lm.named_modules() if name in selected]
     by_name = config.init == DEFAULT_INIT and isinstance(wanted, list)  # a loaded adapter may also name absent layers
     if by_name:
         _require_all_found(wanted, (name for name, _ in lm.named_modules()), linear)
@@ -52,6 +61,27 @@ def target_names(lm: PreTrainedModel, blocks: nn.ModuleList, config: LoRAConfig)
                 f"the model can have an adapter: {_kinds(linear)}"
             )
     return matched
+
+
+def _selected(setting: str, rule: str | Sequence[str] | None, lm: nn.Module) -> set[str]:
+    """Return the names of the modules that a rule selects. Raises ConfigError if a regular expression takes too long.
+
+    As in PEFT, text is a regular expression for whole names, and a list has names or last parts of names.
+    """
+    names = [name for name, _ in lm.named_modules() if name]
+    if not isinstance(rule, str):
+        return {name for name in names for one in rule or () if name == one or name.endswith(f".{one}")}
+    command = [sys.executable, "-I", "-S", "-c", FULL_MATCHES]
+    given = json.dumps([rule, *names]).encode()
+    try:
+        # In a process: a match may take years, and cannot be interrupted.
+        found = subprocess.run(command, input=given, capture_output=True, check=True, timeout=REGEX_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"policy.lora.{setting}={rule!r}: takes more than {REGEX_SECONDS:g} s to match the names of the modules; "
+            "write it without nested repetitions"
+        ) from None
+    return set(json.loads(found.stdout))
 
 
 def linear_names(lm: PreTrainedModel) -> Iterator[str]:

@@ -90,12 +90,40 @@ def test_a_layout_that_leads_out_of_its_checkpoint_is_rejected(world, model_fold
     assert "none of 1 is whole" in error_of_restore(world, model_folder(), checkpoint)
 
 
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"step": -5}, "trainer.json has step -5 and"),
+        ({"step": 7}, "trainer.json has step 7 and"),
+        ({"policy_version": -1}, "policy_version -1"),
+        ({"format": None}, "has format None, but this version of colocated_grpo reads format 1"),
+        ({"format": 2}, "has format 2, but this version of colocated_grpo reads format 1"),
+    ],
+)
+def test_numbers_that_do_not_belong_to_the_checkpoint_are_rejected(world, model_folder, checkpoint, changes, problem):
+    seal_again(checkpoint, **changes)
+    assert problem in error_of_restore(world, model_folder(), checkpoint)
+    assert checkpoint.exists()
+
+
 def plant(folder: Path, marker: Path) -> list[str]:
     """Replace every file below `folder` by a pickle. Return their names."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     for file in files:
         file.write_bytes(attack_bytes(marker))
     return [file.relative_to(folder).as_posix() for file in files]
+
+
+@pytest.mark.parametrize("state", [{}, {"source": {}}, {"source": []}], ids=str)
+def test_a_real_run_ends_with_one_line_if_the_state_is_not_of_its_source(tmp_path, state):
+    run = tmp_path / "run"
+    shutil.copytree(uninterrupted(1).folder, run)
+    newest = max((run / CHECKPOINTS).iterdir())
+    seal_again(newest, state=state)
+    with ForkedRun(tmp_path, deterministic(), "--resume", str(run), name="forged") as forged:
+        assert forged.wait() == 1
+    [line] = forged.stderr.splitlines()
+    assert line.startswith(f"error: checkpoint {newest}: cannot be read (")
 
 
 def test_a_real_run_resumes_from_the_one_whole_checkpoint_among_planted_files_and_ends_bit_for_bit(tmp_path):

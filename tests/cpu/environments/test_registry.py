@@ -7,8 +7,10 @@ import sys
 
 import pytest
 
+from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.environments.build import BUILDERS, build_environments
 from colocated_grpo.environments.registry import KINDS, find
+from colocated_grpo.environments.user_code.loading import construct
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.tools.make_model import build_char_tokenizer
 
@@ -54,3 +56,11 @@ def test_a_trained_folder_and_an_evaluation_set_of_one_name_are_kept_apart(tmp_p
     [trained], [held, _] = made.open_source().next(1), made.evaluated(made.sets[0], None, 0)[0]
     assert (trained.source, trained.item["answer"]) == ("eval/own.jsonl#2", "trained")
     assert (held.source, held.item["answer"]) == ("eval/own.jsonl", "evaluated")
+
+
+def test_an_error_of_a_class_shows_no_secret_arguments():
+    def task(api_key: str) -> None:
+        raise OSError("no server")
+
+    with pytest.raises(EnvironmentSetupError, match=r"args=\{'api_key': '\*\*\*'\}: OSError: no server"):
+        construct(task, {"api_key": "x1"}, "environments 'mine'")

@@ -17,6 +17,7 @@ from colocated_grpo.batching import MicroBatch
 from colocated_grpo.checkpoint import Checkpoints
 from colocated_grpo.metrics import Metrics
 from colocated_grpo.policy.blocks import Block
+from colocated_grpo.policy.lora import targets
 from colocated_grpo.policy.lora.targets import insert_adapters
 from colocated_grpo.policy.lora.weights import AdapterWeights, adapted_layers, frozen_experts
 from colocated_grpo.policy.model import build_empty, transformer_blocks
@@ -278,9 +279,12 @@ def test_the_first_blocks_without_adapters_keep_no_activations(world, model_fold
         ),
         ({"target_modules": ["lm_head"]}, "policy.lora.target_modules=['lm_head']: lm_head is the output layer"),
         ({"target_modules": ["mlp"]}, "policy.lora.target_modules=['mlp']: model.layers.0.mlp is no linear layer"),
+        ({"target_modules": "(.+)+[A-Z]"}, "policy.lora.target_modules='(.+)+[A-Z]': takes more than 1 s to match"),
+        ({"exclude_modules": "(.+)+[A-Z]"}, "policy.lora.exclude_modules='(.+)+[A-Z]': takes more than 1 s to match"),
     ],
 )
-def test_wrong_targets_are_named_in_one_line(world, model_folder, lora, line):
+def test_wrong_targets_are_named_in_one_line(world, model_folder, monkeypatch, lora, line):
+    monkeypatch.setattr(targets, "REGEX_SECONDS", 1.0)
     with pytest.raises(ConfigError) as caught:
         policy_of(lora_config(model_folder(), **lora), world)
     assert str(caught.value).startswith(line)

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from colocated_grpo.batching import MicroBatch
 from colocated_grpo.policy.export import ModelExport
 from colocated_grpo.policy.model import read_model_config
-from colocated_grpo.policy.model_files import load_tokenizer
+from colocated_grpo.policy.model_files import load_tokenizer, stop_token_ids
+from colocated_grpo.policy.model_loader import check_model
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings.config_json import text_part
 from colocated_grpo.settings.errors import ConfigError
@@ -149,12 +150,44 @@ def test_the_chat_template_of_a_processor_is_used_if_the_tokenizer_has_none(comp
     assert load_tokenizer(given.model, folder).chat_template == "{{ given }}"
 
 
-def test_a_damaged_tokenizer_is_one_line(composite, tmp_path):
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "tokenizer.json"])
+@pytest.mark.parametrize("text", ["{", "[" * 100_000 + "]" * 100_000], ids=["cut", "deep"])
+def test_a_damaged_tokenizer_is_one_line(composite, tmp_path, file, text):
     folder = tmp_path / "whole"
     shutil.copytree(composite("gemma3"), folder)
-    (folder / "tokenizer_config.json").write_text("{")
+    (folder / file).write_text(text)
     with pytest.raises(ConfigError, match=r"^model.name='.*': no usable tokenizer: [^\n]*$"):
         load_tokenizer(config_of(folder).model, folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('{"eos_token_id": 1000000}', r"eos_token_id=1000000 \(tokenizer or generation_config.json\) is not one of"),
+        ('{"eos_token_id": [1, -1]}', "eos_token_id=-1 "),
+        ('{"eos_token_id": "</s>"}', "eos_token_id='</s>' "),
+        ('{"eos_token_id": [[1]]}', "cannot read generation_config.json: TypeError: "),
+        ("[]", "cannot read generation_config.json: AttributeError: "),
+        ("[" * 100_000, "cannot read generation_config.json: RecursionError: "),
+    ],
+)
+def test_a_token_that_ends_completions_must_be_in_the_vocabulary(model_folder, tmp_path, text, problem):
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder(), folder)
+    tokenizer = load_tokenizer(config_of(folder).model, folder)
+    (folder / "generation_config.json").write_text(text)
+    with pytest.raises(ConfigError, match=rf"^model.name='.*': {problem}[^\n]*$"):
+        stop_token_ids(tokenizer, folder)
+
+
+@pytest.mark.parametrize("settings", [{"num_attention_heads": 0}, {"vocab_size": 1 << 50}, {"rope_parameters": 3}])
+def test_a_model_that_cannot_be_built_is_one_line(model_folder, tmp_path, settings):
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder(), folder)
+    entries = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(entries | settings))
+    with pytest.raises(ConfigError, match=r"^model.name='.*': (cannot be built|transformers cannot read it): [^\n]*$"):
+        check_model(config_of(folder).model, folder)
 
 
 def test_a_mistral_with_a_tokenizer_of_its_own_format_keeps_its_chat_template(composite, tmp_path):

@@ -6,6 +6,9 @@ import json
 import shutil
 import signal
 
+import psutil
+import pytest
+
 from colocated_grpo.tools import compare_runs
 from colocated_grpo.tracking import files
 from tests.support.training_runs import (
@@ -46,6 +49,19 @@ def assert_equals_the_uninterrupted(run: TrainingRun, ranks: int) -> None:
         assert rows == without_wall_clock(whole.rows(kind))
         assert len(rows) == count
     assert files.read_rollouts(run.folder) == files.read_rollouts(whole.folder)
+
+
+@pytest.mark.parametrize("killed", ["the launcher", "the launcher and torchrun"])
+def test_a_stopped_rank_ends_after_the_death_of_its_launcher(tmp_path, killed):
+    with LaunchedRun(tmp_path, deterministic(training_steps=10_000), ranks=2) as run:
+        run.wait_for_step(1)
+        rank = run.ranks()[1]
+        torchrun = rank.parent()
+        rank.suspend()
+        run.launcher.kill()
+        if killed != "the launcher":
+            torchrun.kill()
+        assert psutil.wait_procs(run.processes(), SECONDS_TO_END)[1] == []
 
 
 def test_killing_one_rank_ends_the_others_and_the_run_resumes_bit_for_bit(tmp_path):

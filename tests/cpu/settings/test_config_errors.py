@@ -179,6 +179,7 @@ def test_an_invalid_line_of_the_file_is_reported_with_value_and_rule(text, line)
             "environments.0.rewards: unknown key; valid only for type dataset (line 2 of x.yaml)",
         ),
         ("[" * 5000, "x.yaml: nested too deeply"),
+        ("model: a\nseed: " + "9" * 5000, "x.yaml:2: not valid YAML: a number of 5000 digits"),
     ],
 )
 def test_an_invalid_file_is_a_one_line_error(text, line):
@@ -189,6 +190,11 @@ def test_an_invalid_file_is_a_one_line_error(text, line):
     ("words", "line"),
     [
         (["--policy.lr", "-1"], "policy.lr=-1: must be greater than 0 (command line)"),
+        (
+            ["--seed", "9" * 5000],
+            f"seed='{'9' * 76}...: Unable to parse input string as an integer, exceeded maximum size (command line)",
+        ),
+        (["--seed", "[" * 5000], f"seed='{'[' * 76}...: must be a whole number (command line)"),
         (["--policy.lr"], "--policy.lr: needs a value, for example --policy.lr VALUE or --policy.lr=VALUE"),
         (
             ["--policy.lr", "--seed", "1"],

@@ -87,10 +87,31 @@ def test_a_folder_without_weights_is_rejected(model):
     assert "no weights in this folder" in input_error(load("", "--model.name", str(folder)))
 
 
-def test_an_invalid_config_json_is_a_one_line_error(model):
+@pytest.mark.parametrize("text", ["{", '{"a":' * 100_000, '{"vocab_size": ' + "9" * 5000 + "}"], ids=len)
+def test_an_invalid_config_json_is_a_one_line_error(model, text):
     folder = model()
-    (folder / "config.json").write_text("{")
+    (folder / "config.json").write_text(text)
     assert "config.json is not valid JSON" in input_error(load("", "--model.name", str(folder)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"num_attention_heads": 0}, "config.json: num_attention_heads=0: must be a whole number from 1 to 16777216"),
+        ({"num_key_value_heads": [4, 0]}, "config.json: num_key_value_heads=0: must be"),
+        ({"vocab_size": 2**40}, "config.json: vocab_size=1099511627776: must be"),
+        ({"hidden_size": "x"}, "config.json: hidden_size='x': must be"),
+        ({"text_config": {"n_layer": -1}}, "text_config in config.json: n_layer=-1: must be"),
+        ({"text_config": [1]}, "text_config in config.json: must be an object, not [1]"),
+        ({"layer_types": 3}, "config.json: layer_types=3: must be a list"),
+        ({"rope_scaling": "x"}, "config.json: rope_scaling='x': must be an object"),
+    ],
+    ids=str,
+)
+def test_an_entry_of_config_json_with_an_impossible_value_is_a_one_line_error(model, settings, problem):
+    folder = model(**settings)
+    line = input_error(load("", "--model.name", str(folder)))
+    assert line.startswith(f"model.name={str(folder)!r}: {problem}") and "\n" not in line
 
 
 def test_an_unreachable_hub_is_a_one_line_error(monkeypatch):

@@ -10,8 +10,9 @@ SECRETS = (
     "environments.0.args.api_key args.openai_api_key hf_token password aws.secret_access_key apiKey key CREDENTIALS"
 )
 SECRETS += " headers.Authorization X-Auth-Token client_secret db_passwd credentials.user"
+SECRETS += " args.bearer github_pat args.auth http-auth slack_webhook webhook_url session_cookie id.jwt"
 OTHERS = "max_tokens batch.max_tokens_per_micro_batch server.api_key_variable eos_token args.stop_token tokenizer keys"
-OTHERS += " key_column hotkey monkey"
+OTHERS += " key_column hotkey monkey author pattern path compat webhook_retries"
 
 
 @pytest.mark.parametrize("name", SECRETS.split())
@@ -49,6 +50,27 @@ def test_a_command_is_shown_without_its_secrets(given, shown):
     assert masked_arguments(given.split()) == shown.split()
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("AKIAIOSFODNN7EXAMPLE", "***"),
+        ("key=AKIAIOSFODNN7EXAMPLE;region=x", "key=***;region=x"),
+        ("Bearer abc.def", "Bearer ***"),
+        ("https://hooks.slack.com/services/T0/B0/x1", "https://hooks.slack.com/***"),
+        ("https://discord.com/api/webhooks/12/x1", "https://discord.com/api/webhooks/***"),
+        ("https://a.webhook.office.com/webhookb2/x1?y=1", "https://a.webhook.office.com/***"),
+        ("http://judge:80/v1?n=1&api_key=x1&b=2#c", "http://judge:80/v1?n=1&api_key=***&b=2#c"),
+        ("sk-proj-" + "a1" * 12, "***"),
+        ("hf_" + "a1" * 12, "***"),
+        ("ghp_" + "a1" * 18, "***"),
+        ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
+        ("https://example.com/hooks-guide?page=2", "https://example.com/hooks-guide?page=2"),
+    ],
+)
+def test_keys_in_text_are_masked_whatever_their_setting_is_called(text, shown):
+    assert masked({"args": {"note": [text]}}) == {"args": {"note": [shown]}}
+
+
 def test_yaml_in_an_argument_is_masked_inside():
     assert masked_arguments(["--args", '{"api_key": "x", "n": 3}', "--list", "[1, 2]"]) == [
         "--args",
@@ -56,4 +78,5 @@ def test_yaml_in_an_argument_is_masked_inside():
         "--list",
         "[1, 2]",
     ]
-    assert masked_arguments(["--args={api_key: x"]) == ["--args=***"]
+    for unreadable in ("{api_key: x", "[" * 5000, "{api_key: x, n: " + "9" * 5000 + "}"):
+        assert masked_arguments([f"--args={unreadable}"]) == ["--args=***"]

@@ -8,6 +8,7 @@ import math
 import os
 import pty
 import shutil
+import stat
 import subprocess
 import sys
 from contextlib import redirect_stdout
@@ -202,7 +203,10 @@ def test_secrets_among_the_settings_are_masked_in_the_records_of_a_run(
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "colocated_grpo", *arguments])
     entry = {"type": "task", "name": "sort", "args": {"api_key": SECRET, "login": {"password": SECRET}, "digits": 3}}
     config = Config.model_validate({**config_of().model_dump(exclude_unset=True), "environments": [entry]})
+    tmp_path.chmod(0o755)
     run = TrackedRun(tmp_path, config).train(last_step=2)
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (tmp_path, tmp_path / "config.yaml")] == [0o700, 0o600]
+    assert "environments.0.args.api_key, environments.0.args.login.password: secrets" in run.printed
     entry["args"]["api_key"] = f"{SECRET}-new"
     config = Config.model_validate({**config_of().model_dump(exclude_unset=True), "environments": [entry]})
     printed = run.printed + TrackedRun(tmp_path, config).train(first_step=2).finish().printed
@@ -244,6 +248,15 @@ def test_every_evaluation_stores_rollouts_of_the_same_prompts(tmp_path: Path) ->
     prompts = {step: [row["prompt_index"] for row in held_out if row["step"] == step] for step in (0, 2, 4, 6)}
     assert prompts[0] == prompts[2] == prompts[4] == prompts[6]
     assert len(prompts[0]) == records.HELD_OUT_ROLLOUTS and {0, 19} <= set(prompts[0])
+
+
+def test_a_config_without_secrets_has_the_usual_permissions(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    TrackedRun(tmp_path).train(last_step=0)
+    before = os.umask(0o022)
+    os.umask(before)
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (tmp_path, tmp_path / "config.yaml")]
+    assert modes == [0o755, 0o666 & ~before]
 
 
 def test_the_written_config_loads_back_as_the_same_config(tmp_path: Path) -> None:
@@ -397,6 +410,7 @@ def read_all(descriptor: int) -> str:
 
 def test_wandb_offline_writes_to_the_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clear_wandb_settings(monkeypatch, tmp_path)
+    monkeypatch.setattr(sys, "argv", ["rank.py", f"--environments.1.rewards.0.args.openai_api_key={SECRET}", "--n"])
     tables = {"completions_every": 4, "completions_rows": 3}
     run = TrackedRun(tmp_path / "run", config_of(wandb="offline", **tables)).train()
     run.finish()
@@ -404,6 +418,8 @@ def test_wandb_offline_writes_to_the_run_folder(tmp_path: Path, monkeypatch: pyt
     (written,) = (tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")
     # W&B's own process writes the file, and may be a moment behind.
     until(lambda: b"my_own/metric" in written.read_bytes(), 30)
+    assert b"openai_api_key=***" in written.read_bytes()
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
     assert (tmp_path / "run" / "wandb_run_id").read_text() in written.name
     sent = sorted(written.parent.glob("files/media/table/completions*.json"), key=lambda path: path.stat().st_mtime_ns)
     first, second = (json.loads(path.read_text()) for path in sent)

@@ -68,6 +68,25 @@ def test_a_4xx_status_is_a_rejection():
         JsonClient(url, timeout=5).post("/step", {})
 
 
+@pytest.mark.parametrize("raw", [b"HTTP/1.1 503 \x1b[2Jdown\r\n\r\n", b"\x1b[2Jdown\r\n\r\n"])
+def test_no_control_characters_of_a_server_reach_a_message(raw):
+    with raw_server(raw) as url, pytest.raises(Unavailable) as caught:
+        JsonClient(url, timeout=5).post("/score", {})
+    assert "\\x1b[2Jdown" in str(caught.value) and str(caught.value).isprintable()
+
+
+def test_a_redirect_to_another_origin_is_followed_without_the_key():
+    sent: list[bytes] = []
+    with raw_server(response(b"{}"), sent=sent) as other:
+        moved = response(b"", f"Location: {other}/status", status="302 Found")
+        with raw_server(moved) as url:
+            JsonClient(url, timeout=5, api_key="my-key").get("/status")
+        there = response(b"", "Location: /v2", status="302 Found")
+        with raw_server(there, response(b"{}"), sent=sent) as url:
+            JsonClient(url, timeout=5, api_key="my-key").get("/status")
+    assert [b"my-key" in head for head in sent] == [False, True, True]
+
+
 def test_a_gzip_response_is_decompressed_and_parsed():
     with raw_server(response(gzip.compress(b'{"a": 1}'), GZIP)) as url:
         assert JsonClient(url, timeout=5).get("/status") == {"a": 1}

@@ -142,6 +142,25 @@ def test_a_prompt_that_cannot_be_sent_is_named(scorer):
     assert score.error.startswith("run_in: cannot send the prompt to a process: TypeError: cannot pickle")
 
 
+@pytest.mark.parametrize("answers", ["read", "unread"])
+def test_a_process_ends_without_a_traceback_when_its_connection_closes(capfd, answers):
+    pool = workers.WorkerPool(echoing)
+    worker = pool.start()
+    assert worker.wait_until_started().error is None
+    with workers._lock:
+        worker.busy = True  # its request stays without a reader
+    worker.connection.send(1)
+    assert worker.connection.poll(TIMEOUT)
+    if answers == "read":
+        worker.connection.recv()
+    assert worker.discard() == 0
+    assert capfd.readouterr().err == ""
+
+
+def echoing() -> tuple[workers.Started, workers.Answer]:
+    return workers.Started(), lambda request: [request]
+
+
 def test_a_process_sees_no_gpu(scorer):
     assert scores(scorer("gpu"), "fine")[0].reward == 1.0
 

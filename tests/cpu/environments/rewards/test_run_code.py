@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 
@@ -94,6 +95,65 @@ def test_the_last_closed_code_block_is_run(run_code):
 )
 def test_a_program_beyond_its_limits_fails_and_the_next_one_runs(run_code, program):
     assert values(run_code, program, RIGHT) == [0.0, 1.0]
+
+
+PREPARED = """\
+import ctypes, gc, os, pickle, re, struct, sys
+libc, runner, trainer = ctypes.CDLL(None), os.getppid(), {trainer}
+"""
+TO_EVERY_DESCRIPTOR = """\
+for number in range(64):
+    descriptor = libc.syscall(438, os.pidfd_open(runner), number, 0)  # pidfd_getfd
+    if descriptor >= 0:
+        for response in (pickle.dumps(77), b"77"):
+            os.write(descriptor, struct.pack("!i", len(response)) + response)
+        stolen = True
+"""
+NONCE_IN_MEMORY = """\
+frame, objects = sys._getframe(), gc.get_objects()
+while frame := frame.f_back:
+    objects.append(frame.f_locals)
+[stolen] = {text for one in objects for text in gc.get_referents(one) if re.fullmatch("(q7){20}", str(text))}
+"""
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        pytest.param(TO_EVERY_DESCRIPTOR, id="result socket"),
+        pytest.param("stolen = open(f'/proc/{runner}/mem', 'r+b')", id="memory of the runner"),
+        pytest.param("stolen = os.readlink(f'/proc/{runner}/fd/0')", id="descriptors of the runner"),
+        pytest.param("stolen = open(f'/proc/{trainer}/mem', 'r+b')", id="memory of the trainer"),
+        pytest.param("stolen = open(f'/proc/{trainer}/environ').read()", id="environment of the trainer"),
+        pytest.param(NONCE_IN_MEMORY, id="nonce"),
+        pytest.param(
+            "stolen = not libc.syscall({'x86_64': 234}.get(os.uname().machine, 131), runner, runner, 9)", id="tgkill"
+        ),
+    ],
+)
+def test_a_program_has_no_access_to_other_processes(monkeypatch, run_code, attack):
+    monkeypatch.setattr("secrets.token_hex", lambda: "q7" * 20)
+    program = PREPARED.format(trainer=os.getpid()) + attack
+    assert values(run_code, program, tests=["assert stolen"]) == [0.0]
+    assert values(run_code, RIGHT) == [1.0]
+
+
+@pytest.mark.parametrize("response", [["another job", 2], [None, 2], ["q7", 77], ["q7", -1], ["q7", 1.5], 77], ids=str)
+def test_a_response_that_does_not_answer_the_job_is_no_reward(monkeypatch, tmp_path, response):
+    monkeypatch.setattr("secrets.token_hex", lambda: "q7")
+    function = build()
+    function.function._runners.close()
+    forging = tmp_path / "forging.py"
+    forging.write_text(
+        "import sys, time\nfrom multiprocessing.connection import Connection\n"
+        f"Connection(int(sys.argv[1])).send_bytes({json.dumps(response).encode()!r})\ntime.sleep(600)\n"
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(function.function._runners, "_command", [sys.executable, str(forging)])
+        [result] = results(function, RIGHT)
+        assert (result.value, result.error) == (None, "run_code: the worker process sent an invalid response")
+        function.function._runners.close()
+    assert values(function, RIGHT) == [1.0]
 
 
 @pytest.mark.parametrize(
