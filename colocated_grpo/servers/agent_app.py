@@ -116,8 +116,8 @@ def create_agent_app(
         return _as_events(response, body) if body.stream else JSONResponse(response)
 
     shape = shape_of_bodies(max_tokens)
-    limited = EpisodeGate(BodyLimit(app, MAX_BODY_BYTES, error_response, shape, {CHAT}), episodes)
-    return OwnRequests(ConcurrencyLimit(limited, MAX_REQUESTS, ()), None, error_response)
+    limited = BodyLimit(ConcurrencyLimit(app, MAX_REQUESTS, ()), MAX_BODY_BYTES, error_response, shape, {CHAT})
+    return OwnRequests(EpisodeGate(limited, episodes), None, error_response)
 
 
 async def _sampled(episode: OpenEpisode, prompt: list[int], body: ChatBody) -> list[Completion]:

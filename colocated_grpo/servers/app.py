@@ -82,11 +82,12 @@ def create_app(
     _add_openai_routes(app, sampler, model)
     add_routes(app)
     shape = shape_of_bodies(max_tokens)
-    limited = BodyLimit(app, max_body_bytes, error_response, shape, SAMPLING_PATHS.union(large_paths))
-    bounded = ConcurrencyLimit(limited, max_requests, PUBLIC_PATHS)
+    # A request counts once its body has arrived: unfinished bodies must not keep others out.
+    bounded = ConcurrencyLimit(app, max_requests, PUBLIC_PATHS)
+    limited = BodyLimit(bounded, max_body_bytes, error_response, shape, SAMPLING_PATHS.union(large_paths))
     if api_key is None:
-        return OwnRequests(bounded, hosts, error_response)
-    return OwnRequests(RequireApiKey(bounded, api_key, PUBLIC_PATHS), None, error_response)
+        return OwnRequests(limited, hosts, error_response)
+    return OwnRequests(RequireApiKey(limited, api_key, PUBLIC_PATHS), None, error_response)
 
 
 def shape_of_bodies(max_tokens: int) -> BodyShape:

@@ -24,7 +24,9 @@ from colocated_grpo.web.shape import BodyShape, TooComplex
 T = TypeVar("T")
 
 BODY_SECONDS = 60.0
-"""Time limit from the end of the headers to the end of the body. An unfinished body counts as a concurrent request."""
+"""Time limit from the end of the headers to the end of the body."""
+MAX_ARRIVING = 1024
+"""Unfinished bodies of a server. One more ends the oldest: a body of an ordinary client is complete within moments."""
 GRACE_SECONDS = 5.0
 """When the memory for large bodies is full, a body that has taken longer than this time is rejected to make room."""
 SMALL_BYTES = 1 << 16
@@ -66,8 +68,9 @@ class BodyLimit:
     """Pass on each request with its complete, decompressed body, or respond with an error.
 
     413: above `max_bytes` after decompression. 503: other large bodies fill the memory reserved for large bodies. 408:
-    after BODY_SECONDS. 400: corrupt gzip, text that is not UTF-8, or structure beyond `shape`. Strings that UTF-8
-    cannot encode would raise later, in tokenizers, responses or the engine.
+    after BODY_SECONDS, or for the oldest of more than MAX_ARRIVING. 400: corrupt gzip, two statements of the length,
+    text that is not UTF-8, or structure beyond `shape`. Strings that UTF-8 cannot encode would raise later, in
+    tokenizers, responses or the engine.
     """
 
     def __init__(
@@ -102,12 +105,11 @@ class BodyLimit:
                     reservation.expire = lambda: timeout.reschedule(0)
                     body = await self._read(Headers(scope=scope), receive, reservation, most)
             except TimeoutError:
-                limit = f"{BODY_SECONDS:g} s, or {GRACE_SECONDS:g} s while others wait"
-                message = f"the request body did not arrive within {limit}"
-                await self._error_response(408, message)(scope, receive, send)
+                limit = f"{BODY_SECONDS:g} s, or sooner while others wait"
+                await self._reject(408, f"the request body did not arrive within {limit}")(scope, receive, send)
                 return
             except BodyRejected as error:
-                await self._error_response(error.status, str(error))(scope, receive, send)
+                await self._reject(error.status, str(error))(scope, receive, send)
                 return
             headers = MutableHeaders(scope=scope)
             del headers["content-encoding"]
@@ -118,14 +120,27 @@ class BodyLimit:
         finally:
             reservation.release()
 
+    def _reject(self, status: int, message: str) -> Response:
+        """Return an error that closes the connection: what follows on it may be the rest of the body."""
+        response = self._error_response(status, message)
+        response.headers["Connection"] = "close"
+        return response
+
     async def _read(self, headers: Headers, receive: Receive, reservation: Reservation, most: int) -> bytes:
+        if "content-length" in headers and "transfer-encoding" in headers:
+            # Two servers in a row could disagree about where the next request begins.
+            raise BodyRejected(400, "Content-Length and Transfer-Encoding exclude each other")
         if int(headers.get("content-length", "0")) > most:
             raise _too_large(most)
+        if len(self._arriving) >= MAX_ARRIVING:
+            oldest = next(iter(self._arriving))
+            del self._arriving[oldest]
+            oldest.expire()
         self._arriving[reservation] = None
         try:
             body = await _receive_all(receive, reservation, most)
         finally:
-            del self._arriving[reservation]
+            self._arriving.pop(reservation, None)
         if body and "gzip" in headers.get("content-encoding", "").lower():
             body = await off_the_loop(partial(_decompress, body, most))
             reservation.grow_to(len(body))
