@@ -141,8 +141,7 @@ def _add_token_routes(app: FastAPI, sampler: Sampler, model: str) -> None:
         if body.stream:
             parts = sampler.stream([prompt_ids], body)
             started = await _start(request, parts)
-            chunks = generate_chunks(sampler.codec.decode(prompt_ids), body.n, started)
-            return StreamingBody(as_json_lines(chunks), parts, JSON_LINES)
+            return StreamingBody(as_json_lines(generate_chunks(started)), parts, JSON_LINES)
         return await cancel_on_disconnect(request, _generate(sampler, prompt_ids, body))
 
     @app.post(TOKENS)

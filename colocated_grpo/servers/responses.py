@@ -5,6 +5,7 @@ Parts of a completion and whole completions have the same format and use the sam
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 import uuid
@@ -58,12 +59,17 @@ def generate_response(
     return response
 
 
-async def generate_chunks(prompt: str, n: int, parts: AsyncIterator[CompletionPart]) -> AsyncIterator[JsonObject]:
-    """POST /generate. As in vLLM's api_server, every chunk repeats the whole texts so far, prompt included."""
-    texts = [prompt] * n
+async def generate_chunks(parts: AsyncIterator[CompletionPart]) -> AsyncIterator[JsonObject]:
+    """POST /generate. Each chunk has the next text and tokens of one completion."""
     async for part in parts:
-        texts[part.index] += part.text
-        yield {"text": list(texts)}
+        logprobs = [[{token: value}] for token, value in part.token_logprobs]
+        yield {
+            "index": part.index,
+            "text": part.text,
+            "token_ids": part.token_ids,
+            "logprobs": logprobs,
+            "finish_reason": part.finish_reason,
+        }
 
 
 class TokensFormat:
@@ -230,5 +236,6 @@ async def as_json_lines(chunks: AsyncIterator[JsonObject]) -> AsyncIterator[str]
     try:
         async for chunk in chunks:
             yield json.dumps(chunk) + "\n"
+            await asyncio.sleep(0)  # other requests' turn, which a stream with many chunks ready would not give them
     except (InvalidRequest, ServerClosing) as error:
         yield json.dumps(error_body(400 if isinstance(error, InvalidRequest) else 503, str(error))) + "\n"
