@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
+from colocated_grpo.servers.engine_control import NO_WEIGHTS, SERVING
 from colocated_grpo.servers.rank_links import ServerClosing
 from colocated_grpo.servers.request_bodies import (
     ChatBody,
@@ -25,9 +26,9 @@ from colocated_grpo.servers.request_bodies import (
 )
 from colocated_grpo.servers.responses import (
     ChatFormat,
+    ClosingStream,
     CompletionFormat,
     Format,
-    StreamingBody,
     TokensFormat,
     as_json_lines,
     as_server_sent_events,
@@ -67,17 +68,18 @@ def create_app(
     api_key: str | None,
     max_body_bytes: int,
     max_requests: int,
+    state: Callable[[], str] = lambda: SERVING,
     add_routes: Callable[[FastAPI], None] = lambda app: None,
     large_paths: Collection[str] = (),
 ) -> ASGIApp:
     """Return the application behind its guards. model, max_tokens: name and context length shown to clients.
 
-    hosts: not checked if there is an API key. add_routes: adds further routes. Bodies on large_paths may have up to
-    max_body_bytes.
+    hosts: not checked if there is an API key. state: `EngineControl.state`. add_routes: adds further routes. Bodies on
+    large_paths may have up to max_body_bytes.
     """
     app = FastAPI(title="colocated_grpo engine", docs_url=None, redoc_url=None, openapi_url=None)
     add_exception_handlers(app)
-    _add_status_routes(app, model, max_tokens)
+    _add_status_routes(app, model, max_tokens, state)
     _add_token_routes(app, sampler, model)
     _add_openai_routes(app, sampler, model)
     add_routes(app)
@@ -121,12 +123,14 @@ def add_exception_handlers(app: FastAPI) -> None:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
-def _add_status_routes(app: FastAPI, model: str, max_tokens: int) -> None:
+def _add_status_routes(app: FastAPI, model: str, max_tokens: int, state: Callable[[], str]) -> None:
     @app.get("/health")
     @app.get("/health_generate")
-    async def health() -> Response:
-        # 200 even while the engines sleep: clients drop their requests to an unhealthy server.
-        return Response()
+    async def health() -> JSONResponse:
+        # 200 even while the engines sleep: clients drop their requests to an unhealthy server. Without whole weights,
+        # no request is answered until a trainer has sent them.
+        now = state()
+        return JSONResponse({"status": now}, 503 if now == NO_WEIGHTS else 200)
 
     @app.get("/v1/models")
     async def models() -> JSONResponse:
@@ -141,7 +145,7 @@ def _add_token_routes(app: FastAPI, sampler: Sampler, model: str) -> None:
         if body.stream:
             parts = sampler.stream([prompt_ids], body)
             started = await _start(request, parts)
-            return StreamingBody(as_json_lines(generate_chunks(started)), parts, JSON_LINES)
+            return ClosingStream(as_json_lines(generate_chunks(started)), parts.aclose, JSON_LINES)
         return await cancel_on_disconnect(request, _generate(sampler, prompt_ids, body))
 
     @app.post(TOKENS)
@@ -216,7 +220,7 @@ async def _respond(
     if stream:
         parts = sampler.stream(prompts, parameters, num_top_logprobs)
         started = await _start(request, parts)
-        return StreamingBody(as_server_sent_events(form.chunks(started)), parts, EVENT_STREAM)
+        return ClosingStream(as_server_sent_events(form.chunks(started)), parts.aclose, EVENT_STREAM)
     sampled = await cancel_on_disconnect(request, sampler.sample(prompts, parameters, num_top_logprobs))
     return JSONResponse(form.response(sampled))
 

@@ -11,6 +11,7 @@ from colocated_grpo.rollout.engine import RolloutEngine
 from colocated_grpo.rollout.inbox import IDLE_SECONDS, Driver, Inbox
 
 T = TypeVar("T")
+SERVING, NO_WEIGHTS = "serving", "waiting for weights"
 
 
 class EngineControl:
@@ -35,6 +36,13 @@ class EngineControl:
         """True once a trainer has written into the model's own weights."""
         self.policy_version: int | None = None
         """Version of the weights; None until a trainer has set a version."""
+
+    @property
+    def state(self) -> str:
+        """State of the engine for clients: whether requests are answered, or what they wait for."""
+        if not self.has_whole_weights:
+            return NO_WEIGHTS
+        return "asleep" if self.is_sleeping else "paused" if self.is_paused else SERVING
 
     def run(self, stop_requested: Callable[[], bool]) -> None:
         """Serve requests and commands on this thread until a stop is requested."""
@@ -72,11 +80,15 @@ class EngineControl:
         return self.submit(lambda: self._set_version(policy_version))
 
     def change_weights(self, change: Callable[[], T]) -> Future[T]:
-        """Finish running requests, then run `change`. Trainers' requests are rejected until the next `set_version`."""
+        """Finish running requests, then run `change`. Once it has succeeded, trainers' requests are rejected until the
+        next `set_version`."""
 
         def changed() -> T:
+            if self.is_sleeping:
+                raise ValueError("the engine sleeps; POST /bridge/wake_up first")
+            result = change()
             self.policy_version = None
-            return change()
+            return result
 
         return self.submit_idle(changed)
 
@@ -101,8 +113,12 @@ class EngineControl:
             if not self._has_trainer:  # a stranger's request must not mark the weights as damaged
                 raise ValueError("no trainer has joined since this server started; POST /bridge/init first")
             self.policy_version, self.has_received_weights = None, True
-            self.has_whole_weights = self._has_trainer = False
-            result = receive()
+            self._has_trainer = False
+            try:
+                result = receive()
+            except BaseException:
+                self.has_whole_weights = False
+                raise
             self.has_whole_weights = self._has_trainer = True
             return result
 

@@ -3,38 +3,70 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from typing import Annotated
 
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.responses import JSONResponse
 from pydantic import ConfigDict, Field
 from starlette.exceptions import HTTPException
-from starlette.types import Receive, Scope, Send
 
 from colocated_grpo.rollout.engine import Request as EngineRequest
 from colocated_grpo.rollout.engine import Sampling, TokenDelta
 from colocated_grpo.rollout.inbox import Inbox
-from colocated_grpo.servers.control_routes import result_or_400
 from colocated_grpo.servers.engine_control import EngineControl
-from colocated_grpo.servers.rank_links import Outcome, PeerRequests
-from colocated_grpo.servers.remote import CONFLICT
-from colocated_grpo.servers.request_bodies import StrictBody, TokenIds
+from colocated_grpo.servers.engine_server import CONFLICT, TRAINER_HEADER
+from colocated_grpo.servers.rank_links import Outcome, PeerRequests, result_of
+from colocated_grpo.servers.request_bodies import (
+    MAX_LOGPROBS,
+    MaxTokens,
+    MinP,
+    RepetitionPenalty,
+    Stop,
+    StrictBody,
+    Temperature,
+    Token,
+    TokenIds,
+    TopK,
+    TopP,
+)
+from colocated_grpo.servers.responses import ClosingStream
 from colocated_grpo.servers.text import Limits
-from colocated_grpo.types import JsonObject
 from colocated_grpo.web.bodies import read_json
 
 HEARTBEAT_SECONDS = 5.0
 LARGE_PATHS = frozenset({"/engine/requests", "/engine/top_logprobs"})
 """Routes whose request bodies contain tokens."""
 MAX_REQUESTS_PER_POST = 4096
+MAX_STOP_TOKENS = 1 << 14
+MAX_PATTERN_CHARACTERS = 1 << 14
 SEED_LIMIT = 1 << 63
+FORBIDDEN = 403
 
 Number = Annotated[int, Field(ge=0, lt=SEED_LIMIT)]
 ClientName = Annotated[str, Field(min_length=16, max_length=64)]
+
+
+class SamplingBody(StrictBody):
+    """`Sampling` within bounds: a number that vLLM cannot compute with would end the engine."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+    temperature: Temperature
+    max_tokens: MaxTokens
+    top_p: TopP = 1.0
+    top_k: TopK = 0
+    min_p: MinP = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
+    stop: Stop = []
+    stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] = []
+
+    def sampling(self) -> Sampling:
+        return Sampling(**{**dict(self), "stop": tuple(self.stop), "stop_token_ids": tuple(self.stop_token_ids)})
 
 
 class RequestBody(StrictBody):
@@ -44,8 +76,8 @@ class RequestBody(StrictBody):
     id: Number
     token_ids: TokenIds
     seed: int = Field(ge=-SEED_LIMIT, lt=SEED_LIMIT)
-    sampling: Sampling
-    pattern: str | None
+    sampling: SamplingBody
+    pattern: Annotated[str, Field(max_length=MAX_PATTERN_CHARACTERS)] | None
     stream: bool
 
     def request(self, key: Hashable) -> EngineRequest:
@@ -53,7 +85,7 @@ class RequestBody(StrictBody):
             key=key,
             token_ids=self.token_ids,
             seed=self.seed,
-            sampling=self.sampling,
+            sampling=self.sampling.sampling(),
             pattern=self.pattern,
             stream=self.stream,
         )
@@ -61,32 +93,36 @@ class RequestBody(StrictBody):
 
 class RequestsBody(StrictBody):
     client: ClientName
-    policy_version: int
+    policy_version: Number
     """Weight version required for sampling the requests."""
     requests: list[RequestBody] = Field(max_length=MAX_REQUESTS_PER_POST, fail_fast=True)
 
 
 class AbortBody(StrictBody):
     client: ClientName
-    ids: list[Number] = Field(fail_fast=True)
+    ids: Annotated[list[Number], Field(fail_fast=True)] | None
+    """None: all, and end the stream."""
 
 
 class VersionBody(StrictBody):
-    policy_version: int
+    policy_version: Number
 
 
 class TopLogprobsBody(StrictBody):
     token_ids: Annotated[TokenIds, Field(min_length=2)]
-    k: int = Field(ge=0)
+    k: int = Field(ge=0, le=MAX_LOGPROBS)
 
 
 class TrainerSession:
-    """Requests of one client and the messages for its stream. Use only on the event loop's thread."""
+    """Requests of one rank of a trainer and the messages for its stream. Use only on the event loop's thread."""
 
     def __init__(self, client: str, inbox: Inbox) -> None:
         self.client = client
         self._loop = asyncio.get_running_loop()
-        self._messages: asyncio.Queue[JsonObject | None] = asyncio.Queue()
+        self._unsent: dict[int, Outcome] = {}
+        """The next message about each request. Tokens that the client does not read are joined."""
+        self._changed = asyncio.Event()
+        self._closed = False
         self.requests = PeerRequests(inbox, self._send)
 
     def put(self, bodies: Sequence[RequestBody]) -> None:
@@ -99,46 +135,85 @@ class TrainerSession:
     def _queue(self, number: int, outcome: Outcome) -> None:
         """Queue the message. If the engine has stopped, queue none: the client posts its requests to the next
         engine."""
-        if isinstance(outcome, TokenDelta):
-            self._messages.put_nowait({"id": number, "delta": outcome})
-        elif isinstance(outcome, str):
-            self._messages.put_nowait({"id": number, "error": outcome})
-        elif outcome is not None:
-            self._messages.put_nowait({"id": number, "completion": asdict(outcome)})
+        if outcome is None:
+            return
+        before = self._unsent.get(number)
+        if isinstance(before, TokenDelta) and isinstance(outcome, TokenDelta):
+            before.token_ids.extend(outcome.token_ids)
+            before.sampling_logprobs.extend(outcome.sampling_logprobs)
+        else:
+            self._unsent[number] = outcome  # in place of unsent tokens: a completion has all of them
+        self._changed.set()
 
     async def lines(self) -> AsyncIterator[str]:
         """Yield an opening line and one line per message. After HEARTBEAT_SECONDS without a message, yield an empty
         line."""
         yield json.dumps({"client": self.client}) + "\n"
-        while True:
-            try:
-                message = await asyncio.wait_for(self._messages.get(), HEARTBEAT_SECONDS)
-            except TimeoutError:
+        while not self._closed:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), HEARTBEAT_SECONDS)
+            self._changed.clear()
+            if not self._unsent:
                 yield "\n"
-                continue
-            if message is None:
-                return
-            yield json.dumps(message) + "\n"
+            while self._unsent:
+                number = next(iter(self._unsent))
+                yield _message(number, self._unsent.pop(number))
+                await asyncio.sleep(0)  # other requests' turn
 
     def close(self) -> None:
         """End the stream and abort all requests."""
         self.requests.cancel()
-        self._messages.put_nowait(None)
+        self._closed = True
+        self._changed.set()
+
+
+def _message(number: int, outcome: Outcome) -> str:
+    if isinstance(outcome, TokenDelta):
+        content: dict[str, object] = {"delta": outcome}
+    elif isinstance(outcome, str):
+        content = {"error": outcome}
+    else:
+        assert outcome is not None, "not queued"
+        content = {"completion": asdict(outcome)}
+    return json.dumps({"id": number, **content}) + "\n"
 
 
 class Sessions:
-    """Open sessions by client."""
+    """Open sessions by client. All of them belong to one trainer, which is attached to the server meanwhile."""
 
     def __init__(self, inbox: Inbox, note: Callable[[str], None]) -> None:
         """note: logs one line."""
         self._inbox = inbox
         self._note = note
         self._open: dict[str, TrainerSession] = {}
+        self._trainer = ""
+        """Secret of the attached trainer."""
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def open(self, client: str) -> TrainerSession:
-        """Return a new session. It replaces the client's earlier session, whose connection was lost."""
-        self._loop = asyncio.get_running_loop()
+    @property
+    def is_attached(self) -> bool:
+        return bool(self._open)
+
+    async def allow_command(self, request: Request) -> None:
+        """Raise HTTPException for a client that is not the attached trainer, if there is one."""
+        given = request.headers.get(TRAINER_HEADER, "").encode()
+        if self._open and not hmac.compare_digest(given, self._trainer.encode()):
+            raise HTTPException(FORBIDDEN, "a trainer is attached to this server; until it ends, no other client may")
+
+    async def allow_trainer(self, request: Request) -> None:
+        """Raise HTTPException for a client that is not the attached trainer."""
+        await self.allow_command(request)
+        if not self._open:
+            raise HTTPException(CONFLICT, "no trainer is attached; GET /engine/stream first")
+
+    def open(self, client: str, trainer: str) -> TrainerSession:
+        """Return a new session. It replaces the client's earlier session, whose connection was lost.
+
+        Raises HTTPException if another trainer is attached.
+        """
+        if self._open and trainer != self._trainer:
+            raise HTTPException(CONFLICT, "another trainer is attached to this server")
+        self._trainer, self._loop = trainer, asyncio.get_running_loop()
         if (former := self._open.pop(client, None)) is not None:
             former.close()
         else:
@@ -149,7 +224,7 @@ class Sessions:
     def get(self, client: str) -> TrainerSession | None:
         return self._open.get(client)
 
-    def close(self, session: TrainerSession) -> None:
+    async def close(self, session: TrainerSession) -> None:
         session.close()
         if self._open.get(session.client) is session:
             del self._open[session.client]
@@ -160,50 +235,43 @@ class Sessions:
         thread."""
 
         def close() -> None:
-            for session in list(self._open.values()):
-                self.close(session)
+            for session in self._open.values():
+                session.close()
 
         if self._loop is not None:
             self._loop.call_soon_threadsafe(close)
 
 
-class SessionStream(StreamingResponse):
-    """The response that carries a session's messages. The session ends with it."""
-
-    def __init__(self, session: TrainerSession, sessions: Sessions) -> None:
-        super().__init__(session.lines(), media_type="application/x-ndjson")
-        self._session = session
-        self._sessions = sessions
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._sessions.close(self._session)
-
-
 def add_engine_routes(app: FastAPI, control: EngineControl, inbox: Inbox, sessions: Sessions, limits: Limits) -> None:
-    _add_request_routes(app, control, sessions, limits)
+    @app.get("/engine/stream")
+    async def stream(request: Request, client: ClientName) -> ClosingStream:
+        is_first = not sessions.is_attached
+        session = sessions.open(client, request.headers.get(TRAINER_HEADER, ""))
+        if is_first:  # whoever paused the engine no longer controls it
+            control.wake_up()
+            control.resume()
+        return ClosingStream(session.lines(), partial(sessions.close, session), "application/x-ndjson")
 
-    @app.post("/engine/version")
+    routes = APIRouter(prefix="/engine", dependencies=[Depends(sessions.allow_trainer)])
+    _add_request_routes(routes, control, sessions, limits)
+
+    @routes.post("/version")
     async def version(request: Request) -> JSONResponse:
         body = await read_json(request, VersionBody.from_json)
-        return JSONResponse(await result_or_400(control.set_version(body.policy_version)))
+        return JSONResponse(await result_of(control.set_version(body.policy_version)))
 
-    @app.post("/engine/top_logprobs")
+    @routes.post("/top_logprobs")
     async def top_logprobs(request: Request) -> JSONResponse:
         body = await read_json(request, TopLogprobsBody.from_json)
         limits.check_prompt(body.token_ids)
         call = inbox.call(lambda engine: engine.top_logprobs(body.token_ids, body.k))
-        return JSONResponse(await result_or_400(call))
+        return JSONResponse(await result_of(call))
+
+    app.include_router(routes)
 
 
-def _add_request_routes(app: FastAPI, control: EngineControl, sessions: Sessions, limits: Limits) -> None:
-    @app.get("/engine/stream")
-    async def stream(client: ClientName) -> SessionStream:
-        return SessionStream(sessions.open(client), sessions)
-
-    @app.post("/engine/requests")
+def _add_request_routes(routes: APIRouter, control: EngineControl, sessions: Sessions, limits: Limits) -> None:
+    @routes.post("/requests")
     async def requests(request: Request) -> JSONResponse:
         body = await read_json(request, RequestsBody.from_json)
         session = sessions.get(body.client)
@@ -215,12 +283,13 @@ def _add_request_routes(app: FastAPI, control: EngineControl, sessions: Sessions
             )
         for one in body.requests:
             limits.check_prompt(one.token_ids)
+            limits.check_vocabulary(one.sampling.stop_token_ids, "stop_token_ids: ")
         session.put(body.requests)
         return JSONResponse(None)
 
-    @app.post("/engine/abort")
+    @routes.post("/abort")
     async def abort(request: Request) -> JSONResponse:
         body = await read_json(request, AbortBody.from_json)
         if (session := sessions.get(body.client)) is not None:
-            session.requests.cancel(body.ids)
+            session.close() if body.ids is None else session.requests.cancel(body.ids)
         return JSONResponse(None)

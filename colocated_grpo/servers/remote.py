@@ -9,7 +9,6 @@ twice.
 from __future__ import annotations
 
 import itertools
-import secrets
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,7 +16,7 @@ from queue import Empty
 
 from colocated_grpo.errors import RunError
 from colocated_grpo.rollout.engine import Finished, Part, Request, RolloutEngine, TokenDelta
-from colocated_grpo.servers.engine_server import EngineServer, Messages
+from colocated_grpo.servers.engine_server import CONFLICT, EngineServer, Messages
 from colocated_grpo.types import Completion, JsonObject
 from colocated_grpo.web.client import RequestRejected, Unavailable
 
@@ -33,10 +32,6 @@ STOP_SECONDS = 30.0
 Restore = Callable[[EngineServer], bool]
 """Restores the weights of a restarted server. Returns False if only a weight sync of all ranks can restore them. Raises
 Unavailable."""
-
-
-CONFLICT = 409
-"""HTTP status for requests that need another weight version, or for a client that has no open stream."""
 
 
 def request_message(number: int, request: Request) -> JsonObject:
@@ -91,7 +86,6 @@ class RemoteEngine:
         self.max_num_seqs: int = info["max_num_seqs"]
         self._max_tokens: int = info["max_model_len"]
         self._instance: str = info["instance"]
-        self._client = secrets.token_hex(16)
         self._numbers = itertools.count()
         self._running: dict[int, _Underway] = {}
         """Requests under way, by their number at the server."""
@@ -127,13 +121,13 @@ class RemoteEngine:
         """Open the stream and queue all running requests again. Return False if the server does not respond."""
         try:
             self._restore_if_restarted()
+            self._messages = self._server.stream()
         except (Unavailable, RequestRejected) as error:
             self._record_unavailable(str(error))
             return False
         except WeightsLost as error:
             self._give_up(str(error))
             return False
-        self._messages = self._server.stream(f"/engine/stream?client={self._client}")
         self._unsent = list(self._running)
         for running in self._running.values():
             running.received = 0
@@ -175,7 +169,7 @@ class RemoteEngine:
             while self._unsent:
                 batch = self._next_post()
                 messages = [request_message(number, self._running[number].request) for number in batch]
-                body = {"client": self._client, "policy_version": self._policy_version, "requests": messages}
+                body = {"client": self._server.client, "policy_version": self._policy_version, "requests": messages}
                 self._server.post("/engine/requests", body)
                 del self._unsent[: len(batch)]
                 self._unavailable_since = None
@@ -231,7 +225,7 @@ class RemoteEngine:
             del self._running[number]
         if sent and self._messages is not None:
             try:
-                self._server.post("/engine/abort", {"client": self._client, "ids": sent})
+                self._server.post("/engine/abort", {"client": self._server.client, "ids": sent})
             except (Unavailable, RequestRejected):
                 self._messages = None  # the server aborts all requests of a lost connection
 
@@ -267,7 +261,9 @@ class RemoteEngine:
         """Do nothing: the server has memory of its own."""
 
     def close(self) -> None:
-        self.abort()
+        self._running.clear()
+        self._unsent.clear()
+        self._server.close()
 
 
 class EngineGroup:

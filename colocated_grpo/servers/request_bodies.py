@@ -110,6 +110,14 @@ Stop = Annotated[list[str], Field(fail_fast=True), BeforeValidator(_as_list), Af
 """A string, a list of strings, or null."""
 Several = Field(min_length=1, max_length=MAX_COMPLETIONS, fail_fast=True)
 StopTokenIds = Annotated[list[Token], Field(max_length=MAX_COMPLETIONS, fail_fast=True)]
+MaxTokens = Annotated[int, Field(ge=1, lt=1 << 31)]
+Temperature = Annotated[float, Field(ge=0, le=100)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+TopK = Annotated[int, Field(ge=-1, lt=1 << 31)]
+MinP = Annotated[float, Field(ge=0, le=1)]
+RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
+Completions = Annotated[int, Field(ge=1, le=MAX_COMPLETIONS)]
+LogprobCount = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 ZeroOnly = Annotated[float, Field(ge=0, le=0)]
 """Accepted for compatibility, but only at 0, where the parameter has no effect."""
 
@@ -146,14 +154,14 @@ class SamplingParameters(StrictBody):
 
     model_config = ConfigDict(allow_inf_nan=False)
 
-    n: int = Field(1, ge=1, le=MAX_COMPLETIONS)
-    max_tokens: int | None = Field(16, ge=1)
+    n: Completions = 1
+    max_tokens: MaxTokens | None = 16
     """None: the rest of the context length."""
-    temperature: float = Field(1.0, ge=0, le=100)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1, lt=1 << 31)
-    min_p: float = Field(0.0, ge=0, le=1)
-    repetition_penalty: float = Field(1.0, ge=0.01, le=100)
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: TopK = 0
+    min_p: MinP = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
     presence_penalty: ZeroOnly = 0.0
     frequency_penalty: ZeroOnly = 0.0
     stop: Stop = []
@@ -164,9 +172,9 @@ class SamplingParameters(StrictBody):
     detokenize: bool = True
     """Accepted for compatibility and ignored: responses always contain the text."""
     seed: int | None = None
-    logprobs: int | None = Field(0, ge=0, le=MAX_LOGPROBS)
+    logprobs: LogprobCount | None = 0
     """None omits log-probabilities. Any number returns the log-probabilities of the sampled tokens."""
-    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    prompt_logprobs: LogprobCount | None = None
     """Return the k most likely tokens at each position of the prompt."""
 
 
@@ -212,13 +220,13 @@ class OpenAIBody(Body):
     model: str | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    n: int | None = Field(1, ge=1, le=MAX_COMPLETIONS)
-    max_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(1.0, ge=0, le=100)
-    top_p: float | None = Field(1.0, gt=0, le=1)
-    top_k: int | None = Field(0, ge=-1, lt=1 << 31)
-    min_p: float | None = Field(0.0, ge=0, le=1)
-    repetition_penalty: float | None = Field(1.0, ge=0.01, le=100)
+    n: Completions | None = 1
+    max_tokens: MaxTokens | None = None
+    temperature: Temperature | None = 1.0
+    top_p: TopP | None = 1.0
+    top_k: TopK | None = 0
+    min_p: MinP | None = 0.0
+    repetition_penalty: RepetitionPenalty | None = 1.0
     presence_penalty: ZeroOnly | None = 0.0
     frequency_penalty: ZeroOnly | None = 0.0
     logit_bias: Annotated[JsonObject, AfterValidator(_check_no_bias)] | None = None
@@ -252,9 +260,9 @@ class OpenAIBody(Body):
 class CompletionBody(OpenAIBody):
     """POST /v1/completions"""
 
-    max_tokens: int | None = Field(16, ge=1)
+    max_tokens: MaxTokens | None = 16
     prompt: str | TokenIds | Annotated[list[str], Several] | Annotated[list[TokenIds], Several]
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    logprobs: LogprobCount | None = None
     echo: Annotated[bool, Field(strict=True)] = False
     suffix: None = None
 
@@ -299,9 +307,9 @@ class ChatBody(OpenAIBody):
     """POST /v1/chat/completions"""
 
     messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = False
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    top_logprobs: LogprobCount | None = None
     tools: Annotated[list[JsonObject], Field(fail_fast=True)] | None = None
     """Passed to the chat template. Tool calls are returned as text, except to agents."""
     add_generation_prompt: bool = True

@@ -9,7 +9,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from itertools import accumulate
 from typing import Protocol
 
@@ -209,19 +209,18 @@ def models_response(model: str, max_tokens: int) -> JsonObject:
     return {"object": "list", "data": [card]}
 
 
-class StreamingBody(StreamingResponse):
-    """A response sent line by line. When the response ends, `parts` is closed, which aborts requests still in the
-    engine."""
+class ClosingStream(StreamingResponse):
+    """A response sent line by line. `close` is called when it ends, for whatever reason."""
 
-    def __init__(self, lines: AsyncIterator[str], parts: AsyncGenerator[CompletionPart], media_type: str) -> None:
+    def __init__(self, lines: AsyncIterator[str], close: Callable[[], Awaitable[None]], media_type: str) -> None:
         super().__init__(lines, media_type=media_type)
-        self._parts = parts
+        self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            await self._parts.aclose()
+            await self._close()
 
 
 async def as_server_sent_events(chunks: AsyncIterator[JsonObject]) -> AsyncIterator[str]:

@@ -13,7 +13,7 @@ from colocated_grpo.rollout.engine import Request, Sampling, TokenDelta
 from colocated_grpo.runtime.distributed import derive_seed
 from colocated_grpo.servers.rank_links import LoadBalancer, result_of
 from colocated_grpo.servers.request_bodies import SamplingParameters
-from colocated_grpo.servers.text import Detokenizer, InvalidRequest, Limits, TextCodec, Tokenizer, before_stop
+from colocated_grpo.servers.text import Detokenizer, Limits, TextCodec, Tokenizer, before_stop
 from colocated_grpo.settings.generation import MIN_TEMPERATURE
 from colocated_grpo.types import Completion, FinishReason, JsonObject
 
@@ -215,13 +215,10 @@ class Sampler:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(growing.add, tokens)
 
-        try:
-            completion = await self._engines.send(
-                request, on_delta if request.stream else None, score if num_top_logprobs else None
-            )
-            entries = [entry for future in scored for entry in await result_of(future)]
-        except ValueError as error:
-            raise InvalidRequest(str(error)) from None
+        completion = await self._engines.send(
+            request, on_delta if request.stream else None, score if num_top_logprobs else None
+        )
+        entries = [entry for future in scored for entry in await result_of(future)]
         # Greedy log-probabilities are at temperature 1. vLLM raises other temperatures to at least MIN_TEMPERATURE.
         temperature = max(parameters.temperature, MIN_TEMPERATURE) if parameters.temperature else 1.0
         self._on_sampled(request, completion, temperature)
@@ -243,10 +240,7 @@ class Sampler:
         self._limits.check_prompt(prompt)
         if len(prompt) < 2:
             return [None]
-        try:
-            return [None, *await result_of(self._engines.top_logprobs(prompt, k))]
-        except ValueError as error:
-            raise InvalidRequest(str(error)) from None
+        return [None, *await result_of(self._engines.top_logprobs(prompt, k))]
 
     def _sampling(self, prompt: list[int], parameters: SamplingParameters) -> Sampling:
         self._note_renormalization(parameters)

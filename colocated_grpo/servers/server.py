@@ -23,7 +23,7 @@ from colocated_grpo.runtime.checksums import exported_digest
 from colocated_grpo.runtime.distributed import World, init_world
 from colocated_grpo.runtime.supervision import StopRequest
 from colocated_grpo.servers.app import create_app
-from colocated_grpo.servers.control_routes import add_control_routes, add_weight_routes
+from colocated_grpo.servers.control_routes import add_control_routes, add_weight_routes, check_adapter
 from colocated_grpo.servers.engine_control import EngineControl
 from colocated_grpo.servers.engine_routes import LARGE_PATHS, Sessions, add_engine_routes
 from colocated_grpo.servers.exported import export, export_folder, move_to_shared_memory
@@ -141,9 +141,19 @@ def _lead(
     limits = limits_of(model, options.max_model_len, seed=0, max_tokens_setting="--max-model-len")
 
     def add_routes(app: FastAPI) -> None:
-        add_control_routes(app, control, facts, parameters_of(engine))
+        add_control_routes(app, control, facts, parameters_of(engine), sessions.allow_command)
         add_engine_routes(app, control, inbox, sessions, limits)
-        add_weight_routes(app, control, ranks.call, engine.adapters.status, restart, note)
+        add_weight_routes(
+            app,
+            control,
+            ranks.call,
+            engine.adapters.status,
+            partial(check_adapter, model.folder),
+            restart,
+            note,
+            allow_command=sessions.allow_command,
+            allow_trainer=sessions.allow_trainer,
+        )
 
     try:
         server = _listen(
@@ -155,6 +165,7 @@ def _lead(
                 api_key=os.environ[options.api_key_variable] if options.api_key_variable else None,
                 max_body_bytes=MAX_BODY_BYTES,
                 max_requests=MAX_REQUESTS,
+                state=lambda: control.state,
                 add_routes=add_routes,
                 large_paths=LARGE_PATHS,
             ),

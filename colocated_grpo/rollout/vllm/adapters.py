@@ -69,7 +69,16 @@ class VLLMAdapters:
         if former is not None:
             with suppress(ValueError):  # vLLM has evicted it already
                 self._engine.remove_lora(former.lora_int_id)
+        self._clear_cache()
         return self.status()
+
+    def _clear_cache(self) -> None:
+        """Zero the KV cache: a NaN of an adapter would stay in the unused slots of later sequences' blocks."""
+        self._engine.reset_prefix_cache()
+        runner = self._engine.model_executor.driver_worker.worker.model_runner  # pyrefly: ignore[missing-attribute]
+        for cache in runner.kv_caches:
+            for part in cache if isinstance(cache, list | tuple) else [cache]:
+                part.zero_()
 
     def _require_support(self) -> None:
         if self._engine.vllm_config.lora_config is None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ from colocated_grpo.errors import RunError
 from colocated_grpo.rollout.engine import Sampling
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.servers import remote
+from colocated_grpo.servers.engine_routes import TrainerSession
 from colocated_grpo.servers.remote import EngineGroup
 from tests.support.engine_server import StepGate
 from tests.support.fakes import FakeEngine
@@ -153,8 +157,7 @@ def test_a_restarted_server_gets_the_weights_and_the_requests_again(gated, gate)
     trainer.engine.submit(sent)
     gate.allow(3)
     finished = completed(trainer.engine, 1)
-    gate.allow(50)  # for the steps in which the first process ends
-    gated.restart()
+    gated.restart(lambda: gate.allow(50))  # for the steps in which the first process ends
     finished += completed(trainer.engine, len(sent) - len(finished))
     assert len(finished) == len(sent)
     assert dict(finished) == alone(sent, policy_version=7)
@@ -320,6 +323,14 @@ def test_a_driver_serves_inbox_and_batch_from_a_server(server):
         ({"seed": None}, "requests.0.seed: Input should be a valid integer"),
         ({"seed": 1 << 64}, "requests.0.seed: "),
         ({"sampling": {"temperature": "hot", "max_tokens": 3}}, "requests.0.sampling.temperature: "),
+        ({"sampling": {"temperature": 1e300, "max_tokens": 3}}, "requests.0.sampling.temperature: "),
+        ({"sampling": {"temperature": 1.0, "max_tokens": 10**30}}, "requests.0.sampling.max_tokens: "),
+        ({"sampling": {"temperature": 1.0, "max_tokens": 3, "top_k": 1 << 40}}, "requests.0.sampling.top_k: "),
+        (
+            {"sampling": {"temperature": 1.0, "max_tokens": 3, "stop_token_ids": [10]}},
+            "stop_token_ids: token 10 is not",
+        ),
+        ({"pattern": "a" * 1_000_000}, "requests.0.pattern: String should have at most 16384 characters"),
         ({"surprise": 1}, "requests.0: surprise: this key is not supported"),
     ],
 )
@@ -329,13 +340,38 @@ def test_a_malformed_request_is_rejected_and_the_engine_goes_on(server, change, 
     completed(trainer.engine, 1)
     message = {"id": 5, "token_ids": [1], "seed": 1, "pattern": None, "stream": False}
     message |= {"sampling": {"temperature": 1.0, "max_tokens": 3}} | change
-    body = {"client": trainer.engine._client, "policy_version": 1, "requests": [message]}
+    body = {"client": trainer.server.client, "policy_version": 1, "requests": [message]}
     with pytest.raises(remote.RequestRejected) as rejected:
         trainer.server.post("/engine/requests", body)
     assert rejected.value.status == 400
     assert line in str(rejected.value)
     trainer.engine.submit(requests(3))
     assert dict(completed(trainer.engine, 3)) == alone(requests(3))
+
+
+def test_messages_that_a_trainer_does_not_read_are_one_for_each_request():
+    inbox = Inbox()
+    driver = Driver(FakeEngine(), inbox)
+
+    async def unread() -> list[Any]:
+        session = TrainerSession("trainer", inbox)
+        lines = session.lines()
+        await anext(lines)
+        session.requests.put(dict(enumerate(requests(5, stream=True))))
+        await asyncio.to_thread(until, lambda: inbox)
+        for _ in range(5):
+            await asyncio.to_thread(driver.step)
+        parts = [json.loads(await anext(lines)) for _ in list(session._unsent)]
+        await asyncio.to_thread(driver.drain)
+        parts += [json.loads(await anext(lines)) for _ in list(session._unsent)]
+        return parts
+
+    parts = asyncio.run(unread())
+    assert len(parts) <= 10
+    expected = alone(requests(5), policy_version=0)
+    assert {part["id"]: part["completion"] for part in parts if "completion" in part} == {
+        number: asdict(expected[one.key]) for number, one in enumerate(requests(5))
+    }
 
 
 def test_sampling_settings_arrive_as_sent(server):
@@ -352,7 +388,7 @@ def test_the_server_notes_trainers_that_come_and_go(server):
     trainer = Trainer(server)
     trainer.engine.submit(requests(1))
     completed(trainer.engine, 1)
-    name = trainer.engine._client[:8]
+    name = trainer.server.client[:8]
     server.disconnect()
     assert server.notes == [
         f"trainer {name} has connected",

@@ -24,7 +24,7 @@ from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.runtime.program import DESCRIPTORS
 from colocated_grpo.servers.rank_links import LoadBalancer, ServerClosing
 from colocated_grpo.servers.request_bodies import SamplingParameters
-from colocated_grpo.servers.responses import StreamingBody, as_json_lines, generate_chunks
+from colocated_grpo.servers.responses import ClosingStream, as_json_lines, generate_chunks
 from colocated_grpo.servers.sampler import CompletionPart, Sampler
 from colocated_grpo.types import Completion
 from colocated_grpo.web.server import ServerThread
@@ -52,7 +52,7 @@ def test_requests_wait_while_the_engine_sleeps_and_health_stays_200(server):
     thread = threading.Thread(target=lambda: responses.append(server.call("POST", "/generate", GENERATE)))
     thread.start()
     until(lambda: server.inboxes[0])
-    assert server.call("GET", "/health") == (200, "")
+    assert server.call("GET", "/health") == (200, {"status": "serving"})
     assert responses == []
     server.awake.set()
     thread.join(10)
@@ -167,7 +167,7 @@ def test_a_stream_that_cannot_be_sent_closes_its_source():
 
     async def respond() -> list[bool]:
         deltas = source()
-        body = StreamingBody(as_json_lines(generate_chunks(deltas)), deltas, "text/plain")
+        body = ClosingStream(as_json_lines(generate_chunks(deltas)), deltas.aclose, "text/plain")
         with pytest.raises(ClientDisconnect):
             await body({"type": "http", "asgi": {"spec_version": "2.4"}}, None, send)
         return list(closed)

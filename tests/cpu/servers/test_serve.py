@@ -5,7 +5,9 @@ The tests use two servers. The guarded one is ended by a test, after all others 
 
 from __future__ import annotations
 
+import math
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +22,7 @@ import psutil
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -132,6 +135,24 @@ def save_adapter(folder: Path, rank: int) -> Path:
     return folder
 
 
+def changed_adapter(source: Path, folder: Path, factor: float) -> Path:
+    """Save the adapter with one matrix multiplied by `factor`."""
+    shutil.copytree(source, folder)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    tensors[next(name for name in tensors if ".lora_A." in name)] *= factor
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+def cut_adapter(source: Path, folder: Path) -> Path:
+    """Save the adapter with the matrices of query projections cut by one input."""
+    shutil.copytree(source, folder)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    cut = {name: matrix[:, :-1].contiguous() for name, matrix in tensors.items() if "q_proj.lora_A" in name}
+    save_file({**tensors, **cut}, folder / "adapter_model.safetensors")
+    return folder
+
+
 def sampled(server: Generating) -> tuple[list[int], list[float]]:
     reply = server.generate(max_tokens=12, ignore_eos=True)
     return reply["token_ids"][0], [next(iter(entry.values())) for (entry,) in reply["logprobs"][0]]
@@ -159,7 +180,10 @@ def test_adapters_are_exchanged_while_the_server_runs(guarded, tmp_path):
     large, damaged = save_adapter(tmp_path / "large", 64), save_adapter(tmp_path / "damaged", 8)
     write_checksums(damaged)
     invert(damaged / "adapter_model.safetensors")
+    nan, narrow = changed_adapter(first, tmp_path / "nan", factor=math.nan), cut_adapter(first, tmp_path / "narrow")
     for path, body, line in [
+        ("/lora/load", {"adapter_path": str(nan)}, "lora_A.weight has numbers that are not finite"),
+        ("/lora/load", {"adapter_path": str(narrow)}, "q_proj has the factors [8, "),
         ("/lora/load", {"adapter_path": "nowhere"}, "adapter='nowhere': no adapter_config.json in this folder"),
         ("/lora/load", {"adapter_path": str(large)}, "LoRA rank 64 is greater than max_lora_rank 16"),
         ("/lora/load", {"adapter_path": str(damaged)}, "adapter_model.safetensors differs from its checksum"),
@@ -169,6 +193,8 @@ def test_adapters_are_exchanged_while_the_server_runs(guarded, tmp_path):
         assert status == 400
         assert line in response["error"]["message"]
     assert sampled(guarded) == (tokens, logprobs)
+    guarded.done("/lora/load", {"adapter_path": str(changed_adapter(first, tmp_path / "huge", factor=1e30))})
+    guarded.call("POST", "/generate", {"prompt": {"prompt_token_ids": PROMPT}, "max_tokens": MAX_TOKENS})
     guarded.done("/lora/unload")
     assert sampled(guarded) == plain
     assert guarded.call("GET", "/bridge/info")[1]["pid"] == process
@@ -209,8 +235,8 @@ def test_a_completion_paused_halfway_has_the_same_tokens(server):
 @pytest.mark.parametrize(
     ("method", "path", "body", "line"),
     [
-        ("POST", "/bridge/init", {}, "address: Field required|prefix: Field required"),
-        ("POST", "/bridge/update", {}, "no trainer has joined since this server started; POST /bridge/init first"),
+        ("POST", "/bridge/init", {}, "no trainer is attached; GET /engine/stream first"),
+        ("POST", "/bridge/update", {}, "no trainer is attached; GET /engine/stream first"),
         ("POST", "/bridge/restart", {"model": "nowhere"}, "model='nowhere': no config.json in this folder"),
         ("POST", "/bridge/notify_update", {}, "Not Found"),
         ("POST", "/generate", {"prompt": "1" * 200}, "200 tokens; with at least one .* 64 [(]--max-model-len[)]"),
@@ -219,7 +245,7 @@ def test_a_completion_paused_halfway_has_the_same_tokens(server):
 )
 def test_requests_that_cannot_be_served_get_one_sentence(server, method, path, body, line):
     status, response = server.call(method, path, body)
-    assert status in (400, 404)
+    assert status in (400, 404, 409)
     assert re.search(line, response["error"]["message"])
 
 
