@@ -16,7 +16,7 @@ from pathlib import Path
 from colocated_grpo.runtime.processes import StopAction, run_command, scratch_folder
 from colocated_grpo.runtime.program import prepare_streams, python_path, stop_signals
 from colocated_grpo.runtime.verdict import USAGE_ERROR
-from colocated_grpo.servers.options import RESTART, STATE_VARIABLE, ServeOptions, parse
+from colocated_grpo.servers.options import RESTART, STATE_VARIABLE, ServeOptions, fall_back, parse
 from colocated_grpo.settings.atropos import is_loopback
 
 MAX_CRASHES = 3
@@ -59,6 +59,8 @@ def _run(command: Sequence[str], state: Path) -> int:
         crashes = 1 if time.monotonic() - started > STEADY_SECONDS else crashes + 1
         if code == 0 or not state.exists() or crashes > MAX_CRASHES:
             return code
+        if (model := fall_back(state)) is not None:
+            print(f"note: {model} could not be served; the model before it is loaded again")
         print(f"note: the engine ended with exit code {code}; it is started again ({crashes} of {MAX_CRASHES})")
         sys.stdout.flush()
 

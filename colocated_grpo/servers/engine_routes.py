@@ -66,7 +66,16 @@ class SamplingBody(StrictBody):
     stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] = []
 
     def sampling(self) -> Sampling:
-        return Sampling(**{**dict(self), "stop": tuple(self.stop), "stop_token_ids": tuple(self.stop_token_ids)})
+        return Sampling(
+            temperature=self.temperature,
+            max_tokens=self.max_tokens,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            stop=tuple(self.stop),
+            stop_token_ids=tuple(self.stop_token_ids),
+        )
 
 
 class RequestBody(StrictBody):
