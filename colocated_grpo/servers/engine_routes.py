@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -17,65 +17,31 @@ from pydantic import ConfigDict, Field
 from starlette.exceptions import HTTPException
 
 from colocated_grpo.rollout.engine import Request as EngineRequest
-from colocated_grpo.rollout.engine import Sampling, TokenDelta
 from colocated_grpo.rollout.inbox import Inbox
 from colocated_grpo.servers.engine_control import EngineControl
 from colocated_grpo.servers.engine_server import CONFLICT, TRAINER_HEADER
 from colocated_grpo.servers.rank_links import Outcome, PeerRequests, result_of
 from colocated_grpo.servers.request_bodies import (
     MAX_LOGPROBS,
-    MaxTokens,
-    MinP,
-    RepetitionPenalty,
-    Stop,
+    SamplingParameters,
     StrictBody,
-    Temperature,
-    Token,
     TokenIds,
-    TopK,
-    TopP,
 )
 from colocated_grpo.servers.responses import ClosingStream
 from colocated_grpo.servers.text import Limits
+from colocated_grpo.types import JsonObject
 from colocated_grpo.web.bodies import read_json
 
 HEARTBEAT_SECONDS = 5.0
 LARGE_PATHS = frozenset({"/engine/requests", "/engine/top_logprobs"})
 """Routes whose request bodies contain tokens."""
 MAX_REQUESTS_PER_POST = 4096
-MAX_STOP_TOKENS = 1 << 14
 MAX_PATTERN_CHARACTERS = 1 << 14
 SEED_LIMIT = 1 << 63
 FORBIDDEN = 403
 
 Number = Annotated[int, Field(ge=0, lt=SEED_LIMIT)]
 ClientName = Annotated[str, Field(min_length=16, max_length=64)]
-
-
-class SamplingBody(StrictBody):
-    """`Sampling` within bounds: a number that vLLM cannot compute with would end the engine."""
-
-    model_config = ConfigDict(allow_inf_nan=False)
-    temperature: Temperature
-    max_tokens: MaxTokens
-    top_p: TopP = 1.0
-    top_k: TopK = 0
-    min_p: MinP = 0.0
-    repetition_penalty: RepetitionPenalty = 1.0
-    stop: Stop = []
-    stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] = []
-
-    def sampling(self) -> Sampling:
-        return Sampling(
-            temperature=self.temperature,
-            max_tokens=self.max_tokens,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            stop=tuple(self.stop),
-            stop_token_ids=tuple(self.stop_token_ids),
-        )
 
 
 class RequestBody(StrictBody):
@@ -85,19 +51,15 @@ class RequestBody(StrictBody):
     id: Number
     token_ids: TokenIds
     seed: int = Field(ge=-SEED_LIMIT, lt=SEED_LIMIT)
-    sampling: SamplingBody
+    sampling: SamplingParameters
     pattern: Annotated[str, Field(max_length=MAX_PATTERN_CHARACTERS)] | None
-    stream: bool
 
-    def request(self, key: Hashable) -> EngineRequest:
-        return EngineRequest(
-            key=key,
-            token_ids=self.token_ids,
-            seed=self.seed,
-            sampling=self.sampling.sampling(),
-            pattern=self.pattern,
-            stream=self.stream,
-        )
+    def request(self, key: Hashable, limits: Limits) -> EngineRequest:
+        """Raises InvalidRequest for a request beyond the limits."""
+        limits.check_prompt(self.token_ids)
+        sampling = self.sampling.for_engine(limits.max_tokens - len(self.token_ids))
+        limits.check_vocabulary(sampling.stop_token_ids, "stop_token_ids: ")
+        return EngineRequest(key=key, token_ids=self.token_ids, seed=self.seed, sampling=sampling, pattern=self.pattern)
 
 
 class RequestsBody(StrictBody):
@@ -128,14 +90,8 @@ class TrainerSession:
     def __init__(self, client: str, inbox: Inbox) -> None:
         self.client = client
         self._loop = asyncio.get_running_loop()
-        self._unsent: dict[int, Outcome] = {}
-        """The next message about each request. Tokens that the client does not read are joined."""
-        self._changed = asyncio.Event()
-        self._closed = False
+        self._messages: asyncio.Queue[JsonObject | None] = asyncio.Queue()
         self.requests = PeerRequests(inbox, self._send)
-
-    def put(self, bodies: Sequence[RequestBody]) -> None:
-        self.requests.put({body.id: body.request((self.client, body.id)) for body in bodies})
 
     def _send(self, number: int, outcome: Outcome) -> None:
         with suppress(RuntimeError):  # the loop is closed because the server is shutting down
@@ -144,47 +100,29 @@ class TrainerSession:
     def _queue(self, number: int, outcome: Outcome) -> None:
         """Queue the message. If the engine has stopped, queue none: the client posts its requests to the next
         engine."""
-        if outcome is None:
-            return
-        before = self._unsent.get(number)
-        if isinstance(before, TokenDelta) and isinstance(outcome, TokenDelta):
-            before.token_ids.extend(outcome.token_ids)
-            before.sampling_logprobs.extend(outcome.sampling_logprobs)
-        else:
-            self._unsent[number] = outcome  # in place of unsent tokens: a completion has all of them
-        self._changed.set()
+        if outcome is not None:
+            kind, content = ("error", outcome) if isinstance(outcome, str) else ("completion", asdict(outcome))
+            self._messages.put_nowait({"id": number, kind: content})
 
     async def lines(self) -> AsyncIterator[str]:
         """Yield an opening line and one line per message. After HEARTBEAT_SECONDS without a message, yield an empty
         line."""
         yield json.dumps({"client": self.client}) + "\n"
-        while not self._closed:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), HEARTBEAT_SECONDS)
-            self._changed.clear()
-            if not self._unsent:
+        while True:
+            try:
+                message = await asyncio.wait_for(self._messages.get(), HEARTBEAT_SECONDS)
+            except TimeoutError:
                 yield "\n"
-            while self._unsent:
-                number = next(iter(self._unsent))
-                yield _message(number, self._unsent.pop(number))
-                await asyncio.sleep(0)  # other requests' turn
+                continue
+            if message is None:
+                return
+            yield json.dumps(message) + "\n"
+            await asyncio.sleep(0)  # other requests' turn
 
     def close(self) -> None:
         """End the stream and abort all requests."""
         self.requests.cancel()
-        self._closed = True
-        self._changed.set()
-
-
-def _message(number: int, outcome: Outcome) -> str:
-    if isinstance(outcome, TokenDelta):
-        content: dict[str, object] = {"delta": outcome}
-    elif isinstance(outcome, str):
-        content = {"error": outcome}
-    else:
-        assert outcome is not None, "not queued"
-        content = {"completion": asdict(outcome)}
-    return json.dumps({"id": number, **content}) + "\n"
+        self._messages.put_nowait(None)
 
 
 class Sessions:
@@ -290,10 +228,7 @@ def _add_request_routes(routes: APIRouter, control: EngineControl, sessions: Ses
             raise HTTPException(
                 CONFLICT, f"the weights have version {control.policy_version}, not {body.policy_version}"
             )
-        for one in body.requests:
-            limits.check_prompt(one.token_ids)
-            limits.check_vocabulary(one.sampling.stop_token_ids, "stop_token_ids: ")
-        session.put(body.requests)
+        session.requests.put({one.id: one.request((body.client, one.id), limits) for one in body.requests})
         return JSONResponse(None)
 
     @routes.post("/abort")

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Self
 import msgspec
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from colocated_grpo.rollout.engine import Sampling
 from colocated_grpo.types import JsonObject
 from colocated_grpo.web.bodies import InvalidBody
 
@@ -69,7 +70,7 @@ def check_keys(content: JsonObject, supported: frozenset[str]) -> None:
 
 MAX_COMPLETIONS = 256
 """Completions of one request, over all its prompts."""
-MAX_STOPS, MAX_STOP_CHARACTERS = 64, 256
+MAX_STOPS, MAX_STOP_CHARACTERS, MAX_STOP_TOKENS = 64, 256, 1 << 14
 MAX_NAME_CHARACTERS = 100
 MAX_LOGPROBS = 20
 """vLLM's default for max_logprobs."""
@@ -109,7 +110,7 @@ TokenIds = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
 Stop = Annotated[list[str], Field(fail_fast=True), BeforeValidator(_as_list), AfterValidator(_check_stop)]
 """A string, a list of strings, or null."""
 Several = Field(min_length=1, max_length=MAX_COMPLETIONS, fail_fast=True)
-StopTokenIds = Annotated[list[Token], Field(max_length=MAX_COMPLETIONS, fail_fast=True)]
+StopTokenIds = Annotated[list[Token], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)]
 MaxTokens = Annotated[int, Field(ge=1, lt=1 << 31)]
 Temperature = Annotated[float, Field(ge=0, le=100)]
 TopP = Annotated[float, Field(gt=0, le=1)]
@@ -176,6 +177,19 @@ class SamplingParameters(StrictBody):
     """None omits log-probabilities. Any number returns the log-probabilities of the sampled tokens."""
     prompt_logprobs: LogprobCount | None = None
     """Return the k most likely tokens at each position of the prompt."""
+
+    def for_engine(self, room: int) -> Sampling:
+        """Return the engine's parameters. room: tokens between the prompt and the end of the context."""
+        return Sampling(
+            temperature=self.temperature,
+            max_tokens=min(self.max_tokens or room, room),
+            top_p=self.top_p,
+            top_k=max(self.top_k, 0),
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            stop=tuple(self.stop),
+            stop_token_ids=tuple(sorted(self.stop_token_ids or ())),
+        )
 
 
 class TextPrompt(StrictBody):

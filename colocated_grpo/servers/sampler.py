@@ -244,21 +244,10 @@ class Sampler:
 
     def _sampling(self, prompt: list[int], parameters: SamplingParameters) -> Sampling:
         self._note_renormalization(parameters)
-        room = self._limits.max_tokens - len(prompt)
-        stop_token_ids = set(parameters.stop_token_ids or [])
-        self._limits.check_vocabulary(sorted(stop_token_ids), "stop_token_ids: ")
-        if not parameters.ignore_eos:
-            stop_token_ids |= set(self._limits.stop_token_ids)
-        return Sampling(
-            temperature=parameters.temperature,
-            max_tokens=min(parameters.max_tokens or room, room),
-            top_p=parameters.top_p,
-            top_k=max(parameters.top_k, 0),
-            min_p=parameters.min_p,
-            repetition_penalty=parameters.repetition_penalty,
-            stop=tuple(parameters.stop),
-            stop_token_ids=tuple(sorted(stop_token_ids)),
-        )
+        sampling = parameters.for_engine(self._limits.max_tokens - len(prompt))
+        self._limits.check_vocabulary(sampling.stop_token_ids, "stop_token_ids: ")
+        ends = () if parameters.ignore_eos else self._limits.stop_token_ids
+        return replace(sampling, stop_token_ids=tuple(sorted({*sampling.stop_token_ids, *ends})))
 
     def _note_renormalization(self, parameters: SamplingParameters) -> None:
         """Log once that a client samples from a truncated or penalized distribution."""

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -14,7 +11,6 @@ from colocated_grpo.errors import RunError
 from colocated_grpo.rollout.engine import Sampling
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.servers import remote
-from colocated_grpo.servers.engine_routes import TrainerSession
 from colocated_grpo.servers.remote import EngineGroup
 from tests.support.engine_server import StepGate
 from tests.support.fakes import FakeEngine
@@ -82,32 +78,6 @@ def test_long_prompts_are_posted_in_several_bodies(server, monkeypatch):
     trainer.engine.submit(sent)
     trainer.engine.step()
     assert bodies == [2, 1, 1]
-
-
-def test_streamed_tokens_arrive_in_order_and_once(gated, gate):
-    [request] = sent = requests(1, stream=True, seed=5)
-    expected = alone(sent)[request.key]
-    assert len(expected.token_ids) > 6
-    trainer = Trainer(gated)
-    trainer.engine.submit(sent)
-    tokens: list[int] = []
-
-    def received() -> list[int]:
-        assert trainer.engine.step() == []
-        for key, delta in trainer.engine.deltas():
-            assert key == request.key
-            tokens.extend(delta.token_ids)
-        return tokens
-
-    gate.allow(2)
-    until(lambda: len(received()) >= 2)
-    gated.disconnect()
-    gated.listen()
-    gate.allow(1 + 4)  # the step that was under way, and the same tokens again
-    until(lambda: len(received()) >= 4)
-    assert tokens == expected.token_ids[:4]
-    gate.allow(20)
-    assert completed(trainer.engine, 1) == [(request.key, expected)]
 
 
 def test_aborted_requests_are_aborted_at_the_server_and_never_returned(gated, gate):
@@ -338,7 +308,7 @@ def test_a_malformed_request_is_rejected_and_the_engine_goes_on(server, change, 
     trainer = Trainer(server)
     trainer.engine.submit(requests(1))
     completed(trainer.engine, 1)
-    message = {"id": 5, "token_ids": [1], "seed": 1, "pattern": None, "stream": False}
+    message = {"id": 5, "token_ids": [1], "seed": 1, "pattern": None}
     message |= {"sampling": {"temperature": 1.0, "max_tokens": 3}} | change
     body = {"client": trainer.server.client, "policy_version": 1, "requests": [message]}
     with pytest.raises(remote.RequestRejected) as rejected:
@@ -349,34 +319,9 @@ def test_a_malformed_request_is_rejected_and_the_engine_goes_on(server, change, 
     assert dict(completed(trainer.engine, 3)) == alone(requests(3))
 
 
-def test_messages_that_a_trainer_does_not_read_are_one_for_each_request():
-    inbox = Inbox()
-    driver = Driver(FakeEngine(), inbox)
-
-    async def unread() -> list[Any]:
-        session = TrainerSession("trainer", inbox)
-        lines = session.lines()
-        await anext(lines)
-        session.requests.put(dict(enumerate(requests(5, stream=True))))
-        await asyncio.to_thread(until, lambda: inbox)
-        for _ in range(5):
-            await asyncio.to_thread(driver.step)
-        parts = [json.loads(await anext(lines)) for _ in list(session._unsent)]
-        await asyncio.to_thread(driver.drain)
-        parts += [json.loads(await anext(lines)) for _ in list(session._unsent)]
-        return parts
-
-    parts = asyncio.run(unread())
-    assert len(parts) <= 10
-    expected = alone(requests(5), policy_version=0)
-    assert {part["id"]: part["completion"] for part in parts if "completion" in part} == {
-        number: asdict(expected[one.key]) for number, one in enumerate(requests(5))
-    }
-
-
 def test_sampling_settings_arrive_as_sent(server):
     sampling = Sampling(temperature=0.5, max_tokens=3, top_p=0.9, top_k=4, min_p=0.1, stop=("a",), stop_token_ids=(3,))
-    [request] = requests(1, sampling=sampling, pattern="[0-9]+", stream=True)
+    [request] = requests(1, sampling=sampling, pattern="[0-9]+")
     trainer = Trainer(server)
     trainer.engine.submit([request])
     completed(trainer.engine, 1)
