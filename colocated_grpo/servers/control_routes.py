@@ -28,10 +28,8 @@ Allow = Callable[[Request], Awaitable[None]]
 """Raises HTTPException for a client that may not use a route."""
 
 
-def add_control_routes(
-    app: FastAPI, control: EngineControl, facts: JsonObject, parameters: JsonObject, allow_command: Allow
-) -> None:
-    """facts: further entries of /bridge/info. parameters: shape and type of each engine parameter, by vLLM's names."""
+def add_control_routes(app: FastAPI, control: EngineControl, facts: JsonObject, allow_command: Allow) -> None:
+    """facts: further entries of /bridge/info."""
 
     @app.get("/bridge/info")
     async def info() -> JSONResponse:
@@ -40,32 +38,18 @@ def add_control_routes(
             "has_whole_weights": control.has_whole_weights,
             "has_received_weights": control.has_received_weights,
             "is_paused": control.is_paused,
-            "is_sleeping": control.is_sleeping,
         }
         return JSONResponse(facts | state)
 
-    @app.get("/bridge/state_dict_info")
-    async def state_dict_info() -> JSONResponse:
-        return JSONResponse(parameters)
-
-    @app.get("/bridge/is_paused")
-    async def is_paused() -> JSONResponse:
+    @app.post("/bridge/pause", dependencies=[Depends(allow_command)])
+    async def pause() -> JSONResponse:
+        await result_of(control.pause())
         return JSONResponse({"is_paused": control.is_paused})
 
-    @app.get("/bridge/is_sleeping")
-    async def is_sleeping() -> JSONResponse:
-        return JSONResponse({"is_sleeping": control.is_sleeping})
-
-    def add_command(path: str, command: Callable[[], Future[None]]) -> None:
-        @app.post(path, dependencies=[Depends(allow_command)])
-        async def run() -> JSONResponse:
-            await result_of(command())
-            return JSONResponse({"is_paused": control.is_paused, "is_sleeping": control.is_sleeping})
-
-    add_command("/bridge/pause", control.pause)
-    add_command("/bridge/resume", control.resume)
-    add_command("/bridge/sleep", control.sleep)
-    add_command("/bridge/wake_up", control.wake_up)
+    @app.post("/bridge/resume", dependencies=[Depends(allow_command)])
+    async def resume() -> JSONResponse:
+        await result_of(control.resume())
+        return JSONResponse({"is_paused": control.is_paused})
 
 
 class LoadBody(StrictBody):
@@ -83,13 +67,6 @@ class NamedLoadBody(StrictBody):
     lora_path: str
     load_inplace: bool = False
     """Accepted and ignored: an adapter always replaces the previous one."""
-
-
-class NamedUnloadBody(StrictBody):
-    """The body of /v1/unload_lora_adapter, as in vLLM."""
-
-    lora_name: str
-    lora_int_id: int | None = None
 
 
 class RestartBody(StrictBody):
@@ -170,9 +147,6 @@ def _add_adapter_routes(
 
         return JSONResponse(await result_of(control.change_weights(checked)))
 
-    async def unload(name: str | None) -> JSONResponse:
-        return JSONResponse(await result_of(control.change_weights(partial(call, "unload_adapter", name))))
-
     @commands.post("/lora/load")
     async def load_adapter(request: Request) -> JSONResponse:
         body = await read_json(request, LoadBody.from_json)
@@ -185,11 +159,7 @@ def _add_adapter_routes(
 
     @commands.post("/lora/unload")
     async def unload_adapter() -> JSONResponse:
-        return await unload(None)
-
-    @commands.post("/v1/unload_lora_adapter")
-    async def unload_named(request: Request) -> JSONResponse:
-        return await unload((await read_json(request, NamedUnloadBody.from_json)).lora_name)
+        return JSONResponse(await result_of(control.change_weights(partial(call, "unload_adapter"))))
 
 
 def _require_file(folder: str, name: str, key: str) -> None:

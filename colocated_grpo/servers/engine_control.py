@@ -1,4 +1,4 @@
-"""Pauses an engine or puts it to sleep between two decode steps. For servers in processes without a trainer."""
+"""Pauses an engine, or changes its weights, between two decode steps. For servers in processes without a trainer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SERVING, NO_WEIGHTS = "serving", "waiting for weights"
 class EngineControl:
     """Commands for one engine. `run` executes them on the driving thread; other methods may be called from any thread.
 
-    Requests wait while the engine is paused or asleep. A command that is invalid in the current state sets ValueError
+    Requests wait while the engine is paused. A command that is invalid in the current state sets ValueError
     on its future.
     """
 
@@ -27,7 +27,6 @@ class EngineControl:
         self._driver = driver
         self._commands: deque[tuple[Callable[[], object], Future[Any]]] = deque()
         self.is_paused = False
-        self.is_sleeping = False
         self._has_trainer = False
         """True while a trainer has joined to send weights. False after it is lost."""
         self.has_whole_weights = True
@@ -42,14 +41,14 @@ class EngineControl:
         """State of the engine for clients: whether requests are answered, or what they wait for."""
         if not self.has_whole_weights:
             return NO_WEIGHTS
-        return "asleep" if self.is_sleeping else "paused" if self.is_paused else SERVING
+        return "paused" if self.is_paused else SERVING
 
     def run(self, stop_requested: Callable[[], bool]) -> None:
         """Serve requests and commands on this thread until a stop is requested."""
         try:
             while not stop_requested():
                 self._run_commands()
-                if self.is_paused or self.is_sleeping or not self.has_whole_weights:
+                if self.state != SERVING:
                     self._inbox.wait(IDLE_SECONDS)
                 else:
                     self._driver.step()
@@ -65,13 +64,6 @@ class EngineControl:
     def resume(self) -> Future[None]:
         return self.submit(lambda: self._set_paused(False))
 
-    def sleep(self) -> Future[None]:
-        """Finish running requests, then free the KV cache. Weights stay."""
-        return self.submit(self._sleep)
-
-    def wake_up(self) -> Future[None]:
-        return self.submit(self._wake_up)
-
     def set_version(self, policy_version: int) -> Future[None]:
         """Finish running requests, drop cached prefixes and stamp later completions with `policy_version`.
 
@@ -84,8 +76,6 @@ class EngineControl:
         next `set_version`."""
 
         def changed() -> T:
-            if self.is_sleeping:
-                raise ValueError("the engine sleeps; POST /bridge/wake_up first")
             result = change()
             self.policy_version = None
             return result
@@ -156,13 +146,6 @@ class EngineControl:
     def _set_paused(self, paused: bool) -> None:
         self.is_paused = paused
 
-    def _sleep(self) -> None:
-        if self.is_sleeping:
-            return
-        self._finish_requests()
-        self._engine.sleep()
-        self.is_sleeping = True
-
     def _finish_requests(self) -> None:
         if self.is_paused and self._driver.running:
             raise ValueError("the engine is paused with running requests; POST /bridge/resume first")
@@ -173,9 +156,3 @@ class EngineControl:
             self._finish_requests()
             self._engine.weights_changed(policy_version)
             self.policy_version = policy_version
-
-    def _wake_up(self) -> None:
-        if self.is_sleeping:
-            self._engine.wake("weights")
-            self._engine.wake("kv_cache")
-            self.is_sleeping = False

@@ -195,7 +195,6 @@ def add_engine_routes(app: FastAPI, control: EngineControl, inbox: Inbox, sessio
         is_first = not sessions.is_attached
         session = sessions.open(client, request.headers.get(TRAINER_HEADER, ""))
         if is_first:  # whoever paused the engine no longer controls it
-            control.wake_up()
             control.resume()
         return ClosingStream(session.lines(), partial(sessions.close, session), "application/x-ndjson")
 

@@ -77,8 +77,7 @@ def serve(options: ServeOptions) -> int:
 
 
 def spec_of(options: ServeOptions, folder: Path, device: torch.device) -> EngineSpec:
-    """Return the spec of an engine for any number of requests, with stop strings. A sleeping engine keeps its
-    weights."""
+    """Return the spec of an engine for any number of requests, with stop strings."""
     adapters = {"enable_lora": True, "max_lora_rank": options.max_lora_rank} if options.enable_lora else {}
     return EngineSpec(
         folder=folder,
@@ -91,7 +90,7 @@ def spec_of(options: ServeOptions, folder: Path, device: torch.device) -> Engine
         gpu_memory_utilization=options.gpu_memory_utilization,
         enforce_eager=options.enforce_eager,
         reads_weights=True,
-        sleep=not options.share_weights,  # vLLM's sleep mode allocates memory that cannot be shared
+        sleep=False,
         keeps_weights=True,
         needs_text=True,
         args={**adapters, **options.engine_args},
@@ -141,7 +140,7 @@ def _lead(
     limits = limits_of(model, options.max_model_len, seed=0, max_tokens_setting="--max-model-len")
 
     def add_routes(app: FastAPI) -> None:
-        add_control_routes(app, control, facts, parameters_of(engine), sessions.allow_command)
+        add_control_routes(app, control, facts, sessions.allow_command)
         add_engine_routes(app, control, inbox, sessions, limits)
         add_weight_routes(
             app,
@@ -199,14 +198,6 @@ def describe(options: ServeOptions, model: ModelFiles, engine: VLLMEngine, world
         "max_num_seqs": options.max_num_seqs,
         "num_parameters": sum(parameter.numel() for parameter in parameters),
         "pid": os.getpid(),
-    }
-
-
-def parameters_of(engine: VLLMEngine) -> JsonObject:
-    """Return shape and type of each parameter on this rank, by vLLM's names."""
-    return {
-        name: {"shape": list(parameter.shape), "dtype": str(parameter.dtype).removeprefix("torch.")}
-        for name, parameter in engine.model.named_parameters()
     }
 
 

@@ -75,7 +75,7 @@ class TrainerServer:
         [self.port] = self._thread.ports
 
     def _add_routes(self, app: Any, facts: dict[str, Any]) -> None:
-        add_control_routes(app, self.process.control, facts, {}, self._sessions.allow_command)
+        add_control_routes(app, self.process.control, facts, self._sessions.allow_command)
         add_engine_routes(app, self.process.control, self.process.inbox, self._sessions, LIMITS)
 
     def add_weight_routes(self, app: Any, call: Callable[..., object]) -> None:

@@ -45,14 +45,9 @@ class VLLMAdapters:
             raise ValueError(f"adapter {path!r}: vLLM did not load it")
         return self._replace(name, request) | {"exported": exported_digest(Path(path))}
 
-    def unload(self, name: str | None = None) -> JsonObject:
-        """Use the base weights, and return the new status. No request may be running.
-
-        Raises ValueError if `name` is given and is not the name of the active adapter.
-        """
+    def unload(self) -> JsonObject:
+        """Use the base weights, and return the new status. No request may be running."""
         self._require_support()
-        if name not in (None, self._name):
-            raise ValueError(f"lora_name={name!r}: this adapter is not loaded")
         return self._replace(None, None)
 
     def status(self) -> JsonObject:

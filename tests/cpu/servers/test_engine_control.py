@@ -73,27 +73,14 @@ def test_a_paused_engine_keeps_its_requests_and_goes_on(controlled):
     assert completion.result(TIMEOUT).token_ids
 
 
-def test_an_engine_finishes_its_requests_before_it_sleeps_and_wakes_whole(controlled):
-    completion = running_request(controlled)
-    asleep = controlled.control.sleep()
-    controlled.steps.allow(100)
-    asleep.result(TIMEOUT)
-    assert completion.done()
-    controlled.control.sleep().result(TIMEOUT)  # again, without effect
-    later = controlled.inbox.put(request())
-    controlled.control.wake_up().result(TIMEOUT)
-    assert later.result(TIMEOUT).token_ids
-    assert controlled.engine.events == ["sleep", "wake weights", "wake kv_cache"]
-
-
-def test_an_engine_paused_with_running_requests_does_not_sleep(controlled):
+def test_an_engine_paused_with_running_requests_does_not_change_its_weights(controlled):
     running_request(controlled)
     paused = controlled.control.pause()
     controlled.steps.allow(1)
     paused.result(TIMEOUT)
     with pytest.raises(ValueError, match=r"paused with running requests; POST /bridge/resume first"):
-        controlled.control.sleep().result(TIMEOUT)
-    assert "sleep" not in controlled.engine.events
+        controlled.control.change_weights(lambda: pytest.fail("nothing is changed")).result(TIMEOUT)
+    assert controlled.engine.events == []
 
 
 def test_a_stopped_server_cancels_what_runs():
@@ -133,11 +120,10 @@ def test_requests_wait_after_weights_of_a_lost_trainer_until_a_later_change_succ
 
 STRANGER = "stranger-stranger"
 COMMANDS = {
-    **{path: {} for path in ("/bridge/pause", "/bridge/resume", "/bridge/sleep", "/bridge/wake_up", "/lora/unload")},
+    **{path: {} for path in ("/bridge/pause", "/bridge/resume", "/lora/unload")},
     "/bridge/restart": {"model": str(tiny_model())},
     "/lora/load": {"adapter_path": "nowhere"},
     "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "nowhere"},
-    "/v1/unload_lora_adapter": {"lora_name": "a"},
 }
 TRAINERS_ROUTES = {
     "/bridge/init": {},
@@ -203,12 +189,9 @@ def test_a_second_trainer_is_refused_until_the_first_has_ended(attachable, monke
     assert dict(completed(second.engine, 3)) == alone(requests(3))
 
 
-@pytest.mark.parametrize("paths", [["/bridge/pause"], ["/bridge/sleep", "/bridge/pause"]])
-def test_a_trainer_finds_an_engine_that_runs_whatever_was_done_before(attachable, paths):
-    for path in paths:
-        assert status_of(attachable, path, {}) is None
-    health = JsonClient(attachable.url, timeout=10).get("/health")
-    assert health == {"status": "asleep" if len(paths) > 1 else "paused"}
+def test_a_trainer_finds_an_engine_that_runs_whatever_was_done_before(attachable):
+    assert status_of(attachable, "/bridge/pause", {}) is None
+    assert JsonClient(attachable.url, timeout=10).get("/health") == {"status": "paused"}
     trainer = Trainer(attachable)
     trainer.engine.submit(requests(3))
     assert dict(completed(trainer.engine, 3)) == alone(requests(3))

@@ -107,15 +107,12 @@ def test_openai_clients_are_served(server):
     assert reply.usage.completion_tokens <= 4
 
 
-def test_facts_and_parameters_are_those_of_the_engine(server):
+def test_facts_are_those_of_the_engine(server):
     status, info = server.call("GET", "/bridge/info")
     assert status == 200
     assert psutil.Process(info["pid"]).ppid() == server.process.pid
     assert (info["model"], info["max_model_len"]) == (str(tiny_model()), MAX_TOKENS)
-    _, parameters = server.call("GET", "/bridge/state_dict_info")
-    sizes = [torch.Size(entry["shape"]).numel() for entry in parameters.values()]
-    assert sum(sizes) == info["num_parameters"]
-    assert {entry["dtype"] for entry in parameters.values()} == {info["dtype"]}
+    assert info["num_parameters"] >= tiny_lm().num_parameters()
 
 
 def in_background(server: Generating, answers: list[Any], **parameters: Any) -> threading.Thread:
@@ -187,7 +184,6 @@ def test_adapters_are_exchanged_while_the_server_runs(guarded, tmp_path):
         ("/lora/load", {"adapter_path": "nowhere"}, "adapter='nowhere': no adapter_config.json in this folder"),
         ("/lora/load", {"adapter_path": str(large)}, "LoRA rank 64 is greater than max_lora_rank 16"),
         ("/lora/load", {"adapter_path": str(damaged)}, "adapter_model.safetensors differs from its checksum"),
-        ("/v1/unload_lora_adapter", {"lora_name": "8"}, "lora_name='8': this adapter is not loaded"),
     ]:
         status, response = guarded.call("POST", path, body)
         assert status == 400
@@ -206,17 +202,15 @@ def test_a_server_without_adapters_says_how_to_allow_them(server, tmp_path):
     assert not server.call("GET", "/lora/status")[1]["enabled"]
 
 
-@pytest.mark.parametrize(("stop", "start"), [("pause", "resume"), ("sleep", "wake_up")])
-def test_requests_wait_while_the_engine_does_not_run(server, stop, start):
+def test_requests_wait_while_the_engine_is_paused(server):
     expected = server.generate(max_tokens=8)
-    state = {"pause": "is_paused", "sleep": "is_sleeping"}[stop]
-    assert server.done(f"/bridge/{stop}")[state]
-    assert server.call("GET", f"/bridge/{state}") == (200, {state: True})
+    assert server.done("/bridge/pause")["is_paused"]
+    assert server.call("GET", "/bridge/info")[1]["is_paused"]
     answers: list[Any] = []
     thread = in_background(server, answers, max_tokens=8)
-    assert server.call("GET", "/health")[0] == 200  # after the request was sent on another connection
+    assert server.call("GET", "/health") == (200, {"status": "paused"})  # after the request, on another connection
     assert not answers
-    assert not server.done(f"/bridge/{start}")[state]
+    assert not server.done("/bridge/resume")["is_paused"]
     thread.join(timeout=60)
     assert answers == [expected]
 
