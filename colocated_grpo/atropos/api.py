@@ -27,11 +27,10 @@ from colocated_grpo.atropos.exchange import (
     Exchange,
     InvalidGroup,
     QueueFull,
-    Registration,
     ScoredGroup,
     UnknownEnvironment,
 )
-from colocated_grpo.atropos.reader import Overrides
+from colocated_grpo.atropos.reader import Overrides, Registration
 from colocated_grpo.runtime.program import raise_descriptor_limit
 from colocated_grpo.settings.atropos import is_loopback
 from colocated_grpo.types import JsonObject

@@ -20,6 +20,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from colocated_grpo.atropos.reader import Count, Name, Registration
 from colocated_grpo.types import JsonObject
 
 MIN_WEIGHT = 0.01
@@ -30,26 +31,6 @@ MAX_PARTS = 256
 """Maximum number of an environment's parts that wait for a complete group. Then the oldest parts are dropped."""
 PATIENCE = 120
 """Unsuccessful batch requests since an environment's last group that end its reservation: two requests a second."""
-
-Count = Annotated[int, Meta(ge=1, lt=2**31)]
-"""Bounded, because an overflow or division by zero in the shared state would fail all clients."""
-Whole = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
-Name = Annotated[str, Meta(max_length=4096)]
-
-
-class Registration(Struct, kw_only=True):
-    """POST /register: the trainer. The server passes these values to every environment."""
-
-    wandb_group: Name
-    wandb_project: Name
-    batch_size: Count
-    """Sequences of one batch."""
-    max_token_len: Count
-    """Environments drop groups with a sequence of this length or longer."""
-    checkpoint_dir: Name
-    save_checkpoint_interval: Whole
-    starting_step: Whole = 0
-    num_steps: Whole
 
 
 class EnvRegistration(Struct):

@@ -136,8 +136,9 @@ def _response(
     episode: OpenEpisode,
 ) -> JsonObject:
     """Return the response body, with parsed tool calls if the request describes tools."""
-    ends = () if body.include_stop_str_in_output else (*stop, *body.stop)
-    texts = [codec.decode(one.token_ids, skip_special_tokens=body.skip_special_tokens) for one in completions]
+    parameters = body.sampling_parameters
+    ends = () if parameters.include_stop_str_in_output else (*stop, *parameters.stop)
+    texts = [codec.decode(one.token_ids, skip_special_tokens=parameters.skip_special_tokens) for one in completions]
     served = [
         CompletionPart.whole(index, one, before_stop(text, ends))
         for index, (one, text) in enumerate(zip(completions, texts, strict=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from colocated_grpo.policy.checkpoint_files import CheckpointReader
 from colocated_grpo.servers.engine_control import EngineControl
+from colocated_grpo.servers.engine_routes import Sessions
 from colocated_grpo.servers.options import Restart
 from colocated_grpo.servers.rank_links import result_of
 from colocated_grpo.servers.receiver import Offer
@@ -24,11 +25,8 @@ from colocated_grpo.settings.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from colocated_grpo.types import JsonObject
 from colocated_grpo.web.bodies import read_json
 
-Allow = Callable[[Request], Awaitable[None]]
-"""Raises HTTPException for a client that may not use a route."""
 
-
-def add_control_routes(app: FastAPI, control: EngineControl, facts: JsonObject, allow_command: Allow) -> None:
+def add_control_routes(app: FastAPI, control: EngineControl, facts: JsonObject, sessions: Sessions) -> None:
     """facts: further entries of /bridge/info."""
 
     @app.get("/bridge/info")
@@ -41,12 +39,12 @@ def add_control_routes(app: FastAPI, control: EngineControl, facts: JsonObject, 
         }
         return JSONResponse(facts | state)
 
-    @app.post("/bridge/pause", dependencies=[Depends(allow_command)])
+    @app.post("/bridge/pause", dependencies=[Depends(sessions.allow_command)])
     async def pause() -> JSONResponse:
         await result_of(control.pause())
         return JSONResponse({"is_paused": control.is_paused})
 
-    @app.post("/bridge/resume", dependencies=[Depends(allow_command)])
+    @app.post("/bridge/resume", dependencies=[Depends(sessions.allow_command)])
     async def resume() -> JSONResponse:
         await result_of(control.resume())
         return JSONResponse({"is_paused": control.is_paused})
@@ -79,19 +77,17 @@ class RestartBody(StrictBody):
 def add_weight_routes(
     app: FastAPI,
     control: EngineControl,
+    sessions: Sessions,
     call: Callable[..., object],
     adapters: Callable[[], JsonObject],
     check_adapter: Callable[[Path], None],
     restart: Restart,
     note: Callable[[str], None],
-    *,
-    allow_command: Allow,
-    allow_trainer: Allow,
 ) -> None:
-    """call: `EveryRank.call` of the engine. adapters: returns the status of the adapters. check_adapter: raises
+    """call: `MirroredEngine.call` of the engine. adapters: returns the status of the adapters. check_adapter: raises
     ValueError for a folder that does not fit the model. note: logs one line."""
-    commands = APIRouter(dependencies=[Depends(allow_command)])
-    trainers = APIRouter(dependencies=[Depends(allow_trainer)])
+    commands = APIRouter(dependencies=[Depends(sessions.allow_command)])
+    trainers = APIRouter(dependencies=[Depends(sessions.allow_trainer)])
     _add_adapter_routes(commands, control, call, check_adapter)
 
     @app.get("/lora/status")

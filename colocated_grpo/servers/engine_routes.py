@@ -29,7 +29,7 @@ from colocated_grpo.servers.request_bodies import (
 )
 from colocated_grpo.servers.responses import ClosingStream
 from colocated_grpo.servers.text import Limits
-from colocated_grpo.types import JsonObject
+from colocated_grpo.types import Completion, JsonObject
 from colocated_grpo.web.bodies import read_json
 
 HEARTBEAT_SECONDS = 5.0
@@ -100,9 +100,10 @@ class TrainerSession:
     def _queue(self, number: int, outcome: Outcome) -> None:
         """Queue the message. If the engine has stopped, queue none: the client posts its requests to the next
         engine."""
-        if outcome is not None:
-            kind, content = ("error", outcome) if isinstance(outcome, str) else ("completion", asdict(outcome))
-            self._messages.put_nowait({"id": number, kind: content})
+        if isinstance(outcome, Completion):
+            self._messages.put_nowait({"id": number, "completion": asdict(outcome)})
+        elif isinstance(outcome, str):
+            self._messages.put_nowait({"id": number, "error": outcome})
 
     async def lines(self) -> AsyncIterator[str]:
         """Yield an opening line and one line per message. After HEARTBEAT_SECONDS without a message, yield an empty
@@ -128,18 +129,15 @@ class TrainerSession:
 class Sessions:
     """Open sessions by client. All of them belong to one trainer, which is attached to the server meanwhile."""
 
-    def __init__(self, inbox: Inbox, note: Callable[[str], None]) -> None:
-        """note: logs one line."""
+    def __init__(self, inbox: Inbox, note: Callable[[str], None], attached: Callable[[], object]) -> None:
+        """note: logs one line. attached: called when a trainer attaches."""
         self._inbox = inbox
+        self._attached = attached
         self._note = note
         self._open: dict[str, TrainerSession] = {}
         self._trainer = ""
         """Secret of the attached trainer."""
         self._loop: asyncio.AbstractEventLoop | None = None
-
-    @property
-    def is_attached(self) -> bool:
-        return bool(self._open)
 
     async def allow_command(self, request: Request) -> None:
         """Raise HTTPException for a client that is not the attached trainer, if there is one."""
@@ -160,6 +158,8 @@ class Sessions:
         """
         if self._open and trainer != self._trainer:
             raise HTTPException(CONFLICT, "another trainer is attached to this server")
+        if not self._open:
+            self._attached()
         self._trainer, self._loop = trainer, asyncio.get_running_loop()
         if (former := self._open.pop(client, None)) is not None:
             former.close()
@@ -192,14 +192,10 @@ class Sessions:
 def add_engine_routes(app: FastAPI, control: EngineControl, inbox: Inbox, sessions: Sessions, limits: Limits) -> None:
     @app.get("/engine/stream")
     async def stream(request: Request, client: ClientName) -> ClosingStream:
-        is_first = not sessions.is_attached
         session = sessions.open(client, request.headers.get(TRAINER_HEADER, ""))
-        if is_first:  # whoever paused the engine no longer controls it
-            control.resume()
         return ClosingStream(session.lines(), partial(sessions.close, session), "application/x-ndjson")
 
     routes = APIRouter(prefix="/engine", dependencies=[Depends(sessions.allow_trainer)])
-    _add_request_routes(routes, control, sessions, limits)
 
     @routes.post("/version")
     async def version(request: Request) -> JSONResponse:
@@ -213,10 +209,6 @@ def add_engine_routes(app: FastAPI, control: EngineControl, inbox: Inbox, sessio
         call = inbox.call(lambda engine: engine.top_logprobs(body.token_ids, body.k))
         return JSONResponse(await result_of(call))
 
-    app.include_router(routes)
-
-
-def _add_request_routes(routes: APIRouter, control: EngineControl, sessions: Sessions, limits: Limits) -> None:
     @routes.post("/requests")
     async def requests(request: Request) -> JSONResponse:
         body = await read_json(request, RequestsBody.from_json)
@@ -236,3 +228,5 @@ def _add_request_routes(routes: APIRouter, control: EngineControl, sessions: Ses
         if (session := sessions.get(body.client)) is not None:
             session.close() if body.ids is None else session.requests.cancel(body.ids)
         return JSONResponse(None)
+
+    app.include_router(routes)

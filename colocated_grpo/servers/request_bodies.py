@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import msgspec
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -86,7 +86,7 @@ def first_problem(problems: Sequence[Mapping[str, Any]]) -> str:
     For a union, pydantic reports every variant. The variant that fails deepest is probably the intended one.
     """
     problem = max(problems, key=lambda problem: len(problem["loc"]))
-    where = ".".join(str(part) for part in problem["loc"] if part != "body")
+    where = ".".join(str(part) for part in problem["loc"] if part != "sampling_parameters")
     message = problem["msg"].removeprefix("Value error, ")
     line = f"{where}: {message}" if where else message
     return " ".join(line.split())  # a key of the body may contain newlines
@@ -226,55 +226,50 @@ class StreamOptions(BaseModel):
     """End the stream with a chunk of token counts."""
 
 
+SAMPLED = frozenset(
+    {
+        *("n", "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
+        *("frequency_penalty", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output"),
+        *("skip_special_tokens", "seed"),
+    }
+)
+"""Keys of OpenAI's bodies that are sampling parameters. Null means the default; for max_tokens, the rest of the context
+length."""
+
+
 class OpenAIBody(Body):
-    """Fields of both /v1/completions and /v1/chat/completions. Other keys are checked against `openai_keys`."""
+    """Fields of both /v1/completions and /v1/chat/completions. Other keys are checked by `check_keys`."""
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+    default_max_tokens: ClassVar[int | None] = None
 
     model: str | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    n: Completions | None = 1
-    max_tokens: MaxTokens | None = None
-    temperature: Temperature | None = 1.0
-    top_p: TopP | None = 1.0
-    top_k: TopK | None = 0
-    min_p: MinP | None = 0.0
-    repetition_penalty: RepetitionPenalty | None = 1.0
-    presence_penalty: ZeroOnly | None = 0.0
-    frequency_penalty: ZeroOnly | None = 0.0
     logit_bias: Annotated[JsonObject, AfterValidator(_check_no_bias)] | None = None
-    stop: Stop = []
-    stop_token_ids: StopTokenIds | None = None
-    ignore_eos: bool = False
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
-    seed: int | None = None
+    sampling_parameters: SamplingParameters
 
     @model_validator(mode="before")
     @classmethod
-    def _has_known_keys(cls, values: object) -> object:
-        if isinstance(values, dict):
-            check_keys(values, frozenset(cls.model_fields))
-        return values
+    def _with_sampling_parameters(cls, values: object) -> object:
+        if not isinstance(values, dict):
+            return values
+        check_keys(values, SAMPLED.union(cls.model_fields))
+        given = {name: values[name] for name in SAMPLED if values.get(name) is not None}
+        given["max_tokens"] = values.get("max_tokens", cls.default_max_tokens)
+        return {**values, "sampling_parameters": given}
 
     @property
     def includes_usage(self) -> bool:
         """True when a stream ends with token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
 
-    @property
-    def sampling_parameters(self) -> SamplingParameters:
-        """The body's sampling parameters. Null means the default; for max_tokens, the rest of the context length."""
-        names = set(SamplingParameters.model_fields) & set(OpenAIBody.model_fields)
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return SamplingParameters.model_validate({"max_tokens": None, **given})
-
 
 class CompletionBody(OpenAIBody):
     """POST /v1/completions"""
 
-    max_tokens: MaxTokens | None = 16
+    default_max_tokens = 16
+
     prompt: str | TokenIds | Annotated[list[str], Several] | Annotated[list[TokenIds], Several]
     logprobs: LogprobCount | None = None
     echo: Annotated[bool, Field(strict=True)] = False
@@ -296,7 +291,7 @@ class CompletionBody(OpenAIBody):
     def _is_supported(self) -> Self:
         if self.echo:
             raise ValueError("echo is not supported")
-        if len(self.prompts) * (self.n or 1) > MAX_COMPLETIONS:
+        if len(self.prompts) * self.sampling_parameters.n > MAX_COMPLETIONS:
             raise ValueError(f"at most {MAX_COMPLETIONS} completions a request")
         return self
 
@@ -335,7 +330,8 @@ class ChatBody(OpenAIBody):
         """Number of most likely tokens to return for each position."""
         return self.top_logprobs or 0 if self.logprobs else 0
 
-    @property
-    def sampling_parameters(self) -> SamplingParameters:
-        limit = self.max_completion_tokens or self.max_tokens
-        return super().sampling_parameters.model_copy(update={"max_tokens": limit})
+    @model_validator(mode="after")
+    def _limit_tokens(self) -> Self:
+        if self.max_completion_tokens is not None:
+            self.sampling_parameters.max_tokens = self.max_completion_tokens
+        return self

@@ -11,7 +11,6 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from itertools import accumulate
-from typing import Protocol
 
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -22,18 +21,6 @@ from colocated_grpo.servers.sampler import CompletionPart, TopLogprobs
 from colocated_grpo.servers.text import Decode, InvalidRequest
 from colocated_grpo.types import JsonObject
 from colocated_grpo.web.guards import error_body
-
-
-class Format(Protocol):
-    """The format of one response."""
-
-    def response(self, completions: Sequence[CompletionPart]) -> JsonObject:
-        """Return the body of a response with whole completions."""
-        ...
-
-    def chunks(self, parts: AsyncIterator[CompletionPart]) -> AsyncIterator[JsonObject]:
-        """Yield the chunks of a streamed response."""
-        ...
 
 
 def generate_response(
@@ -201,6 +188,9 @@ class ChatFormat(OpenAIFormat):
     def _entry(self, token: int, value: float) -> JsonObject:
         text = self._detokenize([token])
         return {"token": text, "logprob": value, "bytes": list(text.encode())}
+
+
+Format = TokensFormat | OpenAIFormat
 
 
 def models_response(model: str, max_tokens: int) -> JsonObject:

@@ -29,7 +29,7 @@ from colocated_grpo.servers.engine_routes import LARGE_PATHS, Sessions, add_engi
 from colocated_grpo.servers.exported import export, export_folder, move_to_shared_memory
 from colocated_grpo.servers.options import RESTART, Restart, ServeOptions, model_settings
 from colocated_grpo.servers.rank_links import LoadBalancer
-from colocated_grpo.servers.ranks import EveryRank, MirroredEngine, join_ranks
+from colocated_grpo.servers.ranks import MirroredEngine, join_ranks
 from colocated_grpo.servers.receiver import WeightReceiver
 from colocated_grpo.servers.sampler import Sampler
 from colocated_grpo.servers.text import limits_of
@@ -67,12 +67,12 @@ def serve(options: ServeOptions) -> int:
         "join": receiver.join,
         "update": receiver.update,
     }
-    ranks = EveryRank(engine, _idle_group(world), commands)
+    whole = MirroredEngine(engine, _idle_group(world), commands)
     if world.is_main:
         stop = StopRequest(world.store)
         stop.listen()
-        return _lead(options, model, engine, ranks, stop, facts)
-    ranks.follow()
+        return _lead(options, model, engine, whole, stop, facts)
+    whole.follow()
     return 0
 
 
@@ -128,31 +128,22 @@ def _lead(
     options: ServeOptions,
     model: ModelFiles,
     engine: VLLMEngine,
-    ranks: EveryRank,
+    whole: MirroredEngine,
     stop: StopRequest,
     facts: JsonObject,
 ) -> int:
-    """Serve on rank 0. engine: this rank's engine."""
+    """Serve on rank 0. engine: this rank's engine. whole: the engine of all ranks."""
     note = partial(print, "note:", flush=True)
-    whole, inbox, restart = MirroredEngine(ranks), Inbox(), Restart()
-    control, sessions = EngineControl(whole, inbox, Driver(whole, inbox)), Sessions(inbox, note)
-
+    inbox, restart = Inbox(), Restart()
+    control = EngineControl(whole, inbox, Driver(whole, inbox))
+    sessions = Sessions(inbox, note, attached=control.resume)
     limits = limits_of(model, options.max_model_len, seed=0, max_tokens_setting="--max-model-len")
 
     def add_routes(app: FastAPI) -> None:
-        add_control_routes(app, control, facts, sessions.allow_command)
+        add_control_routes(app, control, facts, sessions)
         add_engine_routes(app, control, inbox, sessions, limits)
-        add_weight_routes(
-            app,
-            control,
-            ranks.call,
-            engine.adapters.status,
-            partial(check_adapter, model.folder),
-            restart,
-            note,
-            allow_command=sessions.allow_command,
-            allow_trainer=sessions.allow_trainer,
-        )
+        check = partial(check_adapter, model.folder)
+        add_weight_routes(app, control, sessions, whole.call, engine.adapters.status, check, restart, note)
 
     try:
         server = _listen(

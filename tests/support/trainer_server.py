@@ -61,7 +61,7 @@ class TrainerServer:
     def listen(self) -> None:
         """Accept connections, on the same port as before."""
         process = self.process
-        self._sessions = Sessions(process.inbox, self.notes.append)
+        self._sessions = Sessions(process.inbox, self.notes.append, process.control.resume)
         facts = {"instance": process.instance, "max_num_seqs": 64, "max_model_len": MAX_TOKENS, "dtype": "float32"}
         app = create_app(
             self._sampler(),
@@ -75,23 +75,13 @@ class TrainerServer:
         [self.port] = self._thread.ports
 
     def _add_routes(self, app: Any, facts: dict[str, Any]) -> None:
-        add_control_routes(app, self.process.control, facts, self._sessions.allow_command)
+        add_control_routes(app, self.process.control, facts, self._sessions)
         add_engine_routes(app, self.process.control, self.process.inbox, self._sessions, LIMITS)
 
     def add_weight_routes(self, app: Any, call: Callable[..., object]) -> None:
         """call: executes a command on the engine's ranks."""
-        sessions = self._sessions
-        add_weight_routes(
-            app,
-            self.process.control,
-            call,
-            dict,
-            lambda folder: None,
-            Restart(),
-            self.notes.append,
-            allow_command=sessions.allow_command,
-            allow_trainer=sessions.allow_trainer,
-        )
+        control, check = self.process.control, lambda folder: None
+        add_weight_routes(app, control, self._sessions, call, dict, check, Restart(), self.notes.append)
 
     def _sampler(self) -> Sampler:
         inbox = self.process.inbox

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colocated_grpo.atropos.api import PostedGroup
-from colocated_grpo.atropos.exchange import Exchange, Registration, ScoredGroup, choose_batch, choose_parts
+from colocated_grpo.atropos.exchange import Exchange, ScoredGroup, choose_batch, choose_parts
+from colocated_grpo.atropos.reader import Registration
 from tests.support.servers import EMBEDDED, ApiProcess
 
 LIMIT = 20_000

@@ -18,11 +18,11 @@ from colocated_grpo.atropos.exchange import (
     Exchange,
     InvalidGroup,
     QueueFull,
-    Registration,
     ScoredGroup,
     UnknownEnvironment,
     choose_batch,
 )
+from colocated_grpo.atropos.reader import Registration
 
 
 def trainer(batch_size: int) -> Registration:

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colocated_grpo.servers.request_bodies import (
+    SAMPLED,
     ChatBody,
     CompletionBody,
     GenerateBody,
@@ -221,7 +222,7 @@ def mutated_bodies(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     valid, model = VALID[path]
     body = {
         **valid,
-        **draw(fields_of(model.model_fields)),
+        **draw(fields_of(SAMPLED.union(model.model_fields))),
         **draw(st.dictionaries(st.text(max_size=4), JSON, max_size=1)),
     }
     name = draw(st.sampled_from(["", *NESTED]))
