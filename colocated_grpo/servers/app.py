@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
+from functools import partial
 from typing import TypeVar
 
 from fastapi import FastAPI, Request
@@ -52,11 +53,13 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 SAMPLING_PATHS = frozenset({GENERATE, TOKENS, COMPLETIONS, CHAT})
 MAX_VALUES, MAX_CONTAINERS, MAX_STRINGS, MAX_DEPTH = 1 << 20, 1 << 16, 1 << 16, 64
 """Bounds of a request body: values (256 prompts of 4,096 tokens), containers, strings and keys, nesting (tools)."""
-CLIENT_CLOSED_REQUEST = 499
 
 
 class ClientDisconnected(Exception):
     """The client closed the connection before the response."""
+
+
+STATUSES = {InvalidBody: 400, InvalidRequest: 400, ServerClosing: 503, ClientDisconnected: 499}
 
 
 def create_app(
@@ -102,25 +105,16 @@ def add_exception_handlers(app: FastAPI) -> None:
     async def malformed(_request: Request, error: RequestValidationError) -> JSONResponse:
         return error_response(400, first_problem(error.errors()))
 
-    @app.exception_handler(InvalidBody)
-    async def invalid_body(_request: Request, error: InvalidBody) -> JSONResponse:
-        return error_response(400, str(error))
-
     @app.exception_handler(HTTPException)
     async def http_error(_request: Request, error: HTTPException) -> JSONResponse:
         return error_response(error.status_code, str(error.detail))
 
-    @app.exception_handler(InvalidRequest)
-    async def invalid_request(_request: Request, error: InvalidRequest) -> JSONResponse:
-        return error_response(400, str(error))
+    for error, status in STATUSES.items():
+        app.add_exception_handler(error, partial(_on_exception, status))
 
-    @app.exception_handler(ServerClosing)
-    async def server_closing(_request: Request, error: ServerClosing) -> JSONResponse:
-        return error_response(503, str(error))
 
-    @app.exception_handler(ClientDisconnected)
-    async def client_disconnected(_request: Request, _error: ClientDisconnected) -> Response:
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
+async def _on_exception(status: int, _request: Request, error: Exception) -> JSONResponse:
+    return error_response(status, str(error))
 
 
 def _add_status_routes(app: FastAPI, model: str, max_tokens: int, state: Callable[[], str]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse
+from pydantic import model_validator
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -51,20 +52,19 @@ def add_control_routes(app: FastAPI, control: EngineControl, facts: JsonObject, 
 
 
 class LoadBody(StrictBody):
-    """The body of /lora/load."""
+    """The body of /lora/load, and of vLLM's /v1/load_lora_adapter, which has other names."""
 
     adapter_path: str
     adapter_name: str | None = None
     """Default: the folder's name."""
-
-
-class NamedLoadBody(StrictBody):
-    """The body of /v1/load_lora_adapter, as in vLLM."""
-
-    lora_name: str
-    lora_path: str
     load_inplace: bool = False
     """Accepted and ignored: an adapter always replaces the previous one."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_our_names(cls, values: object) -> object:
+        ours = {"lora_name": "adapter_name", "lora_path": "adapter_path"}
+        return {ours.get(name, name): value for name, value in values.items()} if isinstance(values, dict) else values
 
 
 class RestartBody(StrictBody):
@@ -133,25 +133,19 @@ def _add_adapter_routes(
     A loaded adapter applies to all later requests, regardless of their `model`. Requests that already run finish first.
     """
 
-    async def load(name: str, path: str) -> JSONResponse:
+    @commands.post("/lora/load")
+    @commands.post("/v1/load_lora_adapter")
+    async def load_adapter(request: Request) -> JSONResponse:
+        body = await read_json(request, LoadBody.from_json)
+        path = body.adapter_path
         for file in (CONFIG_FILE, WEIGHTS_FILE):
             _require_file(path, file, "adapter")
 
         def checked() -> object:
             check_adapter(Path(path))
-            return call("load_adapter", name, path)
+            return call("load_adapter", body.adapter_name or Path(path).resolve().name, path)
 
         return JSONResponse(await result_of(control.change_weights(checked)))
-
-    @commands.post("/lora/load")
-    async def load_adapter(request: Request) -> JSONResponse:
-        body = await read_json(request, LoadBody.from_json)
-        return await load(body.adapter_name or Path(body.adapter_path).resolve().name, body.adapter_path)
-
-    @commands.post("/v1/load_lora_adapter")
-    async def load_named(request: Request) -> JSONResponse:
-        body = await read_json(request, NamedLoadBody.from_json)
-        return await load(body.lora_name, body.lora_path)
 
     @commands.post("/lora/unload")
     async def unload_adapter() -> JSONResponse:

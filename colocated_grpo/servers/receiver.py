@@ -154,8 +154,3 @@ class WeightReceiver:
         if self._group is not None:
             self._group.close()
             self._group = None
-
-    @property
-    def path(self) -> str:
-        """'views' (planned copies) or 'load_weights' (the engine's loader)."""
-        return "views" if self._plan is not None else "load_weights"

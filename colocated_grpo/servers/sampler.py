@@ -180,7 +180,8 @@ class Sampler:
                     yield part
             await all_done
         finally:
-            _cancel(tasks)
+            for task in tasks:  # cancelling `all_done` has no effect once a task has failed
+                task.cancel()
 
     def _requests(self, prompt: list[int], parameters: SamplingParameters, *, stream: bool) -> list[Request]:
         self._limits.check_prompt(prompt)
@@ -265,12 +266,6 @@ class Sampler:
         if parameters.seed is None:
             return derive_seed(self._limits.seed, "http", number, index)
         return derive_seed("http", parameters.seed, index)
-
-
-def _cancel(tasks: Sequence[asyncio.Task[object]]) -> None:
-    """Cancel every task. Cancelling the future of `asyncio.gather` has no effect once a task has failed."""
-    for task in tasks:
-        task.cancel()
 
 
 def _at_temperature(completion: Completion, temperature: float, entries: TopLogprobs) -> TopLogprobs:

@@ -45,11 +45,12 @@ async def off_the_loop(work: Callable[[], T]) -> T:
 
 
 class BodyRejected(Exception):
-    """An invalid request body, with the status and message of the error response."""
+    """An invalid request body, with the status, message and headers of the error response."""
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, status: int, message: str, **headers: str) -> None:
         super().__init__(message)
         self.status = status
+        self.headers = headers
 
 
 class BodyLimit:
@@ -93,10 +94,13 @@ class BodyLimit:
                     body = await self._read(Headers(scope=scope), receive, reservation, most)
             except TimeoutError:
                 limit = f"{BODY_SECONDS:g} s, or sooner while others wait"
-                await self._reject(408, f"the request body did not arrive within {limit}")(scope, receive, send)
+                message = f"the request body did not arrive within {limit}"
+                await self._error_response(408, message)(scope, receive, send)
                 return
             except BodyRejected as error:
-                await self._reject(error.status, str(error))(scope, receive, send)
+                response = self._error_response(error.status, str(error))
+                response.headers.update(error.headers)
+                await response(scope, receive, send)
                 return
             headers = MutableHeaders(scope=scope)
             del headers["content-encoding"]
@@ -107,16 +111,10 @@ class BodyLimit:
         finally:
             reservation.release()
 
-    def _reject(self, status: int, message: str) -> Response:
-        """Return an error that closes the connection: what follows on it may be the rest of the body."""
-        response = self._error_response(status, message)
-        response.headers["Connection"] = "close"
-        return response
-
     async def _read(self, headers: Headers, receive: Receive, reservation: Reservation, most: int) -> bytes:
         if "content-length" in headers and "transfer-encoding" in headers:
             # Two servers in a row could disagree about where the next request begins.
-            raise BodyRejected(400, "Content-Length and Transfer-Encoding exclude each other")
+            raise BodyRejected(400, "Content-Length and Transfer-Encoding exclude each other", Connection="close")
         if int(headers.get("content-length", "0")) > most:
             raise _too_large(most)
         if len(self._arriving) >= MAX_ARRIVING:
