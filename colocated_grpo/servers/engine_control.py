@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 from colocated_grpo.rollout.engine import RolloutEngine
@@ -59,10 +60,10 @@ class EngineControl:
 
     def pause(self) -> Future[None]:
         """Stop after the current decode step. Running requests keep their tokens and KV cache."""
-        return self.submit(lambda: self._set_paused(True))
+        return self.submit(partial(setattr, self, "is_paused", True))
 
     def resume(self) -> Future[None]:
-        return self.submit(lambda: self._set_paused(False))
+        return self.submit(partial(setattr, self, "is_paused", False))
 
     def set_version(self, policy_version: int) -> Future[None]:
         """Finish running requests, drop cached prefixes and stamp later completions with `policy_version`.
@@ -142,9 +143,6 @@ class EngineControl:
             except BaseException as error:
                 future.set_exception(error)
                 raise
-
-    def _set_paused(self, paused: bool) -> None:
-        self.is_paused = paused
 
     def _finish_requests(self) -> None:
         if self.is_paused and self._driver.running:

@@ -43,7 +43,7 @@ def join_ranks(size: int) -> dist.Store:
 
 def _start(rank: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-m", "colocated_grpo.servers.rank", *sys.argv[1:]],
+        [sys.executable, "-m", "colocated_grpo.servers", *sys.argv[1:]],
         env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         preexec_fn=signal_at_parents_death(signal.SIGKILL),
     )
