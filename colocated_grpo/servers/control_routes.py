@@ -34,7 +34,6 @@ def add_control_routes(app: FastAPI, control: EngineControl, facts: JsonObject, 
     async def info() -> JSONResponse:
         state = {
             "policy_version": control.policy_version,
-            "has_whole_weights": control.has_whole_weights,
             "has_received_weights": control.has_received_weights,
             "is_paused": control.is_paused,
         }

@@ -219,20 +219,7 @@ class TokensBody(Body):
     stream: bool | None = False
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
-    include_usage: bool = False
-    """End the stream with a chunk of token counts."""
-
-
-SAMPLED = frozenset(
-    {
-        *("n", "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
-        *("frequency_penalty", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output"),
-        *("skip_special_tokens", "seed"),
-    }
-)
+SAMPLED = frozenset(SamplingParameters.model_fields.keys() - {"logprobs", "prompt_logprobs", "detokenize"})
 """Keys of OpenAI's bodies that are sampling parameters. Null means the default; for max_tokens, the rest of the context
 length."""
 
@@ -245,7 +232,7 @@ class OpenAIBody(Body):
 
     model: str | None = None
     stream: bool | None = False
-    stream_options: StreamOptions | None = None
+    stream_options: JsonObject | None = None
     logit_bias: Annotated[JsonObject, AfterValidator(_check_no_bias)] | None = None
     sampling_parameters: SamplingParameters
 
@@ -262,7 +249,7 @@ class OpenAIBody(Body):
     @property
     def includes_usage(self) -> bool:
         """True when a stream ends with token counts."""
-        return self.stream_options is not None and self.stream_options.include_usage
+        return bool((self.stream_options or {}).get("include_usage"))
 
 
 class CompletionBody(OpenAIBody):
