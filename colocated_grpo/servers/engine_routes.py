@@ -156,8 +156,9 @@ class Sessions:
 
         Raises HTTPException if another trainer is attached.
         """
-        if self._open and trainer != self._trainer:
-            raise HTTPException(CONFLICT, "another trainer is attached to this server")
+        if not trainer or (self._open and trainer != self._trainer):
+            reason = "another trainer is attached to this server" if trainer else f"{TRAINER_HEADER}: missing"
+            raise HTTPException(CONFLICT, reason)
         if not self._open:
             self._attached()
         self._trainer, self._loop = trainer, asyncio.get_running_loop()

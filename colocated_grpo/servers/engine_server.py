@@ -21,8 +21,8 @@ CALL_SECONDS = 30.0
 SILENT_SECONDS = 30.0
 """A stream without a message for this long is closed. The server sends an empty line every 5 seconds."""
 RETRY_SECONDS = 0.25
-BUSY_SECONDS = 15.0
-"""Time for another trainer to end."""
+BUSY_SECONDS = 75.0
+"""Time for another trainer to end. A server notices within a minute that a trainer's machine is gone."""
 UNAUTHORIZED, NOT_FOUND, CONFLICT = 401, 404, 409
 """CONFLICT: another trainer is attached, or this one is not, or the requests need another version of the weights."""
 TRAINER_HEADER = "X-Trainer"

@@ -17,8 +17,8 @@ BACKLOG = 2048
 SHUTDOWN_SECONDS = 1
 """Time for open connections to finish when the server closes."""
 IDLE_SECONDS = 60.0
-"""A connection is closed after this time without a complete request head, without a next request, or without a byte
-read of a response that waits."""
+"""A connection is closed after this time without a complete request head, without a next request, without a byte read
+of a response that waits, or without a sign of life from a machine that is gone."""
 
 
 class Connection(H11Protocol):
@@ -35,8 +35,10 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         if len(self.connections) > max_client_connections():
             transport.abort()
-        else:
-            self._check_later(None)
+            return
+        if (number := getattr(socket, "TCP_USER_TIMEOUT", None)) is not None:  # Linux; else 15 minutes
+            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, number, int(IDLE_SECONDS * 1000))
+        self._check_later(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._timer is not None:

@@ -176,6 +176,13 @@ def attachable() -> Iterator[TrainerServer]:
         yield server
 
 
+def test_a_stream_without_a_secret_attaches_no_trainer(attachable):
+    client = JsonClient(attachable.url, timeout=10)
+    with pytest.raises(RequestRejected, match="409 X-Trainer: missing"):
+        client.get("/engine/stream?client=0123456789abcdef")
+    assert status_of(attachable, "/engine/version", {"policy_version": 5}) == 409
+
+
 def test_a_second_trainer_is_refused_until_the_first_has_ended(attachable, monkeypatch):
     first = Trainer(attachable)
     monkeypatch.setattr(engine_server, "BUSY_SECONDS", SHORT)
