@@ -132,11 +132,11 @@ def save_adapter(folder: Path, rank: int) -> Path:
     return folder
 
 
-def changed_adapter(source: Path, folder: Path, factor: float) -> Path:
-    """Save the adapter with one matrix multiplied by `factor`."""
+def filled_adapter(source: Path, folder: Path, value: float) -> Path:
+    """Save the adapter with one matrix full of `value`."""
     shutil.copytree(source, folder)
     tensors = load_file(folder / "adapter_model.safetensors")
-    tensors[next(name for name in tensors if ".lora_A." in name)] *= factor
+    tensors[next(name for name in tensors if ".lora_A." in name)].fill_(value)
     save_file(tensors, folder / "adapter_model.safetensors")
     return folder
 
@@ -177,7 +177,7 @@ def test_adapters_are_exchanged_while_the_server_runs(guarded, tmp_path):
     large, damaged = save_adapter(tmp_path / "large", 64), save_adapter(tmp_path / "damaged", 8)
     write_checksums(damaged)
     invert(damaged / "adapter_model.safetensors")
-    nan, narrow = changed_adapter(first, tmp_path / "nan", factor=math.nan), cut_adapter(first, tmp_path / "narrow")
+    nan, narrow = filled_adapter(first, tmp_path / "nan", math.nan), cut_adapter(first, tmp_path / "narrow")
     for path, body, line in [
         ("/lora/load", {"adapter_path": str(nan)}, "lora_A.weight has numbers that are not finite"),
         ("/lora/load", {"adapter_path": str(narrow)}, "q_proj has the factors [8, "),
@@ -189,7 +189,7 @@ def test_adapters_are_exchanged_while_the_server_runs(guarded, tmp_path):
         assert status == 400
         assert line in response["error"]["message"]
     assert sampled(guarded) == (tokens, logprobs)
-    guarded.done("/lora/load", {"adapter_path": str(changed_adapter(first, tmp_path / "huge", factor=1e30))})
+    guarded.done("/lora/load", {"adapter_path": str(filled_adapter(first, tmp_path / "huge", 3e38))})
     everywhere = {"prompt": {"prompt_token_ids": PROMPT}, "n": 256, "max_tokens": MAX_TOKENS, "ignore_eos": True}
     guarded.call("POST", "/generate", everywhere)  # sequences that use the blocks of the whole cache
     guarded.done("/lora/unload")
