@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 from functools import partial
 from pathlib import Path
@@ -51,7 +52,8 @@ def connect(
             "with run_colocated_grpo.py, which starts them"
         )
     key = None if variable is None else os.environ[variable]
-    servers = [EngineServer(url, key, engine.server_timeout, stop.requested) for url in urls]
+    trainer = world.broadcast_object(secrets.token_hex(16) if world.is_main else None)
+    servers = [EngineServer(url, key, trainer, engine.server_timeout, stop.requested) for url in urls]
     prepare = partial(_prepare, model, max_tokens, engine.bridge, _required_dtype(engine, policy, world.device))
     world.from_main(lambda: [prepare(server, server.wait_until_ready()) for server in servers] and None)
     return servers

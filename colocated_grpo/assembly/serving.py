@@ -12,9 +12,8 @@ from collections.abc import Callable
 
 from transformers import PreTrainedTokenizerBase
 
-from colocated_grpo.atropos.exchange import Registration
 from colocated_grpo.atropos.origins import Origins
-from colocated_grpo.atropos.reader import GroupReader
+from colocated_grpo.atropos.reader import GroupReader, Registration
 from colocated_grpo.atropos.source import AtroposClient, AtroposSource
 from colocated_grpo.atropos.supply import AtroposSupply, MainSupply, WorkerSupply
 from colocated_grpo.environments.base import EnvironmentSetupError

@@ -27,11 +27,10 @@ from colocated_grpo.atropos.exchange import (
     Exchange,
     InvalidGroup,
     QueueFull,
-    Registration,
     ScoredGroup,
     UnknownEnvironment,
 )
-from colocated_grpo.atropos.reader import Overrides
+from colocated_grpo.atropos.reader import Overrides, Registration
 from colocated_grpo.runtime.program import raise_descriptor_limit
 from colocated_grpo.settings.atropos import is_loopback
 from colocated_grpo.types import JsonObject
@@ -44,14 +43,15 @@ MAX_BODY_BYTES = 64 << 20
 """64 sequences of 32,768 tokens with masks and log-probabilities, at 32 bytes of text per token."""
 MAX_QUEUED = 1 << 20
 """Maximum sequences in the queue. Further posts are rejected with status 503."""
-MAX_QUEUED_BYTES = 16 << 30
-"""Maximum bytes of the queue: the JSON text of its groups. Further posts are rejected with status 503."""
+MAX_QUEUED_BYTES = 4 << 30
+"""Maximum bytes of the queue: the decompressed JSON text of its groups. Further posts are rejected with status 503."""
 GROUP_PATHS = frozenset({"/scored_data", "/scored_data_list"})
 GROUPS = BodyShape(values=MAX_BODY_BYTES, containers=1 << 20, strings=1 << 18, depth=40)
 """Bounds of a request body. Numbers are not limited here, because they are parsed one sequence at a time."""
 MAX_SEQUENCES = 1 << 14
 MAX_ROW_NUMBERS = 1 << 20
-"""Maximum numbers in one sequence or in the scores. Bounds the memory for parsing one row."""
+"""Maximum numbers in one sequence until the trainer has registered its own maximum. Bounds the memory for parsing one
+row."""
 GZIP_MIN_BYTES = 1000
 GZIP_LEVEL = 1
 """Higher levels take several times as long."""
@@ -91,15 +91,16 @@ SCORES = msgspec.json.Decoder(Annotated[list[float | bool], Meta(max_length=MAX_
 EMPTY_GROUP = {name: [] for name in [*ROWS, "scores", "generation_params", "messages", "images"]}
 
 
-def read_group(posted: PostedGroup) -> ScoredGroup:
+def read_group(posted: PostedGroup, longest: int) -> ScoredGroup:
     """Check that the trainer can parse a group. The lengths of its lists are not compared.
 
-    Raises InvalidGroup.
+    longest: maximum numbers of a sequence. Raises InvalidGroup.
     """
     for name, decoder in ROWS.items():
         for index, row in enumerate(getattr(posted, name) or []):
-            _parsed(f"{name}: sequence {index}", row, decoder)
-    scores = [float(score) for score in _parsed("scores", posted.scores, SCORES)]  # atroposlib takes booleans too
+            _parsed(f"{name}: sequence {index}", row, decoder, longest)
+    # atroposlib takes booleans too
+    scores = [float(score) for score in _parsed("scores", posted.scores, SCORES, MAX_SEQUENCES)]
     has_images = bytes(posted.images).strip(b"[]{}nul, \t\r\n") != b""
     kept = msgspec.structs.replace(
         posted, scores=Raw(msgspec.json.encode(scores)), images=Raw(b"true") if has_images else ABSENT
@@ -107,10 +108,10 @@ def read_group(posted: PostedGroup) -> ScoredGroup:
     return ScoredGroup(len(posted.tokens), posted.env_id, (msgspec.json.encode(kept)[:-1] + NOT_KEPT,))
 
 
-def _parsed(name: str, row: Raw, decoder: msgspec.json.Decoder[T]) -> T:
+def _parsed(name: str, row: Raw, decoder: msgspec.json.Decoder[T], longest: int) -> T:
     text = bytes(row)
-    if text.count(b",") >= MAX_ROW_NUMBERS:
-        raise InvalidGroup(f"{name}: more than {MAX_ROW_NUMBERS} numbers")
+    if text.count(b",") >= longest:
+        raise InvalidGroup(f"{name}: more than {longest} numbers")
     try:
         return decoder.decode(text)
     except msgspec.MsgspecError as error:
@@ -228,6 +229,9 @@ def _add_environment_routes(app: FastAPI, exchange: Exchange) -> None:
     env_registration, env_identifier = msgspec.json.Decoder(EnvRegistration), msgspec.json.Decoder(EnvIdentifier)
     one, several = msgspec.json.Decoder(PostedGroup), msgspec.json.Decoder(list[PostedGroup])
 
+    def read(posted: PostedGroup) -> ScoredGroup:
+        return read_group(posted, MAX_ROW_NUMBERS if exchange.trainer is None else exchange.trainer.max_token_len)
+
     @app.post("/register-env")
     async def register_env(request: Request) -> JsonObject:
         return exchange.register_env(await read_json(request, env_registration.decode))
@@ -242,12 +246,12 @@ def _add_environment_routes(app: FastAPI, exchange: Exchange) -> None:
 
     @app.post("/scored_data")
     async def scored_data(request: Request) -> JsonObject:
-        group = await read_json(request, lambda body: read_group(one.decode(body)))
+        group = await read_json(request, lambda body: read(one.decode(body)))
         return exchange.post([group])[0]
 
     @app.post("/scored_data_list")
     async def scored_data_list(request: Request) -> JsonObject:
-        groups = await read_json(request, lambda body: [read_group(posted) for posted in several.decode(body)])
+        groups = await read_json(request, lambda body: [read(posted) for posted in several.decode(body)])
         responses = exchange.post(groups)
         buffered = [response["buffer_size"] for response in responses if response["status"] == "buffered"]
         counts = {"buffered": len(buffered), "last_buffer_size": buffered[-1]} if buffered else {}

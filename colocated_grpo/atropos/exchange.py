@@ -20,40 +20,24 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from colocated_grpo.atropos.reader import Count, Name, Registration
 from colocated_grpo.types import JsonObject
 
 MIN_WEIGHT = 0.01
 DEFAULT_NAME = "env"
-MAX_ENVIRONMENTS = 1 << 14
+MAX_ENVIRONMENTS = 1 << 10
+"""One more registration replaces the environment that has been silent for longest, which then has to register again."""
 MAX_PARTS = 256
 """Maximum number of an environment's parts that wait for a complete group. Then the oldest parts are dropped."""
 PATIENCE = 120
 """Unsuccessful batch requests since an environment's last group that end its reservation: two requests a second."""
-
-Count = Annotated[int, Meta(ge=1, lt=2**31)]
-"""Bounded, because an overflow or division by zero in the shared state would fail all clients."""
-
-
-class Registration(Struct, kw_only=True):
-    """POST /register: the trainer. The server passes these values to every environment."""
-
-    wandb_group: str
-    wandb_project: str
-    batch_size: Count
-    """Sequences of one batch."""
-    max_token_len: Count
-    """Environments drop groups with a sequence of this length or longer."""
-    checkpoint_dir: str
-    save_checkpoint_interval: int
-    starting_step: int = 0
-    num_steps: int
 
 
 class EnvRegistration(Struct):
     """POST /register-env: an environment."""
 
     max_token_length: Count
-    desired_name: str | None
+    desired_name: Name | None
     """None if the environment was started without --env.wandb_name."""
     weight: Annotated[float, Meta(ge=0, le=1e6)]
     group_size: Count
@@ -117,7 +101,9 @@ class Exchange:
         self.trainer: Registration | None = None
         self._started = False  # set by the trainer's first request for a batch
         self._step = 0
-        self._envs: list[RegisteredEnvironment] = []
+        self._envs: dict[int, RegisteredEnvironment] = {}
+        """By id, the most recently active last."""
+        self._num_registered = 0
         self._queue: list[ScoredGroup] = []
         self._waiting: Counter[str] = Counter()
         """Sequences and bytes of the queue and the parts."""
@@ -138,12 +124,15 @@ class Exchange:
             return {"status": "wait for trainer to start"}
         self._check_size(settings.group_size)
         if len(self._envs) >= MAX_ENVIRONMENTS:
-            raise QueueFull(f"{MAX_ENVIRONMENTS} environments have registered; restart the server")
-        namesakes = sum(env.settings.desired_name == settings.desired_name for env in self._envs)
-        self._envs.append(RegisteredEnvironment(len(self._envs), settings))
+            silent = self._envs.pop(next(iter(self._envs)))
+            self._waiting.subtract(_volume(silent.parts))
+        namesakes = sum(env.settings.desired_name == settings.desired_name for env in self._envs.values())
+        env = RegisteredEnvironment(self._num_registered, settings)
+        self._envs[env.env_id] = env
+        self._num_registered += 1
         return {
             "status": "success",
-            "env_id": len(self._envs) - 1,
+            "env_id": env.env_id,
             "wandb_name": f"{settings.desired_name or DEFAULT_NAME}_{namesakes}",
             "checkpoint_dir": self.trainer.checkpoint_dir,
             "starting_step": self._step,
@@ -158,7 +147,11 @@ class Exchange:
         return {"status": "success"}
 
     def _env(self, env_id: int | None) -> RegisteredEnvironment | None:
-        return self._envs[env_id] if env_id is not None and 0 <= env_id < len(self._envs) else None
+        """Return the environment that sends a request, and mark it as active; None if the id is not known."""
+        env = None if env_id is None else self._envs.pop(env_id, None)
+        if env is not None:
+            self._envs[env.env_id] = env
+        return env
 
     def status(self) -> dict[str, int]:
         return {"current_step": self._step, "queue_size": sum(len(group.texts) for group in self._queue)}
@@ -177,7 +170,7 @@ class Exchange:
                 sizes = f"environment {env.env_id} has registered a group size of {env.settings.group_size}"
                 raise InvalidGroup(f"a group of {group.size} sequences can never be served: {sizes}")
         if self._excess(groups):  # drop incomplete groups, which may never be completed
-            for env in self._envs:
+            for env in self._envs.values():
                 env.parts.clear()
             self._waiting = _volume(self._queue)
         if excess := self._excess(groups):
@@ -237,7 +230,7 @@ class Exchange:
         first = self._queue if reserved else self._queue[: 16 * size]
         chosen = choose_batch([group.size for group in first], [group.env_id for group in first], size, reserved)
         if not chosen:
-            for env in self._envs:
+            for env in self._envs.values():
                 env.vain_requests += 1
             return None
         self._step += 1
@@ -248,7 +241,7 @@ class Exchange:
 
     def _reserved(self, batch_size: int) -> dict[int, int]:
         """Return the sequences of a batch reserved for each environment, scaled down if they exceed the batch."""
-        counts = {env.env_id: int(batch_size * env.allocation) for env in self._envs}
+        counts = {env.env_id: int(batch_size * env.allocation) for env in self._envs.values()}
         excess = max(1.0, sum(counts.values()) / batch_size)
         return {env_id: max(1, int(count / excess)) for env_id, count in counts.items() if count}
 
@@ -267,11 +260,11 @@ class Exchange:
             max(0, -(-count // largest) * largest - (reserved.get(other, 0) if other is not None else 0))
             for other, count in counts.items()
         )
-        total = sum(each.token_weight for each in self._envs)
+        total = sum(each.token_weight for each in self._envs.values())
         return {
             "current_step": self._step,
             "queue_size": (own + (others if largest > 1 else 0)) // env.settings.group_size,
-            "unallocated_fraction": 1.0 - min(sum(each.allocation for each in self._envs), 1.0),
+            "unallocated_fraction": 1.0 - min(sum(each.allocation for each in self._envs.values()), 1.0),
             "self_queue_size": own // env.settings.group_size,
             "max_group_size": largest,
             "env_weight": max(MIN_WEIGHT, env.token_weight / total if total else 0.0),

@@ -42,6 +42,27 @@ MISSING_LOGPROBS = "missing_logprobs"
 Token = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 
 
+Count = Annotated[int, Meta(ge=1, lt=2**31)]
+"""Bounded, because an overflow or division by zero in the shared state would fail all clients."""
+Whole = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
+Name = Annotated[str, Meta(max_length=4096)]
+
+
+class Registration(Struct, kw_only=True):
+    """POST /register: the trainer. The server passes these values to every environment."""
+
+    wandb_group: Name
+    wandb_project: Name
+    batch_size: Count
+    """Sequences of one batch."""
+    max_token_len: Count
+    """Environments drop groups with a sequence of this length or longer."""
+    checkpoint_dir: Name
+    save_checkpoint_interval: Whole
+    starting_step: Whole = 0
+    num_steps: Whole
+
+
 class Overrides(Struct, omit_defaults=True):
     """The entries of `overrides`, `generation_params` and `group_overrides` that this reader uses."""
 

@@ -15,8 +15,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from colocated_grpo.atropos.exchange import Registration
-from colocated_grpo.atropos.reader import MISSING_LOGPROBS, GroupReader, ReadBatch
+from colocated_grpo.atropos.reader import MISSING_LOGPROBS, GroupReader, ReadBatch, Registration
 from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.errors import NothingUsable
 from colocated_grpo.settings.schema import Config

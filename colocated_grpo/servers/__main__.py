@@ -1,6 +1,7 @@
-"""Entry point: `python -m colocated_grpo.servers MODEL`. Checks the arguments, then runs the engine processes.
+"""Entry point: `python -m colocated_grpo.servers MODEL`. Checks the arguments, then runs the engine process.
 
-The engine processes are restarted after a crash, and when a trainer requests another model.
+The engine process has the same command, and STATE_VARIABLE in its environment. It is started again after a crash, and
+when a trainer requests another model.
 """
 
 from __future__ import annotations
@@ -14,9 +15,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from colocated_grpo.runtime.processes import StopAction, run_command, scratch_folder
-from colocated_grpo.runtime.program import prepare_streams, python_path, stop_signals
-from colocated_grpo.runtime.verdict import USAGE_ERROR
-from colocated_grpo.servers.options import RESTART, STATE_VARIABLE, ServeOptions, parse
+from colocated_grpo.runtime.program import frozen_imports, prepare_libraries, prepare_streams, python_path, stop_signals
+from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, run_program
+from colocated_grpo.servers.options import (
+    RESTART,
+    STATE_VARIABLE,
+    ServeOptions,
+    fall_back,
+    parse,
+    resumed,
+    within_model,
+)
 from colocated_grpo.settings.atropos import is_loopback
 
 MAX_CRASHES = 3
@@ -41,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         warning = f"--host={options.host}: every machine that reaches port {options.port} can control the engine"
         print(f"warning: {warning}; set --api-key-variable", file=sys.stderr)
     with scratch_folder() as folder:
-        return _run([sys.executable, "-m", "colocated_grpo.servers.rank", *arguments], folder / "state.json")
+        return _run([sys.executable, "-m", "colocated_grpo.servers", *arguments], folder / "state.json")
 
 
 def _run(command: Sequence[str], state: Path) -> int:
@@ -59,6 +68,8 @@ def _run(command: Sequence[str], state: Path) -> int:
         crashes = 1 if time.monotonic() - started > STEADY_SECONDS else crashes + 1
         if code == 0 or not state.exists() or crashes > MAX_CRASHES:
             return code
+        if (model := fall_back(state)) is not None:
+            print(f"note: {model} could not be served; the model before it is loaded again")
         print(f"note: the engine ended with exit code {code}; it is started again ({crashes} of {MAX_CRASHES})")
         sys.stdout.flush()
 
@@ -84,5 +95,27 @@ def _problem(options: ServeOptions) -> str | None:
     return None
 
 
+def serve_engine() -> int:
+    """Serve from this process until SIGTERM, SIGINT or a restart. Returns the exit code."""
+    prepare_streams()
+    options = resumed(parse(None))
+    prepare_libraries(options.log_level)
+    from colocated_grpo.errors import RunError
+    from colocated_grpo.settings.errors import ConfigError
+
+    try:
+        options = within_model(options)
+        with frozen_imports():
+            from colocated_grpo.servers.server import serve
+
+        return serve(options)
+    except (ConfigError, RunError) as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return USAGE_ERROR if isinstance(error, ConfigError) else RUN_ERROR
+
+
 if __name__ == "__main__":
+    if STATE_VARIABLE in os.environ:
+        run_program(serve_engine)
     sys.exit(main())

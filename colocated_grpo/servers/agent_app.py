@@ -116,8 +116,8 @@ def create_agent_app(
         return _as_events(response, body) if body.stream else JSONResponse(response)
 
     shape = shape_of_bodies(max_tokens)
-    limited = EpisodeGate(BodyLimit(app, MAX_BODY_BYTES, error_response, shape, {CHAT}), episodes)
-    return OwnRequests(ConcurrencyLimit(limited, MAX_REQUESTS, ()), None, error_response)
+    limited = BodyLimit(ConcurrencyLimit(app, MAX_REQUESTS, ()), MAX_BODY_BYTES, error_response, shape, {CHAT})
+    return OwnRequests(EpisodeGate(limited, episodes), None, error_response)
 
 
 async def _sampled(episode: OpenEpisode, prompt: list[int], body: ChatBody) -> list[Completion]:
@@ -136,8 +136,9 @@ def _response(
     episode: OpenEpisode,
 ) -> JsonObject:
     """Return the response body, with parsed tool calls if the request describes tools."""
-    ends = () if body.include_stop_str_in_output else (*stop, *body.stop)
-    texts = [codec.decode(one.token_ids, skip_special_tokens=body.skip_special_tokens) for one in completions]
+    parameters = body.sampling_parameters
+    ends = () if parameters.include_stop_str_in_output else (*stop, *parameters.stop)
+    texts = [codec.decode(one.token_ids, skip_special_tokens=parameters.skip_special_tokens) for one in completions]
     served = [
         CompletionPart.whole(index, one, before_stop(text, ends))
         for index, (one, text) in enumerate(zip(completions, texts, strict=True))

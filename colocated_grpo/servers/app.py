@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
+from functools import partial
 from typing import TypeVar
 
 from fastapi import FastAPI, Request
@@ -12,6 +13,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
+from colocated_grpo.servers.engine_control import NO_WEIGHTS, SERVING
 from colocated_grpo.servers.rank_links import ServerClosing
 from colocated_grpo.servers.request_bodies import (
     ChatBody,
@@ -25,9 +27,9 @@ from colocated_grpo.servers.request_bodies import (
 )
 from colocated_grpo.servers.responses import (
     ChatFormat,
+    ClosingStream,
     CompletionFormat,
     Format,
-    StreamingBody,
     TokensFormat,
     as_json_lines,
     as_server_sent_events,
@@ -51,11 +53,13 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 SAMPLING_PATHS = frozenset({GENERATE, TOKENS, COMPLETIONS, CHAT})
 MAX_VALUES, MAX_CONTAINERS, MAX_STRINGS, MAX_DEPTH = 1 << 20, 1 << 16, 1 << 16, 64
 """Bounds of a request body: values (256 prompts of 4,096 tokens), containers, strings and keys, nesting (tools)."""
-CLIENT_CLOSED_REQUEST = 499
 
 
 class ClientDisconnected(Exception):
     """The client closed the connection before the response."""
+
+
+STATUSES = {InvalidBody: 400, InvalidRequest: 400, ServerClosing: 503, ClientDisconnected: 499}
 
 
 def create_app(
@@ -67,26 +71,28 @@ def create_app(
     api_key: str | None,
     max_body_bytes: int,
     max_requests: int,
+    state: Callable[[], str] = lambda: SERVING,
     add_routes: Callable[[FastAPI], None] = lambda app: None,
     large_paths: Collection[str] = (),
 ) -> ASGIApp:
     """Return the application behind its guards. model, max_tokens: name and context length shown to clients.
 
-    hosts: not checked if there is an API key. add_routes: adds further routes. Bodies on large_paths may have up to
-    max_body_bytes.
+    hosts: not checked if there is an API key. state: `EngineControl.state`. add_routes: adds further routes. Bodies on
+    large_paths may have up to max_body_bytes.
     """
     app = FastAPI(title="colocated_grpo engine", docs_url=None, redoc_url=None, openapi_url=None)
     add_exception_handlers(app)
-    _add_status_routes(app, model, max_tokens)
+    _add_status_routes(app, model, max_tokens, state)
     _add_token_routes(app, sampler, model)
     _add_openai_routes(app, sampler, model)
     add_routes(app)
     shape = shape_of_bodies(max_tokens)
-    limited = BodyLimit(app, max_body_bytes, error_response, shape, SAMPLING_PATHS.union(large_paths))
-    bounded = ConcurrencyLimit(limited, max_requests, PUBLIC_PATHS)
+    # A request counts once its body has arrived: unfinished bodies must not keep others out.
+    bounded = ConcurrencyLimit(app, max_requests, PUBLIC_PATHS)
+    limited = BodyLimit(bounded, max_body_bytes, error_response, shape, SAMPLING_PATHS.union(large_paths))
     if api_key is None:
-        return OwnRequests(bounded, hosts, error_response)
-    return OwnRequests(RequireApiKey(bounded, api_key, PUBLIC_PATHS), None, error_response)
+        return OwnRequests(limited, hosts, error_response)
+    return OwnRequests(RequireApiKey(limited, api_key, PUBLIC_PATHS), None, error_response)
 
 
 def shape_of_bodies(max_tokens: int) -> BodyShape:
@@ -99,33 +105,26 @@ def add_exception_handlers(app: FastAPI) -> None:
     async def malformed(_request: Request, error: RequestValidationError) -> JSONResponse:
         return error_response(400, first_problem(error.errors()))
 
-    @app.exception_handler(InvalidBody)
-    async def invalid_body(_request: Request, error: InvalidBody) -> JSONResponse:
-        return error_response(400, str(error))
-
     @app.exception_handler(HTTPException)
     async def http_error(_request: Request, error: HTTPException) -> JSONResponse:
         return error_response(error.status_code, str(error.detail))
 
-    @app.exception_handler(InvalidRequest)
-    async def invalid_request(_request: Request, error: InvalidRequest) -> JSONResponse:
-        return error_response(400, str(error))
-
-    @app.exception_handler(ServerClosing)
-    async def server_closing(_request: Request, error: ServerClosing) -> JSONResponse:
-        return error_response(503, str(error))
-
-    @app.exception_handler(ClientDisconnected)
-    async def client_disconnected(_request: Request, _error: ClientDisconnected) -> Response:
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    for error, status in STATUSES.items():
+        app.add_exception_handler(error, partial(_on_exception, status))
 
 
-def _add_status_routes(app: FastAPI, model: str, max_tokens: int) -> None:
+async def _on_exception(status: int, _request: Request, error: Exception) -> JSONResponse:
+    return error_response(status, str(error))
+
+
+def _add_status_routes(app: FastAPI, model: str, max_tokens: int, state: Callable[[], str]) -> None:
     @app.get("/health")
     @app.get("/health_generate")
-    async def health() -> Response:
-        # 200 even while the engines sleep: clients drop their requests to an unhealthy server.
-        return Response()
+    async def health() -> JSONResponse:
+        # 200 even while the engines sleep: clients drop their requests to an unhealthy server. Without whole weights,
+        # no request is answered until a trainer has sent them.
+        now = state()
+        return JSONResponse({"status": now}, 503 if now == NO_WEIGHTS else 200)
 
     @app.get("/v1/models")
     async def models() -> JSONResponse:
@@ -140,8 +139,7 @@ def _add_token_routes(app: FastAPI, sampler: Sampler, model: str) -> None:
         if body.stream:
             parts = sampler.stream([prompt_ids], body)
             started = await _start(request, parts)
-            chunks = generate_chunks(sampler.codec.decode(prompt_ids), body.n, started)
-            return StreamingBody(as_json_lines(chunks), parts, JSON_LINES)
+            return ClosingStream(as_json_lines(generate_chunks(started)), parts.aclose, JSON_LINES)
         return await cancel_on_disconnect(request, _generate(sampler, prompt_ids, body))
 
     @app.post(TOKENS)
@@ -216,7 +214,7 @@ async def _respond(
     if stream:
         parts = sampler.stream(prompts, parameters, num_top_logprobs)
         started = await _start(request, parts)
-        return StreamingBody(as_server_sent_events(form.chunks(started)), parts, EVENT_STREAM)
+        return ClosingStream(as_server_sent_events(form.chunks(started)), parts.aclose, EVENT_STREAM)
     sampled = await cancel_on_disconnect(request, sampler.sample(prompts, parameters, num_top_logprobs))
     return JSONResponse(form.response(sampled))
 

@@ -6,12 +6,17 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse
+from pydantic import model_validator
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
 
+from colocated_grpo.policy.checkpoint_files import CheckpointReader
 from colocated_grpo.servers.engine_control import EngineControl
+from colocated_grpo.servers.engine_routes import Sessions
 from colocated_grpo.servers.options import Restart
 from colocated_grpo.servers.rank_links import result_of
 from colocated_grpo.servers.receiver import Offer
@@ -21,92 +26,44 @@ from colocated_grpo.settings.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from colocated_grpo.types import JsonObject
 from colocated_grpo.web.bodies import read_json
 
-T = TypeVar("T")
 
+def add_control_routes(app: FastAPI, control: EngineControl, facts: JsonObject, sessions: Sessions) -> None:
+    """facts: further entries of /bridge/info."""
 
-def add_control_routes(app: FastAPI, control: EngineControl, facts: JsonObject, parameters: JsonObject) -> None:
-    """facts: further entries of /bridge/info. parameters: shape and type of each engine parameter, by vLLM's names."""
-    _add_queries(app, control, facts, parameters)
-    _add_commands(app, control)
-
-
-def _add_queries(app: FastAPI, control: EngineControl, facts: JsonObject, parameters: JsonObject) -> None:
     @app.get("/bridge/info")
     async def info() -> JSONResponse:
         state = {
             "policy_version": control.policy_version,
-            "has_whole_weights": control.has_whole_weights,
             "has_received_weights": control.has_received_weights,
             "is_paused": control.is_paused,
-            "is_sleeping": control.is_sleeping,
         }
         return JSONResponse(facts | state)
 
-    @app.get("/bridge/state_dict_info")
-    async def state_dict_info() -> JSONResponse:
-        return JSONResponse(parameters)
-
-    @app.get("/bridge/is_paused")
-    async def is_paused() -> JSONResponse:
+    @app.post("/bridge/pause", dependencies=[Depends(sessions.allow_command)])
+    async def pause() -> JSONResponse:
+        await result_of(control.pause())
         return JSONResponse({"is_paused": control.is_paused})
 
-    @app.get("/bridge/is_sleeping")
-    async def is_sleeping() -> JSONResponse:
-        return JSONResponse({"is_sleeping": control.is_sleeping})
-
-
-def _add_commands(app: FastAPI, control: EngineControl) -> None:
-    @app.post("/bridge/pause")
-    async def pause() -> JSONResponse:
-        return await _state_after(control.pause())
-
-    @app.post("/bridge/resume")
+    @app.post("/bridge/resume", dependencies=[Depends(sessions.allow_command)])
     async def resume() -> JSONResponse:
-        return await _state_after(control.resume())
-
-    @app.post("/bridge/sleep")
-    async def sleep() -> JSONResponse:
-        return await _state_after(control.sleep())
-
-    @app.post("/bridge/wake_up")
-    async def wake_up() -> JSONResponse:
-        return await _state_after(control.wake_up())
-
-    async def _state_after(command: Future[None]) -> JSONResponse:
-        await result_or_400(command)
-        return JSONResponse({"is_paused": control.is_paused, "is_sleeping": control.is_sleeping})
-
-
-async def result_or_400(future: Future[T]) -> T:
-    """Await a command; its ValueError becomes a response with status 400."""
-    try:
-        return await result_of(future)
-    except ValueError as error:
-        raise InvalidRequest(str(error)) from None
+        await result_of(control.resume())
+        return JSONResponse({"is_paused": control.is_paused})
 
 
 class LoadBody(StrictBody):
-    """The body of /lora/load."""
+    """The body of /lora/load, and of vLLM's /v1/load_lora_adapter, which has other names."""
 
     adapter_path: str
     adapter_name: str | None = None
     """Default: the folder's name."""
-
-
-class NamedLoadBody(StrictBody):
-    """The body of /v1/load_lora_adapter, as in vLLM."""
-
-    lora_name: str
-    lora_path: str
     load_inplace: bool = False
     """Accepted and ignored: an adapter always replaces the previous one."""
 
-
-class NamedUnloadBody(StrictBody):
-    """The body of /v1/unload_lora_adapter, as in vLLM."""
-
-    lora_name: str
-    lora_int_id: int | None = None
+    @model_validator(mode="before")
+    @classmethod
+    def _with_our_names(cls, values: object) -> object:
+        ours = {"lora_name": "adapter_name", "lora_path": "adapter_path"}
+        return {ours.get(name, name): value for name, value in values.items()} if isinstance(values, dict) else values
 
 
 class RestartBody(StrictBody):
@@ -119,15 +76,24 @@ class RestartBody(StrictBody):
 def add_weight_routes(
     app: FastAPI,
     control: EngineControl,
+    sessions: Sessions,
     call: Callable[..., object],
     adapters: Callable[[], JsonObject],
+    check_adapter: Callable[[Path], None],
     restart: Restart,
     note: Callable[[str], None],
 ) -> None:
-    """call: `EveryRank.call` of the engine. adapters: returns the status of the adapters. note: logs one line."""
-    _add_adapter_routes(app, control, call, adapters)
+    """call: `MirroredEngine.call` of the engine. adapters: returns the status of the adapters. check_adapter: raises
+    ValueError for a folder that does not fit the model. note: logs one line."""
+    commands = APIRouter(dependencies=[Depends(sessions.allow_command)])
+    trainers = APIRouter(dependencies=[Depends(sessions.allow_trainer)])
+    _add_adapter_routes(commands, control, call, check_adapter)
 
-    @app.post("/bridge/init")
+    @app.get("/lora/status")
+    async def status() -> JSONResponse:
+        return JSONResponse(adapters())
+
+    @trainers.post("/bridge/init")
     async def init(request: Request) -> JSONResponse:
         offer = await read_json(request, Offer.from_json)
         # The response does not wait for the join, because the trainer joins the group only after all servers have
@@ -136,15 +102,18 @@ def add_weight_routes(
         joined.add_done_callback(lambda done: _note_failure(done, note))
         return JSONResponse({"accepted": True})
 
-    @app.post("/bridge/update")
+    @trainers.post("/bridge/update")
     async def received() -> JSONResponse:
-        return JSONResponse(await result_or_400(control.receive_weights(partial(call, "update"))))
+        return JSONResponse(await result_of(control.receive_weights(partial(call, "update"))))
 
-    @app.post("/bridge/restart")
+    @commands.post("/bridge/restart")
     async def restarted(request: Request) -> JSONResponse:
         body = await read_json(request, RestartBody.from_json)
         _require_file(body.model, "config.json", "model")
-        return JSONResponse(await result_or_400(control.submit_idle(lambda: restart.request(body.model))))
+        return JSONResponse(await result_of(control.submit_idle(lambda: restart.request(body.model))))
+
+    app.include_router(commands)
+    app.include_router(trainers)
 
 
 def _note_failure(joined: Future[object], note: Callable[[str], None]) -> None:
@@ -153,43 +122,33 @@ def _note_failure(joined: Future[object], note: Callable[[str], None]) -> None:
 
 
 def _add_adapter_routes(
-    app: FastAPI, control: EngineControl, call: Callable[..., object], adapters: Callable[[], JsonObject]
+    commands: APIRouter,
+    control: EngineControl,
+    call: Callable[..., object],
+    check_adapter: Callable[[Path], None],
 ) -> None:
     """Add the routes that load and unload adapters.
 
     A loaded adapter applies to all later requests, regardless of their `model`. Requests that already run finish first.
     """
 
-    async def load(name: str, path: str) -> JSONResponse:
-        for file in (CONFIG_FILE, WEIGHTS_FILE):
-            _require_file(path, file, "adapter")
-        return await changed("load_adapter", name, path)
-
-    async def changed(*command: str | None) -> JSONResponse:
-        return JSONResponse(await result_or_400(control.change_weights(partial(call, *command))))
-
-    @app.post("/lora/load")
+    @commands.post("/lora/load")
+    @commands.post("/v1/load_lora_adapter")
     async def load_adapter(request: Request) -> JSONResponse:
         body = await read_json(request, LoadBody.from_json)
-        return await load(body.adapter_name or Path(body.adapter_path).resolve().name, body.adapter_path)
+        path = body.adapter_path
+        for file in (CONFIG_FILE, WEIGHTS_FILE):
+            _require_file(path, file, "adapter")
 
-    @app.post("/v1/load_lora_adapter")
-    async def load_named(request: Request) -> JSONResponse:
-        body = await read_json(request, NamedLoadBody.from_json)
-        return await load(body.lora_name, body.lora_path)
+        def checked() -> object:
+            check_adapter(Path(path))
+            return call("load_adapter", body.adapter_name or Path(path).resolve().name, path)
 
-    @app.post("/lora/unload")
+        return JSONResponse(await result_of(control.change_weights(checked)))
+
+    @commands.post("/lora/unload")
     async def unload_adapter() -> JSONResponse:
-        return await changed("unload_adapter", None)
-
-    @app.post("/v1/unload_lora_adapter")
-    async def unload_named(request: Request) -> JSONResponse:
-        body = await read_json(request, NamedUnloadBody.from_json)
-        return await changed("unload_adapter", body.lora_name)
-
-    @app.get("/lora/status")
-    async def status() -> JSONResponse:
-        return JSONResponse(adapters())
+        return JSONResponse(await result_of(control.change_weights(partial(call, "unload_adapter"))))
 
 
 def _require_file(folder: str, name: str, key: str) -> None:
@@ -199,3 +158,31 @@ def _require_file(folder: str, name: str, key: str) -> None:
         exists = False
     if not exists:
         raise InvalidRequest(f"{key}={folder[:200]!r}: no {name} in this folder of the server's machine")
+
+
+def check_adapter(model: Path, folder: Path) -> None:
+    """Raise ValueError unless the adapter's numbers are finite, and its matrices fit the weights in `model`.
+
+    vLLM copies what fits of a matrix, and computes with NaN.
+    """
+    try:
+        factors = load_file(folder / WEIGHTS_FILE)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"adapter {str(folder)!r}: {WEIGHTS_FILE} cannot be read: {error}") from None
+    shapes = CheckpointReader(model).shapes
+    for name, factor in factors.items():
+        if not factor.isfinite().all():
+            raise ValueError(f"adapter {str(folder)!r}: {name} has numbers that are not finite")
+        layer, _, kind = name.removeprefix("base_model.model.").rpartition(".lora_")
+        weight, other = shapes.get(f"{layer}.weight"), factors.get(name.replace(".lora_A.", ".lora_B."))
+        if kind == "A.weight" and weight is not None:
+            fitting = other is not None and factor.shape[1:] == weight[1:] and other.shape[:1] == weight[:1]
+            if not fitting or other.shape[1:] != factor.shape[:1]:
+                raise ValueError(
+                    f"adapter {str(folder)!r}: {layer} has the factors {_shape(factor)} and {_shape(other)}, which do "
+                    f"not fit the model's {list(weight)}"
+                )
+
+
+def _shape(factor: Tensor | None) -> str:
+    return "none" if factor is None else str(list(factor.shape))

@@ -1,22 +1,24 @@
-"""Pauses an engine or puts it to sleep between two decode steps. For servers in processes without a trainer."""
+"""Pauses an engine, or changes its weights, between two decode steps. For servers in processes without a trainer."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 from colocated_grpo.rollout.engine import RolloutEngine
 from colocated_grpo.rollout.inbox import IDLE_SECONDS, Driver, Inbox
 
 T = TypeVar("T")
+SERVING, NO_WEIGHTS = "serving", "waiting for weights"
 
 
 class EngineControl:
     """Commands for one engine. `run` executes them on the driving thread; other methods may be called from any thread.
 
-    Requests wait while the engine is paused or asleep. A command that is invalid in the current state sets ValueError
+    Requests wait while the engine is paused. A command that is invalid in the current state sets ValueError
     on its future.
     """
 
@@ -26,7 +28,6 @@ class EngineControl:
         self._driver = driver
         self._commands: deque[tuple[Callable[[], object], Future[Any]]] = deque()
         self.is_paused = False
-        self.is_sleeping = False
         self._has_trainer = False
         """True while a trainer has joined to send weights. False after it is lost."""
         self.has_whole_weights = True
@@ -36,12 +37,19 @@ class EngineControl:
         self.policy_version: int | None = None
         """Version of the weights; None until a trainer has set a version."""
 
+    @property
+    def state(self) -> str:
+        """State of the engine for clients: whether requests are answered, or what they wait for."""
+        if not self.has_whole_weights:
+            return NO_WEIGHTS
+        return "paused" if self.is_paused else SERVING
+
     def run(self, stop_requested: Callable[[], bool]) -> None:
         """Serve requests and commands on this thread until a stop is requested."""
         try:
             while not stop_requested():
                 self._run_commands()
-                if self.is_paused or self.is_sleeping or not self.has_whole_weights:
+                if self.state != SERVING:
                     self._inbox.wait(IDLE_SECONDS)
                 else:
                     self._driver.step()
@@ -52,17 +60,10 @@ class EngineControl:
 
     def pause(self) -> Future[None]:
         """Stop after the current decode step. Running requests keep their tokens and KV cache."""
-        return self.submit(lambda: self._set_paused(True))
+        return self.submit(partial(setattr, self, "is_paused", True))
 
     def resume(self) -> Future[None]:
-        return self.submit(lambda: self._set_paused(False))
-
-    def sleep(self) -> Future[None]:
-        """Finish running requests, then free the KV cache. Weights stay."""
-        return self.submit(self._sleep)
-
-    def wake_up(self) -> Future[None]:
-        return self.submit(self._wake_up)
+        return self.submit(partial(setattr, self, "is_paused", False))
 
     def set_version(self, policy_version: int) -> Future[None]:
         """Finish running requests, drop cached prefixes and stamp later completions with `policy_version`.
@@ -72,11 +73,13 @@ class EngineControl:
         return self.submit(lambda: self._set_version(policy_version))
 
     def change_weights(self, change: Callable[[], T]) -> Future[T]:
-        """Finish running requests, then run `change`. Trainers' requests are rejected until the next `set_version`."""
+        """Finish running requests, then run `change`. Once it has succeeded, trainers' requests are rejected until the
+        next `set_version`."""
 
         def changed() -> T:
+            result = change()
             self.policy_version = None
-            return change()
+            return result
 
         return self.submit_idle(changed)
 
@@ -101,8 +104,12 @@ class EngineControl:
             if not self._has_trainer:  # a stranger's request must not mark the weights as damaged
                 raise ValueError("no trainer has joined since this server started; POST /bridge/init first")
             self.policy_version, self.has_received_weights = None, True
-            self.has_whole_weights = self._has_trainer = False
-            result = receive()
+            self._has_trainer = False
+            try:
+                result = receive()
+            except BaseException:
+                self.has_whole_weights = False
+                raise
             self.has_whole_weights = self._has_trainer = True
             return result
 
@@ -137,16 +144,6 @@ class EngineControl:
                 future.set_exception(error)
                 raise
 
-    def _set_paused(self, paused: bool) -> None:
-        self.is_paused = paused
-
-    def _sleep(self) -> None:
-        if self.is_sleeping:
-            return
-        self._finish_requests()
-        self._engine.sleep()
-        self.is_sleeping = True
-
     def _finish_requests(self) -> None:
         if self.is_paused and self._driver.running:
             raise ValueError("the engine is paused with running requests; POST /bridge/resume first")
@@ -157,9 +154,3 @@ class EngineControl:
             self._finish_requests()
             self._engine.weights_changed(policy_version)
             self.policy_version = policy_version
-
-    def _wake_up(self) -> None:
-        if self.is_sleeping:
-            self._engine.wake("weights")
-            self._engine.wake("kv_cache")
-            self.is_sleeping = False

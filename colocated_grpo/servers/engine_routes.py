@@ -3,35 +3,42 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
-from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from typing import Annotated
 
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.responses import JSONResponse
 from pydantic import ConfigDict, Field
 from starlette.exceptions import HTTPException
-from starlette.types import Receive, Scope, Send
 
 from colocated_grpo.rollout.engine import Request as EngineRequest
-from colocated_grpo.rollout.engine import Sampling, TokenDelta
 from colocated_grpo.rollout.inbox import Inbox
-from colocated_grpo.servers.control_routes import result_or_400
 from colocated_grpo.servers.engine_control import EngineControl
-from colocated_grpo.servers.rank_links import Outcome, PeerRequests
-from colocated_grpo.servers.remote import CONFLICT
-from colocated_grpo.servers.request_bodies import StrictBody, TokenIds
+from colocated_grpo.servers.engine_server import CONFLICT, TRAINER_HEADER
+from colocated_grpo.servers.rank_links import Outcome, PeerRequests, result_of
+from colocated_grpo.servers.request_bodies import (
+    MAX_LOGPROBS,
+    SamplingParameters,
+    StrictBody,
+    TokenIds,
+)
+from colocated_grpo.servers.responses import ClosingStream
 from colocated_grpo.servers.text import Limits
-from colocated_grpo.types import JsonObject
+from colocated_grpo.types import Completion, JsonObject
 from colocated_grpo.web.bodies import read_json
 
 HEARTBEAT_SECONDS = 5.0
 LARGE_PATHS = frozenset({"/engine/requests", "/engine/top_logprobs"})
 """Routes whose request bodies contain tokens."""
 MAX_REQUESTS_PER_POST = 4096
+MAX_PATTERN_CHARACTERS = 1 << 14
 SEED_LIMIT = 1 << 63
+FORBIDDEN = 403
 
 Number = Annotated[int, Field(ge=0, lt=SEED_LIMIT)]
 ClientName = Annotated[str, Field(min_length=16, max_length=64)]
@@ -44,53 +51,47 @@ class RequestBody(StrictBody):
     id: Number
     token_ids: TokenIds
     seed: int = Field(ge=-SEED_LIMIT, lt=SEED_LIMIT)
-    sampling: Sampling
-    pattern: str | None
-    stream: bool
+    sampling: SamplingParameters
+    pattern: Annotated[str, Field(max_length=MAX_PATTERN_CHARACTERS)] | None
 
-    def request(self, key: Hashable) -> EngineRequest:
-        return EngineRequest(
-            key=key,
-            token_ids=self.token_ids,
-            seed=self.seed,
-            sampling=self.sampling,
-            pattern=self.pattern,
-            stream=self.stream,
-        )
+    def request(self, key: Hashable, limits: Limits) -> EngineRequest:
+        """Raises InvalidRequest for a request beyond the limits."""
+        limits.check_prompt(self.token_ids)
+        sampling = self.sampling.for_engine(limits.max_tokens - len(self.token_ids))
+        limits.check_vocabulary(sampling.stop_token_ids, "stop_token_ids: ")
+        return EngineRequest(key=key, token_ids=self.token_ids, seed=self.seed, sampling=sampling, pattern=self.pattern)
 
 
 class RequestsBody(StrictBody):
     client: ClientName
-    policy_version: int
+    policy_version: Number
     """Weight version required for sampling the requests."""
     requests: list[RequestBody] = Field(max_length=MAX_REQUESTS_PER_POST, fail_fast=True)
 
 
 class AbortBody(StrictBody):
     client: ClientName
-    ids: list[Number] = Field(fail_fast=True)
+    ids: Annotated[list[Number], Field(fail_fast=True)] | None
+    """None: all, and end the stream."""
 
 
 class VersionBody(StrictBody):
-    policy_version: int
+    policy_version: Number
 
 
 class TopLogprobsBody(StrictBody):
     token_ids: Annotated[TokenIds, Field(min_length=2)]
-    k: int = Field(ge=0)
+    k: int = Field(ge=0, le=MAX_LOGPROBS)
 
 
 class TrainerSession:
-    """Requests of one client and the messages for its stream. Use only on the event loop's thread."""
+    """Requests of one rank of a trainer and the messages for its stream. Use only on the event loop's thread."""
 
     def __init__(self, client: str, inbox: Inbox) -> None:
         self.client = client
         self._loop = asyncio.get_running_loop()
         self._messages: asyncio.Queue[JsonObject | None] = asyncio.Queue()
         self.requests = PeerRequests(inbox, self._send)
-
-    def put(self, bodies: Sequence[RequestBody]) -> None:
-        self.requests.put({body.id: body.request((self.client, body.id)) for body in bodies})
 
     def _send(self, number: int, outcome: Outcome) -> None:
         with suppress(RuntimeError):  # the loop is closed because the server is shutting down
@@ -99,12 +100,10 @@ class TrainerSession:
     def _queue(self, number: int, outcome: Outcome) -> None:
         """Queue the message. If the engine has stopped, queue none: the client posts its requests to the next
         engine."""
-        if isinstance(outcome, TokenDelta):
-            self._messages.put_nowait({"id": number, "delta": outcome})
+        if isinstance(outcome, Completion):
+            self._messages.put_nowait({"id": number, "completion": asdict(outcome)})
         elif isinstance(outcome, str):
             self._messages.put_nowait({"id": number, "error": outcome})
-        elif outcome is not None:
-            self._messages.put_nowait({"id": number, "completion": asdict(outcome)})
 
     async def lines(self) -> AsyncIterator[str]:
         """Yield an opening line and one line per message. After HEARTBEAT_SECONDS without a message, yield an empty
@@ -119,6 +118,7 @@ class TrainerSession:
             if message is None:
                 return
             yield json.dumps(message) + "\n"
+            await asyncio.sleep(0)  # other requests' turn
 
     def close(self) -> None:
         """End the stream and abort all requests."""
@@ -127,18 +127,41 @@ class TrainerSession:
 
 
 class Sessions:
-    """Open sessions by client."""
+    """Open sessions by client. All of them belong to one trainer, which is attached to the server meanwhile."""
 
-    def __init__(self, inbox: Inbox, note: Callable[[str], None]) -> None:
-        """note: logs one line."""
+    def __init__(self, inbox: Inbox, note: Callable[[str], None], attached: Callable[[], object]) -> None:
+        """note: logs one line. attached: called when a trainer attaches."""
         self._inbox = inbox
+        self._attached = attached
         self._note = note
         self._open: dict[str, TrainerSession] = {}
+        self._trainer = ""
+        """Secret of the attached trainer."""
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def open(self, client: str) -> TrainerSession:
-        """Return a new session. It replaces the client's earlier session, whose connection was lost."""
-        self._loop = asyncio.get_running_loop()
+    async def allow_command(self, request: Request) -> None:
+        """Raise HTTPException for a client that is not the attached trainer, if there is one."""
+        given = request.headers.get(TRAINER_HEADER, "").encode()
+        if self._open and not hmac.compare_digest(given, self._trainer.encode()):
+            raise HTTPException(FORBIDDEN, "a trainer is attached to this server; until it ends, no other client may")
+
+    async def allow_trainer(self, request: Request) -> None:
+        """Raise HTTPException for a client that is not the attached trainer."""
+        await self.allow_command(request)
+        if not self._open:
+            raise HTTPException(CONFLICT, "no trainer is attached; GET /engine/stream first")
+
+    def open(self, client: str, trainer: str) -> TrainerSession:
+        """Return a new session. It replaces the client's earlier session, whose connection was lost.
+
+        Raises HTTPException if another trainer is attached.
+        """
+        if not trainer or (self._open and trainer != self._trainer):
+            reason = "another trainer is attached to this server" if trainer else f"{TRAINER_HEADER}: missing"
+            raise HTTPException(CONFLICT, reason)
+        if not self._open:
+            self._attached()
+        self._trainer, self._loop = trainer, asyncio.get_running_loop()
         if (former := self._open.pop(client, None)) is not None:
             former.close()
         else:
@@ -149,7 +172,7 @@ class Sessions:
     def get(self, client: str) -> TrainerSession | None:
         return self._open.get(client)
 
-    def close(self, session: TrainerSession) -> None:
+    async def close(self, session: TrainerSession) -> None:
         session.close()
         if self._open.get(session.client) is session:
             del self._open[session.client]
@@ -160,50 +183,34 @@ class Sessions:
         thread."""
 
         def close() -> None:
-            for session in list(self._open.values()):
-                self.close(session)
+            for session in self._open.values():
+                session.close()
 
         if self._loop is not None:
             self._loop.call_soon_threadsafe(close)
 
 
-class SessionStream(StreamingResponse):
-    """The response that carries a session's messages. The session ends with it."""
-
-    def __init__(self, session: TrainerSession, sessions: Sessions) -> None:
-        super().__init__(session.lines(), media_type="application/x-ndjson")
-        self._session = session
-        self._sessions = sessions
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._sessions.close(self._session)
-
-
 def add_engine_routes(app: FastAPI, control: EngineControl, inbox: Inbox, sessions: Sessions, limits: Limits) -> None:
-    _add_request_routes(app, control, sessions, limits)
+    @app.get("/engine/stream")
+    async def stream(request: Request, client: ClientName) -> ClosingStream:
+        session = sessions.open(client, request.headers.get(TRAINER_HEADER, ""))
+        return ClosingStream(session.lines(), partial(sessions.close, session), "application/x-ndjson")
 
-    @app.post("/engine/version")
+    routes = APIRouter(prefix="/engine", dependencies=[Depends(sessions.allow_trainer)])
+
+    @routes.post("/version")
     async def version(request: Request) -> JSONResponse:
         body = await read_json(request, VersionBody.from_json)
-        return JSONResponse(await result_or_400(control.set_version(body.policy_version)))
+        return JSONResponse(await result_of(control.set_version(body.policy_version)))
 
-    @app.post("/engine/top_logprobs")
+    @routes.post("/top_logprobs")
     async def top_logprobs(request: Request) -> JSONResponse:
         body = await read_json(request, TopLogprobsBody.from_json)
         limits.check_prompt(body.token_ids)
         call = inbox.call(lambda engine: engine.top_logprobs(body.token_ids, body.k))
-        return JSONResponse(await result_or_400(call))
+        return JSONResponse(await result_of(call))
 
-
-def _add_request_routes(app: FastAPI, control: EngineControl, sessions: Sessions, limits: Limits) -> None:
-    @app.get("/engine/stream")
-    async def stream(client: ClientName) -> SessionStream:
-        return SessionStream(sessions.open(client), sessions)
-
-    @app.post("/engine/requests")
+    @routes.post("/requests")
     async def requests(request: Request) -> JSONResponse:
         body = await read_json(request, RequestsBody.from_json)
         session = sessions.get(body.client)
@@ -213,14 +220,14 @@ def _add_request_routes(app: FastAPI, control: EngineControl, sessions: Sessions
             raise HTTPException(
                 CONFLICT, f"the weights have version {control.policy_version}, not {body.policy_version}"
             )
-        for one in body.requests:
-            limits.check_prompt(one.token_ids)
-        session.put(body.requests)
+        session.requests.put({one.id: one.request((body.client, one.id), limits) for one in body.requests})
         return JSONResponse(None)
 
-    @app.post("/engine/abort")
+    @routes.post("/abort")
     async def abort(request: Request) -> JSONResponse:
         body = await read_json(request, AbortBody.from_json)
         if (session := sessions.get(body.client)) is not None:
-            session.requests.cancel(body.ids)
+            session.close() if body.ids is None else session.requests.cancel(body.ids)
         return JSONResponse(None)
+
+    app.include_router(routes)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
@@ -19,34 +21,60 @@ CALL_SECONDS = 30.0
 SILENT_SECONDS = 30.0
 """A stream without a message for this long is closed. The server sends an empty line every 5 seconds."""
 RETRY_SECONDS = 0.25
-UNAUTHORIZED, NOT_FOUND = 401, 404
+BUSY_SECONDS = 75.0
+"""Time for another trainer to end. A server notices within a minute that a trainer's machine is gone."""
+UNAUTHORIZED, NOT_FOUND, CONFLICT = 401, 404, 409
+"""CONFLICT: another trainer is attached, or this one is not, or the requests need another version of the weights."""
+TRAINER_HEADER = "X-Trainer"
+"""Name of the header with the secret of a trainer, the same on all of its ranks."""
 
 T = TypeVar("T")
 Messages = SimpleQueue[JsonObject | None]
 
 
 class EngineServer:
-    """The routes of one server that a trainer uses. Every method but `stream` waits for the response."""
+    """The routes of one server that a trainer uses.
+
+    While a trainer has a stream open, it is attached to the server: no other client controls the engine.
+    """
 
     def __init__(
-        self, url: str, api_key: str | None, timeout: float, stop_requested: Callable[[], bool] = lambda: False
+        self,
+        url: str,
+        api_key: str | None,
+        trainer: str,
+        timeout: float,
+        stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
-        """timeout: seconds for the server to start, and for calls that wait for the engine."""
+        """trainer: secret of this trainer, the same on all of its ranks. timeout: seconds for the server to start, and
+        for calls that wait for the engine."""
         self._stop_requested = stop_requested
         self.url = url.rstrip("/")
         self.timeout = timeout
-        self._quick = JsonClient(self.url, timeout=CALL_SECONDS, api_key=api_key)
-        self._patient = JsonClient(self.url, timeout=timeout, api_key=api_key)
+        headers = {TRAINER_HEADER: trainer}
+        self._quick = JsonClient(self.url, timeout=CALL_SECONDS, api_key=api_key, headers=headers)
+        self._patient = JsonClient(self.url, timeout=timeout, api_key=api_key, headers=headers)
+        self.client = secrets.token_hex(16)
+        """Name of this rank at the server."""
+        self._messages: Messages | None = None
+        """The last stream, while it is open."""
+        self._instance = ""
 
     @property
     def host(self) -> str:
         return urlsplit(self.url).hostname or ""
 
     def info(self) -> JsonObject:
-        """Return /bridge/info: model, limits, `instance` (one per start) and `policy_version`. Raises Unavailable."""
+        """Attach to the server, and return /bridge/info: model, limits, `instance` (one per start), `policy_version`.
+
+        Raises Unavailable or RequestRejected.
+        """
         info = self._quick.get("/bridge/info")
         if not isinstance(info, dict) or "instance" not in info:
             raise Unavailable(f"{self.url}/bridge/info is not an engine server's; start one with colocated-grpo serve")
+        if self._messages is None or self._instance != info["instance"]:
+            self.stream()
+            self._instance = info["instance"]
         return info
 
     def adapters(self) -> JsonObject:
@@ -59,12 +87,15 @@ class EngineServer:
 
     def until_answered(self, call: Callable[[], T]) -> T:
         """Repeat the call while it raises Unavailable, for at most `timeout` seconds. Raises RunError."""
-        deadline = time.monotonic() + self.timeout
+        begun = time.monotonic()
+        deadline = begun + self.timeout
         while True:
             try:
                 return call()
             except RequestRejected as error:
-                raise RunError(f"engine.urls={self.url}: {error}{_advice(error)}") from None
+                if error.status != CONFLICT or time.monotonic() > begun + BUSY_SECONDS:
+                    raise RunError(f"engine.urls={self.url}: {error}{_advice(error)}") from None
+                reason = str(error)
             except Unavailable as error:
                 reason = str(error)
             if self._stop_requested():
@@ -87,28 +118,29 @@ class EngineServer:
         except (Unavailable, RequestRejected) as error:
             raise RunError(f"engine.urls={self.url}: POST {path} failed: {error}") from None
 
-    def stream(self, path: str) -> Messages:
-        """Return a queue that receives the messages of a streamed response, and None at its end.
+    def stream(self) -> Messages:
+        """Open a stream of messages in place of the last one. The server then aborts the requests of the last one.
 
-        The stream's first line only confirms that the server is ready for requests, and is not queued.
+        Returns a queue of the messages, and None at the stream's end. Raises Unavailable or RequestRejected.
         """
-        messages: Messages = SimpleQueue()
-        opened = threading.Event()
-
-        def read() -> None:
-            try:
-                for line in self._quick.lines(path, SILENT_SECONDS):
-                    if opened.is_set():
-                        messages.put(json.loads(line))
-                    opened.set()
-            except (Unavailable, RequestRejected, ValueError):
-                pass  # end of the stream; the next call to the server shows the cause
-            messages.put(None)
-            opened.set()
-
-        threading.Thread(target=read, name="engine server", daemon=True).start()
-        opened.wait(CALL_SECONDS)
+        lines = self._quick.lines(f"/engine/stream?client={self.client}", SILENT_SECONDS)
+        next(lines)  # confirms that the server is ready for requests
+        self._messages = messages = Messages()
+        threading.Thread(target=self._read, args=(lines, messages), name="engine server", daemon=True).start()
         return messages
+
+    def close(self) -> None:
+        """End the stream, which aborts its requests."""
+        with suppress(Unavailable, RequestRejected):
+            self._quick.post("/engine/abort", {"client": self.client, "ids": None})
+
+    def _read(self, lines: Iterator[str], messages: Messages) -> None:
+        with suppress(Unavailable, RequestRejected, ValueError):  # the next call to the server shows the cause
+            for line in lines:
+                messages.put(json.loads(line))
+        if self._messages is messages:
+            self._messages = None
+        messages.put(None)
 
 
 def _advice(error: RequestRejected) -> str:

@@ -26,6 +26,8 @@ SHARE_VARIABLE = "VLLM_ENABLE_SHARED_WEIGHTS"
 """Environment variable: 1 means --share-weights on one GPU, as in Atropos' example server."""
 STATE_VARIABLE = "COLOCATED_GRPO_SERVE_STATE"
 """Environment variable with the path of the state file. The file exists once the engine has been ready."""
+REQUESTED = "requested"
+"""Key of the state file: the model to load in place of `model`, the last one that was served."""
 RESTART = 75
 """Exit code that requests a restart of the engine process (EX_TEMPFAIL)."""
 
@@ -187,19 +189,29 @@ def within_model(options: ServeOptions) -> ServeOptions:
 
 
 def resumed(options: ServeOptions) -> ServeOptions:
-    """Return the options with the port and model of the previous process, if there was one."""
+    """Return the options with the port of the previous process, if there was one, and the model that was requested."""
     file = _file()
     if file is None or not file.exists():
         return options
-    return replace(options, **json.loads(file.read_text(encoding="utf-8")))
+    state = json.loads(file.read_text(encoding="utf-8"))
+    return replace(options, port=state["port"], model=state[REQUESTED] or state["model"])
 
 
-def _write(model: str, port: int) -> None:
-    file = _file()
-    if file is not None:
-        partial = file.with_suffix(".partial")
-        partial.write_text(json.dumps({"model": model, "port": port}), encoding="utf-8")
-        partial.replace(file)
+def fall_back(file: Path) -> str | None:
+    """Withdraw the request for a model and return the model's name: the process that was to load it has ended.
+
+    Returns None if there is no such request.
+    """
+    state = json.loads(file.read_text(encoding="utf-8"))
+    if (requested := state[REQUESTED]) is not None:
+        _write(file, {**state, REQUESTED: None})
+    return requested
+
+
+def _write(file: Path, state: JsonObject) -> None:
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps(state), encoding="utf-8")
+    partial.replace(file)
 
 
 class Restart:
@@ -207,17 +219,22 @@ class Restart:
 
     def __init__(self) -> None:
         self.requested = False
-        self._port = 0
+        self._state: JsonObject = {}
 
     def ready(self, model: str, port: int) -> None:
         """Record the model and port to use for a restart after a crash."""
-        self._port = port
-        _write(model, port)
+        self._state = {"model": model, "port": port, REQUESTED: None}
+        self._save()
 
     def request(self, model: str) -> None:
         """End this process and request a restart with `model`."""
-        _write(model, self._port)
+        self._state[REQUESTED] = model
+        self._save()
         self.requested = True
+
+    def _save(self) -> None:
+        if (file := _file()) is not None:
+            _write(file, self._state)
 
 
 def _file() -> Path | None:

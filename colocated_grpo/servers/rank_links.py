@@ -25,6 +25,7 @@ from colocated_grpo.rollout.engine import Request, TokenDelta
 from colocated_grpo.rollout.inbox import Driver, Inbox, OnDelta
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.stores import own_address
+from colocated_grpo.servers.text import InvalidRequest
 from colocated_grpo.types import Completion
 
 T = TypeVar("T")
@@ -57,7 +58,7 @@ class LoadBalancer:
         on_delta: OnDelta | None = None,
         on_completion: Callable[[Completion], None] | None = None,
     ) -> Completion:
-        """Return the completion. Cancellation aborts the request in its engine. Raises ServerClosing.
+        """Return the completion. Cancellation aborts the request in its engine. Raises InvalidRequest or ServerClosing.
 
         on_completion: called on the thread of this rank's engine before that engine may sleep. A request with
         on_completion always goes to this rank's engine.
@@ -84,10 +85,13 @@ class LoadBalancer:
 async def result_of(future: Future[T]) -> T:
     """Await an engine's future. Cancelling the task cancels the future.
 
-    A future cancelled by the engine raises ServerClosing: engines cancel futures only when they stop.
+    A ValueError of the engine becomes InvalidRequest. A future cancelled by the engine raises ServerClosing: engines
+    cancel futures only when they stop.
     """
     try:
         return await asyncio.wrap_future(future)
+    except ValueError as error:
+        raise InvalidRequest(str(error)) from None
     except asyncio.CancelledError:
         task = asyncio.current_task()
         assert task is not None, "coroutines run in a task"

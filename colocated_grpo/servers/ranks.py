@@ -43,7 +43,7 @@ def join_ranks(size: int) -> dist.Store:
 
 def _start(rank: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-m", "colocated_grpo.servers.rank", *sys.argv[1:]],
+        [sys.executable, "-m", "colocated_grpo.servers", *sys.argv[1:]],
         env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         preexec_fn=signal_at_parents_death(signal.SIGKILL),
     )
@@ -62,8 +62,8 @@ def _watch(peers: list[subprocess.Popen[bytes]]) -> None:
 END = "end"
 
 
-class EveryRank:
-    """Runs commands on all ranks of an engine: rank 0 uses `call`, every other rank uses `follow`."""
+class MirroredEngine:
+    """An engine whose calls run on all of its ranks. Rank 0 uses it, every other rank only `follow`."""
 
     def __init__(
         self,
@@ -75,9 +75,11 @@ class EveryRank:
 
         commands: further commands by name. If such a command raises ValueError on any rank, rank 0 raises it too.
         """
-        self.engine = engine
+        self._engine = engine
         self._commands = commands or {}
         self._group = group
+        self.max_num_seqs = engine.max_num_seqs
+        self.admission_cost = engine.admission_cost
 
     def call(self, name: str, *arguments: object) -> Any:
         """Broadcast the call, then return this rank's result. Arguments must be picklable. Rank 0 only."""
@@ -86,7 +88,7 @@ class EveryRank:
 
     def _run(self, name: str, arguments: tuple[object, ...]) -> object:
         if name not in self._commands:
-            return getattr(self.engine, name)(*arguments)
+            return getattr(self._engine, name)(*arguments)
         if self._group is None:
             return self._commands[name](*arguments)
         result, problem = None, None
@@ -102,7 +104,7 @@ class EveryRank:
         return result
 
     def follow(self) -> None:
-        """Run rank 0's calls until `end` is called. Rank 0 reports a ValueError of this rank. Other ranks only."""
+        """Run rank 0's calls until it closes the engine. Rank 0 reports a ValueError of this rank. Other ranks only."""
         while True:
             box: list[Any] = [None]
             dist.broadcast_object_list(box, src=0, group=self._group)
@@ -112,48 +114,35 @@ class EveryRank:
             with suppress(ValueError):
                 self._run(name, arguments)
 
-    def end(self) -> None:
-        """Make the other ranks return from `follow`. Rank 0 only."""
-        self._send(END, ())
-
     def _send(self, name: str, arguments: tuple[object, ...]) -> None:
         if self._group is not None:
             dist.broadcast_object_list([(name, arguments)], src=0, group=self._group)
 
-
-class MirroredEngine:
-    """Rank 0's `RolloutEngine`. Each call runs on every rank of the engine."""
-
-    def __init__(self, every_rank: EveryRank) -> None:
-        self._every_rank = every_rank
-        self.max_num_seqs = every_rank.engine.max_num_seqs
-        self.admission_cost = every_rank.engine.admission_cost
-
     def submit(self, requests: Iterable[Request]) -> None:
-        self._every_rank.call("submit", list(requests))
+        self.call("submit", list(requests))
 
     def step(self) -> Finished:
-        return self._every_rank.call("step")
+        return self.call("step")
 
     def deltas(self) -> list[tuple[Hashable, TokenDelta]]:
-        return self._every_rank.engine.deltas()
+        return self._engine.deltas()
 
     def abort(self, keys: Collection[Hashable] | None = None) -> None:
-        self._every_rank.call("abort", None if keys is None else list(keys))
+        self.call("abort", None if keys is None else list(keys))
 
     def top_logprobs(self, token_ids: Sequence[int], k: int) -> list[dict[int, float]]:
-        return self._every_rank.call("top_logprobs", list(token_ids), k)
+        return self.call("top_logprobs", list(token_ids), k)
 
     def weights_changed(self, policy_version: int) -> None:
-        self._every_rank.call("weights_changed", policy_version)
+        self.call("weights_changed", policy_version)
 
     def wake(self, part: Part) -> None:
-        self._every_rank.call("wake", part)
+        self.call("wake", part)
 
     def sleep(self) -> None:
-        self._every_rank.call("sleep")
+        self.call("sleep")
 
     def close(self) -> None:
         """End the other ranks, then this rank's engine."""
-        self._every_rank.end()
-        self._every_rank.engine.close()
+        self._send(END, ())
+        self._engine.close()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
 import torch
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, model_validator
 from torch import Tensor
 
 from colocated_grpo.errors import in_one_line
@@ -26,25 +27,36 @@ from colocated_grpo.weights.transport import Fingerprints, Summed, ViewFingerpri
 
 Port = Annotated[int, Field(gt=0, lt=1 << 16)]
 Count = Annotated[int, Field(gt=0, le=1 << 16)]
-Shape = Annotated[list[Annotated[int, Field(gt=0)]], Field(min_length=1, max_length=8)]
+Shape = Annotated[list[Annotated[int, Field(gt=0, lt=1 << 40)]], Field(min_length=1, max_length=8)]
+MAX_TIMEOUT = 86_400.0
+MAX_ELEMENTS = 1 << 42
+"""Bound of a model's parameters: four trillion."""
 
 
 class Offer(StrictBody):
     """Description of a trainer's process group: the body of /bridge/init."""
 
     model_config = ConfigDict(allow_inf_nan=False)
-    address: str
+    address: str = Field(max_length=255)
     """Address of the group's store."""
     port: Port
     first_rank: Count
     """Group rank of this server's first rank. The trainer has rank 0."""
     group_size: Count
-    timeout: float = Field(gt=0)
+    timeout: float = Field(gt=0, le=MAX_TIMEOUT)
     trainer_ranks: Count
-    prefix: str
+    prefix: str = Field(max_length=255)
     """Prefix of the base model in checkpoint names, such as "model"."""
     shapes: dict[str, Shape] = Field(min_length=1)
     """Shapes of the trainer's parameters, by checkpoint name."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.first_rank >= self.group_size:
+            raise ValueError(f"first_rank: must be below group_size={self.group_size}")
+        if sum(map(math.prod, self.shapes.values())) > MAX_ELEMENTS:
+            raise ValueError(f"shapes: more than {MAX_ELEMENTS} elements")
+        return self
 
 
 class WeightReceiver:
@@ -69,6 +81,9 @@ class WeightReceiver:
 
     def join(self, offer: Offer) -> None:
         """Leave the previous group, if any, and join a trainer's group. Raises ValueError on failure."""
+        rank = offer.first_rank + self._engine.tensor_parallel_rank
+        if rank >= offer.group_size:
+            raise ValueError(f"rank {rank} of this engine is not in the trainer's group of {offer.group_size}")
         shapes = {name: torch.Size(shape) for name, shape in offer.shapes.items()}
         if shapes != self._planned_shapes:
             plan = verified_plan(self._engine, shapes, offer.prefix, self._folder)
@@ -82,7 +97,6 @@ class WeightReceiver:
             # unreachable store is gone.
             store = connect_store(offer.address, offer.port, CONNECT_SECONDS)
             store.set_timeout(timedelta(seconds=offer.timeout))
-            rank = offer.first_rank + self._engine.tensor_parallel_rank
             self._group = JoinedGroup(store, rank, offer.group_size, self._device, offer.timeout)
         except RuntimeError as error:
             raise ValueError(f"cannot join the trainer at {offer.address}:{offer.port}: {in_one_line(error)}") from None
@@ -140,8 +154,3 @@ class WeightReceiver:
         if self._group is not None:
             self._group.close()
             self._group = None
-
-    @property
-    def path(self) -> str:
-        """'views' (planned copies) or 'load_weights' (the engine's loader)."""
-        return "views" if self._plan is not None else "load_weights"

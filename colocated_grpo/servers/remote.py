@@ -9,15 +9,14 @@ twice.
 from __future__ import annotations
 
 import itertools
-import secrets
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from queue import Empty
 
 from colocated_grpo.errors import RunError
 from colocated_grpo.rollout.engine import Finished, Part, Request, RolloutEngine, TokenDelta
-from colocated_grpo.servers.engine_server import EngineServer, Messages
+from colocated_grpo.servers.engine_server import CONFLICT, EngineServer, Messages
 from colocated_grpo.types import Completion, JsonObject
 from colocated_grpo.web.client import RequestRejected, Unavailable
 
@@ -35,10 +34,6 @@ Restore = Callable[[EngineServer], bool]
 Unavailable."""
 
 
-CONFLICT = 409
-"""HTTP status for requests that need another weight version, or for a client that has no open stream."""
-
-
 def request_message(number: int, request: Request) -> JsonObject:
     """Return the request as JSON for `engine_routes.RequestBody`, with the sender's number instead of its key."""
     return {
@@ -47,27 +42,7 @@ def request_message(number: int, request: Request) -> JsonObject:
         "seed": request.seed,
         "sampling": asdict(request.sampling),
         "pattern": request.pattern,
-        "stream": request.stream,
     }
-
-
-@dataclass
-class _Underway:
-    """A request without a completion."""
-
-    request: Request
-    streamed: int = 0
-    """Number of tokens that were delivered as deltas."""
-    received: int = 0
-    """Number of tokens received as deltas since the last post. After a lost connection, the same tokens arrive
-    again."""
-
-    def new_tokens(self, delta: TokenDelta) -> TokenDelta:
-        """Return the part of a received delta that was not delivered before."""
-        new = slice(max(0, self.streamed - self.received), None)
-        self.received += len(delta.token_ids)
-        self.streamed = max(self.streamed, self.received)
-        return TokenDelta(delta.token_ids[new], delta.sampling_logprobs[new])
 
 
 class WeightsLost(Exception):
@@ -91,12 +66,10 @@ class RemoteEngine:
         self.max_num_seqs: int = info["max_num_seqs"]
         self._max_tokens: int = info["max_model_len"]
         self._instance: str = info["instance"]
-        self._client = secrets.token_hex(16)
         self._numbers = itertools.count()
-        self._running: dict[int, _Underway] = {}
+        self._running: dict[int, Request] = {}
         """Requests under way, by their number at the server."""
         self._unsent: list[int] = []
-        self._deltas: list[tuple[Hashable, TokenDelta]] = []
         self._messages: Messages | None = None
         """The open stream; None before the first request and after a lost connection."""
         self._unavailable_since: float | None = None
@@ -108,12 +81,11 @@ class RemoteEngine:
             if len(request.token_ids) >= self._max_tokens:
                 raise ValueError(f"a prompt of {len(request.token_ids)} tokens: at most {self._max_tokens - 1}")
             number = next(self._numbers)
-            self._running[number] = _Underway(request)
+            self._running[number] = request
             self._unsent.append(number)
 
     def step(self) -> Finished:
         """Return newly arrived completions. Waits up to STEP_SECONDS for the first completion."""
-        self._deltas.clear()
         if self._lost is not None:
             return self._wait_for_stop(self._lost)
         if self._messages is None and not self._connect():
@@ -127,16 +99,14 @@ class RemoteEngine:
         """Open the stream and queue all running requests again. Return False if the server does not respond."""
         try:
             self._restore_if_restarted()
+            self._messages = self._server.stream()
         except (Unavailable, RequestRejected) as error:
             self._record_unavailable(str(error))
             return False
         except WeightsLost as error:
             self._give_up(str(error))
             return False
-        self._messages = self._server.stream(f"/engine/stream?client={self._client}")
         self._unsent = list(self._running)
-        for running in self._running.values():
-            running.received = 0
         return True
 
     def _restore_if_restarted(self) -> None:
@@ -174,8 +144,8 @@ class RemoteEngine:
         try:
             while self._unsent:
                 batch = self._next_post()
-                messages = [request_message(number, self._running[number].request) for number in batch]
-                body = {"client": self._client, "policy_version": self._policy_version, "requests": messages}
+                messages = [request_message(number, self._running[number]) for number in batch]
+                body = {"client": self._server.client, "policy_version": self._policy_version, "requests": messages}
                 self._server.post("/engine/requests", body)
                 del self._unsent[: len(batch)]
                 self._unavailable_since = None
@@ -189,7 +159,7 @@ class RemoteEngine:
 
     def _next_post(self) -> list[int]:
         """Return as many of the next unsent requests as fit into one body."""
-        lengths = (len(self._running[number].request.token_ids) for number in self._unsent[:REQUESTS_PER_POST])
+        lengths = (len(self._running[number].token_ids) for number in self._unsent[:REQUESTS_PER_POST])
         count = sum(total <= TOKENS_PER_POST for total in itertools.accumulate(lengths))
         return self._unsent[: max(1, count)]
 
@@ -207,31 +177,27 @@ class RemoteEngine:
         return finished
 
     def _handle(self, message: JsonObject, finished: Finished) -> None:
-        running = self._running.get(message["id"])
-        if running is None:
+        request = self._running.get(message["id"])
+        if request is None:
             return  # aborted on this side while the message was in transit
-        if "delta" in message:
-            new = running.new_tokens(TokenDelta(*message["delta"]))
-            if new.token_ids:
-                self._deltas.append((running.request.key, new))
-            return
         if "error" in message:
             raise RunError(f"engine.urls={self._server.url}: rejects a request: {message['error']}")
         del self._running[message["id"]]
-        finished.append((running.request.key, Completion(**message["completion"])))
+        finished.append((request.key, Completion(**message["completion"])))
 
     def deltas(self) -> list[tuple[Hashable, TokenDelta]]:
-        return list(self._deltas)
+        """Return none: completions arrive whole."""
+        return []
 
     def abort(self, keys: Collection[Hashable] | None = None) -> None:
-        numbers = [number for number, one in self._running.items() if keys is None or one.request.key in keys]
+        numbers = [number for number, one in self._running.items() if keys is None or one.key in keys]
         sent = sorted(set(numbers) - set(self._unsent))
         self._unsent = [number for number in self._unsent if number not in set(numbers)]
         for number in numbers:
             del self._running[number]
         if sent and self._messages is not None:
             try:
-                self._server.post("/engine/abort", {"client": self._client, "ids": sent})
+                self._server.post("/engine/abort", {"client": self._server.client, "ids": sent})
             except (Unavailable, RequestRejected):
                 self._messages = None  # the server aborts all requests of a lost connection
 
@@ -267,7 +233,9 @@ class RemoteEngine:
         """Do nothing: the server has memory of its own."""
 
     def close(self) -> None:
-        self.abort()
+        self._running.clear()
+        self._unsent.clear()
+        self._server.close()
 
 
 class EngineGroup:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import msgspec
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from colocated_grpo.rollout.engine import Sampling
 from colocated_grpo.types import JsonObject
 from colocated_grpo.web.bodies import InvalidBody
 
@@ -69,7 +70,7 @@ def check_keys(content: JsonObject, supported: frozenset[str]) -> None:
 
 MAX_COMPLETIONS = 256
 """Completions of one request, over all its prompts."""
-MAX_STOPS, MAX_STOP_CHARACTERS = 64, 256
+MAX_STOPS, MAX_STOP_CHARACTERS, MAX_STOP_TOKENS = 64, 256, 1 << 14
 MAX_NAME_CHARACTERS = 100
 MAX_LOGPROBS = 20
 """vLLM's default for max_logprobs."""
@@ -85,7 +86,7 @@ def first_problem(problems: Sequence[Mapping[str, Any]]) -> str:
     For a union, pydantic reports every variant. The variant that fails deepest is probably the intended one.
     """
     problem = max(problems, key=lambda problem: len(problem["loc"]))
-    where = ".".join(str(part) for part in problem["loc"] if part != "body")
+    where = ".".join(str(part) for part in problem["loc"] if part != "sampling_parameters")
     message = problem["msg"].removeprefix("Value error, ")
     line = f"{where}: {message}" if where else message
     return " ".join(line.split())  # a key of the body may contain newlines
@@ -109,7 +110,15 @@ TokenIds = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
 Stop = Annotated[list[str], Field(fail_fast=True), BeforeValidator(_as_list), AfterValidator(_check_stop)]
 """A string, a list of strings, or null."""
 Several = Field(min_length=1, max_length=MAX_COMPLETIONS, fail_fast=True)
-StopTokenIds = Annotated[list[Token], Field(max_length=MAX_COMPLETIONS, fail_fast=True)]
+StopTokenIds = Annotated[list[Token], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)]
+MaxTokens = Annotated[int, Field(ge=1, lt=1 << 31)]
+Temperature = Annotated[float, Field(ge=0, le=100)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+TopK = Annotated[int, Field(ge=-1, lt=1 << 31)]
+MinP = Annotated[float, Field(ge=0, le=1)]
+RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
+Completions = Annotated[int, Field(ge=1, le=MAX_COMPLETIONS)]
+LogprobCount = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 ZeroOnly = Annotated[float, Field(ge=0, le=0)]
 """Accepted for compatibility, but only at 0, where the parameter has no effect."""
 
@@ -146,14 +155,14 @@ class SamplingParameters(StrictBody):
 
     model_config = ConfigDict(allow_inf_nan=False)
 
-    n: int = Field(1, ge=1, le=MAX_COMPLETIONS)
-    max_tokens: int | None = Field(16, ge=1)
+    n: Completions = 1
+    max_tokens: MaxTokens | None = 16
     """None: the rest of the context length."""
-    temperature: float = Field(1.0, ge=0, le=100)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1, lt=1 << 31)
-    min_p: float = Field(0.0, ge=0, le=1)
-    repetition_penalty: float = Field(1.0, ge=0.01, le=100)
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: TopK = 0
+    min_p: MinP = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
     presence_penalty: ZeroOnly = 0.0
     frequency_penalty: ZeroOnly = 0.0
     stop: Stop = []
@@ -164,10 +173,23 @@ class SamplingParameters(StrictBody):
     detokenize: bool = True
     """Accepted for compatibility and ignored: responses always contain the text."""
     seed: int | None = None
-    logprobs: int | None = Field(0, ge=0, le=MAX_LOGPROBS)
+    logprobs: LogprobCount | None = 0
     """None omits log-probabilities. Any number returns the log-probabilities of the sampled tokens."""
-    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    prompt_logprobs: LogprobCount | None = None
     """Return the k most likely tokens at each position of the prompt."""
+
+    def for_engine(self, room: int) -> Sampling:
+        """Return the engine's parameters. room: tokens between the prompt and the end of the context."""
+        return Sampling(
+            temperature=self.temperature,
+            max_tokens=min(self.max_tokens or room, room),
+            top_p=self.top_p,
+            top_k=max(self.top_k, 0),
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            stop=tuple(self.stop),
+            stop_token_ids=tuple(sorted(self.stop_token_ids or ())),
+        )
 
 
 class TextPrompt(StrictBody):
@@ -197,64 +219,46 @@ class TokensBody(Body):
     stream: bool | None = False
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
-    include_usage: bool = False
-    """End the stream with a chunk of token counts."""
+SAMPLED = frozenset(SamplingParameters.model_fields.keys() - {"logprobs", "prompt_logprobs", "detokenize"})
+"""Keys of OpenAI's bodies that are sampling parameters. Null means the default; for max_tokens, the rest of the context
+length."""
 
 
 class OpenAIBody(Body):
-    """Fields of both /v1/completions and /v1/chat/completions. Other keys are checked against `openai_keys`."""
+    """Fields of both /v1/completions and /v1/chat/completions. Other keys are checked by `check_keys`."""
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+    default_max_tokens: ClassVar[int | None] = None
 
     model: str | None = None
     stream: bool | None = False
-    stream_options: StreamOptions | None = None
-    n: int | None = Field(1, ge=1, le=MAX_COMPLETIONS)
-    max_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(1.0, ge=0, le=100)
-    top_p: float | None = Field(1.0, gt=0, le=1)
-    top_k: int | None = Field(0, ge=-1, lt=1 << 31)
-    min_p: float | None = Field(0.0, ge=0, le=1)
-    repetition_penalty: float | None = Field(1.0, ge=0.01, le=100)
-    presence_penalty: ZeroOnly | None = 0.0
-    frequency_penalty: ZeroOnly | None = 0.0
+    stream_options: JsonObject | None = None
     logit_bias: Annotated[JsonObject, AfterValidator(_check_no_bias)] | None = None
-    stop: Stop = []
-    stop_token_ids: StopTokenIds | None = None
-    ignore_eos: bool = False
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
-    seed: int | None = None
+    sampling_parameters: SamplingParameters
 
     @model_validator(mode="before")
     @classmethod
-    def _has_known_keys(cls, values: object) -> object:
-        if isinstance(values, dict):
-            check_keys(values, frozenset(cls.model_fields))
-        return values
+    def _with_sampling_parameters(cls, values: object) -> object:
+        if not isinstance(values, dict):
+            return values
+        check_keys(values, SAMPLED.union(cls.model_fields))
+        given = {name: values[name] for name in SAMPLED if values.get(name) is not None}
+        given["max_tokens"] = values.get("max_tokens", cls.default_max_tokens)
+        return {**values, "sampling_parameters": given}
 
     @property
     def includes_usage(self) -> bool:
         """True when a stream ends with token counts."""
-        return self.stream_options is not None and self.stream_options.include_usage
-
-    @property
-    def sampling_parameters(self) -> SamplingParameters:
-        """The body's sampling parameters. Null means the default; for max_tokens, the rest of the context length."""
-        names = set(SamplingParameters.model_fields) & set(OpenAIBody.model_fields)
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return SamplingParameters.model_validate({"max_tokens": None, **given})
+        return bool((self.stream_options or {}).get("include_usage"))
 
 
 class CompletionBody(OpenAIBody):
     """POST /v1/completions"""
 
-    max_tokens: int | None = Field(16, ge=1)
+    default_max_tokens = 16
+
     prompt: str | TokenIds | Annotated[list[str], Several] | Annotated[list[TokenIds], Several]
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    logprobs: LogprobCount | None = None
     echo: Annotated[bool, Field(strict=True)] = False
     suffix: None = None
 
@@ -274,7 +278,7 @@ class CompletionBody(OpenAIBody):
     def _is_supported(self) -> Self:
         if self.echo:
             raise ValueError("echo is not supported")
-        if len(self.prompts) * (self.n or 1) > MAX_COMPLETIONS:
+        if len(self.prompts) * self.sampling_parameters.n > MAX_COMPLETIONS:
             raise ValueError(f"at most {MAX_COMPLETIONS} completions a request")
         return self
 
@@ -299,9 +303,9 @@ class ChatBody(OpenAIBody):
     """POST /v1/chat/completions"""
 
     messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = False
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    top_logprobs: LogprobCount | None = None
     tools: Annotated[list[JsonObject], Field(fail_fast=True)] | None = None
     """Passed to the chat template. Tool calls are returned as text, except to agents."""
     add_generation_prompt: bool = True
@@ -313,7 +317,8 @@ class ChatBody(OpenAIBody):
         """Number of most likely tokens to return for each position."""
         return self.top_logprobs or 0 if self.logprobs else 0
 
-    @property
-    def sampling_parameters(self) -> SamplingParameters:
-        limit = self.max_completion_tokens or self.max_tokens
-        return super().sampling_parameters.model_copy(update={"max_tokens": limit})
+    @model_validator(mode="after")
+    def _limit_tokens(self) -> Self:
+        if self.max_completion_tokens is not None:
+            self.sampling_parameters.max_tokens = self.max_completion_tokens
+        return self

@@ -5,12 +5,12 @@ Parts of a completion and whole completions have the same format and use the sam
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from itertools import accumulate
-from typing import Protocol
 
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -21,18 +21,6 @@ from colocated_grpo.servers.sampler import CompletionPart, TopLogprobs
 from colocated_grpo.servers.text import Decode, InvalidRequest
 from colocated_grpo.types import JsonObject
 from colocated_grpo.web.guards import error_body
-
-
-class Format(Protocol):
-    """The format of one response."""
-
-    def response(self, completions: Sequence[CompletionPart]) -> JsonObject:
-        """Return the body of a response with whole completions."""
-        ...
-
-    def chunks(self, parts: AsyncIterator[CompletionPart]) -> AsyncIterator[JsonObject]:
-        """Yield the chunks of a streamed response."""
-        ...
 
 
 def generate_response(
@@ -58,12 +46,17 @@ def generate_response(
     return response
 
 
-async def generate_chunks(prompt: str, n: int, parts: AsyncIterator[CompletionPart]) -> AsyncIterator[JsonObject]:
-    """POST /generate. As in vLLM's api_server, every chunk repeats the whole texts so far, prompt included."""
-    texts = [prompt] * n
+async def generate_chunks(parts: AsyncIterator[CompletionPart]) -> AsyncIterator[JsonObject]:
+    """POST /generate. Each chunk has the next text and tokens of one completion."""
     async for part in parts:
-        texts[part.index] += part.text
-        yield {"text": list(texts)}
+        logprobs = [[{token: value}] for token, value in part.token_logprobs]
+        yield {
+            "index": part.index,
+            "text": part.text,
+            "token_ids": part.token_ids,
+            "logprobs": logprobs,
+            "finish_reason": part.finish_reason,
+        }
 
 
 class TokensFormat:
@@ -197,25 +190,27 @@ class ChatFormat(OpenAIFormat):
         return {"token": text, "logprob": value, "bytes": list(text.encode())}
 
 
+Format = TokensFormat | OpenAIFormat
+
+
 def models_response(model: str, max_tokens: int) -> JsonObject:
     """GET /v1/models"""
     card = {"id": model, "object": "model", "created": 0, "owned_by": "colocated_grpo", "max_model_len": max_tokens}
     return {"object": "list", "data": [card]}
 
 
-class StreamingBody(StreamingResponse):
-    """A response sent line by line. When the response ends, `parts` is closed, which aborts requests still in the
-    engine."""
+class ClosingStream(StreamingResponse):
+    """A response sent line by line. `close` is called when it ends, for whatever reason."""
 
-    def __init__(self, lines: AsyncIterator[str], parts: AsyncGenerator[CompletionPart], media_type: str) -> None:
+    def __init__(self, lines: AsyncIterator[str], close: Callable[[], Awaitable[None]], media_type: str) -> None:
         super().__init__(lines, media_type=media_type)
-        self._parts = parts
+        self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            await self._parts.aclose()
+            await self._close()
 
 
 async def as_server_sent_events(chunks: AsyncIterator[JsonObject]) -> AsyncIterator[str]:
@@ -230,5 +225,6 @@ async def as_json_lines(chunks: AsyncIterator[JsonObject]) -> AsyncIterator[str]
     try:
         async for chunk in chunks:
             yield json.dumps(chunk) + "\n"
+            await asyncio.sleep(0)  # other requests' turn, which a stream with many chunks ready would not give them
     except (InvalidRequest, ServerClosing) as error:
         yield json.dumps(error_body(400 if isinstance(error, InvalidRequest) else 503, str(error))) + "\n"

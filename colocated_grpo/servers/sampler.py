@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from colocated_grpo.rollout.engine import Request, Sampling, TokenDelta
-from colocated_grpo.rollout.inbox import OnDelta
 from colocated_grpo.runtime.distributed import derive_seed
 from colocated_grpo.servers.rank_links import LoadBalancer, result_of
 from colocated_grpo.servers.request_bodies import SamplingParameters
-from colocated_grpo.servers.text import Detokenizer, InvalidRequest, Limits, TextCodec, Tokenizer, before_stop
+from colocated_grpo.servers.text import Detokenizer, Limits, TextCodec, Tokenizer, before_stop
 from colocated_grpo.settings.generation import MIN_TEMPERATURE
 from colocated_grpo.types import Completion, FinishReason, JsonObject
 
@@ -56,6 +55,58 @@ class CompletionPart:
             logprobs=completion.sampling_logprobs,
             finish_reason=completion.finish_reason,
             top_logprobs=top_logprobs,
+        )
+
+
+class _Growing:
+    """A completion that is being sampled. The tokens that its client has not taken yet are one part.
+
+    A client that reads slowly, or not at all, costs the memory of its completions and no work.
+    """
+
+    def __init__(self, index: int, detokenizer: Detokenizer, ready: asyncio.Queue[_Growing | None]) -> None:
+        """ready: receives this object when there is something to take, once until it is taken."""
+        self.index = index
+        self._detokenizer = detokenizer
+        self._ready = ready
+        self._is_ready = False
+        self._tokens = TokenDelta([], [])
+        """All tokens so far."""
+        self._decoded, self._taken = 0, 0
+        """Tokens passed to the detokenizer, and tokens in earlier parts."""
+        self._whole: CompletionPart | None = None
+
+    def add(self, new: TokenDelta) -> None:
+        self._tokens.token_ids.extend(new.token_ids)
+        self._tokens.sampling_logprobs.extend(new.sampling_logprobs)
+        self._announce()
+
+    def end(self, whole: CompletionPart) -> None:
+        self._whole = whole
+        self._announce()
+
+    def _announce(self) -> None:
+        if not self._is_ready:
+            self._is_ready = True
+            self._ready.put_nowait(self)
+
+    def take(self) -> CompletionPart | None:
+        """Return the part after the last one; None if the new tokens have no whole characters yet."""
+        self._is_ready = False
+        start, whole = self._taken, self._whole
+        if whole is not None:
+            text = whole.text[self._detokenizer.emitted :]
+            return replace(
+                whole, text=text, token_ids=whole.token_ids[start:], logprobs=whole.logprobs[start:], start=start
+            )
+        token_ids, logprobs = self._tokens
+        text = self._detokenizer.add(token_ids[self._decoded :])
+        self._decoded = len(token_ids)
+        if not text:
+            return None
+        self._taken = self._decoded
+        return CompletionPart(
+            index=self.index, text=text, token_ids=token_ids[start:], logprobs=logprobs[start:], start=start
         )
 
 
@@ -110,24 +161,27 @@ class Sampler:
         self, prompts: Sequence[list[int]], parameters: SamplingParameters, num_top_logprobs: int, *, stream: bool
     ) -> AsyncGenerator[CompletionPart]:
         requests = [request for prompt in prompts for request in self._requests(prompt, parameters, stream=stream)]
-        parts: asyncio.Queue[CompletionPart | None] = asyncio.Queue()
+        ready: asyncio.Queue[_Growing | None] = asyncio.Queue()
+        growing = [_Growing(index, self._detokenizer(parameters), ready) for index in range(len(requests))]
         tasks = [
-            asyncio.ensure_future(self._stream_one(index, request, parameters, num_top_logprobs, parts))
-            for index, request in enumerate(requests)
+            asyncio.ensure_future(self._sample_one(one, request, parameters, num_top_logprobs))
+            for one, request in zip(growing, requests, strict=True)
         ]
         all_done = asyncio.gather(*tasks)
 
         def end(done: asyncio.Future[list[None]]) -> None:
             done.exception()  # marks it as retrieved, else asyncio logs it when the client has disconnected
-            parts.put_nowait(None)
+            ready.put_nowait(None)
 
         all_done.add_done_callback(end)
         try:
-            while (part := await parts.get()) is not None:
-                yield part
+            while (one := await ready.get()) is not None:
+                if (part := one.take()) is not None:
+                    yield part
             await all_done
         finally:
-            _cancel(tasks)
+            for task in tasks:  # cancelling `all_done` has no effect once a task has failed
+                task.cancel()
 
     def _requests(self, prompt: list[int], parameters: SamplingParameters, *, stream: bool) -> list[Request]:
         self._limits.check_prompt(prompt)
@@ -143,77 +197,41 @@ class Sampler:
             for index in range(parameters.n)
         ]
 
+    def _detokenizer(self, parameters: SamplingParameters) -> Detokenizer:
+        decode = partial(self.codec.decode, skip_special_tokens=parameters.skip_special_tokens)
+        return Detokenizer(decode, [] if parameters.include_stop_str_in_output else parameters.stop)
+
     async def _sample_one(
-        self,
-        index: int,
-        request: Request,
-        parameters: SamplingParameters,
-        num_top_logprobs: int,
-        on_delta: OnDelta | None = None,
-    ) -> CompletionPart:
+        self, growing: _Growing, request: Request, parameters: SamplingParameters, num_top_logprobs: int
+    ) -> None:
+        """Sample a completion into `growing`."""
+        loop = asyncio.get_running_loop()
         scored: list[Future[TopLogprobs]] = []
 
         def score(completion: Completion) -> None:
             sequence = [*request.token_ids, *completion.token_ids][: self._limits.max_tokens - 1]
             scored.append(self._engines.top_logprobs(sequence, num_top_logprobs))
 
-        try:
-            completion = await self._engines.send(request, on_delta, score if num_top_logprobs else None)
-            entries = [entry for future in scored for entry in await result_of(future)]
-        except ValueError as error:
-            raise InvalidRequest(str(error)) from None
+        def on_delta(tokens: TokenDelta) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(growing.add, tokens)
+
+        completion = await self._engines.send(
+            request, on_delta if request.stream else None, score if num_top_logprobs else None
+        )
+        entries = [entry for future in scored for entry in await result_of(future)]
         # Greedy log-probabilities are at temperature 1. vLLM raises other temperatures to at least MIN_TEMPERATURE.
         temperature = max(parameters.temperature, MIN_TEMPERATURE) if parameters.temperature else 1.0
         self._on_sampled(request, completion, temperature)
         text = self.codec.decode(completion.token_ids, skip_special_tokens=parameters.skip_special_tokens)
         entries = entries[len(request.token_ids) - 1 :]
-        return CompletionPart.whole(
-            index,
+        whole = CompletionPart.whole(
+            growing.index,
             completion,
             text if parameters.include_stop_str_in_output else before_stop(text, parameters.stop),
             _at_temperature(completion, temperature, entries) if num_top_logprobs else None,
         )
-
-    async def _stream_one(
-        self,
-        index: int,
-        request: Request,
-        parameters: SamplingParameters,
-        num_top_logprobs: int,
-        parts: asyncio.Queue[CompletionPart | None],
-    ) -> None:
-        loop = asyncio.get_running_loop()
-        stop = [] if parameters.include_stop_str_in_output else parameters.stop
-        detokenizer = Detokenizer(partial(self.codec.decode, skip_special_tokens=parameters.skip_special_tokens), stop)
-        token_ids: list[int] = []
-        logprobs: list[float] = []
-        num_emitted = 0
-
-        def emit(tokens: TokenDelta) -> None:
-            nonlocal num_emitted
-            token_ids.extend(tokens.token_ids)
-            logprobs.extend(tokens.sampling_logprobs)
-            if text := detokenizer.add(tokens.token_ids):
-                start, num_emitted = num_emitted, len(token_ids)
-                part = CompletionPart(
-                    index=index, text=text, token_ids=token_ids[start:], logprobs=logprobs[start:], start=start
-                )
-                parts.put_nowait(part)
-
-        def on_delta(tokens: TokenDelta) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(emit, tokens)
-
-        listener = on_delta if request.stream else None
-        whole = await self._sample_one(index, request, parameters, num_top_logprobs, listener)
-        last = replace(
-            whole,
-            text=whole.text[detokenizer.emitted :],
-            token_ids=whole.token_ids[num_emitted:],
-            logprobs=whole.logprobs[num_emitted:],
-            start=num_emitted,
-        )
-        parts.put_nowait(last)
+        growing.end(whole)
 
     async def prompt_logprobs(self, prompt: list[int], k: int) -> list[dict[int, float] | None]:
         """Return log-probabilities at temperature 1 of each prompt token and the k most likely tokens at its position.
@@ -223,28 +241,14 @@ class Sampler:
         self._limits.check_prompt(prompt)
         if len(prompt) < 2:
             return [None]
-        try:
-            return [None, *await result_of(self._engines.top_logprobs(prompt, k))]
-        except ValueError as error:
-            raise InvalidRequest(str(error)) from None
+        return [None, *await result_of(self._engines.top_logprobs(prompt, k))]
 
     def _sampling(self, prompt: list[int], parameters: SamplingParameters) -> Sampling:
         self._note_renormalization(parameters)
-        room = self._limits.max_tokens - len(prompt)
-        stop_token_ids = set(parameters.stop_token_ids or [])
-        self._limits.check_vocabulary(sorted(stop_token_ids), "stop_token_ids: ")
-        if not parameters.ignore_eos:
-            stop_token_ids |= set(self._limits.stop_token_ids)
-        return Sampling(
-            temperature=parameters.temperature,
-            max_tokens=min(parameters.max_tokens or room, room),
-            top_p=parameters.top_p,
-            top_k=max(parameters.top_k, 0),
-            min_p=parameters.min_p,
-            repetition_penalty=parameters.repetition_penalty,
-            stop=tuple(parameters.stop),
-            stop_token_ids=tuple(sorted(stop_token_ids)),
-        )
+        sampling = parameters.for_engine(self._limits.max_tokens - len(prompt))
+        self._limits.check_vocabulary(sampling.stop_token_ids, "stop_token_ids: ")
+        ends = () if parameters.ignore_eos else self._limits.stop_token_ids
+        return replace(sampling, stop_token_ids=tuple(sorted({*sampling.stop_token_ids, *ends})))
 
     def _note_renormalization(self, parameters: SamplingParameters) -> None:
         """Log once that a client samples from a truncated or penalized distribution."""
@@ -262,12 +266,6 @@ class Sampler:
         if parameters.seed is None:
             return derive_seed(self._limits.seed, "http", number, index)
         return derive_seed("http", parameters.seed, index)
-
-
-def _cancel(tasks: Sequence[asyncio.Task[object]]) -> None:
-    """Cancel every task. Cancelling the future of `asyncio.gather` has no effect once a task has failed."""
-    for task in tasks:
-        task.cancel()
 
 
 def _at_temperature(completion: Completion, temperature: float, entries: TopLogprobs) -> TopLogprobs:

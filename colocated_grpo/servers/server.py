@@ -23,13 +23,13 @@ from colocated_grpo.runtime.checksums import exported_digest
 from colocated_grpo.runtime.distributed import World, init_world
 from colocated_grpo.runtime.supervision import StopRequest
 from colocated_grpo.servers.app import create_app
-from colocated_grpo.servers.control_routes import add_control_routes, add_weight_routes
+from colocated_grpo.servers.control_routes import add_control_routes, add_weight_routes, check_adapter
 from colocated_grpo.servers.engine_control import EngineControl
 from colocated_grpo.servers.engine_routes import LARGE_PATHS, Sessions, add_engine_routes
 from colocated_grpo.servers.exported import export, export_folder, move_to_shared_memory
 from colocated_grpo.servers.options import RESTART, Restart, ServeOptions, model_settings
 from colocated_grpo.servers.rank_links import LoadBalancer
-from colocated_grpo.servers.ranks import EveryRank, MirroredEngine, join_ranks
+from colocated_grpo.servers.ranks import MirroredEngine, join_ranks
 from colocated_grpo.servers.receiver import WeightReceiver
 from colocated_grpo.servers.sampler import Sampler
 from colocated_grpo.servers.text import limits_of
@@ -67,18 +67,17 @@ def serve(options: ServeOptions) -> int:
         "join": receiver.join,
         "update": receiver.update,
     }
-    ranks = EveryRank(engine, _idle_group(world), commands)
+    whole = MirroredEngine(engine, _idle_group(world), commands)
     if world.is_main:
         stop = StopRequest(world.store)
         stop.listen()
-        return _lead(options, model, engine, ranks, stop, facts)
-    ranks.follow()
+        return _lead(options, model, engine, whole, stop, facts)
+    whole.follow()
     return 0
 
 
 def spec_of(options: ServeOptions, folder: Path, device: torch.device) -> EngineSpec:
-    """Return the spec of an engine for any number of requests, with stop strings. A sleeping engine keeps its
-    weights."""
+    """Return the spec of an engine for any number of requests, with stop strings."""
     adapters = {"enable_lora": True, "max_lora_rank": options.max_lora_rank} if options.enable_lora else {}
     return EngineSpec(
         folder=folder,
@@ -91,7 +90,7 @@ def spec_of(options: ServeOptions, folder: Path, device: torch.device) -> Engine
         gpu_memory_utilization=options.gpu_memory_utilization,
         enforce_eager=options.enforce_eager,
         reads_weights=True,
-        sleep=not options.share_weights,  # vLLM's sleep mode allocates memory that cannot be shared
+        sleep=False,
         keeps_weights=True,
         needs_text=True,
         args={**adapters, **options.engine_args},
@@ -129,21 +128,22 @@ def _lead(
     options: ServeOptions,
     model: ModelFiles,
     engine: VLLMEngine,
-    ranks: EveryRank,
+    whole: MirroredEngine,
     stop: StopRequest,
     facts: JsonObject,
 ) -> int:
-    """Serve on rank 0. engine: this rank's engine."""
+    """Serve on rank 0. engine: this rank's engine. whole: the engine of all ranks."""
     note = partial(print, "note:", flush=True)
-    whole, inbox, restart = MirroredEngine(ranks), Inbox(), Restart()
-    control, sessions = EngineControl(whole, inbox, Driver(whole, inbox)), Sessions(inbox, note)
-
+    inbox, restart = Inbox(), Restart()
+    control = EngineControl(whole, inbox, Driver(whole, inbox))
+    sessions = Sessions(inbox, note, attached=control.resume)
     limits = limits_of(model, options.max_model_len, seed=0, max_tokens_setting="--max-model-len")
 
     def add_routes(app: FastAPI) -> None:
-        add_control_routes(app, control, facts, parameters_of(engine))
+        add_control_routes(app, control, facts, sessions)
         add_engine_routes(app, control, inbox, sessions, limits)
-        add_weight_routes(app, control, ranks.call, engine.adapters.status, restart, note)
+        check = partial(check_adapter, model.folder)
+        add_weight_routes(app, control, sessions, whole.call, engine.adapters.status, check, restart, note)
 
     try:
         server = _listen(
@@ -155,6 +155,7 @@ def _lead(
                 api_key=os.environ[options.api_key_variable] if options.api_key_variable else None,
                 max_body_bytes=MAX_BODY_BYTES,
                 max_requests=MAX_REQUESTS,
+                state=lambda: control.state,
                 add_routes=add_routes,
                 large_paths=LARGE_PATHS,
             ),
@@ -188,14 +189,6 @@ def describe(options: ServeOptions, model: ModelFiles, engine: VLLMEngine, world
         "max_num_seqs": options.max_num_seqs,
         "num_parameters": sum(parameter.numel() for parameter in parameters),
         "pid": os.getpid(),
-    }
-
-
-def parameters_of(engine: VLLMEngine) -> JsonObject:
-    """Return shape and type of each parameter on this rank, by vLLM's names."""
-    return {
-        name: {"shape": list(parameter.shape), "dtype": str(parameter.dtype).removeprefix("torch.")}
-        for name, parameter in engine.model.named_parameters()
     }
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import codecs
-import re
 import zlib
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +10,6 @@ from functools import partial
 from typing import TypeVar
 
 import msgspec
-import numpy as np
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.responses import Response
@@ -24,7 +21,9 @@ from colocated_grpo.web.shape import BodyShape, TooComplex
 T = TypeVar("T")
 
 BODY_SECONDS = 60.0
-"""Time limit from the end of the headers to the end of the body. An unfinished body counts as a concurrent request."""
+"""Time limit from the end of the headers to the end of the body."""
+MAX_ARRIVING = 1024
+"""Unfinished bodies of a server. One more ends the oldest: a body of an ordinary client is complete within moments."""
 GRACE_SECONDS = 5.0
 """When the memory for large bodies is full, a body that has taken longer than this time is rejected to make room."""
 SMALL_BYTES = 1 << 16
@@ -35,15 +34,6 @@ BUFFERED_BODIES = 4
 """The memory for large bodies fits this number of bodies of the maximum size."""
 OTHER_BYTES = 1 << 20
 """Size limit of bodies on paths that expect small bodies."""
-CHUNK_BYTES = 1 << 20
-SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-"""The JSON escape of a UTF-16 surrogate, paired or not."""
-HIGH, LOW = np.zeros(256, dtype=bool), np.zeros(256, dtype=bool)
-"""True at bytes that may be the second hexadecimal digit in the escape of a high or low surrogate. The first digit is
-d."""
-HIGH[list(b"89abAB")] = True
-LOW[list(b"cdefCDEF")] = True
-ESCAPE_BYTES = 6
 
 _worker = ThreadPoolExecutor(1, thread_name_prefix="bodies")
 """One thread for all servers of the process, so that at most one body is checked and parsed at a time."""
@@ -55,19 +45,20 @@ async def off_the_loop(work: Callable[[], T]) -> T:
 
 
 class BodyRejected(Exception):
-    """An invalid request body, with the status and message of the error response."""
+    """An invalid request body, with the status, message and headers of the error response."""
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, status: int, message: str, **headers: str) -> None:
         super().__init__(message)
         self.status = status
+        self.headers = headers
 
 
 class BodyLimit:
     """Pass on each request with its complete, decompressed body, or respond with an error.
 
     413: above `max_bytes` after decompression. 503: other large bodies fill the memory reserved for large bodies. 408:
-    after BODY_SECONDS. 400: corrupt gzip, text that is not UTF-8, or structure beyond `shape`. Strings that UTF-8
-    cannot encode would raise later, in tokenizers, responses or the engine.
+    after BODY_SECONDS, or for the oldest of more than MAX_ARRIVING. 400: corrupt gzip, two statements of the length, or
+    structure beyond `shape`.
     """
 
     def __init__(
@@ -102,12 +93,14 @@ class BodyLimit:
                     reservation.expire = lambda: timeout.reschedule(0)
                     body = await self._read(Headers(scope=scope), receive, reservation, most)
             except TimeoutError:
-                limit = f"{BODY_SECONDS:g} s, or {GRACE_SECONDS:g} s while others wait"
+                limit = f"{BODY_SECONDS:g} s, or sooner while others wait"
                 message = f"the request body did not arrive within {limit}"
                 await self._error_response(408, message)(scope, receive, send)
                 return
             except BodyRejected as error:
-                await self._error_response(error.status, str(error))(scope, receive, send)
+                response = self._error_response(error.status, str(error))
+                response.headers.update(error.headers)
+                await response(scope, receive, send)
                 return
             headers = MutableHeaders(scope=scope)
             del headers["content-encoding"]
@@ -119,13 +112,20 @@ class BodyLimit:
             reservation.release()
 
     async def _read(self, headers: Headers, receive: Receive, reservation: Reservation, most: int) -> bytes:
+        if "content-length" in headers and "transfer-encoding" in headers:
+            # Two servers in a row could disagree about where the next request begins.
+            raise BodyRejected(400, "Content-Length and Transfer-Encoding exclude each other", Connection="close")
         if int(headers.get("content-length", "0")) > most:
             raise _too_large(most)
+        if len(self._arriving) >= MAX_ARRIVING:
+            oldest = next(iter(self._arriving))
+            del self._arriving[oldest]
+            oldest.expire()
         self._arriving[reservation] = None
         try:
             body = await _receive_all(receive, reservation, most)
         finally:
-            del self._arriving[reservation]
+            self._arriving.pop(reservation, None)
         if body and "gzip" in headers.get("content-encoding", "").lower():
             body = await off_the_loop(partial(_decompress, body, most))
             reservation.grow_to(len(body))
@@ -136,7 +136,6 @@ class BodyLimit:
         return body
 
     def _check(self, body: bytes) -> None:
-        _check_text(body)
         try:
             self._shape.check(body)
         except TooComplex as error:
@@ -201,39 +200,6 @@ def _too_large(most: int) -> BodyRejected:
     return BodyRejected(413, f"the request body exceeds the limit of {most} bytes")
 
 
-def _check_text(body: bytes) -> None:
-    """Raise BodyRejected for text that is not UTF-8, has an unpaired surrogate, or contains zero bytes.
-
-    json.loads would decode text with a zero byte near the start as UTF-16 or UTF-32.
-    """
-    view, decoder = memoryview(body), codecs.getincrementaldecoder("utf-8")()
-    try:
-        for start in range(0, len(body), CHUNK_BYTES):  # a whole string could take four times the memory
-            decoder.decode(view[start : start + CHUNK_BYTES])
-        decoder.decode(b"", final=True)
-        valid = b"\0" not in body and not (SURROGATE.search(body) and _has_lone_surrogate(body))
-    except UnicodeDecodeError:
-        valid = False
-    if not valid:
-        raise BodyRejected(400, "the request body must be text in UTF-8")
-
-
-def _has_lone_surrogate(body: bytes) -> bool:
-    """Return True unless high and low surrogates occur only in pairs, each high surrogate before its low surrogate."""
-    text = np.frombuffer(body.replace(rb"\\", b"  "), dtype=np.uint8)
-    for start in range(0, len(text), CHUNK_BYTES):  # other threads run between chunks
-        chunk = text[start : start + CHUNK_BYTES + 2 * ESCAPE_BYTES]
-        backslashes = np.flatnonzero(chunk[:-3] == ord("\\"))
-        escapes = backslashes[(chunk[backslashes + 1] == ord("u")) & ((chunk[backslashes + 2] | 32) == ord("d"))]
-        kinds = chunk[escapes + 3]
-        highs, lows = escapes[HIGH[kinds]], escapes[LOW[kinds]]
-        highs = highs[highs < CHUNK_BYTES]
-        lows = lows[(lows < CHUNK_BYTES + ESCAPE_BYTES) & (lows >= (ESCAPE_BYTES if start else 0))]
-        if not np.array_equal(highs + ESCAPE_BYTES, lows):
-            return True
-    return False
-
-
 def _replay(body: bytes, receive: Receive, consumed: Callable[[], None]) -> Receive:
     """Return a `receive` that returns the body once and then the connection's messages, such as a disconnect.
 
@@ -248,9 +214,6 @@ def _replay(body: bytes, receive: Receive, consumed: Callable[[], None]) -> Rece
         return await receive()
 
     return replay
-
-
-T = TypeVar("T")
 
 
 class InvalidBody(Exception):
@@ -279,6 +242,8 @@ def _decoded(body: bytes, decode: Callable[[bytes], T]) -> T:
         raise InvalidBody(_with_the_place_first(str(error))) from None
     except RecursionError:
         raise InvalidBody("nested too deep") from None
+    except UnicodeDecodeError:
+        raise InvalidBody("the request body must be text in UTF-8") from None
     except (msgspec.DecodeError, TooComplex) as error:
         raise InvalidBody(str(error)) from None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.client import HTTPException, HTTPMessage, HTTPResponse, IncompleteRead
 from typing import IO
@@ -53,11 +53,14 @@ class RequestRejected(Exception):
 class JsonClient:
     """GET and POST of JSON. Every call raises Unavailable or RequestRejected on failure."""
 
-    def __init__(self, url: str, *, timeout: float, api_key: str | None = None) -> None:
-        """timeout: seconds for the whole response, and for each socket operation."""
+    def __init__(
+        self, url: str, *, timeout: float, api_key: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> None:
+        """timeout: seconds for the whole response, and for each socket operation. headers: further ones."""
         self._url = url.rstrip("/")
         self._timeout = timeout
-        self._headers = HEADERS if api_key is None else {**HEADERS, "Authorization": f"Bearer {api_key}"}
+        key = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._headers = {**HEADERS, **key, **(headers or {})}
 
     def get(self, path: str) -> object:
         return self._call(Request(self._url + path, headers=self._headers))

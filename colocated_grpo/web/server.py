@@ -17,7 +17,8 @@ BACKLOG = 2048
 SHUTDOWN_SECONDS = 1
 """Time for open connections to finish when the server closes."""
 IDLE_SECONDS = 60.0
-"""A connection is closed after this time without a complete request head or without a next request."""
+"""A connection is closed after this time without a complete request head, without a next request, without a byte read
+of a response that waits, or without a sign of life from a machine that is gone."""
 
 
 class Connection(H11Protocol):
@@ -27,29 +28,38 @@ class Connection(H11Protocol):
     """
 
     _timer: asyncio.TimerHandle | None = None
+    _unread: int | None = None
+    """Bytes that the client had to read at the previous check; None if it has read them since."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         if len(self.connections) > max_client_connections():
             transport.abort()
-        else:
-            self._check_later(None)
+            return
+        if (number := getattr(socket, "TCP_USER_TIMEOUT", None)) is not None:  # Linux; else 15 minutes
+            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, number, int(IDLE_SECONDS * 1000))
+        self._check_later(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
         super().connection_lost(exc)
 
+    def pause_writing(self) -> None:
+        self._unread = None
+        super().pause_writing()
+
     def _check_later(self, last: object) -> None:
         self._timer = self.loop.call_later(IDLE_SECONDS, self._check_idle, last)
 
     def _check_idle(self, last: object) -> None:
-        """Close the connection unless a request was received or answered since the previous check.
+        """Close the connection unless a request was received, answered or read from since the previous check.
 
         last: the request cycle that was complete at the previous check; None before the first request; this connection
-        itself if a response was pending. A pending response is never cut off.
+        itself if a response was pending. A pending response is cut off only if the client does not read it.
         """
-        if self.cycle is last:
+        before, self._unread = self._unread, self.transport.get_write_buffer_size() if self.flow.write_paused else None
+        if self.cycle is last or (before is not None and before == self._unread):
             self.transport.abort()
         else:
             self._check_later(self.cycle if self.cycle.response_complete else self)

@@ -50,7 +50,7 @@ class LetterTokenizer:
 class EngineServer:
     """A server on two ports. One thread drives each engine while `awake` is set, until `ended` is."""
 
-    def __init__(self, *, engines: int = 1, **guards: Any) -> None:
+    def __init__(self, *, engines: int = 1, limits: Limits = LIMITS, **guards: Any) -> None:
         self.inboxes = [Inbox() for _ in range(engines)]
         self.engines = [FakeEngine() for _ in self.inboxes]
         self.origins = Origins(100)
@@ -60,7 +60,7 @@ class EngineServer:
         sampler = Sampler(
             LoadBalancer(self.inboxes[0], self.inboxes[1:]),
             LetterTokenizer(),
-            LIMITS,
+            limits,
             self.notes.append,
             on_sampled=self.origins.record,
         )
@@ -71,7 +71,7 @@ class EngineServer:
             "max_requests": 64,
             **guards,
         }
-        self.server = ServerThread(create_app(sampler, MODEL, MAX_TOKENS, **guards), "127.0.0.1", [0, 0])
+        self.server = ServerThread(create_app(sampler, MODEL, limits.max_tokens, **guards), "127.0.0.1", [0, 0])
         self.url = f"http://127.0.0.1:{self.server.ports[0]}"
         self.threads = [
             threading.Thread(target=self._drive, args=(Driver(engine, inbox),), daemon=True)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from colocated_grpo.rollout.engine import Finished, Request, RolloutEngine, Sampling
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.servers.app import create_app
-from colocated_grpo.servers.control_routes import add_control_routes
+from colocated_grpo.servers.control_routes import add_control_routes, add_weight_routes
 from colocated_grpo.servers.engine_control import EngineControl
 from colocated_grpo.servers.engine_routes import Sessions, add_engine_routes
 from colocated_grpo.servers.engine_server import EngineServer
+from colocated_grpo.servers.options import Restart
 from colocated_grpo.servers.rank_links import LoadBalancer
 from colocated_grpo.servers.remote import RemoteEngine, Restore
 from colocated_grpo.servers.sampler import Sampler
@@ -26,6 +27,7 @@ from tests.support.servers import until
 
 MAX_BODY_BYTES = 1 << 20
 TIMEOUT = 20.0
+TRAINER = "the same on all ranks"
 
 
 class EngineProcess:
@@ -59,12 +61,13 @@ class TrainerServer:
     def listen(self) -> None:
         """Accept connections, on the same port as before."""
         process = self.process
-        self._sessions = Sessions(process.inbox, self.notes.append)
+        self._sessions = Sessions(process.inbox, self.notes.append, process.control.resume)
         facts = {"instance": process.instance, "max_num_seqs": 64, "max_model_len": MAX_TOKENS, "dtype": "float32"}
         app = create_app(
             self._sampler(),
             MODEL,
             MAX_TOKENS,
+            state=lambda: process.control.state,
             add_routes=lambda app: self._add_routes(app, facts),
             **{"hosts": Hosts("127.0.0.1"), **self._guards},
         )
@@ -72,8 +75,13 @@ class TrainerServer:
         [self.port] = self._thread.ports
 
     def _add_routes(self, app: Any, facts: dict[str, Any]) -> None:
-        add_control_routes(app, self.process.control, facts, {})
+        add_control_routes(app, self.process.control, facts, self._sessions)
         add_engine_routes(app, self.process.control, self.process.inbox, self._sessions, LIMITS)
+
+    def add_weight_routes(self, app: Any, call: Callable[..., object]) -> None:
+        """call: executes a command on the engine's ranks."""
+        control, check = self.process.control, lambda folder: None
+        add_weight_routes(app, control, self._sessions, call, dict, check, Restart(), self.notes.append)
 
     def _sampler(self) -> Sampler:
         inbox = self.process.inbox
@@ -89,11 +97,15 @@ class TrainerServer:
         self._sessions.close_all()
         self._thread.close()
 
-    def restart(self, engine: FakeEngine | None = None) -> None:
-        """Replace the engine's process, as after a crash: connections close, and requests under way are lost."""
+    def restart(self, disconnected: Callable[[], None] = lambda: None) -> None:
+        """Replace the engine's process, as after a crash: connections close, and requests under way are lost.
+
+        disconnected: called before the process ends.
+        """
         self.disconnect()
+        disconnected()
         self.process.close()
-        self.process = EngineProcess(engine or FakeEngine())
+        self.process = EngineProcess(FakeEngine())
         self.listen()
 
     def __enter__(self) -> TrainerServer:
@@ -112,7 +124,7 @@ class Trainer:
     ) -> None:
         self.lost: list[str] = []
         self.restored: list[str] = []
-        self.server = EngineServer(server.url, client.get("api_key"), timeout)
+        self.server = EngineServer(server.url, client.get("api_key"), client.get("trainer", TRAINER), timeout)
         self.engine = RemoteEngine(self.server, restore or self._restore, self.lost.append)
         self.engine.weights_changed(1)
 

@@ -45,14 +45,9 @@ class VLLMAdapters:
             raise ValueError(f"adapter {path!r}: vLLM did not load it")
         return self._replace(name, request) | {"exported": exported_digest(Path(path))}
 
-    def unload(self, name: str | None = None) -> JsonObject:
-        """Use the base weights, and return the new status. No request may be running.
-
-        Raises ValueError if `name` is given and is not the name of the active adapter.
-        """
+    def unload(self) -> JsonObject:
+        """Use the base weights, and return the new status. No request may be running."""
         self._require_support()
-        if name not in (None, self._name):
-            raise ValueError(f"lora_name={name!r}: this adapter is not loaded")
         return self._replace(None, None)
 
     def status(self) -> JsonObject:
@@ -69,7 +64,16 @@ class VLLMAdapters:
         if former is not None:
             with suppress(ValueError):  # vLLM has evicted it already
                 self._engine.remove_lora(former.lora_int_id)
+        self._clear_cache()
         return self.status()
+
+    def _clear_cache(self) -> None:
+        """Zero the KV cache: a NaN of an adapter would stay in the unused slots of later sequences' blocks."""
+        self._engine.reset_prefix_cache()
+        runner = self._engine.model_executor.driver_worker.worker.model_runner  # pyrefly: ignore[missing-attribute]
+        for cache in runner.kv_caches:
+            for part in cache if isinstance(cache, list | tuple) else [cache]:
+                part.zero_()
 
     def _require_support(self) -> None:
         if self._engine.vllm_config.lora_config is None:

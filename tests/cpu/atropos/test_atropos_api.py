@@ -334,14 +334,18 @@ def test_long_responses_are_gzipped_on_request(api):
     assert body["batch"][0]["tokens"][0] == [5, 7, 9]
 
 
-def test_text_that_is_not_utf_8_is_rejected_before_it_is_queued():
+@pytest.mark.parametrize("text", [b'"\\ud800"', b'"\xff"', b'"\xed\xa0\x80"'])
+def test_text_that_utf_8_cannot_encode_is_rejected_where_it_is_kept(text):
     server = ServerThread(create_app(hosts=Hosts("127.0.0.1")), "127.0.0.1", [0])
     api = Client(f"http://127.0.0.1:{server.ports[0]}")
+    body = json.dumps({**REGISTRATION, "wandb_group": 0}).replace('"wandb_group": 0', '"wandb_group": %s').encode()
+    assert api.call("POST", "/register", body.replace(b"%s", text))[0] == 422
     api.start(batch_size=4)
-    invalid = {**group(4, mark=1), "messages": [[{"role": "user", "content": "\ud800"}]] * 4}
-    assert api.call("POST", "/scored_data", invalid) == (400, {"detail": "the request body must be text in UTF-8"})
+    body = json.dumps({**group(4, mark=1), "messages": 0}).replace('"messages": 0', '"messages": %s').encode()
+    status, _ = api.call("POST", "/scored_data", body.replace(b"%s", text))
+    assert status in (200, 422), "messages are not kept"
     api.send(4, mark=2)
-    assert api.batch_marks() == [2]
+    assert api.batch_marks() == [1 if status == 200 else 2]
     server.close()
 
 

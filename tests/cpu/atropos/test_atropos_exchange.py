@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colocated_grpo.atropos.api import PostedGroup
-from colocated_grpo.atropos.exchange import Exchange, Registration, ScoredGroup, choose_batch, choose_parts
+from colocated_grpo.atropos.exchange import Exchange, ScoredGroup, choose_batch, choose_parts
+from colocated_grpo.atropos.reader import Registration
 from tests.support.servers import EMBEDDED, ApiProcess
 
 LIMIT = 20_000
@@ -165,6 +166,16 @@ def test_fields_that_no_trainer_reads_are_not_kept(fresh, name):
 def test_a_group_that_the_trainer_cannot_parse_is_rejected(fresh, column):
     body = '{"masks": [[1]], "scores": [0], "tokens": [[1]], ' + column % HUGE + "}"
     assert call(fresh.url + "/scored_data", body.encode())[0] == 422
+
+
+@pytest.mark.parametrize("column", ["tokens", "masks", "advantages", "ref_logprobs", "inference_logprobs"])
+def test_a_sequence_that_the_trainer_would_drop_is_rejected(fresh, column):
+    """Gzipped, a few KiB would take as much of the queue as a whole batch of honest groups."""
+    post(fresh, "/register", registration(max_token_len=64))
+    assert post(fresh, "/scored_data", {**group(8), column: [[1] * 64] * 8}) == 200
+    body = json.dumps({**group(8), column: [[1] * 65] * 8}).encode()
+    status, response = call(fresh.url + "/scored_data", body)
+    assert (status, json.loads(response)) == (422, {"detail": f"{column}: sequence 0: more than 64 numbers"})
 
 
 def test_millions_of_empty_lists_are_rejected():

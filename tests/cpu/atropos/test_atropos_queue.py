@@ -11,16 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colocated_grpo.atropos.exchange import (
+    MAX_ENVIRONMENTS,
     MAX_PARTS,
     PATIENCE,
     EnvRegistration,
     Exchange,
     InvalidGroup,
     QueueFull,
-    Registration,
     ScoredGroup,
+    UnknownEnvironment,
     choose_batch,
 )
+from colocated_grpo.atropos.reader import Registration
 
 
 def trainer(batch_size: int) -> Registration:
@@ -221,6 +223,32 @@ def test_an_environment_without_new_groups_does_not_keep_its_reserved_part(num_g
         exchange.post([group(3, reserved)])  # parts that never add up to a group
         requests += 1
         assert requests <= PATIENCE * num_groups
+
+
+def test_registrations_of_strangers_lock_no_environment_out():
+    """Before, the server refused every registration after 16,384 until it was started again."""
+    exchange = started(8)
+    env = add_env(exchange, 8)
+    exchange.post([group(3, env)])
+    for _ in range(3 * MAX_ENVIRONMENTS):
+        add_env(exchange, 4)
+        exchange.status_env(env)  # as an environment asks ten times a second
+    assert exchange.post([group(5, env)])[0]["buffer_size"] == 0, "it has kept its parts"
+    assert num_batches(exchange) == 1
+    newcomer = add_env(exchange, 8)
+    exchange.post([group(8, newcomer)])
+    assert num_batches(exchange) == 1
+    with pytest.raises(UnknownEnvironment, match="register again"):
+        exchange.status_env(env + 1)
+
+
+def test_parts_of_a_forgotten_environment_leave_the_queue():
+    exchange = started(8, sequences=8)
+    exchange.post([group(5, add_env(exchange, 8))])
+    for _ in range(MAX_ENVIRONMENTS):
+        add_env(exchange, 4)
+    exchange.post([group(8)])
+    assert num_batches(exchange) == 1
 
 
 def test_a_long_queue_is_served_in_time_linear_in_its_length():

@@ -8,8 +8,6 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
-from colocated_grpo.servers.control_routes import add_weight_routes
-from colocated_grpo.servers.options import Restart
 from tests.support.paths import ROOT
 from tests.support.trainer_server import TrainerServer
 
@@ -21,8 +19,7 @@ class Listing(TrainerServer):
 
     def _add_routes(self, app: FastAPI, facts: dict[str, Any]) -> None:
         super()._add_routes(app, facts)
-        nothing = lambda *_: None  # noqa: E731
-        add_weight_routes(app, self.process.control, nothing, dict, Restart(), nothing)
+        self.add_weight_routes(app, lambda *_: None)
         routes = [route for route in app.routes if isinstance(route, APIRoute)]
         self.routes = {f"{method} {route.path}" for route in routes for method in route.methods}
 

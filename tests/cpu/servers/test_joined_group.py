@@ -12,7 +12,6 @@ import torch
 from colocated_grpo.errors import RunError
 from colocated_grpo.runtime.stores import connect_store, serve_store
 from colocated_grpo.servers.broadcast import BroadcastSync, JoinedGroup, MissingMembers
-from colocated_grpo.servers.control_routes import add_weight_routes
 from colocated_grpo.servers.engine_server import EngineServer
 from colocated_grpo.servers.receiver import Offer
 from tests.support.ranks import single_rank_world
@@ -60,9 +59,7 @@ class OfferedServer(TrainerServer):
 
     def _add_routes(self, app: Any, facts: dict[str, Any]) -> None:
         super()._add_routes(app, facts | {"device": "cpu", "tensor_parallel_size": self._ranks})
-        add_weight_routes(
-            app, self.process.control, lambda _name, offer: self._join(offer), dict, None, self.notes.append
-        )
+        self.add_weight_routes(app, lambda _name, offer: self._join(offer))
 
 
 def join(offer: Offer) -> None:
@@ -80,12 +77,11 @@ def die(offer: Offer) -> None:
 
 def test_a_server_that_accepts_an_offer_and_does_not_join_ends_the_run_with_its_url():
     with OfferedServer(join, ranks=1) as first, OfferedServer(die, ranks=2) as second:
-        servers = [EngineServer(server.url, None, SHORT) for server in (first, second)]
+        servers = [EngineServer(server.url, None, "trainer", SHORT) for server in (first, second)]
         sync = BroadcastSync({"model.norm.weight": torch.ones(4)}, "model", servers, single_rank_world(), 1)
         with pytest.raises(RunError) as raised:
             sync.sync()
-        until(lambda: first.notes)
-    assert first.notes == ["ranks 2, 3 of 4 did not join within 0.5 s"]
+        until(lambda: "ranks 2, 3 of 4 did not join within 0.5 s" in first.notes)
     assert str(raised.value) == (
         f"engine.urls={second.url}: did not join the weight sync within engine.server_timeout=0.5 s; "
         "look into the log of the server"

@@ -10,7 +10,7 @@ import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
-from colocated_grpo.servers.request_bodies import IGNORED, REJECTED, ChatBody, CompletionBody
+from colocated_grpo.servers.request_bodies import IGNORED, REJECTED, SAMPLED, ChatBody, CompletionBody
 from tests.support.engine_server import CHAT, MODEL
 
 BODIES = {"ChatCompletionRequest": ChatBody, "CompletionRequest": CompletionBody}
@@ -43,14 +43,14 @@ def vllm_keys(name: str) -> set[str]:
 
 @pytest.mark.parametrize("name", BODIES)
 def test_every_known_key_has_a_rule(name):
-    rules = BODIES[name].model_fields.keys() | REJECTED.keys() | IGNORED
+    rules = BODIES[name].model_fields.keys() | SAMPLED | REJECTED.keys() | IGNORED
     assert vllm_keys(name) - rules == set()
     assert OPENAI[name].__annotations__.keys() - rules == set()
 
 
 def test_no_key_has_two_rules():
     assert not REJECTED.keys() & IGNORED
-    assert not IGNORED & (ChatBody.model_fields.keys() | CompletionBody.model_fields.keys())
+    assert not IGNORED & (SAMPLED | ChatBody.model_fields.keys() | CompletionBody.model_fields.keys())
 
 
 @pytest.mark.parametrize(

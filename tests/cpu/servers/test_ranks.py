@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from colocated_grpo.runtime.distributed import World
-from colocated_grpo.servers.ranks import EveryRank, MirroredEngine
+from colocated_grpo.servers.ranks import MirroredEngine
 from tests.support.fakes import FakeEngine
 from tests.support.ranks import run_on_ranks
 from tests.support.trainer_server import alone, completed, requests
@@ -14,13 +14,12 @@ from tests.support.trainer_server import alone, completed, requests
 def served_on_all_ranks(world: World) -> tuple[list[str], list[object], list[object]]:
     """Return this rank's calls, the keys that it has been given, and rank 0's results."""
     engine, results = FakeEngine(), []
-    ranks = EveryRank(engine, world.control if world.size > 1 else None)
+    whole = MirroredEngine(engine, world.control if world.size > 1 else None)
     if world.is_main:
-        whole = MirroredEngine(ranks)
         results = use(whole)
         whole.close()
     else:
-        ranks.follow()
+        whole.follow()
     return engine.events, [request.key for request in engine.submitted], results
 
 
@@ -62,21 +61,21 @@ def rejected_on_all_ranks(world: World) -> tuple[str, list[str]]:
         done.append(reason)
         raise ValueError(reason)
 
-    ranks = EveryRank(engine, world.control, {"fail": fail})
+    whole = MirroredEngine(engine, world.control, {"fail": fail})
     if not world.is_main:
-        ranks.follow()
+        whole.follow()
         return "", [*done, *engine.events]
-    whole = MirroredEngine(ranks)
     with pytest.raises(ValueError, match="unknown token"):
         whole.top_logprobs([99, 99], 1)
     with pytest.raises(ValueError, match="as asked") as error:
-        ranks.call("fail", "as asked")
+        whole.call("fail", "as asked")
     whole.weights_changed(4)  # the other rank still follows
-    ranks.end()
+    whole.close()
     return str(error.value), [*done, *engine.events]
 
 
 def test_an_invalid_call_is_the_first_ranks_error_and_the_others_go_on():
     (error, calls), (_, followed) = run_on_ranks(rejected_on_all_ranks, 2)
     assert error == "rank 0 of the engine: as asked"
+    assert calls.pop() == "close"
     assert followed == calls == ["as asked", "top 1", "weights changed 4"]

@@ -8,20 +8,25 @@ import json
 import logging
 import resource
 import threading
+import time
 from collections.abc import AsyncGenerator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from starlette.requests import ClientDisconnect
 
+from colocated_grpo.rollout.engine import Request
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.runtime.program import DESCRIPTORS
 from colocated_grpo.servers.rank_links import LoadBalancer, ServerClosing
 from colocated_grpo.servers.request_bodies import SamplingParameters
-from colocated_grpo.servers.responses import StreamingBody, as_json_lines, generate_chunks
+from colocated_grpo.servers.responses import ClosingStream, as_json_lines, generate_chunks
 from colocated_grpo.servers.sampler import CompletionPart, Sampler
+from colocated_grpo.types import Completion
 from colocated_grpo.web.server import ServerThread
 from tests.support.engine_server import (
     CHAT,
@@ -47,7 +52,7 @@ def test_requests_wait_while_the_engine_sleeps_and_health_stays_200(server):
     thread = threading.Thread(target=lambda: responses.append(server.call("POST", "/generate", GENERATE)))
     thread.start()
     until(lambda: server.inboxes[0])
-    assert server.call("GET", "/health") == (200, "")
+    assert server.call("GET", "/health") == (200, {"status": "serving"})
     assert responses == []
     server.awake.set()
     thread.join(10)
@@ -97,6 +102,55 @@ def test_a_disconnect_within_a_stream_aborts_the_requests_in_the_engine(server, 
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
+LONG = 1500
+"""Tokens of each of MANY completions."""
+MANY = 64
+HEALTH_SECONDS = 1.0
+
+
+def long_completion(request: Request, policy_version: int) -> Completion:
+    return Completion(
+        token_ids=[1] * LONG, sampling_logprobs=[-1.0] * LONG, finish_reason="length", policy_version=policy_version
+    )
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+def test_a_stream_that_is_not_read_delays_nobody(path):
+    """Before, the server wrote a connection that was closed unread for 76 s, and answered nothing else meanwhile."""
+    server = EngineServer(limits=replace(LIMITS, max_tokens=2 * LONG))
+    server.engines[0]._complete = long_completion
+    body = {"prompt": [1, 2, 3], "n": MANY, "max_tokens": LONG, "stream": True}
+    with closing(server.connect()) as connection:
+        connection.request("POST", path, json.dumps(body), JSON_TYPE)
+        until(lambda: server.requests())
+        until(lambda: not server.engines[0].running)
+    start = time.monotonic()
+    assert server.call("GET", "/health")[0] == 200
+    assert time.monotonic() - start < HEALTH_SECONDS
+    server.close()
+
+
+def test_tokens_that_a_client_has_not_taken_are_one_part():
+    inbox, gate = Inbox(), StepGate()
+    engine = FakeEngine(on_step=gate, complete=long_completion)
+    sampler = Sampler(LoadBalancer(inbox), LetterTokenizer(), replace(LIMITS, max_tokens=2 * LONG), lambda line: None)
+    driver = Driver(engine, inbox)
+
+    async def stream() -> list[int]:
+        parts = sampler.stream([[1, 2]], SamplingParameters(max_tokens=LONG, n=2))
+        first = asyncio.ensure_future(anext(parts))
+        gate.allow(LONG)
+        await asyncio.to_thread(until, lambda: inbox)
+        await asyncio.to_thread(driver.step)
+        sizes = [len((await first).token_ids)]
+        await asyncio.to_thread(driver.drain)
+        return [*sizes, *[len(part.token_ids) async for part in parts]]
+
+    sizes = asyncio.run(stream())
+    assert sum(sizes) == 2 * LONG
+    assert len(sizes) <= 4
+
+
 def test_a_stream_that_cannot_be_sent_closes_its_source():
     closed: list[bool] = []
 
@@ -113,7 +167,7 @@ def test_a_stream_that_cannot_be_sent_closes_its_source():
 
     async def respond() -> list[bool]:
         deltas = source()
-        body = StreamingBody(as_json_lines(generate_chunks("", 1, deltas)), deltas, "text/plain")
+        body = ClosingStream(as_json_lines(generate_chunks(deltas)), deltas.aclose, "text/plain")
         with pytest.raises(ClientDisconnect):
             await body({"type": "http", "asgi": {"spec_version": "2.4"}}, None, send)
         return list(closed)

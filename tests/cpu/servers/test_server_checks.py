@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ import pytest
 
 from colocated_grpo.assembly.assemble import connect_servers
 from colocated_grpo.runtime.supervision import StopRequest
+from colocated_grpo.servers import __main__ as servers
+from colocated_grpo.servers.options import REQUESTED, STATE_VARIABLE, Restart, parse, resumed
 from colocated_grpo.settings.config_json import config_json_in, shape_of
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.schema import Config
@@ -34,11 +37,15 @@ INFO = {
 @contextmanager
 def serving(**changes: Any) -> Iterator[str]:
     """Answer as an engine server with these facts. Yields its address."""
-    answers = {"/bridge/info": {**INFO, **changes}, "/lora/status": {"enabled": False, "adapter_name": None}}
+    answers = {
+        "/bridge/info": {**INFO, **changes},
+        "/lora/status": {"enabled": False, "adapter_name": None},
+        "/engine/stream": {},
+    }
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            raw = json.dumps(answers[self.path]).encode()
+            raw = json.dumps(answers[self.path.partition("?")[0]]).encode()
             self.send_response(200)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(raw)))
@@ -93,3 +100,22 @@ def test_weights_of_another_type_are_accepted_where_they_are_cast(world, setting
     with serving() as url:
         servers = connect_servers(settings_of(url, **settings), world, StopRequest(world.store))
     assert [server.url for server in servers] == [url]
+
+
+LOADS_THE_LAST_MODEL_ALONE = f"""
+import json, os, sys
+sys.exit(1 if json.load(open(os.environ["{STATE_VARIABLE}"]))["{REQUESTED}"] else 0)
+"""
+
+
+def test_a_model_that_cannot_be_served_costs_one_start(monkeypatch, tmp_path, capsys):
+    """Before, a request for a model that does not load ended the server after four starts."""
+    state = tmp_path / "state.json"
+    monkeypatch.setenv(STATE_VARIABLE, str(state))
+    restart = Restart()
+    restart.ready("first", 9001)
+    restart.request("broken")
+    assert resumed(parse(["first"])).model == "broken"
+    assert servers._run([sys.executable, "-c", LOADS_THE_LAST_MODEL_ALONE], state) == 0
+    assert (resumed(parse(["first"])).model, resumed(parse(["first"])).port) == ("first", 9001)
+    assert "note: broken could not be served; the model before it is loaded again" in capsys.readouterr().out

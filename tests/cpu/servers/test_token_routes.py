@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
+from typing import Any
 
 import pytest
 
@@ -59,15 +59,19 @@ def test_prompt_logprobs_have_the_token_itself_first(server):
     assert entries[0]["2"] == -1.0
 
 
-def test_every_line_of_a_stream_repeats_the_whole_texts_so_far(server):
-    status, body = server.call("POST", "/generate", {**GENERATE, "n": 2, "stream": True, "seed": 3})
+def test_a_stream_has_the_text_and_tokens_of_the_whole_response_once(server):
+    """Before, as in vLLM's example server, each line repeated the texts so far of all completions."""
+    body = {**GENERATE, "n": 2, "seed": 3}
+    whole = server.post("/generate", body)
+    status, lines = server.call("POST", "/generate", {**body, "stream": True})
     assert status == 200
-    lines = [json.loads(line)["text"] for line in body.splitlines()]
-    whole = ["bcd" + text for text in server.post("/generate", {**GENERATE, "n": 2, "seed": 3})["text"]]
-    assert lines[-1] == whole
-    assert len(lines) == sum(map(len, whole)) - len("bcd") * 2, "a line for each letter"
-    for before, after in itertools.pairwise(lines):
-        assert all(new.startswith(old) for old, new in zip(before, after, strict=True))
+    parts: list[list[dict[str, Any]]] = [[], []]
+    for line in map(json.loads, lines.splitlines()):
+        parts[line["index"]].append(line)
+    assert ["".join(part["text"] for part in one) for one in parts] == whole["text"]
+    for name in ("token_ids", "logprobs"):
+        assert [[entry for part in one for entry in part[name]] for one in parts] == whole[name]
+    assert [[part["finish_reason"] for part in one][-1] for one in parts] == whole["finish_reasons"]
 
 
 def test_max_tokens_is_reduced_to_the_rest_of_the_context(server):

