@@ -1,0 +1,379 @@
+"""Hypothesis strategies of hostile requests, from the routes of an application and the schemas of their bodies.
+
+Routes and schemas are read from the application: a new route, or a new field of a body, is attacked without a change
+here.
+"""
+
+from __future__ import annotations
+
+import copy
+import gzip
+import inspect
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, NamedTuple
+from unittest.mock import MagicMock, patch
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from hypothesis import strategies as st
+from pydantic import BaseModel, TypeAdapter
+
+MIB = 1 << 20
+LARGEST = 32 * MIB
+"""Bytes of a repeated text."""
+PLACES = 50
+"""Entries of each list or object that may be changed."""
+CASES_PER_ROUTE, CASES_PER_FIELD = 20, 10
+OPTIONAL_FIELDS = 4
+"""Most optional fields of an object: each further one could make the body invalid."""
+Json = Any
+"""What `json.dumps` takes, and `Repeated` anywhere inside."""
+
+
+class Endpoint(NamedTuple):
+    """A route with one of its methods."""
+
+    method: str
+    path: str
+    schema: dict[str, Any] | None
+    """JSON schema of the body; None for a route that reads none."""
+    query: dict[str, Any]
+    """JSON schema of each parameter of the query."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.method} {self.path}"
+
+    @property
+    def num_cases(self) -> int:
+        """Cases of one round."""
+        fields = len(self.query) + len(_names(self.schema))
+        return CASES_PER_ROUTE + CASES_PER_FIELD * fields
+
+
+def endpoints_of(create_app: Callable[..., Any], *adders: Callable[..., None]) -> list[Endpoint]:
+    """Return the endpoints of an application, and of the routes that `adders` add to it.
+
+    Only the routes are used: the arguments of the functions are mocks.
+    """
+    app = create_app(**_arguments(create_app))
+    while not isinstance(app, FastAPI):  # inside its guards
+        app = app.app if hasattr(app, "app") else app._app
+    for add in adders:
+        add(**_arguments(add) | {"app": app})
+    routes = [route for route in app.routes if isinstance(route, APIRoute)]
+    return [
+        Endpoint(method, route.path, _schema(route.endpoint), _query(route))
+        for route in routes
+        for method in sorted(route.methods)
+    ]
+
+
+def _arguments(function: Callable[..., Any]) -> dict[str, Any]:
+    parameters = inspect.signature(function).parameters.values()
+    needed = [parameter for parameter in parameters if parameter.default is parameter.empty]
+    return {each.name: 1 if each.annotation == "int" else MagicMock() for each in needed}
+
+
+def _schema(endpoint: Callable[..., Any]) -> dict[str, Any] | None:
+    """Return the schema of the model or decoder that the function reads its body with."""
+    names = inspect.getclosurevars(endpoint)
+    for value in [*names.nonlocals.values(), *names.globals.values()]:
+        if isinstance(value, msgspec.json.Decoder):
+            with patch("msgspec._json_schema.to_builtins", return_value=None):  # raises for a default of type Raw
+                return msgspec.json.schema(value.type, schema_hook=lambda kind: {"title": "any"})
+        if isinstance(value, type) and issubclass(value, BaseModel):
+            return value.model_json_schema()
+    assert "read_json" not in names.globals, f"{endpoint}: the schema of its body is not among its names"
+    return None
+
+
+def _query(route: APIRoute) -> dict[str, Any]:
+    parameters = route.dependant.query_params
+    return {each.name: TypeAdapter(each.field_info.annotation).json_schema() for each in parameters}
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """JSON text, valid or not: `start`, then `unit` `count` times, then `end`. A # in the unit is its number."""
+
+    start: str
+    unit: str
+    count: int
+    end: str
+
+    def text(self) -> str:
+        count = min(self.count, LARGEST // len(self.unit.encode()))
+        if "#" in self.unit:
+            middle = "".join(self.unit.replace("#", str(number)) for number in range(min(count, LARGEST // 8)))
+        else:
+            middle = self.unit * count
+        return f"{self.start}{middle}{self.end}"
+
+
+def text_of(value: Json) -> str:
+    """Return JSON text. Numbers and strings that JSON does not have come from `Repeated`, NaN and Infinity too."""
+    match value:
+        case Repeated():
+            return value.text()
+        case dict():
+            return "{" + ",".join(f"{json.dumps(key)}:{text_of(entry)}" for key, entry in value.items()) + "}"
+        case list():
+            return "[" + ",".join(map(text_of, value)) + "]"
+        case _:
+            return json.dumps(value)
+
+
+def _repeated(*parts: str) -> st.SearchStrategy[Repeated]:
+    start, unit, end = parts
+    return st.builds(Repeated, st.just(start), st.just(unit), counts, st.just(end))
+
+
+counts = st.one_of(st.integers(0, 8), st.integers(0, 1 << 13), st.integers(0, 1 << 13), st.integers(0, 1 << 22))
+integers = st.one_of(st.integers(-2, 9), st.integers(), st.integers(0, 80).map(lambda bits: (1 << bits) - 1))
+numbers = st.one_of(integers, st.floats(), st.integers(0, 400).map(lambda digits: 10**digits))
+texts = st.one_of(st.text(st.characters(), max_size=20), st.sampled_from(["null", "NaN", "../..", "%s%n", "{{7*7}}"]))
+scalars = st.one_of(st.none(), st.booleans(), numbers, texts)
+nested = st.recursive(
+    scalars, lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(texts, inner, max_size=4))
+)
+bombs = st.one_of(
+    nested.map(text_of).flatmap(lambda unit: _repeated("[", f"{unit},", f"{unit}]")),
+    nested.map(text_of).flatmap(lambda unit: _repeated("{", f'"#":{unit},', f'"":{unit}}}')),
+    st.sampled_from(["[", '{"":', "[[],", "[{},"]).flatmap(lambda unit: _repeated("", unit, "")),
+    st.sampled_from(["[", "[{},"]).flatmap(lambda unit: st.builds(_closed, st.just(unit), counts)),
+    st.sampled_from(["9", "0", "-", "1e9", "0.", " "]).flatmap(lambda unit: _repeated("1", unit, "")),
+    st.sampled_from(["a", "\U0001f600", "\\ud83d\\ude00", "\\ud83d", "\\\\", '\\"', "\\u0000"]).flatmap(
+        lambda unit: st.sampled_from(["", "\U0001f600"]).flatmap(lambda start: _repeated(f'"{start}', unit, '"'))
+    ),
+)
+hostile = st.one_of(scalars, nested, bombs)
+
+
+def _closed(unit: str, count: int) -> Repeated:
+    count = min(count, LARGEST // 8)
+    return Repeated("", unit, count, "]" * count)
+
+
+def valid(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> st.SearchStrategy[Json]:
+    """Return values that fit a JSON schema, as pydantic and msgspec write it. Only its types and bounds are read."""
+    if reference := schema.get("$ref"):
+        return valid(definitions[reference.rpartition("/")[2]], definitions)
+    if choices := schema.get("anyOf"):
+        return st.one_of(*(valid(choice, definitions) for choice in choices))
+    if "enum" in schema or "const" in schema:
+        return st.sampled_from(schema.get("enum") or [schema["const"]])
+    match schema.get("type"):
+        case "object":
+            return _objects(schema, definitions)
+        case "array":
+            entries = valid(schema.get("items", {}), definitions)
+            least = schema.get("minItems", 0)
+            return st.lists(entries, min_size=least, max_size=min(schema.get("maxItems", 4), least + 3))
+        case "integer":
+            return _integers(schema)
+        case "number":
+            return _floats(schema)
+        case "string":
+            least, most = max(1, schema.get("minLength", 1)), schema.get("maxLength", 40)
+            words = st.sampled_from(["user", "assistant"] if least == 1 else ["a" * least])
+            return st.one_of(
+                words, st.text(st.characters(codec="utf-8"), min_size=least, max_size=min(most, least + 8))
+            )
+        case "boolean":
+            return st.booleans()
+        case "null":
+            return st.none()
+        case _:
+            return nested
+
+
+def _integers(schema: Mapping[str, Any]) -> st.SearchStrategy[int]:
+    """Return integers within the bounds, most of them close to the lower one: as tokens, they are in a vocabulary."""
+    least = schema.get("minimum", schema.get("exclusiveMinimum", -1) + 1)
+    most = schema.get("maximum", schema.get("exclusiveMaximum", 1 << 80) - 1)
+    is_bounded = "minimum" in schema or "exclusiveMinimum" in schema
+    near = st.integers(least, min(most, least + 8))
+    return st.one_of(*[near] * 7, st.integers(least if is_bounded else None, most))
+
+
+def _floats(schema: Mapping[str, Any]) -> st.SearchStrategy[float]:
+    low, high = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
+    return st.floats(
+        schema.get("minimum", low),
+        schema.get("maximum", high),
+        exclude_min=low is not None,
+        exclude_max=high is not None,
+        allow_nan=False,
+    )
+
+
+def _objects(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> st.SearchStrategy[Json]:
+    properties = {name: valid(each, definitions) for name, each in schema.get("properties", {}).items()}
+    others = schema.get("additionalProperties")
+    if not properties:
+        entries = valid(others, definitions) if isinstance(others, dict) else nested
+        return st.dictionaries(texts, entries, min_size=1, max_size=3)
+    required = [name for name in properties if name in schema.get("required", ())]
+    optional = st.lists(st.sampled_from(sorted(properties)), unique=True, max_size=OPTIONAL_FIELDS)
+    return optional.flatmap(
+        lambda names: st.fixed_dictionaries({name: properties[name] for name in {*required, *names}})
+    )
+
+
+@st.composite
+def bodies(draw: st.DrawFn, endpoint: Endpoint, example: Json) -> Json:
+    """Draw a body: valid, or with some of its parts replaced, removed or added, or no valid body at all.
+
+    example: a valid body that the schema cannot express, such as lists of equal lengths; None if there is none.
+    """
+    schema = endpoint.schema or {}
+    sources = [valid(schema, schema.get("$defs", {}))] * 5
+    sources += [] if example is None else [st.just(example)] * 4
+    body = copy.deepcopy(draw(st.one_of(*sources, hostile)))
+    names = sorted(_names(schema))
+    for _ in range(draw(st.sampled_from([0, 1, 1, 1, 2, 3]))):
+        places = [*_places(body), *((body, name) for name in names if isinstance(body, dict))]
+        if not places:
+            return draw(hostile)
+        holder, key = draw(st.sampled_from(places))
+        match draw(st.sampled_from(["replace", "replace", "replace", "remove", "add"])):
+            case "replace":
+                holder[key] = draw(hostile)
+            case "remove" if isinstance(holder, list) or key in holder:
+                del holder[key]
+            case "add" if isinstance(holder, list):
+                holder.insert(key, draw(hostile))
+            case "add":
+                holder[draw(st.one_of(texts, st.sampled_from(names or [""])))] = draw(hostile)
+    return body
+
+
+def _names(schema: Json) -> set[str]:
+    """Return the names of all fields of a schema."""
+    parts = schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ()
+    own = set(schema.get("properties", ())) if isinstance(schema, dict) else set()
+    return own.union(*(_names(part) for part in parts))
+
+
+def _places(content: Json) -> Iterator[tuple[Any, Any]]:
+    """Yield (container, key) of the entries below `content`."""
+    pairs = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    for key, entry in islice(pairs, PLACES):
+        yield content, key
+        yield from islice(_places(entry), PLACES)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One request on a connection of its own: its bytes, and how they are sent."""
+
+    method: str
+    target: str
+    headers: tuple[tuple[str, str], ...]
+    has_key: bool
+    """With the key of the server, if it needs one."""
+    body: Json
+    """Bytes are sent as they are; None for none."""
+    framing: str
+    """`length`, `chunked`, or another value that does not fit the body."""
+    gzipped: bool
+    share: float
+    """Of the bytes, that are sent."""
+    pauses: tuple[float, ...]
+    """Seconds before each of equal parts but the first."""
+    ending: str
+    """`read` the response, close the connection before it, `reset` it, `half` (close the sending side), or `hold` it
+    open beside the next cases."""
+
+    @property
+    def is_whole(self) -> bool:
+        """True if the server must respond."""
+        return self.share == 1 and self.framing in ("length", "chunked") and self.ending in ("read", "half")
+
+    def data(self, prefix: str = "", key: str | None = None) -> bytes:
+        """Return the bytes that are sent. prefix: of the path."""
+        body = b"" if self.body is None else self.body if isinstance(self.body, bytes) else encoded(self.body)
+        body = gzip.compress(body, 1) if self.gzipped else body
+        lines = [f"{self.method} {prefix}{self.target} HTTP/1.1"]
+        lines += [f"{name}: {value}" for name, value in self.headers]
+        lines += [f"Authorization: Bearer {key}"] if self.has_key and key is not None else []
+        lines += ["Content-Encoding: gzip"] if self.gzipped else []
+        chunked = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if body else b"0\r\n\r\n"
+        match self.framing:
+            case "length":
+                lines.append(f"Content-Length: {len(body)}")
+            case "chunked":
+                lines, body = [*lines, "Transfer-Encoding: chunked"], chunked
+            case "both":
+                lines += ["Transfer-Encoding: chunked", f"Content-Length: {len(body)}"]
+                body = chunked
+            case other:
+                lines += [f"Content-Length: {length}" for length in other.split()]
+        whole = "\r\n".join([*lines, "", ""]).encode("latin-1", "replace") + body
+        return whole[: int(self.share * len(whole))]
+
+
+def encoded(body: Json) -> bytes:
+    return text_of(body).encode("utf-8", "surrogatepass")
+
+
+odd_headers = st.sampled_from(
+    [
+        ("Origin", "https://evil.example"), ("Content-Type", "text/plain"), ("Expect", "100-continue"),
+        ("Content-Encoding", "br"), ("Content-Encoding", "gzip, gzip"), ("Sec-Fetch-Site", "cross-site"),
+        ("Authorization", "Bearer wrong"), ("Authorization", "Basic ??"), ("X", "a" * 70_000), ("Host", "evil.example"),
+        ("Connection", "upgrade"), ("Accept-Encoding", "gzip"), ("Transfer-Encoding", "gzip"), ("\x00", "\x00"),
+    ]
+)  # fmt: skip
+
+
+@st.composite
+def requests(draw: st.DrawFn, endpoint: Endpoint, example: Json) -> Sent:
+    """Draw a request to an endpoint. Most are whole and have usual headers, so that the body counts."""
+
+    def rarely(usual: Any, others: st.SearchStrategy[Any]) -> Any:
+        return draw(others) if draw(st.integers(0, 15)) == 15 else usual
+
+    method = rarely(endpoint.method, st.sampled_from(["GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD"]))
+    query = {name: draw(st.one_of(valid(schema, {}), texts)) for name, schema in endpoint.query.items()}
+    parts = [f"{name}={''.join(f'%{byte:02x}' for byte in encoded_query(value))}" for name, value in query.items()]
+    target = endpoint.path + ("?" + "&".join(parts) if parts else "")
+    target = rarely(target, st.text("abc/%.?&=0", max_size=30).map(lambda text: endpoint.path + text))
+    usual = [("Host", "localhost"), ("Content-Type", "application/json")]
+    has_body = endpoint.schema is not None or draw(st.integers(0, 5)) == 5
+    body = draw(bodies(endpoint, example)) if has_body else None
+    return Sent(
+        method=method,
+        target=target,
+        headers=(*usual, *rarely([], st.lists(odd_headers, min_size=1, max_size=2))),
+        has_key=rarely(True, st.just(False)),
+        body=rarely(body, st.binary(max_size=200)),
+        framing=rarely("length", st.sampled_from(["chunked", "both", "2 5", "-5", "999999999", "9" * 40, "0", "x"])),
+        gzipped=rarely(False, st.just(True)),
+        share=rarely(1.0, st.floats(0, 1)),
+        pauses=tuple(rarely([], st.lists(st.floats(0, 0.02), max_size=5))),
+        ending=rarely("read", st.sampled_from(["close", "reset", "half", "hold", "hold"])),
+    )
+
+
+def encoded_query(value: Json) -> bytes:
+    return (value if isinstance(value, str) else text_of(value)).encode("utf-8", "surrogatepass")
+
+
+def cases(
+    endpoint: Endpoint, endpoints: Sequence[Endpoint], examples: Mapping[str, Json]
+) -> st.SearchStrategy[list[Sent]]:
+    """Return requests to an endpoint, some of them after requests to others."""
+
+    def to(other: Endpoint) -> st.SearchStrategy[Sent]:
+        return requests(other, examples.get(other.path))
+
+    before = st.sampled_from(endpoints).flatmap(to)
+    return st.tuples(st.one_of(st.just([]), st.just([]), st.lists(before, max_size=2)), to(endpoint)).map(
+        lambda drawn: [*drawn[0], drawn[1]]
+    )
