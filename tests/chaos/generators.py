@@ -107,9 +107,10 @@ class Repeated:
     end: str
 
     def text(self) -> str:
-        count = min(self.count, LARGEST // len(self.unit.encode()))
-        if "#" in self.unit:
-            middle = "".join(self.unit.replace("#", str(number)) for number in range(min(count, LARGEST // 8)))
+        numbered = "#" in self.unit
+        count = min(self.count, LARGEST // (len(self.unit.encode()) + 7 * numbered))
+        if numbered:
+            middle = "".join(self.unit.replace("#", str(number)) for number in range(count))
         else:
             middle = self.unit * count
         return f"{self.start}{middle}{self.end}"
@@ -128,12 +129,18 @@ def text_of(value: Json) -> str:
             return json.dumps(value)
 
 
+def weighted(*choices: tuple[int, st.SearchStrategy[Any]]) -> st.SearchStrategy[Any]:
+    """Return one of several strategies, by weight. `one_of` would give equal weights, also to parts of a part."""
+    indices = [index for index, (weight, _) in enumerate(choices) for _ in range(weight)]
+    return st.sampled_from(indices).flatmap(lambda index: choices[index][1])
+
+
 def _repeated(*parts: str) -> st.SearchStrategy[Repeated]:
     start, unit, end = parts
     return st.builds(Repeated, st.just(start), st.just(unit), counts, st.just(end))
 
 
-counts = st.one_of(st.integers(0, 8), st.integers(0, 1 << 13), st.integers(0, 1 << 13), st.integers(0, 1 << 22))
+counts = weighted((3, st.integers(0, 8)), (3, st.integers(0, 1 << 13)), (1, st.integers(0, 1 << 22)))
 integers = st.one_of(st.integers(-2, 9), st.integers(), st.integers(0, 80).map(lambda bits: (1 << bits) - 1))
 numbers = st.one_of(integers, st.floats(), st.integers(0, 400).map(lambda digits: 10**digits))
 texts = st.one_of(st.text(st.characters(), max_size=20), st.sampled_from(["null", "NaN", "../..", "%s%n", "{{7*7}}"]))
@@ -151,7 +158,7 @@ bombs = st.one_of(
         lambda unit: st.sampled_from(["", "\U0001f600"]).flatmap(lambda start: _repeated(f'"{start}', unit, '"'))
     ),
 )
-hostile = st.one_of(scalars, nested, bombs)
+hostile = weighted((4, scalars), (2, nested), (3, bombs))
 
 
 def _closed(unit: str, count: int) -> Repeated:
@@ -198,7 +205,7 @@ def _integers(schema: Mapping[str, Any]) -> st.SearchStrategy[int]:
     most = schema.get("maximum", schema.get("exclusiveMaximum", 1 << 80) - 1)
     is_bounded = "minimum" in schema or "exclusiveMinimum" in schema
     near = st.integers(least, min(most, least + 8))
-    return st.one_of(*[near] * 7, st.integers(least if is_bounded else None, most))
+    return weighted((7, near), (1, st.integers(least if is_bounded else None, most)))
 
 
 def _floats(schema: Mapping[str, Any]) -> st.SearchStrategy[float]:
@@ -232,9 +239,9 @@ def bodies(draw: st.DrawFn, endpoint: Endpoint, example: Json) -> Json:
     example: a valid body that the schema cannot express, such as lists of equal lengths; None if there is none.
     """
     schema = endpoint.schema or {}
-    sources = [valid(schema, schema.get("$defs", {}))] * 5
-    sources += [] if example is None else [st.just(example)] * 4
-    body = copy.deepcopy(draw(st.one_of(*sources, hostile)))
+    sources = [(5, valid(schema, schema.get("$defs", {}))), (1, hostile)]
+    sources += [] if example is None else [(4, st.just(example))]
+    body = copy.deepcopy(draw(weighted(*sources)))
     names = sorted(_names(schema))
     for _ in range(draw(st.sampled_from([0, 1, 1, 1, 2, 3]))):
         places = [*_places(body), *((body, name) for name in names if isinstance(body, dict))]
@@ -295,13 +302,13 @@ class Sent:
         """True if the server must respond."""
         return self.share == 1 and self.framing in ("length", "chunked") and self.ending in ("read", "half")
 
-    def data(self, prefix: str = "", key: str | None = None) -> bytes:
-        """Return the bytes that are sent. prefix: of the path."""
+    def data(self, prefix: str, headers: Mapping[str, str]) -> bytes:
+        """Return the bytes that are sent. prefix: of the path. headers: further ones, of a client with `has_key`."""
         body = b"" if self.body is None else self.body if isinstance(self.body, bytes) else encoded(self.body)
         body = gzip.compress(body, 1) if self.gzipped else body
         lines = [f"{self.method} {prefix}{self.target} HTTP/1.1"]
-        lines += [f"{name}: {value}" for name, value in self.headers]
-        lines += [f"Authorization: Bearer {key}"] if self.has_key and key is not None else []
+        keys = headers.items() if self.has_key else ()
+        lines += [f"{name}: {value}" for name, value in (*self.headers, *keys)]
         lines += ["Content-Encoding: gzip"] if self.gzipped else []
         chunked = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if body else b"0\r\n\r\n"
         match self.framing:
@@ -374,6 +381,5 @@ def cases(
         return requests(other, examples.get(other.path))
 
     before = st.sampled_from(endpoints).flatmap(to)
-    return st.tuples(st.one_of(st.just([]), st.just([]), st.lists(before, max_size=2)), to(endpoint)).map(
-        lambda drawn: [*drawn[0], drawn[1]]
-    )
+    first = weighted((3, st.just([])), (1, st.lists(before, min_size=1, max_size=2)))
+    return st.tuples(first, to(endpoint)).map(lambda drawn: [*drawn[0], drawn[1]])

@@ -11,7 +11,7 @@ import socket
 import struct
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -63,6 +63,8 @@ MAX_BATCHES = 300
 SHOWN = 1500
 HEALTH = "/health", 200
 TOO_LATE, SILENT = "too late", "silent"
+SECRET, CLIENT, VERSION = {"X-Trainer": "the-secret-of-the-trainer"}, "a" * 16, {"policy_version": 0}
+"""Of an attached trainer. Its name is one that the generators choose often."""
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 EXAMPLES: dict[str, Json] = {
     COMPLETIONS: {"prompt": "sort 31", "max_tokens": 4, "temperature": 0, "seed": 3},
@@ -92,7 +94,8 @@ class Running:
     """A path, and the status of its response while the server is well."""
     prefix: str = ""
     """Of all paths."""
-    key: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """Of most of the generated requests."""
 
     def processes(self) -> list[psutil.Process]:
         return [self.process, *self.process.children(recursive=True)]
@@ -268,7 +271,7 @@ def _open(running: Running, sent: Sent) -> socket.socket:
     """Send a request, as far as the server reads it, and return its connection."""
     connection = socket.create_connection(("127.0.0.1", running.port), timeout=RESPONSE_SECONDS)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    data = sent.data(running.prefix, running.key)
+    data = sent.data(running.prefix, running.headers)
     step = len(data) // (len(sent.pauses) + 1) + 1
     with suppress(OSError):  # the server has responded or closed before the end
         for start, pause in zip(range(0, len(data), step), (0.0, *sent.pauses), strict=False):
@@ -308,13 +311,13 @@ def _peak(pid: int) -> int:
 
 
 def call(
-    port: int, method: str, path: str, body: Json = None, key: str | None = None, seconds: float = RESPONSE_SECONDS
+    port: int, method: str, path: str, body: Json = None, headers: Mapping[str, str] | None = None
 ) -> tuple[int | str, Any]:
     """Return the status and the parsed body of a response, or the error and None."""
-    connection = HTTPConnection("127.0.0.1", port, timeout=seconds)
-    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    connection = HTTPConnection("127.0.0.1", port, timeout=RESPONSE_SECONDS)
+    sent = {"Content-Type": "application/json", **(headers or {})}
     try:
-        connection.request(method, path, None if body is None else json.dumps(body), headers)
+        connection.request(method, path, None if body is None else json.dumps(body), sent)
         response = connection.getresponse()
         text = response.read()
         return response.status, json.loads(text) if text else None
@@ -322,6 +325,10 @@ def call(
         return repr(error), None
     finally:
         connection.close()
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
 
 
 def atropos() -> Server:
@@ -363,19 +370,49 @@ def _comes_back(trainer: AtroposClient, port: int, group: JsonObject) -> bool:
     return False
 
 
-def engine_server() -> Server:
-    """Return a server without a trainer, with all routes that `servers/server.py` adds."""
+def engine_server(by_trainer: bool = False) -> Server:
+    """Return a server with all routes that `servers/server.py` adds, to which a trainer is attached.
+
+    by_trainer: the attacker has the secret of the trainer. What it changes is undone before each honest request.
+    """
 
     @contextmanager
     def start(folder: Path) -> Iterator[Running]:
         log = folder / "engine.log"
         with ServeProcess(tiny_model(), log=log) as process:
             process.wait_until_ready()
-            honest = Completes(process.port)
-            yield Running(process.port, psutil.Process(process.process.pid), log, honest, HEALTH)
+            completes = Completes(process.port)
+            with _attached(process.port) as attach:
+
+                def honest() -> None:
+                    attach()
+                    completes()
+
+                headers = SECRET if by_trainer else {}
+                tried = honest if by_trainer else completes
+                yield Running(process.port, psutil.Process(process.process.pid), log, tried, HEALTH, headers=headers)
 
     adders = [add for name, add in vars(server).items() if name.startswith("add_") and name.endswith("_routes")]
-    return Server("colocated_grpo.servers", endpoints_of(app.create_app, *adders), EXAMPLES, start)
+    name = "engine server, by its trainer" if by_trainer else "engine server of a trainer"
+    return Server(name, endpoints_of(app.create_app, *adders), EXAMPLES, start)
+
+
+@contextmanager
+def _attached(port: int) -> Iterator[Callable[[], None]]:
+    """Attach a trainer, and yield a function that attaches it again and lets the engine run."""
+    connection = HTTPConnection("127.0.0.1", port, timeout=RESPONSE_SECONDS)
+
+    def attach() -> None:
+        connection.close()
+        connection.request("GET", f"/engine/stream?client={CLIENT}", headers=SECRET)
+        assert connection.getresponse().readline()
+        for path, body in {"/bridge/wake_up": None, "/bridge/resume": None, "/engine/version": VERSION}.items():
+            status, _ = call(port, "POST", path, body, SECRET)
+            assert status == 200, f"POST {path}: {status}"
+
+    attach()
+    yield attach
+    connection.close()
 
 
 def fake_engine_server() -> Server:
@@ -401,9 +438,9 @@ def run_endpoint() -> Server:
             entry = {"type": "atropos", "url": api.url, "server": server}
             config = run_settings(tiny_model(), environments=[entry], evaluation={"every": 0})
             with ForkedRun(folder / f"run-{port}", config) as run:
-                honest = Completes(port, KEY)
+                honest = Completes(port, bearer(KEY))
                 run.wait_until(honest.is_served)
-                yield Running(port, run.ranks()[0], run._stderr, honest, HEALTH, key=KEY)
+                yield Running(port, run.ranks()[0], run._stderr, honest, HEALTH, headers=bearer(KEY))
 
     os.environ[VARIABLE] = KEY  # before the fork server of the run starts
     return Server("engine endpoint of a run, with a key", endpoints_of(app.create_app), EXAMPLES, start)
@@ -418,14 +455,14 @@ def agents() -> Server:
         with agent_server_process(log) as (pid, [mine, other]):
             port = int(urlsplit(mine.base_url).port or 0)
             prefix, honest_prefix = (urlsplit(each.base_url).path.removesuffix("/v1") for each in (mine, other))
-            honest = partial(_ask, port, honest_prefix, other.api_key)
-            yield Running(port, psutil.Process(pid), log, honest, ("/health", 401), prefix, mine.api_key)
+            honest = partial(_ask, port, honest_prefix, bearer(other.api_key))
+            yield Running(port, psutil.Process(pid), log, honest, ("/health", 401), prefix, bearer(mine.api_key))
 
     return Server("endpoint of agents", endpoints_of(create_agent_app), EXAMPLES, start)
 
 
-def _ask(port: int, prefix: str, key: str) -> None:
-    status, response = call(port, "POST", prefix + CHAT, EXAMPLES[CHAT], key)
+def _ask(port: int, prefix: str, headers: Mapping[str, str]) -> None:
+    status, response = call(port, "POST", prefix + CHAT, EXAMPLES[CHAT], headers)
     assert status == 200, status
     assert response["choices"][0]["message"]["content"] == SAID, response
 
@@ -433,13 +470,13 @@ def _ask(port: int, prefix: str, key: str) -> None:
 class Completes:
     """An honest client whose completion must always be the same."""
 
-    def __init__(self, port: int, key: str | None = None) -> None:
+    def __init__(self, port: int, headers: Mapping[str, str] | None = None) -> None:
         self._port = port
-        self._key = key
+        self._headers = headers
         self._text: str | None = None
 
     def __call__(self) -> None:
-        status, response = call(self._port, "POST", COMPLETIONS, EXAMPLES[COMPLETIONS], self._key)
+        status, response = call(self._port, "POST", COMPLETIONS, EXAMPLES[COMPLETIONS], self._headers)
         assert status == 200, status
         text = response["choices"][0]["text"]
         self._text = self._text or text
@@ -455,7 +492,7 @@ class Completes:
 
 def attack(trial: Trial) -> JsonObject:
     """Attack each server in rounds, each with a seed of its own, until its part of the time is up."""
-    servers = [atropos(), engine_server(), run_endpoint(), agents()]
+    servers = [atropos(), engine_server(), engine_server(by_trainer=True), run_endpoint(), agents()]
     figures = {}
     for number, each in enumerate(servers):
         attacked = Attack(each, trial.folder)
