@@ -7,11 +7,8 @@ here.
 from __future__ import annotations
 
 import copy
-import gzip
 import inspect
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 from unittest.mock import MagicMock, patch
@@ -22,16 +19,13 @@ from fastapi.routing import APIRoute
 from hypothesis import strategies as st
 from pydantic import BaseModel, TypeAdapter
 
-MIB = 1 << 20
-LARGEST = 32 * MIB
-"""Bytes of a repeated text."""
+from tests.chaos.sent import LARGEST, Json, Repeated, Sent, text_of
+
 PLACES = 50
 """Entries of each list or object that may be changed."""
 CASES_PER_ROUTE, CASES_PER_FIELD = 20, 10
 OPTIONAL_FIELDS = 4
 """Most optional fields of an object: each further one could make the body invalid."""
-Json = Any
-"""What `json.dumps` takes, and `Repeated` anywhere inside."""
 
 
 class Endpoint(NamedTuple):
@@ -84,49 +78,22 @@ def _schema(endpoint: Callable[..., Any]) -> dict[str, Any] | None:
     names = inspect.getclosurevars(endpoint)
     for value in [*names.nonlocals.values(), *names.globals.values()]:
         if isinstance(value, msgspec.json.Decoder):
-            with patch("msgspec._json_schema.to_builtins", return_value=None):  # raises for a default of type Raw
-                return msgspec.json.schema(value.type, schema_hook=lambda kind: {"title": "any"})
+            return schema_of(value.type)
         if isinstance(value, type) and issubclass(value, BaseModel):
             return value.model_json_schema()
     assert "read_json" not in names.globals, f"{endpoint}: the schema of its body is not among its names"
     return None
 
 
+def schema_of(kind: Any) -> dict[str, Any]:
+    """Return the JSON schema of a msgspec type."""
+    with patch("msgspec._json_schema.to_builtins", return_value=None):  # it raises for a default of type Raw
+        return msgspec.json.schema(kind, schema_hook=lambda kind: {"title": "any"})
+
+
 def _query(route: APIRoute) -> dict[str, Any]:
     parameters = route.dependant.query_params
     return {each.name: TypeAdapter(each.field_info.annotation).json_schema() for each in parameters}
-
-
-@dataclass(frozen=True)
-class Repeated:
-    """JSON text, valid or not: `start`, then `unit` `count` times, then `end`. A # in the unit is its number."""
-
-    start: str
-    unit: str
-    count: int
-    end: str
-
-    def text(self) -> str:
-        numbered = "#" in self.unit
-        count = min(self.count, LARGEST // (len(self.unit.encode()) + 7 * numbered))
-        if numbered:
-            middle = "".join(self.unit.replace("#", str(number)) for number in range(count))
-        else:
-            middle = self.unit * count
-        return f"{self.start}{middle}{self.end}"
-
-
-def text_of(value: Json) -> str:
-    """Return JSON text. Numbers and strings that JSON does not have come from `Repeated`, NaN and Infinity too."""
-    match value:
-        case Repeated():
-            return value.text()
-        case dict():
-            return "{" + ",".join(f"{json.dumps(key)}:{text_of(entry)}" for key, entry in value.items()) + "}"
-        case list():
-            return "[" + ",".join(map(text_of, value)) + "]"
-        case _:
-            return json.dumps(value)
 
 
 def weighted(*choices: tuple[int, st.SearchStrategy[Any]]) -> st.SearchStrategy[Any]:
@@ -204,7 +171,8 @@ def _integers(schema: Mapping[str, Any]) -> st.SearchStrategy[int]:
     least = schema.get("minimum", schema.get("exclusiveMinimum", -1) + 1)
     most = schema.get("maximum", schema.get("exclusiveMaximum", 1 << 80) - 1)
     is_bounded = "minimum" in schema or "exclusiveMinimum" in schema
-    near = st.integers(least, min(most, least + 8))
+    first = max(least, min(most - 8, -1)) if least < 0 else least
+    near = st.integers(first, min(most, first + 8))
     return weighted((7, near), (1, st.integers(least if is_bounded else None, most)))
 
 
@@ -216,6 +184,7 @@ def _floats(schema: Mapping[str, Any]) -> st.SearchStrategy[float]:
         exclude_min=low is not None,
         exclude_max=high is not None,
         allow_nan=False,
+        allow_infinity=False,
     )
 
 
@@ -273,60 +242,6 @@ def _places(content: Json) -> Iterator[tuple[Any, Any]]:
     for key, entry in islice(pairs, PLACES):
         yield content, key
         yield from islice(_places(entry), PLACES)
-
-
-@dataclass(frozen=True)
-class Sent:
-    """One request on a connection of its own: its bytes, and how they are sent."""
-
-    method: str
-    target: str
-    headers: tuple[tuple[str, str], ...]
-    has_key: bool
-    """With the key of the server, if it needs one."""
-    body: Json
-    """Bytes are sent as they are; None for none."""
-    framing: str
-    """`length`, `chunked`, or another value that does not fit the body."""
-    gzipped: bool
-    share: float
-    """Of the bytes, that are sent."""
-    pauses: tuple[float, ...]
-    """Seconds before each of equal parts but the first."""
-    ending: str
-    """`read` the response, close the connection before it, `reset` it, `half` (close the sending side), or `hold` it
-    open beside the next cases."""
-
-    @property
-    def is_whole(self) -> bool:
-        """True if the server must respond."""
-        return self.share == 1 and self.framing in ("length", "chunked") and self.ending in ("read", "half")
-
-    def data(self, prefix: str, headers: Mapping[str, str]) -> bytes:
-        """Return the bytes that are sent. prefix: of the path. headers: further ones, of a client with `has_key`."""
-        body = b"" if self.body is None else self.body if isinstance(self.body, bytes) else encoded(self.body)
-        body = gzip.compress(body, 1) if self.gzipped else body
-        lines = [f"{self.method} {prefix}{self.target} HTTP/1.1"]
-        keys = headers.items() if self.has_key else ()
-        lines += [f"{name}: {value}" for name, value in (*self.headers, *keys)]
-        lines += ["Content-Encoding: gzip"] if self.gzipped else []
-        chunked = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if body else b"0\r\n\r\n"
-        match self.framing:
-            case "length":
-                lines.append(f"Content-Length: {len(body)}")
-            case "chunked":
-                lines, body = [*lines, "Transfer-Encoding: chunked"], chunked
-            case "both":
-                lines += ["Transfer-Encoding: chunked", f"Content-Length: {len(body)}"]
-                body = chunked
-            case other:
-                lines += [f"Content-Length: {length}" for length in other.split()]
-        whole = "\r\n".join([*lines, "", ""]).encode("latin-1", "replace") + body
-        return whole[: int(self.share * len(whole))]
-
-
-def encoded(body: Json) -> bytes:
-    return text_of(body).encode("utf-8", "surrogatepass")
 
 
 odd_headers = st.sampled_from(

@@ -20,7 +20,8 @@ from colocated_grpo.settings.atropos import ServerConfig
 from colocated_grpo.web.bodies import BUFFERED_BODIES, read_json
 from colocated_grpo.web.server import ServerThread
 from tests.chaos.generators import endpoints_of
-from tests.chaos.requests import HEALTH, MEMORY_MIB, Attack, Running, Server, agents, atropos, fake_engine_server
+from tests.chaos.promises import MEMORY_MIB, Attack, Running, Server
+from tests.chaos.requests import HEALTH, agents, atropos, fake_engine_server
 from tests.support.engine_server_process import engine_server_process
 
 SEED = 1
