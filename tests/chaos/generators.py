@@ -9,7 +9,9 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import reduce
 from itertools import islice
+from operator import or_
 from typing import Any, NamedTuple
 from unittest.mock import MagicMock, patch
 
@@ -45,7 +47,7 @@ class Endpoint(NamedTuple):
     @property
     def num_cases(self) -> int:
         """Cases of one round."""
-        fields = len(self.query) + len(_names(self.schema))
+        fields = len(self.query) + len(_fields(self.schema or {}))
         return CASES_PER_ROUTE + CASES_PER_FIELD * fields
 
 
@@ -115,17 +117,19 @@ scalars = st.one_of(st.none(), st.booleans(), numbers, texts)
 nested = st.recursive(
     scalars, lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(texts, inner, max_size=4))
 )
-bombs = st.one_of(
-    nested.map(text_of).flatmap(lambda unit: _repeated("[", f"{unit},", f"{unit}]")),
-    nested.map(text_of).flatmap(lambda unit: _repeated("{", f'"#":{unit},', f'"":{unit}}}')),
-    st.sampled_from(["[", '{"":', "[[],", "[{},"]).flatmap(lambda unit: _repeated("", unit, "")),
-    st.sampled_from(["[", "[{},"]).flatmap(lambda unit: st.builds(_closed, st.just(unit), counts)),
-    st.sampled_from(["9", "0", "-", "1e9", "0.", " "]).flatmap(lambda unit: _repeated("1", unit, "")),
-    st.sampled_from(["a", "\U0001f600", "\\ud83d\\ude00", "\\ud83d", "\\\\", '\\"', "\\u0000"]).flatmap(
-        lambda unit: st.sampled_from(["", "\U0001f600"]).flatmap(lambda start: _repeated(f'"{start}', unit, '"'))
-    ),
+starts = st.sampled_from(['"', '"\U0001f600'])
+characters = st.sampled_from(["a", "\U0001f600", "\\ud83d\\ude00", "\\ud83d", "\\\\", '\\"', "\\u0000"])
+digits = weighted((1, st.integers(0, 400)), (2, st.integers(4000, 9000)))
+bombs = weighted(
+    (3, st.builds(Repeated, st.just("1"), st.sampled_from(["9", "0", "e9"]), digits, st.just(""))),
+    (1, st.sampled_from(["9", "-", "0.", " "]).flatmap(lambda unit: _repeated("1", unit, ""))),
+    (1, nested.map(text_of).flatmap(lambda unit: _repeated("[", f"{unit},", f"{unit}]"))),
+    (1, nested.map(text_of).flatmap(lambda unit: _repeated("{", f'"#":{unit},', f'"":{unit}}}'))),
+    (1, st.sampled_from(["[", '{"":', "[[],", "[{},"]).flatmap(lambda unit: _repeated("", unit, ""))),
+    (1, st.sampled_from(["[", "[{},"]).flatmap(lambda unit: st.builds(_closed, st.just(unit), counts))),
+    (1, st.tuples(starts, characters).flatmap(lambda parts: _repeated(*parts, '"'))),
 )
-hostile = weighted((4, scalars), (2, nested), (3, bombs))
+hostile = weighted((3, scalars), (2, nested), (4, bombs))
 
 
 def _closed(unit: str, count: int) -> Repeated:
@@ -172,20 +176,20 @@ def _integers(schema: Mapping[str, Any]) -> st.SearchStrategy[int]:
     most = schema.get("maximum", schema.get("exclusiveMaximum", 1 << 80) - 1)
     is_bounded = "minimum" in schema or "exclusiveMinimum" in schema
     first = max(least, min(most - 8, -1)) if least < 0 else least
-    near = st.integers(first, min(most, first + 8))
-    return weighted((7, near), (1, st.integers(least if is_bounded else None, most)))
+    nearest, near = (st.integers(first, min(most, first + distance)) for distance in (1, 8))
+    return weighted((4, nearest), (4, near), (1, st.integers(least if is_bounded else None, most)))
 
 
 def _floats(schema: Mapping[str, Any]) -> st.SearchStrategy[float]:
     low, high = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
-    return st.floats(
-        schema.get("minimum", low),
-        schema.get("maximum", high),
-        exclude_min=low is not None,
-        exclude_max=high is not None,
-        allow_nan=False,
-        allow_infinity=False,
+    least, most = schema.get("minimum", low), schema.get("maximum", high)
+    within = [each for each in (0.0, 0.25, 1.0) if least is None or least <= each]
+    within = [each for each in within if most is None or each <= most]
+    usual = [each for each in within if each not in (low, high)]
+    anywhere = st.floats(
+        least, most, exclude_min=low is not None, exclude_max=high is not None, allow_nan=False, allow_infinity=False
     )
+    return weighted((3, st.sampled_from(usual)), (1, anywhere)) if usual else anywhere
 
 
 def _objects(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> st.SearchStrategy[Json]:
@@ -211,29 +215,33 @@ def bodies(draw: st.DrawFn, endpoint: Endpoint, example: Json) -> Json:
     sources = [(5, valid(schema, schema.get("$defs", {}))), (1, hostile)]
     sources += [] if example is None else [(4, st.just(example))]
     body = copy.deepcopy(draw(weighted(*sources)))
-    names = sorted(_names(schema))
-    for _ in range(draw(st.sampled_from([0, 1, 1, 1, 2, 3]))):
-        places = [*_places(body), *((body, name) for name in names if isinstance(body, dict))]
+    fields = _fields(schema)
+    for _ in range(draw(st.sampled_from([0, 0, 1, 1, 1, 2]))):
+        places = [*_places(body), *((body, name) for name in fields if isinstance(body, dict))]
         if not places:
             return draw(hostile)
         holder, key = draw(st.sampled_from(places))
-        match draw(st.sampled_from(["replace", "replace", "replace", "remove", "add"])):
-            case "replace":
+        match draw(st.sampled_from(["replace", "replace", "replace", "choose", "choose", "remove", "add"])):
+            case "choose" if key in fields:
+                holder[key] = draw(valid(*fields[key]))
+            case "replace" | "choose":
                 holder[key] = draw(hostile)
             case "remove" if isinstance(holder, list) or key in holder:
                 del holder[key]
             case "add" if isinstance(holder, list):
                 holder.insert(key, draw(hostile))
             case "add":
-                holder[draw(st.one_of(texts, st.sampled_from(names or [""])))] = draw(hostile)
+                holder[draw(texts)] = draw(hostile)
     return body
 
 
-def _names(schema: Json) -> set[str]:
-    """Return the names of all fields of a schema."""
+def _fields(schema: Json, definitions: Json = None) -> dict[str, tuple[Json, Json]]:
+    """Return the schema of each field of a schema, at any depth, and its definitions."""
+    definitions = schema.get("$defs", {}) if definitions is None else definitions
     parts = schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ()
-    own = set(schema.get("properties", ())) if isinstance(schema, dict) else set()
-    return own.union(*(_names(part) for part in parts))
+    own = schema.get("properties", {}) if isinstance(schema, dict) else {}
+    found = {name: (each, definitions) for name, each in own.items() if isinstance(each, dict)}
+    return reduce(or_, (_fields(part, definitions) for part in parts), found)
 
 
 def _places(content: Json) -> Iterator[tuple[Any, Any]]:
