@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-SHARES = {"soak": 8, "bodies": 9, "groups": 6, "disk": 7, "pauses": 5, "engines": 7, "kills": 18}
+SHARES = {"soak": 8, "requests": 9, "groups": 6, "disk": 7, "pauses": 5, "engines": 7, "kills": 18}
 """Minutes of an hour for each attack. What one does not need goes to those after it, and the kills come last."""
 WITH_MOUNTS = ("unshare", "--user", "--map-root-user", "--mount")
 """Before the attack that mounts a small file system: it needs no root then, and leaves nothing mounted."""

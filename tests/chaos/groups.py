@@ -2,36 +2,47 @@
 
 from __future__ import annotations
 
-import copy
 import json
-import random
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
+from functools import reduce
 from http.client import HTTPConnection
-from typing import Any
+from operator import or_
 
+import hypothesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from colocated_grpo.atropos.reader import ReceivedGroup
 from colocated_grpo.tools.make_model import build_char_tokenizer
 from colocated_grpo.tracking import files
 from colocated_grpo.types import JsonObject
+from tests.chaos.generators import schema_of, valid
 from tests.chaos.trial import Trial
 from tests.support.servers import EMBEDDED, HAS_ATROPOS, UPSTREAM, ApiProcess, free_port
-from tests.support.training_runs import ForkedRun, Settings, TrainingRun, settings, tiny_model
+from tests.support.training_runs import ForkedRun, Settings, TrainingRun, tiny_model
+from tests.support.training_runs import settings as run_settings
 
 TARGET = 10_000
 SIZE = 4
 GROUPS, GOOD = 64, 4
 """Groups of a batch, and the good ones among them."""
-STEPS_AT_ONCE = 10
 PROMPT, LENGTH = 2, 6
 DIGITS = [build_char_tokenizer().convert_tokens_to_ids(digit) for digit in "0123456789"]
 """Tokens of which the completion of a good group consists: its number in decimal."""
 LAST_SECONDS = 300.0
+FILL_SECONDS = 0.05
+ALL = list(HealthCheck)
 
 
 def good(number: int) -> JsonObject:
     """Return a valid group whose completions consist of the digits of `number`, so that it is found again."""
-    row = [1, 2, *(DIGITS[int(digit)] for digit in f"{number:04d}")]
+    return _group([1, 2, *(DIGITS[int(digit)] for digit in f"{number:04d}")])
+
+
+def _group(row: list[int]) -> JsonObject:
     return {
         "tokens": [row] * SIZE,
         "masks": [[-100] * PROMPT + row[PROMPT:]] * SIZE,
@@ -41,71 +52,31 @@ def good(number: int) -> JsonObject:
     }
 
 
-Change = Callable[[JsonObject, random.Random], Any]
+UNNUMBERED = _group([1, 2, 3, 3, 3, 3])
 
 
-def _rows(name: str, row: Sequence[Any]) -> Change:
-    return lambda group, chance: group.update({name: [list(row)] * SIZE})
+def bad(sizes: Collection[int]) -> st.SearchStrategy[JsonObject]:
+    """Return groups with up to three fields that have the types of `ReceivedGroup` and any other content.
 
+    sizes: numbers of sequences.
+    """
+    schema = schema_of(ReceivedGroup)
+    definitions = schema["$defs"]
+    fields = definitions[ReceivedGroup.__name__]["properties"]
 
-def _key(name: str, value: Any) -> Change:
-    return lambda group, chance: group.update({name: value})
+    def replaced(name: str) -> st.SearchStrategy[JsonObject]:
+        return valid(fields[name], definitions).map(lambda value: {name: value})
 
+    def one_replaced(name: str) -> st.SearchStrategy[JsonObject]:
+        """The other sequences of the group stay good, and are trained."""
+        return valid(fields[name], definitions).map(lambda rows: {name: [*rows[:1], *UNNUMBERED[name]][:SIZE]})
 
-def _one_row(name: str, row: Sequence[Any]) -> Change:
-    """Change one sequence: the other three of the group stay good, and are trained."""
-
-    def change(group: JsonObject, chance: random.Random) -> None:
-        group[name] = [*group[name]]
-        group[name][chance.randrange(SIZE)] = list(row)
-
-    return change
-
-
-CHANGES: dict[str, Change] = {
-    "no log-probabilities": _key("inference_logprobs", None),
-    "log-probabilities of no sequence": _key("inference_logprobs", []),
-    "log-probabilities of one sequence": lambda group, chance: group.update(
-        inference_logprobs=[group["inference_logprobs"][0]]
-    ),
-    "short log-probabilities": _rows("inference_logprobs", [-1.0]),
-    "positive log-probabilities": _rows("inference_logprobs", [5.0] * LENGTH),
-    "filled log-probabilities": _rows("inference_logprobs", [-9999.0] * LENGTH),
-    "huge log-probabilities": _rows("inference_logprobs", [-1e308] * LENGTH),
-    "negative tokens": _rows("tokens", [-1] * LENGTH),
-    "tokens beyond the vocabulary": _rows("tokens", [1 << 40] * LENGTH),
-    "tokens beyond every integer": _rows("tokens", [1 << 70] * LENGTH),
-    "no tokens": _rows("tokens", []),
-    "long sequences": _rows("tokens", [3] * 5000),
-    "other masks": _rows("masks", [-100, -100, 4, 5, 6, 7]),
-    "nothing trained": _rows("masks", [-100] * LENGTH),
-    "short masks": _rows("masks", [-100]),
-    "no masks": _key("masks", []),
-    "no scores": _key("scores", []),
-    "too few scores": _key("scores", [1.0]),
-    "huge scores": _key("scores", [1e300] * SIZE),
-    "scores of text": _key("scores", ["a"] * SIZE),
-    "advantages of one sequence": _key("advantages", [[1.0] * LENGTH]),
-    "huge advantages": _rows("advantages", [1e300] * LENGTH),
-    "short reference": _rows("ref_logprobs", [-1.0]),
-    "odd temperature": _key("generation_params", {"temperature": -3}),
-    "temperature of text": _key("group_overrides", {"temperature": "hot"}),
-    "overrides of one sequence": _key("overrides", [{"temperature": 1e9}]),
-    "images": _key("images", ["data:image/png;base64,AAAA"] * SIZE),
-    "messages without content": _key("messages", [[{"role": "user"}]] * SIZE),
-    "an unknown environment": _key("env_id", 12345),
-    "a negative environment": _key("env_id", -7),
-    "tokens of text": _key("tokens", "abc"),
-    "nested tokens": _key("tokens", [[[1]]] * SIZE),
-    "null": _key("tokens", None),
-    "one sequence too many": lambda group, chance: [
-        group[name].append(group[name][0]) for name in ("tokens", "masks", "scores", "inference_logprobs")
-    ],
-    "one bad sequence": _one_row("tokens", [-1] * LENGTH),
-    "one short sequence": _one_row("inference_logprobs", [-1.0]),
-}
-STALLING = "one sequence too many"
-"""Not for atroposlib's server, where a group of five stops all batches of 256 sequences for ever."""
+    changes = st.one_of(
+        st.sampled_from(sorted(fields)).flatmap(replaced),
+        st.sampled_from(["tokens", "masks", "scores"]).flatmap(one_replaced),
+    )
+    changed = st.lists(changes, min_size=1, max_size=3).map(lambda each: reduce(or_, each, UNNUMBERED))
+    return changed.filter(lambda each: len(each["tokens"]) in sizes)
 
 
 def attack(trial: Trial) -> JsonObject:
@@ -114,52 +85,48 @@ def attack(trial: Trial) -> JsonObject:
     servers |= {"python -m colocated_grpo.atropos.api": EMBEDDED}
     figures = {}
     for number, (name, command) in enumerate(servers.items()):
-        figures[name] = _attack(trial, name, command, trial.seconds_left() / (len(servers) - number))
+        until = trial.seconds_left() * (1 - 1 / (len(servers) - number))
+        figures[name] = _attack(trial, name, command, until)
         trial.say(f"{name}: {json.dumps(figures[name])}")
     return {
-        "what": f"bad groups of {len(CHANGES)} kinds, {GROUPS - GOOD} of each {GROUPS} groups in the queue, and the "
-        "training on the rest",
+        "what": f"generated groups, {GROUPS - GOOD} of each {GROUPS} groups in the queue, and the training on the rest",
         "target_bad_groups": TARGET,
         "servers": figures,
     }
 
 
-def _attack(trial: Trial, name: str, command: list[str], seconds: float) -> JsonObject:
-    kinds = [kind for kind in CHANGES if command is not UPSTREAM or kind != STALLING]
-    statuses: Counter[str] = Counter()
-    num_good = 0
-    deadline = trial.seconds_left() - seconds
+def _attack(trial: Trial, name: str, command: list[str], until: float) -> JsonObject:
+    """until: seconds that are left of the trial at the end."""
+    # With atroposlib's server, a group of another size stops all batches for ever.
+    sizes = [SIZE] if command is UPSTREAM else range(1, 2 * GROUPS)
     with ExitStack() as stack:
         api = stack.enter_context(ApiProcess(command))
-        client = HTTPConnection("127.0.0.1", api.port, timeout=60)
         run = stack.enter_context(ForkedRun(trial.folder / f"groups-{api.port}", _settings(api.url)))
-        run.wait_until(lambda: _batch_size(client) == GROUPS * SIZE)
-        while statuses.total() < TARGET and (trial.seconds_left() > deadline or not num_good):
-            for _ in range(STEPS_AT_ONCE):
-                num_queued = 0
-                while num_queued < GROUPS - GOOD:
-                    status = _post(client, _bad(trial.random.choice(kinds), trial.random))
-                    statuses[status] += 1
-                    num_queued += status == "200"
-                for number in range(num_good, num_good + GOOD):
-                    trial.check(_post(client, good(number)) == "200", f"{name}: good group {number} was refused")
-                num_good += GOOD
-            run.wait_until(lambda steps=num_good // GOOD: len(run.rows(files.TRAIN)) >= steps)
-            client.close()  # the server closes idle connections; the next request opens another
+        feed = Feed(api.port, run)
+        run.wait_until(lambda: feed.batch_size() == GROUPS * SIZE)
+
+        @hypothesis.seed(trial.seed)
+        @settings(max_examples=TARGET, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=ALL)
+        @given(bad(sizes))
+        def post(group: JsonObject) -> None:
+            if trial.seconds_left() > until or not feed.num_good:
+                feed.bad(group)
+
+        post()
+        feed.finish()
         run.terminate()
         code = run.wait(LAST_SECONDS)
     trial.check(code == 0, f"{name}: the run ended with {code}\n{run.tail()}")
-    found = _good_groups(run)
-    missing = [number for number in range(num_good) if found[f"{number:04d}"] != SIZE]
+    missing = [number for number in range(feed.num_good) if feed.found()[f"{number:04d}"] != SIZE]
     trial.check(not missing, f"{name}: {len(missing)} good groups were not trained once: {missing[:5]}")
     rows = run.rows(files.TRAIN)
     dropped = Counter({key: 0.0 for row in rows for key in row if key.startswith("atropos/dropped/")})
     for row in rows:
         dropped.update({key: row.get(key, 0.0) for key in dropped})
     return {
-        "bad_groups": statuses.total(),
-        "responses": dict(statuses),
-        "good_groups": num_good,
+        "bad_groups": feed.statuses.total(),
+        "responses": dict(feed.statuses),
+        "good_groups": feed.num_good,
         "good_groups_not_trained": len(missing),
         "steps": len(rows),
         "exit_code_after_sigterm": code,
@@ -167,9 +134,69 @@ def _attack(trial: Trial, name: str, command: list[str], seconds: float) -> Json
     }
 
 
+class Feed:
+    """Posts bad groups to a server, and a few good ones between them."""
+
+    def __init__(self, port: int, run: TrainingRun) -> None:
+        self._client = HTTPConnection("127.0.0.1", port, timeout=60)
+        self._run = run
+        self._num_queued = 0
+        """Bad groups since the last good ones."""
+        self.statuses: Counter[str] = Counter()
+        self.num_good = 0
+
+    def bad(self, group: JsonObject) -> None:
+        status = self._post(group)
+        self.statuses[status] += 1
+        self._num_queued += status == "200"
+        if self._num_queued == GROUPS - GOOD:
+            self._num_queued = 0
+            for number in range(self.num_good, self.num_good + GOOD):
+                assert self._post(good(number)) == "200", f"good group {number} was refused"
+            self.num_good += GOOD
+            steps = self._num_steps()
+            self._fill_up(lambda: self._num_steps() > steps)
+
+    def finish(self) -> None:
+        """Wait until all good groups are trained."""
+        self._fill_up(
+            lambda: len(self.found().keys() & {f"{each:04d}" for each in range(self.num_good)}) == self.num_good
+        )
+
+    def found(self) -> Counter[str]:
+        """Return how many sequences of each good group were trained, by its number."""
+        rollouts = files.read_rollouts(self._run.folder)
+        return Counter(row["completion"] for row in rollouts if row["kind"] == files.TRAIN)
+
+    def batch_size(self) -> int:
+        """Return the batch size that the trainer has registered; -1 before."""
+        self._client.request("GET", "/info")
+        return json.loads(self._client.getresponse().read())["batch_size"]
+
+    def _num_steps(self) -> int:
+        return len(self._run.rows(files.TRAIN))
+
+    def _fill_up(self, happened: Callable[[], bool]) -> None:
+        """Post groups without a number until something has happened: generated ones may leave a batch incomplete."""
+        deadline = time.monotonic() + LAST_SECONDS
+        while not happened():
+            assert time.monotonic() < deadline, f"no step for {LAST_SECONDS:g} s\n{self._run.tail()}"
+            self._post(UNNUMBERED)
+            time.sleep(FILL_SECONDS)
+
+    def _post(self, group: JsonObject) -> str:
+        """Post a group and return the status."""
+        self._client.request("POST", "/scored_data", json.dumps(group), {"Content-Type": "application/json"})
+        response = self._client.getresponse()
+        response.read()
+        if response.status == 500:
+            self._client.close()  # as the server does then, without a word
+        return str(response.status)
+
+
 def _settings(url: str) -> Settings:
     entry = {"type": "atropos", "url": url, "server": {"port": free_port()}}
-    return settings(
+    return run_settings(
         tiny_model(),
         environments=[entry],
         rollout={"prompts_per_step": GROUPS, "group_size": SIZE},
@@ -178,33 +205,3 @@ def _settings(url: str) -> Settings:
         tracking={"rollouts_per_step": GROUPS * SIZE},
         training_steps=100_000,
     )
-
-
-def _bad(kind: str, chance: random.Random) -> JsonObject:
-    group = copy.deepcopy(good(0))
-    row = [1, 2, 3, 3, 3, 3]
-    group["tokens"] = [row] * SIZE
-    group["masks"] = [[-100] * PROMPT + row[PROMPT:]] * SIZE
-    CHANGES[kind](group, chance)
-    return group
-
-
-def _post(client: HTTPConnection, group: JsonObject) -> str:
-    """Post a group and return the status."""
-    client.request("POST", "/scored_data", json.dumps(group), {"Content-Type": "application/json"})
-    response = client.getresponse()
-    response.read()
-    if response.status == 500:
-        client.close()  # as the server does then, without a word
-    return str(response.status)
-
-
-def _batch_size(client: HTTPConnection) -> int:
-    """Return the batch size that the trainer has registered; -1 before."""
-    client.request("GET", "/info")
-    return json.loads(client.getresponse().read())["batch_size"]
-
-
-def _good_groups(run: TrainingRun) -> Counter[str]:
-    """Return how many sequences of each good group were trained, by its number."""
-    return Counter(row["completion"] for row in files.read_rollouts(run.folder) if row["kind"] == files.TRAIN)

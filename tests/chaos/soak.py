@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import psutil
 
 from colocated_grpo.tracking import files
 from colocated_grpo.types import JsonObject
-from tests.chaos.series import slope
 from tests.chaos.trial import Trial
-from tests.support.hostile_bodies import MIB
 from tests.support.training_runs import ForkedRun, TrainingRun, deterministic
 
+MIB = 1 << 20
 STEPS = 1000
 WARM_UP = 200
 """Steps before the lines are fitted: caches fill, and the first checkpoints and evaluations are made."""
@@ -75,3 +76,11 @@ def _measure(run: TrainingRun) -> dict[str, float]:
             totals["descriptors"] += process.num_fds()
             totals["processes"] += 1
     return totals | {"shared_memory_files": float(len(list(Path("/dev/shm").iterdir())))}
+
+
+def slope(points: Sequence[tuple[float, float]]) -> float:
+    """Return the slope of the least-squares line through (x, y) points; 0 for fewer than two."""
+    if len(points) < 2:
+        return 0.0
+    x, y = np.array(points, dtype=np.float64).T
+    return float(np.polyfit(x - x[0], y, 1)[0])

@@ -34,6 +34,7 @@ class Trial:
 
     def __init__(self, folder: Path, seed: int, seconds: float) -> None:
         self.folder = folder
+        self.seed = seed
         self.random = random.Random(seed)
         self.problems: list[str] = []
         self._until = time.monotonic() + seconds

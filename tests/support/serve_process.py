@@ -25,14 +25,17 @@ MAX_TOKENS = 64
 class ServeProcess:
     """`python -m colocated_grpo.servers` on a free port, killed on exit from the context."""
 
-    def __init__(self, model: Path, *flags: str, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, model: Path, *flags: str, environment: dict[str, str] | None = None, log: Path | None = None
+    ) -> None:
+        """log: file of its stderr."""
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         command = [sys.executable, "-m", "colocated_grpo.servers", str(model), "--port", "0"]
         self.process = subprocess.Popen(
             [*command, "--max-model-len", str(MAX_TOKENS), *flags],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **(environment or {})},
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=subprocess.PIPE if log is None else log.open("a"),
             text=True,
         )
         self.printed: list[str] = []

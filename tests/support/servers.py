@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from urllib.error import HTTPError, URLError
 from urllib.request import urlopen
 
@@ -41,8 +42,10 @@ def free_port() -> int:
 class ApiProcess:
     """An API server on a port of its own, killed on exit from the context."""
 
-    def __init__(self, command: Sequence[str], port: int | None = None) -> None:
+    def __init__(self, command: Sequence[str], port: int | None = None, log: Path = Path(os.devnull)) -> None:
+        """log: file of its stderr."""
         self.command = list(command)
+        self._log = log
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.start()
@@ -50,12 +53,13 @@ class ApiProcess:
     def start(self) -> None:
         """Start the process and wait until it responds. Also restarts it after `kill`, on the same port."""
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        self.process = subprocess.Popen(
-            [*self.command, "--host", "127.0.0.1", "--port", str(self.port)],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        with self._log.open("a") as log:
+            self.process = subprocess.Popen(
+                [*self.command, "--host", "127.0.0.1", "--port", str(self.port)],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+            )
         deadline = time.monotonic() + START_SECONDS
         while not self._responds():
             assert self.process.poll() is None, f"{self.command} exited with {self.process.returncode}"
