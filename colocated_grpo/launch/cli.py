@@ -95,10 +95,7 @@ def default_config_note(options: argparse.Namespace) -> list[str]:
     """Return a line with the default config's name for a run without --config; no line for other runs."""
     if options.config is not None or options.resume not in (None, AUTO):
         return []
-    return [
-        f"note: --config: not given; using {DEFAULT_CONFIG}; --config FILE chooses another, "
-        "python -m colocated_grpo.tools.init writes one for your data"
-    ]
+    return [f"note: --config: not given; using {DEFAULT_CONFIG}; --config FILE chooses another"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -70,7 +70,7 @@ def remarks(config: Config) -> list[str]:
     """Return notes about settings that are valid but have side effects."""
     return [
         *_sampling_remarks(config.rollout, config.structured),
-        *_cache_remarks(config.engine),
+        *_engine_remarks(config.engine),
         *(_repetition_remarks(config.environments, config.sync_frequency) if config.deterministic else ()),
         *config.evaluation.remarks(config.environments),
     ]
@@ -290,7 +290,9 @@ def _sampling_remarks(rollout: RolloutConfig, structured: bool) -> Lines:
         )
 
 
-def _cache_remarks(engine: EngineConfig) -> Lines:
+def _engine_remarks(engine: EngineConfig) -> Lines:
+    if (quantization := engine.args.get("quantization")) is not None:
+        yield f"engine.args.quantization={quantization}: the engine's weights differ from the policy's"
     if engine.kv_cache_memory_bytes is not None and engine.gpu_memory_utilization is not None:
         yield "engine.gpu_memory_utilization: ignored, because engine.kv_cache_memory_bytes is set"
 

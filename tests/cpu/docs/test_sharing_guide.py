@@ -1,15 +1,13 @@
-"""The guide to trackers, the Hub and chat: its YAML loads, its tables and commands are right."""
+"""The guide to trackers and the Hub: its YAML loads, its tables and commands are right."""
 
 from __future__ import annotations
 
 import re
-import shlex
 from typing import get_args
 
 from colocated_grpo.policy.export import AdapterExport, ModelExport
 from colocated_grpo.settings.errors import parse_path, setting_names
 from colocated_grpo.settings.schema import Config, TrackerName
-from colocated_grpo.tools.chat import QUIT, RESET, _parser
 from colocated_grpo.tracking.sinks import LONGEST_TEXT, WRITERS, completions_table
 from tests.support.config_text import load
 from tests.support.paths import ROOT
@@ -45,12 +43,7 @@ def test_the_table_of_trackers_and_the_columns_are_complete():
     assert f"{LONGEST_TEXT:,} characters" in rows
 
 
-def test_the_folders_and_commands_are_right():
-    for name in (ModelExport.final_name, AdapterExport.final_name, ModelExport.best_name):
+def test_the_folders_are_right():
+    for name in (ModelExport.final_name, AdapterExport.final_name):
         assert f"`{name}/`" in GUIDE
-    commands = re.findall(r"-m colocated_grpo\.tools\.chat (.*)", section("Chat"))
-    assert len(commands) == 4
-    for command in commands:
-        options, overrides = _parser().parse_known_args(shlex.split(command))
-        assert options.model and not overrides
-    assert all(f"`{name}`" in section("Chat") for name in (RESET, QUIT[0]))
+    assert f"{ModelExport.best_name}/" in GUIDE
