@@ -202,19 +202,8 @@ def _dataset(name: str, entry: DatasetSourceConfig, run: _RunValues) -> Environm
 
 
 def _episode(name: str, entry: EpisodeSourceConfig, run: _RunValues) -> Environment:
-    from colocated_grpo.environments.agents.programs import AgentEpisode, AgentTasks
-
     episode = build_episode(entry.name, entry.args, entry.given)
-    items = GeneratedItems(name, episode)
-    if not isinstance(episode, AgentTasks):
-        return Environment(name=name, items=items, episode=episode)
-    for setting in ("system_prompt", "tools", "chat_template_kwargs"):
-        if getattr(entry, setting):
-            raise EnvironmentSetupError(
-                f"environments {name!r}: {setting}: an agent plays it, and writes its own requests; remove it"
-            )
-    limits = AgentLimits(max_tokens=run.max_tokens, max_requests=episode.max_requests, max_running=episode.max_running)
-    return Environment(name=name, items=items, episode=AgentEpisode(episode, run.open_episodes), limits=limits)
+    return Environment(name=name, items=GeneratedItems(name, episode), episode=episode)
 
 
 def _agent(name: str, entry: AgentSourceConfig, run: _RunValues) -> Environment:

@@ -10,16 +10,13 @@ from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from inspect import iscoroutinefunction
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from colocated_grpo.environments.base import EnvironmentSetupError, Episode, Task
 from colocated_grpo.environments.user_code.loading import construct, load_object, one_line, unknown_name
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.sources import EnvironmentConfig
 from colocated_grpo.types import JsonObject
-
-if TYPE_CHECKING:
-    from colocated_grpo.environments.agents.programs import AgentTasks
 
 ENTRY_POINTS = "colocated_grpo.environments"
 """Entry point group in which packages register environments."""
@@ -67,14 +64,9 @@ KINDS = {
             "gymnasium": Adapter("environment", "adapters.gymnasium:Gymnasium"),
             "openenv": Adapter("url", "adapters.openenv:OpenEnv"),
             "textarena": Adapter("game", "adapters.textarena:TextArena"),
-            "verifiers": Adapter("taskset", "adapters.verifiers:build_verifiers"),
         },
     ),
-    "turns": Kind(
-        "turn environment",
-        TURN_ENVIRONMENTS,
-        {"textarena": Adapter("game", "adapters.textarena_turns:TextArenaTurns")},
-    ),
+    "turns": Kind("turn environment", TURN_ENVIRONMENTS, {}),
 }
 """Kinds by `type` of an entry."""
 
@@ -158,14 +150,9 @@ def build_task(name: str, args: JsonObject, given: object = None) -> Task:
     return task
 
 
-def build_episode(name: str, args: JsonObject, given: object = None) -> Episode | AgentTasks:
-    """Return the episode called `name`, or AgentTasks if an agent plays tasks of another library.
-
-    given: as in build_task.
-    """
+def build_episode(name: str, args: JsonObject, given: object = None) -> Episode:
+    """Return the episode called `name`. given: as in build_task."""
     episode = _built(KINDS["episode"], name, args, given)
-    if given is None and name.partition(":")[0] in KINDS["episode"].adapters:
-        return episode
     _check_methods(episode, "an episode", ("prompts", "run"), name)
     if not iscoroutinefunction(episode.run):
         raise EnvironmentSetupError(f"environments {name!r}: run() must be a coroutine: write `async def run`")

@@ -32,7 +32,7 @@ class TurnsSourceConfig(Section):
 
     type: Literal["turns"]
     name: CodeName
-    """'town', 'textarena:<game>', 'tossim', a turn environment of an installed package, or your own
+    """'town', 'tossim', a turn environment of an installed package, or your own
     'package.module:object' or 'path/to/file.py:object'."""
     args: JsonObject = {}
     """Keyword arguments of the environment, except `seed`, which is derived from the run's seed."""

@@ -11,7 +11,7 @@ from colocated_grpo.environments.town.night import seat_result
 from colocated_grpo.environments.town.roles import Faction
 from colocated_grpo.environments.town.state import Game, Phase
 from colocated_grpo.environments.town.verdicts import Status, Verdict
-from colocated_grpo.environments.turns.base import OutcomeCredit, PlainReturn, win_rates
+from colocated_grpo.environments.turns.base import PlainReturn
 
 _HARMFUL = frozenset({"kill", "shoot", "execute", "douse", "jail", "frame", "silence", "distract"})
 _PROTECTIVE = frozenset({"protect", "guard"})
@@ -21,13 +21,30 @@ _NOMINATION, _VOTE, _NIGHT, _INVESTIGATION = 0.25, 0.5, 0.5, 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Credit(OutcomeCredit):
+class Credit:
     """Weights of the parts of a reward."""
 
     form: float = 1.0
     """Weight of the reply's form: -1 malformed, 0 illegal, +1 legal."""
     shaping: float = 0.0
     """Weight of the shaping term, which is -0.5 to 0.5: how well a legal action serves its seat's side."""
+    outcome: float = 0.0
+    """Weight of the outcome. At 0, turns train without waiting for their game to end."""
+    discount: float = 1.0
+    """The weight is multiplied by this factor for each later turn of the same seat."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.discount <= 1:
+            raise ValueError(f"credit: discount={self.discount} is not in (0, 1]")
+
+    def weights(self, seats: Sequence[int]) -> list[float]:
+        """Return the weight of the outcome for each turn of a game. seats: the seat of each turn, in order."""
+        later: Counter[int] = Counter()
+        weights = []
+        for seat in reversed(seats):
+            weights.append(self.outcome * self.discount ** later[seat])
+            later[seat] += 1
+        return weights[::-1]
 
 
 CREDITS = {
@@ -149,8 +166,9 @@ class TownStats:
         self.games += 1
         self.days += days
         self.winners = [*self.winners[1 - WIN_RATE_GAMES :], str(winner)]
-        for player, share in win_rates(results).items():
-            self.won[player] = [*self.won.get(player, [])[1 - WIN_RATE_GAMES :], share]
+        for player in dict.fromkeys(player for player, _ in results):
+            wins = [result > 0 for each, result in results if each == player]
+            self.won[player] = [*self.won.get(player, [])[1 - WIN_RATE_GAMES :], sum(wins) / len(wins)]
 
     def after_reset(self) -> TownStats:
         """Return statistics with all counts at zero and the latest games kept."""

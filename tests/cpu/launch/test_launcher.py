@@ -317,7 +317,6 @@ def test_all_problems_are_reported_together(config, eight_gpus, capsys):
     [
         "{type: task, name: 'reasoning_gym:leg_counting'}",
         "{type: episode, name: textarena, args: {game: TicTacToe-v0}}",
-        "{type: turns, name: 'textarena:TicTacToe-v0'}",
         "{type: atropos, url: 'http://localhost:8000'}",
     ],
 )

@@ -13,7 +13,6 @@ from colocated_grpo.environments.registry import KINDS
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.tools.make_model import build_char_tokenizer
 from colocated_grpo.tracking import files
-from colocated_grpo.tracking.files import read_games
 from tests.support.openenv_server import Server
 from tests.support.paths import ROOT
 from tests.support.training_runs import TrainingRun, settings, tiny_model, train
@@ -21,9 +20,6 @@ from tests.support.training_runs import TrainingRun, settings, tiny_model, train
 STEPS = 3
 GUIDE = (ROOT / "docs/guides/adapters.md").read_text()
 GAME, LAKE = "textarena:TicTacToe-v0", "gymnasium:FrozenLake-v1"
-LABEL = "TruthAndDeception-v0"
-TALK = f"textarena:{LABEL}"
-"""Self-play: one seat may reply with anything, the other must guess in brackets and fails twice."""
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +32,6 @@ def run(tmp_path_factory) -> TrainingRun:
         environments=[
             {"type": "episode", "name": GAME, "args": game, "weight": 2},
             {"type": "episode", "name": LAKE, "args": lake},
-            {"type": "turns", "name": TALK, "args": {"games": 3, "options": {"max_turns": 2}}, "weight": 3},
         ],
         training_steps=STEPS,
         rollout={"prompts_per_step": 6, "group_size": 6, "max_prompt_tokens": 1200, "max_completion_tokens": 480},
@@ -53,7 +48,7 @@ def test_a_run_on_other_libraries_trains_and_reports_finite_numbers(run):
     for row in rows:
         assert all(value is not None and math.isfinite(value) for key, value in row.items() if key != "kind")
         assert row["reward_errors"] == 0
-        assert row["mismatch/max"] < 1e-4 or row["staleness"] > 0, "turns that waited for their game to end are stale"
+        assert row["mismatch/max"] < 1e-4
         assert 0 <= row["reward/finished"] <= 1
         assert {f"env/{name}/{metric}" for name in (GAME, LAKE) for metric in ("reward", "unscorable")} <= row.keys()
         assert 0 < row["env/textarena:TicTacToe-v0/completion_tokens"] <= row["completion_tokens/max"]
@@ -76,26 +71,6 @@ def test_recorded_rollouts_contain_games_and_walks(run):
         assert row["reward"] == -(hints + 1)
 
 
-def test_both_seats_of_a_self_played_game_are_trained_on_its_result(run):
-    games = read_games(run.folder)
-    assert [game["game"] for game in games] == [0, 1, 2]
-    paid = {(place, seat["reward"]) for game in games for place, seat in enumerate(game["seats"])}
-    assert "Games (latest 3 of 3)" in (run.folder / "report.html").read_text()
-    kept = [row for row in files.read_rollouts(run.folder) if row["source"] == TALK and "end" in row["parts"]]
-    trained = [row for row in kept if row["kind"] == files.TRAIN]
-    assert {row["step"] for row in trained} == {STEPS - 1}, "all wait for the end of their game"
-    seen = set()
-    for row in trained:
-        parts = row["parts"]
-        assert row["reward"] == parts["end"] + parts.get("return", 0) - (1 - parts["legal_rate"])
-        seat = int(re.search(r"You are Player (\d)", row["prompt"])[1])
-        seen |= {(seat, parts["return"])} if parts.get("return") else set()
-    assert seen <= paid
-    assert {seat for seat, _ in seen} == {0, 1}
-    last = run.rows(files.TRAIN)[-1]
-    assert (last[f"{LABEL}/games"], last[f"{LABEL}/turns_waiting"]) == (3, 0)
-
-
 def test_held_out_prompts_are_evaluated(run):
     assert [row["step"] for row in run.rows(files.EVALUATION)] == [0, STEPS]
 
@@ -107,6 +82,5 @@ def test_every_configuration_of_the_guide_builds_and_yields_prompts():
         for block in blocks:
             config = Config.model_validate(yaml.safe_load(block.replace("http://localhost:8000", server.url)))
             libraries |= {entry.name.partition(":")[0] for entry in config.environments}
-            if "verifiers:" not in block:  # built in tests/cpu/environments/verifiers
-                assert build_environments(config, build_char_tokenizer()).held_out(1)
+            assert build_environments(config, build_char_tokenizer()).held_out(1)
     assert libraries == set(KINDS["episode"].adapters)
