@@ -51,7 +51,7 @@ def check_inputs(config: Config) -> tuple[Config, list[str]]:
         *_check_chat_template(config.model.chat_template),
         *missing_adapter_files(config.policy.lora),
         *_check_key("engine.api_key_variable", config.engine.api_key_variable),
-        *_check_packages(config.policy.optimizer, config.tracking.trackers),
+        *_check_packages(config.policy.optimizer),
         *check_hub(config.hub),
     ]
     if missing:
@@ -140,12 +140,9 @@ def _check_key(setting: str, variable: str | None) -> Iterator[str]:
         yield f"{setting}={variable!r}: this environment variable is not set; export it"
 
 
-def _check_packages(optimizer: OptimizerConfig, trackers: Sequence[str]) -> Iterator[str]:
+def _check_packages(optimizer: OptimizerConfig) -> Iterator[str]:
     if optimizer.type == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
         yield "policy.optimizer.type='adamw_8bit': needs bitsandbytes, which is not installed; pip install bitsandbytes"
-    for name in trackers:
-        if importlib.util.find_spec(name) is None:
-            yield f"tracking.trackers={name!r}: this package is not installed; pip install {name.replace('_', '-')}"
 
 
 def _check_sources(sources: Sequence[EnvironmentConfig], sets: Sequence[EvaluationSetConfig]) -> Iterator[str]:

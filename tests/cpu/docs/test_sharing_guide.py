@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import get_args
 
 from colocated_grpo.policy.export import AdapterExport, ModelExport
 from colocated_grpo.settings.errors import parse_path, setting_names
-from colocated_grpo.settings.schema import Config, TrackerName
-from colocated_grpo.tracking.sinks import LONGEST_TEXT, WRITERS, completions_table
+from colocated_grpo.settings.schema import Config
+from colocated_grpo.tracking.sinks import LONGEST_TEXT, completions_table
 from tests.support.config_text import load
 from tests.support.paths import ROOT
 from tests.support.tracked_run import groups_of
@@ -32,15 +31,11 @@ def test_the_yaml_loads_and_every_named_setting_exists():
     assert [name for name in named if parse_path(name) not in settings] == []
 
 
-def test_the_table_of_trackers_and_the_columns_are_complete():
-    rows = section("Tables of completions")
-    cells = " ".join(re.findall(r"^\| ([^|]+) \| (?!none)", rows, re.MULTILINE)).lower().replace("&", "and")
-    spelled = {"wandb": "w&b".replace("&", "and"), "comet_ml": "comet"}
-    assert all(spelled.get(name, name) in cells for name in WRITERS)
-    assert {"aim"} == set(get_args(TrackerName)) - set(WRITERS)
-    columns = completions_table(0, groups_of(0), 4).columns
-    assert all(f"`{name}`" in rows for name in columns if not name.startswith("reward/"))
-    assert f"{LONGEST_TEXT:,} characters" in rows
+def test_the_columns_of_the_table_are_complete():
+    text = section("Tables of completions")
+    columns, _ = completions_table(0, groups_of(0), 4)
+    assert all(f"`{name}`" in text for name in columns if not name.startswith("reward/"))
+    assert f"{LONGEST_TEXT:,} characters" in text
 
 
 def test_the_folders_are_right():

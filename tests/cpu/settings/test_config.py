@@ -343,10 +343,12 @@ def test_null_for_an_old_name_sets_nothing(name):
 
 
 def test_names_that_trls_scripts_use_are_translated_or_accepted():
-    names = """model_name_or_path dtype torch_dtype attn_implementation use_peft lora_r lora_alpha dataset_name
-    output_dir learning_rate bf16 gradient_checkpointing gradient_checkpointing_kwargs logging_steps save_strategy save_steps
+    names = """
+    model_name_or_path dtype torch_dtype attn_implementation use_peft lora_r lora_alpha dataset_name output_dir
+    learning_rate bf16 gradient_checkpointing gradient_checkpointing_kwargs logging_steps save_strategy save_steps
     per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps report_to use_vllm vllm_mode
-    vllm_gpu_memory_utilization log_completions seed run_name push_to_hub warmup_ratio weight_decay max_grad_norm"""
+    vllm_gpu_memory_utilization log_completions seed run_name push_to_hub warmup_ratio weight_decay max_grad_norm
+    """
     assert set(names.split()) - set(ALIASES) - set(Config.model_fields) == set()
 
 
