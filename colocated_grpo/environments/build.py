@@ -94,7 +94,7 @@ class Environments:
         stream = environment.items.open_stream(self.seed)
         if self.skip_solved is None:
             return stream
-        from colocated_grpo.environments.rows.curriculum import UnsolvedItems
+        from colocated_grpo.environments.rows.solved import UnsolvedItems
 
         return UnsolvedItems(stream, environment.name, self.skip_solved)
 

@@ -50,7 +50,6 @@ TASKS = {
     "countdown": "tasks.procedural:Countdown",
     "reversal": "tasks.procedural:Reversal",
     "sorting": "tasks.procedural:Sorting",
-    "tool_call": "tasks.tool_call:ToolCall",
     "town_lessons": "town.opening:TownLessons",
 }
 EPISODES = {"tool_use": "tasks.tool_use:ToolUse"}

@@ -111,7 +111,7 @@ class EvaluationSetConfig(Section):
                 "your own module:function or path/to/file.py:function"
             )
         plain = type(self.source).model_fields
-        for name in ("eval_split", "held_out", "shuffle", "curriculum", "weight"):
+        for name in ("eval_split", "held_out", "shuffle", "weight"):
             value = getattr(self.source, name, None)
             if name in plain and value != plain[name].default:
                 yield (

@@ -38,7 +38,6 @@ def check(config: Config) -> None:
             served=served,
             deterministic=config.deterministic,
         ),
-        *source_rules.curricula(sources, config.training_steps),
         *_structured(config.structured, config.loss.old_logprobs),
         *_opponent_of_shared_weights(config.weights, policy, config.opponent_model, config.model),
         *policy.problems(),

@@ -58,7 +58,7 @@ UNPLOTTED = ("seconds/", "env/", "held_out/env/", "reward_std/")
 """Metrics without a chart of their own: there may be dozens."""
 TRAINER_PREFIXES = frozenset(
     ("atropos", "clip_fraction", "correction", "eval", "groups", "held_out", "hub", "logprob", "loss")
-) | {"curriculum", "memory", "mismatch", "prompts_skipped", "resample", "tokens_per_second"}
+) | {"memory", "mismatch", "prompts_skipped", "resample", "tokens_per_second"}
 """Name prefixes of metrics that the trainer records. Other metrics come from environments."""
 HUGE = 1e100
 """Larger values are not drawn: they would overflow the axis arithmetic, and flatten all other points."""
