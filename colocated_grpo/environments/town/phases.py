@@ -71,8 +71,6 @@ def channels(game: Game) -> list[tuple[int, ...]]:
 
 def _open_pre_night(game: Game) -> list[int]:
     game.prisoner, game.accused = NO_SEAT, NO_SEAT
-    for seat in game.seats:
-        seat.muted = False
     return seats_with_moves(game)
 
 

@@ -13,9 +13,9 @@ from colocated_grpo.environments.town.state import Game, Phase
 from colocated_grpo.environments.town.verdicts import Status, Verdict
 from colocated_grpo.environments.turns.base import PlainReturn
 
-_HARMFUL = frozenset({"kill", "shoot", "execute", "douse", "jail", "frame", "silence", "distract"})
-_PROTECTIVE = frozenset({"protect", "guard"})
-_INVESTIGATIVE = frozenset({"investigate", "watch", "track", "spy"})
+_HARMFUL = frozenset({"kill", "shoot", "execute", "jail"})
+_PROTECTIVE = frozenset({"protect"})
+_INVESTIGATIVE = frozenset({"investigate", "watch", "spy"})
 _NOMINATION, _VOTE, _NIGHT, _INVESTIGATION = 0.25, 0.5, 0.5, 0.1
 """Sizes of the shaping term. All are below 1.0, the gap between an illegal and a legal reply, so form comes first."""
 
@@ -76,8 +76,6 @@ def shaping(game: Game, seat: int, verdict: Verdict) -> float:
 def interest_in_survival(game: Game, seat: int, other: int) -> float:
     """Return the value of the other seat's survival to the seat's side, in [-1, 1]; -1 if the side wants it dead."""
     one, two = game.seats[seat], game.seats[other]
-    if one.role_name == "executioner":
-        return -1.0 if other == one.mark else 0.0
     if one.role.faction is Faction.NEUTRAL:
         return -1.0 if one.role.hostile else 0.0
     if one.role.faction is Faction.MAFIA:
