@@ -1,7 +1,5 @@
 """Translates Trainer's arguments to settings by path. These settings override the settings of a config file."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 A built-in class or an adapter is imported only if a config names it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from importlib import import_module

@@ -1,7 +1,5 @@
 """Runs a training run on this rank, from settings to shutdown."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress

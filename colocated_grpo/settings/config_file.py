@@ -1,7 +1,5 @@
 """Loads a Config from a YAML file and command-line overrides."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

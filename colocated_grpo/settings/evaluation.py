@@ -1,7 +1,5 @@
 """Settings of evaluation: held-out prompts of the training environments, and separate evaluation sets."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Annotated
 

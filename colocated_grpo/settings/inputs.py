@@ -1,7 +1,5 @@
 """Checks what a config refers to: model, data files, user code. Runs before any process or device is started."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil

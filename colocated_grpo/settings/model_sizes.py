@@ -4,8 +4,6 @@ Used by the engine's memory budget, the doctor and the benchmarks. Norms and bia
 parameters, are not counted. Imports no torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -3,8 +3,6 @@
 Rules within one section are in the section's method `problems`. Rules about environments are in `source_rules`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from colocated_grpo.settings import source_rules

@@ -4,8 +4,6 @@ Defaults are defined in these models and nowhere else. The module imports neithe
 environments are unions of models, selected by `type`.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

@@ -3,8 +3,6 @@
 The name of a setting determines whether the setting is secret. Logins in URLs are masked too.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Rules about environments and the settings that depend on their kinds. Each rule yields a line per violation."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from colocated_grpo.settings.atropos import AtroposSourceConfig, is_loopback

@@ -1,7 +1,5 @@
 """Settings of environments: task, episode, dataset and agent. Settings of turns and atropos are in separate files."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self

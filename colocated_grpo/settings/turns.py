@@ -1,7 +1,5 @@
 """Settings of games that are trained turn by turn: docs/guides/games.md."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

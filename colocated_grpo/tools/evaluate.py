@@ -4,8 +4,6 @@ MODEL is a model's folder, a name on the Hub, an adapter's folder, or a run fold
 engine and completes a part of the prompts.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

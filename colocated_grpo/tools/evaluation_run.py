@@ -1,7 +1,5 @@
 """Engines and evaluation without a trainer, for `tools.evaluate`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace

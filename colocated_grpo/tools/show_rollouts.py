@@ -1,7 +1,5 @@
 """Print stored rollouts or games of a run: python -m colocated_grpo.tools.show_rollouts RUN [--best K | --game]"""
 
-from __future__ import annotations
-
 import argparse
 import math
 import sys

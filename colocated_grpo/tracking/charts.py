@@ -1,7 +1,5 @@
 """The charts of the report. Metrics that SECTIONS does not list are drawn by prefix, or in charts of their own."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

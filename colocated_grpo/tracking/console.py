@@ -1,7 +1,5 @@
 """Console output of a run: a live table on a terminal or in a notebook, one line per step elsewhere."""
 
-from __future__ import annotations
-
 import atexit
 import sys
 import time

@@ -4,8 +4,6 @@ Files of .jsonl have one JSON object per line and are flushed every step. A kill
 written, so readers skip an incomplete last line and reject any other damage.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

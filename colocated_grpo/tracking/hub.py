@@ -1,7 +1,5 @@
 """Background pushes of a run's exports, with a model card, to the Hugging Face Hub. Failures never end the run."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """Lines that the tracker prints: the banner, evaluations, one completion, scoring errors, oversized updates."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

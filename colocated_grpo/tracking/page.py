@@ -1,7 +1,5 @@
 """Parts of report.html: its style, light or dark as the browser prefers, sections, and charts as SVG."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Writers of a run's metrics, rollouts and ended games, which append to files of its folder."""
 
-from __future__ import annotations
-
 import csv
 import math
 from collections.abc import Callable, Iterable, Sequence

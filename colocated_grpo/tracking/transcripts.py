@@ -1,7 +1,5 @@
 """Stored rollouts and games, split into passages by speaker, for the report and the tools."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

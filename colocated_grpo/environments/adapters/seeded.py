@@ -1,7 +1,5 @@
 """Base classes of the adapters' episodes: items built from a seed, and environments stepped by actions."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from itertools import count

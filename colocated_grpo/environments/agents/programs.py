@@ -1,7 +1,5 @@
 """User programs and functions that play whole episodes over HTTP. Every episode has its own address and key."""
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import json

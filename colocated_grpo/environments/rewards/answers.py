@@ -1,7 +1,5 @@
 """Extraction of the answer from a completion, after its thoughts or between tags."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

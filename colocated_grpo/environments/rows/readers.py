@@ -1,7 +1,5 @@
 """Rows of local files."""
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Training items without those that the policy has solved at their last visits."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

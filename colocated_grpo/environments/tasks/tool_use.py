@@ -1,7 +1,5 @@
 """Questions that need a calculator and a search, one tool call per turn. Easy enough for a 1M-parameter model."""
 
-from __future__ import annotations
-
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Many games of town side by side, as a turn environment (see environments/turns/base.py), and their settings."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field

@@ -1,7 +1,5 @@
 """The syntax of a reply (one think block and one action tag), and the actions that a seat may take now."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

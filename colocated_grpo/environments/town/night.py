@@ -1,7 +1,5 @@
 """Nights, deaths and the end of a game."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from colocated_grpo.environments.town.roles import Ability, Aim, Faction, Power, Priority

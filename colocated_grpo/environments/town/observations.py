@@ -3,8 +3,6 @@
 Prompts, look-ups and scripted players read the game only through this view, so no secret can leak.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from colocated_grpo.environments.town.legality import LegalActions, legal_actions, look_ups, nominations_needed

@@ -1,7 +1,5 @@
 """Builds town from the arguments of a config: as a turn environment, or as lessons to warm-start a model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import fields
 

@@ -1,7 +1,5 @@
 """The state machine of a game: the seats that act in each phase, and the phase that follows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from colocated_grpo.environments.town.legality import moves, nominations_needed

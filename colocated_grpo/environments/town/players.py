@@ -1,7 +1,5 @@
 """Scripted players: functions from the observation of a seat to a reply, like the policy."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator

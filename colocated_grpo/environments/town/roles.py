@@ -1,7 +1,5 @@
 """The roles of town as data: faction, abilities and traits."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 

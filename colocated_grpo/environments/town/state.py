@@ -1,7 +1,5 @@
 """State of one game, and its snapshot as plain data. Field names are keys of checkpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum

@@ -1,7 +1,5 @@
 """The game in words: events, prompts, look-ups, and the record of an ended game."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from colocated_grpo.environments.town.legality import LOOK_UP_TAGS, ArgumentKind, ArgumentSpec

@@ -1,7 +1,5 @@
 """Judges a reply against the state of the game, and applies it. A seat changes the game only through this code."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum

@@ -4,8 +4,6 @@ Names and defaults of the flags are those of Atropos' guides and of Atropos 0.4.
 the meanings of the flags. Settings that no flag sets are in atropos_command.yaml.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence

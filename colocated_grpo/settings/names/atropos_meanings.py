@@ -4,8 +4,6 @@ Each flag has a function (value, command line) -> settings and notes. The functi
 rule. The first part of this file has the command line and the weight bridge modes from which a command line chooses.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 Error lines for names without an equal setting say what to write instead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

@@ -3,8 +3,6 @@
 A name is translated only if its meaning is exactly the same: docs/guides/from_trl.md.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

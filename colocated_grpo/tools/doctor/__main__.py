@@ -3,8 +3,6 @@
 `--dry-run` of the same command line checks what this leaves out: settings, model, files, data and code.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections import Counter

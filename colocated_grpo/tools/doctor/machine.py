@@ -1,7 +1,5 @@
 """Checks of the machine: GPUs, shared memory, variables, installed packages, node names, a collective."""
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import re

@@ -4,8 +4,6 @@ The GPUs are taken from nvidia-smi. torch and transformers are imported in a pro
 build must not end the doctor.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
