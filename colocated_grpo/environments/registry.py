@@ -58,7 +58,6 @@ KINDS = {
         "episode",
         EPISODES,
         {
-            "gymnasium": Adapter("environment", "adapters.gymnasium:Gymnasium"),
             "openenv": Adapter("url", "adapters.openenv:OpenEnv"),
             "textarena": Adapter("game", "adapters.textarena:TextArena"),
         },

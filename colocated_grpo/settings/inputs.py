@@ -6,18 +6,10 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from colocated_grpo.settings import config_json
 from colocated_grpo.settings.adapter_files import missing_adapter_files, with_adapter_settings
 from colocated_grpo.settings.atropos import AtroposSourceConfig
 from colocated_grpo.settings.base import NamedObject
-from colocated_grpo.settings.config_json import (
-    attention_heads,
-    first_difference,
-    longest_sequence,
-    original_positions,
-    read_config_json,
-    shape_of,
-    text_part,
-)
 from colocated_grpo.settings.errors import ConfigError, dotted
 from colocated_grpo.settings.evaluation import EvaluationSetConfig
 from colocated_grpo.settings.generation import ModelConfig
@@ -55,7 +47,7 @@ def check_inputs(config: Config) -> tuple[Config, list[str]]:
     if missing:
         raise ConfigError(*missing)
     config = with_adapter_settings(config)
-    model = read_config_json(config.model)
+    model = config_json.read_config_json(config.model)
     check_trains(model, f"model.name={config.model.name!r}")
     if config.policy.routing_replay:
         check_has_experts(model, "policy.routing_replay=true")
@@ -84,7 +76,7 @@ def _check_chat_template(template: str | None) -> Iterator[str]:
 
 def _check_layers(policy: PolicyConfig, model: JsonObject, name: str) -> Iterator[str]:
     """Yield a line for each setting that contains the index of a block that the model does not have."""
-    text = text_part(model)
+    text = config_json.text_part(model)
     blocks = text.get("num_hidden_layers") or text.get("n_layer")
     settings = (
         ("policy.train_layers", policy.train_layers),
@@ -97,8 +89,8 @@ def _check_layers(policy: PolicyConfig, model: JsonObject, name: str) -> Iterato
 
 def _check_opponent(section: str, opponent: ModelConfig, policy: JsonObject, name: str) -> None:
     """Raise ConfigError if the opponent's shape differs from the policy's shape. Both models use the same engine."""
-    ours, theirs = shape_of(policy), shape_of(read_config_json(opponent, section))
-    if (key := first_difference(ours, theirs)) is not None:
+    ours, theirs = config_json.shape_of(policy), config_json.shape_of(config_json.read_config_json(opponent, section))
+    if (key := config_json.first_difference(ours, theirs)) is not None:
         raise ConfigError(
             f"{section}.name={opponent.name!r}: {key} is {theirs[key]}, but {ours[key]} in {name}; "
             "the opponent must have the shape of the policy"
@@ -106,16 +98,16 @@ def _check_opponent(section: str, opponent: ModelConfig, policy: JsonObject, nam
 
 
 def _fit_engine(config: Config, model: JsonObject) -> tuple[Config, list[str]]:
-    text = text_part(model)
-    heads, size = attention_heads(text), config.engine.tensor_parallel_size
+    text = config_json.text_part(model)
+    heads, size = config_json.attention_heads(text), config.engine.tensor_parallel_size
     if heads and heads % size:
         raise ConfigError(
             f"engine.tensor_parallel_size={size}: must divide the {heads} attention heads of {config.model.name}"
         )
-    positions = longest_sequence(text)
+    positions = config_json.longest_sequence(text)
     if positions is None:
         return config, []
-    if (limit := original_positions(text)) is not None and limit < config.max_sequence_tokens:
+    if (limit := config_json.original_positions(text)) is not None and limit < config.max_sequence_tokens:
         raise ConfigError(
             f"rollout.max_prompt_tokens + rollout.max_completion_tokens={config.max_sequence_tokens}: must be at most "
             f"{limit}, as transformers and vLLM apply the longrope scaling of {config.model.name} to different tokens"

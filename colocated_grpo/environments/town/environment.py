@@ -5,19 +5,12 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from random import Random
 
+from colocated_grpo.environments.town import rewards
 from colocated_grpo.environments.town.legality import LegalActions, reply_pattern
 from colocated_grpo.environments.town.night import seat_result
 from colocated_grpo.environments.town.observations import observe
 from colocated_grpo.environments.town.phases import begin, to_act
 from colocated_grpo.environments.town.players import SCRIPTED, scripted_reply, scripted_turn, sensible_player
-from colocated_grpo.environments.town.rewards import (
-    CREDITS,
-    Credit,
-    TownStats,
-    immediate_reward,
-    outcome_returns,
-    reward_parts,
-)
 from colocated_grpo.environments.town.state import (
     DRAW,
     MAX_SEATS,
@@ -54,7 +47,7 @@ class TownSettings:
     players: tuple[str, ...] = (POLICY,)
     """Labels of the players, repeated over the seats. 'sensible' and 'random' are scripts; models play all other
     labels."""
-    credit: Credit = field(default_factory=lambda: CREDITS["phase"])
+    credit: rewards.Credit = field(default_factory=lambda: rewards.CREDITS["phase"])
     rules: Rules = field(default_factory=Rules)
     memory: int = 60
     """Number of latest events in a prompt. Older events can be looked up."""
@@ -122,7 +115,7 @@ class TownEnvironment(FinishedGames):
     def __init__(self, settings: TownSettings) -> None:
         super().__init__()
         self.settings = settings
-        self.stats = TownStats()
+        self.stats = rewards.TownStats()
         self._started = 0
         self._games = [self._new_game() for _ in range(settings.games)]
 
@@ -194,7 +187,7 @@ class TownEnvironment(FinishedGames):
         self._started = snapshot["started"]
         self._games = [restore_game(game) for game in snapshot["games"]]
         self._restore_finished(snapshot)
-        self.stats = TownStats(**deepcopy(snapshot["kpis"]))
+        self.stats = rewards.TownStats(**deepcopy(snapshot["kpis"]))
 
     def _new_game(self) -> Game:
         settings, number = self.settings, self._started
@@ -226,7 +219,7 @@ class TownEnvironment(FinishedGames):
 
     def _finish(self, game: Game) -> Game:
         """Record an ended game and return the new game that replaces it."""
-        self._returns += outcome_returns(game, self.settings.credit)
+        self._returns += rewards.outcome_returns(game, self.settings.credit)
         results = [(seat.player, seat_result(game, index)) for index, seat in enumerate(game.seats)]
         self.stats.add_game(game.winner or DRAW, game.day, results)
         self._ended.append(game_record(game))
@@ -253,9 +246,9 @@ class TownEnvironment(FinishedGames):
         raise TurnError(f"turn {turn.id}: not open; a turn takes exactly one commit")
 
     def _outcome(self, game: Game, turn: TownTurn, verdict: Verdict) -> PlainOutcome:
-        parts = reward_parts(game, turn.seat, verdict)
+        parts = rewards.reward_parts(game, turn.seat, verdict)
         rates = {"parse_rate": verdict.status is not Status.MALFORMED, "legal_rate": verdict.status is Status.OK}
-        reward = immediate_reward(self.settings.credit, parts)
+        reward = rewards.immediate_reward(self.settings.credit, parts)
         return PlainOutcome(reward, parts | {name: float(yes) for name, yes in rates.items()})
 
 
