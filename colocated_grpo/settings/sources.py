@@ -62,8 +62,8 @@ class TaskSourceConfig(ItemSourceConfig):
 
     type: Literal["task"] = "task"
     name: CodeName
-    """A built-in task (arithmetic, countdown, reversal, sorting), 'reasoning_gym:<dataset>', a task of an
-    installed package, or your own 'package.module:object' or 'path/to/file.py:object'."""
+    """A built-in task (arithmetic, countdown, reversal, sorting), 'reasoning_gym:<dataset>', or your own
+    'package.module:object' or 'path/to/file.py:object'."""
 
 
 class EpisodeSourceConfig(ItemSourceConfig):
@@ -71,8 +71,8 @@ class EpisodeSourceConfig(ItemSourceConfig):
 
     type: Literal["episode"]
     name: CodeName
-    """A built-in episode, 'textarena:<game>' or an environment of another library (docs/guides/adapters.md), an episode
-    of an installed package, or your own 'package.module:object' or 'path/to/file.py:object'."""
+    """A built-in episode, an environment of another library such as 'textarena:<game>' (docs/guides/adapters.md), or
+    your own 'package.module:object' or 'path/to/file.py:object'."""
 
 
 Scalar = bool | int | float | str

@@ -30,7 +30,6 @@ TRAIN = "train"
 EVALUATION = "evaluation"
 GAMES_FILE = "games.jsonl"
 EVENTS_FILE = "game_events.jsonl"
-EVENTS_TABLE = "game_events.csv"
 
 Row = JsonObject
 NUMBER = int | float | None
