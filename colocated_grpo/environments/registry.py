@@ -44,10 +44,10 @@ TASKS = {
     "countdown": "tasks.procedural:Countdown",
     "reversal": "tasks.procedural:Reversal",
     "sorting": "tasks.procedural:Sorting",
-    "town_lessons": "town.opening:TownLessons",
+    "town_lessons": "town.environment:TownLessons",
 }
 EPISODES = {"tool_use": "tasks.tool_use:ToolUse"}
-TURN_ENVIRONMENTS = {"town": "town.opening:open_town", "tossim": "adapters.tossim:ToSSim"}
+TURN_ENVIRONMENTS = {"town": "town.environment:open_town", "tossim": "adapters.tossim:ToSSim"}
 KINDS = {
     "task": Kind("task", TASKS, {"reasoning_gym": Adapter("dataset", "tasks.reasoning_gym:ReasoningGym")}),
     "episode": Kind(

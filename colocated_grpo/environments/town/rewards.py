@@ -6,12 +6,15 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from pydantic import Field
+
 from colocated_grpo.environments.town.legality import LOOK_UP_TAGS
 from colocated_grpo.environments.town.night import seat_result
 from colocated_grpo.environments.town.roles import Faction
 from colocated_grpo.environments.town.state import Game, Phase
 from colocated_grpo.environments.town.verdicts import Status, Verdict
 from colocated_grpo.environments.turns.base import PlainReturn
+from colocated_grpo.settings.base import Section
 
 _HARMFUL = frozenset({"kill", "shoot", "execute", "jail"})
 _PROTECTIVE = frozenset({"protect"})
@@ -20,8 +23,7 @@ _NOMINATION, _VOTE, _NIGHT, _INVESTIGATION = 0.25, 0.5, 0.5, 0.1
 """Sizes of the shaping term. All are below 1.0, the gap between an illegal and a legal reply, so form comes first."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Credit:
+class Credit(Section):
     """Weights of the parts of a reward."""
 
     form: float = 1.0
@@ -30,12 +32,8 @@ class Credit:
     """Weight of the shaping term, which is -0.5 to 0.5: how well a legal action serves its seat's side."""
     outcome: float = 0.0
     """Weight of the outcome. At 0, turns train without waiting for their game to end."""
-    discount: float = 1.0
+    discount: float = Field(1.0, gt=0, le=1)
     """The weight is multiplied by this factor for each later turn of the same seat."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.discount <= 1:
-            raise ValueError(f"credit: discount={self.discount} is not in (0, 1]")
 
     def weights(self, seats: Sequence[int]) -> list[float]:
         """Return the weight of the outcome for each turn of a game. seats: the seat of each turn, in order."""

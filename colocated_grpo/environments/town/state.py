@@ -5,7 +5,10 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from random import Random
 
+from pydantic import Field
+
 from colocated_grpo.environments.town.roles import ROLES, Faction, Role
+from colocated_grpo.settings.base import Section
 from colocated_grpo.types import JsonObject
 
 MIN_SEATS, MAX_SEATS = 7, 15
@@ -85,30 +88,23 @@ class Phase(StrEnum):
     OVER = "over"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
+class Rules(Section):
     """Options of the game, `args.rules` of town."""
 
-    discussion_rounds: int = 1
+    discussion_rounds: int = Field(1, ge=1)
     """Turns per seat in each day's discussion."""
-    max_days: int = 10
+    max_days: int = Field(10, ge=1)
     """Last day. The game is a draw if it has no winner after the night that follows."""
-    trials_per_day: int = 3
+    trials_per_day: int = Field(3, ge=1)
     """Maximum trials in a day. The first hanging ends the day earlier."""
-    one_names_in: int = 3
+    one_names_in: int = Field(3, ge=1)
     """A trial starts when 1/one_names_in of the living players, rounded up, have nominated the same player. Players
     without a plan, such as an untrained policy, agree only by chance, so a lower value gives such players fewer
     trials."""
-    tool_calls: int = 3
+    tool_calls: int = Field(3, ge=0)
     """Look-ups that a seat may make in one turn."""
-    max_speech: int = 400
+    max_speech: int = Field(400, ge=1)
     """Characters of a speech, a whisper or a will."""
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            lowest = 0 if name == "tool_calls" else 1
-            if value < lowest:
-                raise ValueError(f"town: rules.{name}={value}: must be at least {lowest}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +240,7 @@ def snapshot_game(game: Game) -> JsonObject:
     """Return plain data that json can write and that later turns do not change."""
     return {
         **{each.name: getattr(game, each.name) for each in fields(game)},
-        "rules": asdict(game.rules),
+        "rules": game.rules.model_dump(),
         "seats": [asdict(seat) for seat in game.seats],
         "phase": str(game.phase),
         "waiting": list(game.waiting),

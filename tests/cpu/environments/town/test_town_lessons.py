@@ -43,5 +43,5 @@ def test_brief_lessons_fit_a_small_model():
 
 
 def test_lessons_reject_settings_that_the_game_does_not_have():
-    with pytest.raises(EnvironmentSetupError, match="unknown setting 'game'"):
+    with pytest.raises(EnvironmentSetupError, match="unknown argument 'game'; did you mean 'games'"):
         build_task("town_lessons", {"game": 1})
