@@ -104,10 +104,6 @@ _BATCH_SIZES = each(
 # The names are translated in this order. Batch sizes count completions, so the group size must be translated first.
 ALIASES: dict[str, Alias] = {**_TOSSIM, **trl.TRL, **trl.LORA, **_BATCH_SIZES}
 
-FLAGS_WITH_LISTS = {"lora_target_modules", "report_to", "reward_funcs", "reward_weights"}
-"""Names with several values on the command line: `--report_to wandb none`."""
-SWITCHES = {"use_peft", "use_rslora", "use_wandb"}
-"""Names that need no value on the command line: `--use_peft` means true."""
 _RENAMED_SECTIONS = {"fsdp": "fsdp_config"}
 _VERL_SECTIONS = ("actor_rollout_ref", "algorithm", "critic", "custom_reward_function", "data", "trainer")
 _SECTIONS = sorted({name.split(".")[0] for name in ALIASES if "." in name})

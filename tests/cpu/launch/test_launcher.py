@@ -76,9 +76,9 @@ ONE_NODE = "--standalone --local-addr 127.0.0.1 -m colocated_grpo --config x.yam
             f"colocated_grpo.launch.elastic --nnodes 1 --nproc-per-node 1 {ONE_NODE} --rollout.stop '[a, b]'",
         ),
         (
-            "--lora-target-modules q_proj v_proj --gpus 1 --use_peft --policy.lora.layers 0-1",
+            "--lora-target-modules [q_proj,v_proj] --gpus 1 --use_peft true --policy.lora.layers 0-1",
             f"colocated_grpo.launch.elastic --nnodes 1 --nproc-per-node 1 {ONE_NODE} "
-            "--lora-target-modules q_proj v_proj --use_peft --policy.lora.layers 0-1",
+            "--lora-target-modules '[q_proj,v_proj]' --use_peft true --policy.lora.layers 0-1",
         ),
     ],
 )

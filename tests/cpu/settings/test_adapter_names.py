@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from colocated_grpo.settings.config_file import parse_overrides
 from tests.support.config_text import config_error, load, notes
 
 TRLS = {"rank": 16, "alpha": 32.0, "target_modules": ["q_proj", "v_proj"]}
@@ -115,30 +114,14 @@ def test_the_default_dropout_of_the_trainers_becomes_0_with_a_note(dropout):
     ("flags", "modules"),
     [
         ("--lora-target-modules q_proj", ["q_proj"]),
-        ("--lora-target-modules q_proj k_proj v_proj --lora-r 4", ["q_proj", "k_proj", "v_proj"]),
-        ("--lora_target_modules all-linear --use_peft", "all-linear"),
+        ("--lora-target-modules '[q_proj, k_proj]' --lora-r 4", ["q_proj", "k_proj"]),
+        ("--lora_target_modules all-linear --use_peft true", "all-linear"),
         ("--lora_target_modules '.*[qv]_proj' --use_peft true", ".*[qv]_proj"),
-        ("--policy.lora.target_modules q_proj v_proj", ["q_proj", "v_proj"]),
         ("--policy.lora.target_modules '[q_proj, v_proj]'", ["q_proj", "v_proj"]),
     ],
 )
-def test_target_modules_may_be_several_words_of_the_command_line(flags, modules):
+def test_target_modules_on_the_command_line(flags, modules):
     assert adapter("", flags)["target_modules"] == modules
-
-
-def test_lists_of_trls_command_line_may_be_several_words():
-    words = ["--reward_funcs", "m.f", "a: b, [c]", "--reward_weights", "1", "0.5"]
-    source = "model: a\nenvironments: [{type: dataset, name: d}]"
-    [entry] = load(source, *words, alone=True).environments
-    assert [(reward.name, reward.weight) for reward in entry.rewards] == [("m:f", 1.0), ("a: b, [c]", 0.5)]
-    tracking = load("", "--report_to", "wandb", "tensorboard").tracking
-    assert (tracking.wandb, tracking.tensorboard) == ("online", True)
-
-
-def test_a_switch_without_a_value_is_true():
-    assert adapter("", "--use_peft --use_rslora") == {**TRLS, "rslora": True}
-    assert parse_overrides(["--use-wandb", "--seed", "1"]) == [(("use_wandb",), "true"), (("seed",), "1")]
-    assert adapter("", "--use_peft false") is None
 
 
 @pytest.mark.parametrize(

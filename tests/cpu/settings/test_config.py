@@ -399,7 +399,7 @@ def test_a_config_with_our_own_names_reads_no_table_of_another_trainers_names(tm
     code = (
         "import sys\n"
         "from colocated_grpo.settings.config_file import load_config\n"
-        "load_config(sys.argv[1], ['--policy.lr', '2e-6', '--policy.lora.target_modules', 'a', 'b'])\n"
+        "load_config(sys.argv[1], ['--policy.lr', '2e-6', '--policy.lora.target_modules', '[a, b]'])\n"
         "print([name for name in sys.modules if name.startswith('colocated_grpo.settings.names')])"
     )
     result = subprocess.run(
