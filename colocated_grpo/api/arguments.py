@@ -14,9 +14,14 @@ from colocated_grpo.environments.rows.row_filter import RowFilter, load_filter
 from colocated_grpo.settings.config_file import LoadedConfig, build_config
 from colocated_grpo.settings.errors import ConfigError, KeyPath, parse_path
 from colocated_grpo.settings.evaluation import EvaluationConfig
-from colocated_grpo.settings.inputs import DATA_SUFFIXES
 from colocated_grpo.settings.schema import Config
-from colocated_grpo.settings.sources import EVAL_DATASETS, TRAIN_DATASET, DatasetSourceConfig, give_objects
+from colocated_grpo.settings.sources import (
+    DATA_SUFFIXES,
+    EVAL_DATASETS,
+    TRAIN_DATASET,
+    DatasetSourceConfig,
+    give_objects,
+)
 
 Settings = dict[KeyPath, object]
 _ENTRY: KeyPath = ("environments", 0)

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from colocated_grpo.settings import config_json
+from colocated_grpo.settings import config_json, sources
 from colocated_grpo.settings.adapter_files import missing_adapter_files, with_adapter_settings
 from colocated_grpo.settings.atropos import AtroposSourceConfig
 from colocated_grpo.settings.base import NamedObject
@@ -15,16 +15,6 @@ from colocated_grpo.settings.evaluation import EvaluationSetConfig
 from colocated_grpo.settings.generation import ModelConfig
 from colocated_grpo.settings.model_support import check_context, check_has_experts, check_trains
 from colocated_grpo.settings.schema import Config, HubConfig
-from colocated_grpo.settings.sources import (
-    DATA_SUFFIXES,
-    EVAL_DATASETS,
-    TRAIN_DATASET,
-    AgentSourceConfig,
-    DatasetSourceConfig,
-    EnvironmentConfig,
-    RowsSourceConfig,
-    prompt_functions,
-)
 from colocated_grpo.settings.training import OptimizerConfig, PolicyConfig, layers_text, out_of_range
 from colocated_grpo.settings.turns import TurnsSourceConfig
 from colocated_grpo.types import JsonObject
@@ -135,8 +125,8 @@ def _check_packages(optimizer: OptimizerConfig) -> Iterator[str]:
         yield "policy.optimizer.type='adamw_8bit': needs bitsandbytes, which is not installed; pip install bitsandbytes"
 
 
-def _check_sources(sources: Sequence[EnvironmentConfig], sets: Sequence[EvaluationSetConfig]) -> Iterator[str]:
-    for index, source in enumerate(sources):
+def _check_sources(trained: Sequence[sources.EnvironmentConfig], sets: Sequence[EvaluationSetConfig]) -> Iterator[str]:
+    for index, source in enumerate(trained):
         yield from _check_source(f"environments.{index}", source)
     for index, entry in enumerate(sets):
         yield from _check_source(f"evaluation.sets.{index}.source", entry.source)
@@ -165,33 +155,33 @@ def _check_program(key: str, name: str) -> Iterator[str]:
         yield f"{key}={name!r}: neither an executable file nor a command in PATH"
 
 
-def _check_source(key: str, source: EnvironmentConfig) -> Iterator[str]:
+def _check_source(key: str, source: sources.EnvironmentConfig) -> Iterator[str]:
     if isinstance(source, AtroposSourceConfig):
         yield from _check_key(f"{key}.api_key_variable", source.api_key_variable)
         yield from _check_key(f"{key}.server.api_key_variable", source.server.api_key_variable)
         return
-    for path, name in prompt_functions(source):
+    for path, name in sources.prompt_functions(source):
         yield from _check_code(f"{key}.{dotted(path)}", name)
-    if not isinstance(source, RowsSourceConfig):
+    if not isinstance(source, sources.RowsSourceConfig):
         if not isinstance(source, NamedObject) or source.given is None:
             yield from _check_code(f"{key}.name", source.name)
         return
-    if isinstance(source, AgentSourceConfig):
+    if isinstance(source, sources.AgentSourceConfig):
         yield from _check_program(f"{key}.program", source.program)
-    if isinstance(source, DatasetSourceConfig):
+    if isinstance(source, sources.DatasetSourceConfig):
         for number, reward in enumerate(source.rewards):
             if reward.given is None:
                 yield from _check_reward(f"{key}.rewards.{number}", reward.name)
     if source.given is not None:
         return
-    if source.name == TRAIN_DATASET or source.name.startswith(f"{EVAL_DATASETS}["):
+    if source.name == sources.TRAIN_DATASET or source.name.startswith(f"{sources.EVAL_DATASETS}["):
         yield f"{key}.name={source.name!r}: rows of the program that began the run; continue it with that program"
         return
-    there, readable = Path(source.name).is_file(), source.name.lower().endswith(DATA_SUFFIXES)
+    there, readable = Path(source.name).is_file(), source.name.lower().endswith(sources.DATA_SUFFIXES)
     if readable and not there:
         yield f"{key}.name={source.name!r}: no such file (in {os.getcwd()}, or beside the config)"
     if there and not readable:
-        yield f"{key}.name={source.name!r}: unsupported format; supported: {', '.join(DATA_SUFFIXES)}"
+        yield f"{key}.name={source.name!r}: unsupported format; supported: {', '.join(sources.DATA_SUFFIXES)}"
 
 
 def _check_reward(key: str, name: str) -> Iterator[str]:

@@ -15,9 +15,8 @@ from pathlib import Path
 from huggingface_hub import ModelCardData
 
 from colocated_grpo.errors import RunError
-from colocated_grpo.settings.inputs import DATA_SUFFIXES
 from colocated_grpo.settings.schema import HubConfig
-from colocated_grpo.settings.sources import TRAIN_DATASET
+from colocated_grpo.settings.sources import DATA_SUFFIXES, TRAIN_DATASET
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.files import Row
 from colocated_grpo.tracking.text import number, visible
