@@ -63,6 +63,8 @@ class TrackingConfig(Section):
     null: none."""
     rollouts_per_step: NonNegative = 4
     """Rollouts of each step that are written to rollouts.jsonl."""
+    show_completion: bool = False
+    """Show each step's completion with the median reward on the console."""
 
 
 class HubConfig(Section):

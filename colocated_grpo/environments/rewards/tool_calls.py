@@ -1,7 +1,7 @@
 """Tool calls in a completion, <tool_call>{"name": ..., "arguments": {...}}</tool_call>, and partial credit for them."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from colocated_grpo.environments.rewards.answers import without_thoughts
@@ -12,6 +12,11 @@ PARTIAL_CREDIT = 0.5
 """Upper bound of the credit for calls that are not exactly the expected calls."""
 
 Calls = list[JsonObject]
+
+
+def render_calls(calls: Sequence[JsonObject]) -> str:
+    """Return text that `read_calls` parses back into the same calls."""
+    return "\n".join(f"{OPEN}{json.dumps(call)}{CLOSE}" for call in calls)
 
 
 def read_calls(text: str) -> Calls | None:

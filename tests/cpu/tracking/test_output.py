@@ -11,7 +11,7 @@ from rich.console import Console
 
 from colocated_grpo.tracking.console import COLUMNS, PROBLEM_COLUMNS, LiveDisplay, PlainDisplay, step_table, step_text
 from colocated_grpo.tracking.output import LogFile, RunOutput
-from tests.support.tracked_run import TrackedRun
+from tests.support.tracked_run import TrackedRun, config_of
 
 ROW = {column.key: 1234.5 for column in (*COLUMNS, *PROBLEM_COLUMNS)}
 
@@ -85,6 +85,13 @@ def test_the_least_important_columns_are_dropped_first() -> None:
 def test_a_step_line_shows_memory_in_use_and_not_what_a_sleeping_engine_has_released() -> None:
     line = step_text({"memory/generate_gib": 135.3, "memory/train_gib": 134.2, "memory/train_torch_gib": 179.5})
     assert line == "135.3 GiB"
+
+
+def test_one_completion_of_a_step_is_shown_on_request(tmp_path: Path) -> None:
+    assert "->" not in TrackedRun(tmp_path / "off").train(last_step=1).printed
+    printed = TrackedRun(tmp_path / "on", config_of(show_completion=True)).train(last_step=2).printed
+    lines = [line for line in printed.splitlines() if " -> " in line]
+    assert lines == [f"step {step}, reward 1.200: sort 1 -> step {step} sample 2" for step in range(2)]
 
 
 def test_the_log_has_the_text_of_the_whole_start_and_of_every_step(tmp_path: Path) -> None:

@@ -10,14 +10,9 @@ from hypothesis import strategies as st
 
 from colocated_grpo.environments.rewards.functions import build_rewards
 from colocated_grpo.environments.rewards.scorer import RewardScorer
-from colocated_grpo.environments.rewards.tool_calls import credit, expected_calls, is_exact, read_calls
+from colocated_grpo.environments.rewards.tool_calls import credit, expected_calls, is_exact, read_calls, render_calls
 from colocated_grpo.settings.sources import RewardConfig
 from colocated_grpo.types import Completion, Prompt
-
-
-def render_calls(calls: list[dict]) -> str:
-    return "\n".join(f"<tool_call>{json.dumps(call)}</tool_call>" for call in calls)
-
 
 WEATHER = {"name": "weather", "arguments": {"city": "Rome", "day": "Friday"}}
 TIMER = {"name": "timer", "arguments": {"minutes": 5}}
