@@ -1,0 +1,215 @@
+"""Write a config for your data: python -m colocated_grpo.tools.init questions.jsonl --model NAME --gpus N"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import yaml
+
+from colocated_grpo.environments.rows.readers import READERS
+from colocated_grpo.errors import RunError
+from colocated_grpo.launch.arguments import visible_gpus
+from colocated_grpo.runtime.program import OneLineParser, prepare_streams, set_up_logging
+from colocated_grpo.runtime.verdict import USAGE_ERROR
+from colocated_grpo.settings.config_file import read_config
+from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.settings.inputs import check_inputs
+from colocated_grpo.tools.doctor.memory import Placement
+from colocated_grpo.tools.doctor.subject import GIB, gib, list_gpus, visible
+from colocated_grpo.tools.init.choices import Choices, make_plan
+from colocated_grpo.tools.init.sizes import Memory, learning_rate
+from colocated_grpo.types import JsonObject
+
+WIDTH = 110
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the file. Returns 0, or 2 after printing what is wrong."""
+    prepare_streams()
+    options = _parser().parse_args(arguments)
+    set_up_logging("INFO")
+    try:
+        text = _text(options)
+        options.output.write_text(text, encoding="utf-8")
+        check_inputs(read_config(options.output).config)
+    except (ConfigError, RunError, OSError) as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return USAGE_ERROR
+    with suppress(OSError):  # a closed console
+        print(f"{text}\nwritten to {options.output}; the first lines are the next commands", flush=True)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = OneLineParser(
+        prog="python -m colocated_grpo.tools.init",
+        description="Write a commented config for a data file, a model and a number of GPUs.",
+    )
+    parser.add_argument("data", type=Path, metavar="DATA", help=f"{', '.join(READERS)}: one question a row")
+    parser.add_argument("--model", required=True, metavar="NAME", help="folder or Hugging Face name")
+    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs of this node; 0: the CPU (default: all visible)")
+    parser.add_argument(
+        "--gpu-memory", type=float, metavar="GIB", help="memory of one GPU (default: as nvidia-smi reports it)"
+    )
+    parser.add_argument("--reward", metavar="NAME", help="a built-in reward or file.py:function (default: by the data)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="YAML file (default: DATA.yaml in this folder)")
+    return parser
+
+
+def _text(options: argparse.Namespace) -> str:
+    """Return the text of the config. Sets the options that were left out."""
+    options.output = options.output or Path(options.data.stem + ".yaml")
+    if options.output.exists():
+        raise ConfigError(f"--output={str(options.output)!r}: exists already; choose another name, or delete it")
+    options.gpus = visible_gpus(os.environ) if options.gpus is None else options.gpus
+    plan = make_plan(options.data, options.model, options.reward, _placement(options))
+    command = f"python run_colocated_grpo.py --gpus {options.gpus} --config {shlex.quote(str(options.output))}"
+    heading = [f"Check it: {command} --dry-run", f"Train:    {command}", "Settings: docs/settings.md"]
+    return config_text(plan, heading, options.output.parent)
+
+
+def _placement(options: argparse.Namespace) -> Placement:
+    if options.gpus < 0:
+        raise ConfigError(f"--gpus={options.gpus}: must be at least 0")
+    if options.gpus == 0:
+        return Placement(ranks=1, on_gpu=False, device_bytes=psutil.virtual_memory().total)
+    memory = int((options.gpu_memory or 0) * GIB)
+    if not memory:
+        known = [gpu.total for gpu in visible(list_gpus().gpus, os.environ)[: options.gpus] if gpu.total]
+        memory = min(known, default=0)
+    if not memory:
+        raise ConfigError(
+            f"--gpus={options.gpus}: no GPU is visible here; add --gpu-memory 80 for the machine that will train, or "
+            "use the CPU with --gpus 0"
+        )
+    return Placement(ranks=options.gpus, on_gpu=True, device_bytes=memory)
+
+
+@dataclass(frozen=True)
+class Setting:
+    key: str
+    value: object
+    why: str = ""
+
+
+Section = Sequence[Setting]
+
+
+def config_text(plan: Choices, heading: Sequence[str], folder: Path) -> str:
+    """Return YAML.
+
+    heading: comment lines at the top. folder: folder of the config file, to which file names are relative.
+    """
+    changes: JsonObject = {} if plan.memory is None else dict(plan.memory.changes)
+    policy, engine = changes.pop("policy", {}), changes.pop("engine", {})
+    rate, rate_why = learning_rate(plan.sizes, plan.memory)
+    batch, lengths = plan.batch, plan.lengths
+    sections: Mapping[str, Section] = {
+        "rollout": [
+            Setting("prompts_per_step", batch.prompts, batch.why),
+            Setting("group_size", batch.group, "completions of a prompt, whose rewards are compared with each other"),
+            Setting("max_prompt_tokens", lengths.prompt, lengths.prompt_why),
+            Setting("max_completion_tokens", lengths.completion, lengths.completion_why),
+        ],
+        "policy": [Setting("lr", rate, rate_why), *(Setting(key, value) for key, value in policy.items())],
+        "engine": [Setting(key, value) for key, value in engine.items()],
+        "evaluation": [Setting("every", max(1, batch.steps // 10), "steps between evaluations on held-out rows")],
+        "checkpoint": [Setting("every", max(1, batch.steps // 4), "steps; a stopped run continues with --resume auto")],
+    }
+    top = [Setting(key, value, "policy and engine use one copy of the weights") for key, value in changes.items()]
+    blocks = [
+        [f"# {line}" for line in heading],
+        _lines(_model(plan, folder), ""),
+        ["environments:", *(line for setting in _environment(plan, folder) for line in _entry_lines(setting))],
+        *(_lines(setting, "") for setting in [Setting("training_steps", batch.steps, batch.steps_why), *top]),
+        *(
+            [f"{name}:", *(line for setting in section for line in _lines(setting, "  "))]
+            for name, section in sections.items()
+            if section
+        ),
+    ]
+    return "\n\n".join("\n".join(block) for block in blocks) + "\n"
+
+
+def _model(plan: Choices, folder: Path) -> Setting:
+    name = _beside(plan.model, folder) if Path(plan.model).is_dir() else plan.model
+    if plan.sizes is None or plan.memory is None:
+        return Setting("model", name, "the sizes are unknown: colocated-grpo doctor cannot check the memory either")
+    return Setting("model", name, f"{_count(plan.sizes.total)} parameters. {_memory(plan.place, plan.memory)}")
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e9:.3g} B" if parameters >= 1e9 else f"{parameters / 1e6:.3g} M"
+
+
+def _environment(plan: Choices, folder: Path) -> Section:
+    reward = plan.reward
+    section = [
+        Setting("type", "dataset"),
+        Setting("name", _beside(plan.data, folder), f"{plan.rows:,} rows"),
+        Setting("prompt_column", plan.column),
+        Setting("rewards", [_beside(reward.name, folder)], reward.why),
+    ]
+    if reward.rename is not None:
+        section.append(Setting("columns", {reward.rename[0]: reward.rename[1]}, "the name that the reward reads"))
+    if reward.system_prompt is not None:
+        section.append(Setting("system_prompt", reward.system_prompt, "asks for the form that the reward reads"))
+    return section
+
+
+def _entry_lines(setting: Setting) -> list[str]:
+    """Return the lines of a setting of the only entry of a list. `type` comes first, after the dash."""
+    return [f"  - type: {setting.value}"] if setting.key == "type" else _lines(setting, "    ")
+
+
+def _lines(setting: Setting, indent: str) -> list[str]:
+    comment = [f"{indent}# {line}" for line in textwrap.wrap(setting.why, WIDTH - len(indent))]
+    return [*comment, f"{indent}{setting.key}: {_scalar(setting.value)}"]
+
+
+def _scalar(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True, sort_keys=False)
+    return text.removesuffix("...\n").strip()
+
+
+def _memory(place: Placement, memory: Memory) -> str:
+    need = memory.need
+    host = f", and {gib(need.host)} of host memory" if need.host else ""
+    where = f"each GPU of {gib(place.device_bytes)}" if place.on_gpu else "the CPU"
+    text = (
+        f"By arithmetic, {where} needs at least {gib(need.training)} while training and {gib(need.generating)} while "
+        f"generating{host}: {memory.why}."
+    )
+    if place.on_gpu:
+        text += (
+            f" What is left holds the KV cache of {memory.sequences:,} full sequences; a run sizes cache and "
+            "micro-batches by the free memory that it finds."
+        )
+    return text
+
+
+def _beside(name: str, folder: Path) -> str:
+    """Return a file name, or 'file.py:function', relative to `folder`, which contains the config."""
+    file, separator, wanted = name.rpartition(":") if ".py:" in name else (name, "", "")
+    if not os.path.exists(file) or os.path.isabs(file):
+        return name
+    relative = os.path.relpath(file, folder)
+    # Write a folder as ./folder: without the prefix, the folder could also be the name of a dataset or model on the
+    # Hub.
+    return (relative if Path(file).is_file() or relative[0] == "." else f"./{relative}") + separator + wanted
+
+
+if __name__ == "__main__":
+    sys.exit(main())
