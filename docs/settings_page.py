@@ -24,7 +24,7 @@ HEADING = """\
 
 A config is a YAML file with the keys below. On the command line a setting has its dotted name: `--policy.lr 2e-6`,
 `--environments.0.weight 2`. Names of TRL and of older trainers are [translated](guides/from_trl.md). `--dry-run` checks
-a config, and `python -m colocated_grpo.tools.init` [writes one](running.md#write-a-config).
+a config ([how to write one](running.md#write-a-config)).
 """
 SYMBOLS = {Ge: (">=", "ge"), Gt: (">", "gt"), Le: ("<=", "le"), Lt: ("<", "lt")}
 NAMES = {int: "whole number", float: "number", bool: "true or false", str: "text", NoneType: "null", Any: "any"}

@@ -1,7 +1,5 @@
 """Translates Trainer's arguments to settings by path. These settings override the settings of a config file."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,9 +14,14 @@ from colocated_grpo.environments.rows.row_filter import RowFilter, load_filter
 from colocated_grpo.settings.config_file import LoadedConfig, build_config
 from colocated_grpo.settings.errors import ConfigError, KeyPath, parse_path
 from colocated_grpo.settings.evaluation import EvaluationConfig
-from colocated_grpo.settings.inputs import DATA_SUFFIXES
 from colocated_grpo.settings.schema import Config
-from colocated_grpo.settings.sources import EVAL_DATASETS, TRAIN_DATASET, DatasetSourceConfig, give_objects
+from colocated_grpo.settings.sources import (
+    DATA_SUFFIXES,
+    EVAL_DATASETS,
+    TRAIN_DATASET,
+    DatasetSourceConfig,
+    give_objects,
+)
 
 Settings = dict[KeyPath, object]
 _ENTRY: KeyPath = ("environments", 0)

@@ -1,7 +1,5 @@
 """Replaces objects of a Python program (reward functions, tasks, episodes, rows) by names."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 from os import PathLike

@@ -21,7 +21,6 @@ from colocated_grpo.launch.cli import join_ranks
 from colocated_grpo.runtime.program import environment_problem, library_environment, rank_environment
 from colocated_grpo.runtime.run_folder import unlock_folders
 from colocated_grpo.settings.schema import Config
-from colocated_grpo.tracking.console import in_notebook
 from colocated_grpo.tracking.output import RunOutput
 
 if TYPE_CHECKING:
@@ -41,6 +40,12 @@ def set_library_variables() -> bool:
     for name, value in library_environment("INFO").items():
         os.environ.setdefault(name, value)
     return "torch" not in sys.modules
+
+
+def in_notebook() -> bool:
+    """Return True in a kernel of Jupyter, which renders HTML; False in IPython's terminal."""
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 
 
 def program_name() -> str:

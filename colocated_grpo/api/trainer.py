@@ -1,7 +1,5 @@
 """API for Python programs: `Trainer`, a run with the program's functions and data, and its `Result`."""
 
-from __future__ import annotations
-
 import html
 import os
 from collections.abc import Sequence

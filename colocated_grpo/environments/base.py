@@ -1,7 +1,5 @@
 """Interfaces of environments: tasks, episodes, scorers, entries built from the config, and the source of prompts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable

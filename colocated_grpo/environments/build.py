@@ -26,17 +26,12 @@ from colocated_grpo.environments.rewards.scorer import RewardScorer, start_worke
 from colocated_grpo.environments.rewards.scoring import TaskScorer
 from colocated_grpo.environments.streams import GeneratedItems, Mixture, PromptSource
 from colocated_grpo.environments.templates import build_template, check_is_read
+from colocated_grpo.settings import sources
 from colocated_grpo.settings.atropos import AtroposSourceConfig
 from colocated_grpo.settings.evaluation import PREFIX
 from colocated_grpo.settings.generation import SkipSolvedConfig
 from colocated_grpo.settings.losses import LossConfig
 from colocated_grpo.settings.schema import Config
-from colocated_grpo.settings.sources import (
-    AgentSourceConfig,
-    DatasetSourceConfig,
-    EpisodeSourceConfig,
-    TaskSourceConfig,
-)
 from colocated_grpo.settings.turns import TurnsSourceConfig
 from colocated_grpo.types import Prompt
 
@@ -94,7 +89,7 @@ class Environments:
         stream = environment.items.open_stream(self.seed)
         if self.skip_solved is None:
             return stream
-        from colocated_grpo.environments.rows.curriculum import UnsolvedItems
+        from colocated_grpo.environments.rows.solved import UnsolvedItems
 
         return UnsolvedItems(stream, environment.name, self.skip_solved)
 
@@ -184,12 +179,12 @@ def build_environments(config: Config, tokenizer: PreTrainedTokenizerBase) -> En
     )
 
 
-def _task(name: str, entry: TaskSourceConfig, run: _RunValues) -> Environment:
+def _task(name: str, entry: sources.TaskSourceConfig, run: _RunValues) -> Environment:
     task = build_task(entry.name, entry.args, entry.given)
     return Environment(name=name, items=GeneratedItems(name, task), scorer=TaskScorer(task))
 
 
-def _dataset(name: str, entry: DatasetSourceConfig, run: _RunValues) -> Environment:
+def _dataset(name: str, entry: sources.DatasetSourceConfig, run: _RunValues) -> Environment:
     from colocated_grpo.environments.rows.dataset import RowItems
     from colocated_grpo.environments.rows.row_filter import load_filter
 
@@ -201,23 +196,12 @@ def _dataset(name: str, entry: DatasetSourceConfig, run: _RunValues) -> Environm
     )
 
 
-def _episode(name: str, entry: EpisodeSourceConfig, run: _RunValues) -> Environment:
-    from colocated_grpo.environments.agents.programs import AgentEpisode, AgentTasks
-
+def _episode(name: str, entry: sources.EpisodeSourceConfig, run: _RunValues) -> Environment:
     episode = build_episode(entry.name, entry.args, entry.given)
-    items = GeneratedItems(name, episode)
-    if not isinstance(episode, AgentTasks):
-        return Environment(name=name, items=items, episode=episode)
-    for setting in ("system_prompt", "tools", "chat_template_kwargs"):
-        if getattr(entry, setting):
-            raise EnvironmentSetupError(
-                f"environments {name!r}: {setting}: an agent plays it, and writes its own requests; remove it"
-            )
-    limits = AgentLimits(max_tokens=run.max_tokens, max_requests=episode.max_requests, max_running=episode.max_running)
-    return Environment(name=name, items=items, episode=AgentEpisode(episode, run.open_episodes), limits=limits)
+    return Environment(name=name, items=GeneratedItems(name, episode), episode=episode)
 
 
-def _agent(name: str, entry: AgentSourceConfig, run: _RunValues) -> Environment:
+def _agent(name: str, entry: sources.AgentSourceConfig, run: _RunValues) -> Environment:
     from colocated_grpo.environments.agents.programs import AgentEpisode, build_agent
     from colocated_grpo.environments.rows.dataset import RowItems
     from colocated_grpo.environments.rows.row_filter import load_filter

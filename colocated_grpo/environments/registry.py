@@ -1,28 +1,19 @@
-"""Finds environments by name: built in, of another library, installed by a package, or user code.
+"""Finds environments by name: built in, of another library, or user code.
 
 A built-in class or an adapter is imported only if a config names it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
 from inspect import iscoroutinefunction
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from colocated_grpo.environments.base import EnvironmentSetupError, Episode, Task
-from colocated_grpo.environments.user_code.loading import construct, load_object, one_line, unknown_name
+from colocated_grpo.environments.user_code.loading import construct, load_object, unknown_name
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.sources import EnvironmentConfig
 from colocated_grpo.types import JsonObject
 
-if TYPE_CHECKING:
-    from colocated_grpo.environments.agents.programs import AgentTasks
-
-ENTRY_POINTS = "colocated_grpo.environments"
-"""Entry point group in which packages register environments."""
 USER_CODE_FORMS = ("module:object", "path/to/file.py:object")
 
 
@@ -53,28 +44,21 @@ TASKS = {
     "countdown": "tasks.procedural:Countdown",
     "reversal": "tasks.procedural:Reversal",
     "sorting": "tasks.procedural:Sorting",
-    "tool_call": "tasks.tool_call:ToolCall",
-    "town_lessons": "town.opening:TownLessons",
+    "town_lessons": "town.environment:TownLessons",
 }
 EPISODES = {"tool_use": "tasks.tool_use:ToolUse"}
-TURN_ENVIRONMENTS = {"town": "town.opening:open_town", "tossim": "adapters.tossim:ToSSim"}
+TURN_ENVIRONMENTS = {"town": "town.environment:open_town", "tossim": "adapters.tossim:ToSSim"}
 KINDS = {
     "task": Kind("task", TASKS, {"reasoning_gym": Adapter("dataset", "tasks.reasoning_gym:ReasoningGym")}),
     "episode": Kind(
         "episode",
         EPISODES,
         {
-            "gymnasium": Adapter("environment", "adapters.gymnasium:Gymnasium"),
             "openenv": Adapter("url", "adapters.openenv:OpenEnv"),
             "textarena": Adapter("game", "adapters.textarena:TextArena"),
-            "verifiers": Adapter("taskset", "adapters.verifiers:build_verifiers"),
         },
     ),
-    "turns": Kind(
-        "turn environment",
-        TURN_ENVIRONMENTS,
-        {"textarena": Adapter("game", "adapters.textarena_turns:TextArenaTurns")},
-    ),
+    "turns": Kind("turn environment", TURN_ENVIRONMENTS, {}),
 }
 """Kinds by `type` of an entry."""
 
@@ -102,14 +86,14 @@ def check_names(sources: Iterable[EnvironmentConfig]) -> None:
 
 
 def check_name(kind: Kind, name: str) -> None:
-    """Raise EnvironmentSetupError unless `name` is built in, adapted, installed, or has the form of user code."""
+    """Raise EnvironmentSetupError unless `name` is built in, adapted, or has the form of user code."""
     library = name.partition(":")[0]
-    if library in kind.adapters or name in kind.built_in or name in installed():
+    if library in kind.adapters or name in kind.built_in:
         return
     if kind.noun == "turn environment" and library in KINDS["episode"].adapters:
         raise EnvironmentSetupError(f"environments {name!r}: it cannot be played turn by turn; it is a type: episode")
     if ":" not in name:
-        valid = [*kind.built_in, *installed(), *kind.forms, *USER_CODE_FORMS]
+        valid = [*kind.built_in, *kind.forms, *USER_CODE_FORMS]
         raise unknown_name("environments", kind.noun, name, valid)
 
 
@@ -130,25 +114,12 @@ def find(kind: Kind, name: str, args: JsonObject) -> tuple[Any, JsonObject]:
         return _own(adapter.factory), args | ({adapter.argument: argument} if argument else {})
     if name in kind.built_in:
         return _own(kind.built_in[name]), args
-    return (_load(installed()[name], key) if name in installed() else load_object(name, key)), args
+    return load_object(name, key), args
 
 
 def _own(factory: str) -> Callable[..., object]:
     module, _, name = factory.partition(":")
     return getattr(import_module(f"{__package__}.{module}"), name)
-
-
-@cache
-def installed() -> dict[str, EntryPoint]:
-    """Return the environments that installed packages register, by name."""
-    return {point.name: point for point in entry_points(group=ENTRY_POINTS)}
-
-
-def _load(point: EntryPoint, key: str) -> object:
-    try:
-        return point.load()
-    except (Exception, SystemExit) as error:
-        raise EnvironmentSetupError(f"{key}: cannot import {point.value!r}: {one_line(error)}") from error
 
 
 def build_task(name: str, args: JsonObject, given: object = None) -> Task:
@@ -158,14 +129,9 @@ def build_task(name: str, args: JsonObject, given: object = None) -> Task:
     return task
 
 
-def build_episode(name: str, args: JsonObject, given: object = None) -> Episode | AgentTasks:
-    """Return the episode called `name`, or AgentTasks if an agent plays tasks of another library.
-
-    given: as in build_task.
-    """
+def build_episode(name: str, args: JsonObject, given: object = None) -> Episode:
+    """Return the episode called `name`. given: as in build_task."""
     episode = _built(KINDS["episode"], name, args, given)
-    if given is None and name.partition(":")[0] in KINDS["episode"].adapters:
-        return episode
     _check_methods(episode, "an episode", ("prompts", "run"), name)
     if not iscoroutinefunction(episode.run):
         raise EnvironmentSetupError(f"environments {name!r}: run() must be a coroutine: write `async def run`")

@@ -10,13 +10,8 @@ from typing import TYPE_CHECKING
 from colocated_grpo.environments.base import EnvironmentSetupError, Item
 from colocated_grpo.environments.chat import Message
 from colocated_grpo.environments.user_code.loading import load_object, one_line
+from colocated_grpo.settings import sources
 from colocated_grpo.settings.base import Tool, check_variables, read_json
-from colocated_grpo.settings.sources import (
-    DatasetSourceConfig,
-    EpisodeSourceConfig,
-    RowsSourceConfig,
-    TaskSourceConfig,
-)
 from colocated_grpo.settings.turns import TurnsSourceConfig
 from colocated_grpo.types import JsonObject
 
@@ -50,7 +45,7 @@ class PromptTemplate:
         return {**variables, TOOLS: list(tools)} if tools else variables  # templates render an empty list, too
 
 
-TemplatedConfig = TaskSourceConfig | EpisodeSourceConfig | DatasetSourceConfig
+TemplatedConfig = sources.TaskSourceConfig | sources.EpisodeSourceConfig | sources.DatasetSourceConfig
 PLAIN = PromptTemplate()
 
 
@@ -106,7 +101,7 @@ def with_system_prompt(prompt: str | list[Message], system_prompt: str) -> list[
 
 
 def build_template(
-    entry: TemplatedConfig | TurnsSourceConfig | RowsSourceConfig,
+    entry: TemplatedConfig | TurnsSourceConfig | sources.RowsSourceConfig,
     name: str,
     tokenizer: PreTrainedTokenizerBase,
     variables: JsonObject,
@@ -127,10 +122,11 @@ def build_template(
         raise EnvironmentSetupError(
             f"{key}: system_prompt: the tokenizer has no chat template; set model.chat_template"
         )
+    in_rows = isinstance(entry, sources.DatasetSourceConfig)  # its rows already have the system prompt
     return PromptTemplate(
         tools=[_schema(tool, f"{key}: {TOOLS}.{number}") for number, tool in enumerate(entry.tools)],
         variables={**variables, **entry.chat_template_kwargs},
-        system_prompt=None if isinstance(entry, DatasetSourceConfig) else entry.system_prompt,  # already in the rows
+        system_prompt=None if in_rows else entry.system_prompt,
     )
 
 

@@ -3,8 +3,6 @@
 Imports only the standard library, so that --help takes less than 0.3 s of CPU time.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

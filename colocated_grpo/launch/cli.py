@@ -17,17 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from colocated_grpo.errors import AlreadyReported, ConfigError
-from colocated_grpo.runtime.program import (
-    LOG_LEVEL_VARIABLE,
-    LOG_LEVELS,
-    OneLineParser,
-    error_text,
-    exit_on_stop_signals,
-    frozen_imports,
-    parse_rank_arguments,
-    prepare_libraries,
-    raise_descriptor_limit,
-)
+from colocated_grpo.runtime import program
 from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, leave, report
 
 if TYPE_CHECKING:
@@ -59,16 +49,18 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--log-level",
         type=_log_level,
-        metavar="{" + ",".join(LOG_LEVELS) + "}",
-        default=os.environ.get(LOG_LEVEL_VARIABLE, "INFO"),
+        metavar="{" + ",".join(program.LOG_LEVELS) + "}",
+        default=os.environ.get(program.LOG_LEVEL_VARIABLE, "INFO"),
         help="DEBUG also turns on the logs of NCCL and torch.distributed (default: %(default)s)",
     )
 
 
 def _log_level(name: str) -> str:
     """Check a log level. argparse's `choices` would not check a default taken from the environment."""
-    if name not in LOG_LEVELS:
-        raise argparse.ArgumentTypeError(f"{name!r}: must be one of {', '.join(LOG_LEVELS)} ({LOG_LEVEL_VARIABLE} too)")
+    if name not in program.LOG_LEVELS:
+        raise argparse.ArgumentTypeError(
+            f"{name!r}: must be one of {', '.join(program.LOG_LEVELS)} ({program.LOG_LEVEL_VARIABLE} too)"
+        )
     return name
 
 
@@ -97,23 +89,23 @@ def default_config_note(options: argparse.Namespace) -> list[str]:
         return []
     return [
         f"note: --config: not given; using {DEFAULT_CONFIG}; --config FILE chooses another, "
-        "python -m colocated_grpo.tools.init writes one for your data"
+        "colocated-grpo init writes one for your data"
     ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run this rank and return its exit code. Unexpected exceptions are defects and propagate."""
-    parser = OneLineParser(
+    parser = program.OneLineParser(
         prog="python -m colocated_grpo",
         description="Train on this rank. Started by torchrun, by srun, or alone; settings override the file.",
         allow_abbrev=False,
     )
     add_run_arguments(parser)
-    options, overrides = parse_rank_arguments(parser, arguments)
-    prepare_libraries(options.log_level, prefix=f"[rank {os.environ['RANK']}] ")
-    raise_descriptor_limit()
+    options, overrides = program.parse_rank_arguments(parser, arguments)
+    program.prepare_libraries(options.log_level, prefix=f"[rank {os.environ['RANK']}] ")
+    program.raise_descriptor_limit()
     faulthandler.enable()
-    exit_on_stop_signals(lambda: "stopped during start-up, before the first step")
+    program.exit_on_stop_signals(lambda: "stopped during start-up, before the first step")
     return _train(options, overrides)
 
 
@@ -124,16 +116,16 @@ def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     default = default_config_note(options)
     if (file := config_file(options)) is None:
-        _print_on_rank_0(*error_text([without_config(options.resume)]), to=sys.stderr)
+        _print_on_rank_0(*program.error_text([without_config(options.resume)]), to=sys.stderr)
         return USAGE_ERROR
     name = Path(file).stem
     try:
         config, lines = checked(read_config(file, overrides), options.resume, name)
     except ConfigError as error:
-        _print_on_rank_0(*default, *error_text(str(error).splitlines()), to=sys.stderr)
+        _print_on_rank_0(*default, *program.error_text(str(error).splitlines()), to=sys.stderr)
         return USAGE_ERROR
     output = make_output(config.tracking.console, config.training_steps, is_main=os.environ["RANK"] == "0")
-    exit_on_stop_signals(partial(leave_start, output))
+    program.exit_on_stop_signals(partial(leave_start, output))
     for line in [*default, *lines]:
         output.note(line)
 
@@ -165,7 +157,7 @@ def checked(loaded: LoadedConfig, resume: str | None, name: str) -> tuple[Config
 
 
 def _import_trainer() -> Callable[..., None]:
-    with frozen_imports():
+    with program.frozen_imports():
         from colocated_grpo.launch.rank import main
     return main
 

@@ -4,8 +4,6 @@ Flags and agent are torchrun's. Plain torchrun prints forty lines about a failed
 that process.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

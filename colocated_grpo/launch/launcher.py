@@ -20,16 +20,8 @@ from typing import TYPE_CHECKING, TextIO
 from colocated_grpo.errors import ConfigError, RunError
 from colocated_grpo.launch.arguments import read_launch, run_parser, visible_gpus
 from colocated_grpo.launch.cli import default_config_note
+from colocated_grpo.runtime import program
 from colocated_grpo.runtime.processes import SAVING, STOP_RANKS, StopAction, run_command, scratch_folder
-from colocated_grpo.runtime.program import (
-    LOG_LEVEL_VARIABLE,
-    Launch,
-    error_text,
-    library_environment,
-    prepare_libraries,
-    prepare_streams,
-    python_path,
-)
 from colocated_grpo.runtime.verdict import (
     RUN_ERROR,
     USAGE_ERROR,
@@ -44,6 +36,8 @@ if TYPE_CHECKING:
     from colocated_grpo.settings.schema import Config, ModelConfig
 
 COMMANDS = {
+    "init": "colocated_grpo.tools.init",
+    "chat": "colocated_grpo.tools.chat",
     "doctor": "colocated_grpo.tools.doctor",
     "serve": "colocated_grpo.servers",
 }
@@ -67,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments and arguments[0] in COMMANDS:
-        environment = {**os.environ, "PYTHONPATH": python_path(os.environ)}
+        environment = {**os.environ, "PYTHONPATH": program.python_path(os.environ)}
         os.execve(sys.executable, [sys.executable, "-m", COMMANDS[arguments[0]], *arguments[1:]], environment)
     try:
         return _launch(arguments)
@@ -77,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _launch(arguments: Sequence[str]) -> int:
-    prepare_streams()
+    program.prepare_streams()
     parser = run_parser()
     default: list[str] = []
     try:
@@ -93,7 +87,7 @@ def _launch(arguments: Sequence[str]) -> int:
         if (missing or problems) and not options.dry_run:
             raise ConfigError(*missing, *problems)
     except ConfigError as error:
-        print(*default, *error_text(str(error).splitlines()), sep="\n", file=sys.stderr)
+        print(*default, *program.error_text(str(error).splitlines()), sep="\n", file=sys.stderr)
         return USAGE_ERROR
     command = torchrun_command(launch)
     text = "\n".join([banner(launch, command, servers, model), *default, *remarks])
@@ -135,7 +129,7 @@ def _read_arguments(
     return read_command(arguments[1:], run_parser(), os.environ, visible_gpus)
 
 
-def read_settings(launch: Launch) -> tuple[Config, list[str]]:
+def read_settings(launch: program.Launch) -> tuple[Config, list[str]]:
     """Return the settings and notes about them. Raises ConfigError if they are invalid for this number of ranks."""
     from colocated_grpo.settings.config_file import read_config
     from colocated_grpo.settings.rules import check_world
@@ -145,7 +139,7 @@ def read_settings(launch: Launch) -> tuple[Config, list[str]]:
     return loaded.config, loaded.notes
 
 
-def missing_devices(launch: Launch) -> list[str]:
+def missing_devices(launch: program.Launch) -> list[str]:
     """Return a line if this machine has fewer GPUs than the run needs. Not fatal in a dry run."""
     if launch.gpus <= (visible := visible_gpus(os.environ)):
         return []
@@ -173,7 +167,7 @@ def model_verdict(model: ModelConfig, cpu_dtype: str | None) -> str:
     return f"{model.name}: {verdict(config_json)}"
 
 
-def missing_inputs(launch: Launch, config: Config) -> list[str]:
+def missing_inputs(launch: program.Launch, config: Config) -> list[str]:
     """Return one line for each missing or invalid model, file, function, package or run to resume."""
     from colocated_grpo.environments.registry import check_names
     from colocated_grpo.rollout.vllm.versions import check_installed
@@ -195,7 +189,7 @@ def missing_inputs(launch: Launch, config: Config) -> list[str]:
     return list(dict.fromkeys(problems))  # two checks read the model and may report the same problem
 
 
-def torchrun_command(launch: Launch) -> list[str]:
+def torchrun_command(launch: program.Launch) -> list[str]:
     """Return the command that starts this node's ranks."""
     command = [sys.executable, "-m", "colocated_grpo.launch.elastic", "--nnodes", str(launch.nodes)]
     command += ["--nproc-per-node", str(launch.ranks)]
@@ -215,8 +209,12 @@ def torchrun_command(launch: Launch) -> list[str]:
 
 def child_environment(environment: Mapping[str, str], gpus: int, ranks: int, log_level: str) -> dict[str, str]:
     """Return `environment` with the variables that the ranks need. Library variables set by the user are kept."""
-    child = library_environment(log_level) | dict(environment)
-    child |= {"PYTHONUNBUFFERED": "1", LOG_LEVEL_VARIABLE: log_level, "PYTHONPATH": python_path(environment)}
+    child = program.library_environment(log_level) | dict(environment)
+    child |= {
+        "PYTHONUNBUFFERED": "1",
+        program.LOG_LEVEL_VARIABLE: log_level,
+        "PYTHONPATH": program.python_path(environment),
+    }
     child.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
     if gpus == 0:
         child["CUDA_VISIBLE_DEVICES"] = ""
@@ -224,7 +222,7 @@ def child_environment(environment: Mapping[str, str], gpus: int, ranks: int, log
     return child
 
 
-def banner(launch: Launch, command: Sequence[str], servers: ServerPlan | None, model: str) -> str:
+def banner(launch: program.Launch, command: Sequence[str], servers: ServerPlan | None, model: str) -> str:
     """Return the summary printed before the run starts. Secrets are masked, because the summary may be logged."""
     from colocated_grpo.settings.secret_values import masked_arguments
 
@@ -262,7 +260,7 @@ def dry_run(config: Config, problems: Sequence[str], log_level: str, *, on_gpu: 
     for line in exposures(config.environments):
         print(f"warning: {line}")
     if not problems:
-        prepare_libraries(log_level)
+        program.prepare_libraries(log_level)
         import torch
 
         from colocated_grpo.assembly.preview import preview
@@ -272,7 +270,7 @@ def dry_run(config: Config, problems: Sequence[str], log_level: str, *, on_gpu: 
             print(*lines, "ok: settings, model, data, functions and the first prompts", sep="\n")
         except (ConfigError, RunError) as error:
             problems = str(error).splitlines()
-    for line in error_text(problems):
+    for line in program.error_text(problems):
         print(line, file=sys.stderr)
     print("Dry run mode - command not executed")
     return USAGE_ERROR if problems else 0

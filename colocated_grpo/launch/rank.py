@@ -1,7 +1,5 @@
 """Runs a training run on this rank, from settings to shutdown."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -12,13 +10,7 @@ import torch.distributed as dist
 from colocated_grpo.assembly.assemble import build_run, describe, note_unusual_resume
 from colocated_grpo.environments.chat import ChatCodec
 from colocated_grpo.errors import RunError
-from colocated_grpo.runtime.distributed import (
-    derive_seed,
-    init_world,
-    seed_everything,
-    use_deterministic_kernels,
-    with_context,
-)
+from colocated_grpo.runtime import distributed
 from colocated_grpo.runtime.joining import Joined
 from colocated_grpo.runtime.run_folder import choose_run_folder, lock_folder, removed_if_unused
 from colocated_grpo.runtime.user_code import UserCodeWatch
@@ -62,7 +54,9 @@ class RankProcess:
         replicate_nodes: as in `init_world`. context_parallel: as in `with_context`.
         """
         try:
-            self.world = with_context(init_world(joined.store, replicate_nodes=replicate_nodes), context_parallel)
+            self.world = distributed.with_context(
+                distributed.init_world(joined.store, replicate_nodes=replicate_nodes), context_parallel
+            )
         except Exception as error:
             if (shown := joined.failure(error)) is error:
                 raise
@@ -105,7 +99,7 @@ class RankProcess:
 def start_rank(config: Config, joined: Joined, output: RunOutput) -> RankProcess:
     """Build the process group of the ranks. Does not change the handlers of stop signals. Collective."""
     if config.deterministic:
-        use_deterministic_kernels()
+        distributed.use_deterministic_kernels()
     with output.phase("connecting the ranks"):
         return RankProcess(
             joined,
@@ -143,7 +137,7 @@ def train_on(
     """
     world = process.world
     try:
-        seed_everything(derive_seed(config.seed, "build"))
+        distributed.seed_everything(distributed.derive_seed(config.seed, "build"))
         output_dir = Path(config.output_dir)
         folder = world.from_main(lambda: lock_folder(choose_run_folder(output_dir, config.run_name, resume, name)))
         with removed_if_unused(folder):

@@ -1,7 +1,5 @@
 """Reads the settings of the PEFT adapter that a run continues from (adapter_config.json)."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

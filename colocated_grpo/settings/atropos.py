@@ -1,7 +1,5 @@
 """Settings of environments in other processes, connected through Atropos' API server: docs/guides/atropos.md."""
 
-from __future__ import annotations
-
 import ipaddress
 from typing import Annotated, Literal
 

@@ -1,7 +1,5 @@
 """Base class and types of settings models, including the models of environments' `args`."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import dataclass

@@ -1,8 +1,5 @@
 """Loads a Config from a YAML file and command-line overrides."""
 
-from __future__ import annotations
-
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,8 +25,6 @@ DEFAULT_TASK = "arithmetic"
 SHIPPED = Path("training_configs")
 """Folder of the packaged configs, relative to a checkout. Outside a checkout, the configs are read from _INSTALLED."""
 _INSTALLED = Path(__file__).parents[1] / SHIPPED
-LISTS = {"policy.lora.target_modules", "policy.lora.exclude_modules"}
-"""Settings that accept several values on the command line, like the corresponding flags of TRL."""
 MODEL_NAME = ("model", "name")
 """The setting that `model: NAME` and `--model NAME` set."""
 
@@ -152,30 +147,11 @@ def parse_overrides(arguments: Sequence[str]) -> list[tuple[KeyPath, str]]:
         section, dot, rest = name.partition(".")
         key = section.replace("-", "_") + dot + rest
         if not has_value:
-            values = [remaining.pop(0) for _ in range(_number_of_values(key, remaining))]
-            if not values and not _is_switch(key):
+            if not remaining or remaining[0].startswith("--"):
                 raise ConfigError(f"--{name}: needs a value, for example --{name} VALUE or --{name}=VALUE")
-            text = values[0] if len(values) == 1 else json.dumps(values) if values else "true"
+            text = remaining.pop(0)
         pairs.append((parse_path(key), text))
     return pairs
-
-
-def _number_of_values(key: str, arguments: Sequence[str]) -> int:
-    """Return how many of `arguments` are values of the flag `key`. Only switches of other trainers take no value."""
-    following = next((index for index, text in enumerate(arguments) if text.startswith("--")), len(arguments))
-    lists = LISTS
-    if key.partition(".")[0] not in Config.model_fields:
-        from colocated_grpo.settings.names.translation import FLAGS_WITH_LISTS
-
-        lists = FLAGS_WITH_LISTS
-    return following if key in lists else min(following, 1)
-
-
-def _is_switch(key: str) -> bool:
-    """Return True for a flag of another trainer that means true without a value."""
-    from colocated_grpo.settings.names.translation import SWITCHES
-
-    return key in SWITCHES
 
 
 def _read_text(path: Path) -> str:

@@ -1,7 +1,5 @@
 """Reads a model's config.json: weight shapes, maximum sequence length and text part."""
 
-from __future__ import annotations
-
 import json
 import socket
 from pathlib import Path

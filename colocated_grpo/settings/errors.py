@@ -1,7 +1,5 @@
 """Error lines for settings: the key, its value, the violated rule and where the value was written."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher

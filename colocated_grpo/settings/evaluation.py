@@ -1,24 +1,13 @@
 """Settings of evaluation: held-out prompts of the training environments, and separate evaluation sets."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from colocated_grpo.settings import sources
 from colocated_grpo.settings.base import CodeName, NonNegative, Number, Positive, Section
 from colocated_grpo.settings.generation import MIN_TEMPERATURE
-from colocated_grpo.settings.sources import (
-    AgentSourceConfig,
-    DatasetSourceConfig,
-    EnvironmentConfig,
-    EpisodeSourceConfig,
-    RewardConfig,
-    RowsSourceConfig,
-    TaskSourceConfig,
-    reward_by_name,
-)
 
 HELD_OUT = "held_out/reward"
 PREFIX = "eval"
@@ -28,7 +17,8 @@ ANSWERS = {"exact_match": "final_answer", "gsm8k": "last_number", "math_verify":
 """Built-in reward -> function that extracts the answer that the reward compares."""
 
 SetSource = Annotated[
-    TaskSourceConfig | DatasetSourceConfig | EpisodeSourceConfig | AgentSourceConfig, Field(discriminator="type")
+    sources.TaskSourceConfig | sources.DatasetSourceConfig | sources.EpisodeSourceConfig | sources.AgentSourceConfig,
+    Field(discriminator="type"),
 ]
 
 
@@ -40,7 +30,7 @@ class EvaluationSetConfig(Section):
     source: SetSource
     """Source of the prompts. A dataset or agent provides all rows of `split`, in order; a task or episode provides its
     held-out items. A plain name is short for {type: dataset, name: ...}."""
-    rewards: list[Annotated[RewardConfig, BeforeValidator(reward_by_name)]] | None = None
+    rewards: list[Annotated[sources.RewardConfig, BeforeValidator(sources.reward_by_name)]] | None = None
     """Reward functions of a dataset, short for `rewards` inside `source`."""
     prompts: Positive | None = None
     """Number of prompts. The first prompts of the source are used, so every evaluation has the same prompts. Default:
@@ -87,7 +77,7 @@ class EvaluationSetConfig(Section):
     @property
     def answer_name(self) -> str | None:
         """Name of the function whose results maj@k compares; None if there is no maj@k."""
-        if self.answer is not None or not isinstance(self.source, DatasetSourceConfig):
+        if self.answer is not None or not isinstance(self.source, sources.DatasetSourceConfig):
             return self.answer
         return next((ANSWERS[reward.name] for reward in self.source.rewards if reward.name in ANSWERS), None)
 
@@ -111,7 +101,7 @@ class EvaluationSetConfig(Section):
                 "your own module:function or path/to/file.py:function"
             )
         plain = type(self.source).model_fields
-        for name in ("eval_split", "held_out", "shuffle", "curriculum", "weight"):
+        for name in ("eval_split", "held_out", "shuffle", "weight"):
             value = getattr(self.source, name, None)
             if name in plain and value != plain[name].default:
                 yield (
@@ -169,15 +159,15 @@ class EvaluationConfig(Section):
         own = [f"{PREFIX}/{entry.name}/{rate}" for entry in self.sets if self.interval(entry) for rate in entry.rates]
         return [HELD_OUT, *own] if self.every else own
 
-    def remarks(self, trained: Sequence[EnvironmentConfig]) -> Iterator[str]:
+    def remarks(self, trained: Sequence[sources.EnvironmentConfig]) -> Iterator[str]:
         """Yield a note for each set whose rows are also training rows."""
 
-        def rows(source: RowsSourceConfig) -> tuple[str, str | None, str]:
+        def rows(source: sources.RowsSourceConfig) -> tuple[str, str | None, str]:
             return source.name, source.subset, source.split
 
-        used = {rows(source) for source in trained if isinstance(source, RowsSourceConfig)}
+        used = {rows(source) for source in trained if isinstance(source, sources.RowsSourceConfig)}
         for entry in self.sets:
-            if isinstance(entry.source, RowsSourceConfig) and rows(entry.source) in used:
+            if isinstance(entry.source, sources.RowsSourceConfig) and rows(entry.source) in used:
                 yield (
                     f"evaluation set {entry.name!r}: its rows are also trained on, so it does not measure "
                     "generalization"

@@ -1,7 +1,5 @@
 """Model families trained by the tests, with the facts shown in docs/models.md. Imports no torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

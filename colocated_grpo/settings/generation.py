@@ -1,7 +1,5 @@
 """Settings of the model, the vLLM engines and sampling."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Literal
 from urllib.parse import urlsplit

@@ -1,40 +1,20 @@
 """Checks what a config refers to: model, data files, user code. Runs before any process or device is started."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from colocated_grpo.settings import config_json, sources
 from colocated_grpo.settings.adapter_files import missing_adapter_files, with_adapter_settings
 from colocated_grpo.settings.atropos import AtroposSourceConfig
 from colocated_grpo.settings.base import NamedObject
-from colocated_grpo.settings.config_json import (
-    attention_heads,
-    first_difference,
-    longest_sequence,
-    original_positions,
-    read_config_json,
-    shape_of,
-    text_part,
-)
 from colocated_grpo.settings.errors import ConfigError, dotted
 from colocated_grpo.settings.evaluation import EvaluationSetConfig
 from colocated_grpo.settings.generation import ModelConfig, RolloutConfig
 from colocated_grpo.settings.model_support import check_context, check_has_experts, check_trains
 from colocated_grpo.settings.schema import Config, HubConfig
-from colocated_grpo.settings.sources import (
-    DATA_SUFFIXES,
-    EVAL_DATASETS,
-    TRAIN_DATASET,
-    AgentSourceConfig,
-    DatasetSourceConfig,
-    EnvironmentConfig,
-    RowsSourceConfig,
-    prompt_functions,
-)
 from colocated_grpo.settings.training import OptimizerConfig, PolicyConfig, layers_text, out_of_range
 from colocated_grpo.settings.turns import TurnsSourceConfig
 from colocated_grpo.types import JsonObject
@@ -51,13 +31,13 @@ def check_inputs(config: Config) -> tuple[Config, list[str]]:
         *_check_chat_template(config.model.chat_template),
         *missing_adapter_files(config.policy.lora),
         *_check_key("engine.api_key_variable", config.engine.api_key_variable),
-        *_check_packages(config.policy.optimizer, config.tracking.trackers),
+        *_check_packages(config.policy.optimizer),
         *check_hub(config.hub),
     ]
     if missing:
         raise ConfigError(*missing)
     config = with_adapter_settings(config)
-    model = read_config_json(config.model)
+    model = config_json.read_config_json(config.model)
     check_trains(model, f"model.name={config.model.name!r}")
     if config.policy.routing_replay:
         check_has_experts(model, "policy.routing_replay=true")
@@ -86,7 +66,7 @@ def _check_chat_template(template: str | None) -> Iterator[str]:
 
 def _check_layers(policy: PolicyConfig, model: JsonObject, name: str) -> Iterator[str]:
     """Yield a line for each setting that contains the index of a block that the model does not have."""
-    text = text_part(model)
+    text = config_json.text_part(model)
     blocks = text.get("num_hidden_layers") or text.get("n_layer")
     settings = (
         ("policy.train_layers", policy.train_layers),
@@ -99,8 +79,8 @@ def _check_layers(policy: PolicyConfig, model: JsonObject, name: str) -> Iterato
 
 def _check_opponent(section: str, opponent: ModelConfig, policy: JsonObject, name: str) -> None:
     """Raise ConfigError if the opponent's shape differs from the policy's shape. Both models use the same engine."""
-    ours, theirs = shape_of(policy), shape_of(read_config_json(opponent, section))
-    if (key := first_difference(ours, theirs)) is not None:
+    ours, theirs = config_json.shape_of(policy), config_json.shape_of(config_json.read_config_json(opponent, section))
+    if (key := config_json.first_difference(ours, theirs)) is not None:
         raise ConfigError(
             f"{section}.name={opponent.name!r}: {key} is {theirs[key]}, but {ours[key]} in {name}; "
             "the opponent must have the shape of the policy"
@@ -108,18 +88,18 @@ def _check_opponent(section: str, opponent: ModelConfig, policy: JsonObject, nam
 
 
 def _fit_engine(config: Config, model: JsonObject) -> tuple[Config, list[str]]:
-    text = text_part(model)
-    heads, size = attention_heads(text), config.engine.tensor_parallel_size
+    text = config_json.text_part(model)
+    heads, size = config_json.attention_heads(text), config.engine.tensor_parallel_size
     if heads and heads % size:
         raise ConfigError(
             f"engine.tensor_parallel_size={size}: must divide the {heads} attention heads of {config.model.name}"
         )
-    positions = longest_sequence(text)
+    positions = config_json.longest_sequence(text)
     if positions is None:
         return config, []
     rollout, notes = _lowered_lengths(config.rollout, positions, config.model.name)
     config = config.model_copy(update={"rollout": rollout})
-    if (limit := original_positions(text)) is not None and limit < config.max_sequence_tokens:
+    if (limit := config_json.original_positions(text)) is not None and limit < config.max_sequence_tokens:
         raise ConfigError(
             f"rollout.max_prompt_tokens + rollout.max_completion_tokens={config.max_sequence_tokens}: must be at most "
             f"{limit}, as transformers and vLLM apply the longrope scaling of {config.model.name} to different tokens"
@@ -155,16 +135,13 @@ def _check_key(setting: str, variable: str | None) -> Iterator[str]:
         yield f"{setting}={variable!r}: this environment variable is not set; export it"
 
 
-def _check_packages(optimizer: OptimizerConfig, trackers: Sequence[str]) -> Iterator[str]:
+def _check_packages(optimizer: OptimizerConfig) -> Iterator[str]:
     if optimizer.type == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
         yield "policy.optimizer.type='adamw_8bit': needs bitsandbytes, which is not installed; pip install bitsandbytes"
-    for name in trackers:
-        if importlib.util.find_spec(name) is None:
-            yield f"tracking.trackers={name!r}: this package is not installed; pip install {name.replace('_', '-')}"
 
 
-def _check_sources(sources: Sequence[EnvironmentConfig], sets: Sequence[EvaluationSetConfig]) -> Iterator[str]:
-    for index, source in enumerate(sources):
+def _check_sources(trained: Sequence[sources.EnvironmentConfig], sets: Sequence[EvaluationSetConfig]) -> Iterator[str]:
+    for index, source in enumerate(trained):
         yield from _check_source(f"environments.{index}", source)
     for index, entry in enumerate(sets):
         yield from _check_source(f"evaluation.sets.{index}.source", entry.source)
@@ -193,33 +170,33 @@ def _check_program(key: str, name: str) -> Iterator[str]:
         yield f"{key}={name!r}: neither an executable file nor a command in PATH"
 
 
-def _check_source(key: str, source: EnvironmentConfig) -> Iterator[str]:
+def _check_source(key: str, source: sources.EnvironmentConfig) -> Iterator[str]:
     if isinstance(source, AtroposSourceConfig):
         yield from _check_key(f"{key}.api_key_variable", source.api_key_variable)
         yield from _check_key(f"{key}.server.api_key_variable", source.server.api_key_variable)
         return
-    for path, name in prompt_functions(source):
+    for path, name in sources.prompt_functions(source):
         yield from _check_code(f"{key}.{dotted(path)}", name)
-    if not isinstance(source, RowsSourceConfig):
+    if not isinstance(source, sources.RowsSourceConfig):
         if not isinstance(source, NamedObject) or source.given is None:
             yield from _check_code(f"{key}.name", source.name)
         return
-    if isinstance(source, AgentSourceConfig):
+    if isinstance(source, sources.AgentSourceConfig):
         yield from _check_program(f"{key}.program", source.program)
-    if isinstance(source, DatasetSourceConfig):
+    if isinstance(source, sources.DatasetSourceConfig):
         for number, reward in enumerate(source.rewards):
             if reward.given is None:
                 yield from _check_reward(f"{key}.rewards.{number}", reward.name)
     if source.given is not None:
         return
-    if source.name == TRAIN_DATASET or source.name.startswith(f"{EVAL_DATASETS}["):
+    if source.name == sources.TRAIN_DATASET or source.name.startswith(f"{sources.EVAL_DATASETS}["):
         yield f"{key}.name={source.name!r}: rows of the program that began the run; continue it with that program"
         return
-    there, readable = Path(source.name).is_file(), source.name.lower().endswith(DATA_SUFFIXES)
+    there, readable = Path(source.name).is_file(), source.name.lower().endswith(sources.DATA_SUFFIXES)
     if readable and not there:
         yield f"{key}.name={source.name!r}: no such file (in {os.getcwd()}, or beside the config)"
     if there and not readable:
-        yield f"{key}.name={source.name!r}: unsupported format; supported: {', '.join(DATA_SUFFIXES)}"
+        yield f"{key}.name={source.name!r}: unsupported format; supported: {', '.join(sources.DATA_SUFFIXES)}"
 
 
 def _check_reward(key: str, name: str) -> Iterator[str]:

@@ -1,7 +1,5 @@
 """Settings of advantages and of the loss. Each loss has a model of its own, selected by `type`."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator

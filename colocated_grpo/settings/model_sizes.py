@@ -1,10 +1,8 @@
 """Model sizes computed from config.json alone: parameters, activations, and engine memory per sequence.
 
-Used by the engine's memory budget, the doctor, `init` and the benchmarks. Norms and biases, less than a thousandth of
-the parameters, are not counted. Imports no torch.
+Used by the engine's memory budget, the doctor and the benchmarks. Norms and biases, less than a thousandth of the
+parameters, are not counted. Imports no torch.
 """
-
-from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass

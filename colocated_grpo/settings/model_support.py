@@ -4,8 +4,6 @@ A rule rejects a feature that packed training would compute wrongly, or that wou
 downloaded. Rules test features; model types are listed only where config.json does not show the feature.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 Rules within one section are in the section's method `problems`. Rules about environments are in `source_rules`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from colocated_grpo.settings import source_rules
@@ -38,7 +36,6 @@ def check(config: Config) -> None:
             served=served,
             deterministic=config.deterministic,
         ),
-        *source_rules.curricula(sources, config.training_steps),
         *_structured(config.structured, config.loss.old_logprobs),
         *_opponent_of_shared_weights(config.weights, policy, config.opponent_model, config.model),
         *policy.problems(),
@@ -70,7 +67,7 @@ def remarks(config: Config) -> list[str]:
     """Return notes about settings that are valid but have side effects."""
     return [
         *_sampling_remarks(config.rollout, config.structured),
-        *_cache_remarks(config.engine),
+        *_engine_remarks(config.engine),
         *(_repetition_remarks(config.environments, config.sync_frequency) if config.deterministic else ()),
         *config.evaluation.remarks(config.environments),
     ]
@@ -290,7 +287,9 @@ def _sampling_remarks(rollout: RolloutConfig, structured: bool) -> Lines:
         )
 
 
-def _cache_remarks(engine: EngineConfig) -> Lines:
+def _engine_remarks(engine: EngineConfig) -> Lines:
+    if (quantization := engine.args.get("quantization")) is not None:
+        yield f"engine.args.quantization={quantization}: the engine's weights differ from the policy's"
     if engine.kv_cache_memory_bytes is not None and engine.gpu_memory_utilization is not None:
         yield "engine.gpu_memory_utilization: ignored, because engine.kv_cache_memory_bytes is set"
 

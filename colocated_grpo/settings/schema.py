@@ -4,8 +4,6 @@ Defaults are defined in these models and nowhere else. The module imports neithe
 environments are unions of models, selected by `type`.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field
@@ -44,9 +42,6 @@ class CheckpointConfig(Section):
     as a model (final_model/, step_N/)."""
 
 
-TrackerName = Literal["aim", "clearml", "comet_ml", "mlflow", "swanlab", "trackio"]
-
-
 class TrackingConfig(Section):
     console: Literal["auto", "live", "plain"] = "auto"
     """live: progress bar and table. plain: one line per step. auto: live on a terminal, else plain."""
@@ -58,14 +53,9 @@ class TrackingConfig(Section):
     """W&B group."""
     tensorboard: bool = False
     """Write TensorBoard events into the run folder."""
-    trackers: list[TrackerName] = []
-    """Additional trackers. Install their packages and log in yourself. In the metric names of these trackers,
-    characters other than letters, digits, `_`, `-`, `/` and spaces are replaced by `_`."""
-    project: str = Field("colocated_grpo", min_length=1)
-    """Project name in the `trackers`. MLflow uses it as the name of the experiment."""
     completions_every: NonNegative = 0
-    """Steps between tables of completions (with prompts and rewards) sent to W&B, trackio, SwanLab, MLflow, ClearML and
-    Comet. 0: none. rollouts.jsonl has completions of every step (rollouts_per_step)."""
+    """Steps between tables of completions (with prompts and rewards) sent to W&B. 0: none. rollouts.jsonl has
+    completions of every step (rollouts_per_step)."""
     completions_rows: Integer = Field(16, ge=1, le=1000)
     """Number of completions in each table of completions. They are evenly spaced from the worst to the best reward."""
     profile_step: NonNegative | None = None
@@ -148,7 +138,7 @@ class Config(Section):
     hub: HubConfig | None = None
     """Push the model or adapter to the Hugging Face Hub: docs/guides/sharing.md. null: off."""
     tracking: TrackingConfig = TrackingConfig()
-    """Console, W&B, TensorBoard, other trackers and logged rollouts."""
+    """Console, W&B, TensorBoard and logged rollouts."""
 
     @property
     def atropos(self) -> AtroposSourceConfig | None:

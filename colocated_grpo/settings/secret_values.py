@@ -4,8 +4,6 @@ The name of a setting determines whether the setting is secret. Keys of common s
 as are logins, keys and webhook addresses in URLs.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

@@ -1,17 +1,13 @@
 """Rules about environments and the settings that depend on their kinds. Each rule yields a line per violation."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from colocated_grpo.settings.atropos import AtroposSourceConfig, is_loopback
 from colocated_grpo.settings.generation import RolloutConfig
 from colocated_grpo.settings.sources import (
     AgentSourceConfig,
-    ColumnCurriculumConfig,
     EnvironmentConfig,
     EpisodeSourceConfig,
-    RowsSourceConfig,
 )
 from colocated_grpo.settings.turns import FROZEN, TurnsSourceConfig
 
@@ -128,14 +124,4 @@ def _dynamic_sampling(sources: Sources, rollout: RolloutConfig) -> Lines:
             yield (
                 f"rollout.skip_solved: not possible with {entry}, whose prompts are "
                 "not drawn from a list; set rollout.skip_solved: null"
-            )
-
-
-def curricula(sources: Sources, training_steps: int) -> Lines:
-    for index, source in enumerate(sources):
-        curriculum = source.curriculum if isinstance(source, RowsSourceConfig) else None
-        if isinstance(curriculum, ColumnCurriculumConfig) and (curriculum.steps or 0) >= training_steps:
-            yield (
-                f"environments.{index}.curriculum.steps={curriculum.steps}: must be below training_steps="
-                f"{training_steps}, or the hardest rows would never be drawn"
             )

@@ -1,7 +1,5 @@
 """Settings of environments: task, episode, dataset and agent. Settings of turns and atropos are in separate files."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
@@ -11,9 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_
 from colocated_grpo.settings.atropos import AtroposSourceConfig
 from colocated_grpo.settings.base import (
     CodeName,
-    Fraction,
     InputFile,
-    Integer,
     NamedObject,
     NonNegative,
     Number,
@@ -66,8 +62,8 @@ class TaskSourceConfig(ItemSourceConfig):
 
     type: Literal["task"] = "task"
     name: CodeName
-    """A built-in task (arithmetic, countdown, reversal, sorting, tool_call), 'reasoning_gym:<dataset>', a task of an
-    installed package, or your own 'package.module:object' or 'path/to/file.py:object'."""
+    """A built-in task (arithmetic, countdown, reversal, sorting), 'reasoning_gym:<dataset>', or your own
+    'package.module:object' or 'path/to/file.py:object'."""
 
 
 class EpisodeSourceConfig(ItemSourceConfig):
@@ -75,8 +71,8 @@ class EpisodeSourceConfig(ItemSourceConfig):
 
     type: Literal["episode"]
     name: CodeName
-    """A built-in episode, 'textarena:<game>' or an environment of another library (docs/guides/adapters.md), an episode
-    of an installed package, or your own 'package.module:object' or 'path/to/file.py:object'."""
+    """A built-in episode, an environment of another library such as 'textarena:<game>' (docs/guides/adapters.md), or
+    your own 'package.module:object' or 'path/to/file.py:object'."""
 
 
 Scalar = bool | int | float | str
@@ -105,67 +101,6 @@ class ConditionConfig(Section):
         if self.min is not None and self.max is not None and self.min > self.max:
             raise ValueError(f"min={self.min:g} is above max={self.max:g}")
         return self
-
-
-def _in_order(bounds: Any) -> Any:
-    if bounds.high is not None and bounds.low > bounds.high:
-        raise ValueError(f"low={bounds.low:g} is above high={bounds.high:g}")
-    return bounds
-
-
-class ColumnCurriculumConfig(Section):
-    """Rows ordered from easy to hard by a column. Each stage draws from the easiest rows. The last stage draws from all
-    rows."""
-
-    type: Literal["column"]
-    column: str
-    """Column with the difficulty of each row: a number, or one of the values that `order` lists."""
-    order: Literal["ascending", "descending"] | Annotated[list[Scalar], Field(min_length=2)] = "ascending"
-    """ascending: small numbers are easy. descending: large numbers are easy, such as solve rates of another model. A
-    list: all values of the column, the easiest first. Example: [easy, medium, hard]"""
-    stages: Integer = Field(5, ge=2)
-    """Number of stages. Stage k of n draws from the easiest k/n of the rows. Rows of equal difficulty enter in the same
-    stage."""
-    steps: Positive | None = None
-    """Training steps before the last stage, divided equally among the earlier stages. Set either `steps` or `high`."""
-    high: Fraction | None = None
-    """Pass rate above which the next stage begins: the mean over the last `window` prompts of the stage."""
-    low: Fraction = 0.0
-    """Pass rate below which the previous stage begins again."""
-    window: Positive = 64
-    """Number of prompts over which the pass rate is averaged. The pass rate of a prompt is the fraction of its
-    completions whose reward is at least `pass_reward`."""
-    pass_reward: Number = 1.0
-    """Smallest reward of a completion that counts as passed."""
-
-    @model_validator(mode="after")
-    def _has_one_pace(self) -> Self:
-        if (self.steps is None) == (self.high is None):
-            raise ValueError("needs either steps or high, which decide when the next stage begins")
-        if self.high is None and self.low:
-            raise ValueError(f"low={self.low:g} needs high")
-        return _in_order(self)
-
-
-class PassRateCurriculumConfig(Section):
-    """Prompts that were too easy or too hard at their last visit rest for some turns. Other prompts are drawn
-    instead."""
-
-    type: Literal["pass_rate"]
-    low: Fraction = 0.1
-    """Prompts with a lower pass rate rest. The pass rate is measured at a prompt's last visit: the fraction of the
-    prompt's completions whose reward is at least `pass_reward`."""
-    high: Fraction = 0.9
-    """Prompts with a higher pass rate rest."""
-    rest: Positive = 2
-    """Number of turns for which a resting prompt is skipped before it is sampled again."""
-    pass_reward: Number = 1.0
-    """Smallest reward of a completion that counts as passed."""
-
-    _checked = model_validator(mode="after")(_in_order)
-
-
-CurriculumConfig = Annotated[ColumnCurriculumConfig | PassRateCurriculumConfig, Field(discriminator="type")]
 
 
 class RewardConfig(NamedObject):
@@ -230,15 +165,14 @@ class RowsSourceConfig(NamedObject):
     """System message added to each prompt that has no system message. A text prompt then becomes a chat message.
     Rewards also receive it as a chat message."""
     shuffle: bool = True
-    """Read the rows of each pass in a random order, which depends on `seed`. false: in the order of the data."""
+    """Read the rows of each pass in a random order, which depends on `seed`. false: in the order of the data, such as
+    from easy to hard."""
     where: dict[str, ConditionConfig] = {}
     """Conditions by column name, as in the data. Only rows that meet all conditions are used. A condition is a value, a
     list of values, or {min: ..., max: ...}. Example: {level: [1, 2, 3], subject: algebra}"""
     filter: CodeName | None = None
     """Function 'package.module:function' or 'path/to/file.py:function'. It gets a row as a dictionary and returns true
     to keep the row. It is called only for rows that meet `where`."""
-    curriculum: CurriculumConfig | None = None
-    """Order of the rows by difficulty: docs/guides/prompts.md. null: `shuffle` alone decides."""
     weight: Number = Field(1.0, gt=0)
     """Relative share of the prompts. Example: an entry of weight 3 beside an entry of weight 1 supplies three quarters
     of the prompts."""

@@ -3,8 +3,6 @@
 Adapter settings are the settings of PEFT's LoraConfig for linear layers, under plain names.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Sequence

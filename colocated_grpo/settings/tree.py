@@ -4,8 +4,6 @@ Scalars follow YAML 1.2 where PyYAML's rules (YAML 1.1) give surprising results:
 and `no` are text; `010` is ten; `12:30` and `2024-01-01` are text.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Settings of games that are trained turn by turn: docs/guides/games.md."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field
@@ -32,8 +30,7 @@ class TurnsSourceConfig(Section):
 
     type: Literal["turns"]
     name: CodeName
-    """'town', 'textarena:<game>', 'tossim', a turn environment of an installed package, or your own
-    'package.module:object' or 'path/to/file.py:object'."""
+    """'town', 'tossim' or your own 'package.module:object' or 'path/to/file.py:object'."""
     args: JsonObject = {}
     """Keyword arguments of the environment, except `seed`, which is derived from the run's seed."""
     commit: Literal["first", "random", "best"] = "first"

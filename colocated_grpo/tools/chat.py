@@ -26,7 +26,7 @@ from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, run_program
 if TYPE_CHECKING:
     from colocated_grpo.environments.chat import Message
     from colocated_grpo.settings.schema import Config
-    from colocated_grpo.tools.subject import ModelSubject
+    from colocated_grpo.tools.evaluate import ModelSubject
 
 RESET, QUIT = "/reset", ("/quit", "/exit")
 MAX_CONTEXT = 16_384
@@ -99,7 +99,7 @@ def _open(options: argparse.Namespace, overrides: Sequence[str]) -> Chat:
     """Load the model. Raises ConfigError or RunError."""
     from colocated_grpo.settings.config_json import longest_sequence, read_config_json, text_part
     from colocated_grpo.settings.errors import ConfigError
-    from colocated_grpo.tools.subject import subject_of
+    from colocated_grpo.tools.evaluate import subject_of
 
     subject = subject_of(options.model)
     if not 0 <= options.temperature <= 2:
@@ -116,7 +116,7 @@ def _open(options: argparse.Namespace, overrides: Sequence[str]) -> Chat:
     has_template = bool(read_tokenizer(config.model).chat_template)
     if options.system is not None and not has_template:
         raise ConfigError("--system: this model has no chat template; set one with --model.chat_template FILE")
-    print(f"loading {subject.folder}", file=sys.stderr, flush=True)
+    print(f"loading {subject.adapter or subject.model}", file=sys.stderr, flush=True)
     session = Chat(subject, config, options)
     if not has_template:
         print("this model has no chat template: it continues each line by itself", file=sys.stderr, flush=True)
@@ -127,7 +127,7 @@ def _settings(subject: ModelSubject, overrides: Sequence[str]) -> Config:
     """Return the settings of the run, or without a run, the settings of the command line. Raises ConfigError."""
     from colocated_grpo.settings.config_file import build_config, parse_overrides
     from colocated_grpo.settings.tree import parse_value
-    from colocated_grpo.tools.subject import read_settings, with_subject
+    from colocated_grpo.tools.evaluate import read_settings, with_subject
 
     if subject.run_config is not None:
         return read_settings(subject, subject.run_config, overrides)
@@ -143,7 +143,7 @@ class Chat:
         from colocated_grpo.assembly.engines import engine_spec
         from colocated_grpo.policy.model_files import read_model_files
         from colocated_grpo.runtime.distributed import init_world
-        from colocated_grpo.tools.subject import subject_engine
+        from colocated_grpo.tools.evaluation_run import subject_engine
 
         world = init_world()
         model = read_model_files(config.model, world)

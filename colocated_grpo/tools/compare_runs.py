@@ -1,7 +1,5 @@
 """Compare two runs metric by metric: python -m colocated_grpo.tools.compare_runs A B [--assert-equal]"""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -1,10 +1,8 @@
 """Engines and evaluation without a trainer, for `tools.evaluate`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 
@@ -17,11 +15,11 @@ from colocated_grpo.evaluation.evaluator import Evaluator
 from colocated_grpo.policy.model_files import read_model_files
 from colocated_grpo.rollout.collect import Stopped
 from colocated_grpo.rollout.inbox import Driver, Inbox
+from colocated_grpo.rollout.vllm.spec import EngineSpec
 from colocated_grpo.rollout.vllm.vllm_engine import VLLMEngine
 from colocated_grpo.runtime.distributed import World, init_world
 from colocated_grpo.runtime.joining import join
 from colocated_grpo.settings.schema import Config
-from colocated_grpo.tools.subject import subject_engine
 from colocated_grpo.types import Group, JsonObject
 
 
@@ -81,6 +79,20 @@ def prepare_evaluation(config: Config, adapter: Path | None) -> Iterator[Evaluat
     resources.close()
     joined.watchdog.close()
     world.barrier()
+
+
+def subject_engine(spec: EngineSpec, adapter: Path | None, world: World) -> VLLMEngine:
+    """Return an engine with the model's weights from disk, and with the adapter if given. Raises RunError. Collective.
+
+    spec: built from a config that `tools.evaluate.with_subject` returned.
+    """
+    engine = VLLMEngine(replace(spec, reads_weights=True), world)
+    if adapter is not None:
+        try:
+            engine.adapters.load(adapter.name, str(adapter))
+        except ValueError as error:
+            raise RunError(str(error)) from None
+    return engine
 
 
 def _lines(group: Group) -> list[JsonObject]:

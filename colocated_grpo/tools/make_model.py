@@ -1,7 +1,5 @@
 """Make a model without a download: random weights in a real architecture, optionally with a supervised warm start."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

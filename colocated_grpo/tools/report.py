@@ -1,7 +1,5 @@
 """Rebuild report.html of a finished, killed or still training run: python -m colocated_grpo.tools.report RUN"""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Model families and sizes by name. Imports no library, so that command lines can list them without a delay."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 

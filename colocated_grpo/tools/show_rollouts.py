@@ -1,7 +1,5 @@
 """Print stored rollouts or games of a run: python -m colocated_grpo.tools.show_rollouts RUN [--best K | --game]"""
 
-from __future__ import annotations
-
 import argparse
 import math
 import sys
@@ -17,7 +15,7 @@ from rich.text import Text
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.files import Row, RunFolderError, game_title, read_games
 from colocated_grpo.tracking.text import number, printable
-from colocated_grpo.tracking.transcripts import Passage, completion_messages, prompt_messages
+from colocated_grpo.tracking.transcripts import PROMPT, Passage, passages
 
 INDENT = 4
 """Columns before the policy's text."""
@@ -84,9 +82,9 @@ def rollout_panel(row: Row, encoding: str) -> Panel:
         below.append(Text(f"finish reason: {row['finish_reason']}", style="yellow"))
     return Panel(
         Group(
-            *_shown(prompt_messages(row), encoding),
+            *_shown([Passage(PROMPT, row["prompt"], sampled=False)], encoding),
             Rule(style="dim"),
-            *_shown(completion_messages(row), encoding),
+            *_shown(passages(row), encoding),
             *below,
         ),
         title=Text(f"reward {number(row['reward'])}", style="bold"),

@@ -1,13 +1,11 @@
 """The charts of the report. Metrics that SECTIONS does not list are drawn by prefix, or in charts of their own."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from colocated_grpo.tracking.files import TRAIN, Row
-from colocated_grpo.tracking.page import Point, Series, line_chart, section, stacked_chart
+from colocated_grpo.tracking.files import Row
+from colocated_grpo.tracking.page import Point, Series, line_chart, section
 from colocated_grpo.tracking.text import as_html, number
 
 MEANINGS = {
@@ -58,7 +56,7 @@ UNPLOTTED = ("seconds/", "env/", "held_out/env/", "reward_std/")
 """Metrics without a chart of their own: there may be dozens."""
 TRAINER_PREFIXES = frozenset(
     ("atropos", "clip_fraction", "correction", "eval", "groups", "held_out", "hub", "logprob", "loss")
-) | {"curriculum", "memory", "mismatch", "prompts_skipped", "resample", "tokens_per_second"}
+) | {"memory", "mismatch", "prompts_skipped", "resample", "tokens_per_second"}
 """Name prefixes of metrics that the trainer records. Other metrics come from environments."""
 HUGE = 1e100
 """Larger values are not drawn: they would overflow the axis arithmetic, and flatten all other points."""
@@ -116,6 +114,11 @@ SECTIONS = {
         Chart("Staleness", {"staleness": "mean"}, "optimizer steps"),
     ),
     "Speed and memory": (
+        Chart(
+            "Step time",
+            {"seconds/step": "whole step", **{f"seconds/{name}": name for name in PHASES[:3]}},
+            "seconds",
+        ),
         Chart("Tokens per second", {"tokens_per_second": "all ranks"}),
         Chart("Device memory", {"memory/generate_gib": "generate", "memory/train_gib": "train"}, "GiB at phase end"),
         Chart(
@@ -142,8 +145,7 @@ def chart_sections(rows: list[Row]) -> Iterator[str]:
     for title, charts in SECTIONS.items():
         if title == "Learning":
             charts = (charts[0], *families, *charts[1:], *sets)
-        first = [_phase_figure(rows)] if title == "Speed and memory" else []
-        yield _section(title, [*first, *(_line_figure(chart, points) for chart in charts)])
+        yield _section(title, [_line_figure(chart, points) for chart in charts])
     yield _section("More metrics", [_line_figure(Chart(key, {key: key}), points) for key in rest])
     yield _constant_metrics(points)
 
@@ -227,22 +229,6 @@ def _line_figure(chart: Chart, points: dict[str, list[Point]]) -> str:
         return ""
     explained = next(filter(None, map(meaning, chart.lines)), "")
     return _figure(chart.title, chart.unit, series, line_chart(series), explained)
-
-
-def _phase_figure(rows: list[Row]) -> str:
-    """Return the seconds of each step by phase as HTML, known phases first, the remainder as "other"."""
-    timed = [row for row in rows if row["kind"] == TRAIN and row.get("seconds/step") is not None]
-    if not timed:
-        return ""
-    layers, colors = [], phase_colors(timed)
-    for name in phase_names(timed):
-        seconds = [(row["step"], row.get(f"seconds/{name}") or 0.0) for row in timed]
-        layers.append(Series(name=name, points=seconds, color=colors[name]))
-    in_phases = [sum(layer.points[index][1] for layer in layers) for index in range(len(timed))]
-    other = [(row["step"], max(row["seconds/step"] - sum_, 0.0)) for row, sum_ in zip(timed, in_phases, strict=True)]
-    layers.append(Series(name="other", points=other, color=NUM_COLORS))
-    layers = [layer for layer in layers if any(value > 0 for _, value in layer.points)] or layers[-1:]
-    return _figure("Step time by phase", "seconds", layers, stacked_chart(layers))
 
 
 def _section(title: str, figures: Iterable[str]) -> str:

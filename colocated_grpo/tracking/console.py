@@ -1,12 +1,10 @@
-"""Console output of a run: a live table on a terminal or in a notebook, one line per step elsewhere."""
-
-from __future__ import annotations
+"""Console output of a run: a live table on a terminal, one line per step elsewhere."""
 
 import atexit
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich import box
@@ -17,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 from rich.text import Text
 
-from colocated_grpo.tracking.text import as_html, duration, number, printable
+from colocated_grpo.tracking.text import duration, number, printable
 
 MIN_PHASE_SHARE = 0.02
 """Phases below this share of a step are omitted from its line."""
@@ -30,8 +28,6 @@ ETA_STEPS = 20
 """Steps averaged for the time left: enough to include an evaluation, few enough to follow growing completions."""
 SHORTEST_PHASE = 0.1
 """Seconds; shorter phases of the start get no line."""
-Show = Callable[[str], None]
-"""Shows HTML, replacing its previous output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +154,6 @@ class PlainDisplay:
         self.console = console
         self._total = total_steps
         self._eta = Eta(total_steps)
-        self._rows: list[tuple[int, Row]] = []
-        """The last steps."""
 
     def phase_begins(self, name: str) -> None:
         """Do nothing: most phases take a moment."""
@@ -192,16 +186,14 @@ class PlainDisplay:
         for line in (title, *(f"  {name:<{width}}  {value}" for name, value in facts.items())):
             self.note(line)
 
-    def _keep(self, step: int, row: Row) -> None:
-        # Make a new list, because the refresh thread of a live display may be reading the old list.
-        self._rows = [*self._rows, (step, row)][-STEPS_SHOWN:]
-
 
 class LiveDisplay(PlainDisplay):
     """Progress bar and the last steps as a table, redrawn in place."""
 
     def __init__(self, console: Console, total_steps: int) -> None:
         super().__init__(console, total_steps)
+        self._rows: list[tuple[int, Row]] = []
+        """The last steps."""
         self._phase: Progress | None = None
         left = TextColumn("{task.fields[left]} left")
         columns = SpinnerColumn(), TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None)
@@ -231,7 +223,8 @@ class LiveDisplay(PlainDisplay):
         self._live.start()
 
     def step(self, step: int, row: Row) -> None:
-        self._keep(step, row)
+        # Make a new list, because the refresh thread may be reading the old list.
+        self._rows = [*self._rows, (step, row)][-STEPS_SHOWN:]
         self._progress.update(self._bar, completed=step + 1, left=self._eta.tick(step))
 
     def note(self, line: str) -> None:
@@ -262,56 +255,10 @@ class LiveDisplay(PlainDisplay):
         return Group(*table, self._progress)
 
 
-def in_notebook() -> bool:
-    """Return True in a kernel of Jupyter, which renders HTML; False in IPython's terminal."""
-    ipython = sys.modules.get("IPython")
-    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
-
-
-def updating_output() -> Show:
-    """Return a function that shows HTML under the running cell, and replaces it in later calls."""
-    from IPython.display import HTML, display  # pyrefly: ignore[missing-import]  (comes with every notebook)
-
-    handles = []
-
-    def show(html: str) -> None:
-        if handles:
-            handles[0].update(HTML(html))
-        else:
-            handles.append(display(HTML(html), display_id=True))
-
-    return show
-
-
-class NotebookDisplay(PlainDisplay):
-    """Progress bar and the last steps as one HTML table, replaced after every step; facts and notes as lines."""
-
-    def __init__(self, console: Console, total_steps: int, show: Show) -> None:
-        super().__init__(console, total_steps)
-        self._show = show
-
-    def step(self, step: int, row: Row) -> None:
-        self._keep(step, row)
-        progress = f"step {step + 1} of {self._total}, {self._eta.tick(step)} left"
-        bar = f'<progress value="{step + 1}" max="{self._total}"></progress> {as_html(progress)}'
-        self._show(f"<div>{bar}{self._table()}</div>")
-
-    def _table(self) -> str:
-        columns = columns_of([row for _, row in self._rows])
-        head = "".join(f"<th>{as_html(title)}</th>" for title in ("step", *(column.title for column in columns)))
-        lines = (
-            "".join(f"<td>{as_html(cell)}</td>" for cell in (step, *(number(row.get(c.key)) for c in columns)))
-            for step, row in self._rows
-        )
-        return f"<table><tr>{head}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
-
-
 def make_display(mode: str, console: Console, total_steps: int) -> PlainDisplay:
     """Return the display for `mode` (tracking.console).
 
-    "auto" is live on a terminal with cursor control, and one updated table in a notebook.
+    "auto" is live on a terminal with cursor control.
     """
-    if mode == "auto" and in_notebook():
-        return NotebookDisplay(console, total_steps, updating_output())
     live = mode == "live" or (mode == "auto" and console.is_terminal and not console.is_dumb_terminal)
     return LiveDisplay(console, total_steps) if live else PlainDisplay(console, total_steps)

@@ -3,8 +3,6 @@
 A failure is recorded by the rank that failed first, else by the launcher.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

@@ -4,8 +4,6 @@ Files of .jsonl have one JSON object per line and are flushed every step. A kill
 written, so readers skip an incomplete last line and reject any other damage.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -34,7 +32,6 @@ TRAIN = "train"
 EVALUATION = "evaluation"
 GAMES_FILE = "games.jsonl"
 EVENTS_FILE = "game_events.jsonl"
-EVENTS_TABLE = "game_events.csv"
 
 Row = JsonObject
 NUMBER = int | float | None

@@ -1,7 +1,5 @@
 """Background pushes of a run's exports, with a model card, to the Hugging Face Hub. Failures never end the run."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil
@@ -17,9 +15,8 @@ from pathlib import Path
 from huggingface_hub import ModelCardData
 
 from colocated_grpo.errors import RunError, visible
-from colocated_grpo.settings.inputs import DATA_SUFFIXES
 from colocated_grpo.settings.schema import HubConfig
-from colocated_grpo.settings.sources import TRAIN_DATASET
+from colocated_grpo.settings.sources import DATA_SUFFIXES, TRAIN_DATASET
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.files import Row
 from colocated_grpo.tracking.text import number

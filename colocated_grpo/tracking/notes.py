@@ -1,7 +1,5 @@
 """Lines that the tracker prints: the banner, evaluations, one completion, scoring errors, oversized updates."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -9,7 +7,7 @@ from pathlib import Path
 from colocated_grpo.settings.secret_values import masked
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.text import number
-from colocated_grpo.tracking.transcripts import POLICY, Passage, one_line, prompt_messages
+from colocated_grpo.tracking.transcripts import one_line
 from colocated_grpo.types import Group, JsonObject, Score
 
 PROMPT_CHARACTERS, COMPLETION_CHARACTERS = 80, 240
@@ -31,9 +29,8 @@ def typical_completion(groups: Sequence[Group]) -> str | None:
     if not scored:
         return None
     reward, prompt, rollout = sorted(scored, key=lambda one: one[0])[len(scored) // 2]
-    asked = one_line(prompt_messages({"prompt": prompt.text})[-1:], PROMPT_CHARACTERS)
-    answer = one_line([Passage(POLICY, rollout.text, sampled=True)], COMPLETION_CHARACTERS)
-    return f"reward {number(reward)}: {asked} -> {answer}"
+    answer = one_line(rollout.text, COMPLETION_CHARACTERS)
+    return f"reward {number(reward)}: {' '.join(prompt.text.split())[-PROMPT_CHARACTERS:]} -> {answer}"
 
 
 class ScoringErrors:

@@ -1,7 +1,5 @@
 """The text of a run: on the console, and in run.log of the run folder. The text begins before the folder is chosen."""
 
-from __future__ import annotations
-
 import io
 import logging
 import threading

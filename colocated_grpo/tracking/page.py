@@ -1,7 +1,5 @@
 """Parts of report.html: its style, light or dark as the browser prefers, sections, and charts as SVG."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -136,31 +134,6 @@ def line_chart(series: Sequence[Series]) -> str:
         for step, value in line.points:
             hover.setdefault(step, []).append(f"{line.name}: {number(value)}")
     return _svg([*body, _hover_strips(frame, hover)])
-
-
-def stacked_chart(layers: Sequence[Series]) -> str:
-    """Return one <svg> of stacked bars, the first series at the bottom. All series have the same steps."""
-    drawn = [replace(layer, points=downsample(layer.points)) for layer in layers]
-    steps = [step for step, _ in drawn[0].points]
-    totals = [math.fsum(layer.points[index][1] for layer in drawn) for index in range(len(steps))]
-    ticks = nice_ticks(0.0, max(totals) or 1.0)
-    half = 0.5 * (steps[1] - steps[0]) if len(steps) > 1 else 0.5
-    frame = Frame(steps[0] - half, steps[-1] + half, 0.0, ticks[-1])
-    pitch = (WIDTH - LEFT - RIGHT) / len(steps)
-    width = pitch - 1 if pitch > 6 else pitch
-    bars: list[str] = []
-    hover: dict[float, list[str]] = {}
-    for index, step in enumerate(steps):
-        base = 0.0
-        for layer in drawn:
-            value = layer.points[index][1]
-            top, bottom = frame.y(base + value), frame.y(base)
-            if value > 0:
-                bars.append(_rectangle(frame.x(step) - width / 2, top, width, bottom - top, f"f{layer.color}"))
-            base += value
-        values = [(layer.name, layer.points[index][1]) for layer in reversed(drawn)]
-        hover[step] = [f"total: {number(totals[index])}", *(f"{name}: {number(v)}" for name, v in values if v > 0)]
-    return _svg([_axes(frame, ticks), *bars, _hover_strips(frame, hover)])
 
 
 def downsample(points: Sequence[Point]) -> list[Point]:

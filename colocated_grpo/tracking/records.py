@@ -1,11 +1,8 @@
 """Writers of a run's metrics, rollouts and ended games, which append to files of its folder."""
 
-from __future__ import annotations
-
-import csv
 import math
-from collections.abc import Callable, Iterable, Sequence
-from itertools import chain, groupby
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import TypeVar
@@ -80,15 +77,11 @@ class GameWriter:
 
     def __init__(self, run_dir: Path, first_step: int, note: Callable[[str], None]) -> None:
         self._folder = run_dir
-        self._columns: list[str] = []
         if (run_dir / files.GAMES_FILE).exists():
             files.keep_before(run_dir / files.GAMES_FILE, first_step, files.GAME_ROW, note)
         # Check the events separately: events are written before games, so a kill may leave events only.
         if (run_dir / files.EVENTS_FILE).exists():
             files.keep_before(run_dir / files.EVENTS_FILE, first_step, files.STEP_ROW, note)
-            # Rebuild the table from the .jsonl: a kill may have cut the table's last line.
-            (run_dir / files.EVENTS_TABLE).unlink(missing_ok=True)
-            self._append_to_table(files.read_rows(run_dir / files.EVENTS_FILE))
 
     def write(self, step: int, games: Sequence[JsonObject]) -> None:
         """Append the games that ended in `step`. The files are closed again, so a killed run keeps every ended game."""
@@ -98,7 +91,6 @@ class GameWriter:
             {"step": step, "source": game["source"], **event} for game in games for event in game.get("events", ())
         ]
         self._append(files.EVENTS_FILE, events)
-        self._append_to_table(events)
         self._append(
             files.GAMES_FILE, [{"step": step, **{k: v for k, v in game.items() if k != "events"}} for game in games]
         )
@@ -106,19 +98,6 @@ class GameWriter:
     def _append(self, name: str, rows: Sequence[Row]) -> None:
         with (self._folder / name).open("a", encoding="utf-8") as file:
             file.writelines(map(files.json_line, rows))
-
-    def _append_to_table(self, events: Iterable[Row]) -> None:
-        """Append rows with the columns of the first event. Further keys are in the .jsonl only."""
-        events = iter(events)
-        first = next(events, None)
-        if first is None:
-            return
-        self._columns = self._columns or list(first)
-        with (self._folder / files.EVENTS_TABLE).open("a", newline="", encoding="utf-8", errors="replace") as file:
-            writer = csv.DictWriter(file, self._columns, restval="", extrasaction="ignore")
-            if file.tell() == 0:
-                writer.writeheader()
-            writer.writerows(chain([first], events))
 
 
 def finite(value: float | None) -> float | None:

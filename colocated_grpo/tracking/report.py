@@ -1,7 +1,5 @@
 """Build report.html, one self-contained page about a run, from the files in its run folder."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence

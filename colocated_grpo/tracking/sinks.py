@@ -1,20 +1,17 @@
-"""Weights & Biases, TensorBoard and other trackers through accelerate's classes. A sink that fails is disabled."""
+"""Weights & Biases and TensorBoard through accelerate's classes. A sink that fails is disabled."""
 
 from __future__ import annotations
 
-import os
-import re
 import sys
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from colocated_grpo.settings.secret_values import masked, masked_arguments
-from colocated_grpo.tracking.files import flatten
 from colocated_grpo.tracking.records import finite, spread_by_reward
 from colocated_grpo.types import Group, JsonObject
 
@@ -30,6 +27,7 @@ TITLE = "completions"
 LONGEST_TEXT = 10_000
 """Characters of a prompt or a completion; the middle of a longer text is left out."""
 LEFT_OUT = "\n[...]\n"
+Cell = float | int | str | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,8 +35,8 @@ class Sink:
     """One external tracker. `log` takes a step and its metrics."""
 
     log: Callable[[int, dict[str, float]], None]
-    table: Callable[[int, Table], None] | None = None
-    """Send completions of a step; None: the tracker has no tables."""
+    table: Callable[[int, list[str], list[list[Cell]]], None] | None = None
+    """Send a table of completions: step, columns and rows. None: the tracker has no tables."""
     finish: Callable[[], None]
 
 
@@ -61,8 +59,6 @@ class Sinks:
             self._add("tracking.wandb", lambda: _wandb(shown, tracking, run_dir, self._note))
         if tracking.tensorboard:
             self._add("tracking.tensorboard", lambda: _tensorboard(run_dir, first_step))
-        for name in dict.fromkeys(tracking.trackers):
-            self._add(f"tracking.trackers: {name}", partial(_started, name, shown, tracking.project, run_dir))
 
     def log(self, step: int, row: dict[str, float]) -> None:
         """Send the metrics of one step to every sink."""
@@ -75,15 +71,12 @@ class Sinks:
         with_tables = [name for name, sink in self._sinks.items() if sink.table is not None]
         if not with_tables or not self._tables_every or step % self._tables_every:
             return
-        table = completions_table(step, groups, self._table_rows)
+        columns, rows = completions_table(step, groups, self._table_rows)
         for name in with_tables:
             sink = self._sinks[name]
             assert sink.table is not None
-            try:
-                sink.table(step, table)
-            except Exception as error:  # any error, as in `_disable_on_failure`; this sink still receives metrics
-                self._sinks[name] = replace(sink, table=None)
-                self._note(f"{name}: tables of completions disabled: {_reason(error)}")
+            with self._disable_on_failure(name):
+                sink.table(step, columns, rows)
 
     def close(self) -> None:
         """Finish pending uploads, at most WANDB_SECONDS, and close every sink."""
@@ -104,11 +97,8 @@ class Sinks:
             yield
         except Exception as error:
             self._sinks.pop(name, None)
-            self._note(f"{name} disabled: {_reason(error)}")
-
-
-def _reason(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
+            reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+            self._note(f"{name} disabled: {reason}")
 
 
 def _wandb(settings: object, tracking: TrackingConfig, run_dir: Path, note: Callable[[str], None]) -> Sink:
@@ -157,42 +147,6 @@ def _tensorboard(run_dir: Path, first_step: int) -> Sink:
     return Sink(log=lambda step, row: tracker.log(row, step=step), finish=tracker.finish)
 
 
-def _started(name: str, settings: object, project: str, run_dir: Path) -> Sink:
-    """Start one of `tracking.trackers` and send it the settings."""
-    _adopt_process_group()
-    tracker = make_tracker(name, project, run_dir)
-    with _no_prompts():
-        tracker.start()
-    flat = {key: str(value) if isinstance(value, list) else value for key, value in flatten(settings)}
-    tracker.store_init_configuration(flat)
-    return Sink(
-        log=lambda step, row: tracker.log({valid_name(key): value for key, value in row.items()}, step=step),
-        table=partial(WRITERS[name], tracker) if name in WRITERS else None,
-        finish=tracker.finish,
-    )
-
-
-def make_tracker(name: str, project: str, run_dir: Path) -> GeneralTracker:
-    """Return accelerate's tracker of this name, not yet started. The tracker imports its package when it starts."""
-    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
-
-    run = run_dir.name
-    arguments: dict[str, dict[str, Any]] = {
-        "aim": {"run_name": run, "logging_dir": str(run_dir.parent), "experiment": project},
-        "clearml": {"run_name": run, "project_name": project, "task_name": run},
-        "comet_ml": {"run_name": project},
-        "mlflow": {"experiment_name": project, "run_name": run},
-        "swanlab": {"run_name": project, "experiment_name": run, "logdir": str(run_dir / "swanlog")},
-        "trackio": {"run_name": project, "name": run, "resume": "allow"},
-    }
-    return LOGGER_TYPE_TO_CLASS[name](**arguments[name])
-
-
-def valid_name(metric: str) -> str:
-    """Return a metric's name in characters that all trackers accept: 'eval/aime/pass@8' -> 'eval/aime/pass_8'."""
-    return re.sub(r"[^A-Za-z0-9_/ -]", "_", metric)
-
-
 @contextmanager
 def _masked_command() -> Iterator[None]:
     """Mask secrets in sys.argv in this block: trackers record the command."""
@@ -201,17 +155,6 @@ def _masked_command() -> Iterator[None]:
         yield
     finally:
         sys.argv = command
-
-
-@contextmanager
-def _no_prompts() -> Iterator[None]:
-    """Make prompts for input fail in this block: waiting for a key would block the other ranks in a collective."""
-    stdin = sys.stdin
-    with open(os.devnull, encoding="utf-8") as sys.stdin:
-        try:
-            yield
-        finally:
-            sys.stdin = stdin
 
 
 def _adopt_process_group() -> None:
@@ -233,24 +176,15 @@ def _wandb_run_id(run_dir: Path) -> str:
     return path.read_text(encoding="utf-8").strip()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Table:
-    """A table of completions."""
-
-    columns: list[str]
-    rows: list[list[float | int | str | None]]
-    """Text, numbers or None."""
-
-
-def completions_table(step: int, groups: list[Group], count: int) -> Table:
-    """Return at most `count` completions of a step, evenly spaced from the worst to the best reward.
+def completions_table(step: int, groups: list[Group], count: int) -> tuple[list[str], list[list[Cell]]]:
+    """Return columns and rows of at most `count` completions of a step, evenly spaced from the worst to the best.
 
     Columns: step, prompt, completion, reward, the parts of the reward, environment and finish_reason.
     """
     chosen = [(group, group.rollouts[sample]) for group, sample in spread_by_reward(groups, count)]
     parts = list(dict.fromkeys(name for _, rollout in chosen for name in rollout.score.parts))
     columns = ["step", "prompt", "completion", "reward", *(f"reward/{part}" for part in parts)]
-    rows = [
+    rows: list[list[Cell]] = [
         [
             step,
             _bounded(group.prompt.text),
@@ -262,7 +196,7 @@ def completions_table(step: int, groups: list[Group], count: int) -> Table:
         ]
         for group, rollout in chosen
     ]
-    return Table(columns=[*columns, "environment", "finish_reason"], rows=rows)
+    return [*columns, "environment", "finish_reason"], rows
 
 
 def _bounded(text: str) -> str:
@@ -272,48 +206,7 @@ def _bounded(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")  # a lone surrogate cannot be sent
 
 
-def _wandb_table(tracker: GeneralTracker, step: int, table: Table) -> None:
+def _wandb_table(tracker: GeneralTracker, step: int, columns: list[str], rows: list[list[Cell]]) -> None:
     import wandb
 
-    tracker.log({TITLE: wandb.Table(columns=[*table.columns], data=[*table.rows]), "step": step})
-
-
-def _trackio_table(tracker: GeneralTracker, step: int, table: Table) -> None:
-    import pandas
-    import trackio  # pyrefly: ignore[missing-import]  # installed by the user
-
-    tracker.log({TITLE: trackio.Table(dataframe=pandas.DataFrame(table.rows, columns=table.columns))}, step=step)
-
-
-def _swanlab_table(tracker: GeneralTracker, step: int, table: Table) -> None:
-    import swanlab  # pyrefly: ignore[missing-import]
-
-    rows = [["" if cell is None else cell for cell in row] for row in table.rows]
-    tracker.log({TITLE: swanlab.echarts.Table().add(table.columns, rows)}, step=step)
-
-
-def _mlflow_table(tracker: Any, _step: int, table: Table) -> None:
-    import mlflow  # pyrefly: ignore[missing-import]
-
-    columns = {name: [row[place] for row in table.rows] for place, name in enumerate(table.columns)}
-    # Use one file, to which MLflow appends: MLflow lists a run's tables in a tag with room for about eighty names.
-    mlflow.log_table(columns, f"{TITLE}.json", run_id=tracker.tracker.info.run_id)
-
-
-def _clearml_table(tracker: Any, step: int, table: Table) -> None:
-    tracker.log_table(TITLE, columns=table.columns, data=table.rows, step=step)
-
-
-def _comet_table(tracker: Any, step: int, table: Table) -> None:
-    tracker.tracker.log_table(f"{TITLE}_{step:06d}.csv", tabular_data=table.rows, headers=table.columns)
-
-
-WRITERS: dict[str, Callable[[Any, int, Table], None]] = {
-    "wandb": _wandb_table,
-    "trackio": _trackio_table,
-    "swanlab": _swanlab_table,
-    "mlflow": _mlflow_table,
-    "clearml": _clearml_table,
-    "comet_ml": _comet_table,
-}
-"""accelerate's name of a tracker -> function that sends it a table. Aim and TensorBoard have no tables."""
+    tracker.log({TITLE: wandb.Table(columns=[*columns], data=[*rows]), "step": step})

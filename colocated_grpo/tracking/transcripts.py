@@ -1,9 +1,6 @@
 """Stored rollouts and games, split into passages by speaker, for the report and the tools."""
 
-from __future__ import annotations
-
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from colocated_grpo.tracking import files
@@ -12,24 +9,6 @@ from colocated_grpo.tracking.page import section
 from colocated_grpo.tracking.text import as_html, number
 
 POLICY, PROMPT, ENVIRONMENT = "policy", "prompt", "environment"
-"""Speakers of text that no chat template marks."""
-_BAR = "\uff5c"  # DeepSeek's templates write a full-width bar
-# One alternative for each family of templates. The groups hold the role.
-_HEADER = re.compile(
-    r"<\|im_start\|>(\w+)\n?"  # ChatML: Qwen, SmolLM
-    r"|<\|start_header_id\|>(\w+)<\|end_header_id\|>\s{0,2}"  # Llama 3
-    r"|<\|start_of_role\|>(\w+)(?:<\|end_of_role\|>|[^<]*<\|end_of_role\|>)"  # Granite
-    r"|<\|start\|>(\w+)[^<]*(?:<\|channel\|>[^<]*)?<\|message\|>"  # gpt-oss
-    r"|<(?:start_of_turn|\|turn)>(\w+)\n?"  # Gemma
-    r"|<\|(system|user|assistant|tool|observation|developer)\|>\n?"  # Phi, GLM, OLMo, this package's models
-    rf"|<{_BAR}(User|Assistant){_BAR}>"  # DeepSeek
-    r"|\[(INST|SYSTEM_PROMPT|TOOL_RESULTS|/INST)\]\s?"  # Mistral
-)
-_MISTRAL = {"INST": "user", "SYSTEM_PROMPT": "system", "TOOL_RESULTS": "tool", "/INST": "assistant"}
-_TOKEN = re.compile(
-    rf"<\|[\w ]+\|>|<{_BAR}[^<>]+{_BAR}>|</?s>|<(?:bos|eos|pad|end_of_turn|turn\||sop)>"
-    r"|\[gMASK\]|\[/(?:SYSTEM_PROMPT|TOOL_RESULTS)\]"
-)
 HELD_OUT_SHOWN = 8
 TRAINING_ROLLOUTS_SHOWN = 6
 GAMES_SHOWN = 6
@@ -41,7 +20,7 @@ MAX_GAME_LENGTH = 30_000
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """Consecutive text of one speaker. Example: Passage("user", "3+4=", sampled=False)"""
+    """Consecutive text that is either sampled or read, with the tokens of its chat template."""
 
     speaker: str
     text: str
@@ -49,44 +28,16 @@ class Passage:
     """True: written by the policy in this rollout. False: read by the policy."""
 
 
-def prompt_messages(row: Row) -> list[Passage]:
-    """Return the messages of a rollout's prompt."""
-    return list(_parsed(row["prompt"], PROMPT))
-
-
-def completion_messages(row: Row) -> list[Passage]:
-    """Return the policy's turns and the observations between them."""
+def passages(row: Row) -> list[Passage]:
+    """Return the policy's turns of a rollout and the observations between them."""
     turns = row.get("turns") or [{"sampled": True, "text": row["completion"]}]
-    messages: list[Passage] = []
-    for turn in turns:
-        if turn["sampled"]:
-            # Do not search sampled text for headers: a policy may write headers itself.
-            messages.append(Passage(POLICY, _TOKEN.sub("", turn["text"]) if row.get("turns") else turn["text"], True))
-        else:
-            messages += _parsed(turn["text"], ENVIRONMENT)
-    return messages
+    return [Passage(POLICY if turn["sampled"] else ENVIRONMENT, turn["text"], turn["sampled"]) for turn in turns]
 
 
-def one_line(messages: Sequence[Passage], limit: int) -> str:
-    """Return the text of the last messages on one line of at most `limit` characters."""
-    text = " ".join(" ".join(message.text.split()) for message in messages)
+def one_line(text: str, limit: int) -> str:
+    """Return text on one line of at most `limit` characters."""
+    text = " ".join(text.split())
     return text if len(text) <= limit else text[: limit - 3] + "..."
-
-
-def _parsed(text: str, speaker: str) -> Iterator[Passage]:
-    """Yield the messages of text rendered by a chat template; one message of `speaker` if there is no header."""
-    begin = 0
-    for header in _HEADER.finditer(text):
-        yield from _message(speaker, text[begin : header.start()])
-        role = next(filter(None, header.groups()))
-        speaker, begin = _MISTRAL.get(role, role.lower()), header.end()
-    yield from _message(speaker, text[begin:])
-
-
-def _message(speaker: str, text: str) -> Iterator[Passage]:
-    """Yield one message; nothing if its text is empty, as after the header that opens the policy's reply."""
-    if shown := _TOKEN.sub("", text).strip():
-        yield Passage(speaker, shown, sampled=False)
 
 
 def before_and_after(rollouts: Sequence[Row]) -> str:
@@ -141,8 +92,8 @@ def _card(rollouts: Sequence[Row]) -> str:
     """Show one prompt and one or two rollouts of it, side by side."""
     row = rollouts[0]
     label = f'<div class="label">{as_html(row["source"])}, prompt {row["prompt_index"]}</div>'
-    sides = "".join(f"<div>{_label(rollout)}{_bubbles(completion_messages(rollout))}</div>" for rollout in rollouts)
-    prompt = _bubbles(prompt_messages(row))
+    sides = "".join(f"<div>{_label(rollout)}{_bubbles(passages(rollout))}</div>" for rollout in rollouts)
+    prompt = _bubbles([Passage(PROMPT, row["prompt"], sampled=False)])
     return f'<article class="card">{label}{prompt}<div class="sides n{len(rollouts)}">{sides}</div></article>'
 
 

@@ -187,9 +187,9 @@ def test_make_lint_checks_rules_format_and_types_and_changes_nothing():
 def test_a_folder_that_one_pytest_of_make_test_ignores_is_run_by_another():
     plan = make(ROOT, "--dry-run", "test", "VENV=elsewhere", "PLATFORM=cpu").stdout
     ignored = re.findall(r"--ignore ([^\s;]+)", plan)
-    run = re.findall(r"^elsewhere/(?:verifiers/)?bin/python -m pytest ((?:tests/\S+ ?)+)", plan, re.MULTILINE)
+    run = re.findall(r"^elsewhere/bin/python -m pytest ((?:tests/\S+ ?)+)", plan, re.MULTILINE)
     assert set(ignored) == set(" ".join(run).split()) - {"tests/cpu"}
-    assert {"tests/cpu/policy", "tests/cpu/environments/verifiers"} < set(ignored)
+    assert "tests/cpu/policy" in ignored
 
 
 @pytest.mark.parametrize("failing", ["tests/cpu", "tests/cpu/policy"])

@@ -23,8 +23,6 @@ from tests.support.paths import ROOT
 from tests.support.training_runs import tiny_model
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-OF_THE_USER = {"IPython", "mlflow", "swanlab", "trackio"}
-"""Imported in a notebook, or for a tracker whose package the user has installed."""
 WITH_CUDA = {"fla", "triton"}
 """Come with the CUDA builds of torch or are installed beside them. What imports them is imported on GPUs only."""
 
@@ -117,7 +115,7 @@ def test_every_module_imports_only_declared_packages_and_what_these_require():
     wrong = []
     for file in sorted((ROOT / "colocated_grpo").rglob("*.py")):
         for package, at_once in imports(file):
-            if package in sys.stdlib_module_names or package in {"colocated_grpo", *OF_THE_USER, *WITH_CUDA}:
+            if package in sys.stdlib_module_names or package in {"colocated_grpo", *WITH_CUDA}:
                 continue
             allowed = always if at_once else always | extras
             if not providers.get(package, {package}) & allowed:

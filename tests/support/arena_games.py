@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import count
 from typing import Any
 
 import textarena
 from textarena.envs.TicTacToe.env import TicTacToeEnv
 
-BRITTLE, BROKEN, FICKLE, HASTY, RESTLESS = "Brittle-v0", "Broken-v0", "Fickle-v0", "Hasty-v0", "Restless-v0"
+BRITTLE, BROKEN, HASTY = "Brittle-v0", "Broken-v0", "Hasty-v0"
 UNORDERED = "Unordered-v0"
-_numbers = count()
 
 
 class Brittle(TicTacToeEnv):
@@ -27,27 +25,6 @@ class Broken(TicTacToeEnv):
 
     def step(self, action: str) -> Any:
         raise IndexError("never worked")
-
-
-class Fickle(TicTacToeEnv):
-    """Starts every game with another message, whatever its seed: it is not reproducible."""
-
-    def reset(self, *args: Any, **kwargs: Any) -> None:
-        super().reset(*args, **kwargs)
-        self.state.add_observation(
-            message=f"It is day {next(_numbers)}.", observation_type=textarena.ObservationType.GAME_MESSAGE
-        )
-
-
-class Restless(TicTacToeEnv):
-    """Never ends, and [4] stays legal."""
-
-    def step(self, action: str) -> Any:
-        self.state.game_state["board"][1][1] = ""
-        return super().step(action)
-
-    def _check_winner(self) -> bool:
-        return False
 
 
 class Hasty(TicTacToeEnv):
@@ -73,8 +50,6 @@ class Unordered(TicTacToeEnv):
 _GAMES = {
     BRITTLE: Brittle,
     BROKEN: Broken,
-    FICKLE: Fickle,
-    RESTLESS: Restless,
     HASTY: Hasty,
     UNORDERED: Unordered,
 }

@@ -44,39 +44,16 @@ def launch_of(**changes: Any) -> Launch:
 def subject_of(
     config: Config | None = None,
     environment: dict[str, str] | None = None,
-    packages: Path | None = None,
-    errors: tuple[str, ...] = (),
     **launch: Any,
 ) -> Subject:
-    """Return a subject with this machine's environment, changed by `environment`.
-
-    packages: the only folder in which installed packages are looked up.
-    """
-    folders = {} if packages is None else {"package_folders": (str(packages),)}
-    return Subject(
-        launch=launch_of(**launch),
-        config=config,
-        config_errors=errors,
-        environment={**os.environ, **(environment or {})},
-        **folders,
-    )
+    """Return a subject with this machine's environment, changed by `environment`."""
+    return Subject(launch=launch_of(**launch), config=config, environment={**os.environ, **(environment or {})})
 
 
-def install(folder: Path, name: str, version: str, *requires: str) -> None:
-    """Write the metadata of an installed package, as pip leaves it."""
-    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
-    info.mkdir(parents=True)
-    lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
-    (info / "METADATA").write_text("\n".join([*lines, *(f"Requires-Dist: {line}" for line in requires), ""]))
-
-
-def fake_nvidia_smi(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, output: str, code: int = 0, *, fabric: str = ""
-) -> None:
-    """Put an nvidia-smi with recorded output into PATH. fabric: its output for the state of the NVSwitch fabric."""
+def fake_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, output: str, code: int = 0) -> None:
+    """Put an nvidia-smi with recorded output into PATH."""
     script = folder / "nvidia-smi"
-    cases = f"*fabric*) echo {shlex.quote(fabric)};; *) echo {shlex.quote(output)};;"
-    script.write_text(f"#!/bin/sh\ncase $1 in {cases} esac\nexit {code}\n")
+    script.write_text(f"#!/bin/sh\necho {shlex.quote(output)}\nexit {code}\n")
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, PrivateAttr, TypeAdapter, ValidationError
 
-from colocated_grpo.environments.adapters.seeded import InvalidReply, SteppedEpisode, draw_seed
+from colocated_grpo.environments.adapters.seeded import SeededEpisode, draw_seed
 from colocated_grpo.environments.base import EnvironmentSetupError, Item, Split
-from colocated_grpo.environments.chat import Conversation
+from colocated_grpo.environments.chat import ContextExhausted, Conversation
 from colocated_grpo.environments.rewards.answers import without_thoughts
 from colocated_grpo.environments.user_code.loading import import_optional
 from colocated_grpo.types import JsonObject
@@ -57,8 +57,11 @@ ERRORS = {"CAPACITY_REACHED": ServerBusy, "VALIDATION_ERROR": InvalidAction}
 """Exceptions by the protocol's error code. Every other code raises ServerError."""
 
 
-class OpenEnv(SteppedEpisode):
-    """An environment on an OpenEnv server."""
+class OpenEnv(SeededEpisode):
+    """An environment on an OpenEnv server.
+
+    Reward: the sum of the steps' rewards, plus `invalid_reward` for each reply that is no valid action.
+    """
 
     url: str = Field(pattern=r"^https?://")
     """URL of the server. Example: http://localhost:8000"""
@@ -72,7 +75,12 @@ class OpenEnv(SteppedEpisode):
     options: JsonObject = {}
     """Arguments of the environment's reset(), in addition to the seed."""
     max_turns: int = Field(20, ge=1)
+    """Maximum turns of the policy in an episode."""
     max_turn_tokens: int = Field(512, ge=1)
+    """Maximum tokens of one turn of the policy."""
+    invalid_reward: float = Field(-1.0, le=0)
+    """Reward of a reply that is no valid action. If every step has a cost, 0 would make such a reply better than a
+    valid one."""
 
     _action_schema: JsonObject = PrivateAttr()
     _field: str | None = PrivateAttr()
@@ -98,15 +106,29 @@ class OpenEnv(SteppedEpisode):
             text = self._observation_text(first)
             if text != item["observation"]:
                 raise RuntimeError("the environment is not reproducible from its seed: siblings would differ")
+            return await self._play(model, send, over=bool(first["done"]))
 
-            async def step(reply: str) -> tuple[str, float, bool]:
+    async def _play(self, model: Conversation, send: Send, *, over: bool) -> dict[str, float]:
+        text, earned, invalid = "", 0.0, 0
+        with suppress(ContextExhausted):
+            while not over and model.turns < self.max_turns:
+                if model.turns:
+                    model.observe(text)
+                reply = (await model.generate(self.max_turn_tokens)).text
                 try:
                     result = await send({"type": "step", "data": self._action(reply)})
                 except InvalidAction as error:
-                    raise InvalidReply(f"Invalid action: {error}") from None
-                return self._observation_text(result), float(result["reward"] or 0.0), bool(result["done"])
-
-            return await self._play(model, step, over=bool(first["done"]))
+                    invalid += 1
+                    text = f"Invalid action: {error}"
+                    continue
+                text, over = self._observation_text(result), bool(result["done"])
+                earned += float(result["reward"] or 0.0)
+        return {
+            "reward": earned + self.invalid_reward * invalid,
+            "return": earned,
+            "invalid": invalid / max(model.turns, 1),
+            "finished": float(over),
+        }
 
     @asynccontextmanager
     async def _session(self, reset_args: JsonObject) -> AsyncIterator[tuple[Send, JsonObject]]:

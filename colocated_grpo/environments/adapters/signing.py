@@ -4,8 +4,6 @@ The key is private to the user. A valid signature proves that one of this user's
 made by another user cannot run code here.
 """
 
-from __future__ import annotations
-
 import hmac
 import os
 import secrets

@@ -31,7 +31,7 @@ MOVE = re.compile(r"\[[^\[\]]+\]")
 """A move as games write it: [4], [bet]."""
 THOUGHTS = re.compile(r"^.*</think>|<think>.*$", re.DOTALL)
 """Text up to the last </think>, and a think block that was cut off."""
-RULES, BOARD, COMPLAINT = "PROMPT", "GAME_BOARD", "GAME_ADMIN"
+RULES, COMPLAINT = "PROMPT", "GAME_ADMIN"
 """Kinds of messages."""
 ILLEGAL_REWARD = -1.0
 """Reward if a game ended at an illegal move and returned no number."""
@@ -68,8 +68,6 @@ class TextArenaGame:
         while isinstance(self._unwrapped, Wrapper):
             self._unwrapped = self._unwrapped.env
         self._read: dict[int, list[GameMessage]] = {seat: [] for seat in range(players)}
-        dealt = [message for messages in self._unwrapped.state.observations.values() for message in messages]
-        self._rules = {text for _, text, kind in dealt if kind_name(kind) == RULES}
         self.over = False
 
     @property
@@ -146,15 +144,6 @@ class TextArenaGame:
             return ILLEGAL_REWARD, True
         return float(rewards[seat]), self._is_invalid(seat)
 
-    def role(self, seat: int) -> str:
-        """Return the game's name for the role of a seat: 'Mafia', or 'Player 0' in a game without roles."""
-        return str(self._unwrapped.state.game_info[seat]["role"])
-
-    def log(self) -> list[tuple[int, str]]:
-        """Return (sender, text) of all messages in the game, to any seat, without the rules."""
-        logs = self._unwrapped.state.logs
-        return [(sender, text) for sender, text in logs if isinstance(text, str) and text not in self._rules]
-
 
 ScriptedPlayer = Callable[[TextArenaGame, Random], str]
 """(game, random stream) -> reply of the seat whose turn it is"""
@@ -195,13 +184,8 @@ def scripted_player(label: str, key: str) -> ScriptedPlayer:
 
 
 def render(messages: Iterable[GameMessage]) -> str:
-    """Return the messages as text, separated by newlines."""
-    return "\n".join(render_message(sender, text) for sender, text, _ in messages).strip()
-
-
-def render_message(sender: int, text: str) -> str:
-    """Return a message as text. A seat's message starts with the number of the seat."""
-    return text if sender < 0 else f"[Player {sender}] {text}"
+    """Return the messages as lines. A seat's message starts with the number of the seat."""
+    return "\n".join(text if sender < 0 else f"[Player {sender}] {text}" for sender, text, _ in messages).strip()
 
 
 MAX_OPPONENT_MOVES = 1000

@@ -7,8 +7,6 @@ pickled copy of the batcher and its open batch (`ToSSimTable`). Copies write to 
 copies, because ToSSim's own environment contains local functions; pickle reads them.
 """
 
-from __future__ import annotations
-
 import pickle
 import random
 from base64 import b64decode, b64encode

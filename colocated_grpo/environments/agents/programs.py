@@ -1,7 +1,5 @@
 """User programs and functions that play whole episodes over HTTP. Every episode has its own address and key."""
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import json
@@ -16,10 +14,10 @@ from dataclasses import dataclass, field
 from inspect import iscoroutinefunction
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO, Protocol, runtime_checkable
+from typing import IO, Protocol
 
 from colocated_grpo.environments.agents.sequences import AgentConversation
-from colocated_grpo.environments.base import EnvironmentSetupError, Item, Split
+from colocated_grpo.environments.base import EnvironmentSetupError, Item
 from colocated_grpo.environments.user_code.loading import load_object
 from colocated_grpo.runtime import parents_death
 from colocated_grpo.runtime.program import KEY_VARIABLE, URLS_VARIABLE
@@ -191,21 +189,6 @@ class Agent(Protocol):
 
     async def play(self, item: Item, access: Access) -> object:
         """Play the episode of an item. Returns the reward in a form that `as_score` reads."""
-        ...
-
-
-@runtime_checkable
-class AgentTasks(Agent, Protocol):
-    """Tasks of another library, with the agent that plays them."""
-
-    max_requests: int
-    max_running: int
-
-    def prompts(self, seed: int, split: Split) -> Iterator[Item]:
-        """Yield items, as Task.prompts does.
-
-        "prompt" contains the first messages of the task. The agent itself writes the messages of its requests.
-        """
         ...
 
 

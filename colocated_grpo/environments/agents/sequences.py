@@ -5,8 +5,6 @@ its tokens and the new tokens are appended. Any other prompt begins a new sequen
 one sequence only.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace

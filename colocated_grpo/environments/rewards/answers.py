@@ -1,7 +1,5 @@
 """Answers: the columns that hold them in data, and their extraction from completions."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """The built-in reward functions, in TRL's signature. Each accepts text and chat completions."""
 
-from __future__ import annotations
-
 import logging
 import os
 import resource

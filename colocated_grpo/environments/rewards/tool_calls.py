@@ -1,7 +1,5 @@
 """Tool calls in a completion, <tool_call>{"name": ..., "arguments": {...}}</tool_call>, and partial credit for them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any

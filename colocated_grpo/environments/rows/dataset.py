@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 from colocated_grpo.environments.base import EnvironmentSetupError, Item, Items, ItemStream
 from colocated_grpo.environments.prompts import checked_prompt, template_arguments
-from colocated_grpo.environments.rows.curriculum import EasyToHard, RestingItems
 from colocated_grpo.environments.rows.readers import READERS
-from colocated_grpo.environments.rows.row_filter import Keep, RowFilter, column_values, difficulties, select
+from colocated_grpo.environments.rows.row_filter import Keep, RowFilter, column_values, select
 from colocated_grpo.environments.streams import Rows, RowStream
 from colocated_grpo.environments.templates import PLAIN, TOOLS, VARIABLES, with_system_prompt
 from colocated_grpo.environments.user_code.loading import one_line
-from colocated_grpo.settings.sources import ColumnCurriculumConfig, RowsSourceConfig
+from colocated_grpo.settings.sources import RowsSourceConfig
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -114,13 +113,6 @@ class DatasetRows:
         self.filter_notes.append(f"environments {self.name!r}: {split!r}: {note}")
         return select(rows, numbers), numbers
 
-    def difficulties(self, curriculum: ColumnCurriculumConfig) -> list[float]:
-        """Return one number for each training row. Harder rows have larger numbers."""
-        try:
-            return difficulties(column_values(self.train, curriculum.column), curriculum)
-        except ValueError as error:
-            raise self._error(f"curriculum: {error}") from None
-
     def _read(self, split: str) -> tuple[list[Item] | Dataset, str]:
         """Return the rows of a split, and the name of their source for messages."""
         given = self._given(split)
@@ -173,11 +165,8 @@ class DatasetRows:
         first = rows[0]
         if self.config.prompt_column not in first:
             raise self._missing_column("prompt_column", self.config.prompt_column, first)
-        curriculum = self.config.curriculum
         named = [("columns", column) for column in self.config.columns]
         named += [("where", column) for column in self.config.where]
-        if isinstance(curriculum, ColumnCurriculumConfig) and split == self.config.split:
-            named.append(("curriculum", curriculum.column))
         for key, column in named:
             if column not in first:
                 raise self._missing_column(key, column, first)
@@ -281,13 +270,9 @@ class RowItems(Items):
         return self._rows.held_out_note
 
     def open_stream(self, seed: int) -> ItemStream:
-        rows, curriculum = self._rows, self._config.curriculum
+        rows = self._rows
         order_seed = seed if self._config.shuffle else None
-        to_item = partial(rows.item, rows.train)
-        if isinstance(curriculum, ColumnCurriculumConfig):
-            return EasyToHard(self._name, rows.train, to_item, order_seed, rows.difficulties(curriculum), curriculum)
-        stream = RowStream(self._name, rows.train, to_item, order_seed)
-        return stream if curriculum is None else RestingItems(stream, self._name, curriculum)
+        return RowStream(self._name, rows.train, partial(rows.item, rows.train), order_seed)
 
     def held_out(self, seed: int) -> Iterator[Item]:
         rows = self._rows

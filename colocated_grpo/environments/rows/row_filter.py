@@ -1,4 +1,4 @@
-"""Selection of rows by conditions on columns and by a function, and the order of rows by difficulty."""
+"""Selection of rows by conditions on columns and by a function."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from colocated_grpo.environments.base import EnvironmentSetupError, Item
 from colocated_grpo.environments.user_code.loading import load_object, one_line
-from colocated_grpo.settings.sources import ColumnCurriculumConfig, ConditionConfig, RowsSourceConfig, Scalar
+from colocated_grpo.settings.sources import ConditionConfig, RowsSourceConfig, Scalar
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -134,29 +134,6 @@ def select(rows: list[Item] | Dataset, numbers: Sequence[int]) -> list[Item] | D
     if isinstance(rows, list):
         return [rows[number] for number in numbers]
     return cast("Dataset", rows.select(numbers))  # annotated as Dataset | DatasetDict
-
-
-def difficulties(values: Sequence[object], config: ColumnCurriculumConfig) -> list[float]:
-    """Return one number for each row. Harder rows have larger numbers. Raises ValueError."""
-    found = [_difficulty(value, config) for value in values]
-    if None not in found:
-        return cast("list[float]", found)
-    value = values[found.index(None)]
-    what = f"column {config.column!r} has {'null' if value is None else repr(value)[:60]}"
-    if isinstance(config.order, list):
-        raise ValueError(f"{what}, which `order` does not list; add it, or leave such rows out by `where`")
-    distinct = sorted({repr(value) for value in values if value is not None})
-    raise ValueError(
-        f"{what}, which is not a number; leave such rows out by `where`, or list the values in `order`, easiest first: "
-        f"{', '.join(distinct[:10])}{', ...' * (len(distinct) > 10)}"
-    )
-
-
-def _difficulty(value: object, config: ColumnCurriculumConfig) -> float | None:
-    if isinstance(config.order, list):
-        return next((float(place) for place, known in enumerate(config.order) if is_equal(value, known)), None)
-    number = as_number(value)
-    return -number if number is not None and config.order == "descending" else number
 
 
 def _some(numbers: Sequence[int]) -> str:

@@ -1,7 +1,5 @@
 """Procedural tasks: endless questions in two disjoint splits, and four of the built-in tasks."""
 
-from __future__ import annotations
-
 import ast
 import operator
 import re

@@ -1,7 +1,5 @@
 """The procedural datasets of the reasoning-gym package, scored by their own scorers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from hashlib import sha256
 from itertools import count

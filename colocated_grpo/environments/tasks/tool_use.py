@@ -1,13 +1,9 @@
 """Questions that need a calculator and a search, one tool call per turn. Easy enough for a 1M-parameter model."""
 
-from __future__ import annotations
-
-import ast
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from fractions import Fraction
 from functools import partial
 from itertools import islice
 from random import Random
@@ -18,21 +14,10 @@ from pydantic import Field
 from colocated_grpo.environments.base import Item
 from colocated_grpo.environments.chat import ContextExhausted, Conversation
 from colocated_grpo.environments.rewards.answers import last_number, tagged_parts, without_thoughts
-from colocated_grpo.environments.tasks.procedural import ARITHMETIC, Procedural, Template, normal_integer
+from colocated_grpo.environments.tasks.procedural import Procedural, Template, normal_integer
 
-MAX_EXPRESSION_LENGTH = 200
-MAX_BITS = 256
-"""Bits of the largest numerator or denominator. Bounds the digits of results and the cost of operations."""
-MAX_EXPONENT = 64
-MAX_RESULTS = 3
-"""Lines that a search returns."""
-WORD = re.compile(r"\w+")
-
-OPERATORS = {
-    **ARITHMETIC,
-    ast.FloorDiv: lambda left, right: Fraction(left // right),
-    ast.Mod: operator.mod,
-}
+OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+EXPRESSION = re.compile(r"\s*(-?\d{1,9})\s*(?:([-+*])\s*(-?\d{1,9})\s*)?")
 
 
 class ToolError(ValueError):
@@ -40,58 +25,19 @@ class ToolError(ValueError):
 
 
 def calculate(expression: str) -> str:
-    """Evaluate numbers, + - * / // % ** and parentheses exactly. Non-integer results have six significant digits."""
-    if len(expression) > MAX_EXPRESSION_LENGTH:
-        raise ToolError(f"more than {MAX_EXPRESSION_LENGTH} characters")
-    try:
-        value = _value(ast.parse(expression.strip(), mode="eval").body)
-    except ToolError:
-        raise
-    except ZeroDivisionError:
-        raise ToolError("division by zero") from None
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise ToolError("not an expression") from None
-    return str(value) if value.denominator == 1 else f"{float(value):.6g}"
+    """Return a whole number, or the sum, difference or product of two."""
+    found = EXPRESSION.fullmatch(expression)
+    if found is None:
+        raise ToolError("write two whole numbers, with + - or * between them")
+    return str(OPERATORS[found[2]](int(found[1]), int(found[3])) if found[2] else int(found[1]))
 
 
-def _value(node: ast.expr) -> Fraction:
-    match node:
-        case ast.Constant(value=number) if type(number) in (int, float):
-            value = Fraction(repr(number))
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            value = -_value(operand)
-        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
-            value = _value(operand)
-        case ast.BinOp(left=left, op=ast.Pow(), right=right):
-            value = _power(_value(left), _value(right))
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
-            value = OPERATORS[type(op)](_value(left), _value(right))
-        case _:
-            raise ToolError("only numbers, + - * / // % ** and parentheses")
-    return _bounded(value)
-
-
-def _power(base: Fraction, exponent: Fraction) -> Fraction:
-    if exponent.denominator != 1 or abs(exponent) > MAX_EXPONENT:
-        raise ToolError(f"an exponent must be a whole number of at most {MAX_EXPONENT}")
-    return base ** int(exponent)
-
-
-def _bounded(value: Fraction) -> Fraction:
-    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
-        raise ToolError("the number is too large")
-    return value
-
-
-def search(text: str, query: str) -> str:
-    """Return up to MAX_RESULTS lines, those with most query words first, ties in text order. Case is ignored."""
-    wanted = set(WORD.findall(query.lower()))
-    lines = text.splitlines()
-    hits = {number: len(wanted & set(WORD.findall(line.lower()))) for number, line in enumerate(lines)}
-    found = sorted((number for number in hits if hits[number]), key=lambda number: -hits[number])
-    if not found:
-        raise ToolError("nothing found")
-    return "\n".join(lines[number] for number in found[:MAX_RESULTS])
+def search(text: str, name: str) -> str:
+    """Return the line of a name."""
+    for line in text.splitlines():
+        if line.partition(":")[0] == name.strip().lower():
+            return line
+    raise ToolError("nothing found")
 
 
 NAMES = ("ann", "bob", "cat", "dan", "eve", "fay", "gus", "hal", "ivy", "jon", "kim", "leo")
@@ -101,7 +47,7 @@ ANSWER = "answer"
 
 
 class Call(NamedTuple):
-    """A tool call or the answer. Example: Call("calc", "2*(3+4)")"""
+    """A tool call or the answer. Example: Call("calc", "3*4")"""
 
     name: str
     argument: str
@@ -137,7 +83,7 @@ class ToolUse(Procedural):
     """Role of the messages with tool results. 'tool' needs a chat template that supports this role."""
     template: Template = (
         "Find {question}. Each name stands for a number. Use one tool a turn: <search>name</search> looks a name up, "
-        "<calc>2*(3+4)</calc> calculates. Give the result between <answer> and </answer>."
+        "<calc>3*4</calc> calculates. Give the result between <answer> and </answer>."
     )
     """Prompt text; {question} is replaced by the question."""
 

@@ -1,25 +1,20 @@
 """Many games of town side by side, as a turn environment (see environments/turns/base.py), and their settings."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from random import Random
+from typing import Literal, Self
 
+from pydantic import Field, model_validator
+
+from colocated_grpo.environments.base import Item, Split
+from colocated_grpo.environments.town import rewards
 from colocated_grpo.environments.town.legality import LegalActions, reply_pattern
 from colocated_grpo.environments.town.night import seat_result
 from colocated_grpo.environments.town.observations import observe
 from colocated_grpo.environments.town.phases import begin, to_act
 from colocated_grpo.environments.town.players import SCRIPTED, scripted_reply, scripted_turn, sensible_player
-from colocated_grpo.environments.town.rewards import (
-    CREDITS,
-    Credit,
-    TownStats,
-    immediate_reward,
-    outcome_returns,
-    reward_parts,
-)
 from colocated_grpo.environments.town.state import (
     DRAW,
     MAX_SEATS,
@@ -36,17 +31,20 @@ from colocated_grpo.environments.town.state import (
 from colocated_grpo.environments.town.texts import PROMPT_STYLES, Message, game_record
 from colocated_grpo.environments.town.verdicts import Status, Verdict, apply_verdict, judge
 from colocated_grpo.environments.turns.base import FinishedGames, PlainOutcome
+from colocated_grpo.environments.user_code.loading import construct, resolve_mode
+from colocated_grpo.settings.base import Section
+from colocated_grpo.settings.turns import FROZEN
 from colocated_grpo.types import JsonObject
 
+KEY = "environments 'town'"
 POLICY = "policy"
 """Label of the seats that the trained policy plays."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TownSettings:
+class TownSettings(Section):
     """The `args` of town. Example: TownSettings(games=8, seats=9, seed=1, players=("policy", "sensible"))"""
 
-    games: int = 4
+    games: int = Field(4, ge=1)
     """Games played side by side. When a game ends, a new game replaces it."""
     seats: int | tuple[int, int] = 7
     """Seats of a game, or (lowest, highest), drawn for each game."""
@@ -54,33 +52,32 @@ class TownSettings:
     """The cast, dealt at random. Empty: a playable mix is drawn for each game."""
     seed: int = 0
     players: tuple[str, ...] = (POLICY,)
-    """Labels of the players, repeated over the seats. 'sensible' and 'random' are scripts; models play all other
-    labels."""
-    credit: Credit = field(default_factory=lambda: CREDITS["phase"])
-    rules: Rules = field(default_factory=Rules)
-    memory: int = 60
+    """Labels of the players, repeated over the seats. 'sensible' and 'random' are scripts; models play the others."""
+    credit: rewards.Credit = rewards.CREDITS["phase"]
+    rules: Rules = Rules()
+    memory: int = Field(60, ge=1)
     """Number of latest events in a prompt. Older events can be looked up."""
-    prompts: str = "full"
+    prompts: Literal["full", "brief"] = "full"
     """full: rules and situation in sentences. brief: names and tags, for models of a few million parameters.
     docs/guides/games.md gives the lengths of both styles."""
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _is_playable(self) -> Self:
         low, high = self.seat_bounds
-        if self.games < 1 or self.memory < 1:
-            raise ValueError(f"town: games={self.games}, memory={self.memory}: both must be at least 1")
         if not MIN_SEATS <= low <= high <= MAX_SEATS:
-            raise ValueError(f"town: seats={self.seats}: not within {MIN_SEATS} to {MAX_SEATS}")
-        if self.prompts not in PROMPT_STYLES:
-            raise ValueError(f"town: prompts={self.prompts!r}: unknown style; valid: {', '.join(PROMPT_STYLES)}")
+            raise ValueError(f"seats={self.seats}: not within {MIN_SEATS} to {MAX_SEATS}")
         if self.roles and (problem := cast_problem(self.roles)):
-            raise ValueError(f"town: {problem}")
-        if all(label in SCRIPTED for label in self.players):
+            raise ValueError(problem)
+        if unknown := set(self.players) - {POLICY, FROZEN, *SCRIPTED}:
+            raise ValueError(f"players: {min(unknown)!r} is unknown; valid: {', '.join((POLICY, FROZEN, *SCRIPTED))}")
+        if POLICY not in self.players:
             raise ValueError(
-                f"town: players={list(self.players)}: all are scripted, so there is nothing to train; add {POLICY!r}"
+                f"players={list(self.players)}: no seat is played by the policy, so there is nothing to train; add "
+                f"{POLICY!r}"
             )
-        fewest = len(self.roles) or low
-        if len(self.players) > fewest:
-            raise ValueError(f"town: players={list(self.players)}: more than the {fewest} seats of a game")
+        if len(self.players) > (fewest := len(self.roles) or low):
+            raise ValueError(f"players={list(self.players)}: more than the {fewest} seats of a game")
+        return self
 
     @property
     def seat_bounds(self) -> tuple[int, int]:
@@ -124,7 +121,7 @@ class TownEnvironment(FinishedGames):
     def __init__(self, settings: TownSettings) -> None:
         super().__init__()
         self.settings = settings
-        self.stats = TownStats()
+        self.stats = rewards.TownStats()
         self._started = 0
         self._games = [self._new_game() for _ in range(settings.games)]
 
@@ -196,7 +193,7 @@ class TownEnvironment(FinishedGames):
         self._started = snapshot["started"]
         self._games = [restore_game(game) for game in snapshot["games"]]
         self._restore_finished(snapshot)
-        self.stats = TownStats(**deepcopy(snapshot["kpis"]))
+        self.stats = rewards.TownStats(**deepcopy(snapshot["kpis"]))
 
     def _new_game(self) -> Game:
         settings, number = self.settings, self._started
@@ -228,7 +225,7 @@ class TownEnvironment(FinishedGames):
 
     def _finish(self, game: Game) -> Game:
         """Record an ended game and return the new game that replaces it."""
-        self._returns += outcome_returns(game, self.settings.credit)
+        self._returns += rewards.outcome_returns(game, self.settings.credit)
         results = [(seat.player, seat_result(game, index)) for index, seat in enumerate(game.seats)]
         self.stats.add_game(game.winner or DRAW, game.day, results)
         self._ended.append(game_record(game))
@@ -255,9 +252,9 @@ class TownEnvironment(FinishedGames):
         raise TurnError(f"turn {turn.id}: not open; a turn takes exactly one commit")
 
     def _outcome(self, game: Game, turn: TownTurn, verdict: Verdict) -> PlainOutcome:
-        parts = reward_parts(game, turn.seat, verdict)
+        parts = rewards.reward_parts(game, turn.seat, verdict)
         rates = {"parse_rate": verdict.status is not Status.MALFORMED, "legal_rate": verdict.status is Status.OK}
-        reward = immediate_reward(self.settings.credit, parts)
+        reward = rewards.immediate_reward(self.settings.credit, parts)
         return PlainOutcome(reward, parts | {name: float(yes) for name, yes in rates.items()})
 
 
@@ -268,3 +265,38 @@ def _external_seats(game: Game) -> list[int]:
 
 def _turn_id(game: Game, seat: int) -> str:
     return f"{game.number}.{seat}.{game.seats[seat].acted}"
+
+
+def open_town(seed: int, **args: object) -> TownEnvironment:
+    """Build the environment. args: fields of TownSettings, where `credit` may be the name of a mode.
+
+    Raises EnvironmentSetupError.
+    """
+    args = resolve_mode(args, "credit", rewards.CREDITS, KEY)
+    return TownEnvironment(construct(TownSettings, {**args, "seed": seed}, KEY))
+
+
+SPLIT_SEEDS = {"train": 0, "held_out": 1}
+
+
+class TownLessons:
+    """Args are those of the turn environment 'town'.
+
+    The sensible player plays every seat, and "answer" is its reply.
+    """
+
+    def __init__(self, **args: object) -> None:
+        self._args = args
+        self._judge = open_town(seed=0, **args)
+
+    def prompts(self, seed: int, split: Split) -> Iterator[Item]:
+        town = open_town(seed=2 * seed + SPLIT_SEEDS[split], **self._args)
+        while True:
+            for turn in town.next_batch():
+                yield {"prompt": turn.messages, "answer": town.advice(turn), "turn": turn}
+                town.play_on(turn)
+
+    def score(self, item: Item, completion: str) -> dict[str, float]:
+        """Return 1 for a legal reply, else 0. Move quality is not scored: whole games train it."""
+        [outcome] = self._judge.score(item["turn"], [completion])
+        return {"reward": outcome.parts["legal_rate"], "parse_rate": outcome.parts["parse_rate"]}

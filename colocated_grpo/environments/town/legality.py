@@ -1,7 +1,5 @@
 """The syntax of a reply (one think block and one action tag), and the actions that a seat may take now."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -12,13 +10,12 @@ from colocated_grpo.environments.town.state import Game, Phase
 
 WAIT = "wait"
 LOOK_UP_TAGS = frozenset({"get_role", "roles", "chat_history", "graveyard", "check_will", "view_will", "write_will"})
-_BARE_NIGHT_TAGS = {a.tag for role in ROLES.values() for a in role.abilities if a.aim is Aim.NONE}
-_AIMED_NIGHT_TAGS = {a.tag for role in ROLES.values() for a in role.abilities if a.aim is not Aim.NONE}
+_BARE_NIGHT_TAGS = {role.ability.tag for role in ROLES.values() if role.ability and role.ability.aim is Aim.NONE}
 BARE_TAGS = frozenset({WAIT, "reveal", "roles", "graveyard", "view_will"} | _BARE_NIGHT_TAGS)
 """Tags written as <tag/>."""
 ARGUMENT_TAGS = frozenset(
     {"speak", "whisper", "nominate", "vote", "jail", "get_role", "chat_history", "check_will", "write_will"}
-    | _AIMED_NIGHT_TAGS
+    | NIGHT_TAGS - _BARE_NIGHT_TAGS
 )
 """Tags written as <tag>argument</tag>."""
 
@@ -130,7 +127,6 @@ PHASE_TAGS = {
     Phase.OVER: set(),
 }
 """Tags of each phase, in addition to WAIT and look-ups."""
-SPEECH_TAGS = frozenset({"speak", "whisper"})
 ROLE_TAGS = NIGHT_TAGS | DAY_POWERS
 """Tags that only some roles have."""
 
@@ -195,33 +191,21 @@ def _pre_night(game: Game, seat: int) -> LegalActions:
     return {"jail": _choice_of(game, others(game, seat))} if game.seats[seat].role.day_power == "jail" else {}
 
 
-def _night_talk(game: Game, seat: int) -> LegalActions:
-    """Allow speech to every seat: a silencer's threat lasts for one day and ends before the night."""
-    return {"speak": TEXT}
-
-
 def _night(game: Game, seat: int) -> LegalActions:
-    if seat == game.prisoner:
+    ability = game.seats[seat].role.ability
+    if ability is None or seat == game.prisoner or game.day < ability.from_night:
         return {}
-    legal: LegalActions = {}
-    for ability in game.seats[seat].role.abilities:
-        spent = game.seats[seat].uses.get(ability.tag) == 0
-        no_prisoner = ability.tag == "execute" and prisoner_of(game, seat) is None
-        if spent or no_prisoner or game.day < ability.from_night:
-            continue
-        legal[ability.tag] = EMPTY if ability.aim is Aim.NONE else _choice_of(game, _targets(game, seat, ability))
-    return {tag: spec for tag, spec in legal.items() if spec.kind is ArgumentKind.EMPTY or spec.options}
-
-
-def _talk(game: Game, seat: int) -> LegalActions:
-    return {} if game.seats[seat].muted else {"speak": TEXT}
+    if game.seats[seat].uses.get(ability.tag) == 0:
+        return {}
+    if ability.aim is Aim.NONE:
+        return {} if prisoner_of(game, seat) is None else {ability.tag: EMPTY}
+    targets = _choice_of(game, _targets(game, seat, ability))
+    return {ability.tag: targets} if targets.options else {}
 
 
 def _discussion(game: Game, seat: int) -> LegalActions:
-    legal = _talk(game, seat)
-    if legal:
-        legal["whisper"] = ArgumentSpec(ArgumentKind.ADDRESSED, game.names(others(game, seat)))
-    return legal | _reveal(game, seat)
+    whisper = ArgumentSpec(ArgumentKind.ADDRESSED, game.names(others(game, seat)))
+    return {"speak": TEXT, "whisper": whisper, **_reveal(game, seat)}
 
 
 def _nomination(game: Game, seat: int) -> LegalActions:
@@ -236,7 +220,7 @@ def _reveal(game: Game, seat: int) -> LegalActions:
 
 
 def _accused_only(game: Game, seat: int) -> LegalActions:
-    return _talk(game, seat) if seat == game.accused else {}
+    return {"speak": TEXT} if seat == game.accused else {}
 
 
 def _judgement(game: Game, seat: int) -> LegalActions:
@@ -245,7 +229,7 @@ def _judgement(game: Game, seat: int) -> LegalActions:
 
 _MOVES: dict[Phase, Callable[[Game, int], LegalActions]] = {
     Phase.PRE_NIGHT: _pre_night,
-    Phase.NIGHT_TALK: _night_talk,
+    Phase.NIGHT_TALK: lambda game, seat: {"speak": TEXT},
     Phase.NIGHT: _night,
     Phase.DISCUSSION: _discussion,
     Phase.NOMINATION: _nomination,
@@ -266,21 +250,19 @@ def rejection(game: Game, seat: int, tag: str) -> tuple[str, str]:
         return "wrong_phase", f"<{tag}> is not for the phase {game.phase}"
     if tag in ROLE_TAGS:
         return _role_rejection(game, seat, tag)
-    if holder.muted and tag in SPEECH_TAGS:
-        return "muted", "you were threatened and must keep silent today"
     return "not_your_turn_to", f"<{tag}> is not yours to use now"
 
 
 def _role_rejection(game: Game, seat: int, tag: str) -> tuple[str, str]:
     holder = game.seats[seat]
-    ability = holder.role.ability(tag)
-    if ability is None and holder.role.day_power != tag:
+    ability = holder.role.ability
+    if tag not in (ability and ability.tag, holder.role.day_power):
         return "wrong_role", f"a {holder.role_name} cannot {tag}"
     if seat == game.prisoner:
         return "jailed", "you are in jail"
     if holder.uses.get(tag) == 0 or (tag == "reveal" and holder.revealed):
         return "no_uses_left", f"<{tag}> is used up"
-    if ability is not None and game.day < ability.from_night:
+    if ability is not None and tag == ability.tag and game.day < ability.from_night:
         return "too_early", f"<{tag}> starts on night {ability.from_night}"
     return "no_target", f"there is no one to {tag}"
 

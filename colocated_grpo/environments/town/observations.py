@@ -3,12 +3,9 @@
 Prompts, look-ups and scripted players read the game only through this view, so no secret can leak.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from colocated_grpo.environments.town.legality import LegalActions, legal_actions, look_ups, nominations_needed
-from colocated_grpo.environments.town.night import UNKNOWN
 from colocated_grpo.environments.town.roles import ROLES, Faction, Role
 from colocated_grpo.environments.town.state import NO_SEAT, Event, Game, Phase
 
@@ -20,7 +17,6 @@ class Grave:
     seat: int
     name: str
     role_name: str
-    """UNKNOWN if the body was cleaned; the will is then empty."""
     will: str
 
 
@@ -37,8 +33,6 @@ class Observation:
     living: tuple[int, ...]
     allies: dict[int, str]
     """Role names of the other mafia members by seat, dead ones included. Empty outside the mafia."""
-    mark: int
-    """The seat that an executioner wants hanged, or NO_SEAT."""
     will: str
     accused: int
     nominations_needed: int
@@ -75,7 +69,6 @@ def observe(game: Game, seat: int) -> Observation:
         day=game.day,
         living=tuple(game.living()),
         allies=_allies(game, seat),
-        mark=holder.mark,
         will=holder.will,
         # The deciding nomination sets game.accused before the trial makes the accused public.
         accused=game.accused if game.phase in (Phase.DEFENCE, Phase.JUDGEMENT, Phase.LAST_WORDS) else NO_SEAT,
@@ -92,9 +85,7 @@ def observe(game: Game, seat: int) -> Observation:
 
 def _graves(game: Game) -> tuple[Grave, ...]:
     return tuple(
-        Grave(index, seat.name, UNKNOWN, "") if seat.hidden_end else Grave(index, seat.name, seat.role_name, seat.will)
-        for index, seat in enumerate(game.seats)
-        if not seat.alive
+        Grave(index, seat.name, seat.role_name, seat.will) for index, seat in enumerate(game.seats) if not seat.alive
     )
 
 

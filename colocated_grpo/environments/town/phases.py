@@ -1,7 +1,5 @@
 """The state machine of a game: the seats that act in each phase, and the phase that follows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from colocated_grpo.environments.town.legality import moves, nominations_needed
@@ -71,8 +69,6 @@ def channels(game: Game) -> list[tuple[int, ...]]:
 
 def _open_pre_night(game: Game) -> list[int]:
     game.prisoner, game.accused = NO_SEAT, NO_SEAT
-    for seat in game.seats:
-        seat.muted = False
     return seats_with_moves(game)
 
 

@@ -1,14 +1,11 @@
 """Scripted players: functions from the observation of a seat to a reply, like the policy."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from random import Random
 
 from colocated_grpo.environments.town.legality import LOOK_UP_TAGS, VOTES, WAIT, ArgumentKind, ArgumentSpec
-from colocated_grpo.environments.town.night import UNKNOWN
 from colocated_grpo.environments.town.observations import Observation, observe
 from colocated_grpo.environments.town.roles import ROLES, Faction
 from colocated_grpo.environments.town.state import NAMES, NO_SEAT, Event, Game, Phase
@@ -87,13 +84,11 @@ def _finding(view: Observation, event: Event, numbers: dict[str, int]) -> Iterat
     seen = [numbers[name] for name in _NAME.findall(event.text) if name in numbers]
     if event.text.startswith("visited by") and event.target in died:
         yield from ((seat, _CERTAIN) for seat in seen)
-    elif event.text.startswith("called on") and died.intersection(seen):
-        yield event.target, _CERTAIN
 
 
 def _trust(role_name: str | None) -> float:
     """Return the weight of an accusation. role_name: the speaker's role, if the speaker's death has revealed it."""
-    if role_name is None or role_name == UNKNOWN:
+    if role_name is None:
         return 1.0
     return 2.0 if ROLES[role_name].faction is Faction.TOWN else -1.0
 
@@ -104,16 +99,11 @@ def _rivals(view: Observation) -> list[int]:
 
 
 def _most_suspect(view: Observation, rng: Random) -> tuple[int, float]:
-    """Return the most suspect rival and its suspicion. Ties are broken at random.
-
-    An executioner picks its mark while the mark is alive.
-    """
+    """Return the most suspect rival and its suspicion. Ties are broken at random."""
     score = suspicion(view)
     rivals = _rivals(view)
     if not rivals:
         return NO_SEAT, 0.0
-    if view.mark in rivals:
-        return view.mark, _CERTAIN
     highest = max(score[seat] for seat in rivals)
     return rng.choice([seat for seat in rivals if score[seat] == highest]), highest
 
@@ -125,8 +115,6 @@ def _in_town(view: Observation) -> bool:
 def _discuss(view: Observation, rng: Random) -> str | None:
     if "reveal" in view.legal and view.day > 2:
         return reply("reveal")
-    if "speak" not in view.legal:
-        return None
     suspect, score = _most_suspect(view, rng)
     if suspect == NO_SEAT:
         return None
@@ -156,7 +144,7 @@ def _vote(view: Observation, rng: Random) -> str:
 
 
 def _plead(view: Observation, rng: Random) -> str | None:
-    return reply("speak", "I am as innocent as any of you.") if "speak" in view.legal else None
+    return reply("speak", "I am as innocent as any of you.")
 
 
 def _talk_at_night(view: Observation, rng: Random) -> str | None:
@@ -178,8 +166,6 @@ def _act_at_night(view: Observation, rng: Random) -> str | None:
     suspect, score = _most_suspect(view, rng)
     if tag in ("shoot", "execute") and score < _SHOT_THRESHOLD:
         return None
-    if tag in ("alert", "vest", "ignite"):
-        return reply(tag) if rng.random() < 0.4 else None
     if tag == "execute":
         return reply(tag)
     options = _options(view, tag)
@@ -195,7 +181,7 @@ def _preferred(view: Observation, tag: str, options: tuple[str, ...]) -> list[st
     if tag == "investigate":
         investigated = {view.names[event.target] for event in view.events if event.kind == "result"}
         return [name for name in options if name not in investigated]
-    if tag in ("kill", "protect", "guard"):
+    if tag in ("kill", "protect"):
         return [view.names[event.actor] for event in view.events if event.kind == "revealed"]
     return list(options)
 

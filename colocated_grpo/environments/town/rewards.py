@@ -6,28 +6,43 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from pydantic import Field
+
 from colocated_grpo.environments.town.legality import LOOK_UP_TAGS
 from colocated_grpo.environments.town.night import seat_result
 from colocated_grpo.environments.town.roles import Faction
 from colocated_grpo.environments.town.state import Game, Phase
 from colocated_grpo.environments.town.verdicts import Status, Verdict
-from colocated_grpo.environments.turns.base import OutcomeCredit, PlainReturn, win_rates
+from colocated_grpo.environments.turns.base import PlainReturn
+from colocated_grpo.settings.base import Section
 
-_HARMFUL = frozenset({"kill", "shoot", "execute", "douse", "jail", "frame", "silence", "distract"})
-_PROTECTIVE = frozenset({"protect", "guard"})
-_INVESTIGATIVE = frozenset({"investigate", "watch", "track", "spy"})
+_HARMFUL = frozenset({"kill", "shoot", "execute", "jail"})
+_PROTECTIVE = frozenset({"protect"})
+_INVESTIGATIVE = frozenset({"investigate", "watch", "spy"})
 _NOMINATION, _VOTE, _NIGHT, _INVESTIGATION = 0.25, 0.5, 0.5, 0.1
 """Sizes of the shaping term. All are below 1.0, the gap between an illegal and a legal reply, so form comes first."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Credit(OutcomeCredit):
+class Credit(Section):
     """Weights of the parts of a reward."""
 
     form: float = 1.0
     """Weight of the reply's form: -1 malformed, 0 illegal, +1 legal."""
     shaping: float = 0.0
     """Weight of the shaping term, which is -0.5 to 0.5: how well a legal action serves its seat's side."""
+    outcome: float = 0.0
+    """Weight of the outcome. At 0, turns train without waiting for their game to end."""
+    discount: float = Field(1.0, gt=0, le=1)
+    """The weight is multiplied by this factor for each later turn of the same seat."""
+
+    def weights(self, seats: Sequence[int]) -> list[float]:
+        """Return the weight of the outcome for each turn of a game. seats: the seat of each turn, in order."""
+        later: Counter[int] = Counter()
+        weights = []
+        for seat in reversed(seats):
+            weights.append(self.outcome * self.discount ** later[seat])
+            later[seat] += 1
+        return weights[::-1]
 
 
 CREDITS = {
@@ -59,8 +74,6 @@ def shaping(game: Game, seat: int, verdict: Verdict) -> float:
 def interest_in_survival(game: Game, seat: int, other: int) -> float:
     """Return the value of the other seat's survival to the seat's side, in [-1, 1]; -1 if the side wants it dead."""
     one, two = game.seats[seat], game.seats[other]
-    if one.role_name == "executioner":
-        return -1.0 if other == one.mark else 0.0
     if one.role.faction is Faction.NEUTRAL:
         return -1.0 if one.role.hostile else 0.0
     if one.role.faction is Faction.MAFIA:
@@ -149,8 +162,9 @@ class TownStats:
         self.games += 1
         self.days += days
         self.winners = [*self.winners[1 - WIN_RATE_GAMES :], str(winner)]
-        for player, share in win_rates(results).items():
-            self.won[player] = [*self.won.get(player, [])[1 - WIN_RATE_GAMES :], share]
+        for player in dict.fromkeys(player for player, _ in results):
+            wins = [result > 0 for each, result in results if each == player]
+            self.won[player] = [*self.won.get(player, [])[1 - WIN_RATE_GAMES :], sum(wins) / len(wins)]
 
     def after_reset(self) -> TownStats:
         """Return statistics with all counts at zero and the latest games kept."""

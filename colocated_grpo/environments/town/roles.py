@@ -1,11 +1,7 @@
 """The roles of town as data: faction, abilities and traits."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
-from functools import partial
-from typing import TypedDict, Unpack
 
 
 class Faction(StrEnum):
@@ -24,14 +20,11 @@ class Aim(StrEnum):
 
 
 class Priority(IntEnum):
-    """Order of resolution within a night. A block stops only actions of a later priority."""
+    """Order of resolution within a night."""
 
-    PREPARE = 1
-    BLOCK = 2
-    MARK = 3
-    PROTECT = 4
-    ATTACK = 5
-    INVESTIGATE = 6
+    PROTECT = 1
+    ATTACK = 2
+    INVESTIGATE = 3
 
 
 class Power(IntEnum):
@@ -51,8 +44,7 @@ class Ability:
     tag: str
     aim: Aim = Aim.OTHER
     visits: bool = True
-    """True if using the ability is a visit. Lookouts and trackers see visits; bodyguards and veterans on alert can
-    fight visitors."""
+    """True if using the ability is a visit. Lookouts see visits."""
     uses: int | None = None
     """Uses in a game. None: unlimited."""
     from_night: int = 1
@@ -60,7 +52,7 @@ class Ability:
     attack: Power = Power.NONE
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Role:
     """One role. Example: ROLES["doctor"].faction is Faction.TOWN"""
 
@@ -68,161 +60,102 @@ class Role:
     faction: Faction
     card: str
     """Description in the prompt, in the second person."""
-    abilities: tuple[Ability, ...] = ()
+    ability: Ability | None = None
     day_power: str | None = None
     """Tag of the day action that only this role has."""
     defence: Power = Power.NONE
     suspicious: bool = False
-    """True if a sheriff's investigation returns "suspicious" without a framer's help."""
+    """True if a sheriff's investigation returns "suspicious"."""
     hostile: bool = False
     """True if the town cannot win while a seat with this role is alive."""
     unique: bool = False
     """True if the role is dealt at most once."""
-    unblockable: bool = False
-
-    def ability(self, tag: str) -> Ability | None:
-        return next((ability for ability in self.abilities if ability.tag == tag), None)
 
 
-class _Traits(TypedDict, total=False):
-    day_power: str
-    defence: Power
-    suspicious: bool
-    hostile: bool
-    unique: bool
-    unblockable: bool
-
-
-def _role(faction: Faction, name: str, card: str, *abilities: Ability, **traits: Unpack[_Traits]) -> Role:
-    return Role(name=name, faction=faction, card=card, abilities=abilities, **traits)
-
-
-def _mafia(name: str, card: str, *abilities: Ability, **traits: Unpack[_Traits]) -> Role:
-    traits.setdefault("suspicious", True)
-    traits["hostile"] = True
-    return _role(Faction.MAFIA, name, card, *abilities, **traits)
-
-
-_town, _neutral = partial(_role, Faction.TOWN), partial(_role, Faction.NEUTRAL)
-_investigate = partial(Ability, Priority.INVESTIGATE)
-_mark = partial(Ability, Priority.MARK)
-_protect = partial(Ability, Priority.PROTECT)
-_prepare = partial(Ability, Priority.PREPARE, aim=Aim.NONE, visits=False)
-_block = partial(Ability, Priority.BLOCK, "distract")
-_kill = partial(Ability, Priority.ATTACK, attack=Power.BASIC)
+_TOWN, _MAFIA, _NEUTRAL = Faction
+_KILL = Ability(Priority.ATTACK, "kill", Aim.OUTSIDER, attack=Power.BASIC)
 
 _TABLE = (
-    _town("citizen", "You have no special skill: your voice and your vote are all you bring."),
-    _town(
+    Role("citizen", _TOWN, "You have no special skill: your voice and your vote are all you bring."),
+    Role(
         "sheriff",
+        _TOWN,
         "Each night you look into one person and learn whether they seem suspicious.",
-        _investigate("investigate"),
+        Ability(Priority.INVESTIGATE, "investigate"),
     ),
-    _town("lookout", "Each night you watch one person's door and learn who called on them.", _investigate("watch")),
-    _town("tracker", "Each night you follow one person and learn whom they called on.", _investigate("track")),
-    _town("doctor", "Each night you nurse one other person, who survives ordinary attacks.", _protect("protect")),
-    _town(
-        "bodyguard",
-        "Each night you stand before one other person's door: should a killer call, you two fight to the death.",
-        _protect("guard"),
+    Role(
+        "lookout",
+        _TOWN,
+        "Each night you watch one person's door and learn who called on them.",
+        Ability(Priority.INVESTIGATE, "watch"),
     ),
-    _town(
-        "barkeep", "Each night you keep one person at your bar, so that they do nothing.", _block(), unblockable=True
+    Role(
+        "doctor",
+        _TOWN,
+        "Each night you nurse one other person, who survives ordinary attacks.",
+        Ability(Priority.PROTECT, "protect"),
     ),
-    _town(
+    Role(
         "vigilante",
+        _TOWN,
         "You own two bullets and may use one a night, from the second night on.",
-        _kill("shoot", uses=2, from_night=2),
+        Ability(Priority.ATTACK, "shoot", uses=2, from_night=2, attack=Power.BASIC),
     ),
-    _town(
-        "veteran",
-        "On three nights you may lie in wait and shoot everybody who calls on you.",
-        _prepare("alert", uses=3),
-        unique=True,
-        unblockable=True,
-    ),
-    _town(
+    Role(
         "jailor",
+        _TOWN,
         "Before each night you may lock one person up: they can do nothing, nobody reaches them, you two can talk, "
         "and three times a game you may put the prisoner to death.",
-        _kill("execute", aim=Aim.NONE, uses=3, visits=False, attack=Power.FINAL),
+        Ability(Priority.ATTACK, "execute", Aim.NONE, visits=False, uses=3, attack=Power.FINAL),
         day_power="jail",
         unique=True,
-        unblockable=True,
     ),
-    _town(
+    Role(
         "mayor",
+        _TOWN,
         "By day you may show your chain of office; from then on each of your votes counts three times.",
         day_power="reveal",
         unique=True,
     ),
-    _mafia(
+    Role(
         "godfather",
+        _MAFIA,
         "You name the mafia's victim each night. Ordinary attacks do not kill you and a sheriff finds nothing on you.",
-        _kill("kill", aim=Aim.OUTSIDER),
-        suspicious=False,
+        _KILL,
         defence=Power.BASIC,
+        hostile=True,
         unique=True,
     ),
-    _mafia(
+    Role(
         "mafioso",
+        _MAFIA,
         "You carry out the godfather's order each night; without one, the victim is yours to choose.",
-        _kill("kill", aim=Aim.OUTSIDER),
-        unique=True,
-    ),
-    _mafia(
-        "charmer",
-        "Each night you keep one person busy, so that they do nothing.",
-        _block(aim=Aim.OUTSIDER),
-        unblockable=True,
-    ),
-    _mafia(
-        "framer",
-        "Each night you plant evidence: a sheriff will find that person suspicious.",
-        _mark("frame", aim=Aim.OUTSIDER),
-    ),
-    _mafia("informer", "Each night you learn one person's exact role.", _investigate("spy", aim=Aim.OUTSIDER)),
-    _mafia(
-        "cleaner",
-        "On three nights you may call on somebody; should they die that night, nobody learns their role or their will.",
-        _mark("clean", aim=Aim.OUTSIDER, uses=3),
-    ),
-    _mafia(
-        "silencer",
-        "Each night you threaten one person, who cannot speak or whisper on the following day.",
-        _mark("silence", aim=Aim.OUTSIDER),
-    ),
-    _neutral("jester", "You win if the town puts you to death by vote."),
-    _neutral(
-        "executioner",
-        "You win if the town hangs your mark. Should your mark die otherwise, you become a jester.",
-    ),
-    _neutral(
-        "survivor",
-        "You win if you are alive at the end, whoever else wins. On four nights you may wear a vest.",
-        _prepare("vest", uses=4),
-    ),
-    _neutral(
-        "slayer",
-        "You kill one person a night and win when nobody is left to stop you. Ordinary attacks do not kill you.",
-        _kill("kill"),
-        defence=Power.BASIC,
+        _KILL,
         suspicious=True,
         hostile=True,
         unique=True,
     ),
-    _neutral(
-        "arsonist",
-        "Each night you either soak one person's house in oil or set fire to every soaked one, which nobody survives. "
-        "You win when nobody is left to stop you. Ordinary attacks do not kill you.",
-        _mark("douse"),
-        _kill("ignite", aim=Aim.NONE, visits=False, attack=Power.FINAL),
+    Role(
+        "informer",
+        _MAFIA,
+        "Each night you learn one person's exact role.",
+        Ability(Priority.INVESTIGATE, "spy", Aim.OUTSIDER),
+        suspicious=True,
+        hostile=True,
+    ),
+    Role("jester", _NEUTRAL, "You win if the town puts you to death by vote."),
+    Role(
+        "slayer",
+        _NEUTRAL,
+        "You kill one person a night and win when nobody is left to stop you. Ordinary attacks do not kill you.",
+        Ability(Priority.ATTACK, "kill", attack=Power.BASIC),
         defence=Power.BASIC,
+        suspicious=True,
         hostile=True,
         unique=True,
     ),
 )
 
 ROLES = {role.name: role for role in _TABLE}
-NIGHT_TAGS = frozenset(ability.tag for role in _TABLE for ability in role.abilities)
+NIGHT_TAGS = frozenset(role.ability.tag for role in _TABLE if role.ability)
 DAY_POWERS = frozenset(role.day_power for role in _TABLE if role.day_power)

@@ -1,13 +1,14 @@
 """State of one game, and its snapshot as plain data. Field names are keys of checkpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from random import Random
 
+from pydantic import Field
+
 from colocated_grpo.environments.town.roles import ROLES, Faction, Role
+from colocated_grpo.settings.base import Section
 from colocated_grpo.types import JsonObject
 
 MIN_SEATS, MAX_SEATS = 7, 15
@@ -17,8 +18,7 @@ NAMES = (
 )  # fmt: skip
 """Names of the players. No name is a role, a tag or a substring of another name, so a name in a text is unambiguous."""
 
-_INVESTIGATORS = ("sheriff", "lookout", "tracker")
-_PROTECTORS = ("doctor", "bodyguard")
+_INVESTIGATORS = ("sheriff", "lookout")
 _LEADERS = ("godfather", "mafioso")
 _MAX_COPIES = 2
 """Maximum copies of a non-unique town role in a drawn cast."""
@@ -33,13 +33,13 @@ def faction_sizes(seats: int) -> dict[Faction, int]:
 def draw_cast(seats: int, rng: Random) -> list[str]:
     """Return role names in seat order.
 
-    A cast always has an investigator, a protector, a mafia killer and at most one neutral killer.
+    A cast always has an investigator, a doctor, a mafia killer and at most one neutral killer: two killers would be
+    invulnerable to each other.
     """
     sizes = faction_sizes(seats)
     leaders = rng.sample(_LEADERS, 2 if sizes[Faction.MAFIA] > 2 else 1)
-    followers = [name for name in _roles_of(Faction.MAFIA) if name not in _LEADERS]
-    roles = leaders + rng.sample(followers, sizes[Faction.MAFIA] - len(leaders))
-    roles += _neutrals(sizes[Faction.NEUTRAL], rng)
+    roles = leaders + ["informer"] * (sizes[Faction.MAFIA] - len(leaders))
+    roles += rng.sample(["slayer", *["jester"] * 3], sizes[Faction.NEUTRAL])
     roles += _townsfolk(sizes[Faction.TOWN], rng)
     rng.shuffle(roles)
     return roles
@@ -59,21 +59,9 @@ def cast_problem(roles: Sequence[str]) -> str | None:
     return None
 
 
-def _roles_of(faction: Faction) -> list[str]:
-    return [name for name, role in ROLES.items() if role.faction is faction]
-
-
-def _neutrals(count: int, rng: Random) -> list[str]:
-    killers = [name for name in _roles_of(Faction.NEUTRAL) if ROLES[name].hostile]
-    others = [name for name in _roles_of(Faction.NEUTRAL) if not ROLES[name].hostile]
-    # One killer at most: two killers can be invulnerable to each other, and then no faction could ever win.
-    pool = [rng.choice(killers), *others]
-    return rng.sample(pool, min(count, len(pool)))
-
-
 def _townsfolk(count: int, rng: Random) -> list[str]:
-    roles = [rng.choice(_INVESTIGATORS), rng.choice(_PROTECTORS)]
-    names = _roles_of(Faction.TOWN)
+    roles = [rng.choice(_INVESTIGATORS), "doctor"]
+    names = [name for name, role in ROLES.items() if role.faction is Faction.TOWN]
     while len(roles) < count:
         name = rng.choice(names)
         if roles.count(name) < (1 if ROLES[name].unique else _MAX_COPIES):
@@ -100,30 +88,23 @@ class Phase(StrEnum):
     OVER = "over"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
+class Rules(Section):
     """Options of the game, `args.rules` of town."""
 
-    discussion_rounds: int = 1
+    discussion_rounds: int = Field(1, ge=1)
     """Turns per seat in each day's discussion."""
-    max_days: int = 10
+    max_days: int = Field(10, ge=1)
     """Last day. The game is a draw if it has no winner after the night that follows."""
-    trials_per_day: int = 3
+    trials_per_day: int = Field(3, ge=1)
     """Maximum trials in a day. The first hanging ends the day earlier."""
-    one_names_in: int = 3
+    one_names_in: int = Field(3, ge=1)
     """A trial starts when 1/one_names_in of the living players, rounded up, have nominated the same player. Players
     without a plan, such as an untrained policy, agree only by chance, so a lower value gives such players fewer
     trials."""
-    tool_calls: int = 3
+    tool_calls: int = Field(3, ge=0)
     """Look-ups that a seat may make in one turn."""
-    max_speech: int = 400
+    max_speech: int = Field(400, ge=1)
     """Characters of a speech, a whisper or a will."""
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            lowest = 0 if name == "tool_calls" else 1
-            if value < lowest:
-                raise ValueError(f"town: rules.{name}={value}: must be at least {lowest}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,17 +136,10 @@ class Seat:
     uses: dict[str, int] = field(default_factory=dict)
     """Remaining uses of limited abilities, by tag."""
     will: str = ""
-    muted: bool = False
-    """True if a silencer has threatened the seat: no speech or whisper on the next day."""
-    doused: bool = False
     revealed: bool = False
     """True for a mayor who has revealed the role."""
-    mark: int = NO_SEAT
-    """The seat that an executioner wants hanged."""
     goal_reached: bool = False
-    """True for a jester or executioner who has already won."""
-    hidden_end: bool = False
-    """True if the seat died with role and will kept secret."""
+    """True for a jester who has already won."""
     acted: int = 0
     """Completions applied so far, look-ups included. Part of turn ids."""
     dialog: list[tuple[str, str]] = field(default_factory=list)
@@ -178,7 +152,8 @@ class Seat:
     def become(self, role_name: str) -> None:
         """Take on a role, with all its uses."""
         self.role_name = role_name
-        self.uses = {ability.tag: ability.uses for ability in self.role.abilities if ability.uses is not None}
+        ability = self.role.ability
+        self.uses = {} if ability is None or ability.uses is None else {ability.tag: ability.uses}
 
 
 @dataclass(slots=True)
@@ -258,11 +233,6 @@ def new_game(number: int, seed: int, roles: list[str] | int, players: list[str],
     seats = [Seat(name, "citizen", label) for name, label in zip(names, labels, strict=True)]
     for seat, role in zip(seats, dealt, strict=True):
         seat.become(role)
-    marks = [i for i, seat in enumerate(seats) if seat.role.faction is Faction.TOWN and not seat.role.unique]
-    for seat in seats:
-        if seat.role_name == "executioner":
-            # A drawn cast always has a mark; a cast chosen by the user may have none.
-            seat.mark = rng.choice(marks) if marks else NO_SEAT
     return Game(number, seed, rules, seats)
 
 
@@ -270,7 +240,7 @@ def snapshot_game(game: Game) -> JsonObject:
     """Return plain data that json can write and that later turns do not change."""
     return {
         **{each.name: getattr(game, each.name) for each in fields(game)},
-        "rules": asdict(game.rules),
+        "rules": game.rules.model_dump(),
         "seats": [asdict(seat) for seat in game.seats],
         "phase": str(game.phase),
         "waiting": list(game.waiting),

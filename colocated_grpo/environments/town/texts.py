@@ -1,7 +1,5 @@
 """The game in words: events, prompts, look-ups, and the record of an ended game."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from colocated_grpo.environments.town.legality import LOOK_UP_TAGS, ArgumentKind, ArgumentSpec
@@ -81,7 +79,7 @@ def _event_rows(game: Game) -> Iterator[JsonObject]:
             "phase": str(event.phase),
             "kind": event.kind,
             "actor": _name(game, event.actor),
-            # The role at the end of the game: an executioner may have become a jester since this event.
+            # The role at the end of the game: a member of the mafia may have been promoted since this event.
             "role": game.seats[event.actor].role_name if event.actor >= 0 else "",
             "target": _name(game, event.target),
             "text": event.text,
@@ -150,7 +148,7 @@ def full_prompt(view: Observation, memory: int) -> list[Message]:
 
 def brief_prompt(view: Observation, memory: int) -> list[Message]:
     """Return the situation in few words, without the rules of the game and without older events."""
-    people = {"Alive": view.living, "Mafia": view.allies, "Mark": [view.mark] if view.mark != NO_SEAT else []}
+    people = {"Alive": view.living, "Mafia": view.allies}
     text = [
         f"{view.name}, {view.role.name}. Day {view.day}, {view.phase}.",
         *(f"{label}: {' '.join(view.names[seat] for seat in seats)}." for label, seats in people.items() if seats),
@@ -176,8 +174,6 @@ def _rules(view: Observation) -> str:
     rules = _RULES.format(name=view.name, seats=len(view.names), role=role.name, faction=role.faction, card=role.card)
     if view.allies:
         rules += f" The mafia beside you: {_people(view, view.allies)}."
-    if view.mark != NO_SEAT:
-        rules += f" Your mark: {view.names[view.mark]}."
     return rules
 
 
@@ -233,8 +229,9 @@ def look_up(game: Game, seat: int, tag: str, argument: str) -> str:
 
 def _get_role(view: Observation, name: str) -> str:
     role = ROLES[name]
-    tags = ", ".join(ability.tag for ability in role.abilities) or role.day_power or "none"
-    return f"{name} ({role.faction}; actions: {tags}). {role.card}"
+    tags = [role.ability.tag] if role.ability is not None else []
+    tags += [role.day_power] if role.day_power is not None else []
+    return f"{name} ({role.faction}; actions: {', '.join(tags) or 'none'}). {role.card}"
 
 
 def _roles(view: Observation, argument: str) -> str:

@@ -1,24 +1,10 @@
 """Judges a reply against the state of the game, and applies it. A seat changes the game only through this code."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 
-from colocated_grpo.environments.town.legality import (
-    LOOK_UP_TAGS,
-    WAIT,
-    ArgumentKind,
-    ArgumentSpec,
-    LegalActions,
-    Malformed,
-    Reply,
-    clean_line,
-    legal_actions,
-    parse,
-    rejection,
-)
+from colocated_grpo.environments.town import legality
 from colocated_grpo.environments.town.phases import channels, end_turn, nominate
 from colocated_grpo.environments.town.state import NO_SEAT, Game, Phase
 from colocated_grpo.environments.town.texts import look_up
@@ -40,7 +26,7 @@ class Verdict:
     code: str
     """'ok', or the error code."""
     detail: str
-    tag: str = WAIT
+    tag: str = legality.WAIT
     argument: str = ""
     """For a whisper, the addressee. Names are in their canonical spelling."""
     text: str = ""
@@ -56,17 +42,17 @@ class IllegalAction(Exception):
         self.code = code
 
 
-def judge(game: Game, seat: int, completion: str, legal: LegalActions | None = None) -> Verdict:
+def judge(game: Game, seat: int, completion: str, legal: legality.LegalActions | None = None) -> Verdict:
     """Judge a completion. Pure.
 
     legal: the seat's legal actions, if the caller already has them.
     """
-    reply = parse(completion)
-    if isinstance(reply, Malformed):
+    reply = legality.parse(completion)
+    if isinstance(reply, legality.Malformed):
         return Verdict(Status.MALFORMED, reply.code, reply.detail)
-    legal = legal_actions(game, seat) if legal is None else legal
+    legal = legality.legal_actions(game, seat) if legal is None else legal
     if reply.tag not in legal:
-        code, detail = rejection(game, seat, reply.tag)
+        code, detail = legality.rejection(game, seat, reply.tag)
         return Verdict(Status.ILLEGAL, code, detail, think=reply.think)
     try:
         argument, text = _resolve_argument(game, seat, reply, legal[reply.tag])
@@ -75,13 +61,13 @@ def judge(game: Game, seat: int, completion: str, legal: LegalActions | None = N
     return Verdict(Status.OK, "ok", "", reply.tag, argument, text, reply.think)
 
 
-def _resolve_argument(game: Game, seat: int, reply: Reply, spec: ArgumentSpec) -> tuple[str, str]:
+def _resolve_argument(game: Game, seat: int, reply: legality.Reply, spec: legality.ArgumentSpec) -> tuple[str, str]:
     """Return the argument and text of a Verdict. Raises IllegalAction."""
-    if spec.kind is ArgumentKind.EMPTY:
+    if spec.kind is legality.ArgumentKind.EMPTY:
         return "", ""
-    if spec.kind is ArgumentKind.TEXT:
+    if spec.kind is legality.ArgumentKind.TEXT:
         return _bounded_text(game, reply.argument), ""
-    if spec.kind is ArgumentKind.CHOICE:
+    if spec.kind is legality.ArgumentKind.CHOICE:
         return _option(game, seat, reply.argument, spec), ""
     name, colon, text = reply.argument.partition(":")
     if not (colon and text.strip()):
@@ -89,7 +75,7 @@ def _resolve_argument(game: Game, seat: int, reply: Reply, spec: ArgumentSpec) -
     return _option(game, seat, name.strip(), spec), _bounded_text(game, text.strip())
 
 
-def _option(game: Game, seat: int, written: str, spec: ArgumentSpec) -> str:
+def _option(game: Game, seat: int, written: str, spec: legality.ArgumentSpec) -> str:
     """Return the option that equals `written`, ignoring case. Raises IllegalAction."""
     folded = written.casefold()
     for option in spec.options:
@@ -124,14 +110,14 @@ def apply_verdict(game: Game, seat: int, verdict: Verdict, completion: str) -> s
     holder = game.seats[seat]
     holder.acted += 1
     if verdict.think:
-        game.record("thought", actor=seat, text=clean_line(verdict.think[:MAX_RECORDED_THOUGHT]))
+        game.record("thought", actor=seat, text=legality.clean_line(verdict.think[:MAX_RECORDED_THOUGHT]))
     if verdict.status is not Status.OK:
         game.notify([seat], "rejected", actor=seat, text=f"{verdict.code}: {verdict.detail}")
-    elif verdict.tag in LOOK_UP_TAGS:
+    elif verdict.tag in legality.LOOK_UP_TAGS:
         observation = look_up(game, seat, verdict.tag, verdict.argument)
         holder.dialog.append((completion, observation))
         return observation
-    elif verdict.tag != WAIT:
+    elif verdict.tag != legality.WAIT:
         _IMMEDIATE.get(verdict.tag, _choose)(game, seat, verdict)
     holder.dialog = []
     end_turn(game, seat)

@@ -1,9 +1,8 @@
-"""Interfaces of `type: turns`: multi-player games trained turn by turn. Also win rates and credit for outcomes."""
+"""Interfaces of `type: turns`: multi-player games trained turn by turn."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
@@ -175,37 +174,3 @@ class FinishedGames:
     def _restore_finished(self, state: JsonObject) -> None:
         self._returns = [PlainReturn(**each) for each in state["returns"]]
         self._ended = deepcopy(state["ended"])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutcomeCredit:
-    """Settings that weight a seat's outcome in the rewards of its turns."""
-
-    outcome: float = 0.0
-    """Weight of the outcome. At 0, turns train without waiting for their game to end."""
-    discount: float = 1.0
-    """The weight is multiplied by this factor for each later turn of the same seat."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.discount <= 1:
-            raise ValueError(f"credit: discount={self.discount} is not in (0, 1]")
-
-    def weights(self, seats: Sequence[int]) -> list[float]:
-        """Return the weight of the outcome for each turn of a game. seats: the seat of each turn, in order."""
-        later: Counter[int] = Counter()
-        weights = []
-        for seat in reversed(seats):
-            weights.append(self.outcome * self.discount ** later[seat])
-            later[seat] += 1
-        return weights[::-1]
-
-
-def win_rates(results: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """Return the fraction of seats that won, by name.
-
-    results: (name, result) for each seat. A positive result is a win.
-    """
-    won: dict[str, list[bool]] = {}
-    for name, result in results:
-        won.setdefault(name, []).append(result > 0)
-    return {name: sum(seats) / len(seats) for name, seats in won.items()}

@@ -1,7 +1,5 @@
 """Groups whose rewards are incomplete until their game has ended."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 

@@ -4,8 +4,6 @@ Names and defaults of the flags are those of Atropos' guides and of Atropos 0.4.
 the meanings of the flags. Settings that no flag sets are in atropos_command.yaml.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -43,112 +41,83 @@ class Flag:
     default: object = None
     choices: tuple[str, ...] | None = None
     meaning: means.Translate
-    help: str
 
 
-def _flag(names: str, kind: Kind, default: object, meaning: means.Translate, help: str, *choices: str) -> Flag:
-    return Flag(
-        names=tuple(names.split()), kind=kind, default=default, choices=choices or None, meaning=meaning, help=help
-    )
+def _flag(names: str, kind: Kind, default: object, meaning: means.Translate, *choices: str) -> Flag:
+    return Flag(names=tuple(names.split()), kind=kind, default=default, choices=choices or None, meaning=meaning)
 
 
 _ADAFACTOR = "Adafactor uses --lr as it is"
-_BLOCKS = "transformer blocks: 20-31 or 0-3,28-31"
 
 FLAGS: tuple[Flag, ...] = (
     # Model and training
-    _flag("--model-name --model", "text", None, means.sets("model.name"), "folder or Hugging Face name; required"),
-    _flag("--lr --learning-rate", "float", 1e-5, means.learning_rate, "learning rate"),
-    _flag("--training-steps", "int", 10, means.sets("training_steps"), "steps of the run"),
-    _flag("--warmup-steps", "int", 0, means.warmup, "steps of linear warmup"),
-    _flag("--batch-size", "int", 2, means.sequences, "sequences; a step has this times the next flag"),
-    _flag("--gradient-accumulation-steps", "int", 32, means.nothing(), "factor of --batch-size"),
-    _flag("--seq-len", "int", 2048, means.sequence_length, "longest sequence in tokens"),
-    _flag("--optimizer", "text", "adamw_8bit", means.optimizer, "optimizer", "adamw", "adamw_8bit", "adafactor"),
-    _flag("--adafactor-scale-parameter", "switch", None, means.refused(_ADAFACTOR), "not supported"),
-    _flag("--adafactor-relative-step", "switch", None, means.refused(_ADAFACTOR), "not supported"),
-    _flag("--device", "text", None, means.device, "cuda or cpu"),
-    _flag("--save-path", "text", "trained_model_checkpoints", means.save_path, "folder of the run"),
-    _flag(
-        "--checkpoint-interval",
-        "int",
-        3,
-        means.sets("checkpoint.export_every"),
-        "steps between exports (step_N/); 0: only final_model/",
-    ),
-    _flag("--clip-eps", "float", 0.2, means.sets("loss.clip_low", "loss.clip_high"), "clip range of the ratio"),
-    _flag("--kl-coef", "float", 0.0, means.sets("loss.kl.coef"), "weight of the KL to the rollout policy"),
-    _flag("--train-layer-indices", "text", None, means.trained_layers, _BLOCKS),
+    _flag("--model-name --model", "text", None, means.sets("model.name")),
+    _flag("--lr --learning-rate", "float", 1e-5, means.learning_rate),
+    _flag("--training-steps", "int", 10, means.sets("training_steps")),
+    _flag("--warmup-steps", "int", 0, means.warmup),
+    _flag("--batch-size", "int", 2, means.sequences),
+    _flag("--gradient-accumulation-steps", "int", 32, means.nothing()),
+    _flag("--seq-len", "int", 2048, means.sequence_length),
+    _flag("--optimizer", "text", "adamw_8bit", means.optimizer, "adamw", "adamw_8bit", "adafactor"),
+    _flag("--adafactor-scale-parameter", "switch", None, means.refused(_ADAFACTOR)),
+    _flag("--adafactor-relative-step", "switch", None, means.refused(_ADAFACTOR)),
+    _flag("--device", "text", None, means.device),
+    _flag("--save-path", "text", "trained_model_checkpoints", means.save_path),
+    _flag("--checkpoint-interval", "int", 3, means.sets("checkpoint.export_every")),
+    _flag("--clip-eps", "float", 0.2, means.sets("loss.clip_low", "loss.clip_high")),
+    _flag("--kl-coef", "float", 0.0, means.sets("loss.kl.coef")),
+    _flag("--train-layer-indices", "text", None, means.trained_layers),
     # Weights
-    _flag(MODE, "text", "none", means.bridge, "way of the weights to the server", *MODES),
-    _flag(BROADCAST, "switch", None, means.copies, "with shared_vllm: broadcast weights to the server's own copy"),
-    _flag(SINGLE_COPY, "switch", None, means.copies, "with shared_vllm: one copy of the weights (the default)"),
-    _flag(BRIDGE_CONFIG, "text", None, means.bridge_config, "the server's vllm_bridge_config.json"),
-    _flag("--vllm-restart-interval", "int", 3, means.restart_interval, "steps between syncs of the weights"),
-    _flag("--lora-r", "int", 16, means.adapter("policy.lora.rank"), "rank of the adapter"),
-    _flag("--lora-alpha", "float", 32, means.adapter("policy.lora.alpha"), "its scale, times the rank"),
-    _flag("--lora-dropout", "float", 0.05, means.dropout, "read as 0"),
-    _flag(
-        "--lora-target-modules",
-        "words",
-        ["q_proj", "v_proj"],
-        means.adapter("policy.lora.target_modules"),
-        "names of the adapted layers",
-    ),
-    _flag("--lora-layer-indices", "text", None, means.adapter("policy.lora.layers"), _BLOCKS),
+    _flag(MODE, "text", "none", means.bridge, *MODES),
+    _flag(BROADCAST, "switch", None, means.copies),
+    _flag(SINGLE_COPY, "switch", None, means.copies),
+    _flag(BRIDGE_CONFIG, "text", None, means.bridge_config),
+    _flag("--vllm-restart-interval", "int", 3, means.restart_interval),
+    _flag("--lora-r", "int", 16, means.adapter("policy.lora.rank")),
+    _flag("--lora-alpha", "float", 32, means.adapter("policy.lora.alpha")),
+    _flag("--lora-dropout", "float", 0.05, means.dropout),
+    _flag("--lora-target-modules", "words", ["q_proj", "v_proj"], means.adapter("policy.lora.target_modules")),
+    _flag("--lora-layer-indices", "text", None, means.adapter("policy.lora.layers")),
     # Server
-    _flag("--vllm-port --port", "int", 9001, means.port, "port from which environments sample"),
-    _flag("--vllm-gpu", "int", None, means.server_gpu, "above 0: the server has GPUs of its own, the last ones"),
+    _flag("--vllm-port --port", "int", 9001, means.port),
+    _flag("--vllm-gpu", "int", None, means.server_gpu),
     _flag(
         "--gpu-memory-utilization --vllm-gpu-memory-utilization",
         "float",
         0.45,
         means.server("engine.gpu_memory_utilization"),
-        "part of the GPU's memory for the server",
     ),
-    _flag("--max-model-len", "int", 4096, means.model_length, "longest sequence of the server in tokens"),
-    _flag(
-        "--dtype",
-        "text",
-        "bfloat16",
-        means.dtype,
-        "type of the weights; on the CPU the default is auto, which is float32 there",
-        "bfloat16",
-        "float16",
-        "auto",
-    ),
-    _flag("--tensor-parallel-size", "int", 1, means.server("engine.tensor_parallel_size"), "GPUs of one server"),
-    _flag("--enforce-eager", "switch", False, means.server("engine.enforce_eager"), "decode without CUDA graphs"),
+    _flag("--max-model-len", "int", 4096, means.model_length),
+    _flag("--dtype", "text", "bfloat16", means.dtype, "bfloat16", "float16", "auto"),
+    _flag("--tensor-parallel-size", "int", 1, means.server("engine.tensor_parallel_size")),
+    _flag("--enforce-eager", "switch", False, means.server("engine.enforce_eager")),
     _flag(
         "--enable-lora",
         "switch",
         None,
         means.nothing("not needed: the modes lora_only and lora_restart train an adapter"),
-        "not needed",
     ),
     # Atropos and tracking
-    _flag("--atropos-url", "text", "http://localhost:8000", means.sets("environments.0.url"), "address of run-api"),
-    _flag("--use-wandb", "switch", None, means.wandb, "log to Weights & Biases"),
-    _flag("--wandb-project", "text", None, means.sets("tracking.wandb_project"), "its project"),
-    _flag("--wandb-group", "text", None, means.sets("tracking.wandb_group"), "its group"),
+    _flag("--atropos-url", "text", "http://localhost:8000", means.sets("environments.0.url")),
+    _flag("--use-wandb", "switch", None, means.wandb),
+    _flag("--wandb-project", "text", None, means.sets("tracking.wandb_project")),
+    _flag("--wandb-group", "text", None, means.sets("tracking.wandb_group")),
     # Processes and logs
-    _flag("--trainer-rank", "int", 0, means.rank, "only 0: the launcher numbers the ranks"),
-    _flag("--world-size", "int", None, means.world_size, "ranks: GPUs, or processes of a CPU run (default: 1)"),
+    _flag("--trainer-rank", "int", 0, means.rank),
+    _flag("--world-size", "int", None, means.world_size),
     _flag(
         "--init-method",
         "text",
         "env://",
         means.nothing("not needed: the launcher lets the ranks find each other; see --nodes and --master-addr"),
-        "not needed",
     ),
-    _flag("--num-inference-nodes", "int", 0, means.inference_nodes, "above 0: add --engine.urls"),
-    _flag("--debug-loading", "switch", None, means.debug, "the same as --log-level DEBUG"),
+    _flag("--num-inference-nodes", "int", 0, means.inference_nodes),
+    _flag("--debug-loading", "switch", None, means.debug),
     _flag(
         "--benchmark",
         "switch",
         None,
         means.nothing("not needed: every step's times and memory are in metrics.jsonl (seconds/*, memory/*)"),
-        "not needed",
     ),
 )
 
@@ -156,7 +125,9 @@ FLAGS: tuple[Flag, ...] = (
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add Atropos' flags to the launcher's. A flag that is not given leaves no attribute."""
     parser.prog += " atropos"
-    parser.description = "Run a command line of Atropos' example trainer: docs/guides/from_atropos.md."
+    parser.description = (
+        "Run a command line of Atropos' example trainer. docs/guides/from_atropos.md explains its flags."
+    )
     group = parser.add_argument_group("flags of Atropos' example trainer")
     for flag in FLAGS:
         options: dict[str, Any] = {"dest": flag.names[0], "default": argparse.SUPPRESS, "help": _help(flag)}
@@ -170,9 +141,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _help(flag: Flag) -> str:
-    return (
-        flag.help if flag.default is None or flag.default is False else f"{flag.help} (default: {_text(flag.default)})"
-    )
+    return "" if flag.default is None or flag.default is False else f"default: {_text(flag.default)}"
 
 
 def _metavar(flag: Flag) -> str:

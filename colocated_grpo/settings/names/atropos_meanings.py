@@ -4,15 +4,13 @@ Each flag has a function (value, command line) -> settings and notes. The functi
 rule. The first part of this file has the command line and the weight bridge modes from which a command line chooses.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from colocated_grpo.settings.names.kinds import group_size_of
+from colocated_grpo.settings.names.trl import group_size_of
 from colocated_grpo.types import JsonObject
 
 SHARED_VARIABLE, BRIDGE_VARIABLE = "VLLM_ENABLE_SHARED_WEIGHTS", "VLLM_BRIDGE_CONFIG_PATH"

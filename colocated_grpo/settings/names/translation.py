@@ -1,11 +1,7 @@
-"""Translates the setting names of other trainers.
+"""Translates the setting names of other trainers. The table for ToSSim's co-located trainer is here.
 
-The table for ToSSim's co-located trainer is here. Other tables are in `trl`, in `peft` (adapters) and in
-`atropos_command` (flags of Atropos' example trainer). A name is accepted only if its meaning is exactly the same. Error
-lines for other names say what to write instead.
+Error lines for names without an equal setting say what to write instead.
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,7 +17,8 @@ from colocated_grpo.settings.errors import (
     show,
 )
 from colocated_grpo.settings.generation import EngineConfig, RolloutConfig
-from colocated_grpo.settings.names.kinds import (
+from colocated_grpo.settings.names import trl
+from colocated_grpo.settings.names.trl import (
     Alias,
     Lookup,
     NewSettings,
@@ -33,8 +30,6 @@ from colocated_grpo.settings.names.kinds import (
     renamed,
     unless_null,
 )
-from colocated_grpo.settings.names.peft import LORA, add_rank
-from colocated_grpo.settings.names.trl import TRL
 from colocated_grpo.settings.tree import assign, lookup, remove
 
 
@@ -145,12 +140,8 @@ _BATCH_SIZES = {
 }
 
 # The names are translated in this order. Batch sizes count completions, so the group size must be translated first.
-ALIASES: dict[str, Alias] = {**_TOSSIM, **TRL, **LORA, **_BATCH_SIZES}
+ALIASES: dict[str, Alias] = {**_TOSSIM, **trl.TRL, **trl.LORA, **_BATCH_SIZES}
 
-FLAGS_WITH_LISTS = {"lora_target_modules", "report_to", "reward_funcs", "reward_weights"}
-"""Names with several values on the command line: `--report_to wandb none`."""
-SWITCHES = {"use_peft", "use_rslora", "use_wandb"}
-"""Names that need no value on the command line: `--use_peft` means true."""
 _RENAMED_SECTIONS = {"fsdp": "fsdp_config"}
 _VERL_SECTIONS = ("actor_rollout_ref", "algorithm", "critic", "custom_reward_function", "data", "trainer")
 _SECTIONS = sorted({name.split(".")[0] for name in ALIASES if "." in name})
@@ -168,7 +159,7 @@ def translate_names(tree: SettingsTree, locations: dict[KeyPath, SettingLocation
     A name on the command line takes precedence over another name of the same setting in the file. Raises ConfigError
     for unsupported values, and for two names of one setting in the same place.
     """
-    add_rank(tree)
+    trl.add_rank(tree)
     for name in (*_RENAMED_SECTIONS, *_SECTIONS):
         if not tree.get(name, True):  # null, "" or []: an empty section in a file of another trainer
             del tree[name]

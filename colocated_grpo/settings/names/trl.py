@@ -1,24 +1,102 @@
-"""Setting names of TRL 1.16: its `GRPOConfig` and the arguments of its GRPO script. See docs/guides/from_trl.md.
+"""Setting names of TRL 1.16 and of PEFT's `LoraConfig`, and the kinds of entries of such tables.
 
-Names of adapter settings are in `peft`.
+A name is translated only if its meaning is exactly the same: docs/guides/from_trl.md.
 """
 
-from __future__ import annotations
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
 
-import os
-
-from colocated_grpo.settings.names.kinds import (
-    Alias,
-    Lookup,
-    NewSettings,
-    each,
-    not_needed,
-    not_supported,
-    one_of,
-    renamed,
-    unless_null,
-)
+from colocated_grpo.settings.base import DEFAULT_INIT
+from colocated_grpo.settings.errors import SettingsTree, show
 from colocated_grpo.settings.sources import reward_name
+from colocated_grpo.settings.training import ALL_LINEAR
+from colocated_grpo.types import JsonObject
+
+Lookup = Callable[[str], Any]
+"""Returns the value at a dotted path of the settings translated so far, or None."""
+NewSettings = JsonObject
+"""Values by new dotted name."""
+Translate = Callable[[str, Any, Lookup], NewSettings]
+"""Maps (last part of the old name, value, lookup) to new settings. Raises ValueError with the violated rule."""
+
+
+@dataclass(frozen=True)
+class Alias:
+    translate: Translate
+    new_name: str = ""
+    """Setting that is suggested for a misspelled old name. If this is not a setting's name, the old name is
+    suggested."""
+    remark: str = ""
+    """Appended to the note that reports the translation."""
+
+    @property
+    def names_a_setting(self) -> bool:
+        return bool(self.new_name) and " " not in self.new_name
+
+
+def unless_null(translate: Translate) -> Translate:
+    """Wrap `translate` so that null sets nothing: other trainers use null for the default."""
+
+    @wraps(translate)
+    def translate_value(key: str, value: object, get: Lookup) -> NewSettings:
+        return {} if value is None else translate(key, value, get)
+
+    return translate_value
+
+
+def renamed(new_name: str, remark: str = "") -> Alias:
+    """Return an alias that passes its value unchanged to the setting `new_name`."""
+    return Alias(unless_null(lambda _key, value, _get: {new_name: value}), new_name, remark)
+
+
+def one_of(new_name: str, values: Mapping[Any, object], remark: str = "") -> Alias:
+    """Return an alias that accepts the keys of `values` and sets `new_name` to the mapped value; None sets nothing.
+
+    If all mapped values are None, `new_name` explains why only these keys are accepted.
+    """
+
+    @unless_null
+    def translate(_key: str, value: object, _get: Lookup) -> NewSettings:
+        key = value.lower() if isinstance(value, str) else value
+        if isinstance(key, dict | list) or key not in values:
+            accepted = ", ".join(show(known) for known in values)
+            raise ValueError(f"must be {'one of ' if len(values) > 1 else ''}{accepted} ({new_name})")
+        return {} if values[key] is None else {new_name: values[key]}
+
+    return Alias(translate, new_name, remark)
+
+
+def not_needed(why: str) -> Alias:
+    """Return an alias that is accepted with any value and sets nothing."""
+    return Alias(lambda _key, _value, _get: {}, remark=why)
+
+
+def not_supported(instead: str) -> Alias:
+    """Return an alias that accepts only null, false and empty values. `instead` says what to do."""
+
+    def translate(_key: str, value: object, _get: Lookup) -> NewSettings:
+        if value:
+            raise ValueError(f"not supported; {instead}")
+        return {}
+
+    return Alias(translate, remark="off")
+
+
+def each(names: str, alias: Alias) -> dict[str, Alias]:
+    """Return a dictionary with the same alias under each name. names: separated by spaces."""
+    return dict.fromkeys(names.split(), alias)
+
+
+def group_size_of(completions: int) -> int:
+    """Return a group size for a batch of at least 2 completions: the first of 8, 4, 2 that divides it, else its
+    smallest divisor."""
+    return next(size for size in (8, 4, *range(2, completions + 1)) if completions % size == 0)
+
+
+# TRL
 
 
 @unless_null
@@ -37,22 +115,12 @@ def _sampler_correction(_key: str, value: object, get: Lookup) -> NewSettings:
     return {"loss.correction.level": level} | ({} if off else {"loss.correction.mode": mode})
 
 
-def _report_to(_key: str, value: object, get: Lookup) -> NewSettings:
-    trackers = {"wandb": _wandb(get), "tensorboard": {"tracking.tensorboard": True}, "none": {}}
+def _report_to(_key: str, value: object, _get: Lookup) -> NewSettings:
+    trackers = {"wandb": {"tracking.wandb": "online"}, "tensorboard": {"tracking.tensorboard": True}, "none": {}}
     names = value if isinstance(value, list) else [value or "none"]
     if any(name not in trackers for name in names):
         raise ValueError(f"must be one or several of {', '.join(trackers)}")
     return {path: setting for name in names for path, setting in trackers[name].items()}
-
-
-def _wandb(get: Lookup) -> NewSettings:
-    """Return mode and project from W&B's environment variables, like TRL. A project in the settings takes
-    precedence."""
-    mode, project = os.environ.get("WANDB_MODE", "online"), os.environ.get("WANDB_PROJECT")
-    in_settings = get("tracking.wandb_project") or get("wandb_project")
-    named = {"tracking.wandb_project": project} if project and not in_settings else {}
-    known = {"offline": "offline", "dryrun": "offline", "disabled": "off"}
-    return {"tracking.wandb": known.get(mode, "online"), **named}
 
 
 def _kept_checkpoints(_key: str, value: object, _get: Lookup) -> NewSettings:
@@ -75,13 +143,6 @@ def _max_steps(_key: str, value: object, _get: Lookup) -> NewSettings:
 def _epochs(_key: str, _value: object, get: Lookup) -> NewSettings:
     if get("max_steps") is None and get("training_steps") is None:
         raise ValueError(f"not supported; {_EPOCHS}")
-    return {}
-
-
-@unless_null
-def _bias_correction_of_kl(_key: str, value: object, get: Lookup) -> NewSettings:
-    if value is not False and (get("beta") or get("loss.kl.coef")):
-        raise ValueError("must be false (the KL estimate is not multiplied by the ratio)")
     return {}
 
 
@@ -108,18 +169,15 @@ def _reward_weights(_key: str, value: object, get: Lookup) -> NewSettings:
     return {f"environments.0.rewards.{index}.weight": weight for index, weight in enumerate(value)}
 
 
-_GEOMETRY = (
-    "set generation_batch_size to per_device_train_batch_size * gradient_accumulation_steps * GPUs; "
-    "batch.max_tokens_per_micro_batch sizes the micro-batches"
-)
-_NO_SERVER = "the engine runs in the trainer's process"
-_ROLLOUTS = "tracking.rollouts_per_step rollouts of every step go to rollouts.jsonl; tools.show_rollouts prints them"
-_DTYPE = "master weights are fp32; policy.compute_dtype sets the type of the forward pass"
+_GUIDE = "see docs/guides/from_trl.md"
 
 TRL: dict[str, Alias] = {
     "model_name_or_path": renamed("model.name"),
+    "model_revision": renamed("model.revision"),
     "trust_remote_code": renamed("model.trust_remote_code"),
+    "chat_template_kwargs": renamed("model.chat_template_kwargs"),
     "num_generations": renamed("rollout.group_size"),
+    "num_generations_eval": renamed("evaluation.samples_per_prompt"),
     "max_completion_length": renamed("rollout.max_completion_tokens"),
     "max_prompt_length": renamed("rollout.max_prompt_tokens", "longer prompts are dropped, not cut"),
     "num_iterations": renamed("batch.epochs"),
@@ -128,10 +186,11 @@ TRL: dict[str, Alias] = {
     "delta": renamed("loss.dual_clip"),
     "importance_sampling_level": one_of("for sequence set loss.type: gspo", {"token": None}),
     "mask_truncated_completions": renamed("batch.mask_truncated"),
-    "shuffle_dataset": renamed("environments.0.shuffle"),
+    "router_aux_loss_coef": renamed("policy.load_balancing"),
     "max_steps": Alias(
         _max_steps, "training_steps", "counts batches of batch.minibatches * batch.epochs optimizer steps each"
     ),
+    "num_train_epochs": Alias(_epochs, remark="training_steps is given and takes precedence"),
     "warmup_steps": renamed("policy.warmup_steps"),
     "lr_scheduler_type": one_of(
         "policy.schedule",
@@ -153,10 +212,10 @@ TRL: dict[str, Alias] = {
     "weight_decay": renamed("policy.optimizer.weight_decay"),
     "max_grad_norm": renamed("policy.grad_clip"),
     "bf16": one_of("policy.compute_dtype", {True: "bfloat16", False: None}),
-    "fp16": one_of("policy.compute_dtype is bfloat16 or float32", {False: None}),
     "gradient_checkpointing": renamed("policy.gradient_checkpointing"),
+    "torch_compile": renamed("policy.compile"),
     "use_vllm": one_of("vLLM always generates", {True: None}),
-    "vllm_mode": one_of(_NO_SERVER, {"colocate": None}),
+    "vllm_mode": one_of("the engine runs in the trainer's process", {"colocate": None}),
     "vllm_enable_sleep_mode": renamed("engine.sleep"),
     "vllm_gpu_memory_utilization": renamed("engine.gpu_memory_utilization"),
     "vllm_max_model_length": renamed("engine.max_model_len"),
@@ -170,139 +229,126 @@ TRL: dict[str, Alias] = {
     **each("vllm_importance_sampling_clip_max vllm_importance_sampling_cap", renamed("loss.correction.cap")),
     "vllm_importance_sampling_clip_min": renamed("loss.correction.floor"),
     "save_steps": renamed("checkpoint.every"),
+    "save_strategy": one_of("checkpoint.every", {"steps": None, "no": 0, False: 0}, "also saved at the end"),
     "save_total_limit": Alias(_kept_checkpoints, "checkpoint.keep_last"),
     "eval_steps": renamed("evaluation.every"),
-    **each("logging_steps logging_strategy logging_first_step", not_needed("every step is logged")),
-    "report_to": Alias(_report_to, "tracking"),
-    **each("per_device_train_batch_size gradient_accumulation_steps steps_per_generation", not_supported(_GEOMETRY)),
-    "num_train_epochs": Alias(_epochs, remark="training_steps is given and takes precedence"),
-    "cast_lm_head_to_fp32": one_of("logits are cast to fp32 after the matrix product", {False: None}),
-    "num_generations_eval": renamed("evaluation.samples_per_prompt"),
-    **each("pad_to_multiple_of group_by_length", not_needed("sequences are packed without padding")),
-    "generation_kwargs": not_supported("see rollout: temperature, top_p, top_k, min_p, repetition_penalty, stop"),
-    "chat_template_kwargs": renamed("model.chat_template_kwargs"),
-    "vllm_model_impl": one_of("vLLM's own models", {"vllm": None}),
-    "vllm_structured_outputs_regex": not_supported("see structured of environments with type: turns"),
-    **each(
-        "vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port",
-        not_needed(_NO_SERVER),
-    ),
-    **each(
-        "use_transformers_continuous_batching use_transformers_paged",
-        one_of("vLLM always generates", {False: None}),
-    ),
-    "multi_objective_aggregation": one_of("rewards are summed first", {"sum_then_normalize": None}),
-    "sync_ref_model": one_of("the reference is the initial model during the whole run", {False: None}),
-    "top_entropy_quantile": one_of("every token is trained", {1.0: None}),
-    **each("entropy_coef use_adaptive_entropy", one_of("no entropy bonus", {False: None})),
-    "off_policy_mask_threshold": not_supported("loss.correction limits off-policy weights"),
-    "use_bias_correction_kl": Alias(_bias_correction_of_kl),
-    "max_tool_calling_iterations": not_supported("an episode limits its own turns: docs/guides/episodes.md"),
-    "log_completions": one_of("tracking.completions_every", {True: 10, False: None}),
-    **each("num_completions_to_print log_unique_prompts log_multimodal", not_needed(_ROLLOUTS)),
-    "disable_dropout": not_needed("dropout is always off"),
-    "router_aux_loss_coef": renamed("policy.load_balancing"),
-    **each("cache_implementation transformers_continuous_batching_config", not_supported("vLLM always generates")),
-    **each(
-        "ref_model_mixup_alpha ref_model_sync_steps",
-        not_needed("the reference is the initial model during the whole run"),
-    ),
-    **each(
-        "entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target",
-        not_needed("part of use_adaptive_entropy"),
-    ),
-    **each("sapo_temperature_pos sapo_temperature_neg", not_needed("part of loss_type sapo")),
-    **each("vespo_k_pos vespo_k_neg vespo_lambda_pos vespo_lambda_neg", not_needed("part of loss_type vespo")),
-    "log_completions_hub_repo": not_supported("upload rollouts.jsonl after the run"),
-    # transformers' TrainingArguments
-    "warmup_ratio": not_supported("set warmup_steps, in optimizer steps"),
-    "torch_compile": renamed("policy.compile"),
-    "use_liger_kernel": not_needed("log-probabilities have their own fused kernel"),
-    "gradient_checkpointing_kwargs": not_needed("checkpointing is always non-reentrant"),
-    "save_strategy": one_of("checkpoint.every", {"steps": None, "no": 0, False: 0}, "also saved at the end"),
     "eval_strategy": one_of("evaluation.every", {"steps": None, "no": 0, False: 0}),
-    "eval_on_start": not_needed("start and end are evaluated unless evaluation.every is 0"),
-    "per_device_eval_batch_size": not_needed("the engine batches held-out prompts itself"),
-    "dataloader_num_workers": not_needed("prompts are tokenized while the engine decodes"),
-    "dataloader_pin_memory": not_needed("batches are small"),
-    "remove_unused_columns": one_of("rewards get every column", {False: None}),
-    "load_best_model_at_end": one_of("set evaluation.keep_best, which exports best_model/", {False: None}),
-    "push_to_hub": one_of("set hub.repo, to which the model is pushed", {False: None}),
+    "report_to": Alias(_report_to, "tracking"),
+    "log_completions": one_of("tracking.completions_every", {True: 10, False: None}),
     "hub_model_id": renamed("hub.repo"),
-    "deepspeed": not_supported("weights are sharded by FSDP2; policy.cpu_offload keeps them in host memory"),
-    "resume_from_checkpoint": not_supported("start with --resume RUN"),
-    "tf32": not_needed("policy.compute_dtype sets the type of the forward pass"),
-    "log_on_each_node": not_needed("rank 0 logs for all ranks"),
-    "disable_tqdm": not_needed("tracking.console sets what the console shows"),
-    "overwrite_output_dir": not_needed("each run has its own folder; --resume continues one"),
-    "save_safetensors": one_of("exports are safetensors", {True: None}),
-    **each("do_train do_eval", not_needed("a run always trains; see evaluation.every")),
     "full_determinism": renamed("deterministic"),
-    "data_seed": not_supported("seed determines all random numbers"),
-    "use_cpu": one_of("start with --gpus 0", {False: None}),
-    "log_level": one_of("start with --log-level", {"passive": None}),
-    "project": one_of("set tracking.wandb_project", {"huggingface": None}),
-    "logging_dir": not_needed("tracking.tensorboard writes into the run folder"),
-    "save_only_model": one_of("checkpoints include optimizer state; final_model/ is the model alone", {False: None}),
-    "ignore_data_skip": one_of("a resumed run continues at its position in the data", {False: None}),
-    "auto_find_batch_size": not_needed("micro-batches are as large as the measured memory allows"),
-    "average_tokens_across_devices": one_of("the loss counts the tokens of all ranks", {True: None}),
-    "lr_scheduler_kwargs": not_supported("policy.min_lr sets the final learning rate"),
-    "optim_args": not_supported("see policy.optimizer"),
-    "optim_target_modules": not_supported("see policy.lora.target_modules and policy.train_layers"),
-    "neftune_noise_alpha": not_supported("noise is not added to embeddings"),
-    "label_smoothing_factor": one_of("there are no labels", {0: None}),
-    "accelerator_config": not_needed("torchrun starts the ranks"),
-    "parallelism_config": not_supported(
-        "weights are sharded by FSDP2; see policy.context_parallel and engine.tensor_parallel_size"
-    ),
-    "eval_delay": one_of("the start is evaluated too", {0: None}),
-    "save_on_each_node": one_of("all nodes write into one folder", {False: None}),
-    "restore_callback_states_from_checkpoint": one_of("callbacks keep no state in checkpoints", {False: None}),
-    "dataset_streaming": one_of("rows are read by index", {False: None}),
-    **each(
-        "metric_for_best_model greater_is_better",
-        not_needed("part of load_best_model_at_end; see evaluation.keep_best"),
-    ),
-    **each(
-        "hub_token hub_private_repo hub_strategy hub_always_push hub_revision",
-        not_needed("see hub: docs/guides/sharing.md"),
-    ),
-    **each(
-        "trackio_space_id trackio_bucket_id trackio_static_space_id",
-        not_needed("report_to supports wandb and tensorboard"),
-    ),
-    **each(
-        "dataloader_drop_last dataloader_persistent_workers dataloader_prefetch_factor "
-        "dataloader_multiprocessing_context dataloader_in_order",
-        not_needed("no worker processes; only whole batches are trained"),
-    ),
-    **each(
-        "ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout ddp_find_unused_parameters "
-        "ds3_gather_for_generation",
-        not_needed("weights are sharded by FSDP2"),
-    ),
-    **each(
-        "bf16_full_eval fp16_full_eval batch_eval_metrics debug do_predict enable_jit_checkpoint "
-        "eval_accumulation_steps eval_do_concat_batches eval_use_gather_object ignore_bias_buffers include_for_metrics "
-        "include_num_input_tokens_seen label_names length_column_name liger_kernel_config local_rank log_level_replica "
-        "logging_nan_inf_filter prediction_loss_only skip_memory_metrics torch_compile_backend torch_compile_mode "
-        "torch_empty_cache_steps train_sampling_strategy use_cache",
-        not_needed("part of transformers' own training loop"),
-    ),
-    # TRL's ScriptArguments and ModelConfig
+    # TRL's script
     "dataset_name": Alias(_dataset_name, "environments.0.name"),
-    "datasets": not_supported("write each as {type: dataset, name: ..., rewards: [...]} in environments"),
     "dataset_config": renamed("environments.0.subset"),
     "dataset_train_split": renamed("environments.0.split"),
     "dataset_test_split": renamed("environments.0.eval_split"),
+    "shuffle_dataset": renamed("environments.0.shuffle"),
     "reward_funcs": Alias(_reward_funcs, "environments.0.rewards"),
     "reward_weights": Alias(_reward_weights, "environments.0.rewards.0.weight"),
-    "reward_model_name_or_path": not_supported("a reward is a function: docs/guides/from_trl.md"),
-    "model_revision": renamed("model.revision"),
-    "model_init_kwargs": not_supported("see model.revision, model.trust_remote_code and policy.compute_dtype"),
+    # Not translated
     **each(
-        "dtype torch_dtype", one_of(_DTYPE, {"bfloat16": None}, "of the forward pass on CUDA; master weights are fp32")
+        "per_device_train_batch_size gradient_accumulation_steps steps_per_generation",
+        not_supported(
+            "set generation_batch_size to per_device_train_batch_size * gradient_accumulation_steps * GPUs; "
+            "batch.max_tokens_per_micro_batch sizes the micro-batches"
+        ),
     ),
-    "attn_implementation": not_needed("packed sequences have their own attention"),
+    "generation_kwargs": not_supported("see rollout: temperature, top_p, top_k, min_p, repetition_penalty, stop"),
+    "warmup_ratio": not_supported("set warmup_steps, in optimizer steps"),
+    "resume_from_checkpoint": not_supported("start with --resume RUN"),
+    "load_best_model_at_end": not_supported("set evaluation.keep_best, which exports best_model/"),
+    "push_to_hub": not_supported("set hub.repo, to which the model is pushed"),
+    "reward_model_name_or_path": not_supported("a reward is a function: docs/guides/from_trl.md"),
+    **each(
+        "dtype torch_dtype",
+        one_of("policy.compute_dtype", {"bfloat16": None}, "of the forward pass on CUDA; master weights are fp32"),
+    ),
+    **each("load_in_4bit load_in_8bit", not_supported("base weights are 16-bit; see policy.lora.base_on_host")),
+    **each(
+        "data_seed datasets deepspeed entropy_coef eval_delay fp16 label_smoothing_factor lr_scheduler_kwargs "
+        "max_tool_calling_iterations model_init_kwargs neftune_noise_alpha off_policy_mask_threshold optim_args "
+        "parallelism_config sync_ref_model top_entropy_quantile use_adaptive_entropy "
+        "use_bias_correction_kl vllm_structured_outputs_regex",
+        not_supported(_GUIDE),
+    ),
+    **each(
+        "attn_implementation average_tokens_across_devices bf16_full_eval dataloader_drop_last dataloader_num_workers "
+        "dataloader_pin_memory ddp_timeout disable_dropout disable_tqdm do_eval do_train eval_on_start "
+        "gradient_checkpointing_kwargs group_by_length log_level log_on_each_node logging_dir logging_first_step "
+        "logging_steps logging_strategy log_unique_prompts metric_for_best_model num_completions_to_print "
+        "overwrite_output_dir pad_to_multiple_of per_device_eval_batch_size remove_unused_columns save_only_model "
+        "save_safetensors tf32 use_cache use_cpu use_liger_kernel vllm_group_port vllm_server_base_url "
+        "vllm_server_host vllm_server_port vllm_server_timeout",
+        not_needed("no counterpart is needed here"),
+    ),
+}
+
+# Adapters
+
+_RANK, _ALPHA, _TARGETS = "policy.lora.rank", "policy.lora.alpha", "policy.lora.target_modules"
+_MODULES = ["q_proj", "v_proj"]
+"""Modules that PEFT adapts by default in Llama, Mistral, Qwen and Gemma models."""
+_TRL_ADAPTER = {_RANK: 16, _ALPHA: 32, _TARGETS: _MODULES}
+"""Defaults of TRL 1.16 with `use_peft`."""
+_PEFT_ADAPTER = {_RANK: 8, _ALPHA: 8, _TARGETS: _MODULES}
+_REGULAR_EXPRESSION = re.compile(r"[*+?()\[\]{}|^$\\]")
+_PLAIN = "adapters are plain LoRA, or rslora, of linear layers: docs/guides/lora.md"
+
+
+def add_rank(tree: SettingsTree) -> None:
+    """Add `r: null` to a `peft_config` without a rank, in place. The translation of `r` then sets PEFT's defaults."""
+    if isinstance(tree.get("peft_config"), dict):
+        tree["peft_config"].setdefault("r")
+
+
+def _missing(defaults: NewSettings, get: Lookup) -> NewSettings:
+    """Return the defaults that are not set yet; none with policy.lora.init, whose adapter determines all others."""
+    if get("policy.lora.init") not in (None, DEFAULT_INIT):
+        return {}
+    return {name: value for name, value in defaults.items() if get(name) is None}
+
+
+@unless_null
+def _target_modules(_key: str, value: object, _get: Lookup) -> NewSettings:
+    """Convert module names to a list. all-linear and regular expressions stay text."""
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]  # like TRL, whose command line makes a list of one value
+    is_name = isinstance(value, str) and value != ALL_LINEAR and not _REGULAR_EXPRESSION.search(value)
+    return {_TARGETS: [value] if is_name else value}
+
+
+def _peft_rank(_key: str, value: object, get: Lookup) -> NewSettings:
+    return _missing(_PEFT_ADAPTER, get) | ({} if value is None else {_RANK: value})
+
+
+@unless_null
+def _use_peft(_key: str, value: object, get: Lookup) -> NewSettings:
+    if not isinstance(value, bool):
+        raise ValueError("must be true or false")
+    if not value and get("policy.lora") is not None:
+        raise ValueError("an adapter is set by policy.lora or lora_*; remove one of them")
+    return _missing(_TRL_ADAPTER, get) if value else {}
+
+
+# `r` and `use_peft` come last: they set defaults for what is not given.
+LORA: dict[str, Alias] = {
+    "peft_config.lora_alpha": renamed(_ALPHA),
+    "peft_config.lora_dropout": renamed("policy.lora.dropout"),
+    "peft_config.target_modules": Alias(_target_modules, _TARGETS),
+    "peft_config.exclude_modules": renamed("policy.lora.exclude_modules"),
+    "peft_config.layers_to_transform": renamed("policy.lora.layers"),
+    "peft_config.use_rslora": renamed("policy.lora.rslora"),
+    "peft_config.bias": one_of("biases are not trained", {"none": None}),
+    "peft_config.task_type": one_of("causal language models are trained", {"causal_lm": None}),
+    "peft_config.r": Alias(_peft_rank, _RANK),
+    "lora_r": renamed(_RANK),
+    "lora_alpha": renamed(_ALPHA),
+    "lora_target_modules": Alias(_target_modules, _TARGETS),
+    "lora_dropout": one_of(
+        "policy.lora.dropout", {0: 0.0, 0.05: 0.0}, "0.05 is TRL's default; the engine samples without dropout"
+    ),
+    "lora_task_type": one_of("causal language models are trained", {"causal_lm": None}),
+    "use_rslora": one_of("policy.lora.rslora", {True: True, False: None}),
+    **each("lora_modules_to_save lora_target_parameters use_dora", not_supported(_PLAIN)),
+    "use_peft": Alias(_use_peft, "policy.lora"),
 }

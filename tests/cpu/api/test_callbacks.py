@@ -6,7 +6,6 @@ import pytest
 
 from colocated_grpo.callbacks import Callbacks, check_callbacks
 from colocated_grpo.settings.errors import ConfigError
-from colocated_grpo.tracking.console import NotebookDisplay, StandardOutput, in_notebook
 from tests.support.ranks import single_rank_world
 
 
@@ -70,17 +69,3 @@ def test_a_method_of_another_trainer_is_reported_before_the_run():
         ConfigError, match=r"callbacks.0: Misspelled: has none of the methods .* did you mean on_evalua"
     ):
         check_callbacks([Misspelled()])
-
-
-def test_progress_in_a_notebook_is_one_table_that_is_replaced(capsys):
-    shown = []
-    display = NotebookDisplay(StandardOutput(), 3, shown.append)
-    display.open({"model": "tiny"}, first_step=0)
-    display.step(0, {"reward": 0.25, "completion_tokens": 7.0})
-    display.step(1, {"reward": 0.5, "completion_tokens": 7.0, "reward_errors": 2.0})
-    display.note("<b>")
-    assert capsys.readouterr().out == "colocated GRPO\n  model  tiny\n<b>\n"
-    assert len(shown) == 2
-    assert '<progress value="2" max="3">' in shown[1] and "<th>errors</th>" in shown[1]
-    assert "<td>0.250</td>" in shown[1] and "<td>0.500</td>" in shown[1]
-    assert not in_notebook()

@@ -104,15 +104,3 @@ def test_the_tossim_entry_of_the_guide_is_valid():
     [text] = [block for block in blocks("yaml") if "tossim" in block]
     config = Config.model_validate(yaml.safe_load(text))
     assert config.environments[0].name == "tossim"
-
-
-def test_the_self_play_config_of_the_guide_is_scored_and_continued():
-    [text] = [block for block in blocks("yaml") if "SecretMafia" in block]
-    made = build_environments(Config.model_validate(yaml.safe_load(text)), TOKENIZER)
-    results = play(made, made.open_source(), 8)
-    ended = [game for result in results for game in result.games]
-    assert {game["source"] for game in ended} <= set(made.scorers)
-    assert any(game["winner"].startswith("Player") for game in ended)
-    late = [rollout for result in results for group in result.released for rollout in group.rollouts]
-    assert {"return", "end", "legal_rate"} <= {part for rollout in late for part in rollout.score.parts}
-    assert all(rollout.score.error is None for rollout in late)

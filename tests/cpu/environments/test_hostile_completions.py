@@ -10,9 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from colocated_grpo.environments.adapters.gymnasium import ACTION
 from colocated_grpo.environments.adapters.textarena import MOVE, THOUGHTS
-from colocated_grpo.environments.rewards.answers import tagged_parts
 from colocated_grpo.environments.rewards.builtin import REWARDS
 from colocated_grpo.environments.rewards.run_code import last_code_block
 from colocated_grpo.environments.tasks.procedural import EXPRESSION
@@ -30,7 +28,6 @@ REPEATED = [
 COLUMNS = {"answer": ["#### 7"], "tool_calls": ['{"name": "f", "arguments": {}}']}
 PARSERS: dict[str, Callable[[str], object]] = {
     "tool use": read_call,
-    "gymnasium": lambda text: list(tagged_parts(text, ACTION)),
     "textarena moves": lambda text: MOVE.findall(THOUGHTS.sub("", text)),
     "town": lambda text: parse(f"<think></think>{text}"),
     "countdown": EXPRESSION.fullmatch,

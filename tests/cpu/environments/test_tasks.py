@@ -56,7 +56,7 @@ def test_the_reference_answer_scores_one_bare_tagged_and_after_thoughts(name):
             assert score_text(task, item, completion).reward == 1.0
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "tool_call"])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_wrong_answer_scores_below_one_without_an_error(name):
     task = build_task(name, {})
     for item in islice(task.prompts(0, "train"), 20):

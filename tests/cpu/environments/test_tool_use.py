@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from contextlib import suppress
 from itertools import islice
 from typing import Any
@@ -29,69 +28,21 @@ ROOM = 400
 # Tools
 
 
-@pytest.mark.parametrize(
-    ("expression", "value"),
-    [
-        ("2*(3+4)", "14"),
-        (" 7 - 9 ", "-2"),
-        ("-3**2", "-9"),
-        ("7/2", "3.5"),
-        ("1/3", "0.333333"),
-        ("7//2", "3"),
-        ("-7%3", "2"),
-        ("2**-2", "0.25"),
-        ("0.1+0.2", "0.3"),
-        ("1e3", "1000"),
-        ("2**64", str(2**64)),
-    ],
-)
-def test_the_calculator_is_exact(expression, value):
-    assert calculate(expression) == value
-
-
 @given(st.integers(-999, 999), st.integers(-999, 999), st.sampled_from("+-*"))
 def test_the_calculator_agrees_with_python(left, right, symbol):
-    assert calculate(f"({left}){symbol}({right})") == str(eval(f"({left}){symbol}({right})"))
+    assert calculate(f" {left} {symbol} {right}") == str(eval(f"({left}){symbol}({right})"))
 
 
-@pytest.mark.parametrize(
-    ("expression", "message"),
-    [
-        ("", "not an expression"),
-        ("2+", "not an expression"),
-        ("1e999", "not an expression"),
-        ("1/0", "division by zero"),
-        ("0**-1", "division by zero"),
-        ("__import__('os')", "only numbers"),
-        ("'a'*9", "only numbers"),
-        ("True+1", "only numbers"),
-        ("(1).real", "only numbers"),
-        ("[1][0]", "only numbers"),
-        ("9**9**9", "at most 64"),
-        ("2**0.5", "at most 64"),
-        ("9**64*9**64", "too large"),
-        ("1" * 201, "more than 200 characters"),
-        ("(" * 100 + ")" * 100, "only numbers"),
-    ],
-)
-def test_the_calculator_rejects_bad_expressions_within_half_a_second(expression, message):
-    started = time.process_time()
-    with pytest.raises(ToolError, match=message):
-        calculate(expression)
-    assert time.process_time() - started < 0.5
-
-
-@given(st.text(max_size=220))
-def test_no_expression_breaks_the_calculator(text):
+@given(st.text(max_size=220) | st.sampled_from(["", "2+", "7/2", "1+2+3", "__import__('os')", "1" * 10 + "+1"]))
+def test_no_other_expression_is_calculated(text):
     with suppress(ToolError):
-        assert len(calculate(text)) < 100
+        assert len(calculate(text)) < 20
 
 
-def test_a_search_returns_the_best_lines_first_and_at_most_three():
-    text = "Ann likes tea\nBob likes tea and cake\nCat sleeps\nDan likes tea\nEve likes tea"
-    assert search(text, "CAKE, tea") == "Bob likes tea and cake\nAnn likes tea\nDan likes tea"
-    assert search(text, "cat") == "Cat sleeps"
-    for nothing in ("", "dog", "li"):
+def test_a_search_returns_the_line_of_a_name():
+    text = "ann: 4\nanna: 5"
+    assert (search(text, " Ann "), search(text, "anna")) == ("ann: 4", "anna: 5")
+    for nothing in ("", "an", "4"):
         with pytest.raises(ToolError, match="nothing found"):
             search(text, nothing)
 
@@ -167,7 +118,11 @@ def test_tool_errors_come_back_as_observations():
     episode = build_episode("tool_use", {})
     turns = ["<calc>1/0</calc>", "<search>zed</search>", "nothing", "<answer>1</answer>"]
     _, rollout = played(episode, item_of(episode, **TWO_LOOK_UPS), *turns)
-    for line in ("error: division by zero", "error: nothing found", "error: make one call in each turn"):
+    for line in (
+        "error: write two whole numbers, with + - or * between them",
+        "error: nothing found",
+        "error: make one call in each turn",
+    ):
         assert f"<|user|>{line}<|end|><|assistant|>" in rollout.text
 
 

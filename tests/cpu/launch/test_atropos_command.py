@@ -90,7 +90,7 @@ def test_help_lists_the_flags_and_their_defaults(capsys):
     with pytest.raises(SystemExit):
         launcher.main(["atropos", "--help"])
     output = " ".join(capsys.readouterr().out.split())
-    assert "--save-path TEXT folder of the run (default: trained_model_checkpoints)" in output
+    assert "--save-path TEXT default: trained_model_checkpoints" in output
     assert "--dry-run" in output
 
 

@@ -16,7 +16,7 @@ from tests.support.paths import ROOT
     [
         ["run_colocated_grpo.py", "--help"],
         ["-m", "colocated_grpo"],
-        ["-m", "colocated_grpo.tools.init", "questions.jsonl"],
+        ["-m", "colocated_grpo.tools.evaluate", "model"],
         ["-m", "colocated_grpo.tools.doctor"],
     ],
     ids=" ".join,

@@ -76,9 +76,9 @@ ONE_NODE = "--standalone --local-addr 127.0.0.1 -m colocated_grpo --config x.yam
             f"colocated_grpo.launch.elastic --nnodes 1 --nproc-per-node 1 {ONE_NODE} --rollout.stop '[a, b]'",
         ),
         (
-            "--lora-target-modules q_proj v_proj --gpus 1 --use_peft --policy.lora.layers 0-1",
+            "--lora-target-modules [q_proj,v_proj] --gpus 1 --use_peft true --policy.lora.layers 0-1",
             f"colocated_grpo.launch.elastic --nnodes 1 --nproc-per-node 1 {ONE_NODE} "
-            "--lora-target-modules q_proj v_proj --use_peft --policy.lora.layers 0-1",
+            "--lora-target-modules '[q_proj,v_proj]' --use_peft true --policy.lora.layers 0-1",
         ),
     ],
 )
@@ -322,7 +322,6 @@ def test_all_problems_are_reported_together(config, eight_gpus, capsys):
     [
         "{type: task, name: 'reasoning_gym:leg_counting'}",
         "{type: episode, name: textarena, args: {game: TicTacToe-v0}}",
-        "{type: turns, name: 'textarena:TicTacToe-v0'}",
         "{type: atropos, url: 'http://localhost:8000'}",
     ],
 )
@@ -347,10 +346,7 @@ def test_a_resumed_folder_without_a_config_is_an_error(config, eight_gpus, capsy
 # Without --config
 
 DEFAULT_CONFIG = "training_configs/dr_grpo_config.yaml"
-DEFAULT_LINE = (
-    f"note: --config: not given; using {DEFAULT_CONFIG}; --config FILE chooses another, python -m "
-    "colocated_grpo.tools.init writes one for your data\n"
-)
+DEFAULT_LINE = f"note: --config: not given; using {DEFAULT_CONFIG}; --config FILE chooses another\n"
 TWO_NODES = ["--gpus", "4", "--nodes", "2", "--node-rank", "1", "--master-addr", "node0"]
 
 

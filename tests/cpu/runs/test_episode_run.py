@@ -92,7 +92,7 @@ def test_stored_rollouts_show_whole_conversations(run, capsys):
         assert f"turn {turns}" not in row["completion"]
     assert show_rollouts.main([str(run.folder)]) == 0
     shown = capsys.readouterr().out
-    assert "turn 1" in shown and "<|user|>" not in shown
+    assert "<|user|>turn 1<|end|>" in shown
     assert "turn 1" in (run.folder / "report.html").read_text()
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from colocated_grpo.environments.base import Split
 from colocated_grpo.environments.registry import build_episode
-from colocated_grpo.environments.town.opening import TownLessons
+from colocated_grpo.environments.town.environment import TownLessons
 from colocated_grpo.tools.make_model import build_char_tokenizer, build_model, save_model
 from colocated_grpo.tools.shapes import TINY
 from colocated_grpo.tools.warm_start import EpisodeTeacher, Example, TaskTeacher, Teacher, WarmStart, warm_start

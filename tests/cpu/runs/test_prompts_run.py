@@ -1,4 +1,4 @@
-"""A run with tools, filtered rows, a mixture and two curricula: what it sampled, and that it resumes bit for bit."""
+"""A run with tools, filtered rows and a mixture: what it sampled, and that it resumes bit for bit."""
 
 from __future__ import annotations
 
@@ -38,16 +38,15 @@ def config(data: Path, **checkpoint: object) -> Settings:
     graded = {
         "name": str(data / "graded.jsonl"),
         "where": {"level": [1, 2, 3]},
-        "curriculum": {"type": "column", "column": "level", "stages": 3, "steps": 4},
         "tools": [WEATHER],
         "chat_template_kwargs": {"enable_thinking": False},
         "weight": 2,
     }
-    few = {"name": str(data / "few.jsonl"), "curriculum": {"type": "pass_rate", "low": 0.3, "high": 0.7}}
+    few = {"name": str(data / "few.jsonl")}
     changes = deterministic(
         environments=[{"type": "dataset", "rewards": rewards, "held_out": 0, **entry} for entry in (graded, few)],
         training_steps=STEPS,
-        rollout={"prompts_per_step": 6, "group_size": 2, "max_prompt_tokens": 48},
+        rollout={"prompts_per_step": 6, "group_size": 2, "max_prompt_tokens": 48, "skip_solved": {"after": 1}},
         evaluation={"every": 0},
         checkpoint={"every": EVERY, **checkpoint},
         tracking={"rollouts_per_step": 12},
@@ -75,22 +74,6 @@ def test_the_policy_reads_what_the_settings_say(whole, data):
     assert note in whole.stdout
 
 
-def test_rows_become_harder_and_prompts_rest(whole, data):
-    graded, few = (f"curriculum/{data}/{name}.jsonl" for name in ("graded", "few"))
-    rows = whole.rows(files.TRAIN)
-    assert [row[f"{graded}/stage"] for row in rows] == [1, 1, 2, 2, 3, 3]
-    assert [row[f"{graded}/rows"] for row in rows] == [6, 6, 12, 12, 18, 18]
-    numbers = [
-        (row["step"], int(row["prompt"].partition("sort ")[2].partition("<")[0]))
-        for row in files.read_rollouts(whole.folder)
-        if "sort " in row["prompt"]
-    ]
-    assert max(number % 4 for step, number in numbers if step < 2) == 1
-    assert max(number % 4 for step, number in numbers if step < 4) == 2
-    assert max(number % 4 for _, number in numbers) == 3
-    assert any(row[f"{few}/passed_over"] for row in rows)
-
-
 def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(whole, data, tmp_path):
-    """The copy is what a kill after step 3 leaves: in the middle of a stage, with prompts that rest."""
+    """The copy is what a kill after step 3 leaves: in the middle of a pass."""
     assert_resumes_exactly(whole, tmp_path, config(data), first_step=EVERY)

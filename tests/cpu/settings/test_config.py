@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import fields
 
 import pytest
 import yaml
@@ -405,37 +404,20 @@ def test_null_for_an_old_name_sets_nothing(name):
     assert load(f"{name}: null") == load()
 
 
-def test_every_setting_of_trls_trainer_is_translated_or_rejected_with_advice():
-    trl = pytest.importorskip("trl")
-    script = pytest.importorskip("trl.scripts.utils").ScriptArguments
-    theirs = {field.name for kind in (trl.GRPOConfig, trl.ModelConfig, script) for field in fields(kind)}
-    sections = {"fsdp", "fsdp_config"}
-    assert theirs - set(ALIASES) - set(Config.model_fields) - sections == set()
+def test_names_that_trls_scripts_use_are_translated_or_accepted():
+    names = """
+    model_name_or_path dtype torch_dtype attn_implementation use_peft lora_r lora_alpha dataset_name output_dir
+    learning_rate bf16 gradient_checkpointing gradient_checkpointing_kwargs logging_steps save_strategy save_steps
+    per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps report_to use_vllm vllm_mode
+    vllm_gpu_memory_utilization log_completions seed run_name push_to_hub warmup_ratio weight_decay max_grad_norm
+    """
+    assert set(names.split()) - set(ALIASES) - set(Config.model_fields) == set()
 
 
-def test_a_config_saved_by_trl_loads_without_its_batch_geometry(tmp_path):
-    trl = pytest.importorskip("trl")
-    arguments = {"max_steps": 9, "num_train_epochs": 3, "use_vllm": True, "bf16": False, "save_total_limit": 3}
-    written = trl.GRPOConfig(output_dir=str(tmp_path), report_to="none", **arguments).to_dict()
-    written |= yaml.safe_load(TRL_SCRIPT)
-    geometry = {"per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation"}
-    text = yaml.safe_dump({key: value for key, value in written.items() if key not in geometry})
-    config = load(text, alone=True)
-    assert (config.training_steps, config.checkpoint.every, config.policy.schedule) == (9, 500, "linear")
-
-
-def test_report_to_wandb_uses_wandbs_environment_variables(monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_PROJECT", "sorting")
-    tracking = load("report_to: wandb").tracking
-    assert (tracking.wandb, tracking.wandb_project) == ("offline", "sorting")
-    assert load("report_to: wandb\nwandb_project: mine").tracking.wandb_project == "mine"
-    assert load("report_to: wandb\ntracking: {wandb_project: mine}").tracking.wandb_project == "mine"
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert load("report_to: wandb").tracking.wandb == "off"
-    assert load("report_to: none").tracking == load().tracking
-    monkeypatch.delenv("WANDB_MODE")
-    assert load("report_to: wandb").tracking.wandb == "online"
+@pytest.mark.parametrize("name", ["load_in_4bit", "sync_ref_model", "warmup_ratio", "push_to_hub", "entropy_coef"])
+def test_a_name_without_a_counterpart_may_be_off(name):
+    assert load(f"{name}: 0") == load()
+    assert config_error(f"{name}: 1").startswith(f"{name}=1: not supported; ")
 
 
 def test_translated_names_are_reported_in_a_note():
@@ -445,7 +427,7 @@ def test_translated_names_are_reported_in_a_note():
 
 
 def test_an_old_name_without_effect_is_reported_with_the_reason():
-    assert notes("logging_steps: 5") == ["logging_steps: nothing to set (every step is logged)"]
+    assert notes("logging_steps: 5") == ["logging_steps: nothing to set (no counterpart is needed here)"]
 
 
 def test_no_old_name_hides_a_setting():
@@ -479,7 +461,7 @@ def test_a_config_with_our_own_names_reads_no_table_of_another_trainers_names(tm
     code = (
         "import sys\n"
         "from colocated_grpo.settings.config_file import load_config\n"
-        "load_config(sys.argv[1], ['--policy.lr', '2e-6', '--policy.lora.target_modules', 'a', 'b'])\n"
+        "load_config(sys.argv[1], ['--policy.lr', '2e-6', '--policy.lora.target_modules', '[a, b]'])\n"
         "print([name for name in sys.modules if name.startswith('colocated_grpo.settings.names')])"
     )
     result = subprocess.run(

@@ -88,11 +88,6 @@ from tests.support.config_text import config_error, load, notes
             "rollout.prompts_per_step (line 4 of x.yaml)",
         ),
         (
-            "beta: 0.1\nuse_bias_correction_kl: true",
-            "use_bias_correction_kl=true: must be false (the KL estimate is not multiplied by the ratio) "
-            "(line 4 of x.yaml)",
-        ),
-        (
             "num_train_epochs: 3",
             "num_train_epochs=3: not supported; set training_steps: rows * epochs / rollout.prompts_per_step "
             "(line 3 of x.yaml)",

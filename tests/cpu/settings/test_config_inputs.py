@@ -340,7 +340,7 @@ def test_a_missing_file_of_user_code_is_reported_with_its_key(tmp_path, monkeypa
     assert error == f"{key}='gone.py:Mine': no such file"
 
 
-@pytest.mark.parametrize("name", ["openenv:http://localhost:8000", "openenv:http://127.0.0.1", "verifiers:my-taskset"])
+@pytest.mark.parametrize("name", ["openenv:http://localhost:8000", "openenv:http://127.0.0.1"])
 def test_names_of_library_environments_are_not_checked_as_modules(model, name):
     line = f"environments: [{{type: episode, name: '{name}'}}]\nmodel: {{name: {model()}}}"
     config, _ = check_inputs(load(line, alone=True))

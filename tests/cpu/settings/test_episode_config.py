@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from importlib.metadata import EntryPoint
-
 import pytest
 
-from colocated_grpo.environments import EnvironmentSetupError, registry
 from colocated_grpo.environments.build import build_environments
-from colocated_grpo.environments.registry import build_episode, build_task
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.inputs import check_inputs
 from colocated_grpo.settings.rules import check
@@ -45,37 +41,6 @@ def test_a_resumed_source_continues_with_the_same_episodes():
     again = build_environments(MIXED, TOKENIZER).open_source()
     again.load_state_dict(state)
     assert again.next(9) == expected
-
-
-@pytest.fixture
-def installed(monkeypatch):
-    """Entry points of two environments of another package, one of which cannot be imported."""
-    points = {
-        "their_tool": EntryPoint(
-            "their_tool", "colocated_grpo.environments.tasks.tool_use:ToolUse", registry.ENTRY_POINTS
-        ),
-        "broken": EntryPoint("broken", "no_such_package:Thing", registry.ENTRY_POINTS),
-    }
-    monkeypatch.setattr(registry, "installed", lambda: points)
-
-
-def test_environments_of_an_installed_package_are_found_by_entry_point(installed):
-    assert build_episode("their_tool", {"max_calls": 1}).max_calls == 1
-    with pytest.raises(EnvironmentSetupError, match=r"'their_tool': not a task, it has no score\(\)"):
-        build_task("their_tool", {})
-    with pytest.raises(EnvironmentSetupError, match="'broken': cannot import 'no_such_package:Thing'"):
-        build_episode("broken", {})
-    with pytest.raises(EnvironmentSetupError, match="did you mean 'their_tool'"):
-        build_episode("their_tol", {})
-
-
-def test_entry_points_are_read_from_the_group_that_the_guide_names(monkeypatch):
-    asked = []
-    monkeypatch.setattr(registry, "entry_points", lambda group: asked.append(group) or [])
-    registry.installed.cache_clear()
-    assert registry.installed() == {}
-    assert asked == ["colocated_grpo.environments"]
-    registry.installed.cache_clear()
 
 
 def test_episodes_and_tensor_parallel_engines_exclude_each_other():

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -13,30 +16,24 @@ from colocated_grpo.environments.registry import KINDS
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.tools.make_model import build_char_tokenizer
 from colocated_grpo.tracking import files
-from colocated_grpo.tracking.files import read_games
 from tests.support.openenv_server import Server
 from tests.support.paths import ROOT
 from tests.support.training_runs import TrainingRun, settings, tiny_model, train
 
 STEPS = 3
 GUIDE = (ROOT / "docs/guides/adapters.md").read_text()
-GAME, LAKE = "textarena:TicTacToe-v0", "gymnasium:FrozenLake-v1"
-LABEL = "TruthAndDeception-v0"
-TALK = f"textarena:{LABEL}"
-"""Self-play: one seat may reply with anything, the other must guess in brackets and fails twice."""
+GAME, TOOLS = "textarena:TicTacToe-v0", "tool_use"
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> TrainingRun:
     # An untrained model makes hardly any legal move; its rewards differ by how far it gets.
     game = {"max_turns": 2, "max_turn_tokens": 1, "unfinished_reward": 0.0}
-    lake = {"max_turn_tokens": 16, "rules": "Walk."}
     config = settings(
         tiny_model(),
         environments=[
             {"type": "episode", "name": GAME, "args": game, "weight": 2},
-            {"type": "episode", "name": LAKE, "args": lake},
-            {"type": "turns", "name": TALK, "args": {"games": 3, "options": {"max_turns": 2}}, "weight": 3},
+            {"type": "episode", "name": TOOLS, "args": {"max_turn_tokens": 16}},
         ],
         training_steps=STEPS,
         rollout={"prompts_per_step": 6, "group_size": 6, "max_prompt_tokens": 1200, "max_completion_tokens": 480},
@@ -53,60 +50,37 @@ def test_a_run_on_other_libraries_trains_and_reports_finite_numbers(run):
     for row in rows:
         assert all(value is not None and math.isfinite(value) for key, value in row.items() if key != "kind")
         assert row["reward_errors"] == 0
-        assert row["mismatch/max"] < 1e-4 or row["staleness"] > 0, "turns that waited for their game to end are stale"
+        assert row["mismatch/max"] < 1e-4
         assert 0 <= row["reward/finished"] <= 1
-        assert {f"env/{name}/{metric}" for name in (GAME, LAKE) for metric in ("reward", "unscorable")} <= row.keys()
+        assert {f"env/{name}/{metric}" for name in (GAME, TOOLS) for metric in ("reward", "unscorable")} <= row.keys()
         assert 0 < row["env/textarena:TicTacToe-v0/completion_tokens"] <= row["completion_tokens/max"]
     assert rows[-1]["grad_norm"] > 0
-    assert f"held_out/env/{LAKE}/reward" in run.rows(files.EVALUATION)[0]
+    assert f"held_out/env/{TOOLS}/reward" in run.rows(files.EVALUATION)[0]
 
 
-def test_recorded_rollouts_contain_games_and_walks(run):
+def test_recorded_rollouts_contain_games(run):
     kept = files.read_rollouts(run.folder)
     games = [row for row in kept if row["source"] == GAME]
-    walks = [row for row in kept if row["source"] == LAKE]
-    assert len(games) == 2 * len(walks) > 0
+    assert len(games) == 2 * sum(row["source"] == TOOLS for row in kept) > 0
     assert any("attempted an invalid move" in row["completion"] for row in games)
     assert any("placed their symbol" in row["completion"] for row in games)
     assert len({row["reward"] for row in games}) > 1
-    for row in walks:
-        hints = row["completion"].count(
-            "<|user|>No action. Reply with one of them, such as <action>left</action>.<|end|>"
-        )
-        assert row["reward"] == -(hints + 1)
-
-
-def test_both_seats_of_a_self_played_game_are_trained_on_its_result(run):
-    games = read_games(run.folder)
-    assert [game["game"] for game in games] == [0, 1, 2]
-    paid = {(place, seat["reward"]) for game in games for place, seat in enumerate(game["seats"])}
-    assert "Games (latest 3 of 3)" in (run.folder / "report.html").read_text()
-    kept = [row for row in files.read_rollouts(run.folder) if row["source"] == TALK and "end" in row["parts"]]
-    trained = [row for row in kept if row["kind"] == files.TRAIN]
-    assert {row["step"] for row in trained} == {STEPS - 1}, "all wait for the end of their game"
-    seen = set()
-    for row in trained:
-        parts = row["parts"]
-        assert row["reward"] == parts["end"] + parts.get("return", 0) - (1 - parts["legal_rate"])
-        seat = int(re.search(r"You are Player (\d)", row["prompt"])[1])
-        seen |= {(seat, parts["return"])} if parts.get("return") else set()
-    assert seen <= paid
-    assert {seat for seat, _ in seen} == {0, 1}
-    last = run.rows(files.TRAIN)[-1]
-    assert (last[f"{LABEL}/games"], last[f"{LABEL}/turns_waiting"]) == (3, 0)
 
 
 def test_held_out_prompts_are_evaluated(run):
     assert [row["step"] for row in run.rows(files.EVALUATION)] == [0, STEPS]
 
 
-def test_every_configuration_of_the_guide_builds_and_yields_prompts():
+def test_every_configuration_of_the_guide_builds_and_yields_prompts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "gymnasium", SimpleNamespace())  # an example imports it, and plays with it later
+    [lake] = [code for code in re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL) if "class Lake" in code]
+    Path("lake.py").write_text(lake)
     blocks = re.findall(r"```yaml\n(.*?)```", GUIDE, re.DOTALL)
     libraries = set()
     with Server() as server:
         for block in blocks:
             config = Config.model_validate(yaml.safe_load(block.replace("http://localhost:8000", server.url)))
             libraries |= {entry.name.partition(":")[0] for entry in config.environments}
-            if "verifiers:" not in block:  # built in tests/cpu/environments/verifiers
-                assert build_environments(config, build_char_tokenizer()).held_out(1)
-    assert libraries == set(KINDS["episode"].adapters)
+            assert build_environments(config, build_char_tokenizer()).held_out(1)
+    assert libraries - {"lake.py"} == set(KINDS["episode"].adapters)

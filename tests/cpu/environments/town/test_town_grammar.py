@@ -145,7 +145,7 @@ def test_each_illegal_action_has_its_code_and_scores_zero(phase, completion, cod
 
 
 def test_the_mafia_cannot_kill_its_own_members():
-    game = table("godfather", "framer")
+    game = table("godfather", "informer")
     game.phase = Phase.NIGHT
     assert judged(game, "Ada", reply("kill", "Bram")).code == "target_not_allowed"
 

@@ -7,7 +7,6 @@ from copy import deepcopy
 from itertools import count
 from random import Random
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -48,18 +47,16 @@ def with_other_secrets(game: Game, reader: int, rng: Random) -> Game:
     own_mafia = own.role.faction is Faction.MAFIA
     for index, holder in enumerate(other.seats):
         mafia = holder.role.faction is Faction.MAFIA
-        role_is_known = index == reader or (own_mafia and mafia) or (not holder.alive and not holder.hidden_end)
+        role_is_known = index == reader or (own_mafia and mafia) or not holder.alive
         # The role of a revealed mayor is public.
         if not role_is_known and not holder.revealed:
             holder.become(rng.choice([name for name in ROLES if not (own_mafia and ROLES[name].faction == "mafia")]))
         if index != reader:
             holder.uses = {tag: rng.randrange(1, 5) for tag in holder.uses}
-            holder.mark, holder.doused, holder.goal_reached = rng.randrange(7), rng.random() < 0.5, rng.random() < 0.5
-            holder.muted = rng.random() < 0.5
+            holder.goal_reached = rng.random() < 0.5
             holder.dialog, holder.player = [("other", "look-up")], "other"
-            if holder.alive or holder.hidden_end:
+            if holder.alive:
                 holder.will = f"secret{rng.randrange(10**6)}"
-    other.seats[reader].doused = rng.random() < 0.5
     other.events = [e for e in other.events if e.audience is None or reader in e.audience]
     strangers = tuple(index for index in range(len(other.seats)) if index != reader)
     for kind in SECRET_KINDS:
@@ -149,10 +146,10 @@ def read(game: Game, name: str) -> str:
 
 
 def test_the_mafia_knows_its_members_and_the_town_does_not():
-    game = table("godfather", "framer", "sheriff")
+    game = table("godfather", "informer", "sheriff")
     enter(game, Phase.DISCUSSION)
-    assert "Bram (framer)" in read(game, "Ada")
-    assert "framer" not in read(game, "Cleo")
+    assert "Bram (informer)" in read(game, "Ada")
+    assert "informer" not in read(game, "Cleo")
     assert "godfather" not in read(game, "Cleo")
 
 
@@ -167,23 +164,14 @@ def test_findings_stay_in_the_prompt_beyond_its_memory():
     assert chat[1]["content"].count("bla") == 4
 
 
-def test_only_the_executioner_knows_its_mark():
-    game = table("executioner", "sheriff")
-    seat(game, "Ada").mark = 1
-    enter(game, Phase.DISCUSSION)
-    assert "Your mark: Bram" in read(game, "Ada")
-    assert "mark" not in read(game, "Bram")
-
-
-@pytest.mark.parametrize(("hidden", "role", "will"), [(False, "doctor", "Ada did it"), (True, "unknown", "no will")])
-def test_role_and_will_of_the_dead_are_public_unless_the_body_was_cleaned(hidden, role, will):
-    game = table("mafioso", "doctor", "cleaner")
+def test_role_and_will_of_the_dead_are_public():
+    game = table("mafioso", "doctor")
     seat(game, "Bram").will = "Ada did it"
-    night(game, {"Ada": "kill Bram", **({"Cleo": "clean Bram"} if hidden else {})})
+    night(game, {"Ada": "kill Bram"})
     enter(game, Phase.DISCUSSION)
-    assert look_up(game, 3, "graveyard", "").startswith(f"<observation>Bram: {role} ")
-    assert will in look_up(game, 3, "check_will", "Bram")
-    assert f"Bram ({role})" in read(game, "Dorn")
+    assert look_up(game, 3, "graveyard", "").startswith("<observation>Bram: doctor ")
+    assert "Ada did it" in look_up(game, 3, "check_will", "Bram")
+    assert "Bram (doctor)" in read(game, "Dorn")
 
 
 def test_chat_history_leaves_out_the_whispers_of_others():

@@ -29,7 +29,7 @@ def test_the_teachers_reply_is_always_legal_and_a_corrupted_one_is_not():
 
 
 def test_lessons_cover_every_phase_and_follow_the_seed():
-    phases = Counter(item["turn"].phase for item in lessons(400))
+    phases = Counter(item["turn"].phase for item in lessons(1500))
     assert len(phases) == 8
     assert [item["prompt"] for item in lessons(30)] == [item["prompt"] for item in lessons(30)]
     trained = {str(item["prompt"]) for seed in (0, 1, 2) for item in lessons(200, seed=seed)}
@@ -43,5 +43,5 @@ def test_brief_lessons_fit_a_small_model():
 
 
 def test_lessons_reject_settings_that_the_game_does_not_have():
-    with pytest.raises(EnvironmentSetupError, match="unknown setting 'game'"):
+    with pytest.raises(EnvironmentSetupError, match="unknown argument 'game'; did you mean 'games'"):
         build_task("town_lessons", {"game": 1})

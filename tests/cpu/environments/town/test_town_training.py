@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import csv
+import json
 import math
 
 import pytest
@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 
 from colocated_grpo.tools import show_rollouts
 from colocated_grpo.tracking import files
-from colocated_grpo.tracking.files import EVENTS_TABLE, read_games
+from colocated_grpo.tracking.files import EVENTS_FILE, read_games
 from tests.support.training_runs import ForkedRun, settings, tiny_model, train, weights_of, without_wall_clock
 
 STEPS = 12
@@ -79,12 +79,11 @@ def test_a_run_reports_parse_rates_win_rates_and_rewards_by_phase(run):
     assert {"town/reward/discussion", "town/reward/nomination"} <= shown
 
 
-def test_a_run_writes_its_games_as_csv_transcript_and_report(run, capsys):
+def test_a_run_writes_its_games_as_events_transcript_and_report(run, capsys):
     games = read_games(run.folder)
     assert games
-    with (run.folder / EVENTS_TABLE).open(newline="") as file:
-        events = list(csv.DictReader(file))
-    assert {row["game"] for row in events} == {str(game["game"]) for game in games}
+    events = [json.loads(line) for line in (run.folder / EVENTS_FILE).read_text().splitlines()]
+    assert {row["game"] for row in events} == {game["game"] for game in games}
     assert "Games (latest" in (run.folder / "report.html").read_text()
     assert show_rollouts.main([str(run.folder), "--game"]) == 0
     assert "The game is over" in capsys.readouterr().out

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import tracemalloc
 
 from colocated_grpo.tools import show_rollouts
-from colocated_grpo.tracking.files import EVENTS_FILE, EVENTS_TABLE, GAMES_FILE, read_games
+from colocated_grpo.tracking.files import EVENTS_FILE, GAMES_FILE, read_games
 from colocated_grpo.tracking.records import GameWriter
 from tests.support.tracked_run import HOSTILE, TrackedRun
 
@@ -23,16 +22,11 @@ def game(number: int, text: str = "hello") -> dict:
     }
 
 
-def table(folder) -> list[dict]:
-    with (folder / EVENTS_TABLE).open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def events(folder) -> list[dict]:
     return [json.loads(line) for line in (folder / EVENTS_FILE).read_text().splitlines()]
 
 
-def test_games_and_their_events_are_written_as_jsonl_and_csv(tmp_path):
+def test_games_and_their_events_are_written(tmp_path):
     writer = GameWriter(tmp_path, 0, print)
     writer.write(3, [game(0), game(1, 'says "no",\nthen leaves')])
     writer.write(4, [])
@@ -44,7 +38,6 @@ def test_games_and_their_events_are_written_as_jsonl_and_csv(tmp_path):
     ]
     assert "events" not in (tmp_path / GAMES_FILE).read_text()
     assert len(events(tmp_path)) == 4
-    assert [{key: str(value) for key, value in row.items()} for row in events(tmp_path)] == table(tmp_path)
 
 
 def test_a_run_without_games_writes_no_games_file(tmp_path):
@@ -57,20 +50,17 @@ def test_events_whose_game_was_not_written_before_a_kill_are_dropped(tmp_path):
     (tmp_path / GAMES_FILE).unlink()
     GameWriter(tmp_path, 0, print).write(0, [game(0)])
     assert len(read_games(tmp_path)) == 1
-    assert len(events(tmp_path)) == len(table(tmp_path)) == 2
+    assert len(events(tmp_path)) == 2
 
 
 def test_a_resume_drops_the_games_of_the_steps_that_it_repeats(tmp_path):
     writer = GameWriter(tmp_path, 0, print)
     for step in range(4):
         writer.write(step, [game(step)])
-    with (tmp_path / EVENTS_TABLE).open("a") as file:
-        file.write('3,town,9,"cut in the mid')
     resumed = GameWriter(tmp_path, 2, print)
     assert [row["game"] for row in read_games(tmp_path)] == [0, 1]
     resumed.write(2, [game(7)])
     assert [row["game"] for row in read_games(tmp_path)] == [0, 1, 7]
-    assert [row["game"] for row in table(tmp_path)] == ["0", "0", "1", "1", "7", "7"]
     assert [row["game"] for row in events(tmp_path)] == [0, 0, 1, 1, 7, 7]
 
 
@@ -84,7 +74,7 @@ def test_a_resume_streams_the_events_instead_of_loading_them(tmp_path):
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 2 * 2**20
-    assert len(events(tmp_path)) == len(table(tmp_path)) == 9 * 2_000
+    assert len(events(tmp_path)) == 9 * 2_000
 
 
 def test_the_report_and_the_terminal_show_games_and_escape_their_text(tmp_path, capsys):
