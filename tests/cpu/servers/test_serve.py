@@ -191,8 +191,7 @@ def test_adapters_are_exchanged_while_the_server_runs(guarded, tmp_path):
         assert line in response["error"]["message"]
     assert sampled(guarded) == (tokens, logprobs)
     guarded.done("/lora/load", {"adapter_path": str(filled_adapter(first, tmp_path / "huge", 3e38))})
-    everywhere = {"prompt": {"prompt_token_ids": PROMPT}, "n": 256, "max_tokens": MAX_TOKENS, "ignore_eos": True}
-    guarded.call("POST", "/generate", everywhere)  # sequences that use the blocks of the whole cache
+    guarded.generate(n=256, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=None)  # in the blocks of the whole cache
     guarded.done("/lora/unload")
     assert sampled(guarded) == plain
     assert guarded.call("GET", "/bridge/info")[1]["pid"] == process

@@ -8,11 +8,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from colocated_grpo.assembly.assemble import connect_servers
+from colocated_grpo.rollout.vllm.adapters import VLLMAdapters
 from colocated_grpo.runtime.supervision import StopRequest
 from colocated_grpo.servers import __main__ as servers
 from colocated_grpo.servers.options import REQUESTED, STATE_VARIABLE, Restart, parse, resumed
@@ -119,3 +122,24 @@ def test_a_model_that_cannot_be_served_costs_one_start(monkeypatch, tmp_path, ca
     assert servers._run([sys.executable, "-c", LOADS_THE_LAST_MODEL_ALONE], state) == 0
     assert (resumed(parse(["first"])).model, resumed(parse(["first"])).port) == ("first", 9001)
     assert "note: broken could not be served; the model before it is loaded again" in capsys.readouterr().out
+
+
+def test_an_adapter_leaves_nothing_in_the_kv_cache(tmp_path):
+    """A NaN in an unused slot of a block reaches the sequence that gets the block: zero times NaN is NaN."""
+    caches, resets = [torch.full([2, 3], torch.nan) for _ in range(3)], []
+    runner = SimpleNamespace(kv_caches=[caches[0], [caches[1], caches[2]]])
+    executor = SimpleNamespace(driver_worker=SimpleNamespace(worker=SimpleNamespace(model_runner=runner)))
+    engine: Any = SimpleNamespace(
+        vllm_config=SimpleNamespace(lora_config="any"),
+        model_executor=executor,
+        add_lora=lambda request: True,
+        remove_lora=lambda number: True,
+        reset_prefix_cache=lambda: resets.append("of the base model too"),
+    )
+    adapters = VLLMAdapters(engine)
+    adapters.load("a", str(tmp_path))
+    for cache in caches:
+        cache.fill_(torch.nan)
+    assert adapters.unload()["adapter_name"] is None
+    assert not torch.stack(caches).any()
+    assert len(resets) == 2
