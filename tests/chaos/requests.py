@@ -42,8 +42,10 @@ KEY, VARIABLE = "the-key-of-the-attack", "CHAOS_KEY"
 MAX_BATCHES = 300
 """Batches that a trainer may have to take before it has a group: more than requests that end a reservation."""
 HEALTH = "/health", 200
-SECRET, CLIENT, VERSION = {"X-Trainer": "the-secret-of-the-trainer"}, "a" * 16, {"policy_version": 0}
+SECRET, CLIENT = {"X-Trainer": "the-secret-of-the-trainer"}, "a" * 16
 """Of an attached trainer. Its name is one that the generators choose often."""
+JOIN_SECONDS = 60.0
+"""The engine waits while it tries to join a group that its trainer offers, 10 s and more if the address is wrong."""
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 EXAMPLES: dict[str, Json] = {
     COMPLETIONS: {"prompt": "sort 31", "max_tokens": 4, "temperature": 0, "seed": 3},
@@ -136,8 +138,8 @@ def _attached(port: int) -> Iterator[Callable[[], None]]:
         connection.close()
         connection.request("GET", f"/engine/stream?client={CLIENT}", headers=SECRET)
         assert connection.getresponse().readline()
-        for path, body in {"/bridge/wake_up": None, "/bridge/resume": None, "/engine/version": VERSION}.items():
-            status, _ = call(port, "POST", path, body, SECRET)
+        for path, body in {"/bridge/resume": None, "/engine/version": {"policy_version": 0}}.items():
+            status, _ = call(port, "POST", path, body, SECRET, JOIN_SECONDS)
             assert status == 200, f"POST {path}: {status}"
 
     attach()

@@ -147,10 +147,15 @@ def encoded(body: Json) -> bytes:
 
 
 def call(
-    port: int, method: str, path: str, body: Json = None, headers: Mapping[str, str] | None = None
+    port: int,
+    method: str,
+    path: str,
+    body: Json = None,
+    headers: Mapping[str, str] | None = None,
+    seconds: float = RESPONSE_SECONDS,
 ) -> tuple[int | str, Any]:
     """Return the status and the parsed body of a response, or the error and None."""
-    connection = HTTPConnection("127.0.0.1", port, timeout=RESPONSE_SECONDS)
+    connection = HTTPConnection("127.0.0.1", port, timeout=seconds)
     sent = {"Content-Type": "application/json", **(headers or {})}
     try:
         connection.request(method, path, None if body is None else json.dumps(body), sent)
