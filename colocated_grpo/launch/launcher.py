@@ -284,9 +284,7 @@ def problems_of(config: Config) -> list[str]:
     from colocated_grpo.policy.model_files import load_tokenizer, stop_token_ids
     from colocated_grpo.policy.model_loader import check_model
 
-    def note(line: str) -> None:
-        print(f"note: {line}")
-
+    note = partial(print, "note:")
     try:
         folder = fetch_tokenizer(config.model)
         check_model(config.model, folder)
