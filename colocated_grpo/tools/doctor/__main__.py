@@ -17,7 +17,7 @@ from rich.text import Text
 
 from colocated_grpo.errors import ConfigError, in_one_line
 from colocated_grpo.launch.arguments import read_launch, run_parser
-from colocated_grpo.launch.launcher import read_settings
+from colocated_grpo.launch.launcher import read_arguments, read_settings
 from colocated_grpo.runtime.program import Launch, prepare_streams
 from colocated_grpo.runtime.verdict import USAGE_ERROR
 from colocated_grpo.tools.doctor import machine, model_checks, network, run_checks
@@ -75,13 +75,9 @@ NAME_WIDTH = max(map(len, (*MACHINE, *RUN)))
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the results. Returns 0, 1 if a check failed, or 2 if the command line is invalid."""
     prepare_streams()
-    parser = run_parser()
-    parser.prog = "colocated-grpo doctor"
-    parser.description = "Check this machine and, with --config or --resume, the run that the same command line starts."
-    parser.add_argument("--json", action="store_true", help="print a list of {name, status, detail, fix}")
-    options, overrides = parser.parse_known_args(arguments)
     try:
-        subject = read_subject(options, overrides, parser)
+        options, overrides, _ = read_arguments(sys.argv[1:] if arguments is None else arguments, doctor_parser)
+        subject = read_subject(options, overrides, doctor_parser())
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE_ERROR
@@ -91,6 +87,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         findings = print_report(examine(subject), Console())
     return 1 if any(finding.status == "failed" for finding in findings.values()) else 0
+
+
+def doctor_parser() -> argparse.ArgumentParser:
+    parser = run_parser()
+    parser.prog = "colocated-grpo doctor"
+    parser.description = (
+        "Check this machine and, with --config, --resume or atropos, the run that the same command line starts."
+    )
+    parser.add_argument("--json", action="store_true", help="print a list of {name, status, detail, fix}")
+    return parser
 
 
 def read_subject(options: argparse.Namespace, overrides: Sequence[str], parser: argparse.ArgumentParser) -> Subject:

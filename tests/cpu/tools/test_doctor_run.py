@@ -177,6 +177,15 @@ def test_the_launcher_starts_the_doctor(config_file):
     assert all(bool(result["fix"]) == (result["status"] in ("warning", "failed")) for result in results)
 
 
+def test_a_command_line_of_atropos_trainer_is_checked(model_folder, monkeypatch, capsys):
+    for name in [*MACHINE, *RUN]:
+        monkeypatch.setitem(MACHINE if name in MACHINE else RUN, name, lambda subject: ok(subject.run.model.name))
+    assert main(["atropos", "--model-name", str(model_folder()), "--training-steps", "3", "--json"]) == 0
+    results = json.loads(capsys.readouterr().out)
+    assert [result["name"] for result in results] == [*MACHINE, *RUN]
+    assert {result["detail"] for result in results} == {str(model_folder())}
+
+
 @pytest.mark.parametrize("arguments", [["--gpu", "1"], ["--policy.lr", "1e-6"], ["--nodes", "0"]])
 def test_an_invalid_command_line_is_one_line(capsys, arguments):
     assert main(arguments) == 2
