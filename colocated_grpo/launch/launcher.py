@@ -11,7 +11,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -75,7 +75,7 @@ def _launch(arguments: Sequence[str]) -> int:
     parser = run_parser()
     default: list[str] = []
     try:
-        options, overrides, remarks = _read_arguments(arguments, parser)
+        options, overrides, remarks = read_arguments(arguments, run_parser)
         launch = read_launch(options, overrides, parser)
         default = default_config_note(options)
         config, notes = read_settings(launch)
@@ -118,15 +118,15 @@ def _launch(arguments: Sequence[str]) -> int:
     return RUN_ERROR
 
 
-def _read_arguments(
-    arguments: Sequence[str], parser: argparse.ArgumentParser
+def read_arguments(
+    arguments: Sequence[str], make_parser: Callable[[], argparse.ArgumentParser]
 ) -> tuple[argparse.Namespace, list[str], list[str]]:
-    """Return the launcher's flags, overrides of settings, and lines about Atropos' flags."""
+    """Return the parser's flags, overrides of settings, and lines about Atropos' flags. Raises ConfigError."""
     if list(arguments[:1]) != ["atropos"]:
-        return *parser.parse_known_args(arguments), []
+        return *make_parser().parse_known_args(arguments), []
     from colocated_grpo.settings.names.atropos_command import read_command
 
-    return read_command(arguments[1:], run_parser(), os.environ, visible_gpus)
+    return read_command(arguments[1:], make_parser(), os.environ, visible_gpus)
 
 
 def read_settings(launch: program.Launch) -> tuple[Config, list[str]]:

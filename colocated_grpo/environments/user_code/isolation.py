@@ -47,31 +47,16 @@ def _from_elsewhere(_record: logging.LogRecord) -> bool:
 
 
 @contextmanager
-def _silent_console() -> Iterator[None]:
-    """Drop the thread's records at the root logger's console handlers, whose streams were opened before the block."""
-    consoles = [each for each in logging.getLogger().handlers if not isinstance(each, logging.FileHandler)]
-    for handler in consoles:
-        handler.addFilter(_from_elsewhere)
-    try:
-        yield
-    finally:
-        for handler in consoles:
-            handler.removeFilter(_from_elsewhere)
-
-
-@contextmanager
 def isolated(rng: random.Random) -> Iterator[None]:
     """Suppress the thread's output and its log records on the console, and give `random` the state of `rng`.
 
     numpy's global stream is seeded from `rng`. `rng` advances with the draws of the block. Raises RuntimeError after
     LOCK_TIMEOUT if another block does not end.
     """
-    with (
-        _exclusive(),
-        redirect_stdout(_silent(sys.stdout)),
-        redirect_stderr(_silent(sys.stderr)),
-        _silent_console(),
-    ):
+    with _exclusive(), redirect_stdout(_silent(sys.stdout)), redirect_stderr(_silent(sys.stderr)):
+        for handler in logging.getLogger().handlers:
+            if not isinstance(handler, logging.FileHandler):
+                handler.addFilter(_from_elsewhere)  # once; its stream was opened before the block
         before, numpy_before = random.getstate(), numpy.random.get_state()
         numpy.random.seed(rng.getrandbits(32))
         random.setstate(rng.getstate())

@@ -65,8 +65,6 @@ def _cosine_to(_key: str, value: object, _get: Lookup) -> NewSettings:
 
 _SCALE = {True: "group", False: "none", "group": "group", "batch": "batch", "none": "none"}
 
-_IN_A_REWARD = "subtract it in a reward function"
-
 _TOSSIM: dict[str, Alias] = {
     "model_name": renamed("model.name"),
     "vllm_config.*": Alias(_engine_argument, "engine"),
@@ -99,22 +97,19 @@ _TOSSIM: dict[str, Alias] = {
     "save_ticks": renamed("checkpoint.every"),
     "eval_ticks": renamed("evaluation.every"),
     "max_think_tokens": not_needed("rollout.max_completion_tokens limits the whole completion"),
-    "early_stop_parse_rate": not_needed("of the game: stop_at_parse_rate of an environment with type: turns"),
-    "early_stop_consecutive_ticks": not_needed("of the game: stop_after of an environment with type: turns"),
     **each(
-        "num_games num_concurrent_games",
-        not_needed("of the game: args.num_games of an environment with type: turns and name: tossim"),
+        "early_stop_parse_rate early_stop_consecutive_ticks",
+        not_needed("of the game: stop_at_parse_rate and stop_after of an environment with type: turns"),
     ),
-    "active_seats_per_game": not_needed(
-        "of the game: args.active_seats_per_game of an environment with type: turns and name: tossim"
+    **each(
+        "num_games num_concurrent_games active_seats_per_game",
+        not_needed("of the game: args of an environment with type: turns and name: tossim"),
     ),
-    "enable_verbosity_penalty": one_of(_IN_A_REWARD, {False: None}),
-    "verbosity_penalty": one_of(_IN_A_REWARD, {0: None}),
-    "verbosity_penalty_rate": not_needed("of enable_verbosity_penalty"),
+    **each("enable_verbosity_penalty verbosity_penalty", one_of("subtract it in a reward function", {0: None})),
     "const_baseline": one_of("advantages are relative to the group", {0: None}),
     **each(
-        "expected_convergence_ticks expected_initial_parse_rate expected_initial_legal_rate",
-        not_needed("an expectation, which no code reads"),
+        "verbosity_penalty_rate expected_convergence_ticks expected_initial_parse_rate expected_initial_legal_rate",
+        not_needed("nothing reads it"),
     ),
     "quant_mode": not_supported("policy.compute_dtype sets the training type, engine.args.quantization the engine's"),
     "output_hub_repo": renamed("hub.repo"),

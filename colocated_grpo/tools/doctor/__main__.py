@@ -3,6 +3,7 @@
 `--dry-run` of the same command line checks what this leaves out: settings, model, files, data and code.
 """
 
+import argparse
 import os
 import sys
 from collections import Counter
@@ -13,7 +14,7 @@ from rich.text import Text
 
 from colocated_grpo.errors import ConfigError
 from colocated_grpo.launch.arguments import read_launch, run_parser
-from colocated_grpo.launch.launcher import read_settings
+from colocated_grpo.launch.launcher import read_arguments, read_settings
 from colocated_grpo.runtime.program import error_text, prepare_streams
 from colocated_grpo.runtime.verdict import USAGE_ERROR
 from colocated_grpo.tools.doctor import machine, memory
@@ -45,15 +46,12 @@ NAME_WIDTH = max(map(len, (*MACHINE, *RUN)))
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the results. Returns 0, 1 if a check failed, or 2 if the command line or the config is invalid."""
     prepare_streams()
-    parser = run_parser()
-    parser.prog = "colocated-grpo doctor"
-    parser.description = "Check this machine and, with --config or --resume, the memory and disk space of its run."
-    options, overrides = parser.parse_known_args(arguments)
-    has_config = options.config is not None or options.resume is not None
-    if not has_config:
-        options.config = "none"  # not read
     try:
-        launch = read_launch(options, overrides, parser)
+        options, overrides, _ = read_arguments(sys.argv[1:] if arguments is None else arguments, doctor_parser)
+        has_config = options.config is not None or options.resume is not None
+        if not has_config:
+            options.config = "none"  # not read
+        launch = read_launch(options, overrides, doctor_parser())
         if overrides and not has_config:
             raise ConfigError(f"{overrides[0]}: a setting needs a config; add --config FILE")
         config = read_settings(launch)[0] if has_config else None
@@ -64,6 +62,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     checks = {**MACHINE, **(RUN if has_config else {})}
     findings = print_report(((name, check(subject)) for name, check in checks.items()), Console())
     return 1 if any(finding.status == "failed" for finding in findings) else 0
+
+
+def doctor_parser() -> argparse.ArgumentParser:
+    parser = run_parser()
+    parser.prog = "colocated-grpo doctor"
+    parser.description = (
+        "Check this machine and, with --config, --resume or atropos, the memory and disk space of the run that the same "
+        "command line starts."
+    )
+    return parser
 
 
 def print_report(findings: Iterable[tuple[str, Finding]], console: Console) -> list[Finding]:

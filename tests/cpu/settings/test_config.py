@@ -321,15 +321,14 @@ def test_the_files_of_tossims_repository_load_with_notes_about_what_they_do_not_
     assert config.model.trust_remote_code
     [games] = [note for note in notes(TOSSIM) if note.startswith("num_concurrent_games")]
     assert games == (
-        "num_concurrent_games: nothing to set (of the game: args.num_games of an environment with type: turns and "
-        "name: tossim)"
+        "num_concurrent_games: nothing to set (of the game: args of an environment with type: turns and name: tossim)"
     )
 
 
 @pytest.mark.parametrize(
     ("line", "error"),
     [
-        ("enable_verbosity_penalty: true", "must be false (subtract it in a reward function)"),
+        ("enable_verbosity_penalty: true", "must be 0 (subtract it in a reward function)"),
         ("verbosity_penalty: 0.1", "must be 0 (subtract it in a reward function)"),
         ("const_baseline: 1", "must be 0 (advantages are relative to the group)"),
         ("dtype: float16", "must be 'bfloat16' (master weights are fp32; policy.compute_dtype sets"),
