@@ -44,7 +44,7 @@ PURE = {"advantages", "batching", "losses"}
 NOT_IN_PURE = {"torch.distributed", "vllm", "transformers"}
 # Lower them with what is deleted; what comes in must be worth what it costs to read.
 MOST_FILES, MOST_LINES = 290, 45_800
-MOST_LOADED_FILES, MOST_LOADED_LINES = 90, 12_900
+MOST_LOADED_FILES, MOST_LOADED_LINES = 91, 13_100
 """What `import colocated_grpo.trainer` loads."""
 MOST_WITH_CONFIG = 38
 """Functions that take the whole `Config` instead of what they use."""

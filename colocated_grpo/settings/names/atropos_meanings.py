@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from colocated_grpo.settings.names.trl import group_size_of
+from colocated_grpo.settings.names.translation import group_size_of
 from colocated_grpo.types import JsonObject
 
 SHARED_VARIABLE, BRIDGE_VARIABLE = "VLLM_ENABLE_SHARED_WEIGHTS", "VLLM_BRIDGE_CONFIG_PATH"

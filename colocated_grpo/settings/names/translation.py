@@ -23,7 +23,6 @@ from colocated_grpo.settings.names.trl import (
     Lookup,
     NewSettings,
     each,
-    group_size_of,
     not_needed,
     not_supported,
     one_of,
@@ -38,6 +37,12 @@ def _engine_argument(key: str, value: object, _get: Lookup) -> NewSettings:
         return {"engine.sleep": value}
     is_field = key in EngineConfig.model_fields and key != "args"
     return {f"engine.{key}" if is_field else f"engine.args.{key}": value}
+
+
+def group_size_of(completions: int) -> int:
+    """Return a group size for a batch of at least 2 completions: the first of 8, 4, 2 that divides it, else its
+    smallest divisor."""
+    return next(size for size in (8, 4, *range(2, completions + 1)) if completions % size == 0)
 
 
 @unless_null

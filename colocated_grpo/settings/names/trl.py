@@ -90,12 +90,6 @@ def each(names: str, alias: Alias) -> dict[str, Alias]:
     return dict.fromkeys(names.split(), alias)
 
 
-def group_size_of(completions: int) -> int:
-    """Return a group size for a batch of at least 2 completions: the first of 8, 4, 2 that divides it, else its
-    smallest divisor."""
-    return next(size for size in (8, 4, *range(2, completions + 1)) if completions % size == 0)
-
-
 # TRL
 
 

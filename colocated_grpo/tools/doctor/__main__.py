@@ -68,7 +68,7 @@ def doctor_parser() -> argparse.ArgumentParser:
     parser = run_parser()
     parser.prog = "colocated-grpo doctor"
     parser.description = (
-        "Check this machine and, with --config, --resume or atropos, the memory and disk space of the run that the same "
+        "Check this machine and, with --config, --resume or atropos, memory and disk space of the run that the same "
         "command line starts."
     )
     return parser

@@ -54,7 +54,7 @@ def test_invalid_settings_are_one_line(capsys, config_file):
 def test_a_command_line_of_atropos_trainer_is_checked(model_folder, monkeypatch, capsys):
     for checks in (MACHINE, RUN):
         for name in checks:
-            monkeypatch.setitem(checks, name, lambda subject: ok(subject.run.model.name))
+            monkeypatch.setitem(checks, name, lambda subject: ok(subject.config.model.name))
     assert main(["atropos", "--model-name", str(model_folder()), "--training-steps", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()[:-1]
     assert [line.split()[1:] for line in lines] == [[name, str(model_folder())] for name in (*MACHINE, *RUN)]
