@@ -46,7 +46,7 @@ NOT_IN_PURE = {"torch.distributed", "vllm", "transformers"}
 MOST_FILES, MOST_LINES = 290, 45_800
 MOST_LOADED_FILES, MOST_LOADED_LINES = 91, 13_100
 """What `import colocated_grpo.trainer` loads."""
-MOST_WITH_CONFIG = 38
+MOST_WITH_CONFIG = 40
 """Functions that take the whole `Config` instead of what they use."""
 LONGEST_FILE, LONGEST_FUNCTION, MOST_LOOSE_FILES = 350, 80, 12
 

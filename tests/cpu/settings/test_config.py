@@ -331,7 +331,7 @@ def test_the_files_of_tossims_repository_load_with_notes_about_what_they_do_not_
         ("enable_verbosity_penalty: true", "must be 0 (subtract it in a reward function)"),
         ("verbosity_penalty: 0.1", "must be 0 (subtract it in a reward function)"),
         ("const_baseline: 1", "must be 0 (advantages are relative to the group)"),
-        ("dtype: float16", "must be 'bfloat16' (master weights are fp32; policy.compute_dtype sets"),
+        ("dtype: float16", "must be 'bfloat16' (policy.compute_dtype)"),
     ],
 )
 def test_settings_of_tossim_that_change_the_training_are_rejected(line, error):
