@@ -26,7 +26,8 @@ def run_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         description="Train with GRPO, one process per GPU. Each has a vLLM engine, unless engine.placement is server.",
         epilog="Settings override the file: --policy.lr 2e-6 --environments.0.args.max_digits 3 --engine.sleep=false. "
-        "Further commands: run_colocated_grpo.py serve --help, run_colocated_grpo.py atropos --help",
+        "Further commands, each with --help: init (write a config), doctor, evaluate, chat, serve, show-rollouts, "
+        "compare-runs, report, make-model, atropos (command lines of Atropos' example trainer).",
     )
     parser.add_argument(
         "--gpus", type=int, metavar="N", help="GPUs of this node; 0 trains on the CPU (default: all visible)"

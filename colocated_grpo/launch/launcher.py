@@ -35,11 +35,10 @@ from colocated_grpo.servers.engine_servers import EngineServers, ServerPlan, pla
 if TYPE_CHECKING:
     from colocated_grpo.settings.schema import Config, ModelConfig
 
+TOOLS = ("init", "chat", "doctor", "evaluate", "show-rollouts", "compare-runs", "report", "make-model")
 COMMANDS = {
-    "init": "colocated_grpo.tools.init",
-    "chat": "colocated_grpo.tools.chat",
-    "doctor": "colocated_grpo.tools.doctor",
     "serve": "colocated_grpo.servers",
+    **{name: f"colocated_grpo.tools.{name.replace('-', '_')}" for name in TOOLS},
 }
 """First argument -> the module that runs instead of a training run."""
 # Seconds for ranks to save before a stopped torchrun kills them. torchrun's default is 30.

@@ -92,7 +92,7 @@ _object = _checked(Json[JsonObject], "a JSON object")
 
 def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
-        prog="python -m colocated_grpo.servers",
+        prog="colocated-grpo serve",
         allow_abbrev=False,
         description="Serve a model over HTTP: /generate, the OpenAI API, and routes that pause the engine.",
     )

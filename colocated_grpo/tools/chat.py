@@ -1,4 +1,4 @@
-"""Chat with a model in the terminal: python -m colocated_grpo.tools.chat RUN_OR_MODEL
+"""Chat with a model in the terminal: colocated-grpo chat RUN_OR_MODEL
 
 RUN_OR_MODEL is a run folder, a model's or an adapter's folder, or a name on the Hub. If standard input is not a
 terminal, each of its lines is a message, and only the replies are printed.
@@ -237,7 +237,7 @@ def _lines() -> Iterator[str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
-        prog="python -m colocated_grpo.tools.chat",
+        prog="colocated-grpo chat",
         description="Chat with a model, or with the best or newest one of a run. Settings override the run's own.",
         allow_abbrev=False,
     )

@@ -1,4 +1,4 @@
-"""Compare two runs metric by metric: python -m colocated_grpo.tools.compare_runs A B [--assert-equal]"""
+"""Compare two runs metric by metric: colocated-grpo compare-runs A B [--assert-equal]"""
 
 import argparse
 import sys
@@ -103,7 +103,9 @@ def _mean(values: Values) -> float | None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="compare_runs", description="Compare two runs metric by metric.")
+    parser = argparse.ArgumentParser(
+        prog="colocated-grpo compare-runs", description="Compare two runs metric by metric."
+    )
     parser.add_argument("a", metavar="A", help="run folder")
     parser.add_argument("b", metavar="B", help="run folder")
     ignored = "metrics to ignore besides the wall-clock ones, for example 'mismatch/*'; may be repeated"

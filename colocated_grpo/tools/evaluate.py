@@ -1,4 +1,4 @@
-"""Evaluate a model on the evaluation sets of a config: python -m colocated_grpo.tools.evaluate MODEL --config FILE
+"""Evaluate a model on the evaluation sets of a config: colocated-grpo evaluate MODEL --config FILE
 
 MODEL is a model's folder, a name on the Hub, an adapter's folder, or a run folder. Under torchrun every rank has an
 engine and completes a part of the prompts.
@@ -126,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = program.OneLineParser(
-        prog="python -m colocated_grpo.tools.evaluate",
+        prog="colocated-grpo evaluate",
         description="Evaluate a model on the evaluation sets of a config, or else on its held-out prompts.",
         allow_abbrev=False,
     )

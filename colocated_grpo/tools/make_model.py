@@ -218,7 +218,7 @@ def make_model(
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line. Sizes that are not given are absent from the namespace."""
     parser = argparse.ArgumentParser(
-        prog="python -m colocated_grpo.tools.make_model",
+        prog="colocated-grpo make-model",
         description="Make a model with random weights and a character tokenizer, with a warm start on --task if given.",
     )
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write")

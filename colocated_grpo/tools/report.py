@@ -1,4 +1,4 @@
-"""Rebuild report.html of a finished, killed or still training run: python -m colocated_grpo.tools.report RUN"""
+"""Rebuild report.html of a finished, killed or still training run: colocated-grpo report RUN"""
 
 import argparse
 import sys
@@ -11,7 +11,7 @@ from colocated_grpo.tracking.report import write_report
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the report and print its path. Returns exit code 0, or 2 if the run cannot be read."""
-    parser = argparse.ArgumentParser(prog="report", description="Rebuild report.html of a run.")
+    parser = argparse.ArgumentParser(prog="colocated-grpo report", description="Rebuild report.html of a run.")
     parser.add_argument("run", help="run folder")
     options = parser.parse_args(arguments)
     try:

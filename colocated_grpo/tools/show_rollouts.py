@@ -1,4 +1,4 @@
-"""Print stored rollouts or games of a run: python -m colocated_grpo.tools.show_rollouts RUN [--best K | --game]"""
+"""Print stored rollouts or games of a run: colocated-grpo show-rollouts RUN [--best K | --game]"""
 
 import argparse
 import math
@@ -112,7 +112,10 @@ def _nothing_stored(options: argparse.Namespace) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="show_rollouts", description="Print stored rollouts or games of a run.")
+    parser = argparse.ArgumentParser(
+        prog="colocated-grpo show-rollouts",
+        description="Print stored rollouts or games of a run.",
+    )
     parser.add_argument("run", help="run folder")
     parser.add_argument("--step", type=int, help="training step, from 0 (default: the last one stored)")
     parser.add_argument("--evaluation", action="store_true", help="held-out rollouts instead of training ones")

@@ -1,4 +1,4 @@
-"""Check a machine and the memory of a run: python -m colocated_grpo.tools.doctor [--config FILE] [flags and settings]
+"""Check a machine and the memory of a run: colocated-grpo doctor [--config FILE] [flags and settings]
 
 `--dry-run` of the same command line checks what this leaves out: settings, model, files, data and code.
 """

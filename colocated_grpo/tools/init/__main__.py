@@ -1,4 +1,4 @@
-"""Write a config for your data: python -m colocated_grpo.tools.init questions.jsonl --model NAME --gpus N"""
+"""Write a config for your data: colocated-grpo init questions.jsonl --model NAME --gpus N"""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
-        prog="python -m colocated_grpo.tools.init",
+        prog="colocated-grpo init",
         description="Write a commented config for a data file, a model and a number of GPUs.",
     )
     parser.add_argument("data", type=Path, metavar="DATA", help=f"{', '.join(READERS)}: one question a row")

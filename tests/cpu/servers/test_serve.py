@@ -317,4 +317,4 @@ def test_a_model_that_does_not_exist_is_named(tmp_path):
 def test_the_launcher_starts_servers_too():
     command = [sys.executable, "run_colocated_grpo.py", "serve", "--help"]
     output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert output.startswith("usage: python -m colocated_grpo.servers")
+    assert output.startswith("usage: colocated-grpo serve")
