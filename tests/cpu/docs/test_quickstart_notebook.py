@@ -18,6 +18,8 @@ from tests.support.training_runs import tiny_model
 STEPS, TIMEOUT = 2, 300.0
 DEPENDS_ON_TIME = re.compile(r": [\d.]+ s$| \.\.\.$|, rewritten while the run goes on$")
 """Lines that are printed only for what takes long enough: phases of the start, and the first report of a long run."""
+SECONDS_OF_PHASES = re.compile(r" \([a-z]+ [\d.]+.*?\)")
+"""Part of the line of a step: only phases that took a good part of it are named."""
 MAX_BYTES = 20_000
 
 
@@ -41,9 +43,9 @@ def stored() -> list[str]:
 
 
 def kinds(text: str) -> set[str]:
-    """Return the lines with # in place of every number."""
-    lines = [line for line in text.splitlines() if not DEPENDS_ON_TIME.search(line)]
-    return {re.sub(r"-?\d[\d.,]*(e[+-]?\d+)?", "#", line) for line in lines}
+    """Return the lines with # in place of every number and one space between words."""
+    lines = [SECONDS_OF_PHASES.sub("", line) for line in text.splitlines() if not DEPENDS_ON_TIME.search(line)]
+    return {re.sub(r"-?\d[\d.,]*(e[+-]?\d+)?", "#", " ".join(line.split())) for line in lines}
 
 
 def test_the_cells_print_what_the_notebook_shows(shown):
