@@ -99,7 +99,7 @@ real-models: $(REAL_MODELS)
 quickstart: install
 	@test -d $(QUICKSTART_MODEL) || $(PY) -m colocated_grpo.tools.make_model $(QUICKSTART_MODEL) --task sorting
 	@$(PY) run_colocated_grpo.py --config training_configs/quickstart.yaml $(DEVICES_$(PLATFORM))
-	@echo 'next: source $(VENV)/bin/activate, then "Start here" in README.md'
+	@echo 'next: source $(VENV)/bin/activate, then "Train on your own data" in README.md'
 
 # COMPUTING_TESTS compute in their own process, while most others wait for the runs that they start: both together keep
 # two cores busy.

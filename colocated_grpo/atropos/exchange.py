@@ -240,7 +240,7 @@ class Exchange:
         return batch
 
     def _reserved(self, batch_size: int) -> dict[int, int]:
-        """Return the sequences of a batch reserved for each environment, scaled down if they exceed the batch."""
+        """Return how many sequences of a batch each environment has reserved, scaled down if they exceed the batch."""
         counts = {env.env_id: int(batch_size * env.allocation) for env in self._envs.values()}
         excess = max(1.0, sum(counts.values()) / batch_size)
         return {env_id: max(1, int(count / excess)) for env_id, count in counts.items() if count}

@@ -171,7 +171,7 @@ class GroupReader:
         return rollout, origin
 
     def _origin(self, tokens_T: np.ndarray, trained_T: np.ndarray) -> Origin | None:
-        """Return the origin of the sequence's last completion, with the oldest policy version of all its completions.
+        """Return the origin of the sequence's last completion, with the oldest policy version in the sequence.
 
         None if any completion was not sampled by this run's engines.
         """

@@ -200,8 +200,8 @@ class AtroposSource:
     def wait_for_groups(self, step: int, policy_version: int, stop: threading.Event) -> list[Group] | None:
         """Return the groups of the next batch; None once `stop` is set.
 
-        Raises NothingUsable if no batch has had a valid sequence for too long. The same batch is returned again, also
-        in a resumed run, until `settle` is called.
+        Raises NothingUsable if too much time has passed without a valid sequence. The same batch is returned again,
+        also in a resumed run, until `settle` is called.
         """
         explained = time.monotonic()
         self._last = ReadBatch()

@@ -210,7 +210,7 @@ def fit_tokens_and_blocks(policy: Policy, step: StepSettings, world: World) -> i
             for (footprint, _), saving, free in zip(kept, saved, usable, strict=True)
         ]
 
-    # Every rank evaluates the measurements of all ranks, so an error is raised on all of them.
+    # Every rank evaluates the measurements of all ranks, so an error is raised on every rank.
     tokens, count = _first_that_fits([s for s in sizes if s <= MIN_TOKENS_WITHOUT_CHECKPOINTS] or sizes, counts)
     set_checkpointed(policy.model, count)
     return tokens

@@ -72,7 +72,7 @@ class LocalShardOptimizer(torch.optim.Optimizer):
         self.shards = [nn.Parameter(local_part(p).detach()) for p in parameters]
         self.inner = build(self.shards)
         super().__init__(parameters, {})
-        # One list for both optimizers: the learning-rate schedule writes to `param_groups`.
+        # The inner optimizer must see the learning rates that the schedule writes here.
         self.param_groups = self.inner.param_groups
         self.state = self.inner.state
 

@@ -68,8 +68,7 @@ class Joined:
         shown = error if missing is None else RunError(missing)
         one_line = isinstance(shown, RunError | ConfigError)
         if not self.watchdog.report_failure(str(shown) if one_line else in_one_line(shown)):
-            # This error is misleading: it repeats the error of the rank that failed first, or that rank's exit caused
-            # it.
+            # Not reported: it only repeats the error of the rank that failed first, or follows from its exit.
             return AlreadyReported()
         return shown
 

@@ -131,7 +131,7 @@ class CISPOConfig(PolicyLoss):
 
 
 class GSPOConfig(ClippedLoss):
-    """Ratio of a completion: the geometric mean of its tokens' ratios. Mean over completions (arXiv 2507.18071).
+    """Mean over completions. A completion's ratio is the geometric mean of its tokens' ratios (arXiv 2507.18071).
 
     Completion ratios stay much closer to 1 than token ratios. The clip range is therefore small.
     """

@@ -174,7 +174,7 @@ class Config(Section):
 
     @property
     def steps_sampled_ahead(self) -> int:
-        """Last step that is sampled while the step before it trains; 0 if no step is sampled ahead."""
+        """Steps below this number are sampled while the step before them trains; 0 if no step is sampled ahead."""
         return self.training_steps if self.rollout.max_staleness else 0
 
     @property

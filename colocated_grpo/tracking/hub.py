@@ -65,7 +65,7 @@ class Hub:
         self._failed = 0
 
     def due(self, step: int) -> bool:
-        """Return whether the weights after `step` steps are pushed before the end of the run."""
+        """Return whether a push is due after `step` steps. The push at the end of the run does not count."""
         every = self._settings.every
         return bool(every) and step % every == 0 and (self._final is None or step < self._final)
 

@@ -67,7 +67,7 @@ class Sinks:
                 sink.log(step, row)
 
     def completions(self, step: int, groups: list[Group]) -> None:
-        """Send a table of completions to the sinks that have tables, if a table is due."""
+        """If a table of completions is due, send it to the sinks that support tables."""
         with_tables = [name for name, sink in self._sinks.items() if sink.table is not None]
         if not with_tables or not self._tables_every or step % self._tables_every:
             return
@@ -164,7 +164,7 @@ def _adopt_process_group() -> None:
 
     threads = torch.get_num_threads()
     PartialState()
-    # accelerate may lower the number of threads on CPU, and only rank 0 creates trackers.
+    # accelerate may lower the number of threads, and would do so on rank 0 alone, which has the trackers.
     torch.set_num_threads(threads)
 
 

@@ -118,7 +118,7 @@ def _add_fingerprints(
     for number in range(_SPANS):
         local = start + number * _SPAN + lane
         mask = (local >= 0) & (local < count)
-        # A product of 32-bit numbers: wide multiplication takes one instruction.
+        # Through int32: one instruction multiplies two 32-bit numbers to 64 bits.
         bits = tl.load(values + local, mask=mask, other=0).to(TARGET).to(BITS, bitcast=True).to(tl.int32).to(tl.int64)
         if COLUMNS:
             index = first + local // row * row_stride + local % row

@@ -109,7 +109,7 @@ def _unjailed_actions(game: Game) -> list[NightAction]:
 
 
 def _delegate_kill(game: Game, actions: list[NightAction]) -> list[NightAction]:
-    """Let the mafioso carry out the godfather's kill, unless the mafioso is jailed. It replaces both their actions."""
+    """Let the mafioso carry out the godfather's kill, in place of both their actions, unless the mafioso is jailed."""
     godfather, mafioso = _first_living(game, "godfather"), _first_living(game, "mafioso")
     order = next((action for action in actions if action.seat == godfather), None)
     if order is None or mafioso in (NO_SEAT, game.prisoner):

@@ -51,11 +51,11 @@ class AdapterWeights:
     def __init__(
         self, model: PackedLM, factors: Mapping[str, Tensor], device: torch.device, seed: int, *, base_on_host: bool
     ) -> None:
-        """model: has adapters inserted. Its parameters are loaded from the base's checkpoint; the factors are on meta.
+        """model: a model with adapters inserted, with the parameters of the base's checkpoint; the factors are on meta.
 
         factors: initial values by PEFT's names. If empty, the factors are initialized as in PEFT: A is uniform with
-        variance 1 / (3 I), and B is zero. A is drawn from `seed` and the layer's name, so that it is equal on all
-        ranks. base_on_host: keep the base in host memory, pinned if the device is a GPU.
+        variance 1 / (3 I) for I inputs, and B is zero. A is drawn from `seed` and the layer's name, so that it is equal
+        on all ranks. base_on_host: keep the base in host memory, pinned if the device is a GPU.
         """
         self.model = model
         self._device = device
