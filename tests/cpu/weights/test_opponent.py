@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from colocated_grpo.runtime.distributed import World
-from colocated_grpo.settings import inputs, rules
+from colocated_grpo.settings import config_json, rules
 from colocated_grpo.settings.config_json import read_config_json
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.inputs import check_inputs
@@ -114,7 +114,7 @@ def test_another_model_of_the_same_shape_is_accepted(tmp_path):
 @pytest.mark.parametrize("name", ["initial", "itself"])
 def test_the_runs_own_model_is_read_once_for_both(name, monkeypatch):
     read = []
-    monkeypatch.setattr(inputs, "read_config_json", lambda *of: read.append(of) or read_config_json(*of))
+    monkeypatch.setattr(config_json, "read_config_json", lambda *of: read.append(of) or read_config_json(*of))
     name = str(tiny_model()) if name == "itself" else name
     config = Config.model_validate(settings(tiny_model(), environments=[entry(name=name)]))
     assert check_inputs(config) == (config, [])
