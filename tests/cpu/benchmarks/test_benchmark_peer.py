@@ -391,7 +391,7 @@ def test_the_training_phase_of_trl_reads_settings_in_every_form_that_runs_read()
     forms = [
         ["--policy.lora.rank", "4", "--policy.lora.alpha", "8"],
         ["--policy.lora.rank=4", "--policy.lora.alpha=8"],
-        ["--policy.lora.rank=4", "--policy.lora.target_modules", "q_proj", "v_proj", "--policy.lora.alpha", "8"],
+        ["--policy.lora.rank=4", "--policy.lora.target_modules", "[q_proj, v_proj]", "--policy.lora.alpha", "8"],
     ]
 
     adapters = [config_of(Path("model"), train_trl.parse(form)).policy.lora for form in forms]

@@ -65,7 +65,7 @@ def test_without_given_reference_logprobs_the_reference_model_is_used(world, mod
 def test_an_empty_minibatch_takes_no_optimizer_step(world, model_folder, policy):
     config = config_of(model_folder(), batch={"minibatches": 4, "epochs": 2})
     run = SimpleNamespace(config=config, world=world, policy=policy, judge_samples=lambda *_: None)
-    update(run, pack_for(world, random_groups(3, 2), config), staleness=0)
+    update(run, policy.with_old_logprobs(pack_for(world, random_groups(3, 2), config)), staleness=0)
     assert policy.version == 3 * 2
 
 
