@@ -49,7 +49,7 @@ def connect(
     if not urls:
         raise ConfigError(
             "engine.urls: empty; start servers with colocated-grpo serve and give their addresses, or start the run "
-            "with run_colocated_grpo.py, which starts them"
+            "with colocated-grpo, which starts them"
         )
     key = None if variable is None else os.environ[variable]
     trainer = world.broadcast_object(secrets.token_hex(16) if world.is_main else None)

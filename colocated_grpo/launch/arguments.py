@@ -22,7 +22,7 @@ PROBE_SECONDS = 10
 def run_parser() -> argparse.ArgumentParser:
     """Return the parser of the launcher's flags. All unknown flags are setting overrides."""
     parser = OneLineParser(
-        prog="run_colocated_grpo.py",
+        prog="colocated-grpo",
         allow_abbrev=False,
         description="Train with GRPO, one process per GPU. Each has a vLLM engine, unless engine.placement is server.",
         epilog="Settings override the file: --policy.lr 2e-6 --environments.0.args.max_digits 3 --engine.sleep=false. "

@@ -73,7 +73,7 @@ def _text(options: argparse.Namespace) -> str:
         raise ConfigError(f"--output={str(options.output)!r}: exists already; choose another name, or delete it")
     options.gpus = visible_gpus(os.environ) if options.gpus is None else options.gpus
     plan = make_plan(options.data, options.model, options.reward, _placement(options))
-    command = f"python run_colocated_grpo.py --gpus {options.gpus} --config {shlex.quote(str(options.output))}"
+    command = f"colocated-grpo --gpus {options.gpus} --config {shlex.quote(str(options.output))}"
     heading = [f"Check it: {command} --dry-run", f"Train:    {command}", "Settings: docs/settings.md"]
     return config_text(plan, heading, options.output.parent)
 
