@@ -113,10 +113,13 @@ def test_three_steps_in_a_row_without_any_reward_stop_the_run():
 
 
 def test_advantages_of_the_environment_need_no_reward():
-    given = replace(rollout_of([1], [2], reward=None), advantages=[0.5])
+    unrewarded = rollout_of([1], [2], reward=None)
+    none, given = ([group_of(0, [each])] for each in (unrewarded, replace(unrewarded, advantages=[0.5])))
     check = RewardCheck(0.2)
-    for _ in range(5):
-        check.check([group_of(0, [given])])
+    for batch in (given, given, given, none, none):
+        check.check(batch)
+    with pytest.raises(RunError, match="no completion of the last 3 steps has a reward"):
+        check.check(none)
 
 
 def test_a_rollout_that_sampled_nothing_has_no_staleness():

@@ -186,9 +186,11 @@ def test_a_cache_size_from_the_config_must_hold_one_sequence(folder):
 
 
 def test_a_cache_whose_use_only_vllm_knows_is_not_refused(tmp_path, folder):
-    windows = make_small_model(tmp_path / "windows", "gemma3")
-    check_cache(spec_of(windows, max_model_len=400, kv_cache_memory_bytes=1000))
-    check_cache(spec_of(folder, max_model_len=400, kv_cache_memory_bytes=1000, args={"kv_cache_dtype": "fp8"}))
+    small = {"max_model_len": 400, "kv_cache_memory_bytes": 1000}
+    with pytest.raises(ConfigError):
+        check_cache(spec_of(folder, **small))
+    check_cache(spec_of(make_small_model(tmp_path / "windows", "gemma3"), **small))
+    check_cache(spec_of(folder, **small, args={"kv_cache_dtype": "fp8"}))
 
 
 @pytest.mark.parametrize(("longest", "expected"), [(100, MIN_CACHE), (4000, useful(4000)), (400_000, CPU_LIMIT)])
