@@ -174,7 +174,9 @@ def test_a_rank_raises_its_limit_on_open_files(config):
         result = trained(config, "import resource; print(*resource.getrlimit(resource.RLIMIT_NOFILE))")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
-    assert result.stdout == f"{min(hard, DESCRIPTORS)} {hard}\n"
+    assert (
+        f"{min(hard, DESCRIPTORS)} {hard}" in result.stdout.splitlines()
+    )  # a busy machine adds the phases that are slow
 
 
 @pytest.mark.parametrize(("error", "code"), [("ConfigError", 2), ("RunError", 1)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import sys
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -499,7 +499,7 @@ def test_math_verify_times_out_on_endless_answers_while_other_threads_continue(m
 
 
 def test_a_math_process_that_exits_costs_one_completion_and_is_reported(monkeypatch):
-    monkeypatch.setattr(builtin, "_math", WorkerPool(partial(sys.exit, 3)))
+    monkeypatch.setattr(builtin, "_math", WorkerPool(partial(os._exit, 3)))
     [one] = score(built({"name": "math_verify"}), ["4"], prompt_of(answer="4"))
     assert (one.reward, one.error) == (
         None,
