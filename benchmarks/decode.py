@@ -59,7 +59,9 @@ def measure(world: World, options: argparse.Namespace) -> JsonObject:
         config = config_of(folder, options, **sections(options))
         policy = Policy(config, read_model_config(config.model, folder), folder, world)
         size = model_size(folder, itemsize=policy.dtype.itemsize)
-        engine = build_engine(engine_spec(with_full_cache(config, options, size), folder, world), policy, world)
+        engine = build_engine(
+            engine_spec(with_full_cache(config, options, size), folder, world.size, world.device), policy, world
+        )
     wake_with_weights(config, engine, policy, world)
     results = measure_all(engine, options, world)
     rows = [row_of(options, sequences, one, size, roofline) for sequences, one in results.items()]

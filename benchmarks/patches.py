@@ -44,7 +44,7 @@ def measure(world: World, options: argparse.Namespace) -> JsonObject:
     with model_folder(options, world) as folder:
         config = config_of(folder, options, **sections(options))
         policy = Policy(config, read_model_config(config.model, folder), folder, world)
-        engine = build_engine(engine_spec(config, folder, world), policy, world)
+        engine = build_engine(engine_spec(config, folder, world.size, world.device), policy, world)
         for _ in range(2):  # the second pass follows a sleep
             wake_with_weights(config, engine, policy, world)
             tokens = sample(engine, options)

@@ -101,7 +101,7 @@ def first_token(config: Config, policy: Policy, folder: Path, world: World) -> t
 
     barrier(world.device)
     begin = time.perf_counter()
-    engine = build_engine(engine_spec(config, folder, world), policy, world)
+    engine = build_engine(engine_spec(config, folder, world.size, world.device), policy, world)
     built = time.perf_counter() - begin
     wake_with_weights(config, engine, policy, world)
     sample_one_token(engine)

@@ -53,7 +53,7 @@ def measure(world: World, options: argparse.Namespace) -> JsonObject:
     with model_folder(options, world) as folder:
         config = config_of(folder, options, engine={"max_num_seqs": MAX_NUM_SEQS})
         policy = Policy(config, read_model_config(config.model, folder), folder, world)
-        engine = build_engine(engine_spec(config, folder, world), policy, world)
+        engine = build_engine(engine_spec(config, folder, world.size, world.device), policy, world)
     engine.wake("weights")
     published, conversion = policy.weights.published(), policy.model.conversion
     planned = ColocatedSync(published, engine, conversion, world, check_every=0)

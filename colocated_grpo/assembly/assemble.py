@@ -81,7 +81,7 @@ def build_run(
         model = read_model_files(config.model, world, config.policy.lora)
         opponent_folder = fetch_opponent(config.opponent_model, world)
         in_rank = config.engine.placement == "colocated"  # engine servers have checked their own vLLM
-        spec = engine_spec(config, model.folder, world) if in_rank else None
+        spec = engine_spec(config, model.folder, world.size, world.device) if in_rank else None
         if spec is not None:
             prepare(spec, world.device)
     with output.phase("reading data, rewards and environments"):

@@ -12,7 +12,6 @@ from colocated_grpo.phases import WeightSync
 from colocated_grpo.policy.model_loader import engine_dtype
 from colocated_grpo.rollout.engine import LocalEngine, RolloutEngine
 from colocated_grpo.rollout.vllm.spec import SERVER_NUM_SEQS, EngineSpec, num_seqs_for
-from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings.schema import Config
 
 
@@ -31,20 +30,22 @@ class Engines:
     """True if the weights or the KV cache of any engine have 8 bits or fewer."""
 
 
-def engine_spec(config: Config, folder: Path, world: World, sequences: int | None = None) -> EngineSpec:
-    """Return the build parameters of the engine on one rank, for the model in `folder`.
+def engine_spec(
+    config: Config, folder: Path, ranks: int, device: torch.device, sequences: int | None = None
+) -> EngineSpec:
+    """Return the build parameters of the engine on one of `ranks` ranks, for the model in `folder`.
 
-    sequences: number that the engine receives at a time, used if engine.max_num_seqs is not set. None: the engine's
-    part of a step's completions.
+    device: only its type counts. sequences: number that the engine receives at a time, used if engine.max_num_seqs is
+    not set. None: the engine's part of a step's completions.
     """
     engine, has_senders = config.engine, config.atropos is not None
     if sequences is None:
-        engines = 1 if config.rollout.generation == "replicated" else world.size // engine.tensor_parallel_size
+        engines = 1 if config.rollout.generation == "replicated" else ranks // engine.tensor_parallel_size
         per_engine = ceil(config.rollout.prompts_per_step / engines) * config.rollout.group_size  # groups are not split
         sequences = SERVER_NUM_SEQS if has_senders else per_engine
     return EngineSpec(
         folder=folder,
-        dtype=engine_dtype(engine, config.policy, world.device),
+        dtype=engine_dtype(engine, config.policy, device),
         max_model_len=engine.max_model_len or config.max_sequence_tokens,
         max_num_seqs=engine.max_num_seqs or num_seqs_for(sequences),
         trust_remote_code=config.model.trust_remote_code,

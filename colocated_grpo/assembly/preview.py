@@ -8,20 +8,22 @@ from itertools import groupby
 import torch
 
 from colocated_grpo.assembly.data import open_source
+from colocated_grpo.assembly.engines import engine_spec
 from colocated_grpo.assembly.evaluation import draw_evaluated, import_answers
 from colocated_grpo.environments.base import Scorer
 from colocated_grpo.environments.build import build_environments
 from colocated_grpo.environments.rewards.answers import ANSWER_COLUMNS
 from colocated_grpo.environments.rewards.workers import end_idle_workers
+from colocated_grpo.errors import visible
 from colocated_grpo.policy.checkpoint_files import fetch_tokenizer
 from colocated_grpo.policy.model_files import load_tokenizer, stop_token_ids
-from colocated_grpo.policy.model_loader import check_model, engine_dtype
+from colocated_grpo.policy.model_loader import check_model
 from colocated_grpo.rollout.reward_calls import RewardCalls
 from colocated_grpo.rollout.vllm.kv_budget import check_cache
-from colocated_grpo.rollout.vllm.spec import EngineSpec
 from colocated_grpo.settings.config_json import read_config_json, text_part
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.schema import Config
+from colocated_grpo.tracking.text import without_middle
 from colocated_grpo.types import Completion, Prompt, Score
 
 USELESS = "I do not know."
@@ -40,17 +42,7 @@ def preview(config: Config, device: torch.device, note: Callable[[str], None]) -
     folder = fetch_tokenizer(config.model)
     check_model(config.model, folder)
     if config.engine.placement == "colocated":
-        engine = config.engine
-        spec = EngineSpec(
-            folder=folder,
-            dtype=engine_dtype(engine, config.policy, device),
-            max_model_len=engine.max_model_len or config.max_sequence_tokens,
-            max_num_seqs=1,
-            trust_remote_code=config.model.trust_remote_code,
-            tensor_parallel_size=engine.tensor_parallel_size,
-            kv_cache_memory_bytes=engine.kv_cache_memory_bytes,
-            args=engine.args,
-        )
+        spec = engine_spec(config, folder, 1, device, sequences=1)  # the checks depend on neither number
         check_cache(spec)
         if spec.args:
             # Imported here: vLLM takes many seconds to import.
@@ -104,11 +96,8 @@ def show_prompts(prompts: Sequence[Prompt], limit: int) -> Iterator[str]:
             f"(rollout.max_prompt_tokens={limit})"
         )
     for prompt in prompts[:1]:
-        text, half = prompt.text, SHOWN_CHARACTERS // 2
-        if len(text) > SHOWN_CHARACTERS:
-            text = f"{text[:half]} ... {text[-half:]}"
         yield f"  the first prompt, {len(prompt.token_ids)} tokens:"
-        yield from (f"    | {line}" for line in text.splitlines())
+        yield from (f"    | {line}" for line in visible(without_middle(prompt.text, SHOWN_CHARACTERS)).splitlines())
 
 
 def show_rewards(

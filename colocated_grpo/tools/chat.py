@@ -147,7 +147,7 @@ class Chat:
 
         world = init_world()
         model = read_model_files(config.model, world)
-        spec = engine_spec(config, model.folder, world)
+        spec = engine_spec(config, model.folder, world.size, world.device)
         sizes = {"max_model_len": options.context, "max_num_seqs": 1, "tensor_parallel_size": 1}
         self._engine = subject_engine(replace(spec, **sizes, sleep=False), subject.adapter, world)
         self._tokenizer, self._stop_token_ids = model.tokenizer, model.stop_token_ids

@@ -67,7 +67,7 @@ def prepare_evaluation(config: Config, adapter: Path | None) -> Iterator[Evaluat
     engines = world.size // config.engine.tensor_parallel_size
     # One engine's part of the completions of the largest set.
     sequences = max(ceil(len(each.prompts) / engines) * each.samples for each in sets)
-    engine = subject_engine(engine_spec(config, model.folder, world, sequences), adapter, world)
+    engine = subject_engine(engine_spec(config, model.folder, world.size, world.device, sequences), adapter, world)
     inbox = Inbox()
     collector = resources.enter_context(
         closing(build_collector(config, Driver(engine, inbox), inbox, data, model, world, stop))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from colocated_grpo.settings.secret_values import masked, masked_arguments
 from colocated_grpo.tracking.records import finite, spread_by_reward
+from colocated_grpo.tracking.text import without_middle
 from colocated_grpo.types import Group, JsonObject
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ WANDB_SECONDS = 30
 TITLE = "completions"
 LONGEST_TEXT = 10_000
 """Characters of a prompt or a completion; the middle of a longer text is left out."""
-LEFT_OUT = "\n[...]\n"
 Cell = float | int | str | None
 
 
@@ -200,10 +200,8 @@ def completions_table(step: int, groups: list[Group], count: int) -> tuple[list[
 
 
 def _bounded(text: str) -> str:
-    if len(text) > LONGEST_TEXT:
-        half = (LONGEST_TEXT - len(LEFT_OUT)) // 2
-        text = text[:half] + LEFT_OUT + text[-half:]
-    return text.encode("utf-8", "replace").decode("utf-8")  # a lone surrogate cannot be sent
+    # A lone surrogate cannot be sent.
+    return without_middle(text, LONGEST_TEXT).encode("utf-8", "replace").decode("utf-8")
 
 
 def _wandb_table(tracker: GeneralTracker, step: int, columns: list[str], rows: list[list[Cell]]) -> None:

@@ -5,6 +5,8 @@ from html import escape
 
 from colocated_grpo.errors import visible
 
+LEFT_OUT = "\n[...]\n"
+
 
 def number(value: float | None) -> str:
     """Format with about four significant digits; '-' for None, NaN and infinity."""
@@ -35,6 +37,14 @@ def duration(seconds: float) -> str:
 def printable(text: str, encoding: str = "utf-8") -> str:
     """Return `visible` text that the given encoding can represent, with other characters escaped."""
     return visible(text).encode(encoding, "backslashreplace").decode(encoding)
+
+
+def without_middle(text: str, limit: int) -> str:
+    """Return the text; of one with more than `limit` characters, its beginning and its end."""
+    if len(text) <= limit:
+        return text
+    half = (limit - len(LEFT_OUT)) // 2
+    return text[:half] + LEFT_OUT + text[-half:]
 
 
 def as_html(value: object) -> str:

@@ -75,6 +75,12 @@ def test_a_reward_that_reads_texts_is_noticed_on_chat_messages(tmp_path):
     assert not [note for note in shown(tmp_path, "of_both", model=model)[1] if "no more reward" in note]
 
 
+def test_control_characters_of_a_prompt_do_not_reach_the_terminal(tmp_path):
+    rows(tmp_path, "\x1b[2J What is 17 plus 25?")
+    text = "\n".join(shown(tmp_path, model=real_model("smollm2"))[0])
+    assert "\\x1b[2J What is 17 plus 25?" in text and "\x1b" not in text
+
+
 def test_a_reward_that_hangs_ends_at_its_time_limit(tmp_path):
     rows(tmp_path)
     lines, _ = shown(tmp_path, "hangs", rollout={"reward_timeout": 1.0})

@@ -58,7 +58,7 @@ class Pair:
         opponent_folder = fetch_opponent(self.config.opponent_model, world)
         loader = None if opponent_folder is None else ModelLoader(self.config, hf_config, opponent_folder, world)
         frozen = read_opponent(loader, world.device)
-        spec, shared = engine_spec(self.config, model, world), self.config.weights == "shared"
+        spec, shared = engine_spec(self.config, model, world.size, world.device), self.config.weights == "shared"
         every = self.config.freshness.every
         engines = build_colocated(spec, self.policy, world, ExitStack(), shared=shared, check_every=every)
         self.engine = cast("VLLMEngine", engines.engine)

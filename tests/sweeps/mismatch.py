@@ -84,7 +84,7 @@ def measure(world: World, options: argparse.Namespace) -> JsonObject:
         rollout = {"max_prompt_tokens": 256, "max_completion_tokens": options.max_tokens}
         config = config_of(folder, options, rollout=rollout, engine=engine_settings)
         policy = Policy(config, read_model_config(config.model, folder), folder, world)
-        engine = build_engine(engine_spec(config, folder, world), policy, world)
+        engine = build_engine(engine_spec(config, folder, world.size, world.device), policy, world)
         tokenizer = AutoTokenizer.from_pretrained(folder)
         stop = policy.model.lm.generation_config.eos_token_id or tokenizer.eos_token_id
     wake_with_weights(config, engine, policy, world)

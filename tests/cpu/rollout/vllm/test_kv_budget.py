@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
 
 import pytest
 import torch
@@ -60,7 +59,7 @@ def test_a_single_sequence_of_full_length_fits_in_blocks_of_128_tokens_beside_th
 )
 def test_max_num_seqs_covers_an_engines_part_of_a_step(world, tmp_path, ranks, changes, seats):
     """32 prompts of 8 completions."""
-    spec = engine_spec(config_of(tmp_path, **changes), tmp_path, replace(world, size=ranks))
+    spec = engine_spec(config_of(tmp_path, **changes), tmp_path, ranks, world.device)
     assert spec.max_num_seqs == seats
 
 
