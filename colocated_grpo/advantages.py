@@ -3,8 +3,6 @@
 A reward of None (not applicable, or failed) is excluded from every mean and standard deviation and gets advantage 0.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

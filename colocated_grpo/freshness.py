@@ -6,8 +6,6 @@ log-probability from the policy's forward pass, which training computes anyway. 
 `loss.old_logprobs: sampling`, no forward pass precedes the first update: each minibatch is then judged before its own.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """GPU memory over a step: every wake, sleep, weight sync and offload happens here, timed by `Clock`."""
 
-from __future__ import annotations
-
 import resource
 import time
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Metrics of scored groups. Pure: every rank computes the same numbers from the same groups."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterable, Sequence
 

@@ -1,7 +1,5 @@
 """The training loop. Every rank runs this same code; there is no controller."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Sequence
 from contextlib import suppress

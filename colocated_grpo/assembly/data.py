@@ -1,7 +1,5 @@
 """The data side of a run: environments, their prompts, and the collector that turns prompts into groups."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass

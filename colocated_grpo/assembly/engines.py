@@ -1,7 +1,5 @@
 """The engines of a run, in its own or in other processes, and their build parameters."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path

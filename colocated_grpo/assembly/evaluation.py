@@ -1,7 +1,5 @@
 """The evaluation side of a run: prompts, sampling and metrics of held-out prompts and evaluation sets."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """The policy side of a run: the models on this rank, the engine beside them, and the sync between both."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from functools import partial

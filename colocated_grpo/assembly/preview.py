@@ -1,7 +1,5 @@
 """What a dry run shows: the first prompts as the model reads them, and the rewards of a right and a useless answer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 

@@ -1,7 +1,5 @@
 """Engines in other processes: connections to their servers, and the bridge that sends them weights."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import sys

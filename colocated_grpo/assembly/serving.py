@@ -4,8 +4,6 @@ Ports are opened and the API server is contacted before device memory is allocat
 start.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Endpoints and JSON are those of `run-api` (atroposlib 0.4.0). The state is in memory and is lost when the process exits.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -10,8 +10,6 @@ No HTTP here. Responses are those of atroposlib 0.4.0, except for these fixed de
 - Batches are served oldest first and counted when served, not newest first and counted when formed.
 """
 
-from __future__ import annotations
-
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Records how completions were sampled, because batches contain tokens without temperature and policy version."""
 
-from __future__ import annotations
-
 import threading
 from array import array
 from base64 import b64decode, b64encode

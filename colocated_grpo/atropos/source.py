@@ -1,8 +1,6 @@
 """The trainer's side of Atropos' API: a client, and batches from a server that may start late, restart, be reset, or
 send malformed groups."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

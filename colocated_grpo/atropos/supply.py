@@ -7,8 +7,6 @@ TRAIN  engines asleep: /health still returns 200, so environments wait instead o
 SYNC   the engines get the new weights, and SERVE begins again
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from abc import abstractmethod

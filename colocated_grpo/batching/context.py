@@ -3,8 +3,6 @@
 Shapes: T packed tokens, N scored tokens, P ranks of the group.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

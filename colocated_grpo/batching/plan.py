@@ -1,7 +1,5 @@
 """Assignment of rollouts to ranks and micro-batches. Every rank computes the same plan from the same outlines."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Sequence

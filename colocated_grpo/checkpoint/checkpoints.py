@@ -5,8 +5,6 @@ is written under another name and renamed when every rank has finished, so a fol
 Checksums are verified when a run resumes from a checkpoint, and before older checkpoints are deleted.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping

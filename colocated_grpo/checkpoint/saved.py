@@ -1,7 +1,5 @@
 """Finds and verifies checkpoints on disk."""
 
-from __future__ import annotations
-
 import errno
 import json
 import shutil

@@ -4,8 +4,6 @@ Reading the layout runs no code, even from an untrusted source. torch stores the
 which is written for torch's own tools and never read.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator, Mapping

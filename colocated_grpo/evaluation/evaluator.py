@@ -1,7 +1,5 @@
 """Evaluation sets, their sampling, and the record of the best step."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Metrics of one evaluation set: estimators, and the answers that a majority vote compares."""
 
-from __future__ import annotations
-
 import logging
 import math
 import re

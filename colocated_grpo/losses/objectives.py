@@ -9,8 +9,6 @@ Per token:  policy * correction + kl.coef * k3, then one of two sums:
   token sum (all others):       sum over trained tokens
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 

@@ -4,8 +4,6 @@ Shapes: N scored tokens of one micro-batch, S completions in it. Every function 
 log-probabilities and inputs that `apply_mask` has cleaned.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

@@ -5,8 +5,6 @@ is on one rank, so row means are local. Column means and update sizes take two a
 together.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -8,8 +8,6 @@ prefixes), R largest number of sequences with one common prefix, N runs of conse
 K key-value heads, D head size.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

@@ -7,8 +7,6 @@ Shapes: T queries, E keys, N runs of consecutive queries, L queries of the longe
 keys, H query heads, K key-value heads, D head size, V head size of values.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 from collections.abc import Callable

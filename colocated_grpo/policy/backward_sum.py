@@ -1,7 +1,5 @@
 """Statistics that transformer blocks accumulate during the backward pass."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Activation checkpointing of transformer blocks, switchable for each block."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Download a Hugging Face checkpoint and read single tensors, or rows of them, from its files."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

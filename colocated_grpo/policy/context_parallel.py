@@ -8,8 +8,6 @@ Shapes: P ranks of the group, R rows of one rank, T = P * R rows of all ranks, H
 size, V head size of values, S completions.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast

@@ -6,8 +6,6 @@ The table of conversions is transformers' `conversion_mapping`. The loader of tr
 Shapes: E experts, R rows and C columns of one expert's matrix.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

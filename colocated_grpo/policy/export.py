@@ -1,7 +1,5 @@
 """Export of the policy as a Hugging Face model, or of its adapter, for transformers, PEFT and vLLM."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ value: [E, K, D], 16-bit. left: number of earlier keys that a query sees, -1 for
 position of the run's last key.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

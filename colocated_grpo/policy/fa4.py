@@ -8,8 +8,6 @@ compile each block twice.
 Shapes: T queries, E keys, N runs of queries, H query heads, K key-value heads, D head size.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from functools import cache

@@ -8,8 +8,6 @@ Shapes: T packed tokens, N sequences, L tokens of the longest sequence, C channe
 D size of a head.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 import sys

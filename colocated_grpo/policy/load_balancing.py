@@ -16,8 +16,6 @@ imbalances of different layers can cancel out.
 Shapes: T packed tokens, E experts, K experts per token, L layers with a trained router.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

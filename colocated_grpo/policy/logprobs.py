@@ -3,8 +3,6 @@
 Shapes: N scored tokens, H hidden size, V vocabulary, C tokens of one chunk.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

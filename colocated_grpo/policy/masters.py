@@ -1,7 +1,5 @@
 """The fp32 master weights that the optimizer updates, and the weights that the model computes with."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol

@@ -5,8 +5,6 @@ No rank ever holds the whole model: parameters have no storage until `shards` al
 Shapes: T packed tokens, N scored tokens, H hidden size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace

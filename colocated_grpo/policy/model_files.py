@@ -1,7 +1,5 @@
 """The files of a model's folder except its weights: settings, tokenizer and the tokens that end a completion."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Load a checkpoint onto this rank: for training all weights, some blocks or an adapter, or for scoring only."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Literal
 

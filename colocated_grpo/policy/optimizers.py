@@ -1,7 +1,5 @@
 """Optimizers over FSDP2 shards, and the learning-rate schedule."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial

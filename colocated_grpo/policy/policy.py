@@ -1,7 +1,5 @@
 """The trained model on this rank: forward, backward, optimizer step, and its weights under checkpoint names."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import fields, replace

@@ -1,7 +1,5 @@
 """References of the KL penalty: a second model, or the policy's model merged with its initial adapter."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol

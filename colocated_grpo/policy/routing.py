@@ -5,8 +5,6 @@ The policy still computes the weight of each expert from its own router's logits
 Shapes: T tokens, E experts, K experts per token, L layers with experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Allocate the parameters of a model, and read this rank's rows of them from a checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -10,8 +10,6 @@ The sink's own gradient is
 Shapes: T queries, E keys, N runs of queries, H query heads, K key-value heads, D head size.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -7,8 +7,6 @@ Shapes: T queries, E keys, Q blocks of queries, K blocks of keys, B queries of a
 queries, K of keys and values, D head size.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import cast
 

@@ -4,8 +4,6 @@ One program handles one row (token), block by block. Logits are float32 [C, V] w
 chunk, V vocabulary.
 """
 
-from __future__ import annotations
-
 import torch
 import triton.language as tl
 from torch import Tensor

@@ -5,8 +5,6 @@ so a slow rank takes fewer prompts, and ranks whose completions or episodes diff
 other. Finished groups are gathered once, at the end.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import cast

@@ -1,7 +1,5 @@
 """The inference engine as the trainer uses it: plain data in and out, no vLLM types."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol

@@ -3,8 +3,6 @@
 The main thread drives the engine and keeps decoding while episodes wait for their tools.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import threading

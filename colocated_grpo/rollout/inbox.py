@@ -4,8 +4,6 @@ vLLM is not thread-safe: only the main thread calls it. Episodes on an event loo
 into an `Inbox` and wait for futures.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence

@@ -4,8 +4,6 @@ A batch ends with its last group: a long group that starts late leaves all other
 when a prompt is sampled, but not what is sampled: seeds are derived from the prompt's index.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b

@@ -1,7 +1,5 @@
 """Assignment of a job's prompts to engines. One `Dispatch` is chosen when the run is built."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

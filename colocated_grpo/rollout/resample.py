@@ -5,8 +5,6 @@ informative groups in draw order. A group's duration and queue position have no 
 are as likely to be trained as others.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Reward calls on threads while the engine decodes. A call that never returns costs only its own prompt."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Sequence

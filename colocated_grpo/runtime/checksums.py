@@ -1,7 +1,5 @@
 """Checksums of files. Checksums detect damage, not tampering: anyone with write access can change the checksum too."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

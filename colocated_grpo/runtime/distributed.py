@@ -3,8 +3,6 @@
 Functions and methods are collective (called by every rank, in the same order) unless documented otherwise.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import random

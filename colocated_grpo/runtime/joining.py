@@ -4,8 +4,6 @@ Joining needs only torch and happens before the slow imports. A rank that is kil
 the other ranks too.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -5,8 +5,6 @@ a connection ends when the remote process exits, or when its machine or the netw
 slow.
 """
 
-from __future__ import annotations
-
 import hmac
 import os
 import secrets

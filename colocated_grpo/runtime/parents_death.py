@@ -4,8 +4,6 @@ On other systems, the process outlives its parent. Standard library only. Run as
 a command: FILE PARENT COMMAND [ARGUMENTS].
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -3,8 +3,6 @@
 Standard library only, because variables that torch and vLLM read on import must be set first.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import io

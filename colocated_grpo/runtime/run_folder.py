@@ -3,8 +3,6 @@
 Imports no torch: the launcher checks `--resume` with these functions.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -3,8 +3,6 @@
 The stores listen on a single address; a plain torch TCPStore would listen on all addresses of the machine.
 """
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Sequence

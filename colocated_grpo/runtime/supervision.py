@@ -1,7 +1,5 @@
 """Stops a run on request, and ends each rank soon after another rank has died."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

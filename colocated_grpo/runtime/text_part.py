@@ -1,7 +1,5 @@
 """Settings and files of a folder's language model, which may be the text part of a multimodal model."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`triton.jit` with types that let type checkers accept kernel launches. Import it only if Triton is installed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 

@@ -3,8 +3,6 @@
 Standard library only, because the launcher reads the stacks written by a blocked rank.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import re

@@ -1,7 +1,5 @@
 """Records how each process of a run ended: one JSON file per rank, read by the launcher. Standard library only."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

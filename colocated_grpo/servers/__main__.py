@@ -4,8 +4,6 @@ The engine process has the same command, and STATE_VARIABLE in its environment. 
 when a trainer requests another model.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import socket

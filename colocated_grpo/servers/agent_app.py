@@ -1,7 +1,5 @@
 """The HTTP application for agents: OpenAI's chat API, with a separate path and key for each episode."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json

@@ -1,7 +1,5 @@
 """The HTTP application. While the engines sleep, requests stay open and are answered after the next wake."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
 from functools import partial

@@ -1,7 +1,5 @@
 """Weight sync into engine servers: the trainer's ranks gather each bucket, and rank 0 broadcasts it to the servers."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """HTTP routes that control an engine and change its weights: /bridge/* and /lora/*, as in Atropos' example server."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial

@@ -1,7 +1,5 @@
 """Pauses an engine, or changes its weights, between two decode steps. For servers in processes without a trainer."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future

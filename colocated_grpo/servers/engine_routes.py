@@ -1,7 +1,5 @@
 """HTTP routes for a trainer that drives this engine remotely: /engine/*. The client is `servers/remote.py`."""
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import json

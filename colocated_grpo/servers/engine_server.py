@@ -1,7 +1,5 @@
 """Calls to one engine server (`python -m colocated_grpo.servers`)."""
 
-from __future__ import annotations
-
 import json
 import secrets
 import threading

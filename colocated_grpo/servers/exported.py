@@ -5,8 +5,6 @@ the same user opens this memory through the server's file descriptor. The memory
 exited.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Mapping

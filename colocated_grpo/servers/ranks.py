@@ -1,7 +1,5 @@
 """A tensor-parallel engine: rank 0 starts the other ranks' processes and repeats each engine call on them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

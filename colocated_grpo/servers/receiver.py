@@ -1,7 +1,5 @@
 """The server's side of `broadcast`: receives the trainer's buckets and writes them into the engine."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from datetime import timedelta

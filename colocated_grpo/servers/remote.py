@@ -6,8 +6,6 @@ the requests under way, and the client posts these requests again with the same 
 twice.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence

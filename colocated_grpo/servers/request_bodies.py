@@ -1,7 +1,5 @@
 """Request bodies as pydantic models, and the sampling parameters common to all of them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Self
 

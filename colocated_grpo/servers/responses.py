@@ -3,8 +3,6 @@
 Parts of a completion and whole completions have the same format and use the same code.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

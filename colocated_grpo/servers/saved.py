@@ -1,7 +1,5 @@
 """Weight sync through files: running servers load the saved adapter, or servers restart from the saved model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial

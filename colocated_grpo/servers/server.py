@@ -1,7 +1,5 @@
 """One engine behind the HTTP application, driven by the main thread of this process."""
 
-from __future__ import annotations
-
 import os
 import secrets
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Text and tokens of HTTP requests: limits, encoding, decoding, and incremental decoding of streams."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A JSON client built on the standard library, for servers that restart or return malformed responses."""
 
-from __future__ import annotations
-
 import json
 import time
 import zlib

@@ -5,8 +5,6 @@ requests of other sites with `Origin` or `Sec-Fetch-Site`. A site that makes its
 rebinding) appears to be the same site, but is recognised by its name in `Host`.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import hmac

@@ -1,7 +1,5 @@
 """Runs an ASGI application on a thread of this process, on one or more ports."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import threading

@@ -3,8 +3,6 @@
 Parsed JSON can take thirty times the memory of its text: `[],` is three bytes of text and a 56-byte object.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

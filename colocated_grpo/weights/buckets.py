@@ -4,8 +4,6 @@ FSDP2 gives rank r the rows [r * chunk, (r + 1) * chunk) of a parameter; the las
 bucket, each parameter has a slot of `chunk` rows, so that offsets are equal on all ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ Each rank casts its shards to the engine's type, all-gathers them in buckets, an
 into the engine's parameters on a side stream while the next bucket is being gathered.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch

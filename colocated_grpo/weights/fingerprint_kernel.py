@@ -1,7 +1,5 @@
 """Fingerprints on a GPU: one Triton kernel hashes all tensors of one type, whatever their number."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass

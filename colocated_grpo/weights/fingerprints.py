@@ -7,8 +7,6 @@ gathering them. A change of one element always changes the fingerprint; a change
 probability of about 2^-30.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import NamedTuple
 

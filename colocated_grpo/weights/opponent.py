@@ -1,7 +1,5 @@
 """A second set of weights for the engine: a frozen opponent for games against the policy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 

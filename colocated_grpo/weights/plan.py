@@ -4,8 +4,6 @@ A plan is derived from the engine's module tree and then verified by `ColocatedS
 view must hold the loaded values. A model that fails this check keeps loading through `load_weights`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path

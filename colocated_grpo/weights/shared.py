@@ -1,7 +1,5 @@
 """One copy of the weights: the policy computes with the engine's own parameters, so a sync moves nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import torch

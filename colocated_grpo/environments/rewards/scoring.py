@@ -5,8 +5,6 @@ otherwise the policy would not learn to avoid malformed answers. A scorer that f
 completions get no reward, and the run stops if their fraction exceeds rollout.max_reward_errors.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import re

@@ -1,7 +1,5 @@
 """Event loops for coroutines of user code, each on its own thread. A blocked loop can be retired and replaced."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress

@@ -1,7 +1,5 @@
 """Isolation of third-party games within this process: suppressed output, separate random state, own log files."""
 
-from __future__ import annotations
-
 import logging
 import random
 import sys

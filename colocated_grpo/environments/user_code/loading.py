@@ -1,7 +1,5 @@
 """Loading of user code by the names in the config. Every failure becomes a one-line error."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os

@@ -6,8 +6,6 @@ value exact. Its random numbers depend only on the weight's key and the element'
 adapter is zero, weights do not jitter from step to step, and a resumed run has the same bytes.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

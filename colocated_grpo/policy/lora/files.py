@@ -1,7 +1,5 @@
 """Adapters as files in PEFT's format: adapter_config.json and adapter_model.safetensors."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path

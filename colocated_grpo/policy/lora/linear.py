@@ -3,8 +3,6 @@
 Shapes: T tokens, I input features, O output features, R rank.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

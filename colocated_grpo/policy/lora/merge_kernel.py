@@ -1,7 +1,5 @@
 """The merge on a GPU: one Triton kernel per weight reads the base, adds the adapter's product, rounds, and writes."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -1,7 +1,5 @@
 """Select the layers that get an adapter, by PEFT's rules, and replace them in a model on the meta device."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

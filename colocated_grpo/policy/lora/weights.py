@@ -5,8 +5,6 @@ engine therefore use the same bytes. Device memory, summed over all ranks: 2 byt
 bytes per adapted parameter for the base (bfloat16). On each rank, also 16 bytes per parameter of the factors (AdamW).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Adapters that vLLM applies on top of the base weights, for engine servers. Training merges its adapter instead."""
 
-from __future__ import annotations
-
 import itertools
 from contextlib import suppress
 from pathlib import Path

@@ -5,8 +5,6 @@ is limited by the bandwidth of these reads. FlashAttention 3 targets few sequenc
 device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Size of an engine's KV cache in the memory that the trainer's state leaves free."""
 
-from __future__ import annotations
-
 from math import ceil, prod
 from pathlib import Path
 

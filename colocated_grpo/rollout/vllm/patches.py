@@ -10,8 +10,6 @@ writes without replacing them are listed in `PRIVATE_STATE`. A test looks up eve
 the oldest supported and the installed version.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """vLLM in the trainer's process: replacement functions for `patches`, state saved while an engine is built, sleep."""
 
-from __future__ import annotations
-
 import random
 import secrets
 from collections.abc import Callable, Iterator

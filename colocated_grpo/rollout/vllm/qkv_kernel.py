@@ -5,8 +5,6 @@ norms, one rotation, one cache write. This kernel reads and writes every number 
 docs/results/decode_launches_1xh200.json.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -7,8 +7,6 @@ routes too. The routes of a preempted request are those of its last computation.
 Shapes: S slots of the KV cache, T tokens, L layers with experts, K experts per token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial

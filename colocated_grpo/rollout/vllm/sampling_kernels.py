@@ -4,8 +4,6 @@ vLLM's own kernels read each row of logits four times and draw one Philox number
 within a step: docs/results/decode_kernels_1xh200.json. Times of single launches: decode_launches_1xh200.json there.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """`EngineSpec`: build parameters of engines for training, serving, evaluation and chat. Imports no vLLM."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil

@@ -4,8 +4,6 @@ vLLM's own record of a request is updated (`settle`) once for each cache block i
 created with the batch; later they are only removed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple

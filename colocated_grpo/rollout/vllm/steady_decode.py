@@ -6,8 +6,6 @@ methods: it builds such steps from arrays (`SteadyBatch`) and passes everything 
 preemption and new requests.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from typing import cast
 

@@ -1,7 +1,5 @@
 """The versions of vLLM that this package works with."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from importlib import metadata
 

@@ -4,8 +4,6 @@ config.json lacks entries that vLLM needs. Of a vision-language model, vLLM woul
 own settings, and its tensors are a part of the whole model's checkpoint.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import math

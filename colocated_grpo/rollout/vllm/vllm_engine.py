@@ -1,7 +1,5 @@
 """`LocalEngine` over an in-process vLLM engine that shares the trainer's process group."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

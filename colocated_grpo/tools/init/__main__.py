@@ -1,7 +1,5 @@
 """Write a config for your data: colocated-grpo init questions.jsonl --model NAME --gpus N"""
 
-from __future__ import annotations
-
 import argparse
 import os
 import shlex

@@ -1,7 +1,5 @@
 """Sizes of a run by arithmetic: lengths from the data, the batch from the GPUs, memory settings from the model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
