@@ -95,11 +95,12 @@ def reduce(metrics: Metrics, all_reduce_sum: AllReduce, all_reduce_max: AllReduc
 
 def _pack(stats: list[Stat], device: torch.device) -> Tensor:
     """Return all parts as one float64 vector: float32 is exact only up to 2^24, fewer than a run's tokens."""
-    parts = [_on_device(part, device) for stat in stats for part in stat.parts]
+    parts = [as_scalar(part, device) for stat in stats for part in stat.parts]
     return torch.stack(parts) if parts else torch.zeros(0, dtype=torch.float64, device=device)
 
 
-def _on_device(part: Tensor | float, device: torch.device) -> Tensor:
+def as_scalar(part: Tensor | float, device: torch.device) -> Tensor:
+    """Return a part of a statistic as a 0-dim float64 tensor, without a synchronization with the device."""
     if isinstance(part, Tensor):
         return part.to(device, torch.float64)
     return torch.full((), part, dtype=torch.float64, device=device)  # a fill does not synchronize; a copy would

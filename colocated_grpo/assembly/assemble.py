@@ -26,6 +26,7 @@ from colocated_grpo.assembly.policy import (
     build_opponent,
     build_reference,
     fetch_opponent,
+    keep_on_device,
     opponent_state,
     read_opponent,
 )
@@ -105,7 +106,8 @@ def build_run(
     opponent = build_opponent(config.opponent, frozen, policy, engines, world, config.freshness.every)
     with output.phase("rehearsing a training step"):
         # The engine sleeps, so memory that is free now is free while the policy trains.
-        config = choose_micro_batch_size(policy, config, world)
+        config, fit = choose_micro_batch_size(policy, config, world)
+        keep_on_device(policy, engines.local, fit)
     driver = Driver(engines.engine, inbox)
     collector = build_collector(config, driver, inbox, data, model, world, stop)
     resources.callback(collector.close)

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from colocated_grpo.assembly.engines import Engines
 from colocated_grpo.freshness import Judge, default_limit, make_judge
 from colocated_grpo.phases import WeightSync
+from colocated_grpo.policy.activations import Fit
 from colocated_grpo.policy.checkpoint_files import fetch_model
 from colocated_grpo.policy.export import AdapterExport, Export, ModelExport
 from colocated_grpo.policy.lora.weights import AdapterWeights
@@ -90,6 +91,17 @@ def build_engine(spec: EngineSpec, policy: Policy, world: World) -> VLLMEngine:
     if policy.offload is not None:
         policy.offload.to_device()
     return engine
+
+
+def keep_on_device(policy: Policy, engine: LocalEngine | None, fit: Fit) -> None:
+    """Save the time of sleeping, waking and launching kernels if the memory suffices for both engine and training.
+
+    The engine then never sleeps, and the graphs of training steps keep their memory. engine: asleep.
+    """
+    if fit.leaves_room(0 if engine is None else engine.asleep_bytes()):
+        if engine is not None:
+            engine.stay_awake()
+        policy.use_graphs()
 
 
 def build_sync(policy: Policy, engine: LocalEngine, world: World, *, shared: bool, check_every: int) -> WeightSync:

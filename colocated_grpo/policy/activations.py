@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -148,7 +148,21 @@ def out_of_memory_in_one_line(max_tokens: int | Literal["auto"]) -> Iterator[Non
         ) from error
 
 
-def choose_micro_batch_size(policy: Policy, config: Config, world: World) -> Config:
+class Fit(NamedTuple):
+    """Decided size of micro-batches, and the device memory of their training steps on the fullest rank."""
+
+    tokens: int
+    needed: float = 0.0
+    """Bytes of a training step, in addition to weights and optimizer state."""
+    usable: float = 0.0
+    """Bytes that training steps may use; 0 if nothing was measured."""
+
+    def leaves_room(self, others: int) -> bool:
+        """Return True if `others` bytes and a second training step fit beside a step into half of the memory."""
+        return others + 2 * self.needed < self.usable / 2
+
+
+def choose_micro_batch_size(policy: Policy, config: Config, world: World) -> tuple[Config, Fit]:
     """Return the config with batch.max_tokens_per_micro_batch decided; checkpoint the policy's blocks as needed.
 
     Call after everything that stays on the device during training has been allocated. Collective.
@@ -156,14 +170,14 @@ def choose_micro_batch_size(policy: Policy, config: Config, world: World) -> Con
     step = StepSettings.of(config)
     if world.device.type == "cpu":
         sizes = step.candidate_sizes()
-        tokens = next((size for size in sizes if size <= MAX_TOKENS_ON_CPU), sizes[-1])
+        fit = Fit(next((size for size in sizes if size <= MAX_TOKENS_ON_CPU), sizes[-1]))
     else:
-        tokens = fit_to_memory(policy, step, world)
-    batch = config.batch.model_copy(update={"max_tokens_per_micro_batch": tokens})
-    return config.model_copy(update={"batch": batch})
+        fit = fit_to_memory(policy, step, world)
+    batch = config.batch.model_copy(update={"max_tokens_per_micro_batch": fit.tokens})
+    return config.model_copy(update={"batch": batch}), fit
 
 
-def fit_to_memory(policy: Policy, step: StepSettings, world: World) -> int:
+def fit_to_memory(policy: Policy, step: StepSettings, world: World) -> Fit:
     """Return a size that fits; with checkpointing 'auto' also choose the checkpointed blocks. Collective."""
     # No-op if this process has an engine: the state was allocated before the engine was sized.
     policy.init_optimizer_state()
@@ -171,7 +185,7 @@ def fit_to_memory(policy: Policy, step: StepSettings, world: World) -> int:
         if step.checkpointing == "auto":
             return fit_tokens_and_blocks(policy, step, world)
         sizes = step.candidate_sizes()
-        return sizes[0] if len(sizes) == 1 else fit_tokens(policy, step, world)
+        return Fit(sizes[0]) if len(sizes) == 1 else fit_tokens(policy, step, world)
     except torch.OutOfMemoryError as error:
         raise RunError(
             f"batch.max_tokens_per_micro_batch={step.max_tokens}: a trial step of {step.trial_sizes()[1]} tokens does "
@@ -179,17 +193,17 @@ def fit_to_memory(policy: Policy, step: StepSettings, world: World) -> int:
         ) from error
 
 
-def fit_tokens(policy: Policy, step: StepSettings, world: World) -> int:
+def fit_tokens(policy: Policy, step: StepSettings, world: World) -> Fit:
     """Return the best size that fits with the current checkpointing, or the smallest size if none fits. Collective.
 
     The estimate is conservative, so the smallest size may still fit. A step that does not fit ends the run with an
     error of one line.
     """
     sizes = step.candidate_sizes()
-    return next(iter(_sizes_that_fit(sizes, _measure_all_ranks(policy, step, world), policy)), sizes[-1])
+    return next(_sizes_that_fit(sizes, _measure_all_ranks(policy, step, world), policy), Fit(sizes[-1]))
 
 
-def fit_tokens_and_blocks(policy: Policy, step: StepSettings, world: World) -> int:
+def fit_tokens_and_blocks(policy: Policy, step: StepSettings, world: World) -> Fit:
     """Return the best size without checkpointing, else a size with the fewest checkpointed blocks. Collective."""
     sizes, blocks = step.candidate_sizes(), len(blocks_of(policy.model))
     set_checkpointed(policy.model, 0)
@@ -197,8 +211,8 @@ def fit_tokens_and_blocks(policy: Policy, step: StepSettings, world: World) -> i
     # All ranks decide from the same measurements, because the next trial is collective. The next trial also compiles
     # checkpointed blocks, so skip it if possible.
     fitting = _sizes_that_fit([s for s in sizes if s >= MIN_TOKENS_WITHOUT_CHECKPOINTS] or sizes[:1], kept, policy)
-    if fitting:
-        return fitting[0]
+    if (fit := next(fitting, None)) is not None:
+        return fit
     set_checkpointed(policy.model, blocks)
     checkpointed = _measure_all_ranks(policy, step, world)
     saved = [(a.per_token - b.per_token) / blocks for (a, _), (b, _) in zip(kept, checkpointed, strict=True)]
@@ -213,7 +227,7 @@ def fit_tokens_and_blocks(policy: Policy, step: StepSettings, world: World) -> i
     # Every rank evaluates the measurements of all ranks, so an error is raised on every rank.
     tokens, count = _first_that_fits([s for s in sizes if s <= MIN_TOKENS_WITHOUT_CHECKPOINTS] or sizes, counts)
     set_checkpointed(policy.model, count)
-    return tokens
+    return Fit(tokens)
 
 
 def _first_that_fits(sizes: Sequence[int], counts: Callable[[int], list[int]]) -> tuple[int, int]:
@@ -229,10 +243,13 @@ def _measure_all_ranks(policy: Policy, step: StepSettings, world: World) -> list
     return world.gather_objects((measure(policy, step), usable_bytes(world.device)))
 
 
-def _sizes_that_fit(sizes: Sequence[int], measured: Sequence[tuple[Footprint, float]], policy: Policy) -> list[int]:
-    """Return the sizes that fit on every rank with the checkpointing that was measured."""
+def _sizes_that_fit(sizes: Sequence[int], measured: Sequence[tuple[Footprint, float]], policy: Policy) -> Iterator[Fit]:
+    """Yield the sizes that fit on every rank with the checkpointing that was measured."""
     blocks = len(blocks_of(policy.model))
-    return [size for size in sizes if all(seen.bytes_needed(size, blocks) <= usable for seen, usable in measured)]
+    for size in sizes:
+        needed = [seen.bytes_needed(size, blocks) for seen, _ in measured]
+        if all(own <= usable for own, (_, usable) in zip(needed, measured, strict=True)):
+            yield Fit(size, max(needed), min(usable for _, usable in measured))
 
 
 def measure(policy: Policy, step: StepSettings) -> Footprint:

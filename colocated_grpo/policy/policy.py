@@ -16,7 +16,9 @@ from colocated_grpo.errors import RunError
 from colocated_grpo.losses import ChunkedLoss, LossFn, LossInputs, make_chunked_loss, make_denominator, make_loss
 from colocated_grpo.losses.parts import apply_mask, mismatch, weighted_mean
 from colocated_grpo.metrics import Metrics, Stat
+from colocated_grpo.policy.blocks import blocks_of, num_checkpointed
 from colocated_grpo.policy.context_parallel import with_group_sums
+from colocated_grpo.policy.graphs import GraphedGradient, Result, has_static_shapes
 from colocated_grpo.policy.load_balancing import LoadBalancing
 from colocated_grpo.policy.logprobs import linear_loss
 from colocated_grpo.policy.masters import Weights
@@ -71,6 +73,7 @@ class Policy:
         self._sum_over_ranks = world.sum_
         self._total_steps = config.optimizer_steps
         self._objective = make_objective(config.loss)
+        self._gradient: Callable[[MicroBatch, float], Result] = self._plain_gradient
         self._denominator = make_denominator(config.loss, config.rollout.max_completion_tokens)
         offloads = config.policy.offload_optimizer and self.device.type == "cuda"
         self.offload = OptimizerOffload(self.optimizer) if offloads else None
@@ -144,17 +147,37 @@ class Policy:
             metrics.add({"loss/load_balancing": self._balance(self.model.balancing, minibatch)})
         for index, micro_batch in enumerate(minibatch.micro_batches):
             self.weights.before_forward(last=index == parts - 1)
-            inputs = with_group_sums(_on_device(micro_batch, self.device))
-            loss, stats = self._objective(self.model, inputs, denominator)
-            loss.backward()
+            loss, stats = self._gradient(micro_batch, denominator)
             # All ranks have equally many micro-batches, so the weights of a minibatch add up to 1.
-            metrics.add({**stats, "loss": Stat.mean(loss.detach(), 1 / (parts * self._world_size))})
+            metrics.add({**stats, "loss": Stat.mean(loss, 1 / (parts * self._world_size))})
             if index == 0:
                 metrics.add(minibatch.left_out.stats(stats, self._world_size))
         if self.model.replay is not None:
             metrics.add({"mismatch/routes": self.model.replay.take_mismatch()})
         self.weights.reduce_gradients()
         self.weights.release()
+
+    def _plain_gradient(self, micro_batch: MicroBatch, denominator: Tensor | float) -> Result:
+        """Add a micro-batch's gradient to the gradients. Returns its loss and statistics."""
+        inputs = with_group_sums(_on_device(micro_batch, self.device))
+        loss, stats = self._objective(self.model, inputs, denominator)
+        loss.backward()
+        return loss.detach(), stats
+
+    def use_graphs(self) -> None:
+        """Run small micro-batches as CUDA graphs where the model allows it. Call when the micro-batch size is decided.
+
+        Gradient tensors and a graph's activations then stay allocated between steps.
+        """
+        model = self.model
+        if has_static_shapes(model, self.device, self.dtype) and num_checkpointed(model) == 0:
+            self._gradient = GraphedGradient(
+                self._plain_gradient,
+                list(self.parameters().values()),
+                partial(_on_device, device=self.device),
+                model_parameters=self.num_parameters(),
+                blocks=len(blocks_of(model)),
+            )
 
     @torch.no_grad()
     def _balance(self, balancing: LoadBalancing, minibatch: Minibatch) -> Stat:
@@ -229,7 +252,7 @@ def _moved(value: object, device: torch.device) -> Any:
     return value.to(device, non_blocking=True)
 
 
-Objective = Callable[[PackedLM, MicroBatch, float], tuple[Tensor, dict[str, Stat]]]
+Objective = Callable[[PackedLM, MicroBatch, Tensor | float], Result]
 """(model, micro-batch on the device, denominator) -> (loss to call backward on, metrics)."""
 
 
@@ -242,7 +265,7 @@ def make_objective(config: LossConfig) -> Objective:
 def unfused_objective(loss_fn: LossFn) -> Objective:
     """Apply the loss to the log-probabilities of all scored tokens. The backward pass computes the logits again."""
 
-    def objective(model: PackedLM, micro_batch: MicroBatch, denominator: float) -> tuple[Tensor, dict[str, Stat]]:
+    def objective(model: PackedLM, micro_batch: MicroBatch, denominator: Tensor | float) -> Result:
         logprobs_N, entropy_N = model(micro_batch.tokens)
         output = loss_fn(logprobs_N, micro_batch.loss_inputs)
         return output.loss_sum / denominator, output.metrics | _entropy(entropy_N, micro_batch)
@@ -253,7 +276,7 @@ def unfused_objective(loss_fn: LossFn) -> Objective:
 def fused_objective(loss_fn: LossFn, chunked_loss: ChunkedLoss) -> Objective:
     """Apply the loss chunk by chunk inside the output layer, where the forward pass also computes the gradients."""
 
-    def objective(model: PackedLM, micro_batch: MicroBatch, denominator: float) -> tuple[Tensor, dict[str, Stat]]:
+    def objective(model: PackedLM, micro_batch: MicroBatch, denominator: Tensor | float) -> Result:
         chunk_loss = chunked_loss(micro_batch.loss_inputs)
         head = partial(linear_loss, loss_of=lambda tokens, logprobs_C: chunk_loss(tokens, logprobs_C) / denominator)
         loss, logprobs_N, entropy_N = model(micro_batch.tokens, head)

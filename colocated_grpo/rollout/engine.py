@@ -129,3 +129,11 @@ class LocalEngine(RolloutEngine, Protocol):
     def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Replace the weights of whole layers from full tensors by checkpoint name. Slow; correct for every model."""
         ...
+
+    def asleep_bytes(self) -> int:
+        """Device memory of this process that `wake` would map; 0 for an engine that never sleeps."""
+        ...
+
+    def stay_awake(self) -> None:
+        """Map all memory, and ignore `wake` and `sleep` from now on."""
+        ...

@@ -33,10 +33,11 @@ def kv_cache_arguments(spec: EngineSpec, device: torch.device) -> dict[str, obje
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     # Even with an exact size, vLLM does not start if `gpu_memory_utilization` exceeds the free fraction after it has
-    # initialised NCCL and its kernels (2.3 GiB on an H100). The value has no other effect in this case.
+    # initialised NCCL and its kernels (2.3 GiB on an H100), while other processes take memory. The value has no other
+    # effect in this case.
     return {
         "kv_cache_memory_bytes": given or _size_beside(free, spec),
-        "gpu_memory_utilization": round(free / total / 2, 4),
+        "gpu_memory_utilization": round(free / total / 8, 4),
     }
 
 

@@ -282,6 +282,7 @@ PRIVATE_STATE: dict[str, str] = {
     "vllm.platforms.interface:Platform._global_graph_pool": "cleared when an engine closes",
     "vllm.device_allocator.cumem:CuMemAllocator.pointer_to_data": "sleep unmaps allocations by tag",
     "vllm.device_allocator:AllocationData.is_asleep": "sleep marks what it unmapped",
+    "vllm.device_allocator:AllocationData.handle": "holds the size of what sleep unmapped",
     "vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner._quant_method": "kernels that choose experts",
     "vllm.model_executor.model_loader.default_loader:DefaultModelLoader.get_all_weights": "renames tensors",
     "vllm.v1.attention.backends.flashinfer:FlashInferImpl.sinks": "a copy of a weight that syncs write",

@@ -124,3 +124,11 @@ def discard(*parts: Part) -> None:
         if data.tag in parts and not data.is_asleep:
             cumem.unmap_and_release(data.handle)
             data.is_asleep = True
+
+
+def asleep_bytes() -> int:
+    """Return the device memory that is unmapped now."""
+    from vllm.device_allocator import cumem
+
+    allocations = cumem.CuMemAllocator.get_instance().pointer_to_data.values()
+    return sum(data.handle[1] for data in allocations if data.is_asleep)  # a handle is (device, size, pointer, memory)

@@ -15,7 +15,13 @@ from colocated_grpo.rollout.engine import Part, Request, TokenDelta
 from colocated_grpo.rollout.vllm import patches
 from colocated_grpo.rollout.vllm.adapters import VLLMAdapters
 from colocated_grpo.rollout.vllm.kv_budget import check_cache
-from colocated_grpo.rollout.vllm.process import discard, forget_graph_pool, keep_trainer_state, name_shared_memory
+from colocated_grpo.rollout.vllm.process import (
+    asleep_bytes,
+    discard,
+    forget_graph_pool,
+    keep_trainer_state,
+    name_shared_memory,
+)
 from colocated_grpo.rollout.vllm.requests import (
     CoreRequests,
     EngineRequests,
@@ -55,6 +61,7 @@ class VLLMEngine:
         if world.device.type == "cpu":
             name_shared_memory(world)
         self._sleeps = world.device.type == "cuda" and spec.sleep
+        self._stays_awake = False
         self._keeps_weights = spec.keeps_weights
         self.max_num_seqs = spec.max_num_seqs
         arguments = engine_arguments(spec, world)
@@ -149,7 +156,7 @@ class VLLMEngine:
         self._llm.reset_prefix_cache()
 
     def wake(self, part: Part) -> None:
-        if not self._sleeps or (part == "weights" and self._keeps_weights):
+        if not self._sleeps or self._stays_awake or (part == "weights" and self._keeps_weights):
             return
         # vLLM maps memory outside torch's allocator, whose cached blocks must be returned first.
         torch.cuda.empty_cache()
@@ -160,8 +167,16 @@ class VLLMEngine:
                 for name, buffer in self.model.named_buffers():
                     buffer.copy_(self._buffers[name])
 
+    def stay_awake(self) -> None:
+        self.wake("weights")
+        self.wake("kv_cache")
+        self._stays_awake = True
+
+    def asleep_bytes(self) -> int:
+        return asleep_bytes() if self._sleeps else 0
+
     def sleep(self) -> None:
-        if not self._sleeps:
+        if not self._sleeps or self._stays_awake:
             return
         self._llm.reset_prefix_cache()
         if self._keeps_weights:

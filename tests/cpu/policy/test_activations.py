@@ -238,7 +238,7 @@ def fitted(world: World, folder, free_by_rank: list[float], tokens: int | str = 
 
     activations.measure, activations.usable_bytes = measure, lambda device: free_by_rank[world.rank]
     try:
-        return fit_to_memory(policy, StepSettings.of(config), world), num_checkpointed(policy.model)
+        return fit_to_memory(policy, StepSettings.of(config), world).tokens, num_checkpointed(policy.model)
     except RunError as error:
         return str(error)
 
@@ -313,7 +313,7 @@ def test_the_automatic_size_fits_the_longest_sequence(model_folder):
 def test_on_cpu_the_automatic_size_is_chosen_without_measuring(world, model_folder, longest, tokens):
     rollout = {"max_prompt_tokens": 100, "max_completion_tokens": longest - 100}
     config = config_of(model_folder(), batch={"max_tokens_per_micro_batch": "auto", "epochs": 2}, rollout=rollout)
-    chosen = choose_micro_batch_size(policy_of(config, world), config, world)
+    chosen, _ = choose_micro_batch_size(policy_of(config, world), config, world)
     assert chosen.batch.max_tokens_per_micro_batch == tokens
     assert chosen.batch.epochs == 2
 

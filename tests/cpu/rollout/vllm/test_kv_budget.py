@@ -140,7 +140,7 @@ def test_on_a_gpu_the_cache_is_bounded_by_use_and_by_free_memory(folder, gpu, lo
     spare = useful(2000)
     gpu(spare)
     expected = min(spare, max(MIN_CACHE, useful(longest)))
-    assert sized(folder, "cuda", longest) == {"kv_cache_memory_bytes": expected, "gpu_memory_utilization": 0.25}
+    assert sized(folder, "cuda", longest) == {"kv_cache_memory_bytes": expected, "gpu_memory_utilization": 0.0625}
 
 
 def test_a_gpu_without_room_for_the_smallest_cache_is_refused_in_one_line(folder, gpu):
@@ -162,7 +162,7 @@ def test_a_cache_size_or_utilization_from_the_config_is_used(folder, gpu):
 def test_a_cache_size_from_the_config_may_use_the_reserve_of_the_automatic_size(folder, gpu):
     free = gpu(MIN_CACHE - ENGINE_RESERVE)
     sized_by_hand = sized(folder, "cuda", 400, kv_cache_memory_bytes=MIN_CACHE)
-    assert sized_by_hand == {"kv_cache_memory_bytes": MIN_CACHE, "gpu_memory_utilization": 0.25}
+    assert sized_by_hand == {"kv_cache_memory_bytes": MIN_CACHE, "gpu_memory_utilization": 0.0625}
     with pytest.raises(RunError, match=rf"^engine: {free / (1 << 30):.1f} GiB are free beside the trainer"):
         sized(folder, "cuda", 400)
 

@@ -1,0 +1,283 @@
+"""Forward and backward pass of a small micro-batch as one CUDA graph.
+
+The host launches thousands of kernels for a training step. Small models finish a kernel before the next one is
+launched, so the device waits for the host. A graph launches all kernels at once. It has a fixed shape: micro-batches
+are padded with tokens that no loss and no real token sees.
+
+Shapes: as in `batching.micro_batch`, and S completions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import fields, is_dataclass, replace
+from math import ceil
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from colocated_grpo.batching import MicroBatch, PackedTokens, PrefixKeys
+from colocated_grpo.losses import LossInputs
+from colocated_grpo.metrics import Stat, as_scalar
+from colocated_grpo.policy.attention import with_own_keys
+from colocated_grpo.policy.attention_kernels import MAX_VARLEN_HEAD
+from colocated_grpo.policy.model import PackedLM
+from colocated_grpo.settings.model_support import EXPERT_COUNTS, caps_attention, has_sinks, head_sizes
+
+Result = tuple[Tensor, dict[str, Stat]]
+Gradient = Callable[[MicroBatch, Tensor | float], Result]
+"""(micro-batch, denominator of the loss) -> loss and statistics; adds to the gradients of the parameters."""
+GROWTH = 1.5
+"""Ratio of the sizes to which tokens and keys are padded. A smaller ratio pads less and needs more graphs."""
+ALIGNMENT = 64
+"""These sizes are multiples of this number."""
+MAX_GRAPHS = 24
+"""Micro-batches of further shapes run without a graph."""
+HOST_SECONDS = 2e-3
+"""Time in which the host launches the kernels of one block, forward and backward."""
+DEVICE_FLOPS = 3e14
+"""Floating-point operations per second of a training step on an H100."""
+
+
+def pays_off(parameters: int, blocks: int, rows: int) -> bool:
+    """Return True if the device would wait for the host in a micro-batch of `rows` tokens.
+
+    Estimated and not measured: a resumed run must make the same choice, because padding changes rounding.
+    """
+    return 6 * parameters * rows / DEVICE_FLOPS < HOST_SECONDS * blocks
+
+
+def has_static_shapes(model: PackedLM, device: torch.device, dtype: torch.dtype) -> bool:
+    """Return True if a graph can hold the model's forward and backward pass.
+
+    Excluded: collectives of FSDP; kernels that read sizes from the device (attention in float32, rotary embeddings that
+    depend on the longest position); and layers with a state, experts, sinks or a soft cap, which were not tried.
+    """
+    text = model.lm.config.get_text_config().to_dict()
+    rotary = (str(getattr(module, "rope_type", "")) for module in model.modules())
+    return (
+        device.type == "cuda"
+        and dtype.itemsize == 2
+        and not isinstance(model, FSDPModule)
+        and model.shares_prefixes
+        and not any(text.get(name) for name in EXPERT_COUNTS)
+        and not has_sinks(text)
+        and not caps_attention(text)
+        and max(head_sizes(text), default=0) <= MAX_VARLEN_HEAD
+        and not any(kind in name for name in rotary for kind in ("dynamic", "longrope"))
+    )
+
+
+class Shape(NamedTuple):
+    """Sizes that a graph fixes."""
+
+    rows: int
+    """T."""
+    keys: int
+    """E."""
+    runs: int
+    prefix_rows: int
+    """U."""
+    copies: int
+    """R."""
+    scored: int
+    """N."""
+    completions: int
+    """S."""
+    longest: int
+    """Tokens of the longest run, prefix included."""
+    given: tuple[str, ...]
+    """Inputs of the loss that are not None."""
+
+
+def shape_for(micro_batch: MicroBatch) -> Shape:
+    """Return the shape that a micro-batch with `prefix_keys` is padded to. It depends on the micro-batch only."""
+    tokens, inputs, keys = micro_batch.tokens, micro_batch.loss_inputs, micro_batch.tokens.prefix_keys
+    assert keys is not None
+    longest = _power_of_two(tokens.longest_sequence)
+    rows = _level(tokens.num_tokens)
+    # Each padding row needs a key of its own.
+    all_keys = _level(len(keys.rows_E) + rows - tokens.num_tokens)
+    completions = _power_of_two(inputs.num_sequences)
+    padding_runs = max(1, ceil((all_keys - len(keys.rows_E)) / longest))
+    return Shape(
+        rows=rows,
+        keys=all_keys,
+        runs=_power_of_two(len(tokens.cu_seqlens) - 1 + padding_runs),
+        prefix_rows=min(_power_of_two(len(keys.copies_UR)), rows),
+        copies=_power_of_two(keys.copies_UR.shape[1]),
+        scored=rows + completions,  # siblings may share the row that predicts their first token
+        completions=completions,
+        longest=longest,
+        given=tuple(name for name, value in _inputs_N(inputs) if value is not None),
+    )
+
+
+def _power_of_two(size: int) -> int:
+    """Return the smallest power of two that is at least `size` and 2: torch.compile specializes on sizes below two."""
+    return 1 << max(1, (size - 1).bit_length())
+
+
+def _level(size: int) -> int:
+    level = ALIGNMENT
+    while level < size:
+        level = ceil(level * GROWTH / ALIGNMENT) * ALIGNMENT
+    return level
+
+
+def padded(micro_batch: MicroBatch, shape: Shape) -> MicroBatch:
+    """Return the micro-batch in `shape`. The loss, its statistics and all gradients stay the same up to rounding."""
+    tokens, inputs = micro_batch.tokens, micro_batch.loss_inputs
+    scored = shape.scored - len(tokens.source_N)
+    given: dict[str, Any] = {name: F.pad(value, (0, scored)) for name, value in _inputs_N(inputs) if value is not None}
+    return MicroBatch(
+        tokens=replace(
+            _padded_rows(tokens, shape),
+            source_N=F.pad(tokens.source_N, (0, scored), value=shape.rows - 1),
+            targets_N=F.pad(tokens.targets_N, (0, scored)),
+            temperature_N=F.pad(tokens.temperature_N, (0, scored), value=1.0),
+        ),
+        loss_inputs=replace(inputs, num_sequences=shape.completions, **given),
+    )
+
+
+def _inputs_N(inputs: LossInputs) -> Iterator[tuple[str, Any]]:
+    return ((field.name, getattr(inputs, field.name)) for field in fields(inputs) if field.name.endswith("_N"))
+
+
+def _padded_rows(tokens: PackedTokens, shape: Shape) -> PackedTokens:
+    """Append runs of padding tokens. Each has the keys of its own tokens, after keys that fill up E."""
+    keys = tokens.prefix_keys
+    assert keys is not None
+    rows, spare = shape.rows - tokens.num_tokens, shape.keys - len(keys.rows_E)
+    runs = shape.runs - (len(tokens.cu_seqlens) - 1)
+    own = _fill(rows, np.full(runs, shape.longest))
+    fillers = _fill(spare - rows, shape.longest - own)
+    ends = np.cumsum(own + fillers)
+    # Keys are numbered within the padding; the own keys of a run are its last ones.
+    own_keys = np.concatenate([np.arange(end - count, end) for count, end in zip(own, ends, strict=True)])
+    row_of_key = np.zeros(spare, np.int64)  # a filler repeats the key of row 0, whose gradient nothing reads
+    row_of_key[own_keys] = tokens.num_tokens + np.arange(rows)
+    positions = np.concatenate([np.arange(count) for count in own])
+    copies = keys.copies_UR
+    return replace(
+        tokens,
+        input_ids_T=F.pad(tokens.input_ids_T, (0, rows)),
+        position_ids_T=torch.cat([tokens.position_ids_T, torch.from_numpy(positions)]),
+        cu_seqlens=_extended(tokens.cu_seqlens, own),
+        max_seqlen=shape.longest,
+        prefix_keys=PrefixKeys(
+            rows_E=torch.cat([keys.rows_E, torch.from_numpy(row_of_key)]),
+            keys_of_T=torch.cat([keys.keys_of_T, torch.from_numpy(len(keys.rows_E) + own_keys)]),
+            copies_UR=F.pad(copies, (0, shape.copies - copies.shape[1], 0, shape.prefix_rows - len(copies)), value=-1),
+            cu_seqlens=_extended(keys.cu_seqlens, own + fillers),
+            max_seqlen=shape.longest,
+        ),
+    )
+
+
+def _fill(total: int, room: np.ndarray) -> np.ndarray:
+    """Return how `total` is distributed over places with this much room, first places first."""
+    before = np.cumsum(room) - room
+    taken = np.clip(total - before, 0, room)
+    assert taken.sum() == total
+    return taken
+
+
+def _extended(cu_seqlens: Tensor, lengths: np.ndarray) -> Tensor:
+    return torch.cat([cu_seqlens, cu_seqlens[-1] + torch.from_numpy(np.cumsum(lengths)).to(cu_seqlens.dtype)])
+
+
+class GraphedGradient:
+    """A `Gradient` that replays CUDA graphs.
+
+    The first micro-batch of a shape runs padded, but without a graph, which allocates what kernels and libraries keep.
+    The second is captured. All graphs write into the same gradient tensors, which therefore stay allocated.
+    """
+
+    def __init__(
+        self,
+        gradient: Gradient,
+        parameters: Collection[nn.Parameter],
+        to_device: Callable[[MicroBatch], MicroBatch],
+        *,
+        model_parameters: int,
+        blocks: int,
+    ) -> None:
+        """to_device: copies a micro-batch to the device. model_parameters, blocks: size of the model."""
+        self._gradient = gradient
+        self._parameters = parameters
+        self._to_device = to_device
+        self._size = model_parameters, blocks
+        self._graphs: dict[Shape, _Graph | None] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        self._kept: dict[nn.Parameter, Tensor] = {}
+        self.replays = 0
+
+    def __call__(self, micro_batch: MicroBatch, denominator: float) -> Result:
+        """micro_batch: on the host."""
+        self._restore_gradients()
+        tokens = with_own_keys(micro_batch.tokens)
+        micro_batch = replace(micro_batch, tokens=tokens)
+        shape = shape_for(micro_batch)
+        known = shape in self._graphs
+        if not pays_off(*self._size, shape.rows) or (not known and len(self._graphs) == MAX_GRAPHS):
+            return self._gradient(micro_batch, denominator)
+        micro_batch = padded(micro_batch, shape)
+        if not known:
+            self._graphs[shape] = None
+            result = self._gradient(micro_batch, denominator)
+            self._kept |= {p: p.grad for p in self._parameters if p.grad is not None}
+            return result
+        graph = self._graphs[shape]
+        if graph is None:
+            graph = _Graph(self._gradient, self._to_device(micro_batch), self._pool)
+            self._graphs[shape] = graph
+        self.replays += 1
+        return graph.replay(micro_batch, denominator)
+
+    def _restore_gradients(self) -> None:
+        """Set gradients that an optimizer step has dropped to the tensors that graphs write, filled with zeros."""
+        dropped = [parameter for parameter in self._kept if parameter.grad is None]
+        if dropped:
+            torch._foreach_zero_([self._kept[parameter] for parameter in dropped])
+        for parameter in dropped:
+            parameter.grad = self._kept[parameter]
+
+
+class _Graph:
+    """One captured forward and backward pass."""
+
+    def __init__(self, gradient: Gradient, example: MicroBatch, pool: Any) -> None:
+        self._denominator = torch.ones((), device=example.tokens.input_ids_T.device)
+        self._inputs = _tensors(example)
+        self._graph = torch.cuda.CUDAGraph()
+        # Other threads of the process, such as NCCL's, may call the driver during the capture.
+        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+            loss, self._stats = gradient(example, self._denominator)
+            parts = [loss, *(part for stat in self._stats.values() for part in stat.parts)]
+            self._packed = torch.stack([as_scalar(part, loss.device) for part in parts])
+
+    def replay(self, micro_batch: MicroBatch, denominator: float) -> Result:
+        for static, new in zip(self._inputs, _tensors(micro_batch), strict=True):
+            static.copy_(new if new.is_cuda else new.pin_memory(), non_blocking=True)
+        self._denominator.fill_(denominator)
+        self._graph.replay()
+        loss, *parts = self._packed.clone().unbind()
+        values = iter(parts)
+        return loss, {
+            name: Stat(stat.kind, tuple(next(values) for _ in stat.parts)) for name, stat in self._stats.items()
+        }
+
+
+def _tensors(value: object) -> list[Tensor]:
+    """Return all tensors in nested dataclasses and tuples, in a fixed order."""
+    if isinstance(value, Tensor):
+        return [value]
+    if is_dataclass(value):
+        return [tensor for field in fields(value) for tensor in _tensors(getattr(value, field.name))]
+    return [tensor for part in value for tensor in _tensors(part)] if isinstance(value, tuple) else []
