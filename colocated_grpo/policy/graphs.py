@@ -35,6 +35,9 @@ GROWTH = 1.5
 """Ratio of the sizes to which tokens and keys are padded. A smaller ratio pads less and needs more graphs."""
 ALIGNMENT = 64
 """These sizes are multiples of this number."""
+LEAST_LONGEST = 256
+TOKENS_PER_COMPLETION = 8
+"""A graph has room for completions of this mean length, prompts counted once for a group."""
 MAX_GRAPHS = 24
 """Micro-batches of further shapes run without a graph."""
 HOST_SECONDS = 2e-3
@@ -94,22 +97,27 @@ class Shape(NamedTuple):
     """Inputs of the loss that are not None."""
 
 
-def shape_for(micro_batch: MicroBatch) -> Shape:
-    """Return the shape that a micro-batch with `prefix_keys` is padded to. It depends on the micro-batch only."""
+def shape_for(micro_batch: MicroBatch, group_size: int) -> Shape:
+    """Return the shape that a micro-batch with `prefix_keys` is padded to.
+
+    It depends on the arguments only, and for usual micro-batches on the numbers of tokens and keys: runs and
+    completions that a graph has in excess are empty and cost almost nothing, another graph does.
+    """
     tokens, inputs, keys = micro_batch.tokens, micro_batch.loss_inputs, micro_batch.tokens.prefix_keys
     assert keys is not None
-    longest = _power_of_two(tokens.longest_sequence)
+    longest = max(LEAST_LONGEST, _power_of_two(tokens.longest_sequence))
     rows = _level(tokens.num_tokens)
     # Each padding row needs a key of its own.
-    all_keys = _level(len(keys.rows_E) + rows - tokens.num_tokens)
-    completions = _power_of_two(inputs.num_sequences)
+    least_keys = len(keys.rows_E) + rows - tokens.num_tokens
+    all_keys = rows * _power_of_two(ceil(least_keys / rows))
+    completions = max(rows // TOKENS_PER_COMPLETION, _power_of_two(inputs.num_sequences))
     padding_runs = max(1, ceil((all_keys - len(keys.rows_E)) / longest))
     return Shape(
         rows=rows,
         keys=all_keys,
-        runs=_power_of_two(len(tokens.cu_seqlens) - 1 + padding_runs),
-        prefix_rows=min(_power_of_two(len(keys.copies_UR)), rows),
-        copies=_power_of_two(keys.copies_UR.shape[1]),
+        runs=max(2 * completions, _power_of_two(len(tokens.cu_seqlens) - 1 + padding_runs)),
+        prefix_rows=max(rows // 2, min(_power_of_two(len(keys.copies_UR)), rows)),
+        copies=_power_of_two(max(group_size, keys.copies_UR.shape[1])),
         scored=rows + completions,  # siblings may share the row that predicts their first token
         completions=completions,
         longest=longest,
@@ -207,12 +215,17 @@ class GraphedGradient:
         *,
         model_parameters: int,
         blocks: int,
+        group_size: int,
     ) -> None:
-        """to_device: copies a micro-batch to the device. model_parameters, blocks: size of the model."""
+        """to_device: copies a micro-batch to the device. model_parameters, blocks: size of the model.
+
+        group_size: usual number of siblings.
+        """
         self._gradient = gradient
         self._parameters = parameters
         self._to_device = to_device
         self._size = model_parameters, blocks
+        self._group_size = group_size
         self._graphs: dict[Shape, _Graph | None] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._kept: dict[nn.Parameter, Tensor] = {}
@@ -223,7 +236,7 @@ class GraphedGradient:
         self._restore_gradients()
         tokens = with_own_keys(micro_batch.tokens)
         micro_batch = replace(micro_batch, tokens=tokens)
-        shape = shape_for(micro_batch)
+        shape = shape_for(micro_batch, self._group_size)
         known = shape in self._graphs
         if not pays_off(*self._size, shape.rows) or (not known and len(self._graphs) == MAX_GRAPHS):
             return self._gradient(micro_batch, denominator)
