@@ -17,7 +17,8 @@ from colocated_grpo.settings.errors import ConfigError
 if TYPE_CHECKING:
     from colocated_grpo.runtime.distributed import World
 
-ON_STEP_END, ON_EVALUATE, ON_CHECKPOINT, ON_END = EVENTS = ("on_step_end", "on_evaluate", "on_checkpoint", "on_end")
+EVENTS = ("on_step_begin", "on_step_end", "on_evaluate", "on_checkpoint", "on_end")
+ON_STEP_BEGIN, ON_STEP_END, ON_EVALUATE, ON_CHECKPOINT, ON_END = EVENTS
 ERRORS = "callback_errors"
 """Metric: number of exceptions that callbacks raised in a step."""
 
@@ -115,6 +116,10 @@ class Callbacks:
         self._errors = 0
         self._last_error = ""
         self._checkpoints = set(self._complete()) if self._callbacks else set()
+
+    def step_begins(self, step: int) -> None:
+        """Call on_step_begin, before the prompts of the step are sampled. Requests are followed at the step's end."""
+        self._call(ON_STEP_BEGIN, step, {})
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Call on_evaluate and return the metrics to add to the evaluation's row."""

@@ -64,6 +64,7 @@ def train(run: Run) -> str:
         maybe_export(run, run.start)  # the run was killed after this step's checkpoint and before its export
     for step in range(run.start, steps):
         with run.clock.time("step"):
+            run.callbacks.step_begins(step)
             seed_everything(derive_seed(config.seed, step, run.world.rank))
             try:
                 groups, settled = rollout(run, step)

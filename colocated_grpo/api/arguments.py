@@ -8,8 +8,18 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-from colocated_grpo.api.objects import ObjectsByName, is_name, take_environments, take_rewards, take_rows
-from colocated_grpo.environments.rows.dataset import num_held_out
+from colocated_grpo.api.objects import (
+    ObjectsByName,
+    is_name,
+    is_stream,
+    model_settings,
+    read_streams,
+    take_environments,
+    take_rewards,
+    take_rows,
+    with_tokenizer,
+)
+from colocated_grpo.environments.rows.dataset import MAX_HELD_OUT, num_held_out
 from colocated_grpo.environments.rows.row_filter import RowFilter, load_filter
 from colocated_grpo.settings.config_file import LoadedConfig, build_config
 from colocated_grpo.settings.errors import ConfigError, KeyPath, parse_path
@@ -27,9 +37,9 @@ Settings = dict[KeyPath, object]
 _ENTRY: KeyPath = ("environments", 0)
 """The environment entry that is set by arguments for data and rewards, and by TRL's names."""
 _FOREIGN = {
-    "processing_class": "the tokenizer is the model's own; leave it out",
     "reward_processing_classes": "a reward is a function: docs/guides/from_trl.md",
     "optimizers": "see policy.optimizer and policy.schedule",
+    "quantization_config": "base weights are 16-bit; see policy.lora.base_on_host",
     "tools": "an episode calls tools (docs/guides/episodes.md); environments.0.tools describes them to the model",
     "rollout_func": "write an episode: docs/guides/episodes.md",
     "environment_factory": "write an episode: docs/guides/episodes.md",
@@ -55,17 +65,22 @@ def read_arguments(
     train_dataset: object,
     eval_datasets: object,
     args: object,
+    processing_class: object,
     peft_config: object,
     config: str | Path | None,
     settings: Mapping[str, object],
 ) -> LoadedConfig:
     """Return the run's settings, with the program's objects attached. Raises ConfigError."""
     objects: ObjectsByName = {}
+    notes = []
     given = {**_from_args(args), **_without_foreign(settings)}
     if peft_config is not None:
         given["peft_config"] = changed_fields(peft_config)
+    if model is not None and not is_name(model) and not isinstance(model, Mapping):
+        model = model_settings(model)
+        notes.append(f"model: every rank reads the files of {model['name']}; the object is not used")
     if model is not None:
-        given["model"] = _model(model)
+        given["model"] = model
     if "environments" in given:
         given["environments"] = take_environments(given["environments"], objects)
     held_out = _held_out(eval_datasets, given)
@@ -83,14 +98,17 @@ def read_arguments(
         alone = _loaded(config, by_path | nothing_kept, objects, length)
         by_path |= evaluation_sets(several, alone.config.environments[0], alone.config.evaluation, objects)
     loaded = _loaded(config, by_path, objects, length)
-    if epochs is None:
-        return loaded
-    number, by_default = epochs
-    if by_default and loaded.config.training_steps != UNCOUNTED:
-        return loaded
-    steps, note = in_steps(number, by_default, loaded.config.environments, loaded.config.rollout.prompts_per_step)
-    loaded = _loaded(config, by_path | steps, objects, {})
-    return dataclasses.replace(loaded, notes=[*loaded.notes, note])
+    if epochs is not None and not (epochs[1] and loaded.config.training_steps != UNCOUNTED):
+        steps, note = in_steps(*epochs, loaded.config.environments, loaded.config.rollout.prompts_per_step)
+        by_path |= steps
+        loaded = _loaded(config, by_path, objects, {})
+        notes.append(note)
+    prompts = loaded.config.training_steps * loaded.config.rollout.prompts_per_step
+    if streams := read_streams(objects, prompts + MAX_HELD_OUT, loaded.config.evaluation.prompts):
+        loaded = _loaded(config, by_path, objects, {})
+        notes += streams
+    loaded = dataclasses.replace(loaded, notes=[*loaded.notes, *notes])
+    return loaded if processing_class is None else with_tokenizer(loaded, processing_class)
 
 
 def _loaded(
@@ -102,15 +120,9 @@ def _loaded(
     return loaded
 
 
-def _model(model: object) -> object:
-    if is_name(model) or isinstance(model, Mapping):
-        return model
-    raise ConfigError(f"model: a {type(model).__name__}; give its folder or name, from which each rank reads its shard")
-
-
 def _without_foreign(settings: Mapping[str, object]) -> dict[str, object]:
-    wrong = [f"{name}: {rule}" for name, rule in _FOREIGN.items() if settings.get(name) is not None]
-    if wrong:
+    unset = (None, [], {}, (), [None], (None, None))
+    if wrong := [f"{name}: {rule}" for name, rule in _FOREIGN.items() if settings.get(name) not in unset]:
         raise ConfigError(*wrong)
     return {name: value for name, value in settings.items() if name not in _FOREIGN}
 
@@ -142,8 +154,8 @@ def _from_args(args: Any) -> dict[str, object]:
     settings = changed_fields(args)
     if not hasattr(args, "generation_batch_size"):
         return settings
-    # GRPOConfig has already combined these fields into generation_batch_size.
-    for name in _GEOMETRY:
+    # GRPOConfig has already combined these fields into generation_batch_size; scripts pass the last one to train().
+    for name in (*_GEOMETRY, "resume_from_checkpoint"):
         settings.pop(name, None)
     if args.max_steps <= 0:  # as in TRL, the run's length is then in epochs
         settings.pop("max_steps", None)
@@ -251,7 +263,7 @@ def in_steps(epochs: float, by_default: bool, environments: Sequence[object], pr
     """
     entry, *others = environments
     shown = f"num_train_epochs={epochs:g}"
-    if others or not isinstance(entry, DatasetSourceConfig) or entry.given is None:
+    if others or not isinstance(entry, DatasetSourceConfig) or entry.given is None or is_stream(entry.given):
         if not by_default:
             raise ConfigError(f"{shown}: {_NEEDS_ROWS}; or set training_steps")
         steps = Config.model_fields["training_steps"].default

@@ -1,11 +1,20 @@
-"""Replaces objects of a Python program (reward functions, tasks, episodes, rows) by names."""
+"""Replaces objects of a Python program (models, tokenizers, reward functions, tasks, episodes, rows) by names."""
 
-from collections.abc import Mapping, Sequence
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from hashlib import sha256
+from itertools import islice
 from os import PathLike
-from typing import Any, TypeGuard
+from pathlib import Path
+from typing import Any, TypeGuard, cast
 
+from colocated_grpo.settings.config_file import LoadedConfig
 from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.settings.generation import ModelConfig
 from colocated_grpo.settings.sources import EVAL_DATASETS, TRAIN_DATASET, reward_name
 
 ObjectsByName = dict[str, object]
@@ -66,9 +75,25 @@ def take_rows(rows: object, key: str, name: str, objects: ObjectsByName) -> str:
         for index, row in enumerate(rows):
             if not isinstance(row, Mapping):
                 raise ConfigError(f"{key}: entry {index} is a {type(row).__name__}; {NOT_ROWS}")
-    elif not hasattr(rows, "select_columns") or not hasattr(rows, "__len__"):  # an IterableDataset has no length
+    elif not hasattr(rows, "select_columns"):
         raise ConfigError(f"{key}: a {type(rows).__name__}; {NOT_ROWS}")
+    elif images := {"image", "images"}.intersection(getattr(rows, "column_names", None) or ()):
+        raise ConfigError(f"{key}: prompts have no images here; remove the column {min(images)} to train on the text")
     return name_object(rows, name, objects)
+
+
+def is_stream(rows: object) -> bool:
+    """Return True for an IterableDataset, which has no length."""
+    return hasattr(rows, "select_columns") and not hasattr(rows, "__len__")
+
+
+def read_streams(objects: ObjectsByName, trained: int, evaluated: int) -> list[str]:
+    """Replace each stream by a list of its first rows, as many as a run uses once each. Return notes."""
+    streams = [name for name, rows in objects.items() if is_stream(rows)]
+    for name in streams:
+        count = evaluated if name.startswith(EVAL_DATASETS) else trained
+        objects[name] = [*islice(cast(Iterable[object], objects[name]), count)]
+    return [f"{name}: a stream; the run reads its first rows once, at its start" for name in streams]
 
 
 def take_environments(entries: object, objects: ObjectsByName) -> object:
@@ -93,3 +118,65 @@ def _take_environment(entry: dict[str, object], key: str, objects: ObjectsByName
             raise ConfigError(f"{key}.name: type {kind} needs a name, such as 'module:object'")
         entry["name"] = name_object(name, object_name(name), objects)
     return entry
+
+
+def model_settings(model: Any) -> dict[str, str | None]:
+    """Return name and revision of the files that have the weights of a model object.
+
+    Raises ConfigError if the model was not loaded from files, or if a weight has changed since.
+    """
+    name = None if hasattr(model, "peft_config") else getattr(getattr(model, "config", None), "_name_or_path", None)
+    if not name:
+        rule = "give its folder or name, from which each rank reads its shard, and an adapter as peft_config"
+        raise ConfigError(f"model: a {type(model).__name__}; {rule}")
+    import torch
+
+    from colocated_grpo.policy.checkpoint_files import CheckpointReader, download_model
+
+    here = Path(name).is_dir()
+    revision = None if here else getattr(model.config, "_commit_hash", None)
+    reader = CheckpointReader(
+        Path(name) if here else download_model(ModelConfig(name=name, revision=revision), "model")
+    )
+    for weight, parameter in model.named_parameters():
+        if weight in reader.shapes:
+            stored = torch.empty(reader.shapes[weight], dtype=parameter.dtype)
+            reader.read_into(stored, weight, 0)
+            if not torch.equal(stored, parameter.detach().cpu()):
+                rule = "save the model with save_pretrained(), and give that folder"
+                raise ConfigError(f"model: {weight} differs from the files of {name!r}; {rule}")
+    return {"name": str(name), "revision": revision}
+
+
+def with_tokenizer(loaded: LoadedConfig, given: Any) -> LoadedConfig:
+    """Return the settings with a tokenizer object, or a processor's tokenizer, in place of the model's tokenizer.
+
+    A tokenizer that differs is saved. Its folder is named after the contents, so all ranks agree on it.
+    """
+    from colocated_grpo.policy.model_files import read_tokenizer
+
+    tokenizer, model = getattr(given, "tokenizer", given), loaded.config.model
+    if not hasattr(tokenizer, "save_pretrained") or not hasattr(tokenizer, "get_vocab"):
+        raise ConfigError(f"processing_class: a {type(given).__name__}; must be a tokenizer of transformers")
+    contents = _contents(tokenizer)
+    with suppress(ConfigError):  # the model's folder has no tokenizer
+        if contents == _contents(read_tokenizer(model)):
+            return loaded
+    folder = Path(loaded.config.output_dir).absolute() / "tokenizers" / sha256(contents.encode()).hexdigest()[:12]
+    if not folder.is_dir():
+        partial = folder.with_name(f"{folder.name}.{os.getpid()}")
+        tokenizer.save_pretrained(partial)
+        with suppress(OSError):  # another rank was first
+            partial.rename(folder)
+        shutil.rmtree(partial, ignore_errors=True)
+    config = loaded.config.model_copy(update={"model": model.model_copy(update={"tokenizer": str(folder)})})
+    note = f"processing_class: differs from the tokenizer of {model.name}; saved in {folder} and used"
+    return LoadedConfig(config, [*loaded.notes, note])
+
+
+def _contents(tokenizer: Any) -> str:
+    """Return everything that determines prompts and the end of completions as text. Padding is not used."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    state = {"vocabulary": tokenizer.get_vocab()} if backend is None else json.loads(backend.to_str())
+    used = (tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
+    return json.dumps([state | {"padding": None, "truncation": None}, *used], sort_keys=True, default=str)

@@ -2,16 +2,19 @@
 
 import html
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, cast
 
 from colocated_grpo.api.arguments import read_arguments
+from colocated_grpo.api.ported import FollowingCallback, TrainedModel
 from colocated_grpo.api.process import process_of, program_name, quiet_libraries, rank_variables, set_library_variables
 from colocated_grpo.callbacks import RunState, check_callbacks
 from colocated_grpo.environments.registry import check_names
 from colocated_grpo.errors import AlreadyReported, RunError
-from colocated_grpo.launch.cli import checked
+from colocated_grpo.launch.cli import AUTO, checked
 from colocated_grpo.runtime.program import raise_descriptor_limit
 from colocated_grpo.runtime.run_folder import CHECKPOINTS, complete_checkpoints
 from colocated_grpo.runtime.verdict import RUN_ERROR
@@ -61,53 +64,74 @@ class Result:
         return f'<iframe srcdoc="{page}" sandbox style="width: 100%; height: {REPORT_HEIGHT}px; border: 0"></iframe>'
 
 
-class Trainer:
+class Trainer(TrainedModel):
     """A training run with settings from a config file, keyword arguments, or both.
 
-    Construction only checks the settings. `train` runs in this process, as one rank. Under torchrun, every process runs
-    the same program and is one rank of the run.
+    Construction only checks the settings, and saves a given tokenizer that differs from the model's. `train` runs in
+    this process, as one rank. Under torchrun, every process runs the same program and is one rank of the run.
     """
 
     def __init__(
         self,
         model: object = None,
         reward_funcs: object = None,
-        *,
+        args: object = None,
         train_dataset: object = None,
         eval_datasets: object = None,
-        callbacks: Sequence[object] = (),
+        processing_class: object = None,
+        *,
+        callbacks: Sequence[object] | None = None,
         config: str | Path | None = None,
-        args: object = None,
         peft_config: object = None,
         **settings: object,
     ) -> None:
         """Read and check the settings. Raises ConfigError with one line per problem.
 
-        model: folder or name. reward_funcs: functions in TRL's signature, or names of functions. train_dataset,
-        eval_datasets: a datasets.Dataset, a list of dictionaries, or a name. A dictionary of such values defines one
-        evaluation set per entry, with the entry's key as its name. callbacks: objects with methods of
-        `colocated_grpo.callbacks.EVENTS`. config: YAML file, whose settings the arguments override. args: a mapping of
-        settings, or TRL's GRPOConfig. peft_config: a mapping, or PEFT's LoraConfig. settings: sections and names of the
-        config file, or fields of GRPOConfig.
+        model: folder, name, or an unchanged model of transformers. reward_funcs: functions in TRL's signature, or names
+        of functions. train_dataset, eval_datasets: a datasets.Dataset, a list of dictionaries, or a name. A dictionary
+        of such values defines one evaluation set per entry, with the entry's key as its name. processing_class: a
+        tokenizer. callbacks: objects with methods of `colocated_grpo.callbacks.EVENTS`, or TrainerCallbacks of
+        transformers. config: YAML file, whose settings the arguments override. args: a mapping of settings, or TRL's
+        GRPOConfig. peft_config: a mapping, or PEFT's LoraConfig. settings: sections and names of the config file, or
+        fields of GRPOConfig.
         """
-        check_callbacks(callbacks)
-        self._callbacks = callbacks
+        self.args = args
+        if processing_class is not None:
+            self.processing_class = processing_class
         self._loaded = read_arguments(
             model=model,
             reward_funcs=reward_funcs,
             train_dataset=train_dataset,
             eval_datasets=eval_datasets,
             args=args,
+            processing_class=processing_class,
             peft_config=peft_config,
             config=config,
             settings=settings,
         )
+        self._callbacks: list[object] = []
+        for callback in callbacks or ():
+            self.add_callback(callback)
         check_names(self._loaded.config.sources)
         self._name = program_name() if config is None else Path(config).stem
         # Under torchrun, GRPOConfig joins a process group and does not use it.
         self._replaces_group = args is not None and hasattr(args, "generation_batch_size")
         self.config = self._loaded.config
         """The settings, including defaults."""
+
+    def add_callback(self, callback: Any) -> None:
+        """Add a callback, or the class of one, for the next `train`. Raises ConfigError."""
+        callback = callback() if isinstance(callback, type) else callback
+        theirs = sys.modules.get("transformers.trainer_callback")  # imported if this is a TrainerCallback
+        if theirs is not None and isinstance(callback, theirs.TrainerCallback):
+            name, callback = (
+                type(callback).__name__,
+                FollowingCallback(callback, self),
+            )
+            if unavailable := callback.unavailable():
+                self._loaded.notes.append(f"{name}: never called, or None, here: {', '.join(unavailable)}")
+        self._callbacks.append(callback)
+        check_callbacks(self._callbacks)
 
     def check(self) -> None:
         """Check settings, model, data and functions, and print the first prompts and rewards: a dry run.
@@ -124,22 +148,26 @@ class Trainer:
             print(*lines, sep="\n", end="\n" * bool(lines))
             print(*preview(config, device, lambda line: print(f"note: {line}")), sep="\n")
 
-    def train(self, resume: str | Path | None = None) -> Result:
+    def train(self, resume: object = None, *, resume_from_checkpoint: object = None) -> Result:
         """Train to the end and return the result. Collective under torchrun.
 
-        resume: a run folder, "auto" (the newest run of this config or program, if there is one) or None. Raises
-        ConfigError or RunError, with one line per problem. A program may train several times, also with another
-        Trainer; on CUDA, this requires engine.sleep: false.
+        resume, or TRL's resume_from_checkpoint: a run folder, "auto" or True (the newest run of this config or program,
+        if there is one), or None. Raises ConfigError or RunError, with one line per problem. A program may train
+        several times, also with another Trainer; on CUDA, this requires engine.sleep: false.
         """
+        wanted = resume or resume_from_checkpoint or None
+        resume = AUTO if wanted is True else None if wanted is None else os.fspath(cast(str | Path, wanted))
+        self.__dict__.pop("model", None)  # loaded after an earlier call
         try:
             with rank_variables():
-                return self._train(None if resume is None else os.fspath(resume))
+                self._result = self._train(resume)
+            return self._result
         except (ConfigError, RunError) as error:
             failure: BaseException = error
         except AlreadyReported:
             failure = SystemExit(RUN_ERROR)
         except OSError as error:
-            if not (line := explain_os_error(error, [self.config.output_dir, None if resume is None else str(resume)])):
+            if not (line := explain_os_error(error, [self.config.output_dir, resume])):
                 raise
             failure = RunError(line)
         # Raised here without a chain of exceptions, whose frames would keep the run in memory.

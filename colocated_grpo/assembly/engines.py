@@ -59,5 +59,5 @@ def engine_spec(
         needs_text=bool(config.rollout.stop) or has_senders or config.has_agents,
         structured=config.structured,
         records_routes=config.policy.routing_replay,
-        args=engine.args,
+        args={"tokenizer": config.model.tokenizer, **engine.args} if config.model.tokenizer else engine.args,
     )

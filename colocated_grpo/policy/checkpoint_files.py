@@ -40,9 +40,9 @@ def fetch_model(config: ModelConfig, world: World, key: str = "model.name") -> P
         return folder
 
     if os.environ["LOCAL_RANK"] == "0":
-        _download_model(config, key)
+        download_model(config, key)
     world.barrier()
-    return _download_model(config, key)
+    return download_model(config, key)
 
 
 def fetch_tokenizer(config: ModelConfig) -> Path:
@@ -52,7 +52,8 @@ def fetch_tokenizer(config: ModelConfig) -> Path:
     return _download(config, "model.name", SMALL_FILES)
 
 
-def _download_model(config: ModelConfig, key: str) -> Path:
+def download_model(config: ModelConfig, key: str) -> Path:
+    """Return the folder of a Hub model, downloaded unless it is in the cache. Raises RunError."""
     folder = _download(config, key, WANTED_FILES)
     return folder if any(folder.glob("*.safetensors")) else _download(config, key, ["pytorch_model*.bin"])
 

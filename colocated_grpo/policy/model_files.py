@@ -71,6 +71,8 @@ def load_tokenizer(model: ModelConfig, folder: Path) -> PreTrainedTokenizerBase:
 
 
 def _read_tokenizer(model: ModelConfig, folder: Path) -> PreTrainedTokenizerBase:
+    if model.tokenizer is not None:
+        folder = fetch_tokenizer(ModelConfig(name=model.tokenizer))
     loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
     if type(loaded).__name__ == "MistralCommonBackend":
         return _without_mistral_common(model, folder)

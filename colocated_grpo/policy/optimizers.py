@@ -88,9 +88,10 @@ class LocalShardOptimizer(torch.optim.Optimizer):
 
 def learning_rate(config: PolicyConfig, step: int, total_steps: int) -> float:
     """Return the learning rate of optimizer step `step` (from 0) of `total_steps`."""
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    progress = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
+    warmup = config.warmup_steps if config.warmup_steps >= 1 else math.ceil(config.warmup_steps * total_steps)
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    progress = (step - warmup) / max(1, total_steps - warmup)
     return config.min_lr + (config.lr - config.min_lr) * _SHAPES[config.schedule](min(1.0, progress))
 
 

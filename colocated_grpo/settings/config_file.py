@@ -1,6 +1,7 @@
 """Loads a Config from a YAML file and command-line overrides."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -102,7 +103,7 @@ def _complete(
     for key, value, location in overrides:
         if key == MODEL_NAME[:1] and isinstance(value, str):
             key = MODEL_NAME
-        assign(tree, key, value)
+        assign(tree, key, deepcopy(value))  # translation changes `tree`
         locations[key] = location
     notes = _translate(tree, locations)
     for name, value in defaults.items():

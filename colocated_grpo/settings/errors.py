@@ -102,6 +102,7 @@ def error_lines(
     for path, found in errors_by_path(errors, tree).items():
         line = _error_line(path, found[0], tree, locations, model, aliases)
         rules = [_rule(error).removeprefix("must be ") for error in found[1:]]
+        rules = [rule for rule in rules if not line.endswith(rule)]
         lines.append(" or ".join([line, *rules]) + location_suffix(path, locations))
     return lines
 

@@ -29,6 +29,8 @@ class ModelConfig(Section):
     """Branch, tag or commit on the Hub. Default: the main branch."""
     trust_remote_code: bool = False
     """Run Python code that comes with the checkpoint. Only for repositories you trust."""
+    tokenizer: InputFile | None = None
+    """Local folder or Hugging Face name of another tokenizer. Default: the model's own."""
     chat_template: InputFile | None = None
     """Chat template: Jinja text, or the path of a file with Jinja text. Default: the tokenizer's template."""
     chat_template_kwargs: TemplateVariables = {}

@@ -150,8 +150,9 @@ class PolicyConfig(Section):
     """Course of the learning rate after warmup, over the run's optimizer steps. A step in which all groups are pending
     (games with delayed returns) makes no optimizer step. A run with such steps ends before the schedule reaches
     min_lr."""
-    warmup_steps: NonNegative = 0
-    """Optimizer steps of linear warmup: step i (from 0) of n uses lr * (i + 1) / n."""
+    warmup_steps: NonNegative | Fraction = 0
+    """Optimizer steps of linear warmup: step i (from 0) of n uses lr * (i + 1) / n. Below 1: a fraction of the run's
+    optimizer steps, rounded up."""
     grad_clip: Number = Field(1.0, gt=0)
     """Maximum global gradient norm. Larger gradients are scaled down to this norm."""
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch.distributed as dist
 import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from colocated_grpo import ConfigError, RunError, Trainer
 from colocated_grpo.api.trainer import Result
@@ -222,3 +224,45 @@ def ended_by_a_callback(given: dict[str, Any]) -> Result:
 
 def evaluations(folder: Path) -> list[dict[str, Any]]:
     return [row for row in files.read_metrics(folder) if row["kind"] == files.EVALUATION]
+
+
+class StopAtTwo(TrainerCallback):
+    """A callback of transformers that records the beginnings of steps, and ends the run after the second."""
+
+    def __init__(self) -> None:
+        self.begun: list[int] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self.begun.append(state.global_step)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        control.should_training_stop = state.global_step == 2
+
+
+def ported(model: Path, output: Path) -> dict[str, Any]:
+    """Train as a script of TRL does, with its objects, and return what it reads from its trainer afterwards."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}!{% endfor %}"
+    given = arguments(model, output, rollout={"stop": ["99"]}) | {"model": AutoModelForCausalLM.from_pretrained(model)}
+    os.environ.pop("HF_TOKEN", None)
+    printed = io.StringIO()
+    with without_launcher():
+        trainer = Trainer(reward_funcs=Recorder(), processing_class=tokenizer, **given)
+        trainer.add_callback(stop := StopAtTwo())
+        trainer.train()
+        trainer.save_model(output / "saved")
+        with redirect_stdout(printed):
+            trainer.push_to_hub(dataset_name="rows")
+            trainer.accelerator.print("done")
+            trainer.end()
+    return {
+        "saved": {path.name for path in (output / "saved").iterdir()},
+        "template": AutoTokenizer.from_pretrained(output / "saved").chat_template,
+        "history": trainer.state.log_history,
+        "begun": stop.begun,
+        "steps": trainer.state.global_step,
+        "evaluated": trainer.evaluate(),
+        "printed": printed.getvalue().splitlines(),
+        "eos": trainer.processing_class.eos_token,
+        "trained": type(trainer.model).__name__,
+    }

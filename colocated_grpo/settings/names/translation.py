@@ -1,11 +1,13 @@
-"""Translates the setting names of other trainers. The table for ToSSim's co-located trainer is here.
+"""Translates the setting names of other trainers. The tables for ToSSim's co-located trainer and for adapters are here.
 
 Error lines for names without an equal setting say what to write instead.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 
+from colocated_grpo.settings.base import DEFAULT_INIT
 from colocated_grpo.settings.errors import (
     ConfigError,
     KeyPath,
@@ -29,6 +31,7 @@ from colocated_grpo.settings.names.trl import (
     renamed,
     unless_null,
 )
+from colocated_grpo.settings.training import ALL_LINEAR
 from colocated_grpo.settings.tree import assign, lookup, remove
 
 
@@ -66,6 +69,13 @@ def _completions_of_any_group(key: str, value: object, get: Lookup) -> NewSettin
 def _cosine_to(_key: str, value: object, _get: Lookup) -> NewSettings:
     """Set the end of ToSSim's schedule, which is always a cosine."""
     return {"policy.min_lr": value, "policy.schedule": "cosine"}
+
+
+@unless_null
+def _loss_type(_key: str, value: object, get: Lookup) -> NewSettings:
+    """Set the loss. TRL's name for GSPO is `grpo` with importance sampling per sequence."""
+    is_gspo = value == "grpo" and get("importance_sampling_level") == "sequence"
+    return {"loss.type": "gspo" if is_gspo else value}
 
 
 _SCALE = {True: "group", False: "none", "group": "group", "batch": "batch", "none": "none"}
@@ -126,11 +136,85 @@ _TOSSIM: dict[str, Alias] = {
     "top_k": renamed("rollout.top_k"),
     "min_p": renamed("rollout.min_p"),
     "repetition_penalty": renamed("rollout.repetition_penalty"),
-    "loss_type": renamed("loss.type"),
+    "loss_type": Alias(_loss_type, "loss.type"),
     "scale_rewards": one_of("advantage.scale", _SCALE),
     "use_wandb": one_of("tracking.wandb", {True: "online", False: "off"}),
     "wandb_project": renamed("tracking.wandb_project"),
     "wandb_group": renamed("tracking.wandb_group"),
+}
+
+# PEFT's LoraConfig, and TRL's flags for adapters
+
+_RANK, _ALPHA, _TARGETS = "policy.lora.rank", "policy.lora.alpha", "policy.lora.target_modules"
+_MODULES = ["q_proj", "v_proj"]
+"""Modules that PEFT adapts by default in Llama, Mistral, Qwen and Gemma models."""
+_TRL_ADAPTER = {_RANK: 16, _ALPHA: 32, _TARGETS: _MODULES}
+"""Defaults of TRL 1.16 with `use_peft`."""
+_PEFT_ADAPTER = {_RANK: 8, _ALPHA: 8, _TARGETS: _MODULES}
+_REGULAR_EXPRESSION = re.compile(r"[*+?()\[\]{}|^$\\]")
+_PLAIN = "adapters are plain LoRA, or rslora, of linear layers: docs/guides/lora.md"
+
+
+def _add_rank(tree: SettingsTree) -> None:
+    """Add `r: null` to a `peft_config` without a rank, in place. The translation of `r` then sets PEFT's defaults."""
+    if isinstance(tree.get("peft_config"), dict):
+        tree["peft_config"].setdefault("r")
+
+
+def _missing(defaults: NewSettings, get: Lookup) -> NewSettings:
+    """Return the defaults that are not set yet; none with policy.lora.init, whose adapter determines all others."""
+    if get("policy.lora.init") not in (None, DEFAULT_INIT):
+        return {}
+    return {name: value for name, value in defaults.items() if get(name) is None}
+
+
+@unless_null
+def _target_modules(_key: str, value: object, _get: Lookup) -> NewSettings:
+    """Convert module names to a list. all-linear and regular expressions stay text."""
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]  # like TRL, whose command line makes a list of one value
+    is_name = isinstance(value, str) and value != ALL_LINEAR and not _REGULAR_EXPRESSION.search(value)
+    return {_TARGETS: [value] if is_name else value}
+
+
+def _peft_rank(_key: str, value: object, get: Lookup) -> NewSettings:
+    return _missing(_PEFT_ADAPTER, get) | ({} if value is None else {_RANK: value})
+
+
+@unless_null
+def _use_peft(_key: str, value: object, get: Lookup) -> NewSettings:
+    if not isinstance(value, bool):
+        raise ValueError("must be true or false")
+    if not value and get("policy.lora") is not None:
+        raise ValueError("an adapter is set by policy.lora or lora_*; remove one of them")
+    return _missing(_TRL_ADAPTER, get) if value else {}
+
+
+_DROPOUT = Alias(
+    unless_null(lambda _key, _value, _get: {"policy.lora.dropout": 0.0}),
+    "policy.lora.dropout",
+    "trained without dropout, because the engine samples without it",
+)
+
+# `r` and `use_peft` come last: they set defaults for what is not given.
+_LORA: dict[str, Alias] = {
+    "peft_config.lora_alpha": renamed(_ALPHA),
+    "peft_config.lora_dropout": _DROPOUT,
+    "peft_config.target_modules": Alias(_target_modules, _TARGETS),
+    "peft_config.exclude_modules": renamed("policy.lora.exclude_modules"),
+    "peft_config.layers_to_transform": renamed("policy.lora.layers"),
+    "peft_config.use_rslora": renamed("policy.lora.rslora"),
+    "peft_config.bias": one_of("biases are not trained", {"none": None}),
+    "peft_config.task_type": one_of("causal language models are trained", {"causal_lm": None}),
+    "peft_config.r": Alias(_peft_rank, _RANK),
+    "lora_r": renamed(_RANK),
+    "lora_alpha": renamed(_ALPHA),
+    "lora_target_modules": Alias(_target_modules, _TARGETS),
+    "lora_dropout": _DROPOUT,
+    "lora_task_type": one_of("causal language models are trained", {"causal_lm": None}),
+    "use_rslora": one_of("policy.lora.rslora", {True: True, False: None}),
+    **each("lora_modules_to_save lora_target_parameters use_dora", not_supported(_PLAIN)),
+    "use_peft": Alias(_use_peft, "policy.lora"),
 }
 
 _COUNTED = "counts completions, over all ranks"
@@ -140,7 +224,7 @@ _BATCH_SIZES = {
 }
 
 # The names are translated in this order. Batch sizes count completions, so the group size must be translated first.
-ALIASES: dict[str, Alias] = {**_TOSSIM, **trl.TRL, **trl.LORA, **_BATCH_SIZES}
+ALIASES: dict[str, Alias] = {**_TOSSIM, **trl.TRL, **_LORA, **_BATCH_SIZES}
 
 _RENAMED_SECTIONS = {"fsdp": "fsdp_config"}
 _VERL_SECTIONS = ("actor_rollout_ref", "algorithm", "critic", "custom_reward_function", "data", "trainer")
@@ -159,7 +243,7 @@ def translate_names(tree: SettingsTree, locations: dict[KeyPath, SettingLocation
     A name on the command line takes precedence over another name of the same setting in the file. Raises ConfigError
     for unsupported values, and for two names of one setting in the same place.
     """
-    trl.add_rank(tree)
+    _add_rank(tree)
     for name in (*_RENAMED_SECTIONS, *_SECTIONS):
         if not tree.get(name, True):  # null, "" or []: an empty section in a file of another trainer
             del tree[name]
@@ -170,6 +254,7 @@ def translate_names(tree: SettingsTree, locations: dict[KeyPath, SettingLocation
         raise ConfigError(*problems)
     plain: list[str] = []
     notes: list[str] = []
+    without_effect: dict[str, list[str]] = {}
     for pattern, alias in ALIASES.items():
         for path in _uses(pattern, tree):
             try:
@@ -178,7 +263,9 @@ def translate_names(tree: SettingsTree, locations: dict[KeyPath, SettingLocation
                 value, location = show(lookup(tree, path)), location_suffix(path, locations)
                 problems.append(f"{dotted(path)}={value}: {rule}{location}")
                 continue
-            if len(values) == 1 and not alias.remark:
+            if not values:
+                without_effect.setdefault(alias.remark, []).append(dotted(path))
+            elif len(values) == 1 and not alias.remark:
                 plain += [f"{dotted(path)} -> {next(iter(values))}"]
             else:
                 notes += [_note(path, values, alias)]
@@ -190,6 +277,7 @@ def translate_names(tree: SettingsTree, locations: dict[KeyPath, SettingLocation
         ]
     if problems:
         raise ConfigError(*problems)
+    notes += [f"{', '.join(names)}: nothing to set{_reason(remark)}" for remark, names in without_effect.items()]
     return ([f"translated names: {', '.join(plain)}"] if plain else []) + notes
 
 
@@ -210,8 +298,11 @@ def _invalid_sections(tree: SettingsTree, locations: dict[KeyPath, SettingLocati
 
 def _note(path: KeyPath, values: Mapping[str, object], alias: Alias) -> str:
     settings = ", ".join(f"{name}={show(value)}" for name, value in values.items())
-    remark = f" ({alias.remark})" if alias.remark else ""
-    return f"{dotted(path)}: {f'translated to {settings}' if values else 'nothing to set'}{remark}"
+    return f"{dotted(path)}: translated to {settings}{_reason(alias.remark)}"
+
+
+def _reason(remark: str) -> str:
+    return f" ({remark})" if remark else ""
 
 
 def _uses(pattern: str, tree: SettingsTree) -> list[KeyPath]:

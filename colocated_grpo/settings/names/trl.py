@@ -1,18 +1,16 @@
-"""Setting names of TRL 1.16 and of PEFT's `LoraConfig`, and the kinds of entries of such tables.
+"""Setting names of TRL 1.16, and the kinds of entries of such tables.
 
 A name is translated only if its meaning is exactly the same: docs/guides/from_trl.md.
 """
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import wraps
+from pathlib import PurePath
 from typing import Any
 
-from colocated_grpo.settings.base import DEFAULT_INIT
-from colocated_grpo.settings.errors import SettingsTree, show
+from colocated_grpo.settings.errors import show
 from colocated_grpo.settings.sources import reward_name
-from colocated_grpo.settings.training import ALL_LINEAR
 from colocated_grpo.types import JsonObject
 
 Lookup = Callable[[str], Any]
@@ -109,8 +107,12 @@ def _sampler_correction(_key: str, value: object, get: Lookup) -> NewSettings:
     return {"loss.correction.level": level} | ({} if off else {"loss.correction.mode": mode})
 
 
+_OTHER_TRACKERS = ("clearml", "codecarbon", "comet_ml", "dvclive", "mlflow", "neptune", "swanlab", "trackio")
+
+
 def _report_to(_key: str, value: object, _get: Lookup) -> NewSettings:
     trackers = {"wandb": {"tracking.wandb": "online"}, "tensorboard": {"tracking.tensorboard": True}, "none": {}}
+    trackers |= {name: {} for name in _OTHER_TRACKERS}
     names = value if isinstance(value, list) else [value or "none"]
     if any(name not in trackers for name in names):
         raise ValueError(f"must be one or several of {', '.join(trackers)}")
@@ -163,7 +165,35 @@ def _reward_weights(_key: str, value: object, get: Lookup) -> NewSettings:
     return {f"environments.0.rewards.{index}.weight": weight for index, weight in enumerate(value)}
 
 
+@unless_null
+def _sampling_level(_key: str, value: object, get: Lookup) -> NewSettings:
+    """Accept what the loss does already; the translation of `loss_type` comes first."""
+    if value != "token" and (value, get("loss.type")) != ("sequence", "gspo"):
+        raise ValueError("must be token, or sequence with loss_type: grpo, which is loss.type: gspo")
+    return {}
+
+
+def _push_to_hub(_key: str, value: object, get: Lookup) -> NewSettings:
+    """Name the repository as TRL does: like the output folder, unless hub_model_id names it."""
+    named = not value or get("hub_model_id") or get("hub.repo")
+    return {} if named else {"hub.repo": PurePath(str(get("output_dir") or "trainer_output")).name}
+
+
 _GUIDE = "see docs/guides/from_trl.md"
+_LOADING = "model_init_kwargs.dtype model_init_kwargs.attn_implementation model_init_kwargs.device_map"
+_SET_WITHOUT_EFFECT = """
+accelerator_config attn_implementation auto_find_batch_size average_tokens_across_devices bf16_full_eval
+cast_lm_head_to_fp32 dataloader_drop_last dataloader_num_workers dataloader_persistent_workers dataloader_pin_memory
+dataloader_prefetch_factor ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters
+ddp_static_graph ddp_timeout disable_dropout disable_tqdm do_eval do_train eval_accumulation_steps eval_on_start
+gradient_checkpointing_kwargs greater_is_better group_by_length hub_always_push hub_strategy
+include_num_input_tokens_seen log_completions_hub_repo log_level log_on_each_node log_unique_prompts logging_dir
+logging_first_step logging_steps logging_strategy metric_for_best_model num_completions_to_print overwrite_output_dir
+pad_to_multiple_of per_device_eval_batch_size project remove_unused_columns save_only_model save_safetensors
+skip_memory_metrics tf32 torch_compile_backend torch_compile_mode trackio_space_id
+transformers_continuous_batching_config use_cache use_cpu use_liger_kernel use_transformers_continuous_batching
+vllm_group_port vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout
+"""
 
 TRL: dict[str, Alias] = {
     "model_name_or_path": renamed("model.name"),
@@ -178,14 +208,18 @@ TRL: dict[str, Alias] = {
     "epsilon": Alias(_epsilon, "loss.clip_low"),
     "epsilon_high": renamed("loss.clip_high"),
     "delta": renamed("loss.dual_clip"),
-    "importance_sampling_level": one_of("for sequence set loss.type: gspo", {"token": None}),
+    "importance_sampling_level": Alias(_sampling_level, "loss.type"),
     "mask_truncated_completions": renamed("batch.mask_truncated"),
     "router_aux_loss_coef": renamed("policy.load_balancing"),
     "max_steps": Alias(
         _max_steps, "training_steps", "counts batches of batch.minibatches * batch.epochs optimizer steps each"
     ),
     "num_train_epochs": Alias(_epochs, remark="training_steps is given and takes precedence"),
-    "warmup_steps": renamed("policy.warmup_steps"),
+    **each("warmup_steps warmup_ratio", renamed("policy.warmup_steps")),
+    "model_init_kwargs.revision": renamed("model.revision"),
+    "model_init_kwargs.trust_remote_code": renamed("model.trust_remote_code"),
+    **each(_LOADING, not_needed("master weights are float32, the forward pass bfloat16")),
+    "push_to_hub": Alias(_push_to_hub, "hub.repo"),
     "lr_scheduler_type": one_of(
         "policy.schedule",
         {"constant": "constant", "constant_with_warmup": "constant", "cosine": "cosine", "linear": "linear"},
@@ -197,6 +231,7 @@ TRL: dict[str, Alias] = {
             "adamw_torch_fused": "adamw",
             "adamw_8bit": "adamw_8bit",
             "adamw_bnb_8bit": "adamw_8bit",
+            "paged_adamw_8bit": "adamw_8bit",
             "adafactor": "adafactor",
         },
     ),
@@ -209,7 +244,7 @@ TRL: dict[str, Alias] = {
     "gradient_checkpointing": renamed("policy.gradient_checkpointing"),
     "torch_compile": renamed("policy.compile"),
     "use_vllm": one_of("vLLM always generates", {True: None}),
-    "vllm_mode": one_of("the engine runs in the trainer's process", {"colocate": None}),
+    "vllm_mode": one_of("vLLM", {"colocate": None, "server": None}, "the engine runs in the trainer's process"),
     "vllm_enable_sleep_mode": renamed("engine.sleep"),
     "vllm_gpu_memory_utilization": renamed("engine.gpu_memory_utilization"),
     "vllm_max_model_length": renamed("engine.max_model_len"),
@@ -227,7 +262,7 @@ TRL: dict[str, Alias] = {
     "save_total_limit": Alias(_kept_checkpoints, "checkpoint.keep_last"),
     "eval_steps": renamed("evaluation.every"),
     "eval_strategy": one_of("evaluation.every", {"steps": None, "no": 0, False: 0}),
-    "report_to": Alias(_report_to, "tracking"),
+    "report_to": Alias(_report_to, "tracking", "other trackers are not used: metrics are in the run folder"),
     "log_completions": one_of("tracking.completions_every", {True: 10, False: None}),
     "hub_model_id": renamed("hub.repo"),
     "full_determinism": renamed("deterministic"),
@@ -248,10 +283,8 @@ TRL: dict[str, Alias] = {
         ),
     ),
     "generation_kwargs": not_supported("see rollout: temperature, top_p, top_k, min_p, repetition_penalty, stop"),
-    "warmup_ratio": not_supported("set warmup_steps, in optimizer steps"),
     "resume_from_checkpoint": not_supported("start with --resume RUN"),
     "load_best_model_at_end": not_supported("set evaluation.keep_best, which exports best_model/"),
-    "push_to_hub": not_supported("set hub.repo, to which the model is pushed"),
     "reward_model_name_or_path": not_supported("a reward is a function: docs/guides/from_trl.md"),
     **each(
         "dtype torch_dtype",
@@ -259,90 +292,11 @@ TRL: dict[str, Alias] = {
     ),
     **each("load_in_4bit load_in_8bit", not_supported("base weights are 16-bit; see policy.lora.base_on_host")),
     **each(
-        "data_seed datasets deepspeed entropy_coef eval_delay fp16 label_smoothing_factor lr_scheduler_kwargs "
-        "max_tool_calling_iterations model_init_kwargs neftune_noise_alpha off_policy_mask_threshold optim_args "
+        "data_seed datasets deepspeed entropy_coef eval_delay fp16 hub_token label_smoothing_factor "
+        "lr_scheduler_kwargs max_tool_calling_iterations neftune_noise_alpha off_policy_mask_threshold optim_args "
         "parallelism_config sync_ref_model top_entropy_quantile use_adaptive_entropy "
         "use_bias_correction_kl vllm_structured_outputs_regex",
         not_supported(_GUIDE),
     ),
-    **each(
-        "attn_implementation average_tokens_across_devices bf16_full_eval dataloader_drop_last dataloader_num_workers "
-        "dataloader_pin_memory ddp_timeout disable_dropout disable_tqdm do_eval do_train eval_on_start "
-        "gradient_checkpointing_kwargs group_by_length log_level log_on_each_node logging_dir logging_first_step "
-        "logging_steps logging_strategy log_unique_prompts metric_for_best_model num_completions_to_print "
-        "overwrite_output_dir pad_to_multiple_of per_device_eval_batch_size remove_unused_columns save_only_model "
-        "save_safetensors tf32 use_cache use_cpu use_liger_kernel vllm_group_port vllm_server_base_url "
-        "vllm_server_host vllm_server_port vllm_server_timeout",
-        not_needed("no counterpart is needed here"),
-    ),
-}
-
-# Adapters
-
-_RANK, _ALPHA, _TARGETS = "policy.lora.rank", "policy.lora.alpha", "policy.lora.target_modules"
-_MODULES = ["q_proj", "v_proj"]
-"""Modules that PEFT adapts by default in Llama, Mistral, Qwen and Gemma models."""
-_TRL_ADAPTER = {_RANK: 16, _ALPHA: 32, _TARGETS: _MODULES}
-"""Defaults of TRL 1.16 with `use_peft`."""
-_PEFT_ADAPTER = {_RANK: 8, _ALPHA: 8, _TARGETS: _MODULES}
-_REGULAR_EXPRESSION = re.compile(r"[*+?()\[\]{}|^$\\]")
-_PLAIN = "adapters are plain LoRA, or rslora, of linear layers: docs/guides/lora.md"
-
-
-def add_rank(tree: SettingsTree) -> None:
-    """Add `r: null` to a `peft_config` without a rank, in place. The translation of `r` then sets PEFT's defaults."""
-    if isinstance(tree.get("peft_config"), dict):
-        tree["peft_config"].setdefault("r")
-
-
-def _missing(defaults: NewSettings, get: Lookup) -> NewSettings:
-    """Return the defaults that are not set yet; none with policy.lora.init, whose adapter determines all others."""
-    if get("policy.lora.init") not in (None, DEFAULT_INIT):
-        return {}
-    return {name: value for name, value in defaults.items() if get(name) is None}
-
-
-@unless_null
-def _target_modules(_key: str, value: object, _get: Lookup) -> NewSettings:
-    """Convert module names to a list. all-linear and regular expressions stay text."""
-    if isinstance(value, list) and len(value) == 1:
-        value = value[0]  # like TRL, whose command line makes a list of one value
-    is_name = isinstance(value, str) and value != ALL_LINEAR and not _REGULAR_EXPRESSION.search(value)
-    return {_TARGETS: [value] if is_name else value}
-
-
-def _peft_rank(_key: str, value: object, get: Lookup) -> NewSettings:
-    return _missing(_PEFT_ADAPTER, get) | ({} if value is None else {_RANK: value})
-
-
-@unless_null
-def _use_peft(_key: str, value: object, get: Lookup) -> NewSettings:
-    if not isinstance(value, bool):
-        raise ValueError("must be true or false")
-    if not value and get("policy.lora") is not None:
-        raise ValueError("an adapter is set by policy.lora or lora_*; remove one of them")
-    return _missing(_TRL_ADAPTER, get) if value else {}
-
-
-# `r` and `use_peft` come last: they set defaults for what is not given.
-LORA: dict[str, Alias] = {
-    "peft_config.lora_alpha": renamed(_ALPHA),
-    "peft_config.lora_dropout": renamed("policy.lora.dropout"),
-    "peft_config.target_modules": Alias(_target_modules, _TARGETS),
-    "peft_config.exclude_modules": renamed("policy.lora.exclude_modules"),
-    "peft_config.layers_to_transform": renamed("policy.lora.layers"),
-    "peft_config.use_rslora": renamed("policy.lora.rslora"),
-    "peft_config.bias": one_of("biases are not trained", {"none": None}),
-    "peft_config.task_type": one_of("causal language models are trained", {"causal_lm": None}),
-    "peft_config.r": Alias(_peft_rank, _RANK),
-    "lora_r": renamed(_RANK),
-    "lora_alpha": renamed(_ALPHA),
-    "lora_target_modules": Alias(_target_modules, _TARGETS),
-    "lora_dropout": one_of(
-        "policy.lora.dropout", {0: 0.0, 0.05: 0.0}, "0.05 is TRL's default; the engine samples without dropout"
-    ),
-    "lora_task_type": one_of("causal language models are trained", {"causal_lm": None}),
-    "use_rslora": one_of("policy.lora.rslora", {True: True, False: None}),
-    **each("lora_modules_to_save lora_target_parameters use_dora", not_supported(_PLAIN)),
-    "use_peft": Alias(_use_peft, "policy.lora"),
+    **each(_SET_WITHOUT_EFFECT, not_needed("no counterpart is needed here")),
 }

@@ -23,7 +23,7 @@ def read(**settings: Any) -> LoadedConfig:
         "model": "some/model",
         "reward_funcs": reward,
         "train_dataset": ROWS,
-        **dict.fromkeys(("eval_datasets", "args", "peft_config", "config")),
+        **dict.fromkeys(("eval_datasets", "args", "processing_class", "peft_config", "config")),
     }
     named |= {name: settings.pop(name) for name in [*named] if name in settings}
     return read_arguments(**named, settings=settings)

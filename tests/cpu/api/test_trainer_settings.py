@@ -206,7 +206,7 @@ def test_the_config_of_peft_is_read():
             {"eval_datasets": {"a": "openai/gsm8k"}},
             "eval_datasets[a]='openai/gsm8k': must be rows or a file (.jsonl, .json, .csv, .parquet); write a dataset",
         ),
-        ({"processing_class": object()}, "processing_class: the tokenizer is the model's own; leave it out"),
+        ({"processing_class": object()}, "processing_class: a object; must be a tokenizer of transformers"),
         ({"args": 3}, "int: must be a mapping of settings, GRPOConfig or LoraConfig"),
         (
             {"reward_funcs": ["math_verfy"]},
@@ -216,7 +216,7 @@ def test_the_config_of_peft_is_read():
             {"environments": [{"type": "turns", "name": Length()}]},
             "environments.0.name: type turns needs a name, such as 'module:object'",
         ),
-        ({"callbacks": [Length()]}, "callbacks.0: Length: has none of the methods on_step_end, on_evaluate, on_check"),
+        ({"callbacks": [Length()]}, "callbacks.0: Length: has none of the methods on_step_begin, on_step_end, on_"),
     ],
 )
 def test_a_wrong_argument_is_one_line(arguments, line):

@@ -197,6 +197,11 @@ def test_learning_rate_schedules_follow_their_formulas():
     assert rates(schedule="cosine") == pytest.approx([0.5, 1.0, *cosine, 0.2])
 
 
+def test_a_warmup_below_1_is_a_fraction_of_the_steps():
+    ratio, steps = (PolicyConfig(lr=1.0, warmup_steps=warmup, schedule="linear") for warmup in (0.3, 4))
+    assert [learning_rate(ratio, step, 11) for step in range(12)] == [learning_rate(steps, s, 11) for s in range(12)]
+
+
 @given(st.integers(0, 20), st.integers(1, 30), st.sampled_from(["constant", "cosine", "linear"]), st.floats(0, 1e-3))
 def test_a_learning_rate_stays_between_zero_and_its_peak(warmup_steps, total_steps, schedule, min_lr):
     config = PolicyConfig(lr=1e-3, min_lr=min_lr, warmup_steps=warmup_steps, schedule=schedule)

@@ -253,6 +253,13 @@ def setting(config: Config, name: str):
         ("sync_every: 9", "sync_frequency", 9),
         ("gradient_clip_norm: 0.5", "policy.grad_clip", 0.5),
         ("optim: adamw_bnb_8bit", "policy.optimizer.type", "adamw_8bit"),
+        ("warmup_ratio: 0.1", "policy.warmup_steps", 0.1),
+        ("warmup_steps: 0.5", "policy.warmup_steps", 0.5),
+        ("warmup_steps: 5", "policy.warmup_steps", 5),
+        ("{loss_type: grpo, importance_sampling_level: sequence}", "loss.type", "gspo"),
+        ("model_init_kwargs: {revision: main, dtype: float32, device_map: null}", "model.revision", "main"),
+        ("{push_to_hub: true, output_dir: some/where}", "hub.repo", "where"),
+        ("{push_to_hub: true, hub_model_id: a/b, output_dir: c}", "hub.repo", "a/b"),
         ("lr_scheduler_type: cosine", "policy.schedule", "cosine"),
         ("fsdp_config: {mixed_precision: false}", "policy.compute_dtype", "float32"),
         ("fsdp: {activation_checkpointing: true}", "policy.gradient_checkpointing", True),
@@ -321,7 +328,8 @@ def test_the_files_of_tossims_repository_load_with_notes_about_what_they_do_not_
     assert config.model.trust_remote_code
     [games] = [note for note in notes(TOSSIM) if note.startswith("num_concurrent_games")]
     assert games == (
-        "num_concurrent_games: nothing to set (of the game: args of an environment with type: turns and name: tossim)"
+        "num_concurrent_games, active_seats_per_game: nothing to set (of the game: args of an environment with type: "
+        "turns and name: tossim)"
     )
 
 
@@ -413,7 +421,7 @@ def test_names_that_trls_scripts_use_are_translated_or_accepted():
     assert set(names.split()) - set(ALIASES) - set(Config.model_fields) == set()
 
 
-@pytest.mark.parametrize("name", ["load_in_4bit", "sync_ref_model", "warmup_ratio", "push_to_hub", "entropy_coef"])
+@pytest.mark.parametrize("name", ["load_in_4bit", "sync_ref_model", "entropy_coef"])
 def test_a_name_without_a_counterpart_may_be_off(name):
     assert load(f"{name}: 0") == load()
     assert config_error(f"{name}: 1").startswith(f"{name}=1: not supported; ")
