@@ -26,16 +26,15 @@ from colocated_grpo.assembly.policy import (
     build_opponent,
     build_reference,
     fetch_opponent,
-    keep_on_device,
     opponent_state,
     read_opponent,
+    rehearse,
 )
 from colocated_grpo.callbacks import Callbacks
 from colocated_grpo.checkpoint.checkpoints import Checkpoints, unreadable
 from colocated_grpo.errors import RunError
 from colocated_grpo.evaluation.evaluator import Best, Evaluator
 from colocated_grpo.phases import Choreography, Clock
-from colocated_grpo.policy.activations import choose_micro_batch_size
 from colocated_grpo.policy.blocks import blocks_of, num_checkpointed
 from colocated_grpo.policy.lora.weights import AdapterWeights, frozen_experts
 from colocated_grpo.policy.model_files import ModelFiles, read_model_files
@@ -106,8 +105,7 @@ def build_run(
     opponent = build_opponent(config.opponent, frozen, policy, engines, world, config.freshness.every)
     with output.phase("rehearsing a training step"):
         # The engine sleeps, so memory that is free now is free while the policy trains.
-        config, fit = choose_micro_batch_size(policy, config, world)
-        keep_on_device(policy, engines.local, fit)
+        config = rehearse(config, policy, engines.local, world)
     driver = Driver(engines.engine, inbox)
     collector = build_collector(config, driver, inbox, data, model, world, stop)
     resources.callback(collector.close)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from colocated_grpo.assembly.engines import Engines
 from colocated_grpo.freshness import Judge, default_limit, make_judge
 from colocated_grpo.phases import WeightSync
-from colocated_grpo.policy.activations import Fit
+from colocated_grpo.policy.activations import choose_micro_batch_size
 from colocated_grpo.policy.checkpoint_files import fetch_model
 from colocated_grpo.policy.export import AdapterExport, Export, ModelExport
 from colocated_grpo.policy.lora.weights import AdapterWeights
@@ -26,7 +26,7 @@ from colocated_grpo.rollout.vllm.spec import EngineSpec
 from colocated_grpo.rollout.vllm.vllm_engine import VLLMEngine
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings.losses import KLConfig
-from colocated_grpo.settings.schema import CheckpointConfig, FreshnessConfig, ModelConfig
+from colocated_grpo.settings.schema import CheckpointConfig, Config, FreshnessConfig, ModelConfig
 from colocated_grpo.settings.training import LoRAConfig
 from colocated_grpo.settings.turns import OpponentConfig
 from colocated_grpo.weights.colocated import ColocatedSync
@@ -93,15 +93,20 @@ def build_engine(spec: EngineSpec, policy: Policy, world: World) -> VLLMEngine:
     return engine
 
 
-def keep_on_device(policy: Policy, engine: LocalEngine | None, fit: Fit) -> None:
-    """Save the time of sleeping, waking and launching kernels if the memory suffices for both engine and training.
+def rehearse(config: Config, policy: Policy, engine: LocalEngine | None, world: World) -> Config:
+    """Return the config with the micro-batch size decided by trial steps. Collective. engine: asleep.
 
-    The engine then never sleeps, and the graphs of training steps keep their memory. engine: asleep.
+    If the memory suffices for engine and training at once, the engine never sleeps again, and training keeps CUDA
+    graphs: small models spend most of a step on sleeping, waking and launching kernels.
     """
+    config, fit = choose_micro_batch_size(policy, config, world)
     if fit.leaves_room(0 if engine is None else engine.asleep_bytes()):
         if engine is not None:
             engine.stay_awake()
-        policy.use_graphs()
+        # A shape's first step has no graph, also after a resume, and the two may round differently.
+        if not config.deterministic:
+            policy.use_graphs()
+    return config
 
 
 def build_sync(policy: Policy, engine: LocalEngine, world: World, *, shared: bool, check_every: int) -> WeightSync:

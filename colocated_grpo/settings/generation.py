@@ -75,8 +75,9 @@ class EngineConfig(Section):
     enforce_eager: bool = False
     """Decode without CUDA graphs: the engine starts faster and decodes more slowly."""
     sleep: bool = True
-    """Free the engine's weights and KV cache while the policy trains. With `weights: shared` or sync_frequency above 1,
-    the engine's weights stay on the device. No effect on CPU."""
+    """Free the engine's weights and KV cache while the policy trains, unless engine and training use less than half of
+    the memory that is free for training. With `weights: shared` or sync_frequency above 1, the engine's weights stay on
+    the device. No effect on CPU."""
     args: JsonObject = {}
     """Further vLLM engine arguments, passed unchanged. Example: {quantization: fp8}."""
 
