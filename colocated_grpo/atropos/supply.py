@@ -9,7 +9,6 @@ SYNC   the engines get the new weights, and SERVE begins again
 
 import threading
 import time
-from abc import abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
@@ -17,7 +16,7 @@ from colocated_grpo.atropos.source import AtroposSource
 from colocated_grpo.environments.base import BatchResult
 from colocated_grpo.rollout.collect import Stopped
 from colocated_grpo.rollout.inbox import Driver, Inbox
-from colocated_grpo.rollout.supply import Order
+from colocated_grpo.rollout.supply import Order, Supply
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.servers.rank_links import LoadBalancer, RankLink, RemoteInbox
 from colocated_grpo.types import Group, JsonObject
@@ -30,7 +29,7 @@ LAST_BATCH_SECONDS = 10.0
 an abandoned batch would be lost. The wait is short, because schedulers soon kill a stopping process."""
 
 
-class AtroposSupply:
+class AtroposSupply(Supply):
     """A rank's `Supply` of groups from Atropos environments."""
 
     def __init__(self, world: World, driver: Driver, stop_requested: Callable[[], bool]) -> None:
@@ -41,29 +40,21 @@ class AtroposSupply:
     def order(self, step: int) -> Order:
         if self._world.from_main(self._stop_requested):
             raise Stopped
-        return lambda: self._collect(step)
 
-    def _collect(self, step: int) -> list[Group]:
-        groups = self._serve(step)
-        if groups is None:
-            raise Stopped
-        return groups
+        def collect() -> list[Group]:
+            groups = self._serve(step)
+            if groups is None:
+                raise Stopped
+            return groups
 
-    @abstractmethod
+        return collect
+
     def _serve(self, step: int) -> list[Group] | None:
         """Serve until a batch has arrived and return its groups; None on a stop request. Collective, engine awake."""
+        raise NotImplementedError
 
     def settle(self, groups: list[Group]) -> BatchResult:
         return BatchResult(trained_now=list(range(len(groups))))
-
-    def release_engine(self) -> None:
-        """Do nothing: requests of environments stay queued between batches."""
-
-    def state_dict(self) -> JsonObject | None:
-        return None
-
-    def load_state_dict(self, state: JsonObject) -> None:
-        pass
 
     def close(self) -> None:
         self._driver.abort()

@@ -25,28 +25,32 @@ Order = Callable[[], list[Group]]
 Stopped."""
 
 
-class Supply(Protocol):
+class Supply:
     """Source of the groups to train. Every method is collective."""
 
     def order(self, step: int) -> Order:
         """Draw the work of a step. Raises Stopped on every rank after a stop request."""
-        ...
+        raise NotImplementedError
 
     def settle(self, groups: list[Group]) -> BatchResult:
         """Decide which of the collected groups are trained now. The returned metrics are rank 0's."""
-        ...
+        raise NotImplementedError
 
     def release_engine(self) -> None:
-        """Wait until all ranks have stopped sampling. Groups sampled for a step not yet ordered are discarded."""
-        ...
+        """Wait until all ranks have stopped sampling. Groups sampled for a step not yet ordered are discarded.
+
+        Nothing to do for a supply that samples only while an `Order` is called.
+        """
 
     def state_dict(self) -> JsonObject | None:
         """Position of the supply, on rank 0. Work that is ordered but not settled is repeated after a resume."""
-        ...
+        return None
 
-    def load_state_dict(self, state: JsonObject) -> None: ...
+    def load_state_dict(self, state: JsonObject) -> None:
+        """Restore the position."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release open resources."""
 
 
 class Opponent(Protocol):
@@ -61,7 +65,7 @@ class Opponent(Protocol):
         ...
 
 
-class PromptSupply:
+class PromptSupply(Supply):
     """Prompts that rank 0 draws and all ranks sample."""
 
     def __init__(
@@ -104,16 +108,10 @@ class PromptSupply:
         """Draw the prompts of a step. Collective. Raises Stopped on every rank after a stop request."""
         if self._opponent is not None:
             self._opponent.refresh(step)
-        prompts = self._world.from_main(self._pull)
-        if prompts is None:
-            raise Stopped
-        return Job(
-            name=f"train/{step}",
-            prompts=prompts,
-            group_size=self._config.group_size,
-            sampling=self.sampling,
-            routes=self._routes,
-        )
+        self._before = None
+        prompts = self._draw(self._config.prompts_per_step)
+        size = self._config.group_size
+        return Job(name=f"train/{step}", prompts=prompts, group_size=size, sampling=self.sampling, routes=self._routes)
 
     def sample(self, job: Job) -> Gather:
         """Decode this rank's prompts; see `Collector.sample`. The returned function samples further rounds."""
@@ -124,12 +122,17 @@ class PromptSupply:
         """Return the groups of this round and of further rounds."""
         if self._resampling is None:
             return groups
-        return self._resampling.complete(job, groups, self._draw_more, self._collector.collect)
+        return self._resampling.complete(job, groups, self._draw, self._collector.collect)
 
-    def _draw_more(self, count: int) -> list[Prompt]:
-        prompts = self._world.from_main(
-            lambda: None if self._stop_requested() else self._main_source().next(count),
-        )
+    def _draw(self, count: int) -> list[Prompt]:
+        def draw() -> list[Prompt] | None:
+            if self._stop_requested():
+                return None
+            source = self._main_source()
+            self._before = self._before or source.state_dict()
+            return source.next(count)
+
+        prompts = self._world.from_main(draw)
         if prompts is None:
             raise Stopped
         return prompts
@@ -145,20 +148,10 @@ class PromptSupply:
                 groups += self._collector.collect(its_job)
         return self._completed(job, groups)
 
-    def _pull(self) -> list[Prompt] | None:
-        if self._stop_requested():
-            return None
-        source = self._main_source()
-        self._before = source.state_dict()
-        return source.next(self._config.prompts_per_step)
-
     def settle(self, groups: list[Group]) -> BatchResult:
         self._before = None
         settled = self._world.from_main(lambda: self._main_source().record(groups))
         return settled if self._resampling is None else self._resampling.choose(groups, settled)
-
-    def release_engine(self) -> None:
-        """Do nothing: prompts are sampled only while an `Order` is called."""
 
     def wait_for_ranks(self) -> None:
         """Wait until every rank has called this. Collective."""
@@ -175,12 +168,9 @@ class PromptSupply:
         if self._source is not None:
             self._source.load_state_dict(state)
 
-    def close(self) -> None:
-        """Do nothing: there is no open resource."""
 
-
-class AheadSupply:
-    """`Supply` that samples the completions of a step with the weights of the step before.
+class AheadSupply(Supply):
+    """Supply that samples the completions of a step with the weights of the step before.
 
     Sampling of step n + 1 starts when step n is settled, and ends before the weights of step n + 1 reach the engine.
     The first step after a start or a resume is sampled with its own weights.
@@ -201,8 +191,7 @@ class AheadSupply:
             raise Stopped
         if self._ahead is None:
             return self._supply.order(step)
-        sampled, self._ahead = self._ahead, None
-        gather = sampled.result()
+        gather, self._ahead = self._ahead.result(), None
         # Gather before the sync: a server that receives weights serves no requests, so no rank may still be sampling.
         groups = gather()
         return lambda: groups
@@ -250,7 +239,7 @@ class AheadSupply:
         self._supply.close()
 
 
-class MixedSupply:
+class MixedSupply(Supply):
     """Joins two supplies: sampled groups first, served groups after them.
 
     Both use the rank's one driver and inbox, so requests from outside are served while prompts are sampled, and a rank
@@ -267,21 +256,19 @@ class MixedSupply:
         served = self._served.order(step)
         job = self._sampled.job(step)
         self._num_sampled = len(job.prompts)
-        return lambda: self._collect(job, served)
 
-    def _collect(self, job: Job, served: Order) -> list[Group]:
-        gather = self._sampled.sample(job)
-        # Gather only after the served batch is complete: a rank that waits for other ranks serves no requests.
-        served_groups = served()
-        return _renumbered(gather(), 0) + _renumbered(served_groups, 1)
+        def collect() -> list[Group]:
+            gather = self._sampled.sample(job)
+            # Gather only after the served batch is complete: a rank that waits for other ranks serves no requests.
+            served_groups = served()
+            return _renumbered(gather(), 0) + _renumbered(served_groups, 1)
+
+        return collect
 
     def settle(self, groups: list[Group]) -> BatchResult:
         first = self._num_sampled
         sampled, served = self._sampled.settle(groups[:first]), self._served.settle(groups[first:])
         return merge_results([sampled, replace(served, trained_now=[first + place for place in served.trained_now])])
-
-    def release_engine(self) -> None:
-        """Do nothing: both supplies sample only while an `Order` is called."""
 
     def state_dict(self) -> JsonObject:
         return {"sampled": self._sampled.state_dict(), "served": self._served.state_dict()}

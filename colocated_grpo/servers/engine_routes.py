@@ -205,7 +205,7 @@ def add_engine_routes(app: FastAPI, control: EngineControl, inbox: Inbox, sessio
     async def top_logprobs(request: Request) -> JSONResponse:
         body = await read_json(request, TopLogprobsBody.from_json)
         limits.check_prompt(body.token_ids)
-        call = inbox.call(lambda engine: engine.top_logprobs(body.token_ids, body.k))
+        call = inbox.calls.submit(lambda engine: engine.top_logprobs(body.token_ids, body.k))
         return JSONResponse(await result_of(call))
 
     @routes.post("/requests")
