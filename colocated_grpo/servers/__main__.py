@@ -40,8 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     prepare_streams()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options = parse(arguments)
-    problem = _problem(options)
-    if problem is not None:
+    if (problem := _problem(options)) is not None:
         print(f"error: {problem}", file=sys.stderr)
         return USAGE_ERROR
     if options.api_key_variable is None and not is_loopback(options.host):
@@ -75,9 +74,8 @@ def _run(command: Sequence[str], state: Path) -> int:
 def _problem(options: ServeOptions) -> str | None:
     """Return one line for a problem that can be found without importing a slow library; None if there is none."""
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
-        return (
-            "RANK, WORLD_SIZE: set; start a server without torchrun, and with --tensor-parallel-size for several GPUs"
-        )
+        advice = "start a server without torchrun, and with --tensor-parallel-size for several GPUs"
+        return f"RANK, WORLD_SIZE: set; {advice}"
     variable = options.api_key_variable
     if variable is not None and not os.environ.get(variable):
         return f"--api-key-variable={variable}: this environment variable is not set; export it"

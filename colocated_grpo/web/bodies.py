@@ -11,11 +11,12 @@ from typing import TypeVar
 
 import msgspec
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from colocated_grpo.web.client import TooLarge, gunzip
+from colocated_grpo.web.guards import ErrorResponse
 from colocated_grpo.web.shape import BodyShape, TooComplex
 
 T = TypeVar("T")
@@ -44,15 +45,6 @@ async def off_the_loop(work: Callable[[], T]) -> T:
     return await asyncio.get_running_loop().run_in_executor(_worker, work)
 
 
-class BodyRejected(Exception):
-    """An invalid request body, with the status, message and headers of the error response."""
-
-    def __init__(self, status: int, message: str, **headers: str) -> None:
-        super().__init__(message)
-        self.status = status
-        self.headers = headers
-
-
 class BodyLimit:
     """Pass on each request with its complete, decompressed body, or respond with an error.
 
@@ -65,12 +57,12 @@ class BodyLimit:
         self,
         app: ASGIApp,
         max_bytes: int,
-        error_response: Callable[[int, str], Response],
+        error_response: ErrorResponse,
         shape: BodyShape,
         large_paths: Collection[str],
     ) -> None:
-        """error_response: builds a response from a status and a message. large_paths: paths with limit `max_bytes`. All
-        other paths have the limit OTHER_BYTES, or `max_bytes` if that is lower."""
+        """large_paths: paths with limit `max_bytes`. All other paths have the limit OTHER_BYTES, or `max_bytes` if that
+        is lower."""
         self._app = app
         self._max_bytes = max_bytes
         self._error_response = error_response
@@ -93,13 +85,12 @@ class BodyLimit:
                     reservation.expire = lambda: timeout.reschedule(0)
                     body = await self._read(Headers(scope=scope), receive, reservation, most)
             except TimeoutError:
-                limit = f"{BODY_SECONDS:g} s, or sooner while others wait"
-                message = f"the request body did not arrive within {limit}"
+                message = f"the request body did not arrive within {BODY_SECONDS:g} s, or sooner while others wait"
                 await self._error_response(408, message)(scope, receive, send)
                 return
-            except BodyRejected as error:
-                response = self._error_response(error.status, str(error))
-                response.headers.update(error.headers)
+            except HTTPException as error:
+                response = self._error_response(error.status_code, error.detail)
+                response.headers.update(error.headers or {})
                 await response(scope, receive, send)
                 return
             headers = MutableHeaders(scope=scope)
@@ -114,7 +105,8 @@ class BodyLimit:
     async def _read(self, headers: Headers, receive: Receive, reservation: Reservation, most: int) -> bytes:
         if "content-length" in headers and "transfer-encoding" in headers:
             # Two servers in a row could disagree about where the next request begins.
-            raise BodyRejected(400, "Content-Length and Transfer-Encoding exclude each other", Connection="close")
+            message = "Content-Length and Transfer-Encoding exclude each other"
+            raise HTTPException(400, message, {"Connection": "close"})
         if int(headers.get("content-length", "0")) > most:
             raise _too_large(most)
         if len(self._arriving) >= MAX_ARRIVING:
@@ -122,10 +114,19 @@ class BodyLimit:
             del self._arriving[oldest]
             oldest.expire()
         self._arriving[reservation] = None
+        received, more = bytearray(), True
         try:
-            body = await _receive_all(receive, reservation, most)
+            while more:
+                message = await receive()
+                received += message.get("body", b"")
+                more = message.get("more_body", False)
+                if len(received) > most:
+                    raise _too_large(most)
+                reservation.grow_to(len(received))
         finally:
             self._arriving.pop(reservation, None)
+        body = bytes(received)
+        del received  # one copy while it is decompressed
         if body and "gzip" in headers.get("content-encoding", "").lower():
             body = await off_the_loop(partial(_decompress, body, most))
             reservation.grow_to(len(body))
@@ -139,10 +140,10 @@ class BodyLimit:
         try:
             self._shape.check(body)
         except TooComplex as error:
-            raise BodyRejected(400, f"the request body has {error}") from None
+            raise HTTPException(400, f"the request body has {error}") from None
 
     def reserve(self, num_bytes: int) -> None:
-        """Reserve memory for large bodies; a negative number releases it. Raises BodyRejected."""
+        """Reserve memory for large bodies; a negative number releases it. Raises HTTPException."""
         now = asyncio.get_running_loop().time()
         for other in list(self._arriving):
             if num_bytes <= self._room or now - other.begun < GRACE_SECONDS:
@@ -150,7 +151,7 @@ class BodyLimit:
             other.expire()
             other.release()
         if num_bytes > self._room:
-            raise BodyRejected(503, "other large request bodies are being read; try again later")
+            raise HTTPException(503, "other large request bodies are being read; try again later")
         self._room -= num_bytes
 
 
@@ -174,30 +175,17 @@ class Reservation:
         self._num_bytes = 0
 
 
-async def _receive_all(receive: Receive, reservation: Reservation, most: int) -> bytes:
-    received = bytearray()
-    more = True
-    while more:
-        message = await receive()
-        received += message.get("body", b"")
-        more = message.get("more_body", False)
-        if len(received) > most:
-            raise _too_large(most)
-        reservation.grow_to(len(received))
-    return bytes(received)
-
-
 def _decompress(compressed: bytes, most: int) -> bytes:
     try:
         return gunzip(compressed, most)
     except zlib.error:
-        raise BodyRejected(400, "Invalid gzip payload") from None
+        raise HTTPException(400, "Invalid gzip payload") from None
     except TooLarge:
         raise _too_large(most) from None
 
 
-def _too_large(most: int) -> BodyRejected:
-    return BodyRejected(413, f"the request body exceeds the limit of {most} bytes")
+def _too_large(most: int) -> HTTPException:
+    return HTTPException(413, f"the request body exceeds the limit of {most} bytes")
 
 
 def _replay(body: bytes, receive: Receive, consumed: Callable[[], None]) -> Receive:
@@ -239,17 +227,13 @@ def _decoded(body: bytes, decode: Callable[[bytes], T]) -> T:
     try:
         return decode(body)
     except msgspec.ValidationError as error:
-        raise InvalidBody(_with_the_place_first(str(error))) from None
+        # "n: Expected `int`" for msgspec's "Expected `int` - at `$.n`"
+        problem, _, place = str(error).rpartition(" - at `$")
+        place = place.removesuffix("`").lstrip(".")
+        raise InvalidBody(f"{place}: {problem}" if problem and place else problem or str(error)) from None
     except RecursionError:
         raise InvalidBody("nested too deep") from None
     except UnicodeDecodeError:
         raise InvalidBody("the request body must be text in UTF-8") from None
     except (msgspec.DecodeError, TooComplex) as error:
         raise InvalidBody(str(error)) from None
-
-
-def _with_the_place_first(message: str) -> str:
-    """Return "n: Expected `int`" for msgspec's "Expected `int` - at `$.n`"."""
-    problem, found, place = message.rpartition(" - at `$")
-    place = place.removesuffix("`").lstrip(".")
-    return f"{place}: {problem}" if found and place else problem or message

@@ -69,8 +69,6 @@ class JsonClient:
     def lines(self, path: str, silence: float) -> Iterator[str]:
         """Yield the lines of a streamed response, without empty lines. Raises Unavailable at the end.
 
-        Raises RequestRejected for a rejected request.
-
         silence: seconds without data after which the connection counts as lost.
         """
         with _failures(), _opener.open(Request(self._url + path, headers=self._headers), timeout=silence) as response:
@@ -117,7 +115,8 @@ def _failures() -> Iterator[None]:
     except TooLarge:
         raise Unavailable(f"the response is larger than {MAX_RESPONSE_BYTES} bytes") from None
     except (OSError, HTTPException, zlib.error, ValueError, RecursionError) as error:
-        raise Unavailable(_reason(error)) from None
+        inner = getattr(error, "reason", error)  # the exception that urllib has wrapped
+        raise Unavailable(visible(" ".join(str(inner).split())) or type(inner).__name__) from None
 
 
 def _error_message(error: HTTPError) -> str | None:
@@ -126,12 +125,6 @@ def _error_message(error: HTTPError) -> str | None:
         return str(json.loads(error.read(MAX_ERROR_BYTES))["error"]["message"])
     except (OSError, HTTPException, ValueError, LookupError, TypeError, RecursionError):
         return None
-
-
-def _reason(error: BaseException) -> str:
-    """Return the message of the exception that urllib wrapped, or its type name when the message is empty."""
-    inner = getattr(error, "reason", error)
-    return visible(" ".join(str(inner).split())) or type(inner).__name__
 
 
 class TooLarge(Exception):
