@@ -54,13 +54,7 @@ class AtroposClient:
     """HTTP calls of one trainer. Methods raise Unavailable without a usable response, RequestRejected on 4xx."""
 
     def __init__(
-        self,
-        url: str,
-        trainer: Registration,
-        *,
-        may_reset: bool,
-        timeout: float = 30.0,
-        api_key: str | None = None,
+        self, url: str, trainer: Registration, *, may_reset: bool, timeout: float = 30.0, api_key: str | None = None
     ) -> None:
         """may_reset: allow deleting another trainer's registration with its queue and environments."""
         self.url = url

@@ -10,7 +10,7 @@ SYNC   the engines get the new weights, and SERVE begins again
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 
 from colocated_grpo.atropos.source import AtroposSource
 from colocated_grpo.environments.base import BatchResult
@@ -111,19 +111,15 @@ class MainSupply(AtroposSupply):
                 link.end_phase(step + 1, abort=stopped)
         if stopped:
             self._driver.abort()
-            self._wait_for_last(batch)
+            if wait([batch], LAST_BATCH_SECONDS).not_done:  # a batch that is being received is saved by the source
+                self._note(
+                    f"atropos: the API server did not answer within {LAST_BATCH_SECONDS:g} s; if it still sends a "
+                    "batch, that batch is lost"
+                )
             return None
         self._driver.drain()
         self._asleep_since = time.monotonic()
         return batch.result()
-
-    def _wait_for_last(self, batch: Future[list[Group] | None]) -> None:
-        """Wait for a batch that is being received. The source saves this batch for the resumed run."""
-        if wait([batch], LAST_BATCH_SECONDS).not_done:
-            self._note(
-                f"atropos: the API server did not answer within {LAST_BATCH_SECONDS:g} s; if it still sends a batch, "
-                "that batch is lost"
-            )
 
     def settle(self, groups: list[Group]) -> BatchResult:
         self._source.settle()

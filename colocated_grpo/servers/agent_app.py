@@ -16,16 +16,10 @@ from colocated_grpo.environments.agents.programs import PREFIX, OpenEpisode, Ope
 from colocated_grpo.environments.agents.sequences import TooManyRequests
 from colocated_grpo.environments.chat import ContextExhausted
 from colocated_grpo.environments.rewards.tool_calls import OPEN, read_calls
-from colocated_grpo.servers.app import (
-    CHAT,
-    EVENT_STREAM,
-    add_exception_handlers,
-    cancel_on_disconnect,
-    encode_chat,
-    shape_of_bodies,
-)
+from colocated_grpo.servers import app as engine_app
+from colocated_grpo.servers.app import CHAT
 from colocated_grpo.servers.request_bodies import ChatBody
-from colocated_grpo.servers.responses import ChatFormat, models_response
+from colocated_grpo.servers.responses import ChatFormat, models
 from colocated_grpo.servers.sampler import CompletionPart
 from colocated_grpo.servers.text import InvalidRequest, Limits, TextCodec, TooLong, before_stop
 from colocated_grpo.types import Completion, JsonObject
@@ -91,42 +85,41 @@ def create_agent_app(
     stop: strings that end every completion of the run.
     """
     app = FastAPI(title="colocated_grpo agents", docs_url=None, redoc_url=None, openapi_url=None)
-    add_exception_handlers(app)
+    engine_app.add_exception_handlers(app)
 
     @app.get("/v1/models")
-    async def models() -> JSONResponse:
-        return JSONResponse(models_response(model, max_tokens))
+    async def get_models() -> JSONResponse:
+        return JSONResponse(models(model, max_tokens))
 
     @app.post(CHAT)
     async def chat_completions(request: Request) -> Response:
         episode: OpenEpisode = request.scope[EPISODE]
         body = await read_json(request, ChatBody.from_json)
-        messages = [message.model_dump(exclude_none=True) for message in body.messages]
+        parameters = body.sampling_parameters
         try:
-            prompt = await encode_chat(codec, body, as_sampled(messages, episode.sampled))
-            completions = await cancel_on_disconnect(request, _sampled(episode, prompt, body))
+            prompt = await engine_app.encode_chat(codec, body, as_sampled(body.plain_messages, episode.sampled))
+            work = episode.complete(prompt, parameters.max_tokens, parameters.n, parameters.stop)
+            completions = await engine_app.cancel_on_disconnect(request, asyncio.wrap_future(work))
         except TooLong as error:
             episode.reject(error.text)
             raise
         except (ContextExhausted, TooManyRequests, ValueError) as error:
             raise InvalidRequest(str(error)) from None
-        response = _response(body, len(prompt), completions, codec, model, stop, episode)
-        return _as_events(response, body) if body.stream else JSONResponse(response)
+        response = _response(body, prompt, completions, codec, model, stop, episode)
+        if not body.stream:
+            return JSONResponse(response)
+        # All events are sent at once, because agents wait for whole messages.
+        events = [f"data: {json.dumps(chunk)}\n\n" for chunk in _chunks(response, include_usage=body.includes_usage)]
+        return Response("".join([*events, "data: [DONE]\n\n"]), media_type=engine_app.EVENT_STREAM)
 
-    shape = shape_of_bodies(max_tokens)
+    shape = engine_app.shape_of_bodies(max_tokens)
     limited = BodyLimit(ConcurrencyLimit(app, MAX_REQUESTS, ()), MAX_BODY_BYTES, error_response, shape, {CHAT})
     return OwnRequests(EpisodeGate(limited, episodes), None, error_response)
 
 
-async def _sampled(episode: OpenEpisode, prompt: list[int], body: ChatBody) -> list[Completion]:
-    parameters = body.sampling_parameters
-    work = episode.complete(prompt, parameters.max_tokens, parameters.n, parameters.stop)
-    return await asyncio.wrap_future(work)
-
-
 def _response(
     body: ChatBody,
-    prompt_tokens: int,
+    prompt: list[int],
     completions: Sequence[Completion],
     codec: TextCodec,
     model: str,
@@ -136,12 +129,11 @@ def _response(
     """Return the response body, with parsed tool calls if the request describes tools."""
     parameters = body.sampling_parameters
     ends = () if parameters.include_stop_str_in_output else (*stop, *parameters.stop)
-    texts = [codec.decode(one.token_ids, skip_special_tokens=parameters.skip_special_tokens) for one in completions]
-    served = [
-        CompletionPart.whole(index, one, before_stop(text, ends))
-        for index, (one, text) in enumerate(zip(completions, texts, strict=True))
-    ]
-    form = ChatFormat(body.model or model, codec.detokenize, prompt_tokens, logprobs=bool(body.logprobs))
+    served = []
+    for index, one in enumerate(completions):
+        text = codec.decode(one.token_ids, skip_special_tokens=parameters.skip_special_tokens)
+        served.append(CompletionPart.whole(index, one, before_stop(text, ends)))
+    form = ChatFormat(body, model, codec.detokenize, [prompt], logprobs=bool(body.logprobs))
     response = form.response(served)
     for choice in response["choices"] if body.tools else ():
         text = choice["message"]["content"]
@@ -150,13 +142,6 @@ def _response(
             choice["finish_reason"] = "tool_calls"
             episode.sampled[call["id"]] = text
     return response
-
-
-def _as_events(response: JsonObject, body: ChatBody) -> Response:
-    """Return the response as a stream of events. All events are sent at once, because agents wait for whole
-    messages."""
-    lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in _chunks(response, include_usage=body.includes_usage)]
-    return Response("".join([*lines, "data: [DONE]\n\n"]), media_type=EVENT_STREAM)
 
 
 def _chunks(response: JsonObject, *, include_usage: bool) -> Iterator[JsonObject]:
@@ -197,11 +182,10 @@ def as_sampled(messages: Sequence[JsonObject], sampled: Mapping[str, str]) -> li
 
     sampled: sampled texts by tool call id. A template would render the calls with other spaces or in another order.
     """
-    return [_as_sampled(message, sampled) for message in messages]
-
-
-def _as_sampled(message: JsonObject, sampled: Mapping[str, str]) -> JsonObject:
-    calls = message.get("tool_calls")
-    first = calls[0] if isinstance(calls, list) and calls else None
-    text = sampled.get(str(first.get("id"))) if isinstance(first, dict) else None
-    return message if text is None else {"role": message["role"], "content": text}
+    written = []
+    for message in messages:
+        calls = message.get("tool_calls")
+        first = calls[0] if isinstance(calls, list) and calls else None
+        text = sampled.get(str(first.get("id"))) if isinstance(first, dict) else None
+        written.append(message if text is None else {"role": message["role"], "content": text})
+    return written

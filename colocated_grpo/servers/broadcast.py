@@ -37,7 +37,11 @@ class JoinedGroup:
 
         Raises RuntimeError if members cannot connect to each other. store: a new store, used by this group only.
         """
-        _meet(store, rank, size, timeout)
+        # NCCL's constructor does not wait, and a broadcast would wait for a dead member.
+        keys = [f"member {member}" for member in range(size)]
+        store.set(keys[rank], "")
+        if missing := wait_for_keys(store, keys, time.monotonic() + timeout):
+            raise MissingMembers([keys.index(key) for key in missing], size, timeout)
         limit = timedelta(seconds=timeout)
         self._group: Any  # torch's stubs lack the collectives of backends
         if device.type == "cuda":
@@ -54,16 +58,6 @@ class JoinedGroup:
 
     def close(self) -> None:
         self._group.shutdown()
-
-
-def _meet(store: dist.Store, rank: int, size: int, timeout: float) -> None:
-    """Wait until all members have joined. NCCL's constructor does not wait, and a broadcast would wait for a dead
-    member."""
-    keys = [f"member {member}" for member in range(size)]
-    store.set(keys[rank], "")
-    missing = wait_for_keys(store, keys, time.monotonic() + timeout)
-    if missing:
-        raise MissingMembers([keys.index(key) for key in missing], size, timeout)
 
 
 POLL_SECONDS = 0.0002
@@ -167,33 +161,26 @@ class BroadcastSync:
         counts = [info["tensor_parallel_size"] for info in infos]
         # The server of each rank in the group, from rank 1; this process is rank 0.
         members = [server for server, count in zip(self._servers, counts, strict=True) for _ in range(count)]
-        timeout = self._servers[0].timeout
+        size, timeout = 1 + len(members), self._servers[0].timeout
         host = own_address(self._servers[0].host)
         store, port = serve_store(host, 0, timeout)
         offer = {
             "address": host,
             "port": port,
-            "group_size": 1 + len(members),
+            "group_size": size,
             "timeout": timeout,
             "trainer_ranks": self._num_shards,
             "prefix": self._prefix,
             "shapes": {name: list(parameter.shape) for name, parameter in self._parameters.items()},
         }
-        first_ranks = [1 + members.index(server) for server in self._servers]
         accepted = [
-            self._post(server, "/bridge/init", offer | {"first_rank": first_rank})
-            for server, first_rank in zip(self._servers, first_ranks, strict=True)
+            self._post(server, "/bridge/init", offer | {"first_rank": 1 + members.index(server)})
+            for server in self._servers
         ]
         for each in accepted:
             each.result()  # the server now begins to join
-        self._group = self._enter(store, members)
-        return instances
-
-    def _enter(self, store: dist.Store, members: Sequence[EngineServer]) -> JoinedGroup:
-        """Return the group of this rank and `members`. The members have accepted the offer. Raises RunError."""
-        timeout = self._servers[0].timeout
         try:
-            return JoinedGroup(store, 0, 1 + len(members), self._world.device, timeout)
+            self._group = JoinedGroup(store, 0, size, self._world.device, timeout)
         except MissingMembers as error:
             urls = _urls([members[rank - 1] for rank in error.ranks])
             raise RunError(
@@ -204,6 +191,7 @@ class BroadcastSync:
             raise RunError(
                 f"engine.urls={_urls(members)}: did not join the weight sync ({in_one_line(error)})"
             ) from None
+        return instances
 
     def _check(self, infos: Sequence[Mapping[str, object]]) -> None:
         for server, info in zip(self._servers, infos, strict=True):

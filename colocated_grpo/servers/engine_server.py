@@ -21,8 +21,13 @@ SILENT_SECONDS = 30.0
 RETRY_SECONDS = 0.25
 BUSY_SECONDS = 75.0
 """Time for another trainer to end. A server notices within a minute that a trainer's machine is gone."""
-UNAUTHORIZED, NOT_FOUND, CONFLICT = 401, 404, 409
-"""CONFLICT: another trainer is attached, or this one is not, or the requests need another version of the weights."""
+CONFLICT = 409
+"""Another trainer is attached, or this one is not, or the requests need another version of the weights."""
+ADVICE = {
+    401: "; name the variable with the server's key in engine.api_key_variable",
+    404: "; this is not an engine server, or an older one: start it with colocated-grpo serve",
+}
+"""By status of a rejected call."""
 TRAINER_HEADER = "X-Trainer"
 """Name of the header with the secret of a trainer, the same on all of its ranks."""
 
@@ -48,6 +53,7 @@ class EngineServer:
         for calls that wait for the engine."""
         self._stop_requested = stop_requested
         self.url = url.rstrip("/")
+        self.host = urlsplit(self.url).hostname or ""
         self.timeout = timeout
         headers = {TRAINER_HEADER: trainer}
         self._quick = JsonClient(self.url, timeout=CALL_SECONDS, api_key=api_key, headers=headers)
@@ -57,10 +63,6 @@ class EngineServer:
         self._messages: Messages | None = None
         """The last stream, while it is open."""
         self._instance = ""
-
-    @property
-    def host(self) -> str:
-        return urlsplit(self.url).hostname or ""
 
     def info(self) -> JsonObject:
         """Attach to the server, and return /bridge/info: model, limits, `instance` (one per start), `policy_version`.
@@ -86,19 +88,18 @@ class EngineServer:
     def until_answered(self, call: Callable[[], T]) -> T:
         """Repeat the call while it raises Unavailable, for at most `timeout` seconds. Raises RunError."""
         begun = time.monotonic()
-        deadline = begun + self.timeout
         while True:
             try:
                 return call()
             except RequestRejected as error:
                 if error.status != CONFLICT or time.monotonic() > begun + BUSY_SECONDS:
-                    raise RunError(f"engine.urls={self.url}: {error}{_advice(error)}") from None
+                    raise RunError(f"engine.urls={self.url}: {error}{ADVICE.get(error.status, '')}") from None
                 reason = str(error)
             except Unavailable as error:
                 reason = str(error)
             if self._stop_requested():
                 raise RunError(f"engine.urls={self.url}: stopped while waiting for the server ({reason})")
-            if time.monotonic() > deadline:
+            if time.monotonic() > begun + self.timeout:
                 raise RunError(
                     f"engine.urls={self.url}: no answer within engine.server_timeout={self.timeout:g} s ({reason}); "
                     "start it with colocated-grpo serve, or look into its log"
@@ -139,11 +140,3 @@ class EngineServer:
         if self._messages is messages:
             self._messages = None
         messages.put(None)
-
-
-def _advice(error: RequestRejected) -> str:
-    if error.status == UNAUTHORIZED:
-        return "; name the variable with the server's key in engine.api_key_variable"
-    if error.status == NOT_FOUND:
-        return "; this is not an engine server, or an older one: start it with colocated-grpo serve"
-    return ""
