@@ -67,7 +67,7 @@ class AtroposClient:
     def is_registered(self) -> bool:
         """Return True if this trainer is registered. Raises EnvironmentSetupError if a trainer with other settings is
         registered."""
-        info = self._object("/info")
+        info = self.get("/info")
         expected = {"batch_size": self._trainer.batch_size, "max_token_len": self._trainer.max_token_len}
         registered = {name: info.get(name, UNSET) for name in expected}
         if registered != expected and registered["batch_size"] != UNSET and not self._may_reset:
@@ -97,7 +97,7 @@ class AtroposClient:
 
     def batch(self) -> list[object] | None:
         """Return the groups of the next batch, unchecked; None while the server has none."""
-        response = self._object("/batch", self._http_for_batches)
+        response = self.get("/batch", self._http_for_batches)
         if response.get("status") == "error":
             raise Unavailable("the registration was lost: the server was restarted or reset")
         batch = response.get("batch", 0)
@@ -105,19 +105,15 @@ class AtroposClient:
             raise Unavailable("the batch of GET /batch is not a list")
         return batch or None
 
-    def latest_group(self) -> JsonObject:
-        """Return the most recently posted group; the group's lists are empty if nothing was posted."""
-        return self._object("/latest_example")
-
     def status(self) -> dict[str, float]:
         """Return current_step (batches formed, not trained) and queue_size (waiting groups)."""
         try:
-            status = msgspec.convert(self._object("/status"), dict[str, Number])
+            status = msgspec.convert(self.get("/status"), dict[str, Number])
             return {"current_step": status["current_step"], "queue_size": status["queue_size"]}
         except (msgspec.ValidationError, KeyError):
             raise Unavailable("the response of GET /status is not that of Atropos' API") from None
 
-    def _object(self, path: str, http: JsonClient | None = None) -> JsonObject:
+    def get(self, path: str, http: JsonClient | None = None) -> JsonObject:
         response = (http or self._http).get(path)
         if not isinstance(response, dict):
             raise Unavailable(f"the response of GET {path} is not that of Atropos' API")
@@ -275,7 +271,7 @@ class AtroposSource:
     def _explain_missing_batch(self) -> None:
         try:
             num_waiting = int(self._client.status()["queue_size"])
-            latest = self._client.latest_group().get("tokens")
+            latest = self._client.get("/latest_example").get("tokens")  # of the group that was posted last
         except (Unavailable, RequestRejected):
             return
         batch_size = self._client.batch_size

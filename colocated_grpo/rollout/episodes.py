@@ -102,18 +102,17 @@ class EpisodeRunner:
 
     def start(self, job: Job, index: int) -> None:
         """Start the episodes of one prompt of the job. Episodes above their source's limit are queued."""
+        source = job.prompts[index].source
         for sibling in range(job.group_size):
             playing = _Playing(job=job, index=index, sibling=sibling)
-            playing.conversation = self._conversation(playing)
+            prompt, turn, limits = playing.prompt, partial(self._turn, playing), self._agents.get(source)
+            if limits is None:
+                playing.conversation = Conversation(prompt, self._codec, job.sampling.max_tokens, turn)
+            else:
+                playing.conversation = AgentConversation(prompt, self._codec, limits, turn)
             self._playing.add(playing)
-            self._waiting[playing.prompt.source].append(playing)
-            self._begin_waiting(playing.prompt.source)
-
-    def _conversation(self, playing: _Playing) -> Conversation | AgentConversation:
-        prompt, turn = playing.prompt, partial(self._turn, playing)
-        if prompt.source in self._agents:
-            return AgentConversation(prompt, self._codec, self._agents[prompt.source], turn)
-        return Conversation(prompt, self._codec, playing.job.sampling.max_tokens, turn)
+            self._waiting[source].append(playing)
+            self._begin_waiting(source)
 
     def _begin_waiting(self, source: str) -> None:
         """Begin queued episodes up to their source's limit."""
@@ -232,7 +231,16 @@ class EpisodeRunner:
         if playing.abandoned:
             raise asyncio.CancelledError
         playing.set_clock(None)
-        turn = self._inbox.put(self._request(playing, token_ids, max_tokens, stop))
+        job, number = playing.job, playing.requests
+        playing.requests += 1
+        request = Request(
+            key=(job.name, playing.index, playing.sibling, number),
+            token_ids=token_ids,
+            seed=derive_seed(self._seed, job.name, playing.prompt.index, playing.sibling, number),
+            sampling=replace(job.sampling, max_tokens=max_tokens, stop=(*job.sampling.stop, *stop)),
+            routes=job.routes,
+        )
+        turn = self._inbox.put(request)
         with playing.lock:
             playing.sampling.add(turn)
             playing.deadline = None
@@ -250,14 +258,3 @@ class EpisodeRunner:
             playing.sampling.discard(turn)
             if not playing.sampling:
                 playing.deadline = self._new_deadline()
-
-    def _request(self, playing: _Playing, token_ids: list[int], max_tokens: int, stop: Sequence[str]) -> Request:
-        job, turn = playing.job, playing.requests
-        playing.requests += 1
-        return Request(
-            key=(job.name, playing.index, playing.sibling, turn),
-            token_ids=token_ids,
-            seed=derive_seed(self._seed, job.name, playing.prompt.index, playing.sibling, turn),
-            sampling=replace(job.sampling, max_tokens=max_tokens, stop=(*job.sampling.stop, *stop)),
-            routes=job.routes,
-        )

@@ -216,9 +216,14 @@ class Driver:
         for key, delta in self._engine.deltas() if self._listeners else ():
             if key in self._listeners:
                 self._listeners[key](delta)
-        if not self._futures:
-            return finished
-        return [(key, completion) for key, completion in finished if not self._resolve(key, completion)]
+        own: Finished = []
+        for key, completion in finished:
+            if (future := self._futures.pop(key, None)) is None:
+                own.append((key, completion))
+            else:
+                self._listeners.pop(key, None)
+                settle(future, completion)
+        return own
 
     def abort(self) -> None:
         """Abort all requests and calls. Their futures are cancelled."""
@@ -255,12 +260,3 @@ class Driver:
         self._futures[request.key] = future
         if on_delta is not None:
             self._listeners[request.key] = on_delta
-
-    def _resolve(self, key: Hashable, completion: Completion) -> bool:
-        """Complete the request's future. Returns False if the request has no future."""
-        future = self._futures.pop(key, None)
-        if future is None:
-            return False
-        self._listeners.pop(key, None)
-        settle(future, completion)
-        return True

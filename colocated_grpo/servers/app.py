@@ -60,7 +60,19 @@ def create_app(
     """
     app = FastAPI(title="colocated_grpo engine", docs_url=None, redoc_url=None, openapi_url=None)
     add_exception_handlers(app)
-    _add_status_routes(app, model, max_tokens, state)
+
+    @app.get("/health")
+    @app.get("/health_generate")
+    async def health() -> JSONResponse:
+        # 200 even while the engines sleep: clients drop their requests to an unhealthy server. Without whole weights,
+        # no request is answered until a trainer has sent them.
+        now = state()
+        return JSONResponse({"status": now}, 503 if now == NO_WEIGHTS else 200)
+
+    @app.get("/v1/models")
+    async def models() -> JSONResponse:
+        return JSONResponse(responses.models(model, max_tokens))
+
     _add_sampling_routes(app, sampler, model)
     add_routes(app)
     shape = shape_of_bodies(max_tokens)
@@ -91,20 +103,6 @@ def add_exception_handlers(app: FastAPI) -> None:
 
     for kind in STATUSES:
         app.add_exception_handler(kind, ours)
-
-
-def _add_status_routes(app: FastAPI, model: str, max_tokens: int, state: Callable[[], str]) -> None:
-    @app.get("/health")
-    @app.get("/health_generate")
-    async def health() -> JSONResponse:
-        # 200 even while the engines sleep: clients drop their requests to an unhealthy server. Without whole weights,
-        # no request is answered until a trainer has sent them.
-        now = state()
-        return JSONResponse({"status": now}, 503 if now == NO_WEIGHTS else 200)
-
-    @app.get("/v1/models")
-    async def models() -> JSONResponse:
-        return JSONResponse(responses.models(model, max_tokens))
 
 
 def _add_sampling_routes(app: FastAPI, sampler: Sampler, model: str) -> None:

@@ -251,18 +251,15 @@ class RemoteInbox:
             return
         self._messages = messages = _Messages(connection)
         while (message := messages.receive()) is not None:
-            self._handle(*message)
-
-    def _handle(self, kind: str, number: int, content: Any = None) -> None:
-        if kind == "end":
-            # Set `_aborted` first: the driving thread reads `_aborted` after it has seen the phase end.
-            self._aborted = content
-            self.last_ended = number
-            self._inbox.wake()
-        elif kind == "cancel":
-            self._requests.cancel([number])
-        else:
-            self._requests.put({number: replace(content, key=("link", number))})
+            match message:
+                case "put", number, request:
+                    self._requests.put({number: replace(request, key=("link", number))})
+                case "cancel", number:
+                    self._requests.cancel([number])
+                case "end", phase, abort:
+                    # `_aborted` first: the driving thread reads `_aborted` after it has seen the phase end.
+                    self._aborted, self.last_ended = abort, phase
+                    self._inbox.wake()
 
     def _send(self, number: int, outcome: Outcome) -> None:
         assert self._messages is not None, "requests arrive over the connection"

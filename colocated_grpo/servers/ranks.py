@@ -32,19 +32,18 @@ def join_ranks(size: int) -> dist.Store:
     store, port = serve_store(LOOPBACK, 0, START_SECONDS)
     shared = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port)}
     os.environ.update(shared)
-    peers = [_start(rank) for rank in range(1, size)]
+    peers = [
+        subprocess.Popen(
+            [sys.executable, "-m", "colocated_grpo.servers", *sys.argv[1:]],
+            env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            preexec_fn=signal_at_parents_death(signal.SIGKILL),
+        )
+        for rank in range(1, size)
+    ]
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0"}
     if peers:
         threading.Thread(target=_watch, args=(peers,), name="ranks", daemon=True).start()
     return store
-
-
-def _start(rank: int) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "colocated_grpo.servers", *sys.argv[1:]],
-        env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-        preexec_fn=signal_at_parents_death(signal.SIGKILL),
-    )
 
 
 def _watch(peers: list[subprocess.Popen[bytes]]) -> None:

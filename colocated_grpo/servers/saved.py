@@ -37,12 +37,9 @@ class AdapterSync:
     def restore(self, server: EngineServer) -> bool:
         """Load the adapter of the last sync. Raises Unavailable or RequestRejected. Raises RunError if other files are
         loaded."""
-        loaded = server.post("/lora/load", self._body())
-        _require_same(server, loaded["exported"], self._target)
+        body = {"adapter_path": str(self._target.absolute()), "adapter_name": ADAPTER_NAME}
+        _require_same(server, server.post("/lora/load", body)["exported"], self._target)
         return True
-
-    def _body(self) -> dict[str, str]:
-        return {"adapter_path": str(self._target.absolute()), "adapter_name": ADAPTER_NAME}
 
 
 class RestartSync:
