@@ -70,27 +70,12 @@ def static_dispatch(engine: int, num_engines: int, *, counts: bool = True) -> Di
     return dispatch
 
 
-def tensor_parallel_dispatch(inner: Dispatch, group: dist.ProcessGroup, leader: int, rank: int) -> Dispatch:
-    """All ranks of one engine take the prompts that its first rank takes.
-
-    vLLM needs the same requests in the same order on each of these ranks.
-    """
-
-    def dispatch(job: Job) -> PromptQueue:
-        queue = inner(job)
-
-        def take() -> int | None:
-            box = [queue.take() if rank == leader else None]
-            dist.broadcast_object_list(box, src=leader, group=group)
-            return box[0]
-
-        return replace(queue, take=take, counts=queue.counts and rank == leader, may_stop=False)
-
-    return dispatch
-
-
 def build_dispatch(world: World, *, ranks_per_engine: int, replicated: bool, deterministic: bool) -> Dispatch:
-    """Collective: creates a process group for each tensor-parallel engine."""
+    """Collective: creates a process group for each tensor-parallel engine.
+
+    All ranks of one engine take the prompts that its first rank takes: vLLM needs the same requests in the same order
+    on each of these ranks.
+    """
     size = ranks_per_engine
     engine, num_engines = world.rank // size, world.size // size
     if replicated:
@@ -103,6 +88,18 @@ def build_dispatch(world: World, *, ranks_per_engine: int, replicated: bool, det
         return dispatch
     members = [list(range(first, first + size)) for first in range(0, world.size, size)]
     groups = [dist.new_group(ranks, timeout=COLLECTIVE_TIMEOUT, backend="gloo") for ranks in members]
-    group = groups[engine]
+    group, leader = groups[engine], engine * size
     assert isinstance(group, dist.ProcessGroup)  # this rank is a member
-    return tensor_parallel_dispatch(dispatch, group, engine * size, world.rank)
+    leads = world.rank == leader
+
+    def of_one_engine(job: Job) -> PromptQueue:
+        queue = dispatch(job)
+
+        def take() -> int | None:
+            box = [queue.take() if leads else None]
+            dist.broadcast_object_list(box, src=leader, group=group)
+            return box[0]
+
+        return replace(queue, take=take, counts=queue.counts and leads, may_stop=False)
+
+    return of_one_engine

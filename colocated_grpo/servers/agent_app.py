@@ -22,7 +22,7 @@ from colocated_grpo.servers.request_bodies import ChatBody
 from colocated_grpo.servers.responses import ChatFormat, models
 from colocated_grpo.servers.sampler import CompletionPart
 from colocated_grpo.servers.text import InvalidRequest, Limits, TextCodec, TooLong, before_stop
-from colocated_grpo.types import Completion, JsonObject
+from colocated_grpo.types import JsonObject
 from colocated_grpo.web.bodies import BodyLimit, read_json
 from colocated_grpo.web.guards import ConcurrencyLimit, OwnRequests, error_response, key_in
 from colocated_grpo.web.server import ServerThread
@@ -105,7 +105,14 @@ def create_agent_app(
             raise
         except (ContextExhausted, TooManyRequests, ValueError) as error:
             raise InvalidRequest(str(error)) from None
-        response = _response(body, prompt, completions, codec, model, stop, episode)
+        ends = () if parameters.include_stop_str_in_output else (*stop, *parameters.stop)
+        parts = []
+        for index, one in enumerate(completions):
+            text = codec.decode(one.token_ids, skip_special_tokens=parameters.skip_special_tokens)
+            parts.append(CompletionPart.whole(index, one, before_stop(text, ends)))
+        response = ChatFormat(body, model, codec.detokenize, [prompt], logprobs=bool(body.logprobs)).response(parts)
+        if body.tools:
+            _parse_calls(response, episode)
         if not body.stream:
             return JSONResponse(response)
         # All events are sent at once, because agents wait for whole messages.
@@ -117,31 +124,23 @@ def create_agent_app(
     return OwnRequests(EpisodeGate(limited, episodes), None, error_response)
 
 
-def _response(
-    body: ChatBody,
-    prompt: list[int],
-    completions: Sequence[Completion],
-    codec: TextCodec,
-    model: str,
-    stop: Sequence[str],
-    episode: OpenEpisode,
-) -> JsonObject:
-    """Return the response body, with parsed tool calls if the request describes tools."""
-    parameters = body.sampling_parameters
-    ends = () if parameters.include_stop_str_in_output else (*stop, *parameters.stop)
-    served = []
-    for index, one in enumerate(completions):
-        text = codec.decode(one.token_ids, skip_special_tokens=parameters.skip_special_tokens)
-        served.append(CompletionPart.whole(index, one, before_stop(text, ends)))
-    form = ChatFormat(body, model, codec.detokenize, [prompt], logprobs=bool(body.logprobs))
-    response = form.response(served)
-    for choice in response["choices"] if body.tools else ():
+def _parse_calls(response: JsonObject, episode: OpenEpisode) -> None:
+    """Replace each choice's well-formed <tool_call> blocks by `tool_calls`, and record the sampled text of each."""
+    for choice in response["choices"]:
         text = choice["message"]["content"]
-        choice["message"] = assistant_message(text)
-        for call in choice["message"].get("tool_calls", ()):
+        calls = [
+            {
+                "id": f"call_{uuid.uuid4().hex}",
+                "type": "function",
+                "function": {"name": call["name"], "arguments": json.dumps(call["arguments"])},
+            }
+            for call in read_calls(text) or ()
+        ]
+        if calls:
+            content = text.partition(OPEN)[0].strip() or None
+            choice["message"] = {"role": "assistant", "content": content, "tool_calls": calls}
             choice["finish_reason"] = "tool_calls"
-            episode.sampled[call["id"]] = text
-    return response
+            episode.sampled.update({call["id"]: text for call in calls})
 
 
 def _chunks(response: JsonObject, *, include_usage: bool) -> Iterator[JsonObject]:
@@ -155,26 +154,6 @@ def _chunks(response: JsonObject, *, include_usage: bool) -> Iterator[JsonObject
         yield {**head, "choices": [{"index": choice["index"], "delta": {}, "finish_reason": end}]}
     if include_usage:
         yield {**head, "choices": [], "usage": response["usage"]}
-
-
-def assistant_message(text: str) -> JsonObject:
-    """Return the message with its <tool_call> blocks as `tool_calls`. Without well-formed blocks, the text is the
-    content."""
-    calls = read_calls(text)
-    if not calls:
-        return {"role": "assistant", "content": text}
-    return {
-        "role": "assistant",
-        "content": text.partition(OPEN)[0].strip() or None,
-        "tool_calls": [
-            {
-                "id": f"call_{uuid.uuid4().hex}",
-                "type": "function",
-                "function": {"name": call["name"], "arguments": json.dumps(call["arguments"])},
-            }
-            for call in calls
-        ],
-    }
 
 
 def as_sampled(messages: Sequence[JsonObject], sampled: Mapping[str, str]) -> list[JsonObject]:

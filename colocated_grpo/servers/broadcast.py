@@ -111,16 +111,15 @@ class BroadcastSync:
                 last = gathered, self._group.broadcast(gathered)
         self._wait(last, updates)
         sent = Summed(self._world.sum_(self._shards.compute()), self._shards.copies) if self._check_due() else None
-        self._world.from_main(lambda: self._finish(updates, sent))
 
-    def _finish(self, updates: Sequence[Future[JsonObject]], sent: Summed | None) -> None:
-        """Wait for all servers and compare their fingerprints with the fingerprints in `sent`, if given. Rank 0
-        only."""
-        for server, update in zip(self._servers, updates, strict=True):
-            written = update.result()
-            if sent is not None:
-                different_P = sent.differs_from(Summed.from_json(written, self._world.device))
-                raise_if_any(different_P, list(self._parameters), where=f"the engine at {server.url}")
+        def finish() -> None:
+            for server, update in zip(self._servers, updates, strict=True):
+                written = update.result()
+                if sent is not None:
+                    different_P = sent.differs_from(Summed.from_json(written, self._world.device))
+                    raise_if_any(different_P, list(self._parameters), where=f"the engine at {server.url}")
+
+        self._world.from_main(finish)
 
     def restore(self, server: EngineServer) -> bool:
         """Return True if the last sync reached this process of the server. Not collective."""
@@ -154,7 +153,12 @@ class BroadcastSync:
         instances = [info["instance"] for info in infos]
         if instances == self._joined:
             return instances
-        self._check(infos)
+        for server, info in zip(self._servers, infos, strict=True):
+            if (info["device"], info["dtype"]) != (self._world.device.type, infos[0]["dtype"]):
+                raise RunError(
+                    f"engine.urls={server.url}: computes in {info['dtype']} on {info['device']}; all servers need one "
+                    f"--dtype and the trainer's device type, {self._world.device.type}"
+                )
         if self._group is not None:
             self._group.close()
             self._group = None
@@ -192,14 +196,6 @@ class BroadcastSync:
                 f"engine.urls={_urls(members)}: did not join the weight sync ({in_one_line(error)})"
             ) from None
         return instances
-
-    def _check(self, infos: Sequence[Mapping[str, object]]) -> None:
-        for server, info in zip(self._servers, infos, strict=True):
-            if (info["device"], info["dtype"]) != (self._world.device.type, infos[0]["dtype"]):
-                raise RunError(
-                    f"engine.urls={server.url}: computes in {info['dtype']} on {info['device']}; all servers need one "
-                    f"--dtype and the trainer's device type, {self._world.device.type}"
-                )
 
 
 def _urls(servers: Sequence[EngineServer]) -> str:
