@@ -67,26 +67,19 @@ class _Playing:
             self.clock.reschedule(when)
 
 
+@dataclass(eq=False)
 class EpisodeRunner:
     """Runs the episodes of one rank. Public methods must be called on the thread that drives the engine."""
 
-    def __init__(
-        self,
-        episodes: Mapping[str, Playable],
-        codec: ChatCodec,
-        inbox: Inbox,
-        *,
-        seed: int,
-        tool_timeout: float,
-        agents: Mapping[str, AgentLimits] | None = None,
-    ) -> None:
-        """agents: limits by source, for the episodes whose turns are requested over HTTP."""
-        self._episodes = episodes
-        self._agents = agents or {}
-        self._codec = codec
-        self._inbox = inbox
-        self._seed = seed
-        self._tool_timeout = tool_timeout
+    episodes: Mapping[str, Playable]
+    codec: ChatCodec
+    inbox: Inbox
+    seed: int = field(kw_only=True)
+    tool_timeout: float = field(kw_only=True)
+    agents: Mapping[str, AgentLimits] = field(default_factory=dict, kw_only=True)
+    """Limits by source, for the episodes whose turns are requested over HTTP."""
+
+    def __post_init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._playing: set[_Playing] = set()
         self._ended: deque[_Playing] = deque()
@@ -98,25 +91,25 @@ class EpisodeRunner:
         """Number of running episodes, by source."""
 
     def plays(self, source: str) -> bool:
-        return source in self._episodes
+        return source in self.episodes
 
     def start(self, job: Job, index: int) -> None:
         """Start the episodes of one prompt of the job. Episodes above their source's limit are queued."""
         source = job.prompts[index].source
         for sibling in range(job.group_size):
             playing = _Playing(job=job, index=index, sibling=sibling)
-            prompt, turn, limits = playing.prompt, partial(self._turn, playing), self._agents.get(source)
+            prompt, turn, limits = playing.prompt, partial(self._turn, playing), self.agents.get(source)
             if limits is None:
-                playing.conversation = Conversation(prompt, self._codec, job.sampling.max_tokens, turn)
+                playing.conversation = Conversation(prompt, self.codec, job.sampling.max_tokens, turn)
             else:
-                playing.conversation = AgentConversation(prompt, self._codec, limits, turn)
+                playing.conversation = AgentConversation(prompt, self.codec, limits, turn)
             self._playing.add(playing)
             self._waiting[source].append(playing)
             self._begin_waiting(source)
 
     def _begin_waiting(self, source: str) -> None:
         """Begin queued episodes up to their source's limit."""
-        most = self._agents[source].max_running if source in self._agents else sys.maxsize
+        most = self.agents[source].max_running if source in self.agents else sys.maxsize
         while self._waiting[source] and self._running[source] < most:
             self._running[source] += 1
             playing = self._waiting[source].popleft()
@@ -171,7 +164,7 @@ class EpisodeRunner:
 
     def _end(self, playing: _Playing, _task: Future[Rollout]) -> None:
         self._ended.append(playing)
-        self._inbox.wake()
+        self.inbox.wake()
 
     def _store(self, playing: _Playing, rollout: Rollout) -> Iterator[tuple[int, list[Rollout]]]:
         """Yield the prompt with all its rollouts, in sibling order, if this rollout was the last."""
@@ -185,10 +178,10 @@ class EpisodeRunner:
             yield playing.index, [group[sibling] for sibling in sorted(group)]
 
     def _new_deadline(self) -> float:
-        return time.monotonic() + self._tool_timeout
+        return time.monotonic() + self.tool_timeout
 
     def _timeout_error(self) -> str:
-        return f"no turn and no result within rollout.tool_timeout={self._tool_timeout:g} s"
+        return f"no turn and no result within rollout.tool_timeout={self.tool_timeout:g} s"
 
     def _rollout(self, playing: _Playing, score: Score) -> Rollout:
         sampling = playing.job.sampling
@@ -206,12 +199,12 @@ class EpisodeRunner:
     async def _score(self, playing: _Playing) -> Score:
         """Score of the episode. Any error of user code costs only this episode."""
         prompt = playing.prompt
-        clock = playing.clock = asyncio.timeout(self._tool_timeout)
+        clock = playing.clock = asyncio.timeout(self.tool_timeout)
         try:
             async with clock:
                 item = deepcopy(prompt.item)  # an episode may change its item, and siblings must not see the change
                 with limited():
-                    return as_score(await self._episodes[prompt.source].run(item, playing.conversation))
+                    return as_score(await self.episodes[prompt.source].run(item, playing.conversation))
         except ContextExhausted:
             return Score(reward=0.0)
         except AnswerError as error:
@@ -236,11 +229,11 @@ class EpisodeRunner:
         request = Request(
             key=(job.name, playing.index, playing.sibling, number),
             token_ids=token_ids,
-            seed=derive_seed(self._seed, job.name, playing.prompt.index, playing.sibling, number),
+            seed=derive_seed(self.seed, job.name, playing.prompt.index, playing.sibling, number),
             sampling=replace(job.sampling, max_tokens=max_tokens, stop=(*job.sampling.stop, *stop)),
             routes=job.routes,
         )
-        turn = self._inbox.put(request)
+        turn = self.inbox.put(request)
         with playing.lock:
             playing.sampling.add(turn)
             playing.deadline = None
@@ -251,7 +244,7 @@ class EpisodeRunner:
             return await asyncio.wrap_future(turn)
         finally:
             if not playing.sampling:
-                playing.set_clock(asyncio.get_running_loop().time() + self._tool_timeout)
+                playing.set_clock(asyncio.get_running_loop().time() + self.tool_timeout)
 
     def _sampled(self, playing: _Playing, turn: Future[Completion]) -> None:
         with playing.lock:

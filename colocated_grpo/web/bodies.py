@@ -6,6 +6,7 @@ import asyncio
 import zlib
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -45,6 +46,7 @@ async def off_the_loop(work: Callable[[], T]) -> T:
     return await asyncio.get_running_loop().run_in_executor(_worker, work)
 
 
+@dataclass(eq=False)
 class BodyLimit:
     """Pass on each request with its complete, decompressed body, or respond with an error.
 
@@ -53,31 +55,24 @@ class BodyLimit:
     structure beyond `shape`.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        max_bytes: int,
-        error_response: ErrorResponse,
-        shape: BodyShape,
-        large_paths: Collection[str],
-    ) -> None:
-        """large_paths: paths with limit `max_bytes`. All other paths have the limit OTHER_BYTES, or `max_bytes` if that
-        is lower."""
-        self._app = app
-        self._max_bytes = max_bytes
-        self._error_response = error_response
-        self._shape = shape
-        self._large_paths = large_paths
-        self._room = BUFFERED_BODIES * max_bytes
+    app: ASGIApp
+    max_bytes: int
+    error_response: ErrorResponse
+    shape: BodyShape
+    large_paths: Collection[str]
+    """Paths with limit `max_bytes`. All other paths have the limit OTHER_BYTES, or `max_bytes` if that is lower."""
+
+    def __post_init__(self) -> None:
+        self._room = BUFFERED_BODIES * self.max_bytes
         """Bytes left for large bodies."""
         self._arriving: dict[Reservation, None] = {}
         """Incomplete bodies, oldest first."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
-        most = self._max_bytes if scope["path"] in self._large_paths else min(self._max_bytes, OTHER_BYTES)
+        most = self.max_bytes if scope["path"] in self.large_paths else min(self.max_bytes, OTHER_BYTES)
         reservation = Reservation(self)
         try:
             try:
@@ -86,10 +81,10 @@ class BodyLimit:
                     body = await self._read(Headers(scope=scope), receive, reservation, most)
             except TimeoutError:
                 message = f"the request body did not arrive within {BODY_SECONDS:g} s, or sooner while others wait"
-                await self._error_response(408, message)(scope, receive, send)
+                await self.error_response(408, message)(scope, receive, send)
                 return
             except HTTPException as error:
-                response = self._error_response(error.status_code, error.detail)
+                response = self.error_response(error.status_code, error.detail)
                 response.headers.update(error.headers or {})
                 await response(scope, receive, send)
                 return
@@ -98,7 +93,7 @@ class BodyLimit:
             headers["content-length"] = str(len(body))
             replayed = _replay(body, receive, reservation.release)
             del body  # the application determines how long the body is kept
-            await self._app(scope, replayed, send)
+            await self.app(scope, replayed, send)
         finally:
             reservation.release()
 
@@ -138,7 +133,7 @@ class BodyLimit:
 
     def _check(self, body: bytes) -> None:
         try:
-            self._shape.check(body)
+            self.shape.check(body)
         except TooComplex as error:
             raise HTTPException(400, f"the request body has {error}") from None
 
