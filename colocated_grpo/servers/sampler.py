@@ -9,11 +9,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 
+from transformers import PreTrainedTokenizerBase
+
 from colocated_grpo.rollout.engine import Request, TokenDelta
 from colocated_grpo.runtime.distributed import derive_seed
 from colocated_grpo.servers.rank_links import LoadBalancer, result_of
 from colocated_grpo.servers.request_bodies import SamplingParameters
-from colocated_grpo.servers.text import Detokenizer, Limits, TextCodec, Tokenizer, before_stop
+from colocated_grpo.servers.text import Detokenizer, Limits, TextCodec, before_stop
 from colocated_grpo.settings.generation import MIN_TEMPERATURE
 from colocated_grpo.types import Completion, FinishReason, JsonObject
 
@@ -110,26 +112,22 @@ class _Growing:
         )
 
 
+@dataclass(eq=False)
 class Sampler:
     """Completions from the engines of all ranks, for one event loop."""
 
-    def __init__(
-        self,
-        engines: LoadBalancer,
-        tokenizer: Tokenizer,
-        limits: Limits,
-        note: Callable[[str], None],
-        *,
-        template_variables: JsonObject | None = None,
-        on_sampled: OnSampled = lambda request, completion, temperature: None,
-    ) -> None:
-        """note: logs one line. template_variables: see `TextCodec`. on_sampled: called with every completion before it
-        is returned to its client."""
-        self._engines = engines
-        self.codec = TextCodec(tokenizer, limits, template_variables or {})
-        self._on_sampled = on_sampled
-        self._limits = limits
-        self._note = note
+    engines: LoadBalancer
+    tokenizer: PreTrainedTokenizerBase
+    limits: Limits
+    note: Callable[[str], None]
+    """Logs one line."""
+    template_variables: JsonObject | None = None
+    """Defaults for chat template variables that a request does not set."""
+    on_sampled: OnSampled = lambda request, completion, temperature: None
+    """Called with every completion before it is returned to its client."""
+
+    def __post_init__(self) -> None:
+        self.codec = TextCodec(self.tokenizer, self.limits, self.template_variables or {})
         self._noted = False
         self._request_numbers = itertools.count()
 
@@ -182,12 +180,12 @@ class Sampler:
                 task.cancel()
 
     def _requests(self, prompt: list[int], parameters: SamplingParameters, *, stream: bool) -> list[Request]:
-        sampling = parameters.for_engine(prompt, self._limits)
+        sampling = parameters.for_engine(prompt, self.limits)
         self._note_renormalization(parameters)
-        ends = () if parameters.ignore_eos else self._limits.stop_token_ids
+        ends = () if parameters.ignore_eos else self.limits.stop_token_ids
         sampling = replace(sampling, stop_token_ids=tuple(sorted({*sampling.stop_token_ids, *ends})))
         number = next(self._request_numbers)
-        seed = (self._limits.seed, "http", number) if parameters.seed is None else ("http", parameters.seed)
+        seed = (self.limits.seed, "http", number) if parameters.seed is None else ("http", parameters.seed)
         return [
             Request(
                 key=("http", number, index),
@@ -207,20 +205,20 @@ class Sampler:
         scored: list[Future[TopLogprobs]] = []
 
         def score(completion: Completion) -> None:
-            sequence = [*request.token_ids, *completion.token_ids][: self._limits.max_tokens - 1]
-            scored.append(self._engines.top_logprobs(sequence, num_top_logprobs))
+            sequence = [*request.token_ids, *completion.token_ids][: self.limits.max_tokens - 1]
+            scored.append(self.engines.top_logprobs(sequence, num_top_logprobs))
 
         def on_delta(tokens: TokenDelta) -> None:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(growing.add, tokens)
 
-        completion = await self._engines.send(
+        completion = await self.engines.send(
             request, on_delta if request.stream else None, score if num_top_logprobs else None
         )
         entries = [entry for future in scored for entry in await result_of(future)]
         # Greedy log-probabilities are at temperature 1. vLLM raises other temperatures to at least MIN_TEMPERATURE.
         temperature = max(parameters.temperature, MIN_TEMPERATURE) if parameters.temperature else 1.0
-        self._on_sampled(request, completion, temperature)
+        self.on_sampled(request, completion, temperature)
         text = self.codec.decode(completion.token_ids, skip_special_tokens=parameters.skip_special_tokens)
         if not parameters.include_stop_str_in_output:
             text = before_stop(text, parameters.stop)
@@ -233,10 +231,10 @@ class Sampler:
 
         The first position has no context, so its entry is None.
         """
-        self._limits.check_prompt(prompt)
+        self.limits.check_prompt(prompt)
         if len(prompt) < 2:
             return [None]
-        return [None, *await result_of(self._engines.top_logprobs(prompt, k))]
+        return [None, *await result_of(self.engines.top_logprobs(prompt, k))]
 
     def _note_renormalization(self, parameters: SamplingParameters) -> None:
         """Log once that a client samples from a truncated or penalized distribution."""
@@ -245,7 +243,7 @@ class Sampler:
         changed = [f"{name}={value:g}" for name, value in values.items() if value not in neutral[name]]
         if changed and not self._noted:
             self._noted = True
-            self._note(
+            self.note(
                 f"serving: a client samples with {', '.join(changed)}: its log-probabilities are renormalized over the "
                 "tokens kept; training on them increases the sampler-trainer KL"
             )
