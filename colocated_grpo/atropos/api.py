@@ -119,10 +119,7 @@ def create_app(
     max_queued: int = MAX_QUEUED,
     max_queued_bytes: int = MAX_QUEUED_BYTES,
 ) -> ASGIApp:
-    """Return the server with its own, empty state. The state needs no locks on a single event loop.
-
-    hosts: not checked if there is an API key. origins: origins of web pages that may send requests.
-    """
+    """Return the server with its own state, which needs no locks on one event loop. hosts: unused with an API key."""
     app = FastAPI(title="Atropos API", docs_url=None, redoc_url=None, openapi_url=None)
     exchange = Exchange(max_queued, max_queued_bytes)
     statuses = {InvalidBody: 422, InvalidGroup: 422, state.UnknownEnvironment: 404, state.QueueFull: 503}

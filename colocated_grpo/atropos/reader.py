@@ -172,10 +172,7 @@ class GroupReader:
         return rollout, origin
 
     def _origin(self, tokens_T: np.ndarray, trained_T: np.ndarray) -> Origin | None:
-        """Return the origin of the sequence's last completion, with the oldest policy version in the sequence.
-
-        None if any completion was not sampled by this run's engines.
-        """
+        """Return the origin of the last completion, with the oldest policy version; None if any has no known origin."""
         edges = np.flatnonzero(np.diff(np.concatenate([[False], trained_T, [False]])))
         found = [
             self.origins.find(tokens_T[:start].tolist(), tokens_T[start:end].tolist())

@@ -63,7 +63,6 @@ class AtroposClient:
         self._trainer = trainer
         self._may_reset = may_reset
         self._http = JsonClient(url, timeout=timeout, api_key=api_key)
-        self._http_for_batches = JsonClient(url, timeout=BATCH_SECONDS, api_key=api_key)
 
     def is_registered(self) -> bool:
         """Return True if this trainer is registered. Raises EnvironmentSetupError if a trainer with other settings is
@@ -98,7 +97,7 @@ class AtroposClient:
 
     def batch(self) -> list[object] | None:
         """Return the groups of the next batch, unchecked; None while the server has none."""
-        response = self.get("/batch", self._http_for_batches)
+        response = self.get("/batch", BATCH_SECONDS)
         if response.get("status") == "error":
             raise Unavailable("the registration was lost: the server was restarted or reset")
         batch = response.get("batch", 0)
@@ -114,8 +113,8 @@ class AtroposClient:
         except (msgspec.ValidationError, KeyError):
             raise Unavailable("the response of GET /status is not that of Atropos' API") from None
 
-    def get(self, path: str, http: JsonClient | None = None) -> JsonObject:
-        response = (http or self._http).get(path)
+    def get(self, path: str, timeout: float | None = None) -> JsonObject:
+        response = self._http.get(path, timeout)
         if not isinstance(response, dict):
             raise Unavailable(f"the response of GET {path} is not that of Atropos' API")
         return response
@@ -153,10 +152,7 @@ class AtroposSource:
         """The server's status after the last usable batch, for the metrics."""
 
     def connect(self) -> None:
-        """Check, before the engines are built, that the server is reachable and has no conflicting registration.
-
-        Raises EnvironmentSetupError after `connect_timeout`.
-        """
+        """Wait until the server is reachable, and check its registration. Raises EnvironmentSetupError."""
         deadline = time.monotonic() + self.connect_timeout
         while True:
             try:

@@ -157,10 +157,7 @@ class Driver:
         self.running += len(requests)
 
     def step(self) -> Finished:
-        """Serve the inbox, then decode one token for each running request. Returns finished requests of `submit`.
-
-        With nothing to decode, waits for the inbox, at most IDLE_SECONDS.
-        """
+        """Serve the inbox, waiting if idle, and decode one token of each request. Returns finished ones of `submit`."""
         finished = self.drain() if self._inbox.calls else []
         if self._inbox:
             self._drop_cancelled()

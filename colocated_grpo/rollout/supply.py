@@ -36,10 +36,7 @@ class Supply:
         raise NotImplementedError
 
     def release_engine(self) -> None:
-        """Wait until all ranks have stopped sampling. Groups sampled for a step not yet ordered are discarded.
-
-        Nothing to do for a supply that samples only while an `Order` is called.
-        """
+        """Wait until all ranks have stopped sampling. Groups sampled for a step not yet ordered are discarded."""
 
     def state_dict(self) -> JsonObject | None:
         """Position of the supply, on rank 0. Work that is ordered but not settled is repeated after a resume."""

@@ -55,10 +55,7 @@ def listen_for_agents(
 
 
 class EpisodeGate:
-    """Route `/episodes/<id>/<path>` with that episode's key to `<path>`; respond 401 to all other requests.
-
-    Counts the chat requests of each episode.
-    """
+    """Route `/episodes/<id>/<path>` with that episode's key to `<path>`, counting chat requests; else respond 401."""
 
     def __init__(self, app: ASGIApp, episodes: OpenEpisodes) -> None:
         self._app = app
@@ -80,10 +77,7 @@ class EpisodeGate:
 def create_agent_app(
     episodes: OpenEpisodes, codec: TextCodec, model: str, max_tokens: int, stop: Sequence[str]
 ) -> ASGIApp:
-    """Return the application behind its guards. model, max_tokens: name and context length shown to clients.
-
-    stop: strings that end every completion of the run.
-    """
+    """Return the application behind its guards. model, max_tokens: shown to clients. stop: ends every completion."""
     app = FastAPI(title="colocated_grpo agents", docs_url=None, redoc_url=None, openapi_url=None)
     engine_app.add_exception_handlers(app)
 

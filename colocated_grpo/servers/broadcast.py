@@ -141,10 +141,7 @@ class BroadcastSync:
         return self._posts.submit(server.post_or_end, path, body)
 
     def _join(self) -> list[str]:
-        """Rebuild the group of this rank and all servers' ranks if a server has restarted. Rank 0 only.
-
-        Returns the servers' instances.
-        """
+        """Rebuild the group if a server has restarted. Returns the servers' instances. Rank 0 only."""
         infos = [server.wait_until_ready() for server in self.servers]
         instances = [info["instance"] for info in infos]
         if instances == self._joined:

@@ -143,10 +143,7 @@ class Sessions:
             raise HTTPException(CONFLICT, "no trainer is attached; GET /engine/stream first")
 
     def open(self, client: str, trainer: str) -> TrainerSession:
-        """Return a new session. It replaces the client's earlier session, whose connection was lost.
-
-        Raises HTTPException if another trainer is attached.
-        """
+        """Return a new session, in place of the client's lost one. Raises HTTPException for another trainer."""
         if not trainer:
             raise HTTPException(CONFLICT, f"{TRAINER_HEADER}: missing")
         if self._open and trainer != self._trainer:

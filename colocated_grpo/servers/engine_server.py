@@ -36,7 +36,7 @@ Messages = SimpleQueue[JsonObject | None]
 
 
 class EngineServer:
-    """The routes of one server that a trainer uses.
+    """A server's routes for trainers. Calls raise Unavailable or RequestRejected where they do not name RunError.
 
     While a trainer has a stream open, it is attached to the server: no other client controls the engine.
     """
@@ -55,9 +55,7 @@ class EngineServer:
         self.url = url.rstrip("/")
         self.host = urlsplit(self.url).hostname or ""
         self.timeout = timeout
-        headers = {TRAINER_HEADER: trainer}
-        self._quick = JsonClient(self.url, timeout=CALL_SECONDS, api_key=api_key, headers=headers)
-        self._patient = JsonClient(self.url, timeout=timeout, api_key=api_key, headers=headers)
+        self._http = JsonClient(self.url, timeout=CALL_SECONDS, api_key=api_key, headers={TRAINER_HEADER: trainer})
         self.client = secrets.token_hex(16)
         """Name of this rank at the server."""
         self._messages: Messages | None = None
@@ -65,11 +63,8 @@ class EngineServer:
         self._instance = ""
 
     def info(self) -> JsonObject:
-        """Attach to the server, and return /bridge/info: model, limits, `instance` (one per start), `policy_version`.
-
-        Raises Unavailable or RequestRejected.
-        """
-        info = self._quick.get("/bridge/info")
+        """Attach to the server; return /bridge/info: model, limits, `instance` (one per start), `policy_version`."""
+        info = self._http.get("/bridge/info")
         if not isinstance(info, dict) or "instance" not in info:
             raise Unavailable(f"{self.url}/bridge/info is not an engine server's; start one with colocated-grpo serve")
         if self._messages is None or self._instance != info["instance"]:
@@ -78,8 +73,8 @@ class EngineServer:
         return info
 
     def adapters(self) -> JsonObject:
-        """Return /lora/status. Raises Unavailable or RequestRejected."""
-        return cast(JsonObject, self._quick.get("/lora/status"))
+        """Return /lora/status."""
+        return cast(JsonObject, self._http.get("/lora/status"))
 
     def wait_until_ready(self) -> JsonObject:
         """Return `info` once the server responds. Raises RunError."""
@@ -107,8 +102,8 @@ class EngineServer:
             time.sleep(RETRY_SECONDS)
 
     def post(self, path: str, body: Mapping[str, object] | None = None) -> Any:
-        """POST a request whose response waits for the engine. Raises Unavailable or RequestRejected."""
-        return self._patient.post(path, body or {})
+        """POST a request whose response waits for the engine."""
+        return self._http.post(path, body or {}, self.timeout)
 
     def post_or_end(self, path: str, body: Mapping[str, object] | None = None) -> JsonObject:
         """POST a request that must succeed for the run to continue. Raises RunError."""
@@ -118,11 +113,8 @@ class EngineServer:
             raise RunError(f"engine.urls={self.url}: POST {path} failed: {error}") from None
 
     def stream(self) -> Messages:
-        """Open a stream of messages in place of the last one. The server then aborts the requests of the last one.
-
-        Returns a queue of the messages, and None at the stream's end. Raises Unavailable or RequestRejected.
-        """
-        lines = self._quick.lines(f"/engine/stream?client={self.client}", SILENT_SECONDS)
+        """Open a stream in place of the last one, whose requests the server aborts. It ends with None."""
+        lines = self._http.lines(f"/engine/stream?client={self.client}", SILENT_SECONDS)
         next(lines)  # confirms that the server is ready for requests
         self._messages = messages = Messages()
         threading.Thread(target=self._read, args=(lines, messages), name="engine server", daemon=True).start()
@@ -131,7 +123,7 @@ class EngineServer:
     def close(self) -> None:
         """End the stream, which aborts its requests."""
         with suppress(Unavailable, RequestRejected):
-            self._quick.post("/engine/abort", {"client": self.client, "ids": None})
+            self._http.post("/engine/abort", {"client": self.client, "ids": None})
 
     def _read(self, lines: Iterator[str], messages: Messages) -> None:
         with suppress(Unavailable, RequestRejected, ValueError):  # the next call to the server shows the cause

@@ -51,10 +51,7 @@ class ServerPlan:
 
 
 def plan_servers(launch: Launch, config: Config, environment: Mapping[str, str]) -> ServerPlan | None:
-    """Return the servers to start; None if engines run in the ranks, or if the config has addresses of servers.
-
-    Raises ConfigError if flags and config contradict each other.
-    """
+    """Return the servers to start; None if there are none. Raises ConfigError if flags and config contradict."""
     engine = config.engine
     if engine.placement == "colocated" or engine.urls:
         if launch.engine_gpus:

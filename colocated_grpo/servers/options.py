@@ -143,10 +143,7 @@ def model_settings(options: ServeOptions) -> ModelConfig:
 
 
 def within_model(options: ServeOptions) -> ServeOptions:
-    """Return the options with max_model_len lowered to the model's own limit.
-
-    Raises ConfigError if the model does not exist.
-    """
+    """Lower max_model_len to the model's own limit. Raises ConfigError if the model does not exist."""
     from colocated_grpo.settings.config_json import longest_sequence, read_config_json, text_part
 
     own_limit = longest_sequence(text_part(read_config_json(model_settings(options))))
@@ -168,10 +165,7 @@ def resumed(options: ServeOptions) -> ServeOptions:
 
 
 def fall_back(file: Path) -> str | None:
-    """Withdraw the request for a model and return the model's name: the process that was to load it has ended.
-
-    Returns None if there is no such request.
-    """
+    """Withdraw and return the requested model, whose process has ended; None if no model was requested."""
     state = json.loads(file.read_text(encoding="utf-8"))
     if (requested := state[REQUESTED]) is not None:
         write_atomically(file, json.dumps({**state, REQUESTED: None}))

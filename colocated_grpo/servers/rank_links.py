@@ -278,11 +278,7 @@ def _family(host: str) -> str:
 
 
 def link_ranks(inbox: Inbox, world: World) -> tuple[list[RankLink], RemoteInbox | None]:
-    """Connect rank 0 to every other rank. Collective.
-
-    On rank 0, returns the links in rank order, and None. On every other rank, returns an empty list and the remote
-    inbox.
-    """
+    """Connect rank 0 to every other rank. Collective. Returns rank 0's links, and another rank's remote inbox."""
     secret = world.broadcast_object(secrets.token_bytes(32) if world.is_main else None)
     remote = None if world.is_main else RemoteInbox(inbox, own_address(os.environ["MASTER_ADDR"]), secret)
     addresses = world.gather_objects(None if remote is None else remote.address)

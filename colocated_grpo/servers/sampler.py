@@ -138,22 +138,23 @@ class Sampler:
 
         All prompts are checked before the first prompt is sampled. When one completion fails, all others are aborted.
         """
-        parts = [part async for part in self._parts(prompts, parameters, num_top_logprobs, stream=False)]
+        parts = [part async for part in self.stream(prompts, parameters, num_top_logprobs, whole=True)]
         return sorted(parts, key=lambda part: part.index)
 
-    def stream(
-        self, prompts: Sequence[list[int]], parameters: SamplingParameters, num_top_logprobs: int = 0
+    async def stream(
+        self,
+        prompts: Sequence[list[int]],
+        parameters: SamplingParameters,
+        num_top_logprobs: int = 0,
+        *,
+        whole: bool = False,
     ) -> AsyncGenerator[CompletionPart]:
         """Yield the completions of all prompts in parts, as they are sampled. Raises the same errors as `sample`.
 
-        Top log-probabilities are computed after a completion has finished. A completion with them is therefore a single
-        part.
+        whole: yield each completion as a single part. So is a completion with top log-probabilities, which are computed
+        after it has finished.
         """
-        return self._parts(prompts, parameters, num_top_logprobs, stream=not num_top_logprobs)
-
-    async def _parts(
-        self, prompts: Sequence[list[int]], parameters: SamplingParameters, num_top_logprobs: int, *, stream: bool
-    ) -> AsyncGenerator[CompletionPart]:
+        stream = not whole and not num_top_logprobs
         requests = [request for prompt in prompts for request in self._requests(prompt, parameters, stream=stream)]
         ready: asyncio.Queue[_Growing | None] = asyncio.Queue()
         decode = partial(self.codec.decode, skip_special_tokens=parameters.skip_special_tokens)
@@ -227,10 +228,7 @@ class Sampler:
         growing.end(CompletionPart.whole(growing.index, completion, text, top_logprobs))
 
     async def prompt_logprobs(self, prompt: list[int], k: int) -> list[dict[int, float] | None]:
-        """Return log-probabilities at temperature 1 of each prompt token and the k most likely tokens at its position.
-
-        The first position has no context, so its entry is None.
-        """
+        """Return log-probabilities at temperature 1 of each prompt token and the k most likely; None for the first."""
         self.limits.check_prompt(prompt)
         if len(prompt) < 2:
             return [None]

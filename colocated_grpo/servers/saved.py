@@ -63,10 +63,7 @@ class RestartSync:
         """Model of the last sync."""
 
     def sync(self) -> None:
-        """Save the model and restart every server. Collective. Raises RunError on every rank.
-
-        At version 0, nothing is saved or restarted if every server has the base model.
-        """
+        """Restart every server from the saved model, unless at version 0 all have the base model. Collective."""
         if self.version() == 0 and self.world.from_main(self._have_base):
             return
         self._targets.reverse()

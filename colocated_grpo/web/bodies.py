@@ -73,11 +73,11 @@ class BodyLimit:
             await self.app(scope, receive, send)
             return
         most = self.max_bytes if scope["path"] in self.large_paths else min(self.max_bytes, OTHER_BYTES)
-        reservation = Reservation(self)
+        clock = asyncio.timeout(BODY_SECONDS)
+        reservation = Reservation(asyncio.get_running_loop().time(), lambda: clock.reschedule(0))
         try:
             try:
-                async with asyncio.timeout(BODY_SECONDS) as timeout:
-                    reservation.expire = lambda: timeout.reschedule(0)
+                async with clock:
                     body = await self._read(Headers(scope=scope), receive, reservation, most)
             except TimeoutError:
                 message = f"the request body did not arrive within {BODY_SECONDS:g} s, or sooner while others wait"
@@ -91,11 +91,11 @@ class BodyLimit:
             headers = MutableHeaders(scope=scope)
             del headers["content-encoding"]
             headers["content-length"] = str(len(body))
-            replayed = _replay(body, receive, reservation.release)
+            replayed = _replay(body, receive, partial(self._release, reservation))
             del body  # the application determines how long the body is kept
             await self.app(scope, replayed, send)
         finally:
-            reservation.release()
+            self._release(reservation)
 
     async def _read(self, headers: Headers, receive: Receive, reservation: Reservation, most: int) -> bytes:
         if "content-length" in headers and "transfer-encoding" in headers:
@@ -117,14 +117,14 @@ class BodyLimit:
                 more = message.get("more_body", False)
                 if len(received) > most:
                     raise _too_large(most)
-                reservation.grow_to(len(received))
+                self._grow(reservation, len(received))
         finally:
             self._arriving.pop(reservation, None)
         body = bytes(received)
         del received  # one copy while it is decompressed
         if body and "gzip" in headers.get("content-encoding", "").lower():
             body = await off_the_loop(partial(_decompress, body, most))
-            reservation.grow_to(len(body))
+            self._grow(reservation, len(body))
         if len(body) <= INLINE_BYTES:
             self._check(body)
         else:
@@ -137,37 +137,34 @@ class BodyLimit:
         except TooComplex as error:
             raise HTTPException(400, f"the request body has {error}") from None
 
-    def reserve(self, num_bytes: int) -> None:
-        """Reserve memory for large bodies; a negative number releases it. Raises HTTPException."""
+    def _grow(self, reservation: Reservation, num_bytes: int) -> None:
+        """Reserve memory for a large body. Raises HTTPException."""
+        if num_bytes <= max(reservation.num_bytes, SMALL_BYTES):
+            return
         now = asyncio.get_running_loop().time()
         for other in list(self._arriving):
-            if num_bytes <= self._room or now - other.begun < GRACE_SECONDS:
+            if num_bytes - reservation.num_bytes <= self._room or now - other.begun < GRACE_SECONDS:
                 break
             other.expire()
-            other.release()
-        if num_bytes > self._room:
+            self._release(other)  # possibly the same reservation
+        if (more := num_bytes - reservation.num_bytes) > self._room:
             raise HTTPException(503, "other large request bodies are being read; try again later")
-        self._room -= num_bytes
+        self._room -= more
+        reservation.num_bytes = num_bytes
+
+    def _release(self, reservation: Reservation) -> None:
+        self._room += reservation.num_bytes
+        reservation.num_bytes = 0
 
 
+@dataclass(eq=False)
 class Reservation:
     """One request's reservation of memory for large bodies."""
 
-    def __init__(self, limit: BodyLimit) -> None:
-        self._limit = limit
-        self._num_bytes = 0
-        self.begun = asyncio.get_running_loop().time()
-        self.expire: Callable[[], None] = lambda: None
-        """Rejects the body at once, to make room for other bodies."""
-
-    def grow_to(self, num_bytes: int) -> None:
-        if num_bytes > max(self._num_bytes, SMALL_BYTES):
-            self._limit.reserve(num_bytes - self._num_bytes)
-            self._num_bytes = num_bytes
-
-    def release(self) -> None:
-        self._limit.reserve(-self._num_bytes)
-        self._num_bytes = 0
+    begun: float
+    expire: Callable[[], None]
+    """Rejects the body at once, to make room for other bodies."""
+    num_bytes: int = 0
 
 
 def _decompress(compressed: bytes, most: int) -> bytes:

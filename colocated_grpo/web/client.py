@@ -60,11 +60,12 @@ class JsonClient:
         key = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._headers = {**HEADERS, **key, **(headers or {})}
 
-    def get(self, path: str) -> object:
-        return self._call(Request(self._url + path, headers=self._headers))
+    def get(self, path: str, timeout: float | None = None) -> object:
+        """timeout: for this call, in place of the client's."""
+        return self._call(Request(self._url + path, headers=self._headers), timeout or self._timeout)
 
-    def post(self, path: str, body: object) -> object:
-        return self._call(Request(self._url + path, json.dumps(body).encode(), self._headers))
+    def post(self, path: str, body: object, timeout: float | None = None) -> object:
+        return self._call(Request(self._url + path, json.dumps(body).encode(), self._headers), timeout or self._timeout)
 
     def lines(self, path: str, silence: float) -> Iterator[str]:
         """Yield the lines of a streamed response, without empty lines. Raises Unavailable at the end.
@@ -77,30 +78,31 @@ class JsonClient:
                     yield text
         raise Unavailable("the server has ended the response")
 
-    def _call(self, request: Request) -> object:
+    def _call(self, request: Request, timeout: float) -> object:
         """Return the parsed JSON, or a string when the content type is not JSON."""
         with _failures():
-            with _opener.open(request, timeout=self._timeout) as response:
-                raw, headers = self._read(response), response.headers
+            with _opener.open(request, timeout=timeout) as response:
+                raw, headers = _read(response, timeout), response.headers
             body = gunzip(raw, MAX_RESPONSE_BYTES) if headers.get("Content-Encoding") == "gzip" else raw
             return json.loads(body) if "json" in headers.get("Content-Type", "") else body.decode(errors="replace")
 
-    def _read(self, response: HTTPResponse) -> bytes:
-        """Return the body, read in blocks.
 
-        `response.read()` would allocate Content-Length bytes at once, and a socket timeout restarts with every byte
-        received, so both the size and the deadline are checked after each block.
-        """
-        deadline, body = time.monotonic() + self._timeout, bytearray()
-        while block := response.read1(READ_BYTES):
-            body += block
-            if len(body) > MAX_RESPONSE_BYTES:
-                raise TooLarge
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"the response takes longer than {self._timeout:g} s")
-        if response.length:
-            raise IncompleteRead(b"", response.length)
-        return bytes(body)
+def _read(response: HTTPResponse, timeout: float) -> bytes:
+    """Return the body, read in blocks.
+
+    `response.read()` would allocate Content-Length bytes at once, and a socket timeout restarts with every byte
+    received, so both the size and the deadline are checked after each block.
+    """
+    deadline, body = time.monotonic() + timeout, bytearray()
+    while block := response.read1(READ_BYTES):
+        body += block
+        if len(body) > MAX_RESPONSE_BYTES:
+            raise TooLarge
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the response takes longer than {timeout:g} s")
+    if response.length:
+        raise IncompleteRead(b"", response.length)
+    return bytes(body)
 
 
 @contextmanager
