@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 from colocated_grpo.servers import request_bodies, responses
 from colocated_grpo.servers.engine_control import NO_WEIGHTS, SERVING
 from colocated_grpo.servers.rank_links import ServerClosing
-from colocated_grpo.servers.request_bodies import ChatBody, CompletionBody, GenerateBody, SamplingParameters
+from colocated_grpo.servers.request_bodies import ChatBody, CompletionBody, GenerateBody, SamplingParameters, TokensBody
 from colocated_grpo.servers.responses import ChatFormat, ClosingStream, CompletionFormat
 from colocated_grpo.servers.sampler import CompletionPart, Sampler
 from colocated_grpo.servers.text import InvalidRequest, TextCodec
@@ -120,7 +120,7 @@ def _add_sampling_routes(app: FastAPI, sampler: Sampler, model: str) -> None:
 
     @app.post(TOKENS)
     async def generate_tokens(request: Request) -> Response:
-        body = await read_json(request, request_bodies.TokensBody.from_json)
+        body = await read_json(request, TokensBody.from_json)
         parameters = body.sampling_params
         form = responses.TokensFormat(body.request_id, body.model or model, logprobs=parameters.logprobs is not None)
         return await _respond(request, sampler, form, [body.token_ids], parameters, stream=body.stream)
