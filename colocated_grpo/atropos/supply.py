@@ -21,7 +21,6 @@ from colocated_grpo.rollout.supply import Order, Supply
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.servers.rank_links import LoadBalancer, RankLink, RemoteInbox
 from colocated_grpo.types import Group, JsonObject
-from colocated_grpo.web.server import ServerThread
 
 LONG_SLEEP_SECONDS = 480.0
 """Longer sleeps are logged. By default environments abandon a rollout after 600 s, including its pending requests."""
@@ -37,6 +36,8 @@ class AtroposSupply(Supply):
     world: World
     driver: Driver
     stop_requested: Callable[[], bool]
+    disconnect: Callable[[], None]
+    """Closes ports and rank links."""
 
     def order(self, step: int) -> Order:
         if self.world.from_main(self.stop_requested):
@@ -59,6 +60,7 @@ class AtroposSupply(Supply):
 
     def close(self) -> None:
         self.driver.abort()
+        self.disconnect()
 
 
 @dataclass(eq=False, kw_only=True)
@@ -69,7 +71,6 @@ class MainSupply(AtroposSupply):
     inbox: Inbox
     rank_links: list[RankLink]
     engines: LoadBalancer
-    servers: list[ServerThread]
     policy_version: Callable[[], int]
     note: Callable[[str], None]
 
@@ -124,10 +125,6 @@ class MainSupply(AtroposSupply):
         # Order matters: reject new requests, respond to pending ones, then close the connections.
         self.engines.closed = True
         super().close()
-        for server in self.servers:
-            server.close()
-        for link in self.rank_links:
-            link.close()
         self._batch_thread.shutdown(wait=False, cancel_futures=True)
 
 
@@ -140,7 +137,3 @@ class WorkerSupply(AtroposSupply):
     def _serve(self, step: int) -> list[Group] | None:
         self.inbox.serve(self.driver, step + 1)
         return self.world.from_main(lambda: None)  # receives rank 0's groups; the argument is not called on this rank
-
-    def close(self) -> None:
-        super().close()
-        self.inbox.close()

@@ -91,7 +91,8 @@ def create_agent_app(
         body = await read_json(request, ChatBody.from_json)
         parameters = body.sampling_parameters
         try:
-            prompt = await engine_app.encode_chat(codec, body, as_sampled(body.plain_messages, episode.sampled))
+            messages = as_sampled(body.plain_messages, episode.sampled)
+            prompt = await codec.encode_chat(messages, body.template_settings)
             work = episode.complete(prompt, parameters.max_tokens, parameters.n, parameters.stop)
             completions = await engine_app.cancel_on_disconnect(request, asyncio.wrap_future(work))
         except TooLong as error:

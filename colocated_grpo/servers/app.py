@@ -16,8 +16,7 @@ from colocated_grpo.servers.rank_links import ServerClosing
 from colocated_grpo.servers.request_bodies import ChatBody, CompletionBody, GenerateBody, SamplingParameters, TokensBody
 from colocated_grpo.servers.responses import ChatFormat, ClosingStream, CompletionFormat
 from colocated_grpo.servers.sampler import CompletionPart, Sampler
-from colocated_grpo.servers.text import InvalidRequest, TextCodec
-from colocated_grpo.types import JsonObject
+from colocated_grpo.servers.text import InvalidRequest
 from colocated_grpo.web.bodies import BodyLimit, InvalidBody, read_json
 from colocated_grpo.web.guards import ConcurrencyLimit, Hosts, OwnRequests, RequireApiKey, error_response
 from colocated_grpo.web.shape import BodyShape
@@ -136,7 +135,7 @@ def _add_sampling_routes(app: FastAPI, sampler: Sampler, model: str) -> None:
     @app.post(CHAT)
     async def chat_completions(request: Request) -> Response:
         body = await read_json(request, ChatBody.from_json)
-        prompt = await encode_chat(codec, body, body.plain_messages)
+        prompt = await codec.encode_chat(body.plain_messages, body.template_settings)
         form = ChatFormat(body, model, codec.detokenize, [prompt], logprobs=bool(body.logprobs))
         parameters, k = body.sampling_parameters, body.num_top_logprobs
         return await _respond(request, sampler, form, [prompt], parameters, k, stream=body.stream)
@@ -167,17 +166,6 @@ async def _respond(
         return ClosingStream(responses.as_server_sent_events(chunks), parts.aclose, EVENT_STREAM)
     sampled = await cancel_on_disconnect(request, sampler.sample(prompts, parameters, num_top_logprobs))
     return JSONResponse(form.response(sampled))
-
-
-async def encode_chat(codec: TextCodec, body: ChatBody, messages: list[JsonObject]) -> list[int]:
-    """Return the tokens of the messages, rendered in the chat template with the body's template settings."""
-    settings: JsonObject = {
-        **(body.chat_template_kwargs or {}),
-        "add_generation_prompt": body.add_generation_prompt and not body.continue_final_message,
-        "continue_final_message": body.continue_final_message,
-        "tools": body.tools or None,  # some templates also describe an empty list
-    }
-    return await codec.encode_chat(messages, settings)
 
 
 async def _start(request: Request, parts: AsyncGenerator[CompletionPart]) -> AsyncIterator[CompletionPart]:

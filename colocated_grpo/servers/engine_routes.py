@@ -116,6 +116,9 @@ class TrainerSession:
         self.requests.cancel()
         self._messages.put_nowait(None)
 
+    def close_from_another_thread(self) -> None:
+        self._loop.call_soon_threadsafe(self.close)
+
 
 class Sessions:
     """Open sessions by client. All of them belong to one trainer, which is attached to the server meanwhile."""
@@ -128,7 +131,6 @@ class Sessions:
         self._open: dict[str, TrainerSession] = {}
         self._trainer = ""
         """Secret of the attached trainer."""
-        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def allow_command(self, request: Request) -> None:
         """Raise HTTPException for a client that is not the attached trainer, if there is one."""
@@ -150,7 +152,7 @@ class Sessions:
             raise HTTPException(CONFLICT, "another trainer is attached to this server")
         if not self._open:
             self._attached()
-        self._trainer, self._loop = trainer, asyncio.get_running_loop()
+        self._trainer = trainer
         if (former := self._open.pop(client, None)) is not None:
             former.close()
         else:
@@ -170,13 +172,8 @@ class Sessions:
     def close_all(self) -> None:
         """End all streams before the server closes, because open streams would delay closing. Call from another
         thread."""
-
-        def close() -> None:
-            for session in self._open.values():
-                session.close()
-
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(close)
+        for session in list(self._open.values()):
+            session.close_from_another_thread()
 
 
 def add_engine_routes(app: FastAPI, control: EngineControl, inbox: Inbox, sessions: Sessions, limits: Limits) -> None:

@@ -321,6 +321,16 @@ class ChatBody(OpenAIBody):
         return self.top_logprobs or 0 if self.logprobs else 0
 
     @property
+    def template_settings(self) -> JsonObject:
+        """Arguments of the chat template."""
+        return {
+            **(self.chat_template_kwargs or {}),
+            "add_generation_prompt": self.add_generation_prompt and not self.continue_final_message,
+            "continue_final_message": self.continue_final_message,
+            "tools": self.tools or None,  # some templates also describe an empty list
+        }
+
+    @property
     def plain_messages(self) -> list[JsonObject]:
         return [message.model_dump(exclude_none=True) for message in self.messages]
 

@@ -147,16 +147,16 @@ class Both:
                 world,
                 driver,
                 stop_requested,
+                lambda: [link.close() for link in self.links],
                 source=self.outside,
                 inbox=self.inbox,
                 rank_links=self.links,
                 engines=LoadBalancer(self.inbox, self.links),
-                servers=[],
                 policy_version=lambda: 0,
                 note=self.notes.append,
             )
         else:
-            served = WorkerSupply(world, driver, stop_requested, inbox=end)
+            served = WorkerSupply(world, driver, stop_requested, end.close, inbox=end)
         self.supply = MixedSupply(sampled, served)
 
     def collect(self, step: int) -> list[Group]:
