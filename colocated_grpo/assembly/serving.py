@@ -119,16 +119,16 @@ class Serving:
         self._world.from_main(lambda: None if source is None else source.begin(step))
         if source is None:
             assert self._end is not None  # every rank except 0 has a link to rank 0
-            return WorkerSupply(self._world, driver, stop_requested, inbox=self._end)
+            return WorkerSupply(self._world, driver, stop_requested, self.close, inbox=self._end)
         return MainSupply(
             self._world,
             driver,
             stop_requested,
+            self.close,
             source=source,
             inbox=self._inbox,
             rank_links=self._links,
             engines=self._engines,
-            servers=self._servers,
             policy_version=policy_version,
             note=self._note,
         )

@@ -20,14 +20,8 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from colocated_grpo.atropos.exchange import (
-    EnvRegistration,
-    Exchange,
-    InvalidGroup,
-    QueueFull,
-    ScoredGroup,
-    UnknownEnvironment,
-)
+from colocated_grpo.atropos import exchange as state
+from colocated_grpo.atropos.exchange import Exchange, InvalidGroup, ScoredGroup
 from colocated_grpo.atropos.reader import Overrides, Registration
 from colocated_grpo.runtime.program import raise_descriptor_limit
 from colocated_grpo.settings.atropos import is_loopback
@@ -125,13 +119,11 @@ def create_app(
     max_queued: int = MAX_QUEUED,
     max_queued_bytes: int = MAX_QUEUED_BYTES,
 ) -> ASGIApp:
-    """Return the server with its own, empty state. The state needs no locks on a single event loop.
-
-    hosts: not checked if there is an API key. origins: origins of web pages that may send requests.
-    """
+    """Return the server with its own state, which needs no locks on one event loop. hosts: unused with an API key."""
     app = FastAPI(title="Atropos API", docs_url=None, redoc_url=None, openapi_url=None)
     exchange = Exchange(max_queued, max_queued_bytes)
-    for error, status in {InvalidBody: 422, InvalidGroup: 422, UnknownEnvironment: 404, QueueFull: 503}.items():
+    statuses = {InvalidBody: 422, InvalidGroup: 422, state.UnknownEnvironment: 404, state.QueueFull: 503}
+    for error, status in statuses.items():
         app.add_exception_handler(error, partial(_on_exception, status))
     _add_trainer_routes(app, exchange)
     _add_environment_routes(app, exchange)
@@ -224,7 +216,7 @@ class EnvIdentifier(Struct):
 
 
 def _add_environment_routes(app: FastAPI, exchange: Exchange) -> None:
-    env_registration, env_identifier = msgspec.json.Decoder(EnvRegistration), msgspec.json.Decoder(EnvIdentifier)
+    env_registration, env_identifier = msgspec.json.Decoder(state.EnvRegistration), msgspec.json.Decoder(EnvIdentifier)
     one, several = msgspec.json.Decoder(PostedGroup), msgspec.json.Decoder(list[PostedGroup])
 
     def read(posted: PostedGroup) -> ScoredGroup:
@@ -286,9 +278,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="origin of web pages that may send requests, such as http://localhost:3000; repeat for several",
     )
     options = parser.parse_args(arguments)
-    api_key = os.environ.get(options.api_key_variable) if options.api_key_variable else None
-    if options.api_key_variable and not api_key:
-        parser.exit(2, f"error: --api-key-variable={options.api_key_variable}: this environment variable is not set\n")
+    variable = options.api_key_variable
+    api_key = os.environ.get(variable) if variable else None
+    if variable and not api_key:
+        parser.exit(2, f"error: --api-key-variable={variable}: this environment variable is not set\n")
     if api_key is None and not is_loopback(options.host):
         warning = f"--host={options.host}: every machine that reaches it can post groups and reset the server"
         print(f"warning: {warning}; set --api-key-variable", file=sys.stderr)

@@ -178,10 +178,10 @@ class Exchange:
 
     def _excess(self, groups: Iterable[ScoredGroup]) -> str | None:
         """Return a line about the limit that the queue would exceed with these groups; None if there is none."""
-        new, waiting = _volume(groups), self._waiting
+        new = _volume(groups)
         for unit, limit in self._limits.items():
-            if waiting[unit] + new[unit] > limit:
-                return f"{waiting[unit]} {unit} are waiting for the trainer; the limit is {limit}"
+            if (waiting := self._waiting[unit]) + new[unit] > limit:
+                return f"{waiting} {unit} are waiting for the trainer; the limit is {limit}"
         return None
 
     def _check_size(self, size: int) -> None:
@@ -196,26 +196,21 @@ class Exchange:
 
     def _post(self, group: ScoredGroup) -> JsonObject:
         env, self.latest = self._env(group.env_id), group.texts[-1]
-        if env is not None and group.size < env.settings.group_size:
-            return self._post_part(env, group)
-        self._enqueue(env, group)
-        return {"status": "received"}
-
-    def _enqueue(self, env: RegisteredEnvironment | None, group: ScoredGroup) -> None:
+        response: JsonObject = {"status": "received"}
+        if env is not None and group.size < (size := env.settings.group_size):
+            env.parts.append(group)
+            self._waiting.subtract(_volume(env.parts[:-MAX_PARTS]))
+            del env.parts[:-MAX_PARTS]
+            chosen = choose_parts([part.size for part in env.parts], size)
+            group = ScoredGroup(size, env.env_id, tuple(text for each in chosen for text in env.parts[each].texts))
+            env.parts = [part for position, part in enumerate(env.parts) if position not in chosen]
+            response = {"status": "buffered", "buffer_size": sum(part.size for part in env.parts)}
+            if not chosen:
+                return response
         self._queue.append(group)
         if env is not None:
             env.vain_requests = 0
-
-    def _post_part(self, env: RegisteredEnvironment, part: ScoredGroup) -> JsonObject:
-        env.parts.append(part)
-        self._waiting.subtract(_volume(env.parts[:-MAX_PARTS]))
-        del env.parts[:-MAX_PARTS]
-        chosen = choose_parts([each.size for each in env.parts], env.settings.group_size)
-        if chosen:
-            texts = tuple(text for position in chosen for text in env.parts[position].texts)
-            self._enqueue(env, ScoredGroup(env.settings.group_size, env.env_id, texts))
-        env.parts = [each for position, each in enumerate(env.parts) if position not in chosen]
-        return {"status": "buffered", "buffer_size": sum(each.size for each in env.parts)}
+        return response
 
     def batch(self) -> list[ScoredGroup] | None:
         """Take a batch off the queue; None if none can be formed. A trainer must have registered."""

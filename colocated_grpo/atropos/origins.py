@@ -31,7 +31,6 @@ class Origins:
         self._known: OrderedDict[bytes, Origin] = OrderedDict()
 
     def record(self, request: Request, completion: Completion, temperature: float) -> None:
-        """Record a completion of the sampler."""
         origin = Origin(temperature, completion.policy_version, completion.finish_reason)
         self.remember(request.token_ids, completion.token_ids, origin)
 

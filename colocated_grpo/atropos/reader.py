@@ -39,9 +39,6 @@ MISSING_LOGPROBS = "missing_logprobs"
 """Reason for dropping a group without inference_logprobs."""
 
 
-Token = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
-
-
 Count = Annotated[int, Meta(ge=1, lt=2**31)]
 """Bounded, because an overflow or division by zero in the shared state would fail all clients."""
 Whole = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
@@ -73,8 +70,8 @@ class Overrides(Struct, omit_defaults=True):
 class ReceivedGroup(Struct):
     """One group of GET /batch, with one list entry per sequence. The lists may differ in length."""
 
-    tokens: list[list[Token]]
-    masks: list[list[Token]]
+    tokens: list[list[Whole]]
+    masks: list[list[Whole]]
     scores: list[float]
     advantages: list[list[float]] | None = None
     ref_logprobs: list[list[float]] | None = None
@@ -117,7 +114,11 @@ class GroupReader:
                 batch.drop("malformed", item.get("env_id") if isinstance(item, dict) else None)
                 continue
             if rollouts := self._rollouts(group, policy_version, batch):
-                batch.groups.append(self._group(group, rollouts, first_index + len(batch.groups)))
+                prompt_ids = rollouts[0].token_ids[: rollouts[0].prompt_length]
+                text, index = self.decode(prompt_ids), first_index + len(batch.groups)
+                row = {"prompt": text, "env_id": group.env_id}
+                prompt = Prompt(index=index, token_ids=prompt_ids, text=text, item=row, source=self.source)
+                batch.groups.append(Group(prompt=prompt, rollouts=rollouts))
         return batch
 
     def _rollouts(self, group: ReceivedGroup, policy_version: int, batch: ReadBatch) -> list[Rollout]:
@@ -171,10 +172,7 @@ class GroupReader:
         return rollout, origin
 
     def _origin(self, tokens_T: np.ndarray, trained_T: np.ndarray) -> Origin | None:
-        """Return the origin of the sequence's last completion, with the oldest policy version in the sequence.
-
-        None if any completion was not sampled by this run's engines.
-        """
+        """Return the origin of the last completion, with the oldest policy version; None if any has no known origin."""
         edges = np.flatnonzero(np.diff(np.concatenate([[False], trained_T, [False]])))
         found = [
             self.origins.find(tokens_T[:start].tolist(), tokens_T[start:end].tolist())
@@ -184,13 +182,6 @@ class GroupReader:
         if len(known) < len(found):
             return None
         return known[-1]._replace(policy_version=min(origin.policy_version for origin in known))
-
-    def _group(self, group: ReceivedGroup, rollouts: list[Rollout], index: int) -> Group:
-        prompt_ids = rollouts[0].token_ids[: rollouts[0].prompt_length]
-        text = self.decode(prompt_ids)
-        item = {"prompt": text, "env_id": group.env_id}
-        prompt = Prompt(index=index, token_ids=prompt_ids, text=text, item=item, source=self.source)
-        return Group(prompt=prompt, rollouts=rollouts)
 
 
 @dataclass

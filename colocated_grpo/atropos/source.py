@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -54,13 +55,7 @@ class AtroposClient:
     """HTTP calls of one trainer. Methods raise Unavailable without a usable response, RequestRejected on 4xx."""
 
     def __init__(
-        self,
-        url: str,
-        trainer: Registration,
-        *,
-        may_reset: bool,
-        timeout: float = 30.0,
-        api_key: str | None = None,
+        self, url: str, trainer: Registration, *, may_reset: bool, timeout: float = 30.0, api_key: str | None = None
     ) -> None:
         """may_reset: allow deleting another trainer's registration with its queue and environments."""
         self.url = url
@@ -68,12 +63,11 @@ class AtroposClient:
         self._trainer = trainer
         self._may_reset = may_reset
         self._http = JsonClient(url, timeout=timeout, api_key=api_key)
-        self._http_for_batches = JsonClient(url, timeout=BATCH_SECONDS, api_key=api_key)
 
     def is_registered(self) -> bool:
         """Return True if this trainer is registered. Raises EnvironmentSetupError if a trainer with other settings is
         registered."""
-        info = self._object("/info")
+        info = self.get("/info")
         expected = {"batch_size": self._trainer.batch_size, "max_token_len": self._trainer.max_token_len}
         registered = {name: info.get(name, UNSET) for name in expected}
         if registered != expected and registered["batch_size"] != UNSET and not self._may_reset:
@@ -103,7 +97,7 @@ class AtroposClient:
 
     def batch(self) -> list[object] | None:
         """Return the groups of the next batch, unchecked; None while the server has none."""
-        response = self._object("/batch", self._http_for_batches)
+        response = self.get("/batch", BATCH_SECONDS)
         if response.get("status") == "error":
             raise Unavailable("the registration was lost: the server was restarted or reset")
         batch = response.get("batch", 0)
@@ -111,45 +105,36 @@ class AtroposClient:
             raise Unavailable("the batch of GET /batch is not a list")
         return batch or None
 
-    def latest_group(self) -> JsonObject:
-        """Return the most recently posted group; the group's lists are empty if nothing was posted."""
-        return self._object("/latest_example")
-
     def status(self) -> dict[str, float]:
         """Return current_step (batches formed, not trained) and queue_size (waiting groups)."""
         try:
-            status = msgspec.convert(self._object("/status"), dict[str, Number])
+            status = msgspec.convert(self.get("/status"), dict[str, Number])
             return {"current_step": status["current_step"], "queue_size": status["queue_size"]}
         except (msgspec.ValidationError, KeyError):
             raise Unavailable("the response of GET /status is not that of Atropos' API") from None
 
-    def _object(self, path: str, http: JsonClient | None = None) -> JsonObject:
-        response = (http or self._http).get(path)
+    def get(self, path: str, timeout: float | None = None) -> JsonObject:
+        response = self._http.get(path, timeout)
         if not isinstance(response, dict):
             raise Unavailable(f"the response of GET {path} is not that of Atropos' API")
         return response
 
 
+@dataclass(eq=False)
 class AtroposSource:
     """Batches for rank 0. `wait_for_groups` may run on another thread while no other method is called."""
 
-    def __init__(
-        self,
-        client: AtroposClient,
-        reader: GroupReader,
-        *,
-        connect_timeout: float,
-        unusable_timeout: float | None,
-        note: Callable[[str], None],
-        keep: Callable[[list[object]], None],
-    ) -> None:
-        """connect_timeout, unusable_timeout: in seconds. note: logs one line. keep: called with each received batch."""
-        self._client = client
-        self._reader = reader
-        self._connect_timeout = connect_timeout
-        self._unusable_timeout = unusable_timeout
-        self._note = note
-        self._keep = keep
+    client: AtroposClient
+    reader: GroupReader
+    connect_timeout: float
+    unusable_timeout: float | None
+    """In seconds; None: no limit."""
+    note: Callable[[str], None]
+    """Logs one line."""
+    keep: Callable[[list[object]], None]
+    """Called with each received batch."""
+
+    def __post_init__(self) -> None:
         self._registered = False
         self._num_registrations = 0
         self._num_failures = 0
@@ -167,23 +152,20 @@ class AtroposSource:
         """The server's status after the last usable batch, for the metrics."""
 
     def connect(self) -> None:
-        """Check, before the engines are built, that the server is reachable and has no conflicting registration.
-
-        Raises EnvironmentSetupError after `connect_timeout`.
-        """
-        deadline = time.monotonic() + self._connect_timeout
+        """Wait until the server is reachable, and check its registration. Raises EnvironmentSetupError."""
+        deadline = time.monotonic() + self.connect_timeout
         while True:
             try:
-                self._client.is_registered()
+                self.client.is_registered()
                 return
             except Unavailable as error:
-                reason = f"within {self._connect_timeout:g} s ({error})"
+                reason = f"within {self.connect_timeout:g} s ({error})"
                 failed = time.monotonic() >= deadline
             except RequestRejected as error:
                 reason, failed = str(error), True
             if failed:
                 raise EnvironmentSetupError(
-                    f"environments: atropos: url={self._client.url!r}: no Atropos API there, {reason}; start run-api, "
+                    f"environments: atropos: url={self.client.url!r}: no Atropos API there, {reason}; start run-api, "
                     "or python -m colocated_grpo.atropos.api"
                 )
             time.sleep(POLL_SECONDS)
@@ -220,11 +202,11 @@ class AtroposSource:
         """Request a batch, after registering if needed. Returns 0 if a batch has arrived, else the seconds to wait."""
         try:
             if self._registered:
-                items = self._client.batch()
+                items = self.client.batch()
             else:
-                items = self._client.register(step, self._note)
+                items = self.client.register(step, self.note)
                 if self._num_registrations:
-                    self._note(f"atropos: registered again at {self._client.url}")
+                    self.note(f"atropos: registered again at {self.client.url}")
                 self._registered = True
                 self._num_registrations += 1
             self._num_failures = 0
@@ -234,8 +216,8 @@ class AtroposSource:
             self._num_failures += 1
             pause = min(MAX_RETRY_SECONDS, 2.0 ** (self._num_failures - 1) * POLL_SECONDS)
             if self._num_failures == 1 or pause == MAX_RETRY_SECONDS:
-                self._note(
-                    f"atropos: no batch from {self._client.url} ({error}); trying again, at most every "
+                self.note(
+                    f"atropos: no batch from {self.client.url} ({error}); trying again, at most every "
                     f"{MAX_RETRY_SECONDS:g} s"
                 )
             return pause * random.uniform(0.5, 1.0)
@@ -245,16 +227,16 @@ class AtroposSource:
         return 0.0
 
     def _read(self, items: list[object], policy_version: int) -> list[Group]:
-        self._keep(items)
-        batch = self._reader.read(items, self._groups_read, policy_version)
+        self.keep(items)
+        batch = self.reader.read(items, self._groups_read, policy_version)
         self._last.update(batch)
         if batch.dropped and time.monotonic() - self._reported >= REPORT_SECONDS:
-            self._note(f"atropos: dropped {self._last.description()}")
+            self.note(f"atropos: dropped {self._last.description()}")
             self._reported = time.monotonic()
         if batch.groups:
             self._unusable_since = None
             with suppress(Unavailable, RequestRejected):
-                self._status = self._client.status()
+                self._status = self.client.status()
         return batch.groups
 
     def _check_patience(self) -> None:
@@ -265,10 +247,10 @@ class AtroposSource:
         now = time.monotonic()
         if self._unusable_since is None:
             self._unusable_since = now
-        if self._unusable_timeout is None or now - self._unusable_since < self._unusable_timeout:
+        if self.unusable_timeout is None or now - self._unusable_since < self.unusable_timeout:
             return
         problem = (
-            f"environments: nothing that {self._client.url} sent for {self._unusable_timeout:g} s can be trained: "
+            f"environments: nothing that {self.client.url} sent for {self.unusable_timeout:g} s can be trained: "
             f"dropped {self._last.description()}"
         )
         if MISSING_LOGPROBS in self._last.dropped:
@@ -280,11 +262,11 @@ class AtroposSource:
 
     def _explain_missing_batch(self) -> None:
         try:
-            num_waiting = int(self._client.status()["queue_size"])
-            latest = self._client.latest_group().get("tokens")
+            num_waiting = int(self.client.status()["queue_size"])
+            latest = self.client.get("/latest_example").get("tokens")  # of the group that was posted last
         except (Unavailable, RequestRejected):
             return
-        batch_size = self._client.batch_size
+        batch_size = self.client.batch_size
         if num_waiting >= batch_size:
             size = len(latest) if isinstance(latest, list) else 0
             suspect = f" (the latest has {size})" if size and batch_size % size else ""
@@ -303,8 +285,8 @@ class AtroposSource:
                 "is an environment running, with this --env.rollout_server_url, with --env.wandb_name and with this "
                 "trainer's server as --openai.base_url?"
             )
-        self._note(
-            f"atropos: no batch for {EXPLAIN_SECONDS:g} s; {self._client.url} holds {num_waiting} groups; {advice}"
+        self.note(
+            f"atropos: no batch for {EXPLAIN_SECONDS:g} s; {self.client.url} holds {num_waiting} groups; {advice}"
         )
 
     def settle(self) -> None:
@@ -328,7 +310,7 @@ class AtroposSource:
 
         The server's queue is not part of the state: the queue outlives this process.
         """
-        origins = self._reader.origins.state_dict()
+        origins = self.reader.origins.state_dict()
         return {"groups_read": self._groups_read, "taken": list(self._untrained), "origins": origins}
 
     def load_state_dict(self, state: JsonObject) -> None:
@@ -343,4 +325,4 @@ class AtroposSource:
             )
         self._groups_read = state["groups_read"]
         self._untrained.extendleft(reversed(state.get("taken", [])))
-        self._reader.origins.load_state_dict(state.get("origins", []))
+        self.reader.origins.load_state_dict(state.get("origins", []))

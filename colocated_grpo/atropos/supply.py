@@ -9,19 +9,18 @@ SYNC   the engines get the new weights, and SERVE begins again
 
 import threading
 import time
-from abc import abstractmethod
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
 
 from colocated_grpo.atropos.source import AtroposSource
 from colocated_grpo.environments.base import BatchResult
 from colocated_grpo.rollout.collect import Stopped
 from colocated_grpo.rollout.inbox import Driver, Inbox
-from colocated_grpo.rollout.supply import Order
+from colocated_grpo.rollout.supply import Order, Supply
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.servers.rank_links import LoadBalancer, RankLink, RemoteInbox
 from colocated_grpo.types import Group, JsonObject
-from colocated_grpo.web.server import ServerThread
 
 LONG_SLEEP_SECONDS = 480.0
 """Longer sleeps are logged. By default environments abandon a rollout after 600 s, including its pending requests."""
@@ -30,142 +29,111 @@ LAST_BATCH_SECONDS = 10.0
 an abandoned batch would be lost. The wait is short, because schedulers soon kill a stopping process."""
 
 
-class AtroposSupply:
+@dataclass(eq=False)
+class AtroposSupply(Supply):
     """A rank's `Supply` of groups from Atropos environments."""
 
-    def __init__(self, world: World, driver: Driver, stop_requested: Callable[[], bool]) -> None:
-        self._world = world
-        self._driver = driver
-        self._stop_requested = stop_requested
+    world: World
+    driver: Driver
+    stop_requested: Callable[[], bool]
+    disconnect: Callable[[], None]
+    """Closes ports and rank links."""
 
     def order(self, step: int) -> Order:
-        if self._world.from_main(self._stop_requested):
+        if self.world.from_main(self.stop_requested):
             raise Stopped
-        return lambda: self._collect(step)
 
-    def _collect(self, step: int) -> list[Group]:
-        groups = self._serve(step)
-        if groups is None:
-            raise Stopped
-        return groups
+        def collect() -> list[Group]:
+            groups = self._serve(step)
+            if groups is None:
+                raise Stopped
+            return groups
 
-    @abstractmethod
+        return collect
+
     def _serve(self, step: int) -> list[Group] | None:
         """Serve until a batch has arrived and return its groups; None on a stop request. Collective, engine awake."""
+        raise NotImplementedError
 
     def settle(self, groups: list[Group]) -> BatchResult:
         return BatchResult(trained_now=list(range(len(groups))))
 
-    def release_engine(self) -> None:
-        """Do nothing: requests of environments stay queued between batches."""
-
-    def state_dict(self) -> JsonObject | None:
-        return None
-
-    def load_state_dict(self, state: JsonObject) -> None:
-        pass
-
     def close(self) -> None:
-        self._driver.abort()
+        self.driver.abort()
+        self.disconnect()
 
 
+@dataclass(eq=False, kw_only=True)
 class MainSupply(AtroposSupply):
     """Supply of rank 0: serves HTTP, drives its own engine, and gets batches from the API server."""
 
-    def __init__(
-        self,
-        world: World,
-        driver: Driver,
-        stop_requested: Callable[[], bool],
-        *,
-        source: AtroposSource,
-        inbox: Inbox,
-        rank_links: list[RankLink],
-        engines: LoadBalancer,
-        servers: list[ServerThread],
-        policy_version: Callable[[], int],
-        note: Callable[[str], None],
-    ) -> None:
-        super().__init__(world, driver, stop_requested)
-        self._source = source
-        self._inbox = inbox
-        self._rank_links = rank_links
-        self._engines = engines
-        self._servers = servers
-        self._policy_version = policy_version
-        self._note = note
+    source: AtroposSource
+    inbox: Inbox
+    rank_links: list[RankLink]
+    engines: LoadBalancer
+    policy_version: Callable[[], int]
+    note: Callable[[str], None]
+
+    def __post_init__(self) -> None:
         self._asleep_since = time.monotonic()
         self._batch_thread = ThreadPoolExecutor(1, thread_name_prefix="atropos")
 
     def _serve(self, step: int) -> list[Group] | None:
         # An error of the source is raised on all ranks with the same message.
-        return self._world.from_main(lambda: self._serve_clients(step))
+        return self.world.from_main(lambda: self._serve_clients(step))
 
     def _serve_clients(self, step: int) -> list[Group] | None:
         if (asleep := time.monotonic() - self._asleep_since) > LONG_SLEEP_SECONDS:
-            self._note(
+            self.note(
                 f"atropos: requests were pending for {asleep:.0f} s while the policy trained; environments give up "
                 "after --env.worker_timeout, 600 s by default"
             )
         end = threading.Event()
-        batch = self._batch_thread.submit(self._source.wait_for_groups, step, self._policy_version(), end)
-        batch.add_done_callback(lambda _: self._inbox.wake())
+        batch = self._batch_thread.submit(self.source.wait_for_groups, step, self.policy_version(), end)
+        batch.add_done_callback(lambda _: self.inbox.wake())
         try:
-            while not batch.done() and not self._stop_requested():
-                self._driver.step()
+            while not batch.done() and not self.stop_requested():
+                self.driver.step()
         finally:
             end.set()
-            stopped = self._stop_requested()
-            for link in self._rank_links:
+            stopped = self.stop_requested()
+            for link in self.rank_links:
                 link.end_phase(step + 1, abort=stopped)
         if stopped:
-            self._driver.abort()
-            self._wait_for_last(batch)
+            self.driver.abort()
+            if wait([batch], LAST_BATCH_SECONDS).not_done:  # a batch that is being received is saved by the source
+                self.note(
+                    f"atropos: the API server did not answer within {LAST_BATCH_SECONDS:g} s; if it still sends a "
+                    "batch, that batch is lost"
+                )
             return None
-        self._driver.drain()
+        self.driver.drain()
         self._asleep_since = time.monotonic()
         return batch.result()
 
-    def _wait_for_last(self, batch: Future[list[Group] | None]) -> None:
-        """Wait for a batch that is being received. The source saves this batch for the resumed run."""
-        if wait([batch], LAST_BATCH_SECONDS).not_done:
-            self._note(
-                f"atropos: the API server did not answer within {LAST_BATCH_SECONDS:g} s; if it still sends a batch, "
-                "that batch is lost"
-            )
-
     def settle(self, groups: list[Group]) -> BatchResult:
-        self._source.settle()
-        return BatchResult(trained_now=list(range(len(groups))), metrics=self._source.metrics())
+        self.source.settle()
+        return BatchResult(trained_now=list(range(len(groups))), metrics=self.source.metrics())
 
     def state_dict(self) -> JsonObject:
-        return self._source.state_dict()
+        return self.source.state_dict()
 
     def load_state_dict(self, state: JsonObject) -> None:
-        self._source.load_state_dict(state)
+        self.source.load_state_dict(state)
 
     def close(self) -> None:
         # Order matters: reject new requests, respond to pending ones, then close the connections.
-        self._engines.closed = True
+        self.engines.closed = True
         super().close()
-        for server in self._servers:
-            server.close()
-        for link in self._rank_links:
-            link.close()
         self._batch_thread.shutdown(wait=False, cancel_futures=True)
 
 
+@dataclass(eq=False, kw_only=True)
 class WorkerSupply(AtroposSupply):
     """Supply of other ranks: the engine serves requests sent by rank 0 over the rank link."""
 
-    def __init__(self, world: World, driver: Driver, stop_requested: Callable[[], bool], *, inbox: RemoteInbox) -> None:
-        super().__init__(world, driver, stop_requested)
-        self._inbox = inbox
+    inbox: RemoteInbox
 
     def _serve(self, step: int) -> list[Group] | None:
-        self._inbox.serve(self._driver, step + 1)
-        return self._world.from_main(lambda: None)  # receives rank 0's groups; the argument is not called on this rank
-
-    def close(self) -> None:
-        super().close()
-        self._inbox.close()
+        self.inbox.serve(self.driver, step + 1)
+        return self.world.from_main(lambda: None)  # receives rank 0's groups; the argument is not called on this rank

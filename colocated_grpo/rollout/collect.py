@@ -67,7 +67,7 @@ class Collector:
 
     def sample(self, job: Job) -> Gather:
         """Decode this rank's prompts without waiting for other ranks or for inbox requests."""
-        done = self._decode_prompts(job, self._dispatch.open(job))
+        done = self._decode_prompts(job, self._dispatch(job))
         return lambda: self._gather(job, done())
 
     def _gather(self, job: Job, done: dict[int, Group] | None) -> list[Group]:

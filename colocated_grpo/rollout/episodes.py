@@ -25,7 +25,7 @@ from colocated_grpo.rollout.inbox import Inbox
 from colocated_grpo.rollout.prompt_queue import Job
 from colocated_grpo.runtime.distributed import derive_seed
 from colocated_grpo.runtime.user_code import limited
-from colocated_grpo.types import Completion, Rollout, Score
+from colocated_grpo.types import Completion, Prompt, Rollout, Score
 
 GRACE_SECONDS = 2.0
 """Grace period after a deadline. An episode that still runs afterwards blocks the event loop or suppresses
@@ -44,9 +44,11 @@ class _Playing:
     its turns."""
     clock: asyncio.Timeout | None = None
     """The event loop's timeout for the same deadline, which cancels the episode. None if the episode is not running."""
-    conversation: Conversation | AgentConversation | None = None
+    conversation: Conversation | AgentConversation = field(init=False)
     loop: asyncio.AbstractEventLoop | None = None
-    task: Future[Rollout] | None = None
+    """None before the episode begins."""
+    task: Future[Rollout] = field(init=False)
+    """Set when the episode begins."""
     requests: int = 0
     """Turns that were requested so far."""
     sampling: set[Future[Completion]] = field(default_factory=set)
@@ -56,30 +58,28 @@ class _Playing:
     abandoned: bool = False
 
     @property
-    def source(self) -> str:
-        return self.job.prompts[self.index].source
+    def prompt(self) -> Prompt:
+        return self.job.prompts[self.index]
+
+    def set_clock(self, when: float | None) -> None:
+        """Move the event loop's timeout if the episode runs and the timeout has not expired."""
+        if self.clock is not None and not self.clock.expired():
+            self.clock.reschedule(when)
 
 
+@dataclass(eq=False)
 class EpisodeRunner:
     """Runs the episodes of one rank. Public methods must be called on the thread that drives the engine."""
 
-    def __init__(
-        self,
-        episodes: Mapping[str, Playable],
-        codec: ChatCodec,
-        inbox: Inbox,
-        *,
-        seed: int,
-        tool_timeout: float,
-        agents: Mapping[str, AgentLimits] | None = None,
-    ) -> None:
-        """agents: limits by source, for the episodes whose turns are requested over HTTP."""
-        self._episodes = episodes
-        self._agents = agents or {}
-        self._codec = codec
-        self._inbox = inbox
-        self._seed = seed
-        self._tool_timeout = tool_timeout
+    episodes: Mapping[str, Playable]
+    codec: ChatCodec
+    inbox: Inbox
+    seed: int = field(kw_only=True)
+    tool_timeout: float = field(kw_only=True)
+    agents: Mapping[str, AgentLimits] = field(default_factory=dict, kw_only=True)
+    """Limits by source, for the episodes whose turns are requested over HTTP."""
+
+    def __post_init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._playing: set[_Playing] = set()
         self._ended: deque[_Playing] = deque()
@@ -91,40 +91,40 @@ class EpisodeRunner:
         """Number of running episodes, by source."""
 
     def plays(self, source: str) -> bool:
-        return source in self._episodes
+        return source in self.episodes
 
     def start(self, job: Job, index: int) -> None:
         """Start the episodes of one prompt of the job. Episodes above their source's limit are queued."""
+        source = job.prompts[index].source
         for sibling in range(job.group_size):
             playing = _Playing(job=job, index=index, sibling=sibling)
-            playing.conversation = self._conversation(playing)
+            prompt, turn, limits = playing.prompt, partial(self._turn, playing), self.agents.get(source)
+            if limits is None:
+                playing.conversation = Conversation(prompt, self.codec, job.sampling.max_tokens, turn)
+            else:
+                playing.conversation = AgentConversation(prompt, self.codec, limits, turn)
             self._playing.add(playing)
-            self._waiting[playing.source].append(playing)
-            self._begin_waiting(playing.source)
-
-    def _conversation(self, playing: _Playing) -> Conversation | AgentConversation:
-        prompt, turn = playing.job.prompts[playing.index], partial(self._turn, playing)
-        if playing.source in self._agents:
-            return AgentConversation(prompt, self._codec, self._agents[playing.source], turn)
-        return Conversation(prompt, self._codec, playing.job.sampling.max_tokens, turn)
+            self._waiting[source].append(playing)
+            self._begin_waiting(source)
 
     def _begin_waiting(self, source: str) -> None:
-        most = self._agents[source].max_running if source in self._agents else sys.maxsize
+        """Begin queued episodes up to their source's limit."""
+        most = self.agents[source].max_running if source in self.agents else sys.maxsize
         while self._waiting[source] and self._running[source] < most:
             self._running[source] += 1
-            self._begin(self._waiting[source].popleft())
-
-    def _begin(self, playing: _Playing) -> None:
-        playing.loop, playing.deadline = self._event_loop(), self._new_deadline()
-        playing.task = asyncio.run_coroutine_threadsafe(self._play(playing), playing.loop)
-        playing.task.add_done_callback(partial(self._end, playing))
+            playing = self._waiting[source].popleft()
+            # One loop for all batches: connections of user code are bound to the loop that opened them.
+            playing.loop = self._loop = self._loop or start_loop("episodes")
+            playing.deadline = self._new_deadline()
+            playing.task = asyncio.run_coroutine_threadsafe(self._play(playing), playing.loop)
+            playing.task.add_done_callback(partial(self._end, playing))
 
     def finished(self) -> Iterator[tuple[int, list[Rollout]]]:
         """Yield the prompts whose last episode has ended since the last call, with all rollouts of each."""
         while self._ended:
             playing = self._ended.popleft()
             if playing in self._playing:
-                yield from self._store(playing, _task_of(playing).result())
+                yield from self._store(playing, playing.task.result())
 
     def give_up_overdue(self) -> Iterator[tuple[int, list[Rollout]]]:
         """End episodes past their deadline that block the event loop or suppress cancellation.
@@ -135,7 +135,7 @@ class EpisodeRunner:
         overdue = [one for one in self._playing if one.deadline is not None and now > one.deadline + GRACE_SECONDS]
         for playing in overdue:
             playing.abandoned = True
-            _task_of(playing).cancel()
+            playing.task.cancel()
             if playing.loop is self._loop:
                 self._abandon_loop()
             error = f"{self._timeout_error()}; it blocks the event loop: run blocking code with asyncio.to_thread"
@@ -145,7 +145,7 @@ class EpisodeRunner:
         """Abandon every episode."""
         for playing in self._playing:
             playing.abandoned = True
-            if playing.task is not None:
+            if playing.loop is not None:
                 playing.task.cancel()
         self._playing.clear()
         self._groups.clear()
@@ -154,30 +154,23 @@ class EpisodeRunner:
 
     def close(self) -> None:
         self.cancel()
-        if self._loop is not None:
-            self._abandon_loop()
-
-    def _event_loop(self) -> asyncio.AbstractEventLoop:
-        """Return the loop of all batches: connections of user code are bound to the loop that opened them."""
-        if self._loop is None:
-            self._loop = start_loop("episodes")
-        return self._loop
+        self._abandon_loop()
 
     def _abandon_loop(self) -> None:
-        """Abandon the loop. Later episodes get a new loop."""
+        """Abandon the loop, if there is one. Later episodes get a new loop."""
         if self._loop is not None:
             retire_loop(self._loop)
         self._loop = None
 
     def _end(self, playing: _Playing, _task: Future[Rollout]) -> None:
         self._ended.append(playing)
-        self._inbox.wake()
+        self.inbox.wake()
 
     def _store(self, playing: _Playing, rollout: Rollout) -> Iterator[tuple[int, list[Rollout]]]:
         """Yield the prompt with all its rollouts, in sibling order, if this rollout was the last."""
         self._playing.remove(playing)
-        self._running[playing.source] -= 1
-        self._begin_waiting(playing.source)
+        self._running[playing.prompt.source] -= 1
+        self._begin_waiting(playing.prompt.source)
         group = self._groups[playing.index]
         group[playing.sibling] = rollout
         if len(group) == playing.job.group_size:
@@ -185,14 +178,14 @@ class EpisodeRunner:
             yield playing.index, [group[sibling] for sibling in sorted(group)]
 
     def _new_deadline(self) -> float:
-        return time.monotonic() + self._tool_timeout
+        return time.monotonic() + self.tool_timeout
 
     def _timeout_error(self) -> str:
-        return f"no turn and no result within rollout.tool_timeout={self._tool_timeout:g} s"
+        return f"no turn and no result within rollout.tool_timeout={self.tool_timeout:g} s"
 
     def _rollout(self, playing: _Playing, score: Score) -> Rollout:
         sampling = playing.job.sampling
-        return _conversation_of(playing).rollout(score, sampling.temperature, plain=sampling.is_plain)
+        return playing.conversation.rollout(score, sampling.temperature, plain=sampling.is_plain)
 
     # The methods below run on the event loop.
 
@@ -205,13 +198,13 @@ class EpisodeRunner:
 
     async def _score(self, playing: _Playing) -> Score:
         """Score of the episode. Any error of user code costs only this episode."""
-        prompt = playing.job.prompts[playing.index]
-        clock = playing.clock = asyncio.timeout(self._tool_timeout)
+        prompt = playing.prompt
+        clock = playing.clock = asyncio.timeout(self.tool_timeout)
         try:
             async with clock:
                 item = deepcopy(prompt.item)  # an episode may change its item, and siblings must not see the change
                 with limited():
-                    return as_score(await self._episodes[prompt.source].run(item, _conversation_of(playing)))
+                    return as_score(await self.episodes[prompt.source].run(item, playing.conversation))
         except ContextExhausted:
             return Score(reward=0.0)
         except AnswerError as error:
@@ -230,8 +223,17 @@ class EpisodeRunner:
         """Sample one turn of the policy. The timeout is paused meanwhile."""
         if playing.abandoned:
             raise asyncio.CancelledError
-        _set_clock(playing, None)
-        turn = self._inbox.put(self._request(playing, token_ids, max_tokens, stop))
+        playing.set_clock(None)
+        job, number = playing.job, playing.requests
+        playing.requests += 1
+        request = Request(
+            key=(job.name, playing.index, playing.sibling, number),
+            token_ids=token_ids,
+            seed=derive_seed(self.seed, job.name, playing.prompt.index, playing.sibling, number),
+            sampling=replace(job.sampling, max_tokens=max_tokens, stop=(*job.sampling.stop, *stop)),
+            routes=job.routes,
+        )
+        turn = self.inbox.put(request)
         with playing.lock:
             playing.sampling.add(turn)
             playing.deadline = None
@@ -242,38 +244,10 @@ class EpisodeRunner:
             return await asyncio.wrap_future(turn)
         finally:
             if not playing.sampling:
-                _set_clock(playing, asyncio.get_running_loop().time() + self._tool_timeout)
+                playing.set_clock(asyncio.get_running_loop().time() + self.tool_timeout)
 
     def _sampled(self, playing: _Playing, turn: Future[Completion]) -> None:
         with playing.lock:
             playing.sampling.discard(turn)
             if not playing.sampling:
                 playing.deadline = self._new_deadline()
-
-    def _request(self, playing: _Playing, token_ids: list[int], max_tokens: int, stop: Sequence[str]) -> Request:
-        job, turn = playing.job, playing.requests
-        playing.requests += 1
-        prompt = job.prompts[playing.index]
-        return Request(
-            key=(job.name, playing.index, playing.sibling, turn),
-            token_ids=token_ids,
-            seed=derive_seed(self._seed, job.name, prompt.index, playing.sibling, turn),
-            sampling=replace(job.sampling, max_tokens=max_tokens, stop=(*job.sampling.stop, *stop)),
-            routes=job.routes,
-        )
-
-
-def _set_clock(playing: _Playing, when: float | None) -> None:
-    """Move the episode's timeout if the episode runs and the timeout has not expired."""
-    if playing.clock is not None and not playing.clock.expired():
-        playing.clock.reschedule(when)
-
-
-def _task_of(playing: _Playing) -> Future[Rollout]:
-    assert playing.task is not None  # set by `_begin`
-    return playing.task
-
-
-def _conversation_of(playing: _Playing) -> Conversation | AgentConversation:
-    assert playing.conversation is not None  # set by `start`
-    return playing.conversation

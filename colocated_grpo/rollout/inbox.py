@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 from colocated_grpo.rollout.engine import Finished, Request, RolloutEngine, TokenDelta
@@ -19,8 +20,53 @@ MAX_STEPS_QUEUED = 64
 """Longest wait, in steps, of a queued request that has a free slot."""
 
 T = TypeVar("T")
-Call = Callable[[RolloutEngine], object]
 OnDelta = Callable[[TokenDelta], None]
+
+
+class Calls:
+    """Thread-safe queue of functions that one thread runs."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        """wake: wakes the thread that runs the functions."""
+        self._wake = wake
+        self._queue: deque[tuple[Callable[..., object], Future[Any]]] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._queue)
+
+    def submit(self, call: Callable[..., T]) -> Future[T]:
+        """Return the future of the result. It raises the exception of the call."""
+        future: Future[T] = Future()
+        self._queue.append((call, future))
+        self._wake()
+        return future
+
+    def run(self, *arguments: object) -> None:
+        """Call all queued functions. Raises their exceptions, except ValueError, which only the future raises."""
+        while self._queue:
+            call, future = self._queue.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(call(*arguments))
+            except BaseException as error:
+                future.set_exception(error)
+                if not isinstance(error, ValueError):
+                    raise
+
+    def cancel(self) -> None:
+        while self._queue:
+            self._queue.popleft()[1].cancel()
+
+
+def settle(future: Future[T], outcome: T | Exception) -> None:
+    """Set the future's result or exception, unless the future was cancelled meanwhile."""
+    if not future.set_running_or_notify_cancel():
+        return
+    if isinstance(outcome, Exception):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)
 
 
 class Inbox:
@@ -30,8 +76,9 @@ class Inbox:
         self._requests: deque[list[tuple[Request, Future[Completion], OnDelta | None]]] = deque()
         """Each list has the requests that were queued by one call. They are taken together."""
         self._cancelled: deque[tuple[Hashable, Future[Completion]]] = deque()
-        self._calls: deque[tuple[Call, Future[Any]]] = deque()
         self._wakeup = threading.Event()
+        self.calls = Calls(self.wake)
+        """Functions of the engine, such as `top_logprobs`, to be called while no request is running."""
 
     def put(self, request: Request, on_delta: OnDelta | None = None) -> Future[Completion]:
         """Queue a request, whose key must be unique among running requests. Returns the future of its completion.
@@ -46,29 +93,19 @@ class Inbox:
 
     def put_all(self, entries: Sequence[tuple[Request, OnDelta | None]]) -> list[Future[Completion]]:
         """Queue several requests; see `put`. In one step, the driver takes all of them or none."""
-        queued = [(request, self._future_of(request.key), on_delta) for request, on_delta in entries]
+        queued: list[tuple[Request, Future[Completion], OnDelta | None]] = []
+        for request, on_delta in entries:
+            future: Future[Completion] = Future()
+            future.add_done_callback(partial(self._record_cancelled, request.key))
+            queued.append((request, future, on_delta))
         self._requests.append(queued)
         self._wakeup.set()
         return [future for _, future, _ in queued]
 
-    def _future_of(self, key: Hashable) -> Future[Completion]:
-        future: Future[Completion] = Future()
-        future.add_done_callback(lambda done: self._record_cancelled(key, done) if done.cancelled() else None)
-        return future
-
-    def call(self, call: Callable[[RolloutEngine], T]) -> Future[T]:
-        """Run `call(engine)` on the driving thread while no request is running. Returns the future of its result.
-
-        The future raises the ValueError of the call.
-        """
-        future: Future[T] = Future()
-        self._calls.append((call, future))
-        self._wakeup.set()
-        return future
-
     def _record_cancelled(self, key: Hashable, future: Future[Completion]) -> None:
-        self._cancelled.append((key, future))
-        self._wakeup.set()
+        if future.cancelled():
+            self._cancelled.append((key, future))
+            self._wakeup.set()
 
     def wake(self) -> None:
         """Wake the driving thread, for events other than requests."""
@@ -81,19 +118,11 @@ class Inbox:
         self._wakeup.clear()
 
     def __bool__(self) -> bool:
-        return bool(self._requests or self._cancelled or self._calls)
-
-    @property
-    def has_calls(self) -> bool:
-        return bool(self._calls)
+        return bool(self._requests or self._cancelled or self.calls)
 
     def take(self) -> Iterator[tuple[Request, Future[Completion], OnDelta | None]]:
         while self._requests:
             yield from self._requests.popleft()
-
-    def take_calls(self) -> Iterator[tuple[Call, Future[Any]]]:
-        while self._calls:
-            yield self._calls.popleft()
 
     def take_cancelled(self) -> Iterator[tuple[Hashable, Future[Completion]]]:
         while self._cancelled:
@@ -128,11 +157,8 @@ class Driver:
         self.running += len(requests)
 
     def step(self) -> Finished:
-        """Serve the inbox, then decode one token for each running request. Returns finished requests of `submit`.
-
-        With nothing to decode, waits for the inbox, at most IDLE_SECONDS.
-        """
-        finished = self.drain() if self._inbox.has_calls else []
+        """Serve the inbox, waiting if idle, and decode one token of each request. Returns finished ones of `submit`."""
+        finished = self.drain() if self._inbox.calls else []
         if self._inbox:
             self._drop_cancelled()
             for request, future, on_delta in self._inbox.take():
@@ -148,17 +174,8 @@ class Driver:
         while self.running:
             finished += self._decode()
             self._drop_cancelled()
-        for call, future in self._inbox.take_calls():
-            self._answer(call, future)
+        self._inbox.calls.run(self._engine)
         return finished
-
-    def _answer(self, call: Call, future: Future[Any]) -> None:
-        if not future.set_running_or_notify_cancel():
-            return
-        try:
-            future.set_result(call(self._engine))
-        except ValueError as error:
-            future.set_exception(error)
 
     def _admit_queued(self) -> None:
         """Admit queued requests once their wait has cost as much as an admission, or after MAX_STEPS_QUEUED steps.
@@ -187,33 +204,33 @@ class Driver:
             future = self._futures.pop(request.key, None)
             if future is None:
                 raise
-            if future.set_running_or_notify_cancel():
-                future.set_exception(error)
+            settle(future, error)
 
     def _decode(self) -> Finished:
         self._admit_queued()
         finished = self._engine.step()
         self.running -= len(finished)
-        if self._listeners:
-            self._call_listeners()
-        if not self._futures:
-            return finished
-        return [(key, completion) for key, completion in finished if not self._resolve(key, completion)]
-
-    def _call_listeners(self) -> None:
-        for key, delta in self._engine.deltas():
+        for key, delta in self._engine.deltas() if self._listeners else ():
             if key in self._listeners:
                 self._listeners[key](delta)
+        own: Finished = []
+        for key, completion in finished:
+            if (future := self._futures.pop(key, None)) is None:
+                own.append((key, completion))
+            else:
+                self._listeners.pop(key, None)
+                settle(future, completion)
+        return own
 
     def abort(self) -> None:
         """Abort all requests and calls. Their futures are cancelled."""
         self._engine.abort()
         self._queue.clear()
         self.running = 0
-        pending: list[Future[Any]] = [*self._futures.values(), *(future for _, future, _ in self._inbox.take())]
-        pending += [future for _, future in self._inbox.take_calls()]
+        pending = [*self._futures.values(), *(future for _, future, _ in self._inbox.take())]
         self._futures.clear()
         self._listeners.clear()
+        self._inbox.calls.cancel()
         for future in pending:
             future.cancel()
 
@@ -224,34 +241,19 @@ class Driver:
                 del self._futures[key]
                 self._listeners.pop(key, None)
                 self.running -= 1
-                self._remove(key)
-
-    def _remove(self, key: Hashable) -> None:
-        """Remove a request from the queue or the engine."""
-        for request in self._queue:
-            if request.key == key:
-                self._queue.remove(request)
-                return
-        self._engine.abort([key])
+                queued = next((request for request in self._queue if request.key == key), None)
+                if queued is None:
+                    self._engine.abort([key])
+                else:
+                    self._queue.remove(queued)
 
     def _accept(self, request: Request, future: Future[Completion], on_delta: OnDelta | None) -> None:
         if future.cancelled():
             return
         if request.key in self._futures:
-            if future.set_running_or_notify_cancel():  # the future may be cancelled at the same time
-                future.set_exception(ValueError(f"request key {request.key!r} is already running"))
+            settle(future, ValueError(f"request key {request.key!r} is already running"))
             return
         self.submit([request])
         self._futures[request.key] = future
         if on_delta is not None:
             self._listeners[request.key] = on_delta
-
-    def _resolve(self, key: Hashable, completion: Completion) -> bool:
-        """Complete the request's future. Returns False if the request has no future."""
-        future = self._futures.pop(key, None)
-        if future is None:
-            return False
-        self._listeners.pop(key, None)
-        if future.set_running_or_notify_cancel():
-            future.set_result(completion)
-        return True

@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch.distributed as dist
 
@@ -40,93 +39,67 @@ class PromptQueue:
     """False: this rank must stay in step with the other ranks of its tensor-parallel engine."""
 
 
-class Dispatch(Protocol):
-    """A way of assigning prompts to engines."""
-
-    def open(self, job: Job) -> PromptQueue: ...
+Dispatch = Callable[[Job], PromptQueue]
+"""Assigns the prompts of a job to this rank's engine."""
 
 
-class DynamicDispatch:
+def dynamic_dispatch(store: dist.Store, num_engines: int) -> Dispatch:
     """Each engine takes the next prompt when it has room. The position is a counter in the store of all ranks.
 
     At the start an engine takes at most 1/num_engines of the prompts (rounded up), so that the first engine to start
     does not take all of them.
     """
 
-    def __init__(self, store: dist.Store, num_engines: int) -> None:
-        self._store = store
-        self._num_engines = num_engines
-
-    def open(self, job: Job) -> PromptQueue:
-        key = f"tickets/{job.name}"
-
+    def dispatch(job: Job) -> PromptQueue:
         def take() -> int | None:
-            index = self._store.add(key, 1) - 1
+            index = store.add(f"tickets/{job.name}", 1) - 1
             return index if index < len(job.prompts) else None
 
-        return PromptQueue(take=take, max_running=-(-len(job.prompts) // self._num_engines) * job.group_size)
+        return PromptQueue(take=take, max_running=-(-len(job.prompts) // num_engines) * job.group_size)
+
+    return dispatch
 
 
-class StaticDispatch:
+def static_dispatch(engine: int, num_engines: int, *, counts: bool = True) -> Dispatch:
     """Prompt i goes to engine i % num_engines, in order, so that a resumed run repeats the uninterrupted run."""
 
-    def __init__(self, engine: int, num_engines: int) -> None:
-        self._engine = engine
-        self._num_engines = num_engines
+    def dispatch(job: Job) -> PromptQueue:
+        mine = iter(range(engine, len(job.prompts), num_engines))
+        return PromptQueue(take=lambda: next(mine, None), counts=counts)
 
-    def open(self, job: Job) -> PromptQueue:
-        mine = iter(range(self._engine, len(job.prompts), self._num_engines))
-        return PromptQueue(take=lambda: next(mine, None))
-
-
-class ReplicatedDispatch:
-    """Every engine completes every prompt; only the first engine's groups are used."""
-
-    def __init__(self, *, counts: bool) -> None:
-        self._counts = counts
-
-    def open(self, job: Job) -> PromptQueue:
-        everything = iter(range(len(job.prompts)))
-        return PromptQueue(take=lambda: next(everything, None), counts=self._counts)
-
-
-class TensorParallelDispatch:
-    """All ranks of one engine take the prompts that its first rank takes.
-
-    vLLM needs the same requests in the same order on each of these ranks.
-    """
-
-    def __init__(self, inner: Dispatch, group: dist.ProcessGroup, leader: int, rank: int) -> None:
-        self._inner = inner
-        self._group = group
-        self._leader = leader
-        self._is_leader = rank == leader
-
-    def open(self, job: Job) -> PromptQueue:
-        queue = self._inner.open(job)
-
-        def take() -> int | None:
-            box = [queue.take() if self._is_leader else None]
-            dist.broadcast_object_list(box, src=self._leader, group=self._group)
-            return box[0]
-
-        return replace(queue, take=take, counts=queue.counts and self._is_leader, may_stop=False)
+    return dispatch
 
 
 def build_dispatch(world: World, *, ranks_per_engine: int, replicated: bool, deterministic: bool) -> Dispatch:
-    """Collective: creates a process group for each tensor-parallel engine."""
+    """Collective: creates a process group for each tensor-parallel engine.
+
+    All ranks of one engine take the prompts that its first rank takes: vLLM needs the same requests in the same order
+    on each of these ranks.
+    """
     size = ranks_per_engine
     engine, num_engines = world.rank // size, world.size // size
     if replicated:
-        dispatch: Dispatch = ReplicatedDispatch(counts=engine == 0)
+        dispatch = static_dispatch(0, 1, counts=engine == 0)  # every engine completes every prompt
     elif deterministic:
-        dispatch = StaticDispatch(engine, num_engines)
+        dispatch = static_dispatch(engine, num_engines)
     else:
-        dispatch = DynamicDispatch(world.store, num_engines)
+        dispatch = dynamic_dispatch(world.store, num_engines)
     if size == 1:
         return dispatch
     members = [list(range(first, first + size)) for first in range(0, world.size, size)]
     groups = [dist.new_group(ranks, timeout=COLLECTIVE_TIMEOUT, backend="gloo") for ranks in members]
-    group = groups[engine]
+    group, leader = groups[engine], engine * size
     assert isinstance(group, dist.ProcessGroup)  # this rank is a member
-    return TensorParallelDispatch(dispatch, group, engine * size, world.rank)
+    leads = world.rank == leader
+
+    def of_one_engine(job: Job) -> PromptQueue:
+        queue = dispatch(job)
+
+        def take() -> int | None:
+            box = [queue.take() if leads else None]
+            dist.broadcast_object_list(box, src=leader, group=group)
+            return box[0]
+
+        return replace(queue, take=take, counts=queue.counts and leads, may_stop=False)
+
+    return of_one_engine

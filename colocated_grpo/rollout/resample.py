@@ -57,7 +57,7 @@ class Resampling:
 
     def choose(self, groups: Sequence[Group], result: BatchResult) -> BatchResult:
         """Return `result` with the groups to train, and with metrics of all sampled groups."""
-        chosen = set(chosen_places(groups, self._wanted))
+        chosen = chosen_places(groups, self._wanted)
         dropped = [group for place, group in enumerate(groups) if place not in chosen]
         metrics = resample_metrics(groups, dropped, self._wanted) | {"resample/rounds": float(self._rounds)}
         trained = [place for place in result.trained_now if place in chosen]
@@ -76,10 +76,8 @@ def chosen_places(groups: Sequence[Group], wanted: int) -> list[int]:
     Groups are ordered by `Prompt.index`, the order in which prompts were drawn. Uninformative groups keep the batch
     size constant. They count in the denominator of the loss as they do without resampling.
     """
-    order = sorted(
-        range(len(groups)), key=lambda place: (not is_informative(groups[place]), groups[place].prompt.index)
-    )
-    return sorted(order[:wanted])
+    ranked = sorted((not is_informative(group), group.prompt.index, place) for place, group in enumerate(groups))
+    return sorted(place for _, _, place in ranked[:wanted])
 
 
 def resample_metrics(groups: Sequence[Group], dropped: Sequence[Group], wanted: int) -> dict[str, float]:

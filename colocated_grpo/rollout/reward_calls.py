@@ -38,11 +38,6 @@ class RewardCall:
         """The result; None if the call timed out. Raises the judge's exception."""
         return self.future.result() if self.future.done() and not self.future.cancelled() else None
 
-    def find_place(self) -> None:
-        """Record the position at which a hanging call is blocked."""
-        line = line_of_thread(self.thread)
-        self.place = "" if line is None else f", in {line}"
-
 
 class RewardCalls:
     """Calls `judge`, the scoring function, on `workers` threads."""
@@ -59,7 +54,7 @@ class RewardCalls:
 
     def submit(self, prompt: Prompt, completions: Sequence[Completion]) -> RewardCall:
         call = RewardCall(prompt, completions)
-        self._queue(call)
+        call.future = self._pool.submit(self._run, call)
         return call
 
     def wait(self, calls: Sequence[RewardCall], since: float) -> bool:
@@ -97,14 +92,11 @@ class RewardCalls:
             ended += sum(call.future.done() for call in hanging)
             done_before, since = done, time.monotonic()
             for call in queued:
-                self._queue(call)
+                call.future = self._pool.submit(self._run, call)
         return True
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-    def _queue(self, call: RewardCall) -> None:
-        call.future = self._pool.submit(self._run, call)
 
     def _run(self, call: RewardCall) -> Judged:
         call.thread, call.began = threading.get_ident(), time.monotonic()
@@ -116,7 +108,8 @@ class RewardCalls:
         if end_busy_workers(self.timeout_error):
             wait([call.future for call in hanging], timeout=END_SECONDS)
         for call in hanging:
-            call.find_place()
+            if line := line_of_thread(call.thread):
+                call.place = f", in {line}"
         self._pool.shutdown(wait=False, cancel_futures=True)
         REWARD_LOOP.retire_if_blocked()
         self._pool = self._new_pool()

@@ -6,8 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from colocated_grpo.environments.base import BatchResult, EnvironmentSetupError, merge_results
@@ -25,28 +24,29 @@ Order = Callable[[], list[Group]]
 Stopped."""
 
 
-class Supply(Protocol):
+class Supply:
     """Source of the groups to train. Every method is collective."""
 
     def order(self, step: int) -> Order:
         """Draw the work of a step. Raises Stopped on every rank after a stop request."""
-        ...
+        raise NotImplementedError
 
     def settle(self, groups: list[Group]) -> BatchResult:
         """Decide which of the collected groups are trained now. The returned metrics are rank 0's."""
-        ...
+        raise NotImplementedError
 
     def release_engine(self) -> None:
         """Wait until all ranks have stopped sampling. Groups sampled for a step not yet ordered are discarded."""
-        ...
 
     def state_dict(self) -> JsonObject | None:
         """Position of the supply, on rank 0. Work that is ordered but not settled is repeated after a resume."""
-        ...
+        return None
 
-    def load_state_dict(self, state: JsonObject) -> None: ...
+    def load_state_dict(self, state: JsonObject) -> None:
+        """Restore the position."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release open resources."""
 
 
 class Opponent(Protocol):
@@ -61,40 +61,28 @@ class Opponent(Protocol):
         ...
 
 
-class PromptSupply:
+@dataclass(eq=False)
+class PromptSupply(Supply):
     """Prompts that rank 0 draws and all ranks sample."""
 
-    def __init__(
-        self,
-        source: LongestFirst | None,
-        collector: Collector,
-        world: World,
-        stop_requested: Callable[[], bool],
-        config: RolloutConfig,
-        sampling: Sampling,
-        opponent: Opponent | None = None,
-        resampling: Resampling | None = None,
-        *,
-        routes: bool = False,
-    ) -> None:
-        """source: needed on rank 0 only. resampling: None trains every group. routes: request the chosen experts."""
-        self._source = source
-        self._collector = collector
-        self._world = world
-        self._stop_requested = stop_requested
-        self._config = config
-        self.sampling = sampling
-        self._opponent = opponent
-        self._resampling = resampling
-        self._routes = routes
-        self._before: JsonObject | None = None
-        """The source's state before it drew the prompts that are not settled yet."""
+    source: LongestFirst | None
+    """Needed on rank 0 only."""
+    collector: Collector
+    world: World
+    stop_requested: Callable[[], bool]
+    config: RolloutConfig
+    sampling: Sampling
+    opponent: Opponent | None = None
+    resampling: Resampling | None = None
+    """None trains every group."""
+    routes: bool = field(default=False, kw_only=True)
+    """Request the chosen experts."""
+    _before: JsonObject | None = field(default=None, init=False)
+    """The source's state before it drew the prompts that are not settled yet."""
 
     def resized(self, config: RolloutConfig, sampling: Sampling) -> PromptSupply:
         """Return the same supply with other batch sizes and sampling settings, for benchmarks."""
-        other = copy(self)
-        other._config, other.sampling = config, sampling
-        return other
+        return replace(self, config=config, sampling=sampling)
 
     def order(self, step: int) -> Order:
         job = self.job(step)
@@ -102,85 +90,71 @@ class PromptSupply:
 
     def job(self, step: int) -> Job:
         """Draw the prompts of a step. Collective. Raises Stopped on every rank after a stop request."""
-        if self._opponent is not None:
-            self._opponent.refresh(step)
-        prompts = self._world.from_main(self._pull)
-        if prompts is None:
-            raise Stopped
-        return Job(
-            name=f"train/{step}",
-            prompts=prompts,
-            group_size=self._config.group_size,
-            sampling=self.sampling,
-            routes=self._routes,
-        )
+        if self.opponent is not None:
+            self.opponent.refresh(step)
+        self._before = None
+        prompts = self._draw(self.config.prompts_per_step)
+        size = self.config.group_size
+        return Job(name=f"train/{step}", prompts=prompts, group_size=size, sampling=self.sampling, routes=self.routes)
 
     def sample(self, job: Job) -> Gather:
         """Decode this rank's prompts; see `Collector.sample`. The returned function samples further rounds."""
-        gather = self._collector.sample(job)
+        gather = self.collector.sample(job)
         return lambda: self._completed(job, gather())
 
     def _completed(self, job: Job, groups: list[Group]) -> list[Group]:
         """Return the groups of this round and of further rounds."""
-        if self._resampling is None:
+        if self.resampling is None:
             return groups
-        return self._resampling.complete(job, groups, self._draw_more, self._collector.collect)
+        return self.resampling.complete(job, groups, self._draw, self.collector.collect)
 
-    def _draw_more(self, count: int) -> list[Prompt]:
-        prompts = self._world.from_main(
-            lambda: None if self._stop_requested() else self._main_source().next(count),
-        )
+    def _draw(self, count: int) -> list[Prompt]:
+        def draw() -> list[Prompt] | None:
+            if self.stop_requested():
+                return None
+            source = self._main_source()
+            self._before = self._before or source.state_dict()
+            return source.next(count)
+
+        prompts = self.world.from_main(draw)
         if prompts is None:
             raise Stopped
         return prompts
 
     def _collect(self, job: Job) -> list[Group]:
         own = [prompt for prompt in job.prompts if not prompt.by_opponent]
-        groups = self._collector.collect(replace(job, prompts=own)) if own else []
+        groups = self.collector.collect(replace(job, prompts=own)) if own else []
         others = [prompt for prompt in job.prompts if prompt.by_opponent]
         if others:
-            assert self._opponent is not None  # the config requires an opponent for games with an opponent's turns
-            with self._opponent.plays():
+            assert self.opponent is not None  # the config requires an opponent for games with an opponent's turns
+            with self.opponent.plays():
                 its_job = replace(job, name=f"{job.name}/opponent", prompts=others, group_size=1, routes=False)
-                groups += self._collector.collect(its_job)
+                groups += self.collector.collect(its_job)
         return self._completed(job, groups)
-
-    def _pull(self) -> list[Prompt] | None:
-        if self._stop_requested():
-            return None
-        source = self._main_source()
-        self._before = source.state_dict()
-        return source.next(self._config.prompts_per_step)
 
     def settle(self, groups: list[Group]) -> BatchResult:
         self._before = None
-        settled = self._world.from_main(lambda: self._main_source().record(groups))
-        return settled if self._resampling is None else self._resampling.choose(groups, settled)
-
-    def release_engine(self) -> None:
-        """Do nothing: prompts are sampled only while an `Order` is called."""
+        settled = self.world.from_main(lambda: self._main_source().record(groups))
+        return settled if self.resampling is None else self.resampling.choose(groups, settled)
 
     def wait_for_ranks(self) -> None:
         """Wait until every rank has called this. Collective."""
-        self._world.barrier()
+        self.world.barrier()
 
     def _main_source(self) -> LongestFirst:
-        assert self._source is not None  # on rank 0
-        return self._source
+        assert self.source is not None  # on rank 0
+        return self.source
 
     def state_dict(self) -> JsonObject | None:
-        return self._before or (self._source.state_dict() if self._source is not None else None)
+        return self._before or (self.source.state_dict() if self.source is not None else None)
 
     def load_state_dict(self, state: JsonObject) -> None:
-        if self._source is not None:
-            self._source.load_state_dict(state)
-
-    def close(self) -> None:
-        """Do nothing: there is no open resource."""
+        if self.source is not None:
+            self.source.load_state_dict(state)
 
 
-class AheadSupply:
-    """`Supply` that samples the completions of a step with the weights of the step before.
+class AheadSupply(Supply):
+    """Supply that samples the completions of a step with the weights of the step before.
 
     Sampling of step n + 1 starts when step n is settled, and ends before the weights of step n + 1 reach the engine.
     The first step after a start or a resume is sampled with its own weights.
@@ -201,8 +175,7 @@ class AheadSupply:
             raise Stopped
         if self._ahead is None:
             return self._supply.order(step)
-        sampled, self._ahead = self._ahead, None
-        gather = sampled.result()
+        gather, self._ahead = self._ahead.result(), None
         # Gather before the sync: a server that receives weights serves no requests, so no rank may still be sampling.
         groups = gather()
         return lambda: groups
@@ -250,7 +223,7 @@ class AheadSupply:
         self._supply.close()
 
 
-class MixedSupply:
+class MixedSupply(Supply):
     """Joins two supplies: sampled groups first, served groups after them.
 
     Both use the rank's one driver and inbox, so requests from outside are served while prompts are sampled, and a rank
@@ -267,21 +240,19 @@ class MixedSupply:
         served = self._served.order(step)
         job = self._sampled.job(step)
         self._num_sampled = len(job.prompts)
-        return lambda: self._collect(job, served)
 
-    def _collect(self, job: Job, served: Order) -> list[Group]:
-        gather = self._sampled.sample(job)
-        # Gather only after the served batch is complete: a rank that waits for other ranks serves no requests.
-        served_groups = served()
-        return _renumbered(gather(), 0) + _renumbered(served_groups, 1)
+        def collect() -> list[Group]:
+            gather = self._sampled.sample(job)
+            # Gather only after the served batch is complete: a rank that waits for other ranks serves no requests.
+            served_groups = served()
+            return _renumbered(gather(), 0) + _renumbered(served_groups, 1)
+
+        return collect
 
     def settle(self, groups: list[Group]) -> BatchResult:
         first = self._num_sampled
         sampled, served = self._sampled.settle(groups[:first]), self._served.settle(groups[first:])
         return merge_results([sampled, replace(served, trained_now=[first + place for place in served.trained_now])])
-
-    def release_engine(self) -> None:
-        """Do nothing: both supplies sample only while an `Order` is called."""
 
     def state_dict(self) -> JsonObject:
         return {"sampled": self._sampled.state_dict(), "served": self._served.state_dict()}

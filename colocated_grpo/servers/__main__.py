@@ -15,15 +15,8 @@ from pathlib import Path
 from colocated_grpo.runtime.processes import StopAction, run_command, scratch_folder
 from colocated_grpo.runtime.program import frozen_imports, prepare_libraries, prepare_streams, python_path, stop_signals
 from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, run_program
-from colocated_grpo.servers.options import (
-    RESTART,
-    STATE_VARIABLE,
-    ServeOptions,
-    fall_back,
-    parse,
-    resumed,
-    within_model,
-)
+from colocated_grpo.servers import options as serving
+from colocated_grpo.servers.options import RESTART, STATE_VARIABLE, ServeOptions, parse
 from colocated_grpo.settings.atropos import is_loopback
 
 MAX_CRASHES = 3
@@ -40,8 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     prepare_streams()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options = parse(arguments)
-    problem = _problem(options)
-    if problem is not None:
+    if (problem := _problem(options)) is not None:
         print(f"error: {problem}", file=sys.stderr)
         return USAGE_ERROR
     if options.api_key_variable is None and not is_loopback(options.host):
@@ -66,7 +58,7 @@ def _run(command: Sequence[str], state: Path) -> int:
         crashes = 1 if time.monotonic() - started > STEADY_SECONDS else crashes + 1
         if code == 0 or not state.exists() or crashes > MAX_CRASHES:
             return code
-        if (model := fall_back(state)) is not None:
+        if (model := serving.fall_back(state)) is not None:
             print(f"note: {model} could not be served; the model before it is loaded again")
         print(f"note: the engine ended with exit code {code}; it is started again ({crashes} of {MAX_CRASHES})")
         sys.stdout.flush()
@@ -75,9 +67,8 @@ def _run(command: Sequence[str], state: Path) -> int:
 def _problem(options: ServeOptions) -> str | None:
     """Return one line for a problem that can be found without importing a slow library; None if there is none."""
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
-        return (
-            "RANK, WORLD_SIZE: set; start a server without torchrun, and with --tensor-parallel-size for several GPUs"
-        )
+        advice = "start a server without torchrun, and with --tensor-parallel-size for several GPUs"
+        return f"RANK, WORLD_SIZE: set; {advice}"
     variable = options.api_key_variable
     if variable is not None and not os.environ.get(variable):
         return f"--api-key-variable={variable}: this environment variable is not set; export it"
@@ -96,13 +87,13 @@ def _problem(options: ServeOptions) -> str | None:
 def serve_engine() -> int:
     """Serve from this process until SIGTERM, SIGINT or a restart. Returns the exit code."""
     prepare_streams()
-    options = resumed(parse(None))
+    options = serving.resumed(parse(None))
     prepare_libraries(options.log_level)
     from colocated_grpo.errors import RunError
     from colocated_grpo.settings.errors import ConfigError
 
     try:
-        options = within_model(options)
+        options = serving.within_model(options)
         with frozen_imports():
             from colocated_grpo.servers.server import serve
 

@@ -16,19 +16,13 @@ from colocated_grpo.environments.agents.programs import PREFIX, OpenEpisode, Ope
 from colocated_grpo.environments.agents.sequences import TooManyRequests
 from colocated_grpo.environments.chat import ContextExhausted
 from colocated_grpo.environments.rewards.tool_calls import OPEN, read_calls
-from colocated_grpo.servers.app import (
-    CHAT,
-    EVENT_STREAM,
-    add_exception_handlers,
-    cancel_on_disconnect,
-    encode_chat,
-    shape_of_bodies,
-)
+from colocated_grpo.servers import app as engine_app
+from colocated_grpo.servers.app import CHAT
 from colocated_grpo.servers.request_bodies import ChatBody
-from colocated_grpo.servers.responses import ChatFormat, models_response
+from colocated_grpo.servers.responses import ChatFormat, models
 from colocated_grpo.servers.sampler import CompletionPart
 from colocated_grpo.servers.text import InvalidRequest, Limits, TextCodec, TooLong, before_stop
-from colocated_grpo.types import Completion, JsonObject
+from colocated_grpo.types import JsonObject
 from colocated_grpo.web.bodies import BodyLimit, read_json
 from colocated_grpo.web.guards import ConcurrencyLimit, OwnRequests, error_response, key_in
 from colocated_grpo.web.server import ServerThread
@@ -61,10 +55,7 @@ def listen_for_agents(
 
 
 class EpisodeGate:
-    """Route `/episodes/<id>/<path>` with that episode's key to `<path>`; respond 401 to all other requests.
-
-    Counts the chat requests of each episode.
-    """
+    """Route `/episodes/<id>/<path>` with that episode's key to `<path>`, counting chat requests; else respond 401."""
 
     def __init__(self, app: ASGIApp, episodes: OpenEpisodes) -> None:
         self._app = app
@@ -86,77 +77,65 @@ class EpisodeGate:
 def create_agent_app(
     episodes: OpenEpisodes, codec: TextCodec, model: str, max_tokens: int, stop: Sequence[str]
 ) -> ASGIApp:
-    """Return the application behind its guards. model, max_tokens: name and context length shown to clients.
-
-    stop: strings that end every completion of the run.
-    """
+    """Return the application behind its guards. model, max_tokens: shown to clients. stop: ends every completion."""
     app = FastAPI(title="colocated_grpo agents", docs_url=None, redoc_url=None, openapi_url=None)
-    add_exception_handlers(app)
+    engine_app.add_exception_handlers(app)
 
     @app.get("/v1/models")
-    async def models() -> JSONResponse:
-        return JSONResponse(models_response(model, max_tokens))
+    async def get_models() -> JSONResponse:
+        return JSONResponse(models(model, max_tokens))
 
     @app.post(CHAT)
     async def chat_completions(request: Request) -> Response:
         episode: OpenEpisode = request.scope[EPISODE]
         body = await read_json(request, ChatBody.from_json)
-        messages = [message.model_dump(exclude_none=True) for message in body.messages]
+        parameters = body.sampling_parameters
         try:
-            prompt = await encode_chat(codec, body, as_sampled(messages, episode.sampled))
-            completions = await cancel_on_disconnect(request, _sampled(episode, prompt, body))
+            messages = as_sampled(body.plain_messages, episode.sampled)
+            prompt = await codec.encode_chat(messages, body.template_settings)
+            work = episode.complete(prompt, parameters.max_tokens, parameters.n, parameters.stop)
+            completions = await engine_app.cancel_on_disconnect(request, asyncio.wrap_future(work))
         except TooLong as error:
             episode.reject(error.text)
             raise
         except (ContextExhausted, TooManyRequests, ValueError) as error:
             raise InvalidRequest(str(error)) from None
-        response = _response(body, len(prompt), completions, codec, model, stop, episode)
-        return _as_events(response, body) if body.stream else JSONResponse(response)
+        ends = () if parameters.include_stop_str_in_output else (*stop, *parameters.stop)
+        parts = []
+        for index, one in enumerate(completions):
+            text = codec.decode(one.token_ids, skip_special_tokens=parameters.skip_special_tokens)
+            parts.append(CompletionPart.whole(index, one, before_stop(text, ends)))
+        response = ChatFormat(body, model, codec.detokenize, [prompt], logprobs=bool(body.logprobs)).response(parts)
+        if body.tools:
+            _parse_calls(response, episode)
+        if not body.stream:
+            return JSONResponse(response)
+        # All events are sent at once, because agents wait for whole messages.
+        events = [f"data: {json.dumps(chunk)}\n\n" for chunk in _chunks(response, include_usage=body.includes_usage)]
+        return Response("".join([*events, "data: [DONE]\n\n"]), media_type=engine_app.EVENT_STREAM)
 
-    shape = shape_of_bodies(max_tokens)
+    shape = engine_app.shape_of_bodies(max_tokens)
     limited = BodyLimit(ConcurrencyLimit(app, MAX_REQUESTS, ()), MAX_BODY_BYTES, error_response, shape, {CHAT})
     return OwnRequests(EpisodeGate(limited, episodes), None, error_response)
 
 
-async def _sampled(episode: OpenEpisode, prompt: list[int], body: ChatBody) -> list[Completion]:
-    parameters = body.sampling_parameters
-    work = episode.complete(prompt, parameters.max_tokens, parameters.n, parameters.stop)
-    return await asyncio.wrap_future(work)
-
-
-def _response(
-    body: ChatBody,
-    prompt_tokens: int,
-    completions: Sequence[Completion],
-    codec: TextCodec,
-    model: str,
-    stop: Sequence[str],
-    episode: OpenEpisode,
-) -> JsonObject:
-    """Return the response body, with parsed tool calls if the request describes tools."""
-    parameters = body.sampling_parameters
-    ends = () if parameters.include_stop_str_in_output else (*stop, *parameters.stop)
-    texts = [codec.decode(one.token_ids, skip_special_tokens=parameters.skip_special_tokens) for one in completions]
-    served = [
-        CompletionPart.whole(index, one, before_stop(text, ends))
-        for index, (one, text) in enumerate(zip(completions, texts, strict=True))
-    ]
-    form = ChatFormat(body.model or model, codec.detokenize, prompt_tokens, logprobs=bool(body.logprobs))
-    response = form.response(served)
-    for choice in response["choices"] if body.tools else ():
+def _parse_calls(response: JsonObject, episode: OpenEpisode) -> None:
+    """Replace each choice's well-formed <tool_call> blocks by `tool_calls`, and record the sampled text of each."""
+    for choice in response["choices"]:
         text = choice["message"]["content"]
-        choice["message"] = assistant_message(text)
-        for call in choice["message"].get("tool_calls", ()):
+        calls = [
+            {
+                "id": f"call_{uuid.uuid4().hex}",
+                "type": "function",
+                "function": {"name": call["name"], "arguments": json.dumps(call["arguments"])},
+            }
+            for call in read_calls(text) or ()
+        ]
+        if calls:
+            content = text.partition(OPEN)[0].strip() or None
+            choice["message"] = {"role": "assistant", "content": content, "tool_calls": calls}
             choice["finish_reason"] = "tool_calls"
-            episode.sampled[call["id"]] = text
-    return response
-
-
-def _as_events(response: JsonObject, body: ChatBody) -> Response:
-    """Return the response as a stream of events. All events are sent at once, because agents wait for whole
-    messages."""
-    lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in _chunks(response, include_usage=body.includes_usage)]
-    return Response("".join([*lines, "data: [DONE]\n\n"]), media_type=EVENT_STREAM)
+            episode.sampled.update({call["id"]: text for call in calls})
 
 
 def _chunks(response: JsonObject, *, include_usage: bool) -> Iterator[JsonObject]:
@@ -172,36 +151,15 @@ def _chunks(response: JsonObject, *, include_usage: bool) -> Iterator[JsonObject
         yield {**head, "choices": [], "usage": response["usage"]}
 
 
-def assistant_message(text: str) -> JsonObject:
-    """Return the message with its <tool_call> blocks as `tool_calls`. Without well-formed blocks, the text is the
-    content."""
-    calls = read_calls(text)
-    if not calls:
-        return {"role": "assistant", "content": text}
-    return {
-        "role": "assistant",
-        "content": text.partition(OPEN)[0].strip() or None,
-        "tool_calls": [
-            {
-                "id": f"call_{uuid.uuid4().hex}",
-                "type": "function",
-                "function": {"name": call["name"], "arguments": json.dumps(call["arguments"])},
-            }
-            for call in calls
-        ],
-    }
-
-
 def as_sampled(messages: Sequence[JsonObject], sampled: Mapping[str, str]) -> list[JsonObject]:
     """Return the messages, with each parsed tool call replaced by the sampled text from which it was parsed.
 
     sampled: sampled texts by tool call id. A template would render the calls with other spaces or in another order.
     """
-    return [_as_sampled(message, sampled) for message in messages]
-
-
-def _as_sampled(message: JsonObject, sampled: Mapping[str, str]) -> JsonObject:
-    calls = message.get("tool_calls")
-    first = calls[0] if isinstance(calls, list) and calls else None
-    text = sampled.get(str(first.get("id"))) if isinstance(first, dict) else None
-    return message if text is None else {"role": message["role"], "content": text}
+    written = []
+    for message in messages:
+        calls = message.get("tool_calls")
+        first = calls[0] if isinstance(calls, list) and calls else None
+        text = sampled.get(str(first.get("id"))) if isinstance(first, dict) else None
+        written.append(message if text is None else {"role": message["role"], "content": text})
+    return written

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
-from functools import partial
 from typing import TypeVar
 
 from fastapi import FastAPI, Request
@@ -11,33 +10,13 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
+from colocated_grpo.servers import request_bodies, responses
 from colocated_grpo.servers.engine_control import NO_WEIGHTS, SERVING
 from colocated_grpo.servers.rank_links import ServerClosing
-from colocated_grpo.servers.request_bodies import (
-    ChatBody,
-    CompletionBody,
-    GenerateBody,
-    SamplingParameters,
-    TextPrompt,
-    TokenPrompt,
-    TokensBody,
-    first_problem,
-)
-from colocated_grpo.servers.responses import (
-    ChatFormat,
-    ClosingStream,
-    CompletionFormat,
-    Format,
-    TokensFormat,
-    as_json_lines,
-    as_server_sent_events,
-    generate_chunks,
-    generate_response,
-    models_response,
-)
+from colocated_grpo.servers.request_bodies import ChatBody, CompletionBody, GenerateBody, SamplingParameters, TokensBody
+from colocated_grpo.servers.responses import ChatFormat, ClosingStream, CompletionFormat
 from colocated_grpo.servers.sampler import CompletionPart, Sampler
-from colocated_grpo.servers.text import InvalidRequest, TextCodec
-from colocated_grpo.types import JsonObject
+from colocated_grpo.servers.text import InvalidRequest
 from colocated_grpo.web.bodies import BodyLimit, InvalidBody, read_json
 from colocated_grpo.web.guards import ConcurrencyLimit, Hosts, OwnRequests, RequireApiKey, error_response
 from colocated_grpo.web.shape import BodyShape
@@ -80,9 +59,20 @@ def create_app(
     """
     app = FastAPI(title="colocated_grpo engine", docs_url=None, redoc_url=None, openapi_url=None)
     add_exception_handlers(app)
-    _add_status_routes(app, model, max_tokens, state)
-    _add_token_routes(app, sampler, model)
-    _add_openai_routes(app, sampler, model)
+
+    @app.get("/health")
+    @app.get("/health_generate")
+    async def health() -> JSONResponse:
+        # 200 even while the engines sleep: clients drop their requests to an unhealthy server. Without whole weights,
+        # no request is answered until a trainer has sent them.
+        now = state()
+        return JSONResponse({"status": now}, 503 if now == NO_WEIGHTS else 200)
+
+    @app.get("/v1/models")
+    async def models() -> JSONResponse:
+        return JSONResponse(responses.models(model, max_tokens))
+
+    _add_sampling_routes(app, sampler, model)
     add_routes(app)
     shape = shape_of_bodies(max_tokens)
     # A request counts once its body has arrived: unfinished bodies must not keep others out.
@@ -101,59 +91,54 @@ def shape_of_bodies(max_tokens: int) -> BodyShape:
 def add_exception_handlers(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def malformed(_request: Request, error: RequestValidationError) -> JSONResponse:
-        return error_response(400, first_problem(error.errors()))
+        return error_response(400, request_bodies.first_problem(error.errors()))
 
     @app.exception_handler(HTTPException)
     async def http_error(_request: Request, error: HTTPException) -> JSONResponse:
         return error_response(error.status_code, str(error.detail))
 
-    for error, status in STATUSES.items():
-        app.add_exception_handler(error, partial(_on_exception, status))
+    async def ours(_request: Request, error: Exception) -> JSONResponse:
+        return error_response(next(status for kind, status in STATUSES.items() if isinstance(error, kind)), str(error))
+
+    for kind in STATUSES:
+        app.add_exception_handler(kind, ours)
 
 
-async def _on_exception(status: int, _request: Request, error: Exception) -> JSONResponse:
-    return error_response(status, str(error))
+def _add_sampling_routes(app: FastAPI, sampler: Sampler, model: str) -> None:
+    codec = sampler.codec
 
-
-def _add_status_routes(app: FastAPI, model: str, max_tokens: int, state: Callable[[], str]) -> None:
-    @app.get("/health")
-    @app.get("/health_generate")
-    async def health() -> JSONResponse:
-        # 200 even while the engines sleep: clients drop their requests to an unhealthy server. Without whole weights,
-        # no request is answered until a trainer has sent them.
-        now = state()
-        return JSONResponse({"status": now}, 503 if now == NO_WEIGHTS else 200)
-
-    @app.get("/v1/models")
-    async def models() -> JSONResponse:
-        return JSONResponse(models_response(model, max_tokens))
-
-
-def _add_token_routes(app: FastAPI, sampler: Sampler, model: str) -> None:
     @app.post(GENERATE)
     async def generate(request: Request) -> Response:
         body = await read_json(request, GenerateBody.from_json)
-        prompt_ids = await _token_ids(sampler, body)
+        [prompt_ids] = await codec.encode_all([body.text_or_tokens])
         if body.stream:
             parts = sampler.stream([prompt_ids], body)
-            started = await _start(request, parts)
-            return ClosingStream(as_json_lines(generate_chunks(started)), parts.aclose, JSON_LINES)
+            chunks = responses.generate_chunks(await _start(request, parts))
+            return ClosingStream(responses.as_json_lines(chunks), parts.aclose, JSON_LINES)
         return await cancel_on_disconnect(request, _generate(sampler, prompt_ids, body))
 
     @app.post(TOKENS)
     async def generate_tokens(request: Request) -> Response:
         body = await read_json(request, TokensBody.from_json)
         parameters = body.sampling_params
-        form = TokensFormat(body.request_id, body.model or model, logprobs=parameters.logprobs is not None)
+        form = responses.TokensFormat(body.request_id, body.model or model, logprobs=parameters.logprobs is not None)
         return await _respond(request, sampler, form, [body.token_ids], parameters, stream=body.stream)
 
+    @app.post(COMPLETIONS)
+    async def completions(request: Request) -> Response:
+        body = await read_json(request, CompletionBody.from_json)
+        prompts = await codec.encode_all(body.prompts)
+        form = CompletionFormat(body, model, codec.detokenize, prompts, logprobs=body.logprobs is not None)
+        parameters, k = body.sampling_parameters, body.num_top_logprobs
+        return await _respond(request, sampler, form, prompts, parameters, k, stream=body.stream)
 
-async def _token_ids(sampler: Sampler, body: GenerateBody) -> list[int]:
-    match body.prompt:
-        case TokenPrompt(prompt_token_ids=token_ids) | list(token_ids):
-            return token_ids
-        case TextPrompt(prompt=text) | str(text):
-            return (await sampler.codec.encode_all([text]))[0]
+    @app.post(CHAT)
+    async def chat_completions(request: Request) -> Response:
+        body = await read_json(request, ChatBody.from_json)
+        prompt = await codec.encode_chat(body.plain_messages, body.template_settings)
+        form = ChatFormat(body, model, codec.detokenize, [prompt], logprobs=bool(body.logprobs))
+        parameters, k = body.sampling_parameters, body.num_top_logprobs
+        return await _respond(request, sampler, form, [prompt], parameters, k, stream=body.stream)
 
 
 async def _generate(sampler: Sampler, prompt_ids: list[int], body: GenerateBody) -> Response:
@@ -161,47 +146,13 @@ async def _generate(sampler: Sampler, prompt_ids: list[int], body: GenerateBody)
     k = body.prompt_logprobs
     prompt_logprobs = None if k is None else await sampler.prompt_logprobs(prompt_ids, k)
     prompt = sampler.codec.decode(prompt_ids)
-    return JSONResponse(generate_response(prompt, prompt_ids, completions, body, prompt_logprobs))
-
-
-def _add_openai_routes(app: FastAPI, sampler: Sampler, model: str) -> None:
-    def respond(
-        request: Request,
-        body: CompletionBody | ChatBody,
-        form: type[CompletionFormat | ChatFormat],
-        prompts: list[list[int]],
-        *,
-        logprobs: bool,
-    ) -> Awaitable[Response]:
-        tokens = sum(map(len, prompts))
-        formed = form(
-            body.model or model,
-            sampler.codec.detokenize,
-            tokens,
-            logprobs=logprobs,
-            include_usage=body.includes_usage,
-        )
-        parameters, k = body.sampling_parameters, body.num_top_logprobs
-        return _respond(request, sampler, formed, prompts, parameters, k, stream=body.stream)
-
-    @app.post(COMPLETIONS)
-    async def completions(request: Request) -> Response:
-        body = await read_json(request, CompletionBody.from_json)
-        prompts = await sampler.codec.encode_all(body.prompts)
-        return await respond(request, body, CompletionFormat, prompts, logprobs=body.logprobs is not None)
-
-    @app.post(CHAT)
-    async def chat_completions(request: Request) -> Response:
-        body = await read_json(request, ChatBody.from_json)
-        messages = [message.model_dump(exclude_none=True) for message in body.messages]
-        prompt = await encode_chat(sampler.codec, body, messages)
-        return await respond(request, body, ChatFormat, [prompt], logprobs=bool(body.logprobs))
+    return JSONResponse(responses.generate_response(prompt, prompt_ids, completions, body, prompt_logprobs))
 
 
 async def _respond(
     request: Request,
     sampler: Sampler,
-    form: Format,
+    form: responses.Format,
     prompts: list[list[int]],
     parameters: SamplingParameters,
     num_top_logprobs: int = 0,
@@ -211,21 +162,10 @@ async def _respond(
     """Sample and return the completions, whole or as a stream of events."""
     if stream:
         parts = sampler.stream(prompts, parameters, num_top_logprobs)
-        started = await _start(request, parts)
-        return ClosingStream(as_server_sent_events(form.chunks(started)), parts.aclose, EVENT_STREAM)
+        chunks = form.chunks(await _start(request, parts))
+        return ClosingStream(responses.as_server_sent_events(chunks), parts.aclose, EVENT_STREAM)
     sampled = await cancel_on_disconnect(request, sampler.sample(prompts, parameters, num_top_logprobs))
     return JSONResponse(form.response(sampled))
-
-
-async def encode_chat(codec: TextCodec, body: ChatBody, messages: list[JsonObject]) -> list[int]:
-    """Return the tokens of the messages, rendered in the chat template with the body's template settings."""
-    settings: JsonObject = {
-        **(body.chat_template_kwargs or {}),
-        "add_generation_prompt": body.add_generation_prompt and not body.continue_final_message,
-        "continue_final_message": body.continue_final_message,
-        "tools": body.tools or None,  # some templates also describe an empty list
-    }
-    return await codec.encode_chat(messages, settings)
 
 
 async def _start(request: Request, parts: AsyncGenerator[CompletionPart]) -> AsyncIterator[CompletionPart]:
@@ -245,7 +185,12 @@ async def cancel_on_disconnect(request: Request, work: Awaitable[T]) -> T:
 
     Disconnects are frequent: Atropos environments cancel their tasks whenever a queue is full.
     """
-    task, disconnected = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(request))
+
+    async def disconnect() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, disconnected = asyncio.ensure_future(work), asyncio.ensure_future(disconnect())
     try:
         await asyncio.wait({task, disconnected}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -256,8 +201,3 @@ async def cancel_on_disconnect(request: Request, work: Awaitable[T]) -> T:
     finally:
         disconnected.cancel()
         task.cancel()
-
-
-async def _disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -37,7 +38,11 @@ class JoinedGroup:
 
         Raises RuntimeError if members cannot connect to each other. store: a new store, used by this group only.
         """
-        _meet(store, rank, size, timeout)
+        # NCCL's constructor does not wait, and a broadcast would wait for a dead member.
+        keys = [f"member {member}" for member in range(size)]
+        store.set(keys[rank], "")
+        if missing := wait_for_keys(store, keys, time.monotonic() + timeout):
+            raise MissingMembers([keys.index(key) for key in missing], size, timeout)
         limit = timedelta(seconds=timeout)
         self._group: Any  # torch's stubs lack the collectives of backends
         if device.type == "cuda":
@@ -56,49 +61,34 @@ class JoinedGroup:
         self._group.shutdown()
 
 
-def _meet(store: dist.Store, rank: int, size: int, timeout: float) -> None:
-    """Wait until all members have joined. NCCL's constructor does not wait, and a broadcast would wait for a dead
-    member."""
-    keys = [f"member {member}" for member in range(size)]
-    store.set(keys[rank], "")
-    missing = wait_for_keys(store, keys, time.monotonic() + timeout)
-    if missing:
-        raise MissingMembers([keys.index(key) for key in missing], size, timeout)
-
-
 POLL_SECONDS = 0.0002
 
 
+@dataclass(eq=False)
 class BroadcastSync:
     """Weight sync by broadcast. Every method is collective over the trainer's ranks, except `restore`."""
 
-    def __init__(
-        self,
-        parameters: Mapping[str, Tensor],
-        prefix: str,
-        servers: Sequence[EngineServer],
-        world: World,
-        check_every: int,
-    ) -> None:
-        """parameters: sharded tensors by checkpoint name. prefix: name prefix of the base model, such as "model".
+    parameters: Mapping[str, Tensor]
+    """Sharded tensors by checkpoint name."""
+    prefix: str
+    """Name prefix of the base model, such as "model"."""
+    servers: Sequence[EngineServer]
+    world: World
+    check_every: int
+    """Fingerprints are compared after every n-th sync; 0: never."""
 
-        check_every: compare fingerprints after every n-th sync; 0: never.
-        """
-        self._parameters = parameters
-        self._prefix = prefix
-        self._servers = servers
-        self._world = world
-        self._posts = ThreadPoolExecutor(len(servers), thread_name_prefix="weight sync")
+    def __post_init__(self) -> None:
+        self._posts = ThreadPoolExecutor(len(self.servers), thread_name_prefix="weight sync")
         self._joined: list[str] = []
         """Instances of the servers in the last sync."""
         self._group: JoinedGroup | None = None
         """Set on rank 0 only."""
-        self._dtype: torch.dtype = getattr(torch, servers[0].wait_until_ready()["dtype"])
-        self._num_shards = count_shards(parameters)
-        shapes = {name: parameter.shape for name, parameter in parameters.items()}
+        self._dtype: torch.dtype = getattr(torch, self.servers[0].wait_until_ready()["dtype"])
+        self._num_shards = count_shards(self.parameters)
+        shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
         self._buckets = make_buckets(shapes, self._num_shards, self._dtype)
-        self._check_due = Due(check_every)
-        self._shards = ShardFingerprints(parameters, self._dtype, world)
+        self._check_due = Due(self.check_every)
+        self._shards = ShardFingerprints(self.parameters, self._dtype, self.world)
 
     @torch.no_grad()
     def sync(self) -> None:
@@ -107,26 +97,25 @@ class BroadcastSync:
         Raises RunError: on every rank if a server does not join or has other bytes, on rank 0 if a server is lost
         during the transfer.
         """
-        self._joined = self._world.from_main(self._join)
-        updates = [self._post(server, "/bridge/update") for server in self._servers] if self._world.is_main else []
+        self._joined = self.world.from_main(self._join)
+        updates = [self._post(server, "/bridge/update") for server in self.servers] if self.world.is_main else []
         last: tuple[Tensor, dist.Work] | None = None
         for bucket in self._buckets:
-            gathered = gather(bucket, self._parameters, self._dtype, self._world.device)
+            gathered = gather(bucket, self.parameters, self._dtype, self.world.device)
             if self._group is not None:
                 self._wait(last, updates)  # two buckets are in memory at a time
                 last = gathered, self._group.broadcast(gathered)
         self._wait(last, updates)
-        sent = Summed(self._world.sum_(self._shards.compute()), self._shards.copies) if self._check_due() else None
-        self._world.from_main(lambda: self._finish(updates, sent))
+        sent = Summed(self.world.sum_(self._shards.compute()), self._shards.copies) if self._check_due() else None
 
-    def _finish(self, updates: Sequence[Future[JsonObject]], sent: Summed | None) -> None:
-        """Wait for all servers and compare their fingerprints with the fingerprints in `sent`, if given. Rank 0
-        only."""
-        for server, update in zip(self._servers, updates, strict=True):
-            written = update.result()
-            if sent is not None:
-                different_P = sent.differs_from(Summed.from_json(written, self._world.device))
-                raise_if_any(different_P, list(self._parameters), where=f"the engine at {server.url}")
+        def finish() -> None:
+            for server, update in zip(self.servers, updates, strict=True):
+                written = update.result()
+                if sent is not None:
+                    different_P = sent.differs_from(Summed.from_json(written, self.world.device))
+                    raise_if_any(different_P, list(self.parameters), where=f"the engine at {server.url}")
+
+        self.world.from_main(finish)
 
     def restore(self, server: EngineServer) -> bool:
         """Return True if the last sync reached this process of the server. Not collective."""
@@ -145,55 +134,50 @@ class BroadcastSync:
         try:
             work.wait()
         except RuntimeError as error:
-            urls = _urls(self._servers)
+            urls = _urls(self.servers)
             raise RunError(f"engine.urls={urls}: lost during a weight sync ({in_one_line(error)})") from None
 
     def _post(self, server: EngineServer, path: str, body: Mapping[str, object] | None = None) -> Future[JsonObject]:
         return self._posts.submit(server.post_or_end, path, body)
 
     def _join(self) -> list[str]:
-        """Rebuild the group of this rank and all servers' ranks if a server has restarted. Rank 0 only.
-
-        Returns the servers' instances.
-        """
-        infos = [server.wait_until_ready() for server in self._servers]
+        """Rebuild the group if a server has restarted. Returns the servers' instances. Rank 0 only."""
+        infos = [server.wait_until_ready() for server in self.servers]
         instances = [info["instance"] for info in infos]
         if instances == self._joined:
             return instances
-        self._check(infos)
+        for server, info in zip(self.servers, infos, strict=True):
+            if (info["device"], info["dtype"]) != (self.world.device.type, infos[0]["dtype"]):
+                raise RunError(
+                    f"engine.urls={server.url}: computes in {info['dtype']} on {info['device']}; all servers need one "
+                    f"--dtype and the trainer's device type, {self.world.device.type}"
+                )
         if self._group is not None:
             self._group.close()
             self._group = None
         counts = [info["tensor_parallel_size"] for info in infos]
         # The server of each rank in the group, from rank 1; this process is rank 0.
-        members = [server for server, count in zip(self._servers, counts, strict=True) for _ in range(count)]
-        timeout = self._servers[0].timeout
-        host = own_address(self._servers[0].host)
+        members = [server for server, count in zip(self.servers, counts, strict=True) for _ in range(count)]
+        size, timeout = 1 + len(members), self.servers[0].timeout
+        host = own_address(self.servers[0].host)
         store, port = serve_store(host, 0, timeout)
         offer = {
             "address": host,
             "port": port,
-            "group_size": 1 + len(members),
+            "group_size": size,
             "timeout": timeout,
             "trainer_ranks": self._num_shards,
-            "prefix": self._prefix,
-            "shapes": {name: list(parameter.shape) for name, parameter in self._parameters.items()},
+            "prefix": self.prefix,
+            "shapes": {name: list(parameter.shape) for name, parameter in self.parameters.items()},
         }
-        first_ranks = [1 + members.index(server) for server in self._servers]
         accepted = [
-            self._post(server, "/bridge/init", offer | {"first_rank": first_rank})
-            for server, first_rank in zip(self._servers, first_ranks, strict=True)
+            self._post(server, "/bridge/init", offer | {"first_rank": 1 + members.index(server)})
+            for server in self.servers
         ]
         for each in accepted:
             each.result()  # the server now begins to join
-        self._group = self._enter(store, members)
-        return instances
-
-    def _enter(self, store: dist.Store, members: Sequence[EngineServer]) -> JoinedGroup:
-        """Return the group of this rank and `members`. The members have accepted the offer. Raises RunError."""
-        timeout = self._servers[0].timeout
         try:
-            return JoinedGroup(store, 0, 1 + len(members), self._world.device, timeout)
+            self._group = JoinedGroup(store, 0, size, self.world.device, timeout)
         except MissingMembers as error:
             urls = _urls([members[rank - 1] for rank in error.ranks])
             raise RunError(
@@ -204,14 +188,7 @@ class BroadcastSync:
             raise RunError(
                 f"engine.urls={_urls(members)}: did not join the weight sync ({in_one_line(error)})"
             ) from None
-
-    def _check(self, infos: Sequence[Mapping[str, object]]) -> None:
-        for server, info in zip(self._servers, infos, strict=True):
-            if (info["device"], info["dtype"]) != (self._world.device.type, infos[0]["dtype"]):
-                raise RunError(
-                    f"engine.urls={server.url}: computes in {info['dtype']} on {info['device']}; all servers need one "
-                    f"--dtype and the trainer's device type, {self._world.device.type}"
-                )
+        return instances
 
 
 def _urls(servers: Sequence[EngineServer]) -> str:

@@ -10,7 +10,6 @@ from fastapi.responses import JSONResponse
 from pydantic import model_validator
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
 
 from colocated_grpo.policy.checkpoint_files import CheckpointReader
 from colocated_grpo.servers.engine_control import EngineControl
@@ -77,19 +76,36 @@ def add_weight_routes(
     sessions: Sessions,
     call: Callable[..., object],
     adapters: Callable[[], JsonObject],
-    check_adapter: Callable[[Path], None],
     restart: Restart,
-    note: Callable[[str], None],
 ) -> None:
-    """call: `MirroredEngine.call` of the engine. adapters: returns the status of the adapters. check_adapter: raises
-    ValueError for a folder that does not fit the model. note: logs one line."""
+    """call: `MirroredEngine.call` of the engine. adapters: returns the status of the adapters.
+
+    A loaded adapter applies to all later requests, regardless of their `model`. Requests that already run finish first.
+    """
     commands = APIRouter(dependencies=[Depends(sessions.allow_command)])
     trainers = APIRouter(dependencies=[Depends(sessions.allow_trainer)])
-    _add_adapter_routes(commands, control, call, check_adapter)
+
+    @commands.post("/lora/load")
+    @commands.post("/v1/load_lora_adapter")
+    async def load_adapter(request: Request) -> JSONResponse:
+        body = await read_json(request, LoadBody.from_json)
+        path = body.adapter_path
+        for file in (CONFIG_FILE, WEIGHTS_FILE):
+            _require_file(path, file, "adapter")
+        load = partial(call, "load_adapter", body.adapter_name or Path(path).resolve().name, path)
+        return JSONResponse(await result_of(control.change_weights(load)))
+
+    @commands.post("/lora/unload")
+    async def unload_adapter() -> JSONResponse:
+        return JSONResponse(await result_of(control.change_weights(partial(call, "unload_adapter"))))
 
     @app.get("/lora/status")
     async def status() -> JSONResponse:
         return JSONResponse(adapters())
+
+    def note_failure(joined: Future[object]) -> None:
+        if not joined.cancelled() and (error := joined.exception()) is not None:
+            sessions.note(str(error))
 
     @trainers.post("/bridge/init")
     async def init(request: Request) -> JSONResponse:
@@ -97,7 +113,7 @@ def add_weight_routes(
         # The response does not wait for the join, because the trainer joins the group only after all servers have
         # accepted.
         joined = control.join_trainer(partial(call, "join", offer))
-        joined.add_done_callback(lambda done: _note_failure(done, note))
+        joined.add_done_callback(note_failure)
         return JSONResponse({"accepted": True})
 
     @trainers.post("/bridge/update")
@@ -114,41 +130,6 @@ def add_weight_routes(
     app.include_router(trainers)
 
 
-def _note_failure(joined: Future[object], note: Callable[[str], None]) -> None:
-    if not joined.cancelled() and (error := joined.exception()) is not None:
-        note(str(error))
-
-
-def _add_adapter_routes(
-    commands: APIRouter,
-    control: EngineControl,
-    call: Callable[..., object],
-    check_adapter: Callable[[Path], None],
-) -> None:
-    """Add the routes that load and unload adapters.
-
-    A loaded adapter applies to all later requests, regardless of their `model`. Requests that already run finish first.
-    """
-
-    @commands.post("/lora/load")
-    @commands.post("/v1/load_lora_adapter")
-    async def load_adapter(request: Request) -> JSONResponse:
-        body = await read_json(request, LoadBody.from_json)
-        path = body.adapter_path
-        for file in (CONFIG_FILE, WEIGHTS_FILE):
-            _require_file(path, file, "adapter")
-
-        def checked() -> object:
-            check_adapter(Path(path))
-            return call("load_adapter", body.adapter_name or Path(path).resolve().name, path)
-
-        return JSONResponse(await result_of(control.change_weights(checked)))
-
-    @commands.post("/lora/unload")
-    async def unload_adapter() -> JSONResponse:
-        return JSONResponse(await result_of(control.change_weights(partial(call, "unload_adapter"))))
-
-
 def _require_file(folder: str, name: str, key: str) -> None:
     try:
         exists = (Path(folder) / name).is_file()
@@ -158,29 +139,26 @@ def _require_file(folder: str, name: str, key: str) -> None:
         raise InvalidRequest(f"{key}={folder[:200]!r}: no {name} in this folder of the server's machine")
 
 
-def check_adapter(model: Path, folder: Path) -> None:
+def check_adapter(model: Path, folder: str) -> None:
     """Raise ValueError unless the adapter's numbers are finite, and its matrices fit the weights in `model`.
 
     vLLM copies what fits of a matrix, and computes with NaN.
     """
     try:
-        factors = load_file(folder / WEIGHTS_FILE)
+        factors = load_file(Path(folder) / WEIGHTS_FILE)
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"adapter {str(folder)!r}: {WEIGHTS_FILE} cannot be read: {error}") from None
+        raise ValueError(f"adapter {folder!r}: {WEIGHTS_FILE} cannot be read: {error}") from None
     shapes = CheckpointReader(model).shapes
     for name, factor in factors.items():
         if not factor.isfinite().all():
-            raise ValueError(f"adapter {str(folder)!r}: {name} has numbers that are not finite")
+            raise ValueError(f"adapter {folder!r}: {name} has numbers that are not finite")
         layer, _, kind = name.removeprefix("base_model.model.").rpartition(".lora_")
         weight, other = shapes.get(f"{layer}.weight"), factors.get(name.replace(".lora_A.", ".lora_B."))
         if kind == "A.weight" and weight is not None:
-            fitting = other is not None and factor.shape[1:] == weight[1:] and other.shape[:1] == weight[:1]
-            if not fitting or other.shape[1:] != factor.shape[:1]:
+            rank = factor.shape[:1]
+            if other is None or (factor.shape[1:], other.shape[:1], other.shape[1:]) != (weight[1:], weight[:1], rank):
+                theirs = "none" if other is None else list(other.shape)
                 raise ValueError(
-                    f"adapter {str(folder)!r}: {layer} has the factors {_shape(factor)} and {_shape(other)}, which do "
-                    f"not fit the model's {list(weight)}"
+                    f"adapter {folder!r}: {layer} has the factors {list(factor.shape)} and {theirs}, which do not fit "
+                    f"the model's {list(weight)}"
                 )
-
-
-def _shape(factor: Tensor | None) -> str:
-    return "none" if factor is None else str(list(factor.shape))

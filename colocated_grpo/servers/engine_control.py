@@ -1,13 +1,12 @@
 """Pauses an engine, or changes its weights, between two decode steps. For servers in processes without a trainer."""
 
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from colocated_grpo.rollout.engine import RolloutEngine
-from colocated_grpo.rollout.inbox import IDLE_SECONDS, Driver, Inbox
+from colocated_grpo.rollout.inbox import IDLE_SECONDS, Calls, Driver, Inbox
 
 T = TypeVar("T")
 SERVING, NO_WEIGHTS = "serving", "waiting for weights"
@@ -24,7 +23,8 @@ class EngineControl:
         self._engine = engine
         self._inbox = inbox
         self._driver = driver
-        self._commands: deque[tuple[Callable[[], object], Future[Any]]] = deque()
+        self._commands = Calls(inbox.wake)
+        """Run between two decode steps."""
         self.is_paused = False
         self._has_trainer = False
         """True while a trainer has joined to send weights. False after it is lost."""
@@ -46,29 +46,35 @@ class EngineControl:
         """Serve requests and commands on this thread until a stop is requested."""
         try:
             while not stop_requested():
-                self._run_commands()
+                self._commands.run()
                 if self.state != SERVING:
                     self._inbox.wait(IDLE_SECONDS)
                 else:
                     self._driver.step()
         finally:
             self._driver.abort()
-            for _, future in self._commands:
-                future.cancel()
+            self._commands.cancel()
 
     def pause(self) -> Future[None]:
         """Stop after the current decode step. Running requests keep their tokens and KV cache."""
-        return self.submit(partial(setattr, self, "is_paused", True))
+        return self._commands.submit(partial(setattr, self, "is_paused", True))
 
     def resume(self) -> Future[None]:
-        return self.submit(partial(setattr, self, "is_paused", False))
+        return self._commands.submit(partial(setattr, self, "is_paused", False))
 
     def set_version(self, policy_version: int) -> Future[None]:
         """Finish running requests, drop cached prefixes and stamp later completions with `policy_version`.
 
         Repeated calls have no effect: each rank of a trainer calls this after a sync.
         """
-        return self.submit(lambda: self._set_version(policy_version))
+
+        def set_version() -> None:
+            if policy_version != self.policy_version:
+                self._finish_requests()
+                self._engine.weights_changed(policy_version)
+                self.policy_version = policy_version
+
+        return self._commands.submit(set_version)
 
     def change_weights(self, change: Callable[[], T]) -> Future[T]:
         """Finish running requests, then run `change`. Once it has succeeded, trainers' requests are rejected until the
@@ -120,35 +126,9 @@ class EngineControl:
             self._finish_requests()
             return command()
 
-        return self.submit(when_idle)
-
-    def submit(self, command: Callable[[], T]) -> Future[T]:
-        """Run `command` on the driving thread between two decode steps. Returns the future of its result."""
-        future: Future[T] = Future()
-        self._commands.append((command, future))
-        self._inbox.wake()
-        return future
-
-    def _run_commands(self) -> None:
-        while self._commands:
-            command, future = self._commands.popleft()
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(command())
-            except ValueError as error:
-                future.set_exception(error)
-            except BaseException as error:
-                future.set_exception(error)
-                raise
+        return self._commands.submit(when_idle)
 
     def _finish_requests(self) -> None:
         if self.is_paused and self._driver.running:
             raise ValueError("the engine is paused with running requests; POST /bridge/resume first")
         self._driver.drain()
-
-    def _set_version(self, policy_version: int) -> None:
-        if policy_version != self.policy_version:
-            self._finish_requests()
-            self._engine.weights_changed(policy_version)
-            self.policy_version = policy_version

@@ -19,12 +19,7 @@ from colocated_grpo.rollout.inbox import Inbox
 from colocated_grpo.servers.engine_control import EngineControl
 from colocated_grpo.servers.engine_server import CONFLICT, TRAINER_HEADER
 from colocated_grpo.servers.rank_links import Outcome, PeerRequests, result_of
-from colocated_grpo.servers.request_bodies import (
-    MAX_LOGPROBS,
-    SamplingParameters,
-    StrictBody,
-    TokenIds,
-)
+from colocated_grpo.servers.request_bodies import MAX_LOGPROBS, SamplingParameters, StrictBody, TokenIds
 from colocated_grpo.servers.responses import ClosingStream
 from colocated_grpo.servers.text import Limits
 from colocated_grpo.types import Completion, JsonObject
@@ -43,7 +38,7 @@ ClientName = Annotated[str, Field(min_length=16, max_length=64)]
 
 
 class RequestBody(StrictBody):
-    """A request written by `remote.request_message`. It has a number of the client in place of the request's key."""
+    """A request of `RemoteEngine`. It has a number of the client in place of the request's key."""
 
     model_config = ConfigDict(allow_inf_nan=False)
     id: Number
@@ -54,9 +49,7 @@ class RequestBody(StrictBody):
 
     def request(self, key: Hashable, limits: Limits) -> EngineRequest:
         """Raises InvalidRequest for a request beyond the limits."""
-        limits.check_prompt(self.token_ids)
-        sampling = self.sampling.for_engine(limits.max_tokens - len(self.token_ids))
-        limits.check_vocabulary(sampling.stop_token_ids, "stop_token_ids: ")
+        sampling = self.sampling.for_engine(self.token_ids, limits)
         return EngineRequest(key=key, token_ids=self.token_ids, seed=self.seed, sampling=sampling, pattern=self.pattern)
 
 
@@ -123,6 +116,9 @@ class TrainerSession:
         self.requests.cancel()
         self._messages.put_nowait(None)
 
+    def close_from_another_thread(self) -> None:
+        self._loop.call_soon_threadsafe(self.close)
+
 
 class Sessions:
     """Open sessions by client. All of them belong to one trainer, which is attached to the server meanwhile."""
@@ -131,11 +127,10 @@ class Sessions:
         """note: logs one line. attached: called when a trainer attaches."""
         self._inbox = inbox
         self._attached = attached
-        self._note = note
+        self.note = note
         self._open: dict[str, TrainerSession] = {}
         self._trainer = ""
         """Secret of the attached trainer."""
-        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def allow_command(self, request: Request) -> None:
         """Raise HTTPException for a client that is not the attached trainer, if there is one."""
@@ -150,20 +145,18 @@ class Sessions:
             raise HTTPException(CONFLICT, "no trainer is attached; GET /engine/stream first")
 
     def open(self, client: str, trainer: str) -> TrainerSession:
-        """Return a new session. It replaces the client's earlier session, whose connection was lost.
-
-        Raises HTTPException if another trainer is attached.
-        """
-        if not trainer or (self._open and trainer != self._trainer):
-            reason = "another trainer is attached to this server" if trainer else f"{TRAINER_HEADER}: missing"
-            raise HTTPException(CONFLICT, reason)
+        """Return a new session, in place of the client's lost one. Raises HTTPException for another trainer."""
+        if not trainer:
+            raise HTTPException(CONFLICT, f"{TRAINER_HEADER}: missing")
+        if self._open and trainer != self._trainer:
+            raise HTTPException(CONFLICT, "another trainer is attached to this server")
         if not self._open:
             self._attached()
-        self._trainer, self._loop = trainer, asyncio.get_running_loop()
+        self._trainer = trainer
         if (former := self._open.pop(client, None)) is not None:
             former.close()
         else:
-            self._note(f"trainer {client[:8]} has connected")
+            self.note(f"trainer {client[:8]} has connected")
         self._open[client] = session = TrainerSession(client, self._inbox)
         return session
 
@@ -174,18 +167,13 @@ class Sessions:
         session.close()
         if self._open.get(session.client) is session:
             del self._open[session.client]
-            self._note(f"trainer {session.client[:8]} has disconnected; another may connect")
+            self.note(f"trainer {session.client[:8]} has disconnected; another may connect")
 
     def close_all(self) -> None:
         """End all streams before the server closes, because open streams would delay closing. Call from another
         thread."""
-
-        def close() -> None:
-            for session in self._open.values():
-                session.close()
-
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(close)
+        for session in list(self._open.values()):
+            session.close_from_another_thread()
 
 
 def add_engine_routes(app: FastAPI, control: EngineControl, inbox: Inbox, sessions: Sessions, limits: Limits) -> None:
@@ -205,7 +193,7 @@ def add_engine_routes(app: FastAPI, control: EngineControl, inbox: Inbox, sessio
     async def top_logprobs(request: Request) -> JSONResponse:
         body = await read_json(request, TopLogprobsBody.from_json)
         limits.check_prompt(body.token_ids)
-        call = inbox.call(lambda engine: engine.top_logprobs(body.token_ids, body.k))
+        call = inbox.calls.submit(lambda engine: engine.top_logprobs(body.token_ids, body.k))
         return JSONResponse(await result_of(call))
 
     @routes.post("/requests")
@@ -214,10 +202,8 @@ def add_engine_routes(app: FastAPI, control: EngineControl, inbox: Inbox, sessio
         session = sessions.get(body.client)
         if session is None:
             raise HTTPException(CONFLICT, "no stream of this client is open; GET /engine/stream first")
-        if body.policy_version != control.policy_version:
-            raise HTTPException(
-                CONFLICT, f"the weights have version {control.policy_version}, not {body.policy_version}"
-            )
+        if body.policy_version != (version := control.policy_version):
+            raise HTTPException(CONFLICT, f"the weights have version {version}, not {body.policy_version}")
         session.requests.put({one.id: one.request((body.client, one.id), limits) for one in body.requests})
         return JSONResponse(None)
 

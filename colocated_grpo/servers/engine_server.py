@@ -21,8 +21,13 @@ SILENT_SECONDS = 30.0
 RETRY_SECONDS = 0.25
 BUSY_SECONDS = 75.0
 """Time for another trainer to end. A server notices within a minute that a trainer's machine is gone."""
-UNAUTHORIZED, NOT_FOUND, CONFLICT = 401, 404, 409
-"""CONFLICT: another trainer is attached, or this one is not, or the requests need another version of the weights."""
+CONFLICT = 409
+"""Another trainer is attached, or this one is not, or the requests need another version of the weights."""
+ADVICE = {
+    401: "; name the variable with the server's key in engine.api_key_variable",
+    404: "; this is not an engine server, or an older one: start it with colocated-grpo serve",
+}
+"""By status of a rejected call."""
 TRAINER_HEADER = "X-Trainer"
 """Name of the header with the secret of a trainer, the same on all of its ranks."""
 
@@ -31,7 +36,7 @@ Messages = SimpleQueue[JsonObject | None]
 
 
 class EngineServer:
-    """The routes of one server that a trainer uses.
+    """A server's routes for trainers. Calls raise Unavailable or RequestRejected where they do not name RunError.
 
     While a trainer has a stream open, it is attached to the server: no other client controls the engine.
     """
@@ -48,26 +53,18 @@ class EngineServer:
         for calls that wait for the engine."""
         self._stop_requested = stop_requested
         self.url = url.rstrip("/")
+        self.host = urlsplit(self.url).hostname or ""
         self.timeout = timeout
-        headers = {TRAINER_HEADER: trainer}
-        self._quick = JsonClient(self.url, timeout=CALL_SECONDS, api_key=api_key, headers=headers)
-        self._patient = JsonClient(self.url, timeout=timeout, api_key=api_key, headers=headers)
+        self._http = JsonClient(self.url, timeout=CALL_SECONDS, api_key=api_key, headers={TRAINER_HEADER: trainer})
         self.client = secrets.token_hex(16)
         """Name of this rank at the server."""
         self._messages: Messages | None = None
         """The last stream, while it is open."""
         self._instance = ""
 
-    @property
-    def host(self) -> str:
-        return urlsplit(self.url).hostname or ""
-
     def info(self) -> JsonObject:
-        """Attach to the server, and return /bridge/info: model, limits, `instance` (one per start), `policy_version`.
-
-        Raises Unavailable or RequestRejected.
-        """
-        info = self._quick.get("/bridge/info")
+        """Attach to the server; return /bridge/info: model, limits, `instance` (one per start), `policy_version`."""
+        info = self._http.get("/bridge/info")
         if not isinstance(info, dict) or "instance" not in info:
             raise Unavailable(f"{self.url}/bridge/info is not an engine server's; start one with colocated-grpo serve")
         if self._messages is None or self._instance != info["instance"]:
@@ -76,8 +73,8 @@ class EngineServer:
         return info
 
     def adapters(self) -> JsonObject:
-        """Return /lora/status. Raises Unavailable or RequestRejected."""
-        return cast(JsonObject, self._quick.get("/lora/status"))
+        """Return /lora/status."""
+        return cast(JsonObject, self._http.get("/lora/status"))
 
     def wait_until_ready(self) -> JsonObject:
         """Return `info` once the server responds. Raises RunError."""
@@ -86,19 +83,18 @@ class EngineServer:
     def until_answered(self, call: Callable[[], T]) -> T:
         """Repeat the call while it raises Unavailable, for at most `timeout` seconds. Raises RunError."""
         begun = time.monotonic()
-        deadline = begun + self.timeout
         while True:
             try:
                 return call()
             except RequestRejected as error:
                 if error.status != CONFLICT or time.monotonic() > begun + BUSY_SECONDS:
-                    raise RunError(f"engine.urls={self.url}: {error}{_advice(error)}") from None
+                    raise RunError(f"engine.urls={self.url}: {error}{ADVICE.get(error.status, '')}") from None
                 reason = str(error)
             except Unavailable as error:
                 reason = str(error)
             if self._stop_requested():
                 raise RunError(f"engine.urls={self.url}: stopped while waiting for the server ({reason})")
-            if time.monotonic() > deadline:
+            if time.monotonic() > begun + self.timeout:
                 raise RunError(
                     f"engine.urls={self.url}: no answer within engine.server_timeout={self.timeout:g} s ({reason}); "
                     "start it with colocated-grpo serve, or look into its log"
@@ -106,8 +102,8 @@ class EngineServer:
             time.sleep(RETRY_SECONDS)
 
     def post(self, path: str, body: Mapping[str, object] | None = None) -> Any:
-        """POST a request whose response waits for the engine. Raises Unavailable or RequestRejected."""
-        return self._patient.post(path, body or {})
+        """POST a request whose response waits for the engine."""
+        return self._http.post(path, body or {}, self.timeout)
 
     def post_or_end(self, path: str, body: Mapping[str, object] | None = None) -> JsonObject:
         """POST a request that must succeed for the run to continue. Raises RunError."""
@@ -117,11 +113,8 @@ class EngineServer:
             raise RunError(f"engine.urls={self.url}: POST {path} failed: {error}") from None
 
     def stream(self) -> Messages:
-        """Open a stream of messages in place of the last one. The server then aborts the requests of the last one.
-
-        Returns a queue of the messages, and None at the stream's end. Raises Unavailable or RequestRejected.
-        """
-        lines = self._quick.lines(f"/engine/stream?client={self.client}", SILENT_SECONDS)
+        """Open a stream in place of the last one, whose requests the server aborts. It ends with None."""
+        lines = self._http.lines(f"/engine/stream?client={self.client}", SILENT_SECONDS)
         next(lines)  # confirms that the server is ready for requests
         self._messages = messages = Messages()
         threading.Thread(target=self._read, args=(lines, messages), name="engine server", daemon=True).start()
@@ -130,7 +123,7 @@ class EngineServer:
     def close(self) -> None:
         """End the stream, which aborts its requests."""
         with suppress(Unavailable, RequestRejected):
-            self._quick.post("/engine/abort", {"client": self.client, "ids": None})
+            self._http.post("/engine/abort", {"client": self.client, "ids": None})
 
     def _read(self, lines: Iterator[str], messages: Messages) -> None:
         with suppress(Unavailable, RequestRejected, ValueError):  # the next call to the server shows the cause
@@ -139,11 +132,3 @@ class EngineServer:
         if self._messages is messages:
             self._messages = None
         messages.put(None)
-
-
-def _advice(error: RequestRejected) -> str:
-    if error.status == UNAUTHORIZED:
-        return "; name the variable with the server's key in engine.api_key_variable"
-    if error.status == NOT_FOUND:
-        return "; this is not an engine server, or an older one: start it with colocated-grpo serve"
-    return ""

@@ -11,8 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,10 +51,7 @@ class ServerPlan:
 
 
 def plan_servers(launch: Launch, config: Config, environment: Mapping[str, str]) -> ServerPlan | None:
-    """Return the servers to start; None if engines run in the ranks, or if the config has addresses of servers.
-
-    Raises ConfigError if flags and config contradict each other.
-    """
+    """Return the servers to start; None if there are none. Raises ConfigError if flags and config contradict."""
     engine = config.engine
     if engine.placement == "colocated" or engine.urls:
         if launch.engine_gpus:
@@ -108,42 +105,40 @@ def _divide_gpus(
 
 def _serve_command(model: ModelConfig, engine: EngineConfig, policy: PolicyConfig, max_tokens: int) -> list[str]:
     """Return the command of a server, without its port."""
-    dtype = policy.compute_dtype if engine.dtype == "auto" else engine.dtype
-    command = [sys.executable, "-m", "colocated_grpo.servers", model.name, "--dtype", dtype]
-    command += ["--max-model-len", str(max_tokens)]
-    command += ["--tensor-parallel-size", str(engine.tensor_parallel_size), "--api-key-variable", KEY_VARIABLE]
-    given = {
+    rank = policy.lora.rank if engine.bridge == "adapter" and policy.lora is not None else None
+    if rank is not None and rank > LORA_RANKS[-1]:
+        raise ConfigError(
+            f"policy.lora.rank={rank}: engine servers load adapters up to rank {LORA_RANKS[-1]}; use engine.bridge: "
+            "broadcast, which sends merged weights"
+        )
+    flags = {
+        "--dtype": policy.compute_dtype if engine.dtype == "auto" else engine.dtype,
+        "--max-model-len": max_tokens,
+        "--tensor-parallel-size": engine.tensor_parallel_size,
+        "--api-key-variable": KEY_VARIABLE,
         "--revision": model.revision,
         "--max-num-seqs": engine.max_num_seqs,
         "--gpu-memory-utilization": engine.gpu_memory_utilization,
         "--kv-cache-memory-bytes": engine.kv_cache_memory_bytes,
         "--engine-args": json.dumps(engine.args) if engine.args else None,
+        "--max-lora-rank": None if rank is None else min(allowed for allowed in LORA_RANKS if allowed >= rank),
     }
-    command += [text for flag, value in given.items() if value is not None for text in (flag, str(value))]
-    command += ["--trust-remote-code"] * model.trust_remote_code + ["--enforce-eager"] * engine.enforce_eager
-    if engine.bridge == "adapter" and policy.lora is not None:
-        command += ["--enable-lora", "--max-lora-rank", str(_allowed_rank(policy.lora.rank))]
-    return command + ["--share-weights"] * (engine.bridge == "shared")
-
-
-def _allowed_rank(rank: int) -> int:
-    """Return the smallest of vLLM's LoRA ranks that fits an adapter of this rank."""
-    fitting = [allowed for allowed in LORA_RANKS if allowed >= rank]
-    if not fitting:
-        raise ConfigError(
-            f"policy.lora.rank={rank}: engine servers load adapters up to rank {LORA_RANKS[-1]}; use engine.bridge: "
-            "broadcast, which sends merged weights"
-        )
-    return fitting[0]
+    switches = {
+        "--trust-remote-code": model.trust_remote_code,
+        "--enforce-eager": engine.enforce_eager,
+        "--enable-lora": rank is not None,
+        "--share-weights": engine.bridge == "shared",
+    }
+    command = [sys.executable, "-m", "colocated_grpo.servers", model.name]
+    command += [text for flag, value in flags.items() if value is not None for text in (flag, str(value))]
+    return command + [switch for switch, is_on in switches.items() if is_on]
 
 
 def free_ports(count: int) -> list[int]:
     """Return ports of this machine that are currently free."""
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
+    with ExitStack() as opened:
+        probes = [opened.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [probe.getsockname()[1] for probe in probes]
 
 
 class EngineServers:
@@ -211,9 +206,8 @@ class EngineServers:
             server.wait()
 
 
-def _tree(pid: int) -> Sequence[psutil.Process]:
-    try:
+def _tree(pid: int) -> list[psutil.Process]:
+    with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
         return [process, *process.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
+    return []

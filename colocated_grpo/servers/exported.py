@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from colocated_grpo.errors import RunError
 from colocated_grpo.runtime.distributed import World
+from colocated_grpo.tracking.files import write_atomically
 from colocated_grpo.types import JsonObject
 from colocated_grpo.weights.shared import Adopt, SharedSync, verified_sync
 
@@ -40,16 +41,12 @@ def move_to_shared_memory(model: nn.Module) -> None:
         total += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
     descriptor = os.memfd_create(MEMORY_NAME)
     os.ftruncate(descriptor, total)
-    shared = _map(_path_of(descriptor), total)
+    shared = _map(f"/proc/{os.getpid()}/fd/{descriptor}", total)
     for parameter in model.parameters():
         start = offsets[parameter.untyped_storage().data_ptr()] // parameter.element_size()
         view = _view(shared, parameter.dtype, start + parameter.storage_offset(), parameter.shape, parameter.stride())
         view.copy_(parameter.data)
         parameter.data = view
-
-
-def _path_of(descriptor: int) -> str:
-    return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
 def export(views: Mapping[str, Tensor], facts: JsonObject, folder: Path) -> Path:
@@ -58,29 +55,21 @@ def export(views: Mapping[str, Tensor], facts: JsonObject, folder: Path) -> Path
     views: the engine's parameters by checkpoint name. Parameters on the CPU must be in shared memory. facts: further
     entries, such as the model. folder: made if it is missing.
     """
-    handles: dict[int, JsonObject] = {}
+    storages = {view.untyped_storage().data_ptr(): view.untyped_storage() for view in views.values()}
+    handles = {pointer: _handle(storage) for pointer, storage in storages.items()}
     mappings = {}
     for name, view in views.items():
-        storage = view.untyped_storage()
-        if storage.data_ptr() not in handles:
-            handles[storage.data_ptr()] = _handle(storage)
         mappings[name] = {
-            "handle": handles[storage.data_ptr()],
+            "handle": handles[view.untyped_storage().data_ptr()],
             "dtype": str(view.dtype).removeprefix("torch."),
             "shape": list(view.shape),
             "stride": list(view.stride()),
             "offset": view.storage_offset(),
         }
     file = folder / CONFIG_NAME
-    partial = file.with_suffix(".partial")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        partial.unlink(missing_ok=True)
-        # Always a new file: other users with write access to the folder could have put a link in its place.
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        with open(descriptor, "w", encoding="utf-8") as opened:
-            json.dump({**facts, MAPPINGS: mappings}, opened)
-        partial.replace(file)
+        write_atomically(file, json.dumps({**facts, MAPPINGS: mappings}), mode=0o600)
     except OSError as error:
         raise RunError(
             f"LOGDIR={str(folder)!r}: cannot write {CONFIG_NAME} ({error.strerror}); set LOGDIR to another folder"
@@ -104,9 +93,8 @@ def attach(file: Path, instance: str) -> dict[str, Tensor]:
         content = json.loads(file.read_text(encoding="utf-8"))
         if content["instance"] != instance:
             raise ValueError("another server, or another start of it, has written this file")
-        mappings = content[MAPPINGS]
         storages: dict[str, torch.UntypedStorage] = {}
-        views = {name: _attached(entry, storages) for name, entry in mappings.items()}
+        return {name: _attached(entry, storages) for name, entry in content[MAPPINGS].items()}
     except FileNotFoundError as error:
         raise RunError(
             f"engine.bridge_config={file}: {error.filename or file} does not exist; start the server on this machine "
@@ -114,7 +102,6 @@ def attach(file: Path, instance: str) -> dict[str, Tensor]:
         ) from None
     except (OSError, ValueError, LookupError, TypeError, RuntimeError) as error:
         raise RunError(f"engine.bridge_config={file}: not usable ({error}); start the server again") from None
-    return views
 
 
 def share_exported(

@@ -8,6 +8,7 @@ Both ends authenticate by HMAC, with a secret that was broadcast over the proces
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import secrets
 import socket
@@ -22,7 +23,7 @@ from multiprocessing.connection import Client, Connection, Listener, answer_chal
 from typing import Any, TypeVar, cast
 
 from colocated_grpo.rollout.engine import Request, TokenDelta
-from colocated_grpo.rollout.inbox import Driver, Inbox, OnDelta
+from colocated_grpo.rollout.inbox import Driver, Inbox, OnDelta, settle
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.stores import own_address
 from colocated_grpo.servers.text import InvalidRequest
@@ -70,16 +71,14 @@ class LoadBalancer:
         try:
             future = self._engines[chosen].put(request, on_delta)
             if on_completion is not None:
-                future.add_done_callback(
-                    lambda f: None if f.cancelled() or f.exception() else on_completion(f.result())
-                )
+                future.add_done_callback(lambda f: f.cancelled() or f.exception() or on_completion(f.result()))
             return await result_of(future)
         finally:
             self.in_flight[chosen] -= 1
 
     def top_logprobs(self, token_ids: list[int], k: int) -> Future[list[dict[int, float]]]:
         """Return the future of `RolloutEngine.top_logprobs` on this rank's engine."""
-        return self._inbox.call(lambda engine: engine.top_logprobs(token_ids, k))
+        return self._inbox.calls.submit(lambda engine: engine.top_logprobs(token_ids, k))
 
 
 async def result_of(future: Future[T]) -> T:
@@ -163,37 +162,27 @@ class RankLink:
 
     def __init__(self, address: tuple[str, int], secret: bytes) -> None:
         self._messages = _Messages(Client(address, _family(address[0]), secret))
-        self._futures: dict[int, Future[Completion]] = {}
-        self._on_delta: dict[int, OnDelta] = {}
-        self._num_sent = 0
-        self._lock = threading.Lock()
+        self._pending: dict[int, tuple[Future[Completion], OnDelta | None]] = {}
+        """By number. Changed by several threads, in atomic operations only."""
+        self._numbers = itertools.count(1)
         threading.Thread(target=self._receive, name="rank link", daemon=True).start()
 
     def put(self, request: Request, on_delta: OnDelta | None = None) -> Future[Completion]:
         """Submit a request. `on_delta` is called on the receiving thread."""
         future: Future[Completion] = Future()
-        with self._lock:
-            self._num_sent += 1
-            number = self._num_sent
-            self._futures[number] = future
-            if on_delta is not None:
-                self._on_delta[number] = on_delta
-        future.add_done_callback(lambda done: self._cancel(number) if done.cancelled() else None)
+        number = next(self._numbers)
+        self._pending[number] = future, on_delta
+        future.add_done_callback(partial(self._cancel, number))
         try:
             self._messages.send("put", number, request)
         except OSError:  # the other rank has ended
             future.cancel()
         return future
 
-    def _cancel(self, number: int) -> None:
-        if self._forget(number) is not None:
+    def _cancel(self, number: int, done: Future[Completion]) -> None:
+        if done.cancelled() and self._pending.pop(number, None) is not None:
             with suppress(OSError):  # the other rank has ended
                 self._messages.send("cancel", number)
-
-    def _forget(self, number: int) -> Future[Completion] | None:
-        with self._lock:
-            self._on_delta.pop(number, None)
-            return self._futures.pop(number, None)
 
     def end_phase(self, phase: int, *, abort: bool) -> None:
         """End a phase on the other rank, and finish or abort the phase's running requests. Phases are counted from
@@ -203,24 +192,21 @@ class RankLink:
     def _receive(self) -> None:
         while (message := self._messages.receive()) is not None:
             number, outcome = message
-            if isinstance(outcome, TokenDelta):
-                if (on_delta := self._on_delta.get(number)) is not None:
+            is_delta = isinstance(outcome, TokenDelta)
+            pending = self._pending.get(number) if is_delta else self._pending.pop(number, None)
+            if pending is None:
+                continue  # cancelled while the outcome was in transit
+            future, on_delta = pending
+            if is_delta:
+                if on_delta is not None:
                     on_delta(outcome)
-            elif (future := self._forget(number)) is not None:  # else cancelled while the outcome was in transit
-                _resolve(future, outcome)
+            elif outcome is None:
+                future.cancel()
+            else:
+                settle(future, ValueError(outcome) if isinstance(outcome, str) else outcome)
 
     def close(self) -> None:
         self._messages.close()
-
-
-def _resolve(future: Future[Completion], outcome: Completion | str | None) -> None:
-    if outcome is None:
-        future.cancel()
-    elif future.set_running_or_notify_cancel():
-        if isinstance(outcome, str):
-            future.set_exception(ValueError(outcome))
-        else:
-            future.set_result(outcome)
 
 
 class RemoteInbox:
@@ -230,24 +216,18 @@ class RemoteInbox:
         self._inbox = inbox
         self._secret = secret
         self._listener = Listener((host, 0), _family(host))
+        self.address = cast(tuple[str, int], self._listener.address[:2])
         self._closed = False
         self._messages: _Messages | None = None
         self._requests = PeerRequests(inbox, self._send)
-        self._last_ended = 0
+        self.last_ended = 0
+        """The last phase that rank 0 has ended."""
         self._aborted = False
         threading.Thread(target=self._accept, name="rank link", daemon=True).start()
 
-    @property
-    def address(self) -> tuple[str, int]:
-        return cast(tuple[str, int], self._listener.address[:2])
-
-    def ended(self, phase: int) -> bool:
-        """Return True once rank 0 has ended this phase."""
-        return self._last_ended >= phase
-
     def serve(self, driver: Driver, phase: int) -> None:
         """Serve rank 0's requests until rank 0 ends the phase. driver: must use the inbox of this object."""
-        while not self.ended(phase):
+        while self.last_ended < phase:
             driver.step()
         if self._aborted:
             driver.abort()
@@ -271,18 +251,15 @@ class RemoteInbox:
             return
         self._messages = messages = _Messages(connection)
         while (message := messages.receive()) is not None:
-            self._handle(*message)
-
-    def _handle(self, kind: str, number: int, content: Any = None) -> None:
-        if kind == "end":
-            # Set `_aborted` first: the driving thread reads `_aborted` after it has seen the phase end.
-            self._aborted = content
-            self._last_ended = number
-            self._inbox.wake()
-        elif kind == "cancel":
-            self._requests.cancel([number])
-        else:
-            self._requests.put({number: replace(content, key=("link", number))})
+            match message:
+                case "put", number, request:
+                    self._requests.put({number: replace(request, key=("link", number))})
+                case "cancel", number:
+                    self._requests.cancel([number])
+                case "end", phase, abort:
+                    # `_aborted` first: the driving thread reads `_aborted` after it has seen the phase end.
+                    self._aborted, self.last_ended = abort, phase
+                    self._inbox.wake()
 
     def _send(self, number: int, outcome: Outcome) -> None:
         assert self._messages is not None, "requests arrive over the connection"
@@ -301,11 +278,7 @@ def _family(host: str) -> str:
 
 
 def link_ranks(inbox: Inbox, world: World) -> tuple[list[RankLink], RemoteInbox | None]:
-    """Connect rank 0 to every other rank. Collective.
-
-    On rank 0, returns the links in rank order, and None. On every other rank, returns an empty list and the remote
-    inbox.
-    """
+    """Connect rank 0 to every other rank. Collective. Returns rank 0's links, and another rank's remote inbox."""
     secret = world.broadcast_object(secrets.token_bytes(32) if world.is_main else None)
     remote = None if world.is_main else RemoteInbox(inbox, own_address(os.environ["MASTER_ADDR"]), secret)
     addresses = world.gather_objects(None if remote is None else remote.address)

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -32,19 +33,18 @@ def join_ranks(size: int) -> dist.Store:
     store, port = serve_store(LOOPBACK, 0, START_SECONDS)
     shared = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port)}
     os.environ.update(shared)
-    peers = [_start(rank) for rank in range(1, size)]
+    peers = [
+        subprocess.Popen(
+            [sys.executable, "-m", "colocated_grpo.servers", *sys.argv[1:]],
+            env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            preexec_fn=signal_at_parents_death(signal.SIGKILL),
+        )
+        for rank in range(1, size)
+    ]
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0"}
     if peers:
         threading.Thread(target=_watch, args=(peers,), name="ranks", daemon=True).start()
     return store
-
-
-def _start(rank: int) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "colocated_grpo.servers", *sys.argv[1:]],
-        env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-        preexec_fn=signal_at_parents_death(signal.SIGKILL),
-    )
 
 
 def _watch(peers: list[subprocess.Popen[bytes]]) -> None:
@@ -60,24 +60,20 @@ def _watch(peers: list[subprocess.Popen[bytes]]) -> None:
 END = "end"
 
 
+@dataclass(eq=False)
 class MirroredEngine:
     """An engine whose calls run on all of its ranks. Rank 0 uses it, every other rank only `follow`."""
 
-    def __init__(
-        self,
-        engine: RolloutEngine,
-        group: dist.ProcessGroup | None,
-        commands: Mapping[str, Callable[..., object]] | None = None,
-    ) -> None:
-        """engine: this rank's engine, whose methods are commands. group: None for a single rank.
+    engine: RolloutEngine
+    """This rank's engine, whose methods are commands."""
+    group: dist.ProcessGroup | None
+    """None for a single rank."""
+    commands: Mapping[str, Callable[..., object]] = field(default_factory=dict)
+    """Further commands by name. If such a command raises ValueError on any rank, rank 0 raises it too."""
 
-        commands: further commands by name. If such a command raises ValueError on any rank, rank 0 raises it too.
-        """
-        self._engine = engine
-        self._commands = commands or {}
-        self._group = group
-        self.max_num_seqs = engine.max_num_seqs
-        self.admission_cost = engine.admission_cost
+    def __post_init__(self) -> None:
+        self.max_num_seqs = self.engine.max_num_seqs
+        self.admission_cost = self.engine.admission_cost
 
     def call(self, name: str, *arguments: object) -> Any:
         """Broadcast the call, then return this rank's result. Arguments must be picklable. Rank 0 only."""
@@ -85,17 +81,17 @@ class MirroredEngine:
         return self._run(name, arguments)
 
     def _run(self, name: str, arguments: tuple[object, ...]) -> object:
-        if name not in self._commands:
-            return getattr(self._engine, name)(*arguments)
-        if self._group is None:
-            return self._commands[name](*arguments)
+        if name not in self.commands:
+            return getattr(self.engine, name)(*arguments)
+        if self.group is None:
+            return self.commands[name](*arguments)
         result, problem = None, None
         try:
-            result = self._commands[name](*arguments)
+            result = self.commands[name](*arguments)
         except ValueError as error:
             problem = str(error)
-        problems: list[str | None] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(problems, problem, group=self._group)
+        problems: list[str | None] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(problems, problem, group=self.group)
         for rank, text in enumerate(problems):
             if text is not None:
                 raise ValueError(f"rank {rank} of the engine: {text}")
@@ -105,7 +101,7 @@ class MirroredEngine:
         """Run rank 0's calls until it closes the engine. Rank 0 reports a ValueError of this rank. Other ranks only."""
         while True:
             box: list[Any] = [None]
-            dist.broadcast_object_list(box, src=0, group=self._group)
+            dist.broadcast_object_list(box, src=0, group=self.group)
             name, arguments = box[0]
             if name == END:
                 return
@@ -113,8 +109,8 @@ class MirroredEngine:
                 self._run(name, arguments)
 
     def _send(self, name: str, arguments: tuple[object, ...]) -> None:
-        if self._group is not None:
-            dist.broadcast_object_list([(name, arguments)], src=0, group=self._group)
+        if self.group is not None:
+            dist.broadcast_object_list([(name, arguments)], src=0, group=self.group)
 
     def submit(self, requests: Iterable[Request]) -> None:
         self.call("submit", list(requests))
@@ -123,7 +119,7 @@ class MirroredEngine:
         return self.call("step")
 
     def deltas(self) -> list[tuple[Hashable, TokenDelta]]:
-        return self._engine.deltas()
+        return self.engine.deltas()
 
     def abort(self, keys: Collection[Hashable] | None = None) -> None:
         self.call("abort", None if keys is None else list(keys))
@@ -143,4 +139,4 @@ class MirroredEngine:
     def close(self) -> None:
         """End the other ranks, then this rank's engine."""
         self._send(END, ())
-        self._engine.close()
+        self.engine.close()

@@ -23,7 +23,6 @@ from colocated_grpo.weights.fingerprints import rows_of
 from colocated_grpo.weights.plan import Plan, verified_plan
 from colocated_grpo.weights.transport import Fingerprints, Summed, ViewFingerprints
 
-Port = Annotated[int, Field(gt=0, lt=1 << 16)]
 Count = Annotated[int, Field(gt=0, le=1 << 16)]
 Shape = Annotated[list[Annotated[int, Field(gt=0, lt=1 << 40)]], Field(min_length=1, max_length=8)]
 MAX_TIMEOUT = 86_400.0
@@ -37,7 +36,7 @@ class Offer(StrictBody):
     model_config = ConfigDict(allow_inf_nan=False)
     address: str = Field(max_length=255)
     """Address of the group's store."""
-    port: Port
+    port: int = Field(gt=0, lt=1 << 16)
     first_rank: Count
     """Group rank of this server's first rank. The trainer has rank 0."""
     group_size: Count
@@ -85,9 +84,13 @@ class WeightReceiver:
         shapes = {name: torch.Size(shape) for name, shape in offer.shapes.items()}
         if shapes != self._planned_shapes:
             plan = verified_plan(self._engine, shapes, offer.prefix, self._folder)
-            self._plan = plan if all(self._world.gather_objects(plan is not None)) else None
+            planned = all(self._world.gather_objects(plan is not None))
+            self._plan, self._views = None, None
+            if plan is not None and planned:
+                targets = plan.targets.values()
+                self._plan = plan
+                self._views = ViewFingerprints(targets, shapes.values(), self._world, plan.is_current)
             self._planned_shapes = shapes
-            self._views = None
         self._buckets = make_buckets(shapes, offer.trainer_ranks, self._dtype)
         self._leave()
         try:
@@ -107,7 +110,7 @@ class WeightReceiver:
         loader. Call only after `join`. Raises ValueError if the connection of the trainer is lost.
         """
         assert self._group is not None  # `EngineControl.receive_weights` requires a trainer
-        plan, loaded = self._plan, list[Tensor]()
+        plan, views, loaded = self._plan, self._views, list[Tensor]()
         try:
             if plan is None:
                 self._engine.load_weights(self._stored(loaded))
@@ -117,20 +120,9 @@ class WeightReceiver:
         except RuntimeError as error:
             self._leave()
             raise ValueError(f"the trainer's connection is lost: {in_one_line(error)}") from None
-        if plan is None:
-            own = torch.cat(loaded)
-            copies = torch.full_like(own, self._world.size)
-        else:
-            views = self._views_of(plan)
-            own, copies = views.compute(), views.copies
+        own = torch.cat(loaded) if views is None else views.compute()
+        copies = torch.full_like(own, self._world.size) if views is None else views.copies
         return Summed(self._world.sum_(own), copies).to_json()
-
-    def _views_of(self, plan: Plan) -> ViewFingerprints:
-        if self._views is None:
-            assert self._planned_shapes is not None  # the shapes of the plan
-            shapes = self._planned_shapes.values()
-            self._views = ViewFingerprints(plan.targets.values(), shapes, self._world, plan.is_current)
-        return self._views
 
     def _stored(self, fingerprints: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors for the engine's loader, and append each bucket's fingerprints to `fingerprints`."""

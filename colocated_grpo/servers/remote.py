@@ -8,14 +8,15 @@ twice.
 
 import itertools
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from queue import Empty
 
 from colocated_grpo.errors import RunError
 from colocated_grpo.rollout.engine import Finished, Part, Request, RolloutEngine, TokenDelta
 from colocated_grpo.servers.engine_server import CONFLICT, EngineServer, Messages
-from colocated_grpo.types import Completion, JsonObject
+from colocated_grpo.types import Completion
 from colocated_grpo.web.client import RequestRejected, Unavailable
 
 STEP_SECONDS = 0.005
@@ -32,22 +33,8 @@ Restore = Callable[[EngineServer], bool]
 Unavailable."""
 
 
-def request_message(number: int, request: Request) -> JsonObject:
-    """Return the request as JSON for `engine_routes.RequestBody`, with the sender's number instead of its key."""
-    return {
-        "id": number,
-        "token_ids": request.token_ids,
-        "seed": request.seed,
-        "sampling": asdict(request.sampling),
-        "pattern": request.pattern,
-    }
-
-
-class WeightsLost(Exception):
+class WeightsLost(RunError):
     """The server has restarted, and only a weight sync of all ranks can restore its weights."""
-
-    def __init__(self) -> None:
-        super().__init__("it was restarted and has lost the policy's weights")
 
 
 class RemoteEngine:
@@ -84,8 +71,12 @@ class RemoteEngine:
 
     def step(self) -> Finished:
         """Return newly arrived completions. Waits up to STEP_SECONDS for the first completion."""
-        if self._lost is not None:
-            return self._wait_for_stop(self._lost)
+        if self._lost is not None:  # return no completions, so that the caller can stop the run
+            line, since = self._lost
+            if time.monotonic() - since > STOP_SECONDS:
+                raise RunError(line)
+            time.sleep(STEP_SECONDS)
+            return []
         if self._messages is None and not self._connect():
             time.sleep(STEP_SECONDS)
             return []
@@ -113,7 +104,7 @@ class RemoteEngine:
         if instance == self._instance:
             return
         if not self._restore(self._server):
-            raise WeightsLost
+            raise WeightsLost(f"engine.urls={self._server.url}: it was restarted and has lost the policy's weights")
         self._server.post("/engine/version", {"policy_version": self._policy_version})
         self._instance = instance
 
@@ -121,29 +112,29 @@ class RemoteEngine:
         self._messages = None
         self._unavailable_since = self._unavailable_since or time.monotonic()
         if time.monotonic() - self._unavailable_since > self._server.timeout:
-            self._give_up(f"no requests accepted for engine.server_timeout={self._server.timeout:g} s ({reason})")
+            problem = f"no requests accepted for engine.server_timeout={self._server.timeout:g} s ({reason})"
+            self._give_up(f"engine.urls={self._server.url}: {problem}")
 
-    def _give_up(self, reason: str) -> None:
-        line = f"engine.urls={self._server.url}: {reason}"
+    def _give_up(self, line: str) -> None:
         self._lost = line, time.monotonic()
         self._on_lost(line)
-
-    @staticmethod
-    def _wait_for_stop(lost: tuple[str, float]) -> Finished:
-        """Return no completions, so that the caller can stop the run. Raises RunError after STOP_SECONDS."""
-        line, since = lost
-        if time.monotonic() - since > STOP_SECONDS:
-            raise RunError(line)
-        time.sleep(STEP_SECONDS)
-        return []
 
     def _send(self) -> bool:
         """Post the unsent requests. Returns False if the connection is lost."""
         try:
             while self._unsent:
                 batch = self._next_post()
-                messages = [request_message(number, self._running[number]) for number in batch]
-                body = {"client": self._server.client, "policy_version": self._policy_version, "requests": messages}
+                requests = [
+                    {
+                        "id": number,
+                        "token_ids": request.token_ids,
+                        "seed": request.seed,
+                        "sampling": asdict(request.sampling),
+                        "pattern": request.pattern,
+                    }
+                    for number, request in batch.items()
+                ]
+                body = {"client": self._server.client, "policy_version": self._policy_version, "requests": requests}
                 self._server.post("/engine/requests", body)
                 del self._unsent[: len(batch)]
                 self._unavailable_since = None
@@ -155,33 +146,27 @@ class RemoteEngine:
             self._record_unavailable(str(error))  # the server restarted between two steps, or the stream ended
         return self._messages is not None
 
-    def _next_post(self) -> list[int]:
-        """Return as many of the next unsent requests as fit into one body."""
-        lengths = (len(self._running[number].token_ids) for number in self._unsent[:REQUESTS_PER_POST])
-        count = sum(total <= TOKENS_PER_POST for total in itertools.accumulate(lengths))
-        return self._unsent[: max(1, count)]
+    def _next_post(self) -> dict[int, Request]:
+        """Return as many of the next unsent requests as fit into one body, by number."""
+        unsent = {number: self._running[number] for number in self._unsent[:REQUESTS_PER_POST]}
+        totals = itertools.accumulate(len(request.token_ids) for request in unsent.values())
+        count = sum(total <= TOKENS_PER_POST for total in totals)
+        return dict(itertools.islice(unsent.items(), max(1, count)))
 
     def _receive(self) -> Finished:
         finished: Finished = []
         assert self._messages is not None
-        try:
+        with suppress(Empty):
             message = self._messages.get(timeout=STEP_SECONDS)
             while message is not None:
-                self._handle(message, finished)
+                request = self._running.pop(message["id"], None)
+                if request is not None:  # else aborted on this side while the message was in transit
+                    if "error" in message:
+                        raise RunError(f"engine.urls={self._server.url}: rejects a request: {message['error']}")
+                    finished.append((request.key, Completion(**message["completion"])))
                 message = self._messages.get_nowait()
-        except Empty:
-            return finished
-        self._messages = None
+            self._messages = None
         return finished
-
-    def _handle(self, message: JsonObject, finished: Finished) -> None:
-        request = self._running.get(message["id"])
-        if request is None:
-            return  # aborted on this side while the message was in transit
-        if "error" in message:
-            raise RunError(f"engine.urls={self._server.url}: rejects a request: {message['error']}")
-        del self._running[message["id"]]
-        finished.append((request.key, Completion(**message["completion"])))
 
     def deltas(self) -> list[tuple[Hashable, TokenDelta]]:
         """Return none: completions arrive whole."""
@@ -210,19 +195,12 @@ class RemoteEngine:
 
     def weights_changed(self, policy_version: int) -> None:
         self._policy_version = policy_version
-        self._post_patiently("/engine/version", {"policy_version": policy_version})
 
-    def _post_patiently(self, path: str, body: Mapping[str, object]) -> JsonObject:
-        """Post, with retries while the server restarts. Raises RunError."""
-
-        def post() -> JsonObject:
+        def post() -> None:
             self._restore_if_restarted()
-            return self._server.post(path, body)
+            self._server.post("/engine/version", {"policy_version": policy_version})
 
-        try:
-            return self._server.until_answered(post)
-        except WeightsLost as error:
-            raise RunError(f"engine.urls={self._server.url}: {error}") from None
+        self._server.until_answered(post)
 
     def wake(self, part: Part) -> None:
         """Do nothing: the server has memory of its own."""

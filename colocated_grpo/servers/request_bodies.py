@@ -7,6 +7,7 @@ import msgspec
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from colocated_grpo.rollout.engine import Sampling
+from colocated_grpo.servers.text import Limits
 from colocated_grpo.types import JsonObject
 from colocated_grpo.web.bodies import InvalidBody
 
@@ -108,14 +109,7 @@ TokenIds = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
 Stop = Annotated[list[str], Field(fail_fast=True), BeforeValidator(_as_list), AfterValidator(_check_stop)]
 """A string, a list of strings, or null."""
 Several = Field(min_length=1, max_length=MAX_COMPLETIONS, fail_fast=True)
-StopTokenIds = Annotated[list[Token], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)]
 MaxTokens = Annotated[int, Field(ge=1, lt=1 << 31)]
-Temperature = Annotated[float, Field(ge=0, le=100)]
-TopP = Annotated[float, Field(gt=0, le=1)]
-TopK = Annotated[int, Field(ge=-1, lt=1 << 31)]
-MinP = Annotated[float, Field(ge=0, le=1)]
-RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
-Completions = Annotated[int, Field(ge=1, le=MAX_COMPLETIONS)]
 LogprobCount = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 ZeroOnly = Annotated[float, Field(ge=0, le=0)]
 """Accepted for compatibility, but only at 0, where the parameter has no effect."""
@@ -141,9 +135,9 @@ class StrictBody(Body):
     @model_validator(mode="before")
     @classmethod
     def _has_known_keys(cls, values: object) -> object:
-        names = values if isinstance(values, dict) else ()
-        if unknown := [name for name in names if name not in cls.model_fields]:
-            raise ValueError(f"{unknown[0][:MAX_NAME_CHARACTERS]}: this key is not supported")
+        for name in values if isinstance(values, dict) else ():
+            if name not in cls.model_fields:
+                raise ValueError(f"{name[:MAX_NAME_CHARACTERS]}: this key is not supported")
         return values
 
 
@@ -153,18 +147,18 @@ class SamplingParameters(StrictBody):
 
     model_config = ConfigDict(allow_inf_nan=False)
 
-    n: Completions = 1
+    n: int = Field(1, ge=1, le=MAX_COMPLETIONS)
     max_tokens: MaxTokens | None = 16
     """None: the rest of the context length."""
-    temperature: Temperature = 1.0
-    top_p: TopP = 1.0
-    top_k: TopK = 0
-    min_p: MinP = 0.0
-    repetition_penalty: RepetitionPenalty = 1.0
+    temperature: float = Field(1.0, ge=0, le=100)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1, lt=1 << 31)
+    min_p: float = Field(0.0, ge=0, le=1)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100)
     presence_penalty: ZeroOnly = 0.0
     frequency_penalty: ZeroOnly = 0.0
     stop: Stop = []
-    stop_token_ids: StopTokenIds | None = None
+    stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None = None
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
@@ -176,8 +170,11 @@ class SamplingParameters(StrictBody):
     prompt_logprobs: LogprobCount | None = None
     """Return the k most likely tokens at each position of the prompt."""
 
-    def for_engine(self, room: int) -> Sampling:
-        """Return the engine's parameters. room: tokens between the prompt and the end of the context."""
+    def for_engine(self, prompt: list[int], limits: Limits) -> Sampling:
+        """Return the engine's parameters for a prompt. Raises InvalidRequest for a request beyond the limits."""
+        limits.check_prompt(prompt)
+        limits.check_vocabulary(self.stop_token_ids or (), "stop_token_ids: ")
+        room = limits.max_tokens - len(prompt)
         return Sampling(
             temperature=self.temperature,
             max_tokens=min(self.max_tokens or room, room),
@@ -203,6 +200,14 @@ class GenerateBody(SamplingParameters):
 
     prompt: str | TextPrompt | TokenPrompt | TokenIds
     stream: bool = False
+
+    @property
+    def text_or_tokens(self) -> str | list[int]:
+        match self.prompt:
+            case TokenPrompt(prompt_token_ids=token_ids) | list(token_ids):
+                return token_ids
+            case TextPrompt(prompt=text) | str(text):
+                return text
 
 
 class TokensBody(Body):
@@ -314,6 +319,20 @@ class ChatBody(OpenAIBody):
     def num_top_logprobs(self) -> int:
         """Number of most likely tokens to return for each position."""
         return self.top_logprobs or 0 if self.logprobs else 0
+
+    @property
+    def template_settings(self) -> JsonObject:
+        """Arguments of the chat template."""
+        return {
+            **(self.chat_template_kwargs or {}),
+            "add_generation_prompt": self.add_generation_prompt and not self.continue_final_message,
+            "continue_final_message": self.continue_final_message,
+            "tools": self.tools or None,  # some templates also describe an empty list
+        }
+
+    @property
+    def plain_messages(self) -> list[JsonObject]:
+        return [message.model_dump(exclude_none=True) for message in self.messages]
 
     @model_validator(mode="after")
     def _limit_tokens(self) -> Self:

@@ -14,7 +14,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from colocated_grpo.servers.rank_links import ServerClosing
-from colocated_grpo.servers.request_bodies import SamplingParameters
+from colocated_grpo.servers.request_bodies import OpenAIBody, SamplingParameters
 from colocated_grpo.servers.sampler import CompletionPart, TopLogprobs
 from colocated_grpo.servers.text import Decode, InvalidRequest
 from colocated_grpo.types import JsonObject
@@ -29,11 +29,8 @@ def generate_response(
     prompt_logprobs: list[dict[int, float] | None] | None,
 ) -> JsonObject:
     """POST /generate, in the format that Atropos' managed servers parse."""
-    response: JsonObject = {
-        "text": [one.text for one in completions],
-        "prompt": prompt,
-        "finish_reasons": [one.finish_reason for one in completions],
-    }
+    reasons = [one.finish_reason for one in completions]
+    response: JsonObject = {"text": [one.text for one in completions], "prompt": prompt, "finish_reasons": reasons}
     if parameters.logprobs is not None:
         # One list per token, with a single dictionary. Clients read its first key as the sampled token.
         response["logprobs"] = [[[{token: value}] for token, value in one.token_logprobs] for one in completions]
@@ -47,12 +44,11 @@ def generate_response(
 async def generate_chunks(parts: AsyncIterator[CompletionPart]) -> AsyncIterator[JsonObject]:
     """POST /generate. Each chunk has the next text and tokens of one completion."""
     async for part in parts:
-        logprobs = [[{token: value}] for token, value in part.token_logprobs]
         yield {
             "index": part.index,
             "text": part.text,
             "token_ids": part.token_ids,
-            "logprobs": logprobs,
+            "logprobs": [[{token: value}] for token, value in part.token_logprobs],
             "finish_reason": part.finish_reason,
         }
 
@@ -92,14 +88,15 @@ class OpenAIFormat:
     chunk_kind: str
 
     def __init__(
-        self, model: str, detokenize: Decode, prompt_tokens: int, *, logprobs: bool, include_usage: bool = False
+        self, body: OpenAIBody, model: str, detokenize: Decode, prompts: Sequence[list[int]], *, logprobs: bool
     ) -> None:
-        """include_usage: end a stream with a chunk of token counts."""
-        self._head = {"id": f"{self.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        """model: model name for a body without a name."""
+        name = body.model or model
+        self._head = {"id": f"{self.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": name}
         self._detokenize = detokenize
-        self._prompt_tokens = prompt_tokens
+        self._prompt_tokens = sum(map(len, prompts))
         self._logprobs = logprobs
-        self._include_usage = include_usage
+        self._include_usage = body.includes_usage
         self._offsets: dict[int, int] = {}
         """Number of characters so far in the tokens of each completion, for /v1/completions."""
 
@@ -170,7 +167,7 @@ class ChatFormat(OpenAIFormat):
         role = {"role": "assistant"} if part.start == 0 else {}
         logprobs = None
         if self._logprobs:
-            top: TopLogprobs = part.top_logprobs or [{} for _ in part.token_ids]
+            top: TopLogprobs = part.top_logprobs or [{}] * len(part.token_ids)
             content = [
                 {**self._entry(*pair), "top_logprobs": [self._entry(*other) for other in others.items()]}
                 for pair, others in zip(part.token_logprobs, top, strict=True)
@@ -191,7 +188,7 @@ class ChatFormat(OpenAIFormat):
 Format = TokensFormat | OpenAIFormat
 
 
-def models_response(model: str, max_tokens: int) -> JsonObject:
+def models(model: str, max_tokens: int) -> JsonObject:
     """GET /v1/models"""
     card = {"id": model, "object": "model", "created": 0, "owned_by": "colocated_grpo", "max_model_len": max_tokens}
     return {"object": "list", "data": [card]}

@@ -9,11 +9,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 
-from colocated_grpo.rollout.engine import Request, Sampling, TokenDelta
+from transformers import PreTrainedTokenizerBase
+
+from colocated_grpo.rollout.engine import Request, TokenDelta
 from colocated_grpo.runtime.distributed import derive_seed
 from colocated_grpo.servers.rank_links import LoadBalancer, result_of
 from colocated_grpo.servers.request_bodies import SamplingParameters
-from colocated_grpo.servers.text import Detokenizer, Limits, TextCodec, Tokenizer, before_stop
+from colocated_grpo.servers.text import Detokenizer, Limits, TextCodec, before_stop
 from colocated_grpo.settings.generation import MIN_TEMPERATURE
 from colocated_grpo.types import Completion, FinishReason, JsonObject
 
@@ -110,29 +112,22 @@ class _Growing:
         )
 
 
+@dataclass(eq=False)
 class Sampler:
     """Completions from the engines of all ranks, for one event loop."""
 
-    def __init__(
-        self,
-        engines: LoadBalancer,
-        tokenizer: Tokenizer,
-        limits: Limits,
-        note: Callable[[str], None],
-        *,
-        template_variables: JsonObject | None = None,
-        on_sampled: OnSampled = lambda request, completion, temperature: None,
-    ) -> None:
-        """note: logs one line.
+    engines: LoadBalancer
+    tokenizer: PreTrainedTokenizerBase
+    limits: Limits
+    note: Callable[[str], None]
+    """Logs one line."""
+    template_variables: JsonObject | None = None
+    """Defaults for chat template variables that a request does not set."""
+    on_sampled: OnSampled = lambda request, completion, temperature: None
+    """Called with every completion before it is returned to its client."""
 
-        template_variables: defaults for chat template variables that a request does not set. on_sampled: called with
-        every completion before it is returned to its client.
-        """
-        self._engines = engines
-        self.codec = TextCodec(tokenizer, limits, template_variables or {})
-        self._on_sampled = on_sampled
-        self._limits = limits
-        self._note = note
+    def __post_init__(self) -> None:
+        self.codec = TextCodec(self.tokenizer, self.limits, self.template_variables or {})
         self._noted = False
         self._request_numbers = itertools.count()
 
@@ -141,28 +136,30 @@ class Sampler:
     ) -> list[CompletionPart]:
         """Return `parameters.n` completions of each prompt, prompt by prompt. Raises InvalidRequest or ServerClosing.
 
-        All prompts are checked before the first prompt is sampled. When one completion fails, all other completions are
-        aborted.
+        All prompts are checked before the first prompt is sampled. When one completion fails, all others are aborted.
         """
-        parts = [part async for part in self._parts(prompts, parameters, num_top_logprobs, stream=False)]
+        parts = [part async for part in self.stream(prompts, parameters, num_top_logprobs, whole=True)]
         return sorted(parts, key=lambda part: part.index)
 
-    def stream(
-        self, prompts: Sequence[list[int]], parameters: SamplingParameters, num_top_logprobs: int = 0
+    async def stream(
+        self,
+        prompts: Sequence[list[int]],
+        parameters: SamplingParameters,
+        num_top_logprobs: int = 0,
+        *,
+        whole: bool = False,
     ) -> AsyncGenerator[CompletionPart]:
         """Yield the completions of all prompts in parts, as they are sampled. Raises the same errors as `sample`.
 
-        Top log-probabilities are computed after a completion has finished. A completion with them is therefore a single
-        part.
+        whole: yield each completion as a single part. So is a completion with top log-probabilities, which are computed
+        after it has finished.
         """
-        return self._parts(prompts, parameters, num_top_logprobs, stream=not num_top_logprobs)
-
-    async def _parts(
-        self, prompts: Sequence[list[int]], parameters: SamplingParameters, num_top_logprobs: int, *, stream: bool
-    ) -> AsyncGenerator[CompletionPart]:
+        stream = not whole and not num_top_logprobs
         requests = [request for prompt in prompts for request in self._requests(prompt, parameters, stream=stream)]
         ready: asyncio.Queue[_Growing | None] = asyncio.Queue()
-        growing = [_Growing(index, self._detokenizer(parameters), ready) for index in range(len(requests))]
+        decode = partial(self.codec.decode, skip_special_tokens=parameters.skip_special_tokens)
+        stop = [] if parameters.include_stop_str_in_output else parameters.stop
+        growing = [_Growing(index, Detokenizer(decode, stop), ready) for index in range(len(requests))]
         tasks = [
             asyncio.ensure_future(self._sample_one(one, request, parameters, num_top_logprobs))
             for one, request in zip(growing, requests, strict=True)
@@ -184,22 +181,22 @@ class Sampler:
                 task.cancel()
 
     def _requests(self, prompt: list[int], parameters: SamplingParameters, *, stream: bool) -> list[Request]:
-        self._limits.check_prompt(prompt)
-        number, sampling = next(self._request_numbers), self._sampling(prompt, parameters)
+        sampling = parameters.for_engine(prompt, self.limits)
+        self._note_renormalization(parameters)
+        ends = () if parameters.ignore_eos else self.limits.stop_token_ids
+        sampling = replace(sampling, stop_token_ids=tuple(sorted({*sampling.stop_token_ids, *ends})))
+        number = next(self._request_numbers)
+        seed = (self.limits.seed, "http", number) if parameters.seed is None else ("http", parameters.seed)
         return [
             Request(
                 key=("http", number, index),
                 token_ids=prompt,
-                seed=self._seed(parameters, number, index),
+                seed=derive_seed(*seed, index),
                 sampling=sampling,
                 stream=stream,
             )
             for index in range(parameters.n)
         ]
-
-    def _detokenizer(self, parameters: SamplingParameters) -> Detokenizer:
-        decode = partial(self.codec.decode, skip_special_tokens=parameters.skip_special_tokens)
-        return Detokenizer(decode, [] if parameters.include_stop_str_in_output else parameters.stop)
 
     async def _sample_one(
         self, growing: _Growing, request: Request, parameters: SamplingParameters, num_top_logprobs: int
@@ -209,46 +206,33 @@ class Sampler:
         scored: list[Future[TopLogprobs]] = []
 
         def score(completion: Completion) -> None:
-            sequence = [*request.token_ids, *completion.token_ids][: self._limits.max_tokens - 1]
-            scored.append(self._engines.top_logprobs(sequence, num_top_logprobs))
+            sequence = [*request.token_ids, *completion.token_ids][: self.limits.max_tokens - 1]
+            scored.append(self.engines.top_logprobs(sequence, num_top_logprobs))
 
         def on_delta(tokens: TokenDelta) -> None:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(growing.add, tokens)
 
-        completion = await self._engines.send(
+        completion = await self.engines.send(
             request, on_delta if request.stream else None, score if num_top_logprobs else None
         )
         entries = [entry for future in scored for entry in await result_of(future)]
         # Greedy log-probabilities are at temperature 1. vLLM raises other temperatures to at least MIN_TEMPERATURE.
         temperature = max(parameters.temperature, MIN_TEMPERATURE) if parameters.temperature else 1.0
-        self._on_sampled(request, completion, temperature)
+        self.on_sampled(request, completion, temperature)
         text = self.codec.decode(completion.token_ids, skip_special_tokens=parameters.skip_special_tokens)
+        if not parameters.include_stop_str_in_output:
+            text = before_stop(text, parameters.stop)
         entries = entries[len(request.token_ids) - 1 :]
-        whole = CompletionPart.whole(
-            growing.index,
-            completion,
-            text if parameters.include_stop_str_in_output else before_stop(text, parameters.stop),
-            _at_temperature(completion, temperature, entries) if num_top_logprobs else None,
-        )
-        growing.end(whole)
+        top_logprobs = _at_temperature(completion, temperature, entries) if num_top_logprobs else None
+        growing.end(CompletionPart.whole(growing.index, completion, text, top_logprobs))
 
     async def prompt_logprobs(self, prompt: list[int], k: int) -> list[dict[int, float] | None]:
-        """Return log-probabilities at temperature 1 of each prompt token and the k most likely tokens at its position.
-
-        The first position has no context, so its entry is None.
-        """
-        self._limits.check_prompt(prompt)
+        """Return log-probabilities at temperature 1 of each prompt token and the k most likely; None for the first."""
+        self.limits.check_prompt(prompt)
         if len(prompt) < 2:
             return [None]
-        return [None, *await result_of(self._engines.top_logprobs(prompt, k))]
-
-    def _sampling(self, prompt: list[int], parameters: SamplingParameters) -> Sampling:
-        self._note_renormalization(parameters)
-        sampling = parameters.for_engine(self._limits.max_tokens - len(prompt))
-        self._limits.check_vocabulary(sampling.stop_token_ids, "stop_token_ids: ")
-        ends = () if parameters.ignore_eos else self._limits.stop_token_ids
-        return replace(sampling, stop_token_ids=tuple(sorted({*sampling.stop_token_ids, *ends})))
+        return [None, *await result_of(self.engines.top_logprobs(prompt, k))]
 
     def _note_renormalization(self, parameters: SamplingParameters) -> None:
         """Log once that a client samples from a truncated or penalized distribution."""
@@ -257,15 +241,10 @@ class Sampler:
         changed = [f"{name}={value:g}" for name, value in values.items() if value not in neutral[name]]
         if changed and not self._noted:
             self._noted = True
-            self._note(
+            self.note(
                 f"serving: a client samples with {', '.join(changed)}: its log-probabilities are renormalized over the "
                 "tokens kept; training on them increases the sampler-trainer KL"
             )
-
-    def _seed(self, parameters: SamplingParameters, number: int, index: int) -> int:
-        if parameters.seed is None:
-            return derive_seed(self._limits.seed, "http", number, index)
-        return derive_seed("http", parameters.seed, index)
 
 
 def _at_temperature(completion: Completion, temperature: float, entries: TopLogprobs) -> TopLogprobs:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -37,57 +38,46 @@ class AdapterSync:
     def restore(self, server: EngineServer) -> bool:
         """Load the adapter of the last sync. Raises Unavailable or RequestRejected. Raises RunError if other files are
         loaded."""
-        loaded = server.post("/lora/load", self._body())
-        _require_same(server, loaded["exported"], self._target)
+        body = {"adapter_path": str(self._target.absolute()), "adapter_name": ADAPTER_NAME}
+        _require_same(server, server.post("/lora/load", body)["exported"], self._target)
         return True
 
-    def _body(self) -> dict[str, str]:
-        return {"adapter_path": str(self._target.absolute()), "adapter_name": ADAPTER_NAME}
 
-
+@dataclass(eq=False)
 class RestartSync:
     """Saves the model and restarts every server from it."""
 
-    def __init__(
-        self,
-        export: Export,
-        folder: Path,
-        servers: Sequence[EngineServer],
-        world: World,
-        *,
-        base: str,
-        version: Callable[[], int],
-    ) -> None:
-        """folder: readable by the servers. base: the model at version 0, which servers may have loaded initially."""
-        self._export = export
+    export: Export
+    folder: Path
+    """Must be readable by the servers."""
+    servers: Sequence[EngineServer]
+    world: World
+    base: str
+    """The model at version 0, which servers may have loaded initially."""
+    version: Callable[[], int]
+
+    def __post_init__(self) -> None:
         # Two folders, used in turn: a server that crashes while the next model is written restarts from the last model.
-        self._targets = [folder / "model_a", folder / "model_b"]
-        self._servers = servers
-        self._world = world
-        self._base = base
-        self._version = version
-        self._current = base
+        self._targets = [self.folder / "model_a", self.folder / "model_b"]
+        self._current = self.base
         """Model of the last sync."""
 
     def sync(self) -> None:
-        """Save the model and restart every server. Collective. Raises RunError on every rank.
-
-        At version 0, nothing is saved or restarted if every server has the base model.
-        """
-        if self._version() == 0 and self._world.from_main(self._have_base):
+        """Restart every server from the saved model, unless at version 0 all have the base model. Collective."""
+        if self.version() == 0 and self.world.from_main(self._have_base):
             return
         self._targets.reverse()
-        self._export.write(self._targets[0])
+        self.export.write(self._targets[0])
         self._current = str(self._targets[0].absolute())
-        self._world.from_main(self._restart_all)
+        self.world.from_main(self._restart_all)
 
     def _have_base(self) -> bool:
-        infos = [server.wait_until_ready() for server in self._servers]
-        return all(info["model"] == self._base and not info["has_received_weights"] for info in infos)
+        infos = [server.wait_until_ready() for server in self.servers]
+        return all(info["model"] == self.base and not info["has_received_weights"] for info in infos)
 
     def _restart_all(self) -> None:
-        with ThreadPoolExecutor(len(self._servers)) as pool:
-            list(pool.map(self._restart, self._servers))
+        with ThreadPoolExecutor(len(self.servers)) as pool:
+            list(pool.map(self._restart, self.servers))
 
     def _restart(self, server: EngineServer) -> None:
         model = self._current

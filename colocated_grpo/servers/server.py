@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from fastapi import FastAPI
-from starlette.types import ASGIApp
 
 from colocated_grpo.errors import RunError
 from colocated_grpo.policy.model_files import ModelFiles, read_model_files
@@ -59,13 +58,20 @@ def serve(options: ServeOptions) -> int:
     if options.share_weights:
         _share_weights(engine, model, facts)
     receiver = WeightReceiver(engine, model.folder, world)
+
+    def load_adapter(name: str, path: str) -> JsonObject:
+        check_adapter(model.folder, path)
+        return engine.adapters.load(name, path)
+
     commands = {
-        "load_adapter": engine.adapters.load,
+        "load_adapter": load_adapter,
         "unload_adapter": engine.adapters.unload,
         "join": receiver.join,
         "update": receiver.update,
     }
-    whole = MirroredEngine(engine, _idle_group(world), commands)
+    group = dist.new_group(backend="gloo", timeout=IDLE_LIMIT) if world.size > 1 else None
+    assert not isinstance(group, int)  # every rank is a member
+    whole = MirroredEngine(engine, group, commands)
     if world.is_main:
         stop = StopRequest(world.store)
         stop.listen()
@@ -113,15 +119,6 @@ def _share_weights(engine: VLLMEngine, model: ModelFiles, facts: JsonObject) -> 
     print(f"weights are shared through {file.absolute()}", flush=True)
 
 
-def _idle_group(world: World) -> dist.ProcessGroup | None:
-    """Return a group of all ranks; None for one rank. Collective."""
-    if world.size == 1:
-        return None
-    group = dist.new_group(backend="gloo", timeout=IDLE_LIMIT)
-    assert isinstance(group, dist.ProcessGroup)  # every rank is a member
-    return group
-
-
 def _lead(
     options: ServeOptions,
     model: ModelFiles,
@@ -140,25 +137,25 @@ def _lead(
     def add_routes(app: FastAPI) -> None:
         add_control_routes(app, control, facts, sessions)
         add_engine_routes(app, control, inbox, sessions, limits)
-        check = partial(check_adapter, model.folder)
-        add_weight_routes(app, control, sessions, whole.call, engine.adapters.status, check, restart, note)
+        add_weight_routes(app, control, sessions, whole.call, engine.adapters.status, restart)
 
+    app = create_app(
+        Sampler(LoadBalancer(inbox), model.tokenizer, limits, note),
+        options.model,
+        limits.max_tokens,
+        hosts=Hosts(options.host, options.allow_host),
+        api_key=os.environ[options.api_key_variable] if options.api_key_variable else None,
+        max_body_bytes=MAX_BODY_BYTES,
+        max_requests=MAX_REQUESTS,
+        state=lambda: control.state,
+        add_routes=add_routes,
+        large_paths=LARGE_PATHS,
+    )
     try:
-        server = _listen(
-            create_app(
-                Sampler(LoadBalancer(inbox), model.tokenizer, limits, note),
-                options.model,
-                limits.max_tokens,
-                hosts=Hosts(options.host, options.allow_host),
-                api_key=os.environ[options.api_key_variable] if options.api_key_variable else None,
-                max_body_bytes=MAX_BODY_BYTES,
-                max_requests=MAX_REQUESTS,
-                state=lambda: control.state,
-                add_routes=add_routes,
-                large_paths=LARGE_PATHS,
-            ),
-            options,
-        )
+        try:
+            server = ServerThread(app, options.host, [options.port])
+        except OSError as error:  # the port was taken while the engine was built
+            raise RunError(f"--port={options.port}: cannot listen on {error.strerror}") from None
         restart.ready(options.model, server.ports[0])
         host = f"[{options.host}]" if ":" in options.host else options.host
         print(f"serving {options.model} at http://{host}:{server.ports[0]}", flush=True)
@@ -188,10 +185,3 @@ def describe(options: ServeOptions, model: ModelFiles, engine: VLLMEngine, world
         "num_parameters": sum(parameter.numel() for parameter in parameters),
         "pid": os.getpid(),
     }
-
-
-def _listen(app: ASGIApp, options: ServeOptions) -> ServerThread:
-    try:
-        return ServerThread(app, options.host, [options.port])
-    except OSError as error:  # the port was taken while the engine was built
-        raise RunError(f"--port={options.port}: cannot listen on {error.strerror}") from None

@@ -4,7 +4,8 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+
+from transformers import PreTrainedTokenizerBase
 
 from colocated_grpo.environments.prompts import longest_token
 from colocated_grpo.policy.model_files import ModelFiles
@@ -88,30 +89,17 @@ SHORT_CHARACTERS, SHORT_MESSAGES = 1 << 14, 64
 """Texts and conversations up to this length are encoded on the event loop, in a few milliseconds."""
 
 
-class Tokenizer(Protocol):
-    """Methods of transformers' tokenizers that HTTP requests use."""
-
-    @property
-    def chat_template(self) -> object: ...
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
-
-    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str | list[str]: ...
-
-    def apply_chat_template(self, conversation: list[JsonObject], **settings: object) -> object: ...
-
-
 class TextCodec:
     """The model's tokenizer and chat template. Encoding raises InvalidRequest for text that cannot be served."""
 
-    def __init__(self, tokenizer: Tokenizer, limits: Limits, template_variables: JsonObject) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, limits: Limits, template_variables: JsonObject) -> None:
         """template_variables: defaults for chat template variables that a request does not set."""
         self._tokenizer = tokenizer
         self._limits = limits
         self._template_variables = template_variables
 
     @cached_property
-    def _second(self) -> Tokenizer:
+    def _second(self) -> PreTrainedTokenizerBase:
         """A copy for the thread that encodes long texts, because tokenizers are not thread-safe."""
         return copy.deepcopy(self._tokenizer)
 
@@ -149,7 +137,7 @@ class TextCodec:
         return self.decode(token_ids, skip_special_tokens=False)
 
 
-def _render(tokenizer: Tokenizer, messages: list[JsonObject], settings: JsonObject) -> str:
+def _render(tokenizer: PreTrainedTokenizerBase, messages: list[JsonObject], settings: JsonObject) -> str:
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, **settings)
     except Exception as error:  # a template is a program that runs on unchecked messages and may raise anything

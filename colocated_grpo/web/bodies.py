@@ -6,16 +6,18 @@ import asyncio
 import zlib
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 import msgspec
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from colocated_grpo.web.client import TooLarge, gunzip
+from colocated_grpo.web.guards import ErrorResponse
 from colocated_grpo.web.shape import BodyShape, TooComplex
 
 T = TypeVar("T")
@@ -44,15 +46,7 @@ async def off_the_loop(work: Callable[[], T]) -> T:
     return await asyncio.get_running_loop().run_in_executor(_worker, work)
 
 
-class BodyRejected(Exception):
-    """An invalid request body, with the status, message and headers of the error response."""
-
-    def __init__(self, status: int, message: str, **headers: str) -> None:
-        super().__init__(message)
-        self.status = status
-        self.headers = headers
-
-
+@dataclass(eq=False)
 class BodyLimit:
     """Pass on each request with its complete, decompressed body, or respond with an error.
 
@@ -61,60 +55,53 @@ class BodyLimit:
     structure beyond `shape`.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        max_bytes: int,
-        error_response: Callable[[int, str], Response],
-        shape: BodyShape,
-        large_paths: Collection[str],
-    ) -> None:
-        """error_response: builds a response from a status and a message. large_paths: paths with limit `max_bytes`. All
-        other paths have the limit OTHER_BYTES, or `max_bytes` if that is lower."""
-        self._app = app
-        self._max_bytes = max_bytes
-        self._error_response = error_response
-        self._shape = shape
-        self._large_paths = large_paths
-        self._room = BUFFERED_BODIES * max_bytes
+    app: ASGIApp
+    max_bytes: int
+    error_response: ErrorResponse
+    shape: BodyShape
+    large_paths: Collection[str]
+    """Paths with limit `max_bytes`. All other paths have the limit OTHER_BYTES, or `max_bytes` if that is lower."""
+
+    def __post_init__(self) -> None:
+        self._room = BUFFERED_BODIES * self.max_bytes
         """Bytes left for large bodies."""
         self._arriving: dict[Reservation, None] = {}
         """Incomplete bodies, oldest first."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
-        most = self._max_bytes if scope["path"] in self._large_paths else min(self._max_bytes, OTHER_BYTES)
-        reservation = Reservation(self)
+        most = self.max_bytes if scope["path"] in self.large_paths else min(self.max_bytes, OTHER_BYTES)
+        clock = asyncio.timeout(BODY_SECONDS)
+        reservation = Reservation(asyncio.get_running_loop().time(), lambda: clock.reschedule(0))
         try:
             try:
-                async with asyncio.timeout(BODY_SECONDS) as timeout:
-                    reservation.expire = lambda: timeout.reschedule(0)
+                async with clock:
                     body = await self._read(Headers(scope=scope), receive, reservation, most)
             except TimeoutError:
-                limit = f"{BODY_SECONDS:g} s, or sooner while others wait"
-                message = f"the request body did not arrive within {limit}"
-                await self._error_response(408, message)(scope, receive, send)
+                message = f"the request body did not arrive within {BODY_SECONDS:g} s, or sooner while others wait"
+                await self.error_response(408, message)(scope, receive, send)
                 return
-            except BodyRejected as error:
-                response = self._error_response(error.status, str(error))
-                response.headers.update(error.headers)
+            except HTTPException as error:
+                response = self.error_response(error.status_code, error.detail)
+                response.headers.update(error.headers or {})
                 await response(scope, receive, send)
                 return
             headers = MutableHeaders(scope=scope)
             del headers["content-encoding"]
             headers["content-length"] = str(len(body))
-            replayed = _replay(body, receive, reservation.release)
+            replayed = _replay(body, receive, partial(self._release, reservation))
             del body  # the application determines how long the body is kept
-            await self._app(scope, replayed, send)
+            await self.app(scope, replayed, send)
         finally:
-            reservation.release()
+            self._release(reservation)
 
     async def _read(self, headers: Headers, receive: Receive, reservation: Reservation, most: int) -> bytes:
         if "content-length" in headers and "transfer-encoding" in headers:
             # Two servers in a row could disagree about where the next request begins.
-            raise BodyRejected(400, "Content-Length and Transfer-Encoding exclude each other", Connection="close")
+            message = "Content-Length and Transfer-Encoding exclude each other"
+            raise HTTPException(400, message, {"Connection": "close"})
         if int(headers.get("content-length", "0")) > most:
             raise _too_large(most)
         if len(self._arriving) >= MAX_ARRIVING:
@@ -122,13 +109,22 @@ class BodyLimit:
             del self._arriving[oldest]
             oldest.expire()
         self._arriving[reservation] = None
+        received, more = bytearray(), True
         try:
-            body = await _receive_all(receive, reservation, most)
+            while more:
+                message = await receive()
+                received += message.get("body", b"")
+                more = message.get("more_body", False)
+                if len(received) > most:
+                    raise _too_large(most)
+                self._grow(reservation, len(received))
         finally:
             self._arriving.pop(reservation, None)
+        body = bytes(received)
+        del received  # one copy while it is decompressed
         if body and "gzip" in headers.get("content-encoding", "").lower():
             body = await off_the_loop(partial(_decompress, body, most))
-            reservation.grow_to(len(body))
+            self._grow(reservation, len(body))
         if len(body) <= INLINE_BYTES:
             self._check(body)
         else:
@@ -137,67 +133,51 @@ class BodyLimit:
 
     def _check(self, body: bytes) -> None:
         try:
-            self._shape.check(body)
+            self.shape.check(body)
         except TooComplex as error:
-            raise BodyRejected(400, f"the request body has {error}") from None
+            raise HTTPException(400, f"the request body has {error}") from None
 
-    def reserve(self, num_bytes: int) -> None:
-        """Reserve memory for large bodies; a negative number releases it. Raises BodyRejected."""
+    def _grow(self, reservation: Reservation, num_bytes: int) -> None:
+        """Reserve memory for a large body. Raises HTTPException."""
+        if num_bytes <= max(reservation.num_bytes, SMALL_BYTES):
+            return
         now = asyncio.get_running_loop().time()
         for other in list(self._arriving):
-            if num_bytes <= self._room or now - other.begun < GRACE_SECONDS:
+            if num_bytes - reservation.num_bytes <= self._room or now - other.begun < GRACE_SECONDS:
                 break
             other.expire()
-            other.release()
-        if num_bytes > self._room:
-            raise BodyRejected(503, "other large request bodies are being read; try again later")
-        self._room -= num_bytes
+            self._release(other)  # possibly the same reservation
+        if (more := num_bytes - reservation.num_bytes) > self._room:
+            raise HTTPException(503, "other large request bodies are being read; try again later")
+        self._room -= more
+        reservation.num_bytes = num_bytes
+
+    def _release(self, reservation: Reservation) -> None:
+        self._room += reservation.num_bytes
+        reservation.num_bytes = 0
 
 
+@dataclass(eq=False)
 class Reservation:
     """One request's reservation of memory for large bodies."""
 
-    def __init__(self, limit: BodyLimit) -> None:
-        self._limit = limit
-        self._num_bytes = 0
-        self.begun = asyncio.get_running_loop().time()
-        self.expire: Callable[[], None] = lambda: None
-        """Rejects the body at once, to make room for other bodies."""
-
-    def grow_to(self, num_bytes: int) -> None:
-        if num_bytes > max(self._num_bytes, SMALL_BYTES):
-            self._limit.reserve(num_bytes - self._num_bytes)
-            self._num_bytes = num_bytes
-
-    def release(self) -> None:
-        self._limit.reserve(-self._num_bytes)
-        self._num_bytes = 0
-
-
-async def _receive_all(receive: Receive, reservation: Reservation, most: int) -> bytes:
-    received = bytearray()
-    more = True
-    while more:
-        message = await receive()
-        received += message.get("body", b"")
-        more = message.get("more_body", False)
-        if len(received) > most:
-            raise _too_large(most)
-        reservation.grow_to(len(received))
-    return bytes(received)
+    begun: float
+    expire: Callable[[], None]
+    """Rejects the body at once, to make room for other bodies."""
+    num_bytes: int = 0
 
 
 def _decompress(compressed: bytes, most: int) -> bytes:
     try:
         return gunzip(compressed, most)
     except zlib.error:
-        raise BodyRejected(400, "Invalid gzip payload") from None
+        raise HTTPException(400, "Invalid gzip payload") from None
     except TooLarge:
         raise _too_large(most) from None
 
 
-def _too_large(most: int) -> BodyRejected:
-    return BodyRejected(413, f"the request body exceeds the limit of {most} bytes")
+def _too_large(most: int) -> HTTPException:
+    return HTTPException(413, f"the request body exceeds the limit of {most} bytes")
 
 
 def _replay(body: bytes, receive: Receive, consumed: Callable[[], None]) -> Receive:
@@ -239,17 +219,13 @@ def _decoded(body: bytes, decode: Callable[[bytes], T]) -> T:
     try:
         return decode(body)
     except msgspec.ValidationError as error:
-        raise InvalidBody(_with_the_place_first(str(error))) from None
+        # "n: Expected `int`" for msgspec's "Expected `int` - at `$.n`"
+        problem, _, place = str(error).rpartition(" - at `$")
+        place = place.removesuffix("`").lstrip(".")
+        raise InvalidBody(f"{place}: {problem}" if problem and place else problem or str(error)) from None
     except RecursionError:
         raise InvalidBody("nested too deep") from None
     except UnicodeDecodeError:
         raise InvalidBody("the request body must be text in UTF-8") from None
     except (msgspec.DecodeError, TooComplex) as error:
         raise InvalidBody(str(error)) from None
-
-
-def _with_the_place_first(message: str) -> str:
-    """Return "n: Expected `int`" for msgspec's "Expected `int` - at `$.n`"."""
-    problem, found, place = message.rpartition(" - at `$")
-    place = place.removesuffix("`").lstrip(".")
-    return f"{place}: {problem}" if found and place else problem or message

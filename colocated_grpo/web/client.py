@@ -60,16 +60,15 @@ class JsonClient:
         key = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._headers = {**HEADERS, **key, **(headers or {})}
 
-    def get(self, path: str) -> object:
-        return self._call(Request(self._url + path, headers=self._headers))
+    def get(self, path: str, timeout: float | None = None) -> object:
+        """timeout: for this call, in place of the client's."""
+        return self._call(Request(self._url + path, headers=self._headers), timeout or self._timeout)
 
-    def post(self, path: str, body: object) -> object:
-        return self._call(Request(self._url + path, json.dumps(body).encode(), self._headers))
+    def post(self, path: str, body: object, timeout: float | None = None) -> object:
+        return self._call(Request(self._url + path, json.dumps(body).encode(), self._headers), timeout or self._timeout)
 
     def lines(self, path: str, silence: float) -> Iterator[str]:
         """Yield the lines of a streamed response, without empty lines. Raises Unavailable at the end.
-
-        Raises RequestRejected for a rejected request.
 
         silence: seconds without data after which the connection counts as lost.
         """
@@ -79,30 +78,31 @@ class JsonClient:
                     yield text
         raise Unavailable("the server has ended the response")
 
-    def _call(self, request: Request) -> object:
+    def _call(self, request: Request, timeout: float) -> object:
         """Return the parsed JSON, or a string when the content type is not JSON."""
         with _failures():
-            with _opener.open(request, timeout=self._timeout) as response:
-                raw, headers = self._read(response), response.headers
+            with _opener.open(request, timeout=timeout) as response:
+                raw, headers = _read(response, timeout), response.headers
             body = gunzip(raw, MAX_RESPONSE_BYTES) if headers.get("Content-Encoding") == "gzip" else raw
             return json.loads(body) if "json" in headers.get("Content-Type", "") else body.decode(errors="replace")
 
-    def _read(self, response: HTTPResponse) -> bytes:
-        """Return the body, read in blocks.
 
-        `response.read()` would allocate Content-Length bytes at once, and a socket timeout restarts with every byte
-        received, so both the size and the deadline are checked after each block.
-        """
-        deadline, body = time.monotonic() + self._timeout, bytearray()
-        while block := response.read1(READ_BYTES):
-            body += block
-            if len(body) > MAX_RESPONSE_BYTES:
-                raise TooLarge
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"the response takes longer than {self._timeout:g} s")
-        if response.length:
-            raise IncompleteRead(b"", response.length)
-        return bytes(body)
+def _read(response: HTTPResponse, timeout: float) -> bytes:
+    """Return the body, read in blocks.
+
+    `response.read()` would allocate Content-Length bytes at once, and a socket timeout restarts with every byte
+    received, so both the size and the deadline are checked after each block.
+    """
+    deadline, body = time.monotonic() + timeout, bytearray()
+    while block := response.read1(READ_BYTES):
+        body += block
+        if len(body) > MAX_RESPONSE_BYTES:
+            raise TooLarge
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the response takes longer than {timeout:g} s")
+    if response.length:
+        raise IncompleteRead(b"", response.length)
+    return bytes(body)
 
 
 @contextmanager
@@ -117,7 +117,8 @@ def _failures() -> Iterator[None]:
     except TooLarge:
         raise Unavailable(f"the response is larger than {MAX_RESPONSE_BYTES} bytes") from None
     except (OSError, HTTPException, zlib.error, ValueError, RecursionError) as error:
-        raise Unavailable(_reason(error)) from None
+        inner = getattr(error, "reason", error)  # the exception that urllib has wrapped
+        raise Unavailable(visible(" ".join(str(inner).split())) or type(inner).__name__) from None
 
 
 def _error_message(error: HTTPError) -> str | None:
@@ -126,12 +127,6 @@ def _error_message(error: HTTPError) -> str | None:
         return str(json.loads(error.read(MAX_ERROR_BYTES))["error"]["message"])
     except (OSError, HTTPException, ValueError, LookupError, TypeError, RecursionError):
         return None
-
-
-def _reason(error: BaseException) -> str:
-    """Return the message of the exception that urllib wrapped, or its type name when the message is empty."""
-    inner = getattr(error, "reason", error)
-    return visible(" ".join(str(inner).split())) or type(inner).__name__
 
 
 class TooLarge(Exception):

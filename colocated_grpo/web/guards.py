@@ -19,9 +19,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from colocated_grpo.settings.atropos import is_address, is_wildcard
 from colocated_grpo.types import JsonObject
 
+ErrorResponse = Callable[[int, str], Response]
+"""Builds a response from a status and a message."""
 
-def error_response(status: int, message: str, **headers: str) -> JSONResponse:
-    return JSONResponse(error_body(status, message), status, headers=headers)
+
+def error_response(status: int, message: str) -> JSONResponse:
+    return JSONResponse(error_body(status, message), status)
 
 
 def error_body(status: int, message: str) -> JsonObject:
@@ -40,14 +43,13 @@ class RequireApiKey:
         self._public_paths = public_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in self._public_paths or self._has_key(Headers(scope=scope)):
-            await self._app(scope, receive, send)
-        else:
-            await error_response(401, "this server requires its API key")(scope, receive, send)
-
-    def _has_key(self, headers: Headers) -> bool:
-        # Constant time: the duration of an ordinary comparison reveals how many leading characters are correct.
-        return hmac.compare_digest(key_in(headers.get("authorization", "")), self._key)
+        if scope["type"] == "http" and scope["path"] not in self._public_paths:
+            given = key_in(Headers(scope=scope).get("authorization", ""))
+            # Constant time: the duration of an ordinary comparison reveals how many leading characters are correct.
+            if not hmac.compare_digest(given, self._key):
+                await error_response(401, "this server requires its API key")(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
 
 def key_in(authorization: str) -> bytes:
@@ -76,8 +78,9 @@ class ConcurrencyLimit:
             await self._app(scope, receive, send)
             return
         if self._in_flight >= self._limit:
-            message = f"{self._limit} requests are in flight; try again later"
-            await error_response(503, message, **{"Retry-After": "1"})(scope, receive, send)
+            response = error_response(503, f"{self._limit} requests are in flight; try again later")
+            response.headers["Retry-After"] = "1"
+            await response(scope, receive, send)
             return
         self._in_flight += 1
         try:
@@ -106,7 +109,10 @@ class Hosts:
 
     def accept(self, host: str) -> bool:
         """Return True for an accepted `Host`. host: the value of the header, with or without a port."""
-        name = _name(host)
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:  # such as an unclosed bracket
+            return False
         return name in self._names or (self._any_address and is_address(name))
 
     def __str__(self) -> str:
@@ -117,11 +123,7 @@ class OwnRequests:
     """Respond 403 to requests with an unknown `Host`, and to requests from pages of other sites."""
 
     def __init__(
-        self,
-        app: ASGIApp,
-        hosts: Hosts | None,
-        error_response: Callable[[int, str], Response],
-        origins: Collection[str] = (),
+        self, app: ASGIApp, hosts: Hosts | None, error_response: ErrorResponse, origins: Collection[str] = ()
     ) -> None:
         """hosts: None accepts any `Host`, for servers that require a key, because web pages do not have the key.
         origins: origins of pages that may send requests, such as `http://localhost:3000`."""
@@ -143,7 +145,7 @@ class OwnRequests:
         if origin is None:
             foreign = headers.get("sec-fetch-site") in OTHER_SITES
         else:
-            foreign = origin not in self._origins and _netloc(origin) != host.lower()
+            foreign = origin not in self._origins and not _is_at(host, origin)
         return "requests from web pages of other sites are not accepted" if foreign else None
 
 
@@ -152,15 +154,8 @@ def is_from_browser(headers: Headers) -> bool:
     return "sec-fetch-site" in headers or headers.get("user-agent", "").startswith("Mozilla/")
 
 
-def _name(host: str) -> str:
+def _is_at(host: str, origin: str) -> bool:
     try:
-        return (urlsplit(f"//{host}").hostname or "").lower()
-    except ValueError:  # such as an unclosed bracket
-        return ""
-
-
-def _netloc(origin: str) -> str | None:
-    try:
-        return urlsplit(origin).netloc.lower()
+        return urlsplit(origin).netloc.lower() == host.lower()
     except ValueError:
-        return None
+        return False

@@ -4,6 +4,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -69,14 +70,10 @@ class ServerThread:
     def __init__(self, app: ASGIApp, host: str, ports: Sequence[int]) -> None:
         """ports: 0 selects any free port; `self.ports` has the actual ports."""
         raise_descriptor_limit()
-        self._sockets: list[socket.socket] = []
-        try:
-            for port in ports:
-                self._sockets.append(_listen(host, port))
-        except OSError:
-            self._close_sockets()
-            raise
-        self.ports: list[int] = [listener.getsockname()[1] for listener in self._sockets]
+        with ExitStack() as opened:
+            sockets = [opened.enter_context(_listen(host, port)) for port in ports]
+            self._close_sockets = opened.pop_all().close
+        self.ports: list[int] = [listener.getsockname()[1] for listener in sockets]
         config = uvicorn.Config(
             app,
             http=Connection,
@@ -89,9 +86,7 @@ class ServerThread:
             timeout_graceful_shutdown=SHUTDOWN_SECONDS,
         )
         self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(
-            target=self._server.run, kwargs={"sockets": self._sockets}, name="http", daemon=True
-        )
+        self._thread = threading.Thread(target=self._server.run, args=(sockets,), name="http", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -100,14 +95,10 @@ class ServerThread:
         self._thread.join()
         self._close_sockets()
 
-    def _close_sockets(self) -> None:
-        for listener in self._sockets:
-            listener.close()
-
 
 def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family)
+    # Not `socket.create_server`, whose server at "::" rejects IPv4.
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))

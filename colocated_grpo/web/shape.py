@@ -55,18 +55,14 @@ class BodyShape:
             containers += int(np.count_nonzero(steps > 0))
             deepest = depth + int(depths.max(initial=0))
             depth += int(depths[-1]) if len(depths) else 0
-            self._check(values, containers, quotes // 2, deepest)
-
-    def _check(self, values: int, containers: int, strings: int, depth: int) -> None:
-        counts = {
-            f"{self.values} values": values > self.values,
-            f"{self.containers} lists and objects": containers > self.containers,
-            f"{self.strings} strings": strings > self.strings,
-            f"{self.depth} levels of nesting": depth > self.depth,
-        }
-        for bound, exceeded in counts.items():
-            if exceeded:
-                raise TooComplex(f"more than {bound}")
+            for count, bound, name in (
+                (values, self.values, "values"),
+                (containers, self.containers, "lists and objects"),
+                (quotes // 2, self.strings, "strings"),
+                (deepest, self.depth, "levels of nesting"),
+            ):
+                if count > bound:
+                    raise TooComplex(f"more than {bound} {name}")
 
 
 def _without_escapes(text: bytes) -> Iterator[bytes]:

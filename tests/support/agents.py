@@ -14,7 +14,7 @@ from colocated_grpo.rollout.collect import Collector
 from colocated_grpo.rollout.engine import Request, Sampling
 from colocated_grpo.rollout.episodes import EpisodeRunner
 from colocated_grpo.rollout.inbox import Driver, Inbox
-from colocated_grpo.rollout.prompt_queue import DynamicDispatch, Job
+from colocated_grpo.rollout.prompt_queue import Job, dynamic_dispatch
 from colocated_grpo.servers.agent_app import listen_for_agents
 from colocated_grpo.servers.text import Limits
 from colocated_grpo.tools.make_model import build_char_tokenizer
@@ -95,7 +95,7 @@ class AgentRun:
             {},
             str,
             world,
-            DynamicDispatch(world.store, world.size),
+            dynamic_dispatch(world.store, world.size),
             seed=0,
             reward_workers=1,
             reward_timeout=30.0,

@@ -80,8 +80,7 @@ class TrainerServer:
 
     def add_weight_routes(self, app: Any, call: Callable[..., object]) -> None:
         """call: executes a command on the engine's ranks."""
-        control, check = self.process.control, lambda folder: None
-        add_weight_routes(app, control, self._sessions, call, dict, check, Restart(), self.notes.append)
+        add_weight_routes(app, self.process.control, self._sessions, call, dict, Restart())
 
     def _sampler(self) -> Sampler:
         inbox = self.process.inbox

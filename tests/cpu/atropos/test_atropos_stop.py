@@ -32,11 +32,11 @@ class Run:
             world,
             Driver(self.engine, inbox),
             self.stop.is_set,
+            lambda: None,
             source=self.harness.source,
             inbox=inbox,
             rank_links=[],
             engines=LoadBalancer(inbox),
-            servers=[],
             policy_version=lambda: 0,
             note=self.harness.notes.append,
         )

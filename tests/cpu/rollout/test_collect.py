@@ -21,7 +21,7 @@ from colocated_grpo.rollout.collect import Collector, Stopped
 from colocated_grpo.rollout.engine import Sampling
 from colocated_grpo.rollout.episodes import EpisodeRunner
 from colocated_grpo.rollout.inbox import Driver, Inbox
-from colocated_grpo.rollout.prompt_queue import Dispatch, DynamicDispatch, Job, ReplicatedDispatch, StaticDispatch
+from colocated_grpo.rollout.prompt_queue import Dispatch, Job, dynamic_dispatch, static_dispatch
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings.sources import RewardConfig
 from colocated_grpo.types import Completion, Group, Prompt, Score
@@ -67,7 +67,7 @@ def collector_of(
         {"fake": scorer},
         text_of,
         world,
-        dispatch or DynamicDispatch(world.store, world.size),
+        dispatch or dynamic_dispatch(world.store, world.size),
         seed=0,
         reward_workers=workers,
         reward_timeout=timeout,
@@ -152,7 +152,7 @@ def test_an_exhausted_counter_is_not_incremented_again():
             return super().add(key, amount)
 
     engine = FakeEngine(decode_steps=lambda request: 50 if request.key == (3, 0) else 1)
-    dispatch = DynamicDispatch(CountingStore(), num_engines=2)
+    dispatch = dynamic_dispatch(CountingStore(), num_engines=2)
     collector_of(engine, SumScorer(), single_rank_world(), dispatch).collect(job_of(4))
     assert len(asked) == 5
 
@@ -297,20 +297,20 @@ def test_a_stop_does_not_wait_for_a_reward_that_hangs(never, monkeypatch):
 
 
 def test_static_dispatch_gives_prompt_i_to_engine_i_modulo_the_engines():
-    queues = [StaticDispatch(engine, 3).open(job_of(8)) for engine in range(3)]
+    queues = [static_dispatch(engine, 3)(job_of(8)) for engine in range(3)]
     assert [list(iter(queue.take, None)) for queue in queues] == [[0, 3, 6], [1, 4, 7], [2, 5]]
 
 
 def test_dynamic_dispatch_gives_each_prompt_once_and_no_engine_starts_with_more_than_an_even_part():
     store = dist.HashStore()
-    first, second = DynamicDispatch(store, 2).open(job_of(5)), DynamicDispatch(store, 2).open(job_of(5))
+    first, second = dynamic_dispatch(store, 2)(job_of(5)), dynamic_dispatch(store, 2)(job_of(5))
     taken = [queue.take() for queue in (first, second, second, second, first, first, second)]
     assert taken == [0, 1, 2, 3, 4, None, None]
     assert first.max_running == 3 * 3
 
 
 def test_replicated_engines_all_complete_every_prompt_and_one_result_is_used():
-    queues = [ReplicatedDispatch(counts=rank == 0).open(job_of(3)) for rank in range(2)]
+    queues = [static_dispatch(0, 1, counts=rank == 0)(job_of(3)) for rank in range(2)]
     assert [list(iter(queue.take, None)) for queue in queues] == [[0, 1, 2]] * 2
     assert [queue.counts for queue in queues] == [True, False]
 
@@ -346,9 +346,9 @@ def test_a_slow_rank_takes_fewer_prompts_and_blocks_no_other_rank():
 def with_each_sharing(world: World) -> list[tuple[list[Group], int]]:
     outcomes = []
     ways = {
-        "counter": DynamicDispatch(world.store, world.size),
-        "fixed": StaticDispatch(world.rank, world.size),
-        "replicated": ReplicatedDispatch(counts=world.is_main),
+        "counter": dynamic_dispatch(world.store, world.size),
+        "fixed": static_dispatch(world.rank, world.size),
+        "replicated": static_dispatch(0, 1, counts=world.is_main),
     }
     for way in ways.values():
         engine = FakeEngine()
@@ -371,7 +371,7 @@ def test_completions_and_scores_do_not_depend_on_the_rank_that_serves_a_prompt()
 def stop_on_rank_1(world: World) -> str:
     engine = FakeEngine(decode_steps=lambda request: 10)
     # A fixed half of the prompts: with the counter rank 0 may take them all, and rank 1 has nothing to stop.
-    half = StaticDispatch(world.rank, world.size)
+    half = static_dispatch(world.rank, world.size)
     collector = collector_of(engine, SumScorer(), world, half, stop_requested=lambda: world.rank == 1)
     try:
         collector.collect(job_of(4))

@@ -20,7 +20,7 @@ from colocated_grpo.rollout.collect import Collector, Stopped
 from colocated_grpo.rollout.engine import Request, Sampling
 from colocated_grpo.rollout.episodes import EpisodeRunner
 from colocated_grpo.rollout.inbox import Driver, Inbox
-from colocated_grpo.rollout.prompt_queue import Dispatch, DynamicDispatch, Job, ReplicatedDispatch, StaticDispatch
+from colocated_grpo.rollout.prompt_queue import Dispatch, Job, dynamic_dispatch, static_dispatch
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.tools.make_model import build_char_tokenizer
 from colocated_grpo.types import Group, Prompt, Rollout
@@ -86,7 +86,7 @@ def collector_of(
         {"fake": SumScorer()},
         text_of,
         world,
-        dispatch or DynamicDispatch(world.store, world.size),
+        dispatch or dynamic_dispatch(world.store, world.size),
         seed=0,
         reward_workers=2,
         reward_timeout=30.0,
@@ -506,7 +506,7 @@ def eight_turns_and_one(world: World) -> tuple[list[Group], int]:
         return float(model.turns)
 
     engine = FakeEngine()
-    collector = collector_of(engine, {"play": Play(run)}, world, StaticDispatch(world.rank, world.size))
+    collector = collector_of(engine, {"play": Play(run)}, world, static_dispatch(world.rank, world.size))
     groups = collector.collect(job_of(6, room=400))
     collector.close()
     return groups, len(engine.submitted)
@@ -521,7 +521,7 @@ def test_ranks_whose_episodes_take_eight_turns_and_one_do_not_hang():
 
 def replicated_and_counter(world: World) -> list[list[Group]]:
     outcomes = []
-    for dispatch in (ReplicatedDispatch(counts=world.is_main), DynamicDispatch(world.store, world.size)):
+    for dispatch in (static_dispatch(0, 1, counts=world.is_main), dynamic_dispatch(world.store, world.size)):
         collector = collector_of(FakeEngine(), {"play": talk(3)}, world, dispatch)
         outcomes.append(collector.collect(job_of(5)))
         collector.close()

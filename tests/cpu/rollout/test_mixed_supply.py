@@ -17,7 +17,7 @@ from colocated_grpo.rollout.collect import Collector, Stopped
 from colocated_grpo.rollout.engine import Request, Sampling
 from colocated_grpo.rollout.episodes import EpisodeRunner
 from colocated_grpo.rollout.inbox import Driver, Inbox
-from colocated_grpo.rollout.prompt_queue import StaticDispatch
+from colocated_grpo.rollout.prompt_queue import static_dispatch
 from colocated_grpo.rollout.supply import MixedSupply, PromptSupply
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.servers.rank_links import LoadBalancer, link_ranks
@@ -129,7 +129,7 @@ class Both:
             {"own": Judge()},
             lambda tokens: "",
             world,
-            StaticDispatch(world.rank, world.size),
+            static_dispatch(world.rank, world.size),
             seed=0,
             reward_workers=1,
             reward_timeout=10.0,
@@ -147,16 +147,16 @@ class Both:
                 world,
                 driver,
                 stop_requested,
+                lambda: [link.close() for link in self.links],
                 source=self.outside,
                 inbox=self.inbox,
                 rank_links=self.links,
                 engines=LoadBalancer(self.inbox, self.links),
-                servers=[],
                 policy_version=lambda: 0,
                 note=self.notes.append,
             )
         else:
-            served = WorkerSupply(world, driver, stop_requested, inbox=end)
+            served = WorkerSupply(world, driver, stop_requested, end.close, inbox=end)
         self.supply = MixedSupply(sampled, served)
 
     def collect(self, step: int) -> list[Group]:

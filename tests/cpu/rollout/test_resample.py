@@ -13,7 +13,7 @@ from colocated_grpo.rollout.collect import Collector, Stopped
 from colocated_grpo.rollout.engine import Sampling
 from colocated_grpo.rollout.episodes import EpisodeRunner
 from colocated_grpo.rollout.inbox import Driver, Inbox
-from colocated_grpo.rollout.prompt_queue import DynamicDispatch, StaticDispatch
+from colocated_grpo.rollout.prompt_queue import dynamic_dispatch, static_dispatch
 from colocated_grpo.rollout.resample import Resampling, chosen_places, round_size
 from colocated_grpo.rollout.supply import AheadSupply, PromptSupply
 from colocated_grpo.runtime.distributed import World
@@ -66,7 +66,7 @@ def supply_of(
     world: World, prompts: Prompts, *, rounds: int, static: bool = True, slow: Any = None, lines: Any = None
 ) -> PromptSupply:
     inbox = Inbox()
-    dispatch = StaticDispatch(world.rank, world.size) if static else DynamicDispatch(world.store, world.size)
+    dispatch = static_dispatch(world.rank, world.size) if static else dynamic_dispatch(world.store, world.size)
     collector = Collector(
         Driver(FakeEngine(decode_steps=slow), inbox),
         EpisodeRunner({}, None, inbox, seed=0, tool_timeout=1.0),
@@ -183,7 +183,7 @@ def test_a_step_that_is_sampled_ahead_is_completed_too():
 def test_a_stop_between_rounds_ends_the_step():
     supply = supply_of(single_rank_world(), Prompts(), rounds=20)
     order = supply.order(0)
-    supply._stop_requested = lambda: True
+    supply.stop_requested = lambda: True
     with pytest.raises(Stopped):
         order()
     assert supply.state_dict() == {"given": 0}

@@ -87,7 +87,7 @@ def test_running_requests_finish_when_a_phase_ends(pair):
     future = pair.link.put(request(1))
     assert decoding.wait(10)
     pair.link.end_phase(1, abort=False)
-    until(lambda: pair.remote.ended(1))
+    until(lambda: pair.remote.last_ended == 1)
     go_on.set()
     assert future.result(10) == completion_of(request(1))
     thread.join(10)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import logging
@@ -15,7 +16,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from starlette.responses import Response
 
+from colocated_grpo.servers.app import shape_of_bodies
 from colocated_grpo.servers.request_bodies import (
     SAMPLED,
     ChatBody,
@@ -24,7 +27,8 @@ from colocated_grpo.servers.request_bodies import (
     SamplingParameters,
     TokensBody,
 )
-from colocated_grpo.web.bodies import BUFFERED_BODIES
+from colocated_grpo.web.bodies import BUFFERED_BODIES, BodyLimit
+from colocated_grpo.web.guards import error_response
 from tests.support.engine_server import GENERATE, JSON_TYPE, MAX_BODY_BYTES, MAX_TOKENS, MODEL, EngineServer
 from tests.support.fakes import VOCABULARY
 from tests.support.servers import until
@@ -153,6 +157,52 @@ def test_large_bodies_that_stall_make_room_for_others(monkeypatch):
     for connection in stalled:
         connection.close()
     server.close()
+
+
+def test_the_memory_of_a_body_that_makes_room_for_itself_is_free_once(monkeypatch):
+    """Before, it was counted twice, so later bodies could fill more than the reserved memory."""
+    monkeypatch.setattr("colocated_grpo.web.bodies.GRACE_SECONDS", 0.0)
+    size, part = 1 << 20, 1 << 18
+    arrived: list[object] = []
+
+    async def post(limit: BodyLimit, *lengths: int) -> int:
+        messages = [{"type": "http.request", "body": b" " * length, "more_body": True} for length in lengths]
+        messages[-1]["more_body"] = False
+        statuses = []
+
+        async def receive() -> dict[str, object]:
+            return messages.pop(0)
+
+        async def send(message: dict[str, Any]) -> None:
+            statuses.append(message.get("status"))
+
+        await limit({"type": "http", "path": "/", "headers": []}, receive, send)
+        return statuses[0]
+
+    async def statuses() -> list[int]:
+        served = asyncio.Event()
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            arrived.append(scope)
+            await served.wait()
+            await Response()(scope, receive, send)
+
+        limit = BodyLimit(app, size, error_response, shape_of_bodies(16), {"/"})
+        found = []
+        for others, last in ([(size,)] * 3 + [(size - part,)], (part, 1)), ([(size,)] * 4, (part,)):
+            served.clear()
+            arrived.clear()
+            held = [asyncio.ensure_future(post(limit, *lengths)) for lengths in others]
+            while len(arrived) < BUFFERED_BODIES:
+                await asyncio.sleep(0)
+            probe = asyncio.ensure_future(post(limit, *last))
+            while not probe.done() and len(arrived) == BUFFERED_BODIES:
+                await asyncio.sleep(0)
+            served.set()
+            found += [await probe, *set(await asyncio.gather(*held))]
+        return found
+
+    assert asyncio.run(statuses()) == [503, 200, 503, 200]
 
 
 def test_requests_above_the_concurrency_limit_are_rejected():
