@@ -23,7 +23,7 @@ from benchmarks.workload import LONGEST_PROMPT, SHORTEST_PROMPT, STOP_PROBABILIT
 from colocated_grpo.advantages import group_advantages
 from colocated_grpo.batching import Batch, pack
 from colocated_grpo.metrics import Metrics
-from colocated_grpo.policy.activations import choose_micro_batch_size
+from colocated_grpo.policy.activations import StepSettings, choose_micro_batch_size
 from colocated_grpo.policy.blocks import num_checkpointed
 from colocated_grpo.policy.model import read_model_config
 from colocated_grpo.policy.policy import Policy
@@ -105,10 +105,10 @@ def measure(world: World, options: argparse.Namespace) -> JsonObject:
 def settle_memory(policy: Policy, config: Config, world: World) -> Config:
     """Prepare as a run does for its first step: allocate optimizer state, size micro-batches, reset peak statistics."""
     policy.init_optimizer_state()
-    config, _ = choose_micro_batch_size(policy, config, world)
+    fit = choose_micro_batch_size(policy, StepSettings.of(config), world)
     if world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(world.device)
-    return config
+    return config.with_micro_batches(fit.tokens)
 
 
 def sections(options: argparse.Namespace) -> JsonObject:

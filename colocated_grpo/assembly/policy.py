@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from colocated_grpo.assembly.engines import Engines
 from colocated_grpo.freshness import Judge, default_limit, make_judge
 from colocated_grpo.phases import WeightSync
-from colocated_grpo.policy.activations import choose_micro_batch_size
+from colocated_grpo.policy.activations import StepSettings, choose_micro_batch_size
 from colocated_grpo.policy.checkpoint_files import fetch_model
 from colocated_grpo.policy.export import AdapterExport, Export, ModelExport
 from colocated_grpo.policy.lora.weights import AdapterWeights
@@ -99,14 +99,14 @@ def rehearse(config: Config, policy: Policy, engine: LocalEngine | None, world: 
     If the memory suffices for engine and training at once, the engine never sleeps again, and training keeps CUDA
     graphs: small models spend most of a step on sleeping, waking and launching kernels.
     """
-    config, fit = choose_micro_batch_size(policy, config, world)
+    fit = choose_micro_batch_size(policy, StepSettings.of(config), world)
     if fit.leaves_room(0 if engine is None else engine.asleep_bytes()):
         if engine is not None:
             engine.stay_awake()
         # A shape's first step has no graph, also after a resume, and the two may round differently.
         if not config.deterministic:
             policy.use_graphs()
-    return config
+    return config.with_micro_batches(fit.tokens)
 
 
 def build_sync(policy: Policy, engine: LocalEngine, world: World, *, shared: bool, check_every: int) -> WeightSync:

@@ -162,19 +162,15 @@ class Fit(NamedTuple):
         return others + 2 * self.needed < self.usable / 2
 
 
-def choose_micro_batch_size(policy: Policy, config: Config, world: World) -> tuple[Config, Fit]:
-    """Return the config with batch.max_tokens_per_micro_batch decided; checkpoint the policy's blocks as needed.
+def choose_micro_batch_size(policy: Policy, step: StepSettings, world: World) -> Fit:
+    """Decide batch.max_tokens_per_micro_batch, and checkpoint the policy's blocks as needed.
 
     Call after everything that stays on the device during training has been allocated. Collective.
     """
-    step = StepSettings.of(config)
-    if world.device.type == "cpu":
-        sizes = step.candidate_sizes()
-        fit = Fit(next((size for size in sizes if size <= MAX_TOKENS_ON_CPU), sizes[-1]))
-    else:
-        fit = fit_to_memory(policy, step, world)
-    batch = config.batch.model_copy(update={"max_tokens_per_micro_batch": fit.tokens})
-    return config.model_copy(update={"batch": batch}), fit
+    if world.device.type != "cpu":
+        return fit_to_memory(policy, step, world)
+    sizes = step.candidate_sizes()
+    return Fit(next((size for size in sizes if size <= MAX_TOKENS_ON_CPU), sizes[-1]))
 
 
 def fit_to_memory(policy: Policy, step: StepSettings, world: World) -> Fit:

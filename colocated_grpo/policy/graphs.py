@@ -70,7 +70,7 @@ def has_static_shapes(model: PackedLM, device: torch.device, dtype: torch.dtype)
     )
 
 
-class Shape(NamedTuple):
+class GraphShape(NamedTuple):
     """Sizes that a graph fixes."""
 
     rows: int
@@ -92,7 +92,7 @@ class Shape(NamedTuple):
     """Inputs of the loss that are not None."""
 
 
-def shape_for(micro_batch: MicroBatch, group_size: int) -> Shape:
+def shape_for(micro_batch: MicroBatch, group_size: int) -> GraphShape:
     """Return the shape that a micro-batch with `prefix_keys` is padded to.
 
     It depends on the arguments only, and for usual micro-batches on the numbers of tokens and keys: runs and
@@ -107,7 +107,7 @@ def shape_for(micro_batch: MicroBatch, group_size: int) -> Shape:
     all_keys = rows * _power_of_two(ceil(least_keys / rows))
     completions = max(rows // TOKENS_PER_COMPLETION, _power_of_two(inputs.num_sequences))
     padding_runs = max(1, ceil((all_keys - len(keys.rows_E)) / longest))
-    return Shape(
+    return GraphShape(
         rows=rows,
         keys=all_keys,
         runs=max(2 * completions, _power_of_two(len(tokens.cu_seqlens) - 1 + padding_runs)),
@@ -132,7 +132,7 @@ def _level(size: int) -> int:
     return level
 
 
-def padded(micro_batch: MicroBatch, shape: Shape) -> MicroBatch:
+def padded(micro_batch: MicroBatch, shape: GraphShape) -> MicroBatch:
     """Return the micro-batch in `shape`. The loss, its statistics and all gradients stay the same up to rounding."""
     tokens, inputs = micro_batch.tokens, micro_batch.loss_inputs
     scored = shape.scored - len(tokens.source_N)
@@ -152,7 +152,7 @@ def _inputs_N(inputs: LossInputs) -> Iterator[tuple[str, Any]]:
     return ((field.name, getattr(inputs, field.name)) for field in fields(inputs) if field.name.endswith("_N"))
 
 
-def _padded_rows(tokens: PackedTokens, shape: Shape) -> PackedTokens:
+def _padded_rows(tokens: PackedTokens, shape: GraphShape) -> PackedTokens:
     """Append runs of padding tokens. Each has the keys of its own tokens, after keys that fill up E."""
     keys = tokens.prefix_keys
     assert keys is not None
@@ -221,7 +221,7 @@ class GraphedGradient:
         self._to_device = to_device
         self._size = model_parameters, blocks
         self._group_size = group_size
-        self._graphs: dict[Shape, _Graph | None] = {}
+        self._graphs: dict[GraphShape, _Graph | None] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._kept: dict[nn.Parameter, Tensor] = {}
         self.replays = 0

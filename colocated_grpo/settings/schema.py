@@ -4,7 +4,7 @@ Defaults are defined in these models and nowhere else. The module imports neithe
 environments are unions of models, selected by `type`.
 """
 
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field
 
@@ -224,3 +224,8 @@ class Config(Section):
     @property
     def max_sequence_tokens(self) -> int:
         return self.rollout.max_prompt_tokens + self.rollout.max_completion_tokens
+
+    def with_micro_batches(self, tokens: int) -> Self:
+        """Return the config with batch.max_tokens_per_micro_batch set to a number."""
+        batch = self.batch.model_copy(update={"max_tokens_per_micro_batch": tokens})
+        return self.model_copy(update={"batch": batch})

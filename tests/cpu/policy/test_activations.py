@@ -13,6 +13,7 @@ from colocated_grpo.errors import RunError
 from colocated_grpo.metrics import Metrics, reduce
 from colocated_grpo.policy import activations
 from colocated_grpo.policy.activations import (
+    Fit,
     Footprint,
     StepSettings,
     choose_micro_batch_size,
@@ -313,9 +314,16 @@ def test_the_automatic_size_fits_the_longest_sequence(model_folder):
 def test_on_cpu_the_automatic_size_is_chosen_without_measuring(world, model_folder, longest, tokens):
     rollout = {"max_prompt_tokens": 100, "max_completion_tokens": longest - 100}
     config = config_of(model_folder(), batch={"max_tokens_per_micro_batch": "auto", "epochs": 2}, rollout=rollout)
-    chosen, _ = choose_micro_batch_size(policy_of(config, world), config, world)
+    fit = choose_micro_batch_size(policy_of(config, world), StepSettings.of(config), world)
+    chosen = config.with_micro_batches(fit.tokens)
     assert chosen.batch.max_tokens_per_micro_batch == tokens
     assert chosen.batch.epochs == 2
+
+
+def test_engine_and_graphs_stay_on_the_device_only_if_they_leave_half_of_its_memory_free():
+    assert Fit(8_192, needed=10e9, usable=60e9).leaves_room(9e9)
+    assert not Fit(8_192, needed=10e9, usable=60e9).leaves_room(11e9)
+    assert not Fit(8_192).leaves_room(0)  # nothing was measured
 
 
 def test_all_ranks_raise_the_same_error_if_one_device_is_too_small(model_folder):
