@@ -36,6 +36,7 @@ ALIGNMENT = 64
 MODEL_TYPES = frozenset(("gemma3_text", "llama", "mistral", "qwen2", "qwen3"))
 """Steps of llama, qwen3 and gemma3 models were captured on a GPU; the other two have the same operations."""
 LEAST_LONGEST = 256
+"""A graph has room for runs of this length, even if its first micro-batch has shorter runs only."""
 TOKENS_PER_COMPLETION = 8
 """A graph has room for completions of this mean length, prompts counted once for a group."""
 MAX_GRAPHS = 24
