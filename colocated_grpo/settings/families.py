@@ -35,7 +35,7 @@ class Family:
 
     @property
     def architecture(self) -> str:
-        """Name in `tools.shapes.ARCHITECTURES`."""
+        """Name of the family in command lines and tests."""
         return self.model_type.removesuffix("_text")
 
 

@@ -4,11 +4,8 @@ from collections.abc import Iterator, Sequence
 
 from colocated_grpo.settings.atropos import AtroposSourceConfig, is_loopback
 from colocated_grpo.settings.generation import RolloutConfig
-from colocated_grpo.settings.sources import (
-    AgentSourceConfig,
-    EnvironmentConfig,
-    EpisodeSourceConfig,
-)
+from colocated_grpo.settings.schema import Config
+from colocated_grpo.settings.sources import AgentSourceConfig, EnvironmentConfig, EpisodeSourceConfig
 from colocated_grpo.settings.turns import FROZEN, TurnsSourceConfig
 
 Lines = Iterator[str]
@@ -28,16 +25,9 @@ def exposures(sources: Sources) -> Lines:
             )
 
 
-def problems(
-    sources: Sources,
-    rollout: RolloutConfig,
-    *,
-    atropos_share: float,
-    ranks_per_engine: int,
-    served: bool,
-    deterministic: bool,
-) -> Lines:
-    """Yield a line for each contradiction among environments, or between them and the sampling settings."""
+def problems(config: Config) -> Lines:
+    """Yield a line for each contradiction among environments, or between them and other settings."""
+    sources, rollout, per_engine = config.environments, config.rollout, config.ranks_per_engine
     found = [source for source in sources if isinstance(source, AtroposSourceConfig)]
     if len(found) > 1:
         yield (
@@ -45,12 +35,23 @@ def problems(
             "server"
         )
     if found:
-        yield from _atropos(found[0], rollout, ranks_per_engine, deterministic)
-    if found and len(sources) > 1:
-        yield from _atropos_share(found[0].weight, atropos_share, rollout.prompts_per_step)
+        yield from _atropos(found[0], rollout, per_engine, config.deterministic)
+    share, prompts = config.atropos_share, rollout.prompts_per_step
+    is_whole = abs(share - round(share)) <= 1e-6 and 1 <= round(share) < prompts
+    if found and len(sources) > 1 and not is_whole:
+        yield (
+            f"environments: weight={found[0].weight:g} of the atropos entry gives it {share:.4g} of "
+            f"rollout.prompts_per_step={prompts}; it and the other entries need a whole number of prompts, at least 1"
+        )
     entries = {f"environments.{index}": source for index, source in enumerate(sources)}
-    yield from single_rank_engines(entries, ranks_per_engine)
-    yield from _opponents(sources, bool(found), served)
+    entries |= {f"evaluation.sets.{i}.source": entry.source for i, entry in enumerate(config.evaluation.sets)}
+    for key, source in entries.items():
+        if per_engine > 1 and isinstance(source, EpisodeSourceConfig | AgentSourceConfig):
+            yield (
+                f"{key}.type={source.type}: needs engine.tensor_parallel_size=1, not {per_engine}, because "
+                "the ranks of an engine would have to submit every turn at the same step"
+            )
+    yield from _opponents(sources, bool(found), config.engine.placement == "server")
     yield from _dynamic_sampling(sources, rollout)
 
 
@@ -67,23 +68,6 @@ def _atropos(source: AtroposSourceConfig, rollout: RolloutConfig, ranks_per_engi
     ports = [source.server.port, *source.server.more_ports]
     if len(set(ports)) < len(ports):
         yield f"environments: atropos: server: port and more_ports repeat a port: {', '.join(map(str, ports))}"
-
-
-def _atropos_share(weight: float, share: float, prompts: int) -> Lines:
-    if abs(share - round(share)) > 1e-6 or not 1 <= round(share) < prompts:
-        yield (
-            f"environments: weight={weight:g} of the atropos entry gives it {share:.4g} of "
-            f"rollout.prompts_per_step={prompts}; it and the other entries need a whole number of prompts, at least 1"
-        )
-
-
-def single_rank_engines(sources: dict[str, EnvironmentConfig], per_engine: int) -> Lines:
-    for key, source in sources.items():
-        if per_engine > 1 and isinstance(source, EpisodeSourceConfig | AgentSourceConfig):
-            yield (
-                f"{key}.type={source.type}: needs engine.tensor_parallel_size=1, not {per_engine}, because "
-                "the ranks of an engine would have to submit every turn at the same step"
-            )
 
 
 def _opponents(sources: Sources, has_atropos: bool, served: bool) -> Lines:
