@@ -70,18 +70,38 @@ def run_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def read_launch(options: argparse.Namespace, overrides: Sequence[str], parser: argparse.ArgumentParser) -> Launch:
+def read_arguments(
+    arguments: Sequence[str], parser: argparse.ArgumentParser
+) -> tuple[argparse.Namespace, list[str], list[str]]:
+    """Return the parser's flags, overrides of settings, and lines about Atropos' flags. Raises ConfigError."""
+    if list(arguments[:1]) == ["atropos"]:
+        from colocated_grpo.settings.names.atropos_command import read_command
+
+        return read_command(arguments[1:], parser, os.environ, visible_gpus)
+    options, overrides = parser.parse_known_args(arguments)
+    if overrides and overrides[0].endswith((".yaml", ".yml")) and not overrides[0].startswith("--"):
+        raise ConfigError(f"{overrides[0]!r}: unexpected argument; write --config {overrides[0]}")
+    # `--gpu 4` would otherwise be reported as an unknown setting.
+    flags = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
+    for argument in overrides:
+        name = argument.partition("=")[0]
+        near = get_close_matches(name.replace("_", "-"), flags, n=1, cutoff=0.85)
+        if near and name.startswith("--") and "." not in name:
+            raise ConfigError(f"{name}: unknown flag; did you mean {near[0]}?")
+    return options, overrides, []
+
+
+def read_launch(options: argparse.Namespace, overrides: Sequence[str]) -> Launch:
     """Convert the arguments to a `Launch`. Raises ConfigError if they are invalid or contradictory."""
-    _reject_misspelled_flags(overrides, parser)
     gpus = visible_gpus(os.environ) if options.gpus is None else options.gpus
+    engine_gpus, nodes, port, config = options.engine_gpus, options.nodes, options.master_port, config_file(options)
     if gpus < 0:
         raise ConfigError(f"--gpus={gpus}: must be at least 0")
-    engine_gpus = options.engine_gpus
     if engine_gpus and not 0 < engine_gpus < gpus:
         raise ConfigError(f"--engine-gpus={engine_gpus}: must be less than --gpus={gpus}, of which the rest trains")
-    if engine_gpus and options.nodes > 1:
+    if engine_gpus and nodes > 1:
         raise ConfigError(
-            f"--engine-gpus={engine_gpus}: valid on one node; with --nodes {options.nodes} start servers with "
+            f"--engine-gpus={engine_gpus}: valid on one node; with --nodes {nodes} start servers with "
             "colocated-grpo serve and set engine.urls"
         )
     if options.log_dir is not None and options.redirect_output is not None:
@@ -90,27 +110,26 @@ def read_launch(options: argparse.Namespace, overrides: Sequence[str], parser: a
         raise ConfigError(f"--nproc={options.nproc}: valid with --gpus 0 only; a GPU run has one process per GPU")
     if options.nproc is not None and options.nproc < 1:
         raise ConfigError(f"--nproc={options.nproc}: must be at least 1")
-    if options.nodes < 1:
-        raise ConfigError(f"--nodes={options.nodes}: must be at least 1")
-    if not 0 <= options.node_rank < options.nodes:
-        raise ConfigError(f"--node-rank={options.node_rank}: must be at least 0 and less than --nodes={options.nodes}")
-    if options.nodes > 1 and options.master_addr is None:
-        raise ConfigError(f"--master-addr: required with --nodes={options.nodes}; it is the address of node 0")
-    if options.master_port is not None and not 0 < options.master_port <= LAST_PORT:
-        raise ConfigError(f"--master-port={options.master_port}: must be between 1 and {LAST_PORT}")
+    if nodes < 1:
+        raise ConfigError(f"--nodes={nodes}: must be at least 1")
+    if not 0 <= options.node_rank < nodes:
+        raise ConfigError(f"--node-rank={options.node_rank}: must be at least 0 and less than --nodes={nodes}")
+    if nodes > 1 and options.master_addr is None:
+        raise ConfigError(f"--master-addr: required with --nodes={nodes}; it is the address of node 0")
+    if port is not None and not 0 < port <= LAST_PORT:
+        raise ConfigError(f"--master-port={port}: must be between 1 and {LAST_PORT}")
     if options.join_timeout < 1:
         raise ConfigError(f"--join-timeout={options.join_timeout}: must be at least 1")
-    if (config := config_file(options)) is None:
+    if config is None:
         raise ConfigError(without_config(options.resume))
-    port = options.master_port or (DEFAULT_MASTER_PORT if options.nodes > 1 else None)
     return Launch(
         gpus=gpus,
         engine_gpus=engine_gpus,
         ranks=gpus - engine_gpus if gpus else options.nproc or 1,
-        nodes=options.nodes,
+        nodes=nodes,
         node_rank=options.node_rank,
         master_addr=options.master_addr or "localhost",
-        master_port=port,
+        master_port=port or (DEFAULT_MASTER_PORT if nodes > 1 else None),
         join_timeout=options.join_timeout,
         config=config,
         resume=options.resume,
@@ -118,20 +137,6 @@ def read_launch(options: argparse.Namespace, overrides: Sequence[str], parser: a
         log_dir=options.log_dir,
         overrides=tuple(overrides),
     )
-
-
-def _reject_misspelled_flags(overrides: Sequence[str], parser: argparse.ArgumentParser) -> None:
-    """Raise ConfigError for `--gpu 4`, which would otherwise be reported as an unknown setting."""
-    if overrides and overrides[0].endswith((".yaml", ".yml")) and not overrides[0].startswith("--"):
-        raise ConfigError(f"{overrides[0]!r}: unexpected argument; write --config {overrides[0]}")
-    flags = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
-    for argument in overrides:
-        name = argument.partition("=")[0]
-        if not argument.startswith("--"):
-            continue
-        near = get_close_matches(name.replace("_", "-"), flags, n=1, cutoff=0.85)
-        if near and "." not in name:
-            raise ConfigError(f"{name}: unknown flag; did you mean {near[0]}?")
 
 
 def visible_gpus(environment: Mapping[str, str]) -> int:
