@@ -190,25 +190,24 @@ class RunSizes:
 
     def smaller(self) -> dict[str, RunSizes]:
         """Return settings that save memory, each with the resulting run. Settings already in use are left out."""
-        policy, engine = self.config.policy, self.config.engine
-        lora = policy.lora or LoRAConfig()
-        changes: dict[str, JsonObject] = {}
-        if policy.lora is None:
-            changes["--policy.offload_optimizer true"] = {"offload_optimizer": True}
-            changes["--policy.lora {}"] = {"lora": lora, "cpu_offload": False}
-            changes["--policy.cpu_offload true"] = {"cpu_offload": True}
+        lora = self.config.policy.lora
+        if lora is None:
+            changes: dict[str, JsonObject] = {
+                "--policy.offload_optimizer true": {"offload_optimizer": True},
+                "--policy.lora {}": {"lora": LoRAConfig(), "cpu_offload": False},
+                "--policy.cpu_offload true": {"cpu_offload": True},
+            }
         else:
             on_host = lora.model_copy(update={"base_on_host": True})
-            changes["--policy.lora.base_on_host true"] = {"lora": on_host}
-        if policy.replicate is not None:
-            changes["--policy.replicate null"] = {"replicate": None}
-        if engine.gpu_memory_utilization is not None:
-            changes["--engine.gpu_memory_utilization null"] = {"gpu_memory_utilization": None}
-        if engine.kv_cache_memory_bytes is not None:
-            changes["--engine.kv_cache_memory_bytes null"] = {"kv_cache_memory_bytes": None}
-        if not engine.sleep:
-            changes["--engine.sleep true"] = {"sleep": True}
-        return {setting: self._with(setting.split(".")[0][2:], change) for setting, change in changes.items()}
+            changes = {"--policy.lora.base_on_host true": {"lora": on_host}}
+        changes |= {
+            "--policy.replicate null": {"replicate": None},
+            "--engine.gpu_memory_utilization null": {"gpu_memory_utilization": None},
+            "--engine.kv_cache_memory_bytes null": {"kv_cache_memory_bytes": None},
+            "--engine.sleep true": {"sleep": True},
+        }
+        runs = {setting: self._with(setting.split(".")[0][2:], change) for setting, change in changes.items()}
+        return {setting: run for setting, run in runs.items() if run.config != self.config}
 
     def _with(self, section: str, change: JsonObject) -> RunSizes:
         changed = getattr(self.config, section).model_copy(update=change)
@@ -235,10 +234,8 @@ def _adapted(lora: LoRAConfig, sizes: Sizes) -> Iterator[tuple[int, int]]:
 
 def check_memory(subject: Subject) -> Finding:
     """Compare the memory of GPU or machine with the minimum that the run needs."""
-    run = _run_sizes(subject)
-    if isinstance(run, str):
-        return skipped(run)
-    return judge_memory(run, psutil.virtual_memory().available, subject.launch.ranks)
+    run, available = _run_sizes(subject), psutil.virtual_memory().available
+    return skipped(run) if isinstance(run, str) else judge_memory(run, available, subject.launch.ranks)
 
 
 def judge_memory(run: RunSizes, host_bytes: int, ranks_per_node: int) -> Finding:
