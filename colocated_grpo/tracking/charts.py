@@ -136,12 +136,9 @@ DRAWN = frozenset(key for charts in SECTIONS.values() for chart in charts for ke
 def chart_sections(rows: list[Row]) -> Iterator[str]:
     """Yield the HTML of every section with a chart, then a list of the metrics that stayed constant."""
     points = _points(rows)
-    named = set(DRAWN)
-    sets = _evaluation_charts(points)
-    families = list(family_charts(points))
-    named |= {key for chart in (*families, *sets) for key in chart.lines}
-    rest = [key for key in points if key not in named and not key.startswith(UNPLOTTED)]
-    rest = [key for key in rest if not key.endswith("_stderr")]
+    sets, families = _evaluation_charts(points), list(family_charts(points))
+    named = DRAWN | {key for chart in (*families, *sets) for key in chart.lines}
+    rest = [key for key in points if key not in named and not key.startswith(UNPLOTTED) and not key.endswith("_stderr")]
     for title, charts in SECTIONS.items():
         if title == "Learning":
             charts = (charts[0], *families, *charts[1:], *sets)
@@ -166,8 +163,9 @@ def family_charts(keys: Iterable[str]) -> Iterator[Chart]:
     for key in keys:
         first, _, name = key.partition("/")
         part_of = next((metric for metric in PARTS if key.startswith(f"{metric}/")), None)
-        if first == "env" and (environment := _environment_of(key)) is not None:
-            title, name = f"{BY_ENVIRONMENT[environment[1]]} by environment", environment[0]
+        environment, _, metric = name.rpartition("/")
+        if first == "env" and metric in BY_ENVIRONMENT:
+            title, name = f"{BY_ENVIRONMENT[metric]} by environment", environment
         elif part_of is not None:
             title, name = PARTS[part_of], key.removeprefix(f"{part_of}/")
         elif first in TRAINER_PREFIXES or key.startswith(UNPLOTTED) or not name or key in DRAWN:
@@ -181,12 +179,6 @@ def family_charts(keys: Iterable[str]) -> Iterator[Chart]:
             # The full name as title: "town/turns" for the only metric of its prefix.
             single = len(lines) == 1 and f"{title}/{part[0][1]}" == part[0][0]
             yield Chart(part[0][0] if single else title, dict(part))
-
-
-def _environment_of(key: str) -> tuple[str, str] | None:
-    """Return environment and metric of env/<environment>/<metric> if the metric is drawn by environment."""
-    name, _, metric = key.removeprefix("env/").rpartition("/")
-    return (name, metric) if metric in BY_ENVIRONMENT else None
 
 
 def phase_names(rows: Iterable[Row]) -> list[str]:
@@ -237,13 +229,14 @@ def _section(title: str, figures: Iterable[str]) -> str:
 
 
 def _figure(title: str, unit: str, series: Sequence[Series], svg: str, explained: str = "") -> str:
-    legend = "".join(
-        f'<span><i class="b{line.color}"></i>{as_html(line.name)} <b>{number(line.points[-1][1])}</b></span>'
-        for line in series
-    )
+    legend = "".join(legend_entry(line.color, line.name, number(line.points[-1][1])) for line in series)
     shown_unit = f' <span class="quiet">{as_html(unit)}</span>' if unit else ""
     line = f'<p class="meaning">{as_html(explained)}</p>' if explained else ""
     return f"<figure><figcaption><h3>{as_html(title)}{shown_unit}</h3>{line}{legend}</figcaption>{svg}</figure>"
+
+
+def legend_entry(color: int, name: str, value: str) -> str:
+    return f'<span><i class="b{color}"></i>{as_html(name)} <b>{value}</b></span>'
 
 
 def _constant_metrics(points: dict[str, list[Point]]) -> str:
