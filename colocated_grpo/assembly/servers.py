@@ -37,7 +37,7 @@ WEIGHTS_FOLDER = "engine_weights"
 def connect(
     engine: EngineConfig, model: ModelConfig, policy: PolicyConfig, max_tokens: int, world: World, stop: StopRequest
 ) -> list[EngineServer]:
-    """Wait for the servers and check that they can serve this run. Collective. Raises ConfigError or RunError.
+    """Wait for the servers of a run, and check them. Collective. Raises ConfigError or RunError.
 
     max_tokens: longest sequence.
     """
@@ -52,16 +52,12 @@ def connect(
     key = None if variable is None else os.environ[variable]
     trainer = world.broadcast_object(secrets.token_hex(16) if world.is_main else None)
     servers = [EngineServer(url, key, trainer, engine.server_timeout, stop.requested) for url in urls]
-    prepare = partial(_prepare, model, max_tokens, engine.bridge, _required_dtype(engine, policy, world.device))
+    dtype = None  # any: weights are cast when they are sent
+    if engine.dtype != "auto" or engine.bridge == "shared":
+        dtype = str(engine_dtype(engine, policy, world.device)).removeprefix("torch.")
+    prepare = partial(_prepare, model, max_tokens, engine.bridge, dtype)
     world.from_main(lambda: [prepare(server, server.wait_until_ready()) for server in servers] and None)
     return servers
-
-
-def _required_dtype(engine: EngineConfig, policy: PolicyConfig, device: torch.device) -> str | None:
-    """Return the type that the servers' weights must have; None: any, because weights are cast when they are sent."""
-    if engine.dtype == "auto" and engine.bridge != "shared":
-        return None
-    return str(engine_dtype(engine, policy, device)).removeprefix("torch.")
 
 
 def _prepare(

@@ -70,16 +70,19 @@ class Serving:
         keep: Keep,
     ) -> None:
         origins = Origins(REMEMBERED_COMPLETIONS)
-        client = AtroposClient(
-            atropos.url,
-            registration,
-            may_reset=atropos.reset,
-            api_key=_key(atropos.api_key_variable),
-        )
+        key = _key(atropos.api_key_variable)
+        client = AtroposClient(atropos.url, registration, may_reset=atropos.reset, api_key=key)
         # Tokenizers are not thread-safe: one copy for batches, one for requests.
         self.source = AtroposSource(
             client,
-            make_reader(atropos, self._limits, origins, copy.deepcopy(tokenizer)),
+            GroupReader(
+                source=atropos.name,
+                vocab_size=self._limits.vocab_size,
+                max_tokens=self._limits.max_tokens,
+                recompute_logprobs=atropos.missing_logprobs == "recompute",
+                origins=origins,
+                decode=ChatCodec(copy.deepcopy(tokenizer)).message_text,
+            ),
             connect_timeout=atropos.connect_timeout,
             unusable_timeout=atropos.unusable_timeout,
             note=self._note,
@@ -136,20 +139,6 @@ class Serving:
 
 def _key(variable: str | None) -> str | None:
     return os.environ[variable] if variable else None
-
-
-def make_reader(
-    atropos: AtroposSourceConfig, limits: Limits, origins: Origins, tokenizer: PreTrainedTokenizerBase
-) -> GroupReader:
-    """Return the reader that turns rows of the API server into groups."""
-    return GroupReader(
-        source=atropos.name,
-        vocab_size=limits.vocab_size,
-        max_tokens=limits.max_tokens,
-        recompute_logprobs=atropos.missing_logprobs == "recompute",
-        origins=origins,
-        decode=ChatCodec(tokenizer).message_text,
-    )
 
 
 def listen(sampler: Sampler, model: str, settings: ServerConfig, limits: Limits) -> ServerThread:

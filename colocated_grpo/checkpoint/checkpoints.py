@@ -175,7 +175,8 @@ class Checkpoints:
             for key, value in state.items():
                 own = policy.optimizer_state_is_local and not isinstance(value, DTensor)
                 suffix = f".rank{self._world.shard}of{self._world.num_shards}" if own else ""
-                tensors[f"optimizer.{name}.{key}{suffix}"] = _as_tensor(value)
+                tensor = value if isinstance(value, Tensor) else torch.tensor(float(value))
+                tensors[f"optimizer.{name}.{key}{suffix}"] = tensor
         return {**tensors, **self._others}
 
 
@@ -244,10 +245,6 @@ def _replace_state(folder: Path, state: JsonObject) -> bool:
         write_durably(new, sealed(text))
         new.replace(folder / STATE_FILE)
     return True
-
-
-def _as_tensor(value: Tensor | float) -> Tensor:
-    return value if isinstance(value, Tensor) else torch.tensor(float(value))
 
 
 def _restore_numbers(policy: Policy, loaded: dict[str, Tensor], world: World) -> None:

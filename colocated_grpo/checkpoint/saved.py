@@ -51,7 +51,10 @@ def newest_whole(folder: Path, note: Callable[[str], None]) -> SavedCheckpoint |
         if damaged:
             names = ", ".join(path.name for path in damaged)
             note(f"resuming from {checkpoint.name}: damaged and renamed to *.damaged: {names} ({_first(damaged)})")
-            _set_aside(damaged)
+            for path in damaged:
+                target = path.with_suffix(SET_ASIDE)
+                shutil.rmtree(target, ignore_errors=True)
+                path.rename(target)
         return found
     if damaged:
         raise RunError(
@@ -110,10 +113,3 @@ def _any_error_as_damage() -> Iterator[None]:
 def _first(damaged: dict[Path, str]) -> str:
     path, problem = next(iter(damaged.items()))
     return f"{path.name}: {problem}"
-
-
-def _set_aside(damaged: dict[Path, str]) -> None:
-    for path in damaged:
-        target = path.with_suffix(SET_ASIDE)
-        shutil.rmtree(target, ignore_errors=True)
-        path.rename(target)

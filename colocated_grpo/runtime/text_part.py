@@ -53,14 +53,13 @@ def own_names(folder: Path) -> OwnName:
     if has_text_part(whole):
         return text_name
     blocks = whole.get("num_hidden_layers")
-    return lambda name: None if _is_prediction(name, blocks) else name
 
+    def own_name(name: str) -> str | None:
+        # Layers of multi-token prediction follow the last block and are not trained.
+        found = re.match(r"model\.layers\.(\d+)\.", name)
+        return None if found is not None and blocks is not None and int(found[1]) >= blocks else name
 
-def _is_prediction(name: str, blocks: int | None) -> bool:
-    """Return True for a tensor of multi-token prediction layers. Such layers follow the last block and are not
-    trained."""
-    found = re.match(r"model\.layers\.(\d+)\.", name)
-    return found is not None and blocks is not None and int(found[1]) >= blocks
+    return own_name
 
 
 def weight_files(folder: Path) -> list[Path]:

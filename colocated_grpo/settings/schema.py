@@ -9,15 +9,7 @@ from typing import Literal, Self
 from pydantic import Field
 
 from colocated_grpo.settings.atropos import AtroposSourceConfig
-from colocated_grpo.settings.base import (
-    INITIAL,
-    FileName,
-    Integer,
-    NonNegative,
-    Number,
-    Positive,
-    Section,
-)
+from colocated_grpo.settings.base import INITIAL, FileName, Integer, NonNegative, Number, Positive, Section
 from colocated_grpo.settings.evaluation import EvaluationConfig
 from colocated_grpo.settings.generation import EngineConfig, ModelConfig, RolloutConfig
 from colocated_grpo.settings.losses import AdvantageConfig, DAPOConfig, LossConfig

@@ -109,9 +109,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         subject = subject_of(options.model)
         config = settings(subject, options.config, overrides)
         with program.frozen_imports():
-            from colocated_grpo.tools.evaluation_run import evaluate
+            from colocated_grpo.tools.evaluation_run import evaluate, prepare_evaluation
 
-        results = evaluate(config, subject.adapter)
+        with prepare_evaluation(config, subject.adapter) as prepared:
+            results = evaluate(prepared)
         if results is not None:  # on rank 0
             print_results(options.model, results)
             if options.output is not None:

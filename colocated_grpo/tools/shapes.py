@@ -45,12 +45,7 @@ _QWEN3_30B = Shape(
     vocab=151936,
     tied=False,
     max_positions=40960,
-    settings={
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-    },
+    settings={"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True},
 )
 _QWEN3_5_4B = Shape(
     architecture="qwen3_5",

@@ -205,10 +205,7 @@ class EpisodeTeacher:
         self._rng = Random(settings.seed)
 
     def examples(self, count: int) -> list[Example]:
-        return asyncio.run(self._examples(list(islice(self._prompts, count))))
-
-    async def _examples(self, prompts: Sequence[Prompt]) -> list[Example]:
-        return [await self._example(prompt) for prompt in prompts]
+        return [asyncio.run(self._example(prompt)) for prompt in islice(self._prompts, count)]
 
     async def _example(self, prompt: Prompt) -> Example:
         conversation = _TeacherConversation(self._episode, prompt, self._codec, self._tokenizer, self._settings)
@@ -226,12 +223,13 @@ class EpisodeTeacher:
 
     def sampled_reward(self, model: PreTrainedModel, split: Split, count: int) -> float:
         prompts = eval_prompts(self._episode, self._tokenizer, self._settings.seed, split, count)
-        scores = asyncio.run(self._play_all(model, prompts))
-        return sum(score.reward or 0.0 for score in scores) / len(scores)
-
-    async def _play_all(self, model: PreTrainedModel, prompts: Sequence[Prompt]) -> list[Score]:
         sampler = _BatchSampler(len(prompts), partial(sample, model, self._tokenizer))
-        return await asyncio.gather(*(self._play(prompt, sampler) for prompt in prompts))
+
+        async def play_all() -> list[Score]:
+            return await asyncio.gather(*(self._play(prompt, sampler) for prompt in prompts))
+
+        scores = asyncio.run(play_all())
+        return sum(score.reward or 0.0 for score in scores) / len(scores)
 
     async def _play(self, prompt: Prompt, sampler: _BatchSampler) -> Score:
         conversation = Conversation(prompt, self._codec, self._settings.max_completion_tokens, sampler.sample)

@@ -115,16 +115,12 @@ SECTIONS = {
     ),
     "Speed and memory": (
         Chart(
-            "Step time",
-            {"seconds/step": "whole step", **{f"seconds/{name}": name for name in PHASES[:3]}},
-            "seconds",
+            "Step time", {"seconds/step": "whole step", **{f"seconds/{name}": name for name in PHASES[:3]}}, "seconds"
         ),
         Chart("Tokens per second", {"tokens_per_second": "all ranks"}),
         Chart("Device memory", {"memory/generate_gib": "generate", "memory/train_gib": "train"}, "GiB at phase end"),
         Chart(
-            "Packing",
-            {"prefix_reuse": "prefix reuse", "padding": "padding", "imbalance": "rank imbalance"},
-            "fraction",
+            "Packing", {"prefix_reuse": "prefix reuse", "padding": "padding", "imbalance": "rank imbalance"}, "fraction"
         ),
     ),
 }

@@ -65,16 +65,11 @@ PROBLEM_COLUMNS = (
 PHASES_WITH_COLUMN = ("seconds/generate", "seconds/train", "seconds/sync")
 
 
-def columns_of(rows: Sequence[Row]) -> list[Column]:
-    """Return the columns that these rows have."""
-    columns = [column for column in COLUMNS if any(column.key in row for row in rows)]
-    return columns + [column for column in PROBLEM_COLUMNS if any(row.get(column.key) for row in rows)]
-
-
 def step_table(steps: Sequence[tuple[int, Row]], width: int) -> Table:
     """Return the table of these steps with as many columns as fit into `width` characters."""
     rows = [(step, _with_other(row)) for step, row in steps]
-    columns = columns_of([row for _, row in rows])
+    columns = [column for column in COLUMNS if any(column.key in row for _, row in rows)]
+    columns += [column for column in PROBLEM_COLUMNS if any(row.get(column.key) for _, row in rows)]
     cells = {"step": [str(step) for step, _ in rows]}
     cells |= {column.title: [number(row.get(column.key)) for _, row in rows] for column in columns}
     for column in sorted(columns, key=lambda column: column.priority, reverse=True):
@@ -132,13 +127,11 @@ class Eta:
 
     def __init__(self, total_steps: int) -> None:
         self._total = total_steps
-        self._finished_at: deque[float] = deque(maxlen=ETA_STEPS + 1)
         self.start()
 
     def start(self) -> None:
         """Start timing now. Earlier work (loading, engine start) is excluded."""
-        self._finished_at.clear()
-        self._finished_at.append(time.monotonic())
+        self._finished_at = deque([time.monotonic()], maxlen=ETA_STEPS + 1)
 
     def tick(self, step: int) -> str:
         """Count one finished step and return the time left as text."""
@@ -256,9 +249,6 @@ class LiveDisplay(PlainDisplay):
 
 
 def make_display(mode: str, console: Console, total_steps: int) -> PlainDisplay:
-    """Return the display for `mode` (tracking.console).
-
-    "auto" is live on a terminal with cursor control.
-    """
+    """Return the display for `mode` (tracking.console). "auto" is live on a terminal with cursor control."""
     live = mode == "live" or (mode == "auto" and console.is_terminal and not console.is_dumb_terminal)
     return LiveDisplay(console, total_steps) if live else PlainDisplay(console, total_steps)

@@ -148,13 +148,7 @@ def _parsed_rows(path: Path, schema: RowSchema) -> Iterator[Row | RunFolderError
 
 
 def _parsed(where: str, line: str, schema: RowSchema) -> Row:
-    try:
-        value = json.loads(line, parse_constant=_reject)
-    except json.JSONDecodeError as error:
-        raise RunFolderError(f"{where}: not a JSON line ({error.msg})") from error
-    except (ValueError, RecursionError) as error:
-        raise RunFolderError(f"{where}: not a JSON line ({error})") from error
-    row = object_of(where, value)
+    row = _object(where, line, "a JSON line")
     for key, kind in schema.required.items():
         if key not in row:
             raise RunFolderError(f"{where}: {key!r} is missing")
@@ -166,8 +160,16 @@ def _parsed(where: str, line: str, schema: RowSchema) -> Row:
     return row
 
 
-def _reject(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON")
+def _object(where: Path | str, text: str, kind: str) -> JsonObject:
+    """Parse a JSON object. Raises RunFolderError. kind: what the text must be, for the error line."""
+
+    def reject(constant: str) -> None:
+        raise ValueError(f"{constant} is not JSON")
+
+    try:
+        return object_of(where, json.loads(text, parse_constant=reject))
+    except (ValueError, RecursionError) as error:
+        raise RunFolderError(f"{where}: not {kind} ({getattr(error, 'msg', error)})") from error
 
 
 def write_config(run_dir: Path, config: JsonObject) -> list[str]:
@@ -283,12 +285,7 @@ def first_and_last(rows: Iterable[Row], key: str) -> tuple[Row, Row] | None:
 def _read_object(path: Path) -> JsonObject:
     if not path.is_file():
         return {}
-    try:
-        return object_of(path, json.loads(path.read_text(encoding="utf-8", errors="replace")))
-    except json.JSONDecodeError as error:
-        raise RunFolderError(f"{path}: not JSON ({error.msg})") from error
-    except (ValueError, RecursionError) as error:
-        raise RunFolderError(f"{path}: not JSON ({error})") from error
+    return _object(path, path.read_text(encoding="utf-8", errors="replace"), "JSON")
 
 
 def read_games(run_dir: Path) -> list[Row]:
