@@ -249,7 +249,15 @@ def translate_names(tree: SettingsTree, locations: dict[KeyPath, SettingLocation
             del tree[name]
     for old, new in _RENAMED_SECTIONS.items():
         _rename_section(tree, locations, old, new)
-    problems = _invalid_sections(tree, locations)
+    problems = [
+        f"{name}={show(tree[name])}: must be a mapping of settings"
+        for name in _SECTIONS
+        if name in tree and not isinstance(tree[name], dict)
+    ]
+    for name in _VERL_SECTIONS:
+        if name in tree:
+            suffix = location_suffix((name,), locations)
+            problems.append(f"{name}: a section of verl; docs/guides/from_verl.md lists the settings to use{suffix}")
     if problems:
         raise ConfigError(*problems)
     plain: list[str] = []
@@ -279,21 +287,6 @@ def translate_names(tree: SettingsTree, locations: dict[KeyPath, SettingLocation
         raise ConfigError(*problems)
     notes += [f"{', '.join(names)}: nothing to set{_reason(remark)}" for remark, names in without_effect.items()]
     return ([f"translated names: {', '.join(plain)}"] if plain else []) + notes
-
-
-def _invalid_sections(tree: SettingsTree, locations: dict[KeyPath, SettingLocation]) -> list[str]:
-    not_mappings = [
-        f"{name}={show(tree[name])}: must be a mapping of settings"
-        for name in _SECTIONS
-        if name in tree and not isinstance(tree[name], dict)
-    ]
-    verl = [
-        f"{name}: a section of verl; docs/guides/from_verl.md lists the settings to use"
-        + location_suffix((name,), locations)
-        for name in _VERL_SECTIONS
-        if name in tree
-    ]
-    return not_mappings + verl
 
 
 def _note(path: KeyPath, values: Mapping[str, object], alias: Alias) -> str:
