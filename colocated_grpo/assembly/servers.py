@@ -27,7 +27,7 @@ from colocated_grpo.settings.config_json import first_difference, read_config_js
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.generation import EngineConfig
 from colocated_grpo.settings.schema import Config, ModelConfig
-from colocated_grpo.settings.training import LoRAConfig, PolicyConfig
+from colocated_grpo.settings.training import PolicyConfig
 from colocated_grpo.types import JsonObject
 
 WEIGHTS_FOLDER = "engine_weights"
@@ -101,45 +101,23 @@ def build_remote(
     world: World,
     stop: StopRequest,
 ) -> Engines:
-    """Collective."""
-    lora, base, check_every = config.policy.lora, config.model.name, config.freshness.every
-    files = folder / WEIGHTS_FOLDER
-    sync, restore = _bridge(config.engine, lora, base, servers, policy, model, files, world, check_every)
-    replicas = [RemoteEngine(server, restore, stop.request) for server in servers]
-    infos = [server.wait_until_ready() for server in servers]
-    return Engines(
-        local=None,
-        # In a deterministic run, send all requests at once: the server's queue then decides which requests decode
-        # together, not timing.
-        engine=EngineGroup(replicas, max_num_seqs=sys.maxsize if config.deterministic else None),
-        sync=sync,
-        dtype=getattr(torch, infos[0]["dtype"]),
-        is_quantized=any(info["is_quantized"] for info in infos),
-    )
+    """Return the engines of the servers, with the bridge that sends weights to them. Collective.
 
-
-def _bridge(
-    engine: EngineConfig,
-    lora: LoRAConfig | None,
-    base: str,
-    servers: list[EngineServer],
-    policy: Policy,
-    model: ModelFiles,
-    folder: Path,
-    world: World,
-    check_every: int,
-) -> tuple[WeightSync, Restore]:
-    """Return the bridge that sends weights to the servers. base: name of the model. folder: for weights in files."""
-    prefix = policy.model.lm.base_model_prefix
+    folder: the run folder.
+    """
+    engine, lora, base, check_every = config.engine, config.policy.lora, config.model.name, config.freshness.every
+    prefix, files = policy.model.lm.base_model_prefix, folder / WEIGHTS_FOLDER
+    sync: WeightSync
+    restore: Restore
     match engine.bridge:
         case "broadcast":
-            broadcast = BroadcastSync(policy.weights.published(), prefix, servers, world, check_every)
-            return broadcast, broadcast.restore
+            sync = broadcast = BroadcastSync(policy.weights.published(), prefix, servers, world, check_every)
+            restore = broadcast.restore
         case "adapter":
             assert lora is not None  # the config requires an adapter for this bridge
             adapter = AdapterExport(policy=policy, lora=lora, base=base, tokenizer=model.tokenizer, world=world)
-            load = AdapterSync(adapter, folder, servers, world)
-            return load, load.restore
+            sync = load = AdapterSync(adapter, files, servers, world)
+            restore = load.restore
         case "restart":
             export = ModelExport(
                 policy=policy,
@@ -149,11 +127,22 @@ def _bridge(
                 dtype=policy.dtype,
                 world=world,
             )
-            restart = RestartSync(export, folder, servers, world, base=base, version=lambda: policy.version)
-            return restart, restart.restore
+            sync = restart = RestartSync(export, files, servers, world, base=base, version=lambda: policy.version)
+            restore = restart.restore
         case "shared":
             file = Path(engine.bridge_config or export_folder() / CONFIG_NAME)
             views = attach(file, servers[0].wait_until_ready()["instance"])
             adopted = partial(adopt, policy.model)
             sync = share_exported(views, prefix, policy.weights.published, adopted, world, check_every)
-            return sync, lambda server: False
+            restore = lambda server: False  # noqa: E731
+    infos = [server.wait_until_ready() for server in servers]
+    # In a deterministic run, send all requests at once: the server's queue then decides which requests decode together,
+    # not timing.
+    limit = sys.maxsize if config.deterministic else None
+    return Engines(
+        local=None,
+        engine=EngineGroup([RemoteEngine(server, restore, stop.request) for server in servers], max_num_seqs=limit),
+        sync=sync,
+        dtype=getattr(torch, infos[0]["dtype"]),
+        is_quantized=any(info["is_quantized"] for info in infos),
+    )

@@ -54,9 +54,8 @@ class RankProcess:
         replicate_nodes: as in `init_world`. context_parallel: as in `with_context`.
         """
         try:
-            self.world = distributed.with_context(
-                distributed.init_world(joined.store, replicate_nodes=replicate_nodes), context_parallel
-            )
+            world = distributed.init_world(joined.store, replicate_nodes=replicate_nodes)
+            self.world = distributed.with_context(world, context_parallel)
         except Exception as error:
             if (shown := joined.failure(error)) is error:
                 raise

@@ -75,7 +75,10 @@ RULES = (
     Rule(
         feature="parts beside the language model, such as a vision tower, and no row in the table of text parts",
         examples="Qwen2.5-VL, LLaVA, PaliGemma, Gemma 3n",
-        found=lambda whole, text: not has_text_part(whole) and _has_parts(whole),
+        found=lambda whole, text: (
+            not has_text_part(whole)
+            and (any(whole.get(key) for key in COMPOSITE) or whole.get("model_type") in COMPOSITE_TYPES)
+        ),
     ),
     Rule(
         feature="a mixture of experts of another kind than in the tested families",
@@ -263,10 +266,6 @@ def has_sinks(text: Settings) -> bool:
 def caps_attention(text: Settings) -> bool:
     """Return True if attention scores are bounded by a soft cap."""
     return bool(text.get("attn_logit_softcapping"))
-
-
-def _has_parts(whole: Settings) -> bool:
-    return any(whole.get(key) for key in COMPOSITE) or whole.get("model_type") in COMPOSITE_TYPES
 
 
 def _carries_state(text: Settings) -> bool:

@@ -264,17 +264,15 @@ def all_reduce(backend: str, environment: dict[str, str]) -> str | None:
                 rank.kill()
                 rank.wait()
         failures = [log.read_text(errors="replace") for log, code in zip(logs, codes, strict=True) if code]
-    return _summary(failures[0]) if failures else None
+    if not failures:
+        return None
+    # The last line, after NCCL's first warning if there is a warning.
+    lines = [line.strip() for line in failures[0].splitlines() if line.strip()]
+    warnings = [line for line in lines if "NCCL WARN" in line]
+    return "; ".join(dict.fromkeys([*warnings[:1], *lines[-1:]])) or "no message"
 
 
 def _start(rank: int, backend: str, store: Path, log: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-c", ALL_REDUCE, str(rank), backend, str(store)]
     with log.open("wb") as output:
         return subprocess.Popen(command, env=environment, stdout=output, stderr=output, cwd=os.sep)
-
-
-def _summary(log: str) -> str:
-    """Return the last line, after NCCL's first warning if there is a warning."""
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    warnings = [line for line in lines if "NCCL WARN" in line]
-    return "; ".join(dict.fromkeys([*warnings[:1], *lines[-1:]])) or "no message"
