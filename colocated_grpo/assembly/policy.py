@@ -26,9 +26,8 @@ from colocated_grpo.rollout.vllm.spec import EngineSpec
 from colocated_grpo.rollout.vllm.vllm_engine import VLLMEngine
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings.losses import KLConfig
-from colocated_grpo.settings.schema import CheckpointConfig, Config, FreshnessConfig, ModelConfig
+from colocated_grpo.settings.schema import CheckpointConfig, Config, FreshnessConfig, ModelConfig, OpponentConfig
 from colocated_grpo.settings.training import LoRAConfig
-from colocated_grpo.settings.turns import OpponentConfig
 from colocated_grpo.weights.colocated import ColocatedSync
 from colocated_grpo.weights.opponent import FrozenOpponent
 from colocated_grpo.weights.shared import share

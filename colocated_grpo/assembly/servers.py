@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from colocated_grpo.assembly.engines import Engines
+from colocated_grpo.errors import ConfigError
 from colocated_grpo.phases import WeightSync
 from colocated_grpo.policy.export import AdapterExport, ModelExport
 from colocated_grpo.policy.masters import adopt
@@ -24,10 +25,7 @@ from colocated_grpo.servers.exported import CONFIG_NAME, attach, export_folder, 
 from colocated_grpo.servers.remote import EngineGroup, RemoteEngine, Restore
 from colocated_grpo.servers.saved import AdapterSync, RestartSync
 from colocated_grpo.settings.config_json import first_difference, read_config_json, shape_of
-from colocated_grpo.settings.errors import ConfigError
-from colocated_grpo.settings.generation import EngineConfig
-from colocated_grpo.settings.schema import Config, ModelConfig
-from colocated_grpo.settings.training import PolicyConfig
+from colocated_grpo.settings.schema import Config, EngineConfig, ModelConfig, PolicyConfig
 from colocated_grpo.types import JsonObject
 
 WEIGHTS_FOLDER = "engine_weights"

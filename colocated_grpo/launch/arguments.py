@@ -8,6 +8,7 @@ import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 
 from colocated_grpo.errors import ConfigError
@@ -29,33 +30,18 @@ def run_parser() -> argparse.ArgumentParser:
         "Further commands, each with --help: init (write a config), doctor, evaluate, chat, serve, show-rollouts, "
         "compare-runs, report, make-model, atropos (command lines of Atropos' example trainer).",
     )
-    parser.add_argument(
-        "--gpus", type=int, metavar="N", help="GPUs of this node; 0 trains on the CPU (default: all visible)"
-    )
-    parser.add_argument(
-        "--engine-gpus",
-        type=int,
-        default=0,
-        metavar="N",
-        help="with engine.placement: server, how many of the GPUs serve engines only (default: 0, the ranks' own)",
-    )
-    parser.add_argument("--nproc", type=int, metavar="N", help="processes of a CPU run, with --gpus 0 (default: 1)")
-    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="number of nodes (default: 1)")
-    parser.add_argument("--node-rank", type=int, default=0, metavar="N", help="index of this node (default: 0)")
+    integer = partial(parser.add_argument, type=int, metavar="N")
+    integer("--gpus", help="GPUs of this node; 0 trains on the CPU (default: all visible)")
+    engines = "with engine.placement: server, how many of the GPUs serve engines only (default: 0, the ranks' own)"
+    integer("--engine-gpus", default=0, help=engines)
+    integer("--nproc", help="processes of a CPU run, with --gpus 0 (default: 1)")
+    integer("--nodes", default=1, help="number of nodes (default: 1)")
+    integer("--node-rank", default=0, help="index of this node (default: 0)")
     parser.add_argument("--master-addr", metavar="HOST", help="address of node 0; required with several nodes")
-    parser.add_argument(
-        "--master-port",
-        type=int,
-        metavar="PORT",
-        help=f"port on node 0 (default: {DEFAULT_MASTER_PORT}; with one node, any free port)",
-    )
-    parser.add_argument(
-        "--join-timeout",
-        type=int,
-        default=DEFAULT_JOIN_TIMEOUT,
-        metavar="SECONDS",
-        help="longest wait for the other nodes (default: %(default)s)",
-    )
+    port = f"port on node 0 (default: {DEFAULT_MASTER_PORT}; with one node, any free port)"
+    integer("--master-port", metavar="PORT", help=port)
+    wait = "longest wait for the other nodes (default: %(default)s)"
+    integer("--join-timeout", metavar="SECONDS", default=DEFAULT_JOIN_TIMEOUT, help=wait)
     add_run_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the command, start nothing")
     parser.add_argument(

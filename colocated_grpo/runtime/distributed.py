@@ -19,8 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from colocated_grpo.errors import in_one_line
-from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.errors import ConfigError, in_one_line
 from colocated_grpo.types import ContextGroup
 
 T = TypeVar("T")

@@ -16,12 +16,11 @@ from typing import NamedTuple, Self
 import psutil
 import torch.distributed as dist
 
-from colocated_grpo.errors import AlreadyReported, RunError, in_one_line
+from colocated_grpo.errors import AlreadyReported, ConfigError, RunError, in_one_line
 from colocated_grpo.runtime.node_links import LinkAddress
 from colocated_grpo.runtime.parents_death import continue_at_parents_death
 from colocated_grpo.runtime.stores import own_address, wait_for_keys, wait_for_listener
 from colocated_grpo.runtime.supervision import ProcessId, StopRequest, Watchdog, named_ranks, own_process
-from colocated_grpo.settings.errors import ConfigError
 
 JOIN_SECONDS = 600.0
 """Maximum wait for a rank that has not started. `srun` and torchrun start all ranks of a node at once."""

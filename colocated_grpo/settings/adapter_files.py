@@ -6,8 +6,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from colocated_grpo.errors import ConfigError
 from colocated_grpo.settings.base import DEFAULT_INIT
-from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.training import LoRAConfig
 from colocated_grpo.types import JsonObject

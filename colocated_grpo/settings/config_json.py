@@ -4,7 +4,7 @@ import json
 import socket
 from pathlib import Path
 
-from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.errors import ConfigError
 from colocated_grpo.settings.generation import ModelConfig
 from colocated_grpo.types import JsonObject
 

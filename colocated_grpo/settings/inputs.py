@@ -8,15 +8,19 @@ from pathlib import Path
 
 from colocated_grpo.settings import config_json, sources
 from colocated_grpo.settings.adapter_files import missing_adapter_files, with_adapter_settings
-from colocated_grpo.settings.atropos import AtroposSourceConfig
 from colocated_grpo.settings.base import NamedObject
 from colocated_grpo.settings.errors import ConfigError, dotted
 from colocated_grpo.settings.evaluation import EvaluationSetConfig
-from colocated_grpo.settings.generation import ModelConfig, RolloutConfig
 from colocated_grpo.settings.model_support import check_context, check_has_experts, check_trains
-from colocated_grpo.settings.schema import Config, HubConfig
-from colocated_grpo.settings.training import PolicyConfig, layers_text, out_of_range
-from colocated_grpo.settings.turns import TurnsSourceConfig
+from colocated_grpo.settings.schema import (
+    AtroposSourceConfig,
+    Config,
+    HubConfig,
+    ModelConfig,
+    RolloutConfig,
+    TurnsSourceConfig,
+)
+from colocated_grpo.settings.training import PolicyConfig, layers_text
 from colocated_grpo.types import JsonObject
 
 
@@ -94,7 +98,8 @@ def _check_layers(policy: PolicyConfig, model: JsonObject, name: str) -> Iterato
         ("policy.lora.layers", None if policy.lora is None else policy.lora.layers),
     )
     for key, indices in settings:
-        if indices and blocks and (rule := out_of_range(indices, blocks)):
+        if indices and blocks and (missing := [index for index in indices if index >= blocks]):
+            rule = f"the model's blocks are 0-{blocks - 1}, so there is no block {missing[0]}"
             yield f"{key}={layers_text(indices)}: {rule} in {name}"
 
 

@@ -7,8 +7,8 @@ downloaded. Rules test features; model types are listed only where config.json d
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from colocated_grpo.errors import ConfigError
 from colocated_grpo.settings.config_json import OTHER_PARTS, attention_heads, has_text_part, left_out, text_part
-from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.families import FAMILIES, family_of
 from colocated_grpo.types import JsonObject
 

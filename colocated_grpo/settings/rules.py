@@ -5,11 +5,9 @@ Rules within one section are in the section's method `problems`. Rules about env
 
 from collections.abc import Iterator
 
+from colocated_grpo.errors import ConfigError
 from colocated_grpo.settings import source_rules
-from colocated_grpo.settings.errors import ConfigError
-from colocated_grpo.settings.generation import EngineConfig
-from colocated_grpo.settings.schema import Config
-from colocated_grpo.settings.training import PolicyConfig
+from colocated_grpo.settings.schema import Config, EngineConfig, PolicyConfig
 
 Lines = Iterator[str]
 

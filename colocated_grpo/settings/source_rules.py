@@ -3,8 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from colocated_grpo.settings.atropos import AtroposSourceConfig, is_loopback
-from colocated_grpo.settings.generation import RolloutConfig
-from colocated_grpo.settings.schema import Config
+from colocated_grpo.settings.schema import Config, RolloutConfig
 from colocated_grpo.settings.sources import AgentSourceConfig, EnvironmentConfig, EpisodeSourceConfig
 from colocated_grpo.settings.turns import FROZEN, TurnsSourceConfig
 

@@ -13,12 +13,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from colocated_grpo.errors import RunError, in_one_line, visible
+from colocated_grpo.errors import ConfigError, RunError, in_one_line, visible
 from colocated_grpo.runtime import program
 from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, run_program
 from colocated_grpo.settings.config_file import build_config, parse_overrides
 from colocated_grpo.settings.config_json import longest_sequence, read_config_json, text_part
-from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.tree import parse_value
 from colocated_grpo.tools.evaluate import ModelSubject, read_settings, subject_of, with_subject

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import psutil
 
+from colocated_grpo.errors import ConfigError
 from colocated_grpo.settings.adapter_files import with_adapter_settings
 from colocated_grpo.settings.config_json import read_config_json
-from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.model_sizes import DTYPE_BYTES, ENGINE_RESERVE, Sizes, sizes_of
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.training import LoRAConfig

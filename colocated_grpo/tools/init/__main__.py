@@ -14,12 +14,11 @@ import psutil
 import yaml
 
 from colocated_grpo.environments.rows.readers import READERS
-from colocated_grpo.errors import RunError
+from colocated_grpo.errors import ConfigError, RunError
 from colocated_grpo.launch.arguments import visible_gpus
 from colocated_grpo.runtime.program import OneLineParser, prepare_streams, set_up_logging
 from colocated_grpo.runtime.verdict import USAGE_ERROR
 from colocated_grpo.settings.config_file import read_config
-from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.inputs import check_inputs
 from colocated_grpo.tools.doctor.memory import Placement
 from colocated_grpo.tools.doctor.subject import GIB, gib, list_gpus, visible

@@ -15,8 +15,8 @@ from colocated_grpo.environments.rewards.answers import ANSWER_COLUMNS, NUMBER
 from colocated_grpo.environments.rewards.functions import load_reward
 from colocated_grpo.environments.rows.readers import READERS
 from colocated_grpo.environments.templates import with_system_prompt
+from colocated_grpo.errors import ConfigError
 from colocated_grpo.settings.config_json import attention_heads, longest_sequence, read_config_json, text_part
-from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.model_sizes import Sizes, sizes_of
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.sources import RewardConfig

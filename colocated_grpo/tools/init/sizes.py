@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.errors import ConfigError
 from colocated_grpo.settings.model_sizes import Sizes
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.training import LEARNING_RATE, PolicyConfig
