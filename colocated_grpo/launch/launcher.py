@@ -154,7 +154,6 @@ def model_verdict(model: ModelConfig, cpu_dtype: str | None) -> str:
 
 
 def torchrun_command(launch: program.Launch) -> list[str]:
-    """Return the command that starts this node's ranks."""
     command = [sys.executable, "-m", "colocated_grpo.launch.elastic", "--nnodes", str(launch.nodes)]
     command += ["--nproc-per-node", str(launch.ranks)]
     if launch.master_port is None:

@@ -28,23 +28,19 @@ def read_text_config(folder: Path, *, trust_remote_code: bool) -> PretrainedConf
     module = module_of(whole.model_type, text.model_type)
     if module is None:
         return whole
-    text = _alone(text)
+    if (kind := TRAINED_AS.get(text.model_type)) is None:
+        text = copy.deepcopy(text)
+    else:
+        entries = text.to_dict()
+        rope = entries["rope_parameters"].items()
+        entries["rope_parameters"] = {key: value for key, value in rope if not key.startswith("mrope_")}
+        text = AutoConfig.for_model(**entries | {"model_type": kind})
     text.architectures = [module]
     text.name_or_path = whole.name_or_path
     if text.tie_word_embeddings != whole.tie_word_embeddings:
         # A config.json may contain only one of the two entries. The other entry is then transformers' default.
         text.tie_word_embeddings = not _has_output_layer(folder)
     return text
-
-
-def _alone(text: PretrainedConfig) -> PretrainedConfig:
-    """Return a copy of the settings, with the model type that is trained."""
-    kind = TRAINED_AS.get(text.model_type)
-    if kind is None:
-        return copy.deepcopy(text)
-    entries = text.to_dict()
-    entries["rope_parameters"] = {k: v for k, v in entries["rope_parameters"].items() if not k.startswith("mrope_")}
-    return AutoConfig.for_model(**entries | {"model_type": kind})
 
 
 def own_names(folder: Path) -> OwnName:

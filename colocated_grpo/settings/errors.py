@@ -125,7 +125,6 @@ def errors_by_path(errors: Sequence[ErrorDetails], tree: Mapping[str, object]) -
 
 
 def _rule(error: ErrorDetails) -> str:
-    """Return the rule that a value violates."""
     kind = error["type"]
     bounds = error.get("ctx", {}).items()
     context = {name: f"{bound:g}" if isinstance(bound, float) else bound for name, bound in bounds}

@@ -62,8 +62,6 @@ Settings = JsonObject
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """An unsupported feature."""
-
     feature: str
     """Name of the feature. Includes the reason if the name alone does not show it."""
     examples: str
@@ -162,7 +160,6 @@ def check_has_experts(config_json: Settings, setting: str) -> None:
 
 
 def verdict(config_json: Settings) -> str:
-    """Return a line for a supported model."""
     kind = text_part(config_json).get("model_type", "unknown type")
     family = family_of(kind)
     name = f"{kind}, not among the tested families" if family is None else family.name

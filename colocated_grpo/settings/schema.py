@@ -13,7 +13,7 @@ from colocated_grpo.settings.base import INITIAL, FileName, Integer, NonNegative
 from colocated_grpo.settings.evaluation import EvaluationConfig
 from colocated_grpo.settings.generation import EngineConfig, ModelConfig, RolloutConfig
 from colocated_grpo.settings.losses import AdvantageConfig, DAPOConfig, LossConfig
-from colocated_grpo.settings.sources import AgentSourceConfig, EnvironmentConfig
+from colocated_grpo.settings.sources import EnvironmentConfig
 from colocated_grpo.settings.training import BatchConfig, PolicyConfig
 from colocated_grpo.settings.turns import OpponentConfig, TurnsSourceConfig
 
@@ -171,7 +171,6 @@ class Config(Section):
 
     @property
     def optimizer_steps(self) -> int:
-        """Optimizer steps of the whole run."""
         return self.training_steps * self.batch.updates
 
     @property
@@ -202,11 +201,6 @@ class Config(Section):
     def sources(self) -> list[EnvironmentConfig]:
         """Environments of training and of the evaluation sets."""
         return [*self.environments, *(entry.source for entry in self.evaluation.sets)]
-
-    @property
-    def has_agents(self) -> bool:
-        """True if an environment or an evaluation set runs agents."""
-        return any(isinstance(source, AgentSourceConfig) for source in self.sources)
 
     @property
     def structured(self) -> bool:

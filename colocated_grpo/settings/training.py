@@ -247,5 +247,4 @@ class BatchConfig(Section):
 
     @property
     def updates(self) -> int:
-        """Optimizer steps of one batch."""
         return self.minibatches * self.epochs

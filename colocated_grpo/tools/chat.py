@@ -87,7 +87,6 @@ def converse(session: Chat, lines: Iterator[str], interrupts: Interrupts) -> Non
 
 
 def _open(options: argparse.Namespace, overrides: Sequence[str]) -> Chat:
-    """Load the model. Raises ConfigError or RunError."""
     subject = subject_of(options.model)
     if not 0 <= options.temperature <= 2:
         raise ConfigError(f"--temperature={options.temperature:g}: must be from 0 (greedy) to 2")
@@ -141,7 +140,6 @@ class Chat:
         self.reset()
 
     def reset(self) -> None:
-        """Begin a new conversation."""
         system = self._options.system
         self._messages = [] if system is None else [{"role": "system", "content": system}]
 

@@ -264,7 +264,6 @@ def warm_start_on_task(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFas
 
 
 def print_progress(step: int, loss: float, reward: float) -> None:
-    """Print one line per reward measurement."""
     print(f"warm start  step {step:4d}  loss {loss:.3f}  sampled reward {reward:.2f}", flush=True)
 
 

@@ -177,7 +177,6 @@ def sample(
 
 
 def truncate_after(token_ids: list[int], end: int) -> list[int]:
-    """Drop everything after the first `end` token."""
     return token_ids[: token_ids.index(end) + 1] if end in token_ids else token_ids
 
 

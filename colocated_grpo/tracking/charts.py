@@ -70,8 +70,6 @@ def meaning(key: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A chart to draw if its metrics were recorded."""
-
     title: str
     lines: dict[str, str]
     """Metric key -> name in the legend."""

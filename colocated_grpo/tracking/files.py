@@ -207,7 +207,6 @@ def write_summary(run_dir: Path, summary: JsonObject) -> None:
 
 
 def write_atropos_batch(run_dir: Path, items: list[object]) -> None:
-    """Replace atropos_batch.json by the latest batch, as received."""
     write_atomically(run_dir / ATROPOS_BATCH_FILE, json.dumps(items))
 
 
@@ -233,7 +232,6 @@ def read_metrics(run_dir: Path, *, may_be_empty: bool = False) -> list[Row]:
 
 
 def read_rollouts(run_dir: Path) -> list[Row]:
-    """Return the stored rollouts in the order written."""
     return list(read_rows(run_dir / ROLLOUTS_FILE, ROLLOUT_ROW))
 
 
@@ -289,7 +287,6 @@ def _read_object(path: Path) -> JsonObject:
 
 
 def read_games(run_dir: Path) -> list[Row]:
-    """Return the ended games, oldest first."""
     return list(read_rows(run_dir / GAMES_FILE, GAME_ROW))
 
 

@@ -47,7 +47,6 @@ class LiveReport:
         self._due = 0.0
 
     def step(self) -> None:
-        """Write the report if it is due."""
         if (begin := time.monotonic()) < self._due:
             return
         with suppress(OSError, RunError):  # a failed report must not end the run

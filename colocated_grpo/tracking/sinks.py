@@ -61,7 +61,6 @@ class Sinks:
             self._add("tracking.tensorboard", lambda: _tensorboard(run_dir, first_step))
 
     def log(self, step: int, row: dict[str, float]) -> None:
-        """Send the metrics of one step to every sink."""
         for name, sink in list(self._sinks.items()):
             with self._disable_on_failure(name):
                 sink.log(step, row)

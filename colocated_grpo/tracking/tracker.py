@@ -89,7 +89,6 @@ class Tracker:
             return {}
 
     def flush(self, step: int, row: dict[str, float], groups: list[Group]) -> None:
-        """Record one training step."""
         self._started().train(step, row, groups)
         self._sinks.log(step, row)
         self._sinks.completions(step, groups)
@@ -103,7 +102,6 @@ class Tracker:
             self.note(warning)
 
     def games(self, step: int, games: list[JsonObject]) -> None:
-        """Record the games that ended in a training step."""
         if self._games is not None:
             self._games.write(step, games)
 

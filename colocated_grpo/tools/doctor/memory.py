@@ -75,7 +75,8 @@ class RunSizes:
         policy, sizes, compute, shards = self.config.policy, self.sizes, self.compute_bytes, self._shards
         state = OPTIMIZER_STATE[policy.optimizer.type]
         frozen = compute * (sizes.total - self.trained)
-        base = compute * adapted_parameters(policy.lora, sizes)
+        adapted = () if policy.lora is None else _adapted(policy.lora, sizes)
+        base = compute * sum(inputs * outputs for inputs, outputs in adapted)
         kl = self.config.loss.kl
         has_reference = kl.coef > 0 and kl.target == "reference" and policy.lora is None
         reference = MASTER * sizes.total if has_reference else 0
@@ -121,7 +122,6 @@ class RunSizes:
 
     @cached_property
     def adapter(self) -> int:
-        """Parameters of the adapter's factors."""
         return adapter_parameters(self.config.policy.lora, self.sizes)
 
     @property
@@ -215,13 +215,7 @@ class RunSizes:
 
 
 def adapter_parameters(lora: LoRAConfig | None, sizes: Sizes) -> int:
-    """Return the number of parameters of an adapter's factors."""
     return 0 if lora is None else sum(lora.rank * sum(shape) for shape in _adapted(lora, sizes))
-
-
-def adapted_parameters(lora: LoRAConfig | None, sizes: Sizes) -> int:
-    """Return the number of parameters of the layers that have an adapter."""
-    return 0 if lora is None else sum(inputs * outputs for inputs, outputs in _adapted(lora, sizes))
 
 
 def _adapted(lora: LoRAConfig, sizes: Sizes) -> Iterator[tuple[int, int]]:
@@ -306,15 +300,13 @@ def _run_sizes(subject: Subject, device_bytes: int | None = None) -> RunSizes | 
         return str(error)
     if sizes is None:
         return "the sizes of the model are unknown"
-    on_gpu = subject.launch.gpus > 0
-    if device_bytes is None:
-        device_bytes = _gpu_bytes(subject) if on_gpu else psutil.virtual_memory().total
-    if device_bytes is None:
-        return "the memory of the GPU cannot be read"
-    place = Placement(ranks=subject.ranks, on_gpu=on_gpu, device_bytes=device_bytes, nodes=subject.launch.nodes)
+    gpus = subject.launch.gpus
+    if device_bytes is None and not gpus:
+        device_bytes = psutil.virtual_memory().total
+    elif device_bytes is None:
+        known = [gpu.total for gpu in subject.gpus[:gpus] if gpu.total is not None]
+        if len(known) < gpus:
+            return "the memory of the GPU cannot be read"
+        device_bytes = min(known)
+    place = Placement(ranks=subject.ranks, on_gpu=gpus > 0, device_bytes=device_bytes, nodes=subject.launch.nodes)
     return RunSizes(config, sizes, place)
-
-
-def _gpu_bytes(subject: Subject) -> int | None:
-    sizes = [gpu.total for gpu in subject.gpus[: subject.launch.gpus] if gpu.total is not None]
-    return min(sizes) if sizes and len(sizes) == subject.launch.gpus else None

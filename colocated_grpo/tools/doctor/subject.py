@@ -165,7 +165,6 @@ class Subject:
 
     @property
     def gpus(self) -> tuple[Gpu, ...]:
-        """The GPUs that a run may use."""
         return visible(self.listing.gpus, self.environment)
 
     @cached_property
