@@ -140,19 +140,17 @@ def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 def checked(loaded: LoadedConfig, resume: str | None, name: str) -> tuple[Config, list[str]]:
     """Return the settings adapted to their model, and lines to print. Raises ConfigError if the run cannot start."""
     from colocated_grpo.settings.rules import check_world
-    from colocated_grpo.settings.source_rules import exposures
 
     ranks = int(os.environ["WORLD_SIZE"])
     check_world(loaded.config, ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
-    config, notes, problems = adapted(loaded.config, resume, name)
+    config, lines, problems = adapted(loaded.config, resume, name)
     if problems:
         raise ConfigError(*problems)
-    warnings = [f"warning: {line}" for line in exposures(config.environments)]
-    return config, [*(f"note: {note}" for note in loaded.notes + notes), *warnings]
+    return config, [*(f"note: {note}" for note in loaded.notes), *lines]
 
 
 def adapted(config: Config, resume: str | None, name: str) -> tuple[Config, list[str], list[str]]:
-    """Return the settings adapted to their model, notes, and a line for each reason why the run cannot start.
+    """Return the settings adapted to their model, notes and warnings, and the reasons why the run cannot start.
 
     Checks model, files, functions, packages and the run to resume, without running user code. name: first part of a new
     run folder's name.
@@ -161,6 +159,7 @@ def adapted(config: Config, resume: str | None, name: str) -> tuple[Config, list
     from colocated_grpo.rollout.vllm.versions import check_installed
     from colocated_grpo.runtime.run_folder import check_resumed
     from colocated_grpo.settings.inputs import check_inputs
+    from colocated_grpo.settings.source_rules import exposures
 
     problems, notes = list[str](), list[str]()
 
@@ -175,7 +174,8 @@ def adapted(config: Config, resume: str | None, name: str) -> tuple[Config, list
             check()
         except ConfigError as error:
             problems += str(error).splitlines()
-    return config, notes, list(dict.fromkeys(problems))  # two checks read the model and may report the same problem
+    lines = [f"note: {note}" for note in notes] + [f"warning: {line}" for line in exposures(sources)]
+    return config, lines, list(dict.fromkeys(problems))  # two checks read the model and may report the same problem
 
 
 def _import_trainer() -> Callable[..., None]:

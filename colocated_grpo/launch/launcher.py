@@ -79,7 +79,7 @@ def _launch(arguments: Sequence[str]) -> int:
         on_cpu = launch.gpus == 0 and not config.engine.urls
         model = model_verdict(config.model, config.policy.compute_dtype if on_cpu else None)
         missing = missing_devices(launch)
-        config, more_notes, problems = adapted(config, launch.resume, Path(launch.config).stem)
+        config, lines, problems = adapted(config, launch.resume, Path(launch.config).stem)
         if (missing or problems) and not options.dry_run:
             raise ConfigError(*missing, *problems)
     except ConfigError as error:
@@ -88,8 +88,8 @@ def _launch(arguments: Sequence[str]) -> int:
     command = torchrun_command(launch)
     text = "\n".join([banner(launch, command, servers, model), *default, *remarks])
     if options.dry_run:
-        lines = [f"note: {note}" for note in notes + more_notes] + [f"warning: {line}" for line in missing]
-        print(text, *lines, sep="\n")
+        warnings = (f"warning: {line}" for line in missing)
+        print(text, *(f"note: {note}" for note in notes), *warnings, *lines, sep="\n")
         return dry_run(config, problems, launch.log_level, on_gpu=launch.gpus > 0)
     environment = child_environment(os.environ, launch.gpus, launch.ranks, launch.log_level)
     if launch.nodes == 1 and not config.engine.urls:
@@ -214,14 +214,10 @@ def banner(launch: program.Launch, command: Sequence[str], servers: ServerPlan |
 
 
 def dry_run(config: Config, problems: Sequence[str], log_level: str, *, on_gpu: bool) -> int:
-    """Print warnings, a preview of the first prompts, and problems. Returns 2 if there are problems, else 0.
+    """Print a preview of the first prompts, and problems. Returns 2 if there are problems, else 0.
 
     problems: lines about files and names, found without running user code. The preview is made only without them.
     """
-    from colocated_grpo.settings.source_rules import exposures
-
-    for line in exposures(config.environments):
-        print(f"warning: {line}")
     if not problems:
         program.prepare_libraries(log_level)
         import torch
