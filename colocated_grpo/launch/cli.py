@@ -159,7 +159,7 @@ def adapted(config: Config, resume: str | None, name: str) -> tuple[Config, list
     from colocated_grpo.rollout.vllm.versions import check_installed
     from colocated_grpo.runtime.run_folder import check_resumed
     from colocated_grpo.settings.inputs import check_inputs
-    from colocated_grpo.settings.source_rules import exposures
+    from colocated_grpo.settings.rules import exposures
 
     problems, notes = list[str](), list[str]()
 

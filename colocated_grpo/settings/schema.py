@@ -139,13 +139,13 @@ class Config(Section):
 
     @property
     def atropos_share(self) -> float:
-        """Number of a step's prompts that the Atropos batch supplies. `source_rules` requires a whole number."""
+        """Number of a step's prompts that the Atropos batch supplies. `rules` requires a whole number."""
         total = sum(entry.weight for entry in self.environments)
         return 0.0 if self.atropos is None else self.rollout.prompts_per_step * self.atropos.weight / total
 
     @property
     def opponent(self) -> OpponentConfig | None:
-        """The opponent of the turn games. `source_rules` rejects games with different opponents."""
+        """The opponent of the turn games. `rules` rejects games with different opponents."""
         turns = [source for source in self.environments if isinstance(source, TurnsSourceConfig)]
         return next((source.opponent for source in turns if source.opponent is not None), None)
 
