@@ -84,11 +84,16 @@ def _table(differences: list[Difference]) -> Table:
         table.add_column(title, justify="right")
     for difference in differences:
         step, a, b = difference.first_step, difference.a, difference.b
-        means = [fmean(finite) if (finite := [v for v in run.values() if v is not None]) else None for run in (a, b)]
-        figures = [*(run[max(run)] if run else None for run in (a, b)), *means]
+        (last_a, mean_a), (last_b, mean_b) = _last_and_mean(a), _last_and_mean(b)
+        figures = (last_a, last_b, mean_a, mean_b)
         where = Text("equal", style="green") if step is None else Text(str(step), style="bold red")
         table.add_row(Text(printable(difference.metric)), *map(number, figures), where)
     return table
+
+
+def _last_and_mean(values: Values) -> tuple[float | None, float | None]:
+    finite = [value for value in values.values() if value is not None]
+    return values[max(values)] if values else None, fmean(finite) if finite else None
 
 
 def _parser() -> argparse.ArgumentParser:
