@@ -44,15 +44,10 @@ def run_parser() -> argparse.ArgumentParser:
     integer("--join-timeout", metavar="SECONDS", default=DEFAULT_JOIN_TIMEOUT, help=wait)
     add_run_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the command, start nothing")
-    parser.add_argument(
-        "--log-dir",
-        type=Path,
-        metavar="DIR",
-        help="write trainer.log, instead of the console, and server.log there (default for server.log: output_dir)",
-    )
-    parser.add_argument(
-        "--redirect-output", type=Path, metavar="FILE", help="append the run's output to FILE instead of the console"
-    )
+    logs = "write trainer.log, instead of the console, and server.log there (default for server.log: output_dir)"
+    parser.add_argument("--log-dir", type=Path, metavar="DIR", help=logs)
+    output = "append the run's output to FILE instead of the console"
+    parser.add_argument("--redirect-output", type=Path, metavar="FILE", help=output)
     return parser
 
 

@@ -33,26 +33,13 @@ DEFAULT_CONFIG = "training_configs/dr_grpo_config.yaml"
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags common to launcher and rank. All unknown flags are setting overrides."""
-    parser.add_argument(
-        "-c",
-        "--config",
-        metavar="FILE",
-        help=f"YAML file (default: {DEFAULT_CONFIG}; with --resume RUN: the run's own)",
-    )
-    parser.add_argument(
-        "--resume",
-        nargs="?",
-        const=AUTO,
-        metavar="RUN",
-        help="continue from the last checkpoint of the run folder RUN; auto, or no RUN: of this config's newest run",
-    )
-    parser.add_argument(
-        "--log-level",
-        type=_log_level,
-        metavar="{" + ",".join(program.LOG_LEVELS) + "}",
-        default=os.environ.get(program.LOG_LEVEL_VARIABLE, "INFO"),
-        help="DEBUG also turns on the logs of NCCL and torch.distributed (default: %(default)s)",
-    )
+    file = f"YAML file (default: {DEFAULT_CONFIG}; with --resume RUN: the run's own)"
+    run = "continue from the last checkpoint of the run folder RUN; auto, or no RUN: of this config's newest run"
+    level = "DEBUG also turns on the logs of NCCL and torch.distributed (default: %(default)s)"
+    levels, default = "{" + ",".join(program.LOG_LEVELS) + "}", os.environ.get(program.LOG_LEVEL_VARIABLE, "INFO")
+    parser.add_argument("-c", "--config", metavar="FILE", help=file)
+    parser.add_argument("--resume", nargs="?", const=AUTO, metavar="RUN", help=run)
+    parser.add_argument("--log-level", type=_log_level, metavar=levels, default=default, help=level)
 
 
 def _log_level(name: str) -> str:

@@ -10,16 +10,9 @@ from colocated_grpo.types import JsonObject
 
 HUB_TIMEOUT_SECONDS = 5.0
 _SHAPE_KEYS = (
-    "model_type",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "tie_word_embeddings",
-)
+    "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "vocab_size", "tie_word_embeddings",
+)  # fmt: skip
 _SIZES = (
     "hidden_size", "n_embd", "intermediate_size", "num_hidden_layers", "n_layer", "num_attention_heads", "n_head",
     "num_key_value_heads", "head_dim", "vocab_size",

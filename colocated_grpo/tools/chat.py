@@ -225,12 +225,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--system", metavar="TEXT", help="system message of every conversation")
     parser.add_argument("--temperature", type=float, default=0.7, help="0 is greedy (default: %(default)s)")
     parser.add_argument("--max-tokens", type=int, default=1024, help="longest reply in tokens (default: %(default)s)")
-    parser.add_argument(
-        "--context",
-        type=int,
-        default=MAX_CONTEXT,
-        help="longest conversation in tokens, at most the model's positions (default: %(default)s)",
-    )
+    longest = "longest conversation in tokens, at most the model's positions (default: %(default)s)"
+    parser.add_argument("--context", type=int, default=MAX_CONTEXT, help=longest)
     return parser
 
 

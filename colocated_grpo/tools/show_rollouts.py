@@ -115,14 +115,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("run", help="run folder")
     parser.add_argument("--step", type=int, help="training step, from 0 (default: the last one stored)")
     parser.add_argument("--evaluation", action="store_true", help="held-out rollouts instead of training ones")
-    parser.add_argument(
-        "--game",
-        type=int,
-        nargs="?",
-        const=-1,
-        metavar="N",
-        help="print game N instead of rollouts (default: the latest)",
-    )
+    game = "print game N instead of rollouts (default: the latest)"
+    parser.add_argument("--game", type=int, nargs="?", const=-1, metavar="N", help=game)
     end = parser.add_mutually_exclusive_group()
     end.add_argument("--best", type=int, metavar="K", help="the K rollouts with the highest reward")
     end.add_argument("--worst", type=int, metavar="K", help="the K rollouts with the lowest reward, failed ones first")
