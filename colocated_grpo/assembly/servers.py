@@ -9,9 +9,10 @@ from pathlib import Path
 import torch
 
 from colocated_grpo.assembly.engines import Engines
+from colocated_grpo.assembly.policy import model_export
 from colocated_grpo.errors import ConfigError
 from colocated_grpo.phases import WeightSync
-from colocated_grpo.policy.export import AdapterExport, ModelExport
+from colocated_grpo.policy.export import AdapterExport
 from colocated_grpo.policy.masters import adopt
 from colocated_grpo.policy.model_files import ModelFiles
 from colocated_grpo.policy.model_loader import engine_dtype
@@ -117,14 +118,7 @@ def build_remote(
             sync = load = AdapterSync(adapter, files, servers, world)
             restore = load.restore
         case "restart":
-            export = ModelExport(
-                policy=policy,
-                hf_config=model.hf_config,
-                tokenizer=model.tokenizer,
-                source=model.folder,
-                dtype=policy.dtype,
-                world=world,
-            )
+            export = model_export(policy, model, policy.dtype, world)
             sync = restart = RestartSync(export, files, servers, world, base=base, version=lambda: policy.version)
             restore = restart.restore
         case "shared":

@@ -40,6 +40,10 @@ def _flag(names: str, kind: Kind, default: object, meaning: means.Translate, *ch
 
 
 _ADAFACTOR = "Adafactor uses --lr as it is"
+_ADAPTER = "not needed: the modes lora_only and lora_restart train an adapter"
+_MEETING = "not needed: the launcher lets the ranks find each other; see --nodes and --master-addr"
+_RECORDS = "not needed: every step's times and memory are in metrics.jsonl (seconds/*, memory/*)"
+_UTILIZATION = means.server("engine.gpu_memory_utilization")
 
 FLAGS: tuple[Flag, ...] = (
     # Model and training
@@ -73,22 +77,12 @@ FLAGS: tuple[Flag, ...] = (
     # Server
     _flag("--vllm-port --port", "int", 9001, means.port),
     _flag("--vllm-gpu", "int", None, means.server_gpu),
-    _flag(
-        "--gpu-memory-utilization --vllm-gpu-memory-utilization",
-        "float",
-        0.45,
-        means.server("engine.gpu_memory_utilization"),
-    ),
+    _flag("--gpu-memory-utilization --vllm-gpu-memory-utilization", "float", 0.45, _UTILIZATION),
     _flag("--max-model-len", "int", 4096, means.model_length),
     _flag("--dtype", "text", "bfloat16", means.dtype, "bfloat16", "float16", "auto"),
     _flag("--tensor-parallel-size", "int", 1, means.server("engine.tensor_parallel_size")),
     _flag("--enforce-eager", "switch", False, means.server("engine.enforce_eager")),
-    _flag(
-        "--enable-lora",
-        "switch",
-        None,
-        means.nothing("not needed: the modes lora_only and lora_restart train an adapter"),
-    ),
+    _flag("--enable-lora", "switch", None, means.nothing(_ADAPTER)),
     # Atropos and tracking
     _flag("--atropos-url", "text", "http://localhost:8000", means.sets("environments.0.url")),
     _flag("--use-wandb", "switch", None, means.wandb),
@@ -97,20 +91,10 @@ FLAGS: tuple[Flag, ...] = (
     # Processes and logs
     _flag("--trainer-rank", "int", 0, means.rank),
     _flag("--world-size", "int", None, means.world_size),
-    _flag(
-        "--init-method",
-        "text",
-        "env://",
-        means.nothing("not needed: the launcher lets the ranks find each other; see --nodes and --master-addr"),
-    ),
+    _flag("--init-method", "text", "env://", means.nothing(_MEETING)),
     _flag("--num-inference-nodes", "int", 0, means.inference_nodes),
     _flag("--debug-loading", "switch", None, means.debug),
-    _flag(
-        "--benchmark",
-        "switch",
-        None,
-        means.nothing("not needed: every step's times and memory are in metrics.jsonl (seconds/*, memory/*)"),
-    ),
+    _flag("--benchmark", "switch", None, means.nothing(_RECORDS)),
 )
 
 
