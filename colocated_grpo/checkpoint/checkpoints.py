@@ -123,20 +123,15 @@ class Checkpoints:
         old = [checkpoint for checkpoint in complete[: -self._config.keep_last] if checkpoint.name != best]
         kept = complete[-self._config.keep_last :]
         if old and self._verified not in kept:
-            self._read_back(final, checksums)
+            forget_cached(final, checksums)
+            if (problem := damage(final, checksums)) is not None:
+                raise write_failed("checkpoint", final, f"read back, {problem}; older checkpoints are kept")
+            self._verified = final
         for checkpoint in old:
             # Rename first, so that an interrupted deletion does not leave what looks like a complete checkpoint.
             checkpoint.rename(checkpoint.with_suffix(UNFINISHED))
         for left in self._folder.glob(f"*{UNFINISHED}"):
             shutil.rmtree(left)
-
-    def _read_back(self, folder: Path, checksums: dict[str, str]) -> None:
-        """Raise RunError if the checkpoint on disk differs from what was written."""
-        forget_cached(folder, checksums)
-        problem = damage(folder, checksums)
-        if problem is not None:
-            raise write_failed("checkpoint", folder, f"read back, {problem}; older checkpoints are kept")
-        self._verified = folder
 
     def wait(self) -> None:
         """Wait until the checkpoint being written is complete and visible. Raises RunError if writing it failed."""

@@ -214,19 +214,16 @@ def _line_figure(chart: Chart, points: dict[str, list[Point]]) -> str:
     if not any(_varies(list(line.points)) for line in series):
         return ""
     explained = next(filter(None, map(meaning, chart.lines)), "")
-    return _figure(chart.title, chart.unit, series, line_chart(series), explained)
+    explanation = f'<p class="meaning">{as_html(explained)}</p>' if explained else ""
+    unit = f' <span class="quiet">{as_html(chart.unit)}</span>' if chart.unit else ""
+    legend = "".join(legend_entry(line.color, line.name, number(line.points[-1][1])) for line in series)
+    caption = f"<figcaption><h3>{as_html(chart.title)}{unit}</h3>{explanation}{legend}</figcaption>"
+    return f"<figure>{caption}{line_chart(series)}</figure>"
 
 
 def _section(title: str, figures: Iterable[str]) -> str:
     shown = "".join(figures)
     return section(title, f'<div class="charts">{shown}</div>') if shown else ""
-
-
-def _figure(title: str, unit: str, series: Sequence[Series], svg: str, explained: str = "") -> str:
-    legend = "".join(legend_entry(line.color, line.name, number(line.points[-1][1])) for line in series)
-    shown_unit = f' <span class="quiet">{as_html(unit)}</span>' if unit else ""
-    line = f'<p class="meaning">{as_html(explained)}</p>' if explained else ""
-    return f"<figure><figcaption><h3>{as_html(title)}{shown_unit}</h3>{line}{legend}</figcaption>{svg}</figure>"
 
 
 def legend_entry(color: int, name: str, value: str) -> str:
