@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from colocated_grpo.errors import ConfigError
-from colocated_grpo.launch.cli import add_run_arguments, config_file, without_config
+from colocated_grpo.launch.cli import add_run_arguments, config_file
 from colocated_grpo.runtime.program import LAST_PORT, Launch, OneLineParser
 
 DEFAULT_MASTER_PORT = 29500
@@ -75,7 +75,7 @@ def read_arguments(
 def read_launch(options: argparse.Namespace, overrides: Sequence[str]) -> Launch:
     """Convert the arguments to a `Launch`. Raises ConfigError if they are invalid or contradictory."""
     gpus = visible_gpus(os.environ) if options.gpus is None else options.gpus
-    engine_gpus, nodes, port, config = options.engine_gpus, options.nodes, options.master_port, config_file(options)
+    engine_gpus, nodes, port = options.engine_gpus, options.nodes, options.master_port
     if gpus < 0:
         raise ConfigError(f"--gpus={gpus}: must be at least 0")
     if engine_gpus and not 0 < engine_gpus < gpus:
@@ -101,8 +101,6 @@ def read_launch(options: argparse.Namespace, overrides: Sequence[str]) -> Launch
         raise ConfigError(f"--master-port={port}: must be between 1 and {LAST_PORT}")
     if options.join_timeout < 1:
         raise ConfigError(f"--join-timeout={options.join_timeout}: must be at least 1")
-    if config is None:
-        raise ConfigError(without_config(options.resume))
     return Launch(
         gpus=gpus,
         engine_gpus=engine_gpus,
@@ -112,7 +110,7 @@ def read_launch(options: argparse.Namespace, overrides: Sequence[str]) -> Launch
         master_addr=options.master_addr or "localhost",
         master_port=port or (DEFAULT_MASTER_PORT if nodes > 1 else None),
         join_timeout=options.join_timeout,
-        config=config,
+        config=config_file(options),
         resume=options.resume,
         log_level=options.log_level,
         log_dir=options.log_dir,

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from colocated_grpo.errors import AlreadyReported, ConfigError
 from colocated_grpo.runtime import program
@@ -51,23 +51,20 @@ def _log_level(name: str) -> str:
     return name
 
 
-def config_file(options: argparse.Namespace) -> str | None:
+def config_file(options: argparse.Namespace) -> str:
     """Return the path of the config file: from --config, else in the resumed run folder, else the default.
 
-    None: the folder in --resume RUN has no config.
+    Raises ConfigError if the folder in --resume RUN has no config.
     """
     if options.config is not None:
         return options.config
     if options.resume in (None, AUTO):
         return DEFAULT_CONFIG
-    saved = Path(options.resume) / "config.yaml"
-    return str(saved) if saved.is_file() else None
-
-
-def without_config(run: str) -> str:
-    """Return the error line for `--resume RUN` if RUN is not a folder with a config."""
-    rule = "no config.yaml in this folder; add --config FILE" if Path(run).is_dir() else "no such run folder"
-    return f"--resume={run!r}: {rule}"
+    run = Path(options.resume)
+    if (saved := run / "config.yaml").is_file():
+        return str(saved)
+    rule = "no config.yaml in this folder; add --config FILE" if run.is_dir() else "no such run folder"
+    raise ConfigError(f"--resume={options.resume!r}: {rule}")
 
 
 def default_config_note(options: argparse.Namespace) -> list[str]:
@@ -102,14 +99,13 @@ def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from colocated_grpo.tracking.ending import leave_start
 
     default = default_config_note(options)
-    if (file := config_file(options)) is None:
-        _print_on_rank_0(*program.error_text([without_config(options.resume)]), to=sys.stderr)
-        return USAGE_ERROR
-    name = Path(file).stem
     try:
+        file = config_file(options)
+        name = Path(file).stem
         config, lines = checked(read_config(file, overrides), options.resume, name)
     except ConfigError as error:
-        _print_on_rank_0(*default, *program.error_text(str(error).splitlines()), to=sys.stderr)
+        if os.environ["RANK"] == "0":  # all ranks read the same settings
+            print(*default, *program.error_text(str(error).splitlines()), sep="\n", file=sys.stderr, flush=True)
         return USAGE_ERROR
     output = make_output(config.tracking.console, config.training_steps, is_main=os.environ["RANK"] == "0")
     program.exit_on_stop_signals(partial(leave_start, output))
@@ -204,10 +200,3 @@ def join_ranks(output: RunOutput) -> Joined:
 
     with output.phase("waiting for the other ranks"):
         return join(before_exit=partial(leave_with_other_rank, output))
-
-
-def _print_on_rank_0(*lines: str, to: TextIO) -> None:
-    """Print on rank 0 only. All ranks read the same settings and get the same result."""
-    if os.environ["RANK"] == "0":
-        for line in lines:
-            print(line, file=to, flush=True)
