@@ -201,11 +201,6 @@ def append_environment(run_dir: Path, start: JsonObject, note: Callable[[str], N
     write_atomically(run_dir / ENVIRONMENT_FILE, json.dumps({"starts": [*starts, start]}, indent=2) + "\n")
 
 
-def write_summary(run_dir: Path, summary: JsonObject) -> None:
-    """Write summary.json: how the run ended, the number of steps, and the first and last held-out reward."""
-    write_atomically(run_dir / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
-
-
 def write_atropos_batch(run_dir: Path, items: list[object]) -> None:
     write_atomically(run_dir / ATROPOS_BATCH_FILE, json.dumps(items))
 
