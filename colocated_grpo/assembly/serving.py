@@ -90,8 +90,9 @@ class Serving:
                 on_sampled=origins.record,
             )
             self._servers.append(listen(sampler, model.name, atropos.server, self._limits))
-            at = f"{atropos.server.host}, port {', '.join(map(str, self._servers[0].ports))}"
-            self._note(f"atropos: batches from {atropos.url}; environments sample at {at}")
+            ports = ", ".join(map(str, self._servers[0].ports))
+            at = f"environments sample at {atropos.server.host}, port {ports}"
+            self._note(f"atropos: batches from {atropos.url}; {at}")
 
         world.from_main(open_ports)
 
