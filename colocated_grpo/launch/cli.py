@@ -157,7 +157,7 @@ def adapted(config: Config, resume: str | None, name: str) -> tuple[Config, list
             check()
         except ConfigError as error:
             problems += str(error).splitlines()
-    lines = [f"note: {note}" for note in notes] + [f"warning: {line}" for line in exposures(sources)]
+    lines = [f"note: {note}" for note in notes] + [f"warning: {line}" for line in exposures(config.environments)]
     return config, lines, list(dict.fromkeys(problems))  # two checks read the model and may report the same problem
 
 

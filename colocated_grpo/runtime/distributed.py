@@ -128,9 +128,9 @@ def init_world(store: dist.Store | None = None, *, replicate_nodes: bool = False
     between nodes.
     """
     on_gpu = torch.cuda.is_available()
-    # Modulo, because some schedulers make only one GPU visible to each process but still count up LOCAL_RANK.
     device = torch.device("cpu")
     if on_gpu:
+        # Modulo, because some schedulers make only one GPU visible to each process but still count up LOCAL_RANK.
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
