@@ -9,14 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from colocated_grpo.assembly.data import (
-    build_collector,
-    build_data,
-    build_prompt_supply,
-    listen_to_agents,
-)
+from colocated_grpo.assembly.data import build_collector, build_data, build_prompt_supply, listen_to_agents
 from colocated_grpo.assembly.engines import Engines, engine_spec
 from colocated_grpo.assembly.evaluation import evaluation_sets
 from colocated_grpo.assembly.policy import (
@@ -40,7 +34,6 @@ from colocated_grpo.policy.lora.weights import AdapterWeights, frozen_experts
 from colocated_grpo.policy.model_files import ModelFiles, read_model_files
 from colocated_grpo.policy.model_loader import ModelLoader
 from colocated_grpo.policy.policy import Policy
-from colocated_grpo.policy.reference import Reference
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.supply import AheadSupply, MixedSupply, PromptSupply, Supply
 from colocated_grpo.rollout.vllm.spec import EngineSpec
@@ -50,8 +43,7 @@ from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.run_folder import CHECKPOINTS, complete_checkpoints
 from colocated_grpo.runtime.supervision import StopRequest
 from colocated_grpo.settings.config_json import has_text_part, read_config_json
-from colocated_grpo.settings.generation import ModelConfig
-from colocated_grpo.settings.schema import Config, HubConfig
+from colocated_grpo.settings.schema import Config, HubConfig, ModelConfig
 from colocated_grpo.summaries import RewardCheck
 from colocated_grpo.tracking import RunOutput, files, make_tracker
 from colocated_grpo.tracking.hub import Hub
@@ -91,17 +83,17 @@ def build_run(
     listen_to_agents(config, data, model, resources)
     with output.phase("waiting for the engine servers"):
         servers = [] if in_rank else connect_servers(config, world, stop)
-
     with output.phase("reading the weights"):
-        policy, reference, frozen = build_models(config, model, opponent_folder, world)
-        checkpoints = Checkpoints(
-            folder, config.checkpoint, world, opponent_state(config.opponent, frozen), tracker.note
-        )
+        policy = Policy(config, model.hf_config, model.folder, world)
+        loader_of, offloaded = partial(ModelLoader, config, model.hf_config, world=world), config.policy.cpu_offload
+        reference = build_reference(config.loss.kl, policy, loader_of(model.folder), offloaded=offloaded)
+        frozen = read_opponent(None if opponent_folder is None else loader_of(opponent_folder), world.device)
+        others = opponent_state(config.opponent, frozen)
+        checkpoints = Checkpoints(folder, config.checkpoint, world, others, tracker.note)
         start, state = checkpoints.restore(policy)
     policy.fixed_lr = state.get(LEARNING_RATE)
     clock = Clock(world.device)
-    with output.phase("connecting to the engines" if spec is None else engine_phase(spec, world.device)):
-        engines = build_engines(config, spec, servers, policy, model, folder, world, stop, resources)
+    engines = build_engines(config, spec, servers, policy, model, folder, world, stop, resources, output)
     opponent = build_opponent(config.opponent, frozen, policy, engines, world, config.freshness.every)
     with output.phase("rehearsing a training step"):
         # The engine sleeps, so memory that is free now is free while the policy trains.
@@ -151,30 +143,12 @@ def load_state(state: JsonObject, supply: Supply, best: Best, checkpoint: Path) 
         best.load_state_dict(state.get(BEST, {}))
 
 
-def build_models(
-    config: Config, model: ModelFiles, opponent_folder: Path | None, world: World
-) -> tuple[Policy, Reference | None, dict[str, DTensor]]:
-    """Read the weights: the policy, the reference of its KL penalty, and a frozen opponent's shards. Collective."""
-    policy = Policy(config, model.hf_config, model.folder, world)
-    loader_of = partial(ModelLoader, config, model.hf_config, world=world)
-    offloaded = config.policy.cpu_offload
-    reference = build_reference(config.loss.kl, policy, loader_of(model.folder), offloaded=offloaded)
-    frozen = read_opponent(None if opponent_folder is None else loader_of(opponent_folder), world.device)
-    return policy, reference, frozen
-
-
 def connect_servers(config: Config, world: World, stop: StopRequest) -> list[EngineServer]:
     """Wait for the engine servers of the run. Collective. Raises ConfigError or RunError."""
     # Imported here: only runs with engine servers need this module.
     from colocated_grpo.assembly.servers import connect
 
     return connect(config.engine, config.model, config.policy, config.max_sequence_tokens, world, stop)
-
-
-def engine_phase(spec: EngineSpec, device: torch.device) -> str:
-    """Return the name of the start phase that builds the engines of the ranks."""
-    graphs = device.type == "cuda" and not spec.enforce_eager
-    return "building the engine" + (" and capturing its CUDA graphs" if graphs else "")
 
 
 def build_engines(
@@ -187,6 +161,7 @@ def build_engines(
     world: World,
     stop: StopRequest,
     resources: ExitStack,
+    output: RunOutput,
 ) -> Engines:
     """Build the engines in the ranks, or connect to engine servers. Collective.
 
@@ -194,19 +169,19 @@ def build_engines(
     """
     if spec is not None:
         shared, every = config.weights == "shared", config.freshness.every
-        return build_colocated(spec, policy, world, resources, shared=shared, check_every=every)
+        graphs = world.device.type == "cuda" and not spec.enforce_eager
+        with output.phase("building the engine" + (" and capturing its CUDA graphs" if graphs else "")):
+            return build_colocated(spec, policy, world, resources, shared=shared, check_every=every)
     from colocated_grpo.assembly.servers import build_remote
 
-    engines = build_remote(config, servers, policy, model, folder, world, stop)
-    resources.callback(engines.engine.close)
-    return engines
+    with output.phase("connecting to the engines"):
+        engines = build_remote(config, servers, policy, model, folder, world, stop)
+        resources.callback(engines.engine.close)
+        return engines
 
 
 def join_supplies(sampled: PromptSupply | None, served: Supply | None, ahead: int) -> Supply:
-    """Join the supply of the run's own prompts and the supply of groups from other processes.
-
-    At least one supply is not None. ahead: `Config.steps_sampled_ahead`.
-    """
+    """Join the supplies of the run's own prompts and of other processes. ahead: `Config.steps_sampled_ahead`."""
     if sampled is not None and served is not None:
         return MixedSupply(sampled, served)
     if sampled is not None and ahead:
@@ -268,17 +243,6 @@ def finish_writing(checkpoints: Checkpoints) -> None:
         checkpoints.wait()
 
 
-def _trained_facts(policy: Policy) -> dict[str, str]:
-    """Return banner facts on the trained parameters; empty if all parameters are trained."""
-    trained, total = policy.num_trained(), policy.num_parameters()
-    if trained == total:
-        return {}
-    facts = {"trained": f"{trained:,} ({trained / total:.2%})"}
-    if isinstance(policy.weights, AdapterWeights) and (experts := frozen_experts(policy.model)):
-        facts["without adapter"] = f"{experts:,} in fused experts, which are not linear layers"
-    return facts
-
-
 def note_unusual_resume(run: Run) -> None:
     """Note a resume that starts a new run, or that finds no step left."""
     if run.start == 0:
@@ -290,13 +254,15 @@ def note_unusual_resume(run: Run) -> None:
 
 def describe(run: Run) -> dict[str, str]:
     """Return the facts for the banner that are known only after the build."""
-    on_gpu, model = run.world.device.type == "cuda", run.policy.model
+    on_gpu, policy = run.world.device.type == "cuda", run.policy
     device = torch.cuda.get_device_name(run.world.device) if on_gpu else "CPU"
-    facts = {
-        "parameters": f"{run.policy.num_parameters():,}",
-        **_trained_facts(run.policy),
-        "ranks": f"{run.world.size} x {device}",
-        "compute": str(run.policy.dtype).removeprefix("torch."),
-    }
-    checkpointing = {"checkpointing": f"{num_checkpointed(model)} of {len(blocks_of(model))} blocks"}
-    return facts | (checkpointing if on_gpu else {})
+    trained, total = policy.num_trained(), policy.num_parameters()
+    facts = {"parameters": f"{total:,}"}
+    if trained < total:
+        facts["trained"] = f"{trained:,} ({trained / total:.2%})"
+        if isinstance(policy.weights, AdapterWeights) and (experts := frozen_experts(policy.model)):
+            facts["without adapter"] = f"{experts:,} in fused experts, which are not linear layers"
+    facts |= {"ranks": f"{run.world.size} x {device}", "compute": str(policy.dtype).removeprefix("torch.")}
+    if on_gpu:
+        facts["checkpointing"] = f"{num_checkpointed(policy.model)} of {len(blocks_of(policy.model))} blocks"
+    return facts

@@ -19,7 +19,6 @@ from colocated_grpo.rollout.resample import Resampling
 from colocated_grpo.rollout.supply import Opponent, PromptSupply
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.supervision import StopRequest
-from colocated_grpo.settings.generation import RolloutConfig
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.tracking import NullTracker, Tracker
 
@@ -77,13 +76,7 @@ def listen_to_agents(config: Config, data: Data, model: ModelFiles, resources: E
 
 
 def build_collector(
-    config: Config,
-    driver: Driver,
-    inbox: Inbox,
-    data: Data,
-    model: ModelFiles,
-    world: World,
-    stop: StopRequest,
+    config: Config, driver: Driver, inbox: Inbox, data: Data, model: ModelFiles, world: World, stop: StopRequest
 ) -> Collector:
     rollout, codec = config.rollout, ChatCodec(model.tokenizer)
     environments = data.environments
@@ -129,17 +122,7 @@ def build_prompt_supply(
         return None
     prompts = config.rollout.prompts_per_step - round(config.atropos_share)
     rollout = config.rollout.model_copy(update={"prompts_per_step": prompts})
-    sampling = training_sampling(config.rollout, model.stop_token_ids)
-    resample = rollout.resample
-    resampling = None if resample is None else Resampling(resample.max_rounds, prompts, note)
-    routes = config.policy.routing_replay
-    return PromptSupply(
-        data.source, collector, world, stop.requested, rollout, sampling, opponent, resampling, routes=routes
-    )
-
-
-def training_sampling(rollout: RolloutConfig, stop_tokens: tuple[int, ...]) -> Sampling:
-    return Sampling(
+    sampling = Sampling(
         temperature=rollout.temperature,
         max_tokens=rollout.max_completion_tokens,
         top_p=rollout.top_p,
@@ -147,5 +130,10 @@ def training_sampling(rollout: RolloutConfig, stop_tokens: tuple[int, ...]) -> S
         min_p=rollout.min_p,
         repetition_penalty=rollout.repetition_penalty,
         stop=tuple(rollout.stop),
-        stop_token_ids=stop_tokens,
+        stop_token_ids=model.stop_token_ids,
+    )
+    resampling = None if rollout.resample is None else Resampling(rollout.resample.max_rounds, prompts, note)
+    routes = config.policy.routing_replay
+    return PromptSupply(
+        data.source, collector, world, stop.requested, rollout, sampling, opponent, resampling, routes=routes
     )

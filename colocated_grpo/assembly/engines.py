@@ -11,6 +11,7 @@ from colocated_grpo.policy.model_loader import engine_dtype
 from colocated_grpo.rollout.engine import LocalEngine, RolloutEngine
 from colocated_grpo.rollout.vllm.spec import SERVER_NUM_SEQS, EngineSpec, num_seqs_for
 from colocated_grpo.settings.schema import Config
+from colocated_grpo.settings.sources import AgentSourceConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,7 @@ def engine_spec(
     not set. None: the engine's part of a step's completions.
     """
     engine, has_senders = config.engine, config.atropos is not None
+    has_agents = any(isinstance(source, AgentSourceConfig) for source in config.sources)
     if sequences is None:
         engines = 1 if config.rollout.generation == "replicated" else ranks // engine.tensor_parallel_size
         per_engine = ceil(config.rollout.prompts_per_step / engines) * config.rollout.group_size  # groups are not split
@@ -56,7 +58,7 @@ def engine_spec(
         # The policy computes with the engine's weights, or some phases begin without a sync.
         keeps_weights=config.weights == "shared" or config.sync_frequency > 1,
         # Requests of agents and of other processes may have stop strings, regardless of rollout.stop.
-        needs_text=bool(config.rollout.stop) or has_senders or config.has_agents,
+        needs_text=bool(config.rollout.stop) or has_senders or has_agents,
         structured=config.structured,
         records_routes=config.policy.routing_replay,
         args={"tokenizer": config.model.tokenizer, **engine.args} if config.model.tokenizer else engine.args,

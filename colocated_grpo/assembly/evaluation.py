@@ -10,7 +10,7 @@ from colocated_grpo.evaluation.metrics import Answer, answer_function, set_metri
 from colocated_grpo.rollout.engine import Sampling
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings.evaluation import HELD_OUT, PREFIX, EvaluationConfig
-from colocated_grpo.settings.schema import Config, RolloutConfig
+from colocated_grpo.settings.schema import Config
 from colocated_grpo.summaries import held_out_metrics, mixed_held_out_metrics
 from colocated_grpo.types import Prompt
 
@@ -78,8 +78,11 @@ def draw_held_out(evaluation: EvaluationConfig, environments: Environments, note
 
 def evaluation_sets(config: Config, evaluated: Evaluated, stop_tokens: tuple[int, ...]) -> list[EvaluationSet]:
     """Return the held-out prompts and the sets of the config. Sets that this run does not evaluate have no prompts."""
-    evaluation = config.evaluation
-    sampling = partial(_sampling, config.rollout, stop_tokens)
+    evaluation, rollout = config.evaluation, config.rollout
+    # Without the top_k, min_p and penalties of training.
+    sampling = partial(
+        Sampling, max_tokens=rollout.max_completion_tokens, stop=tuple(rollout.stop), stop_token_ids=stop_tokens
+    )
     sets = zip(evaluation.sets, evaluated.sets, evaluated.answers, strict=True)
     return [
         EvaluationSet(
@@ -87,7 +90,7 @@ def evaluation_sets(config: Config, evaluated: Evaluated, stop_tokens: tuple[int
             every=evaluation.every,
             prompts=evaluated.held_out,
             samples=evaluation.samples_per_prompt,
-            sampling=sampling(evaluation.temperature, 1.0),
+            sampling=sampling(temperature=evaluation.temperature),
             metrics=mixed_held_out_metrics if config.is_mixed else held_out_metrics,
         ),
         *(
@@ -96,20 +99,9 @@ def evaluation_sets(config: Config, evaluated: Evaluated, stop_tokens: tuple[int
                 every=evaluation.interval(entry),
                 prompts=prompts,
                 samples=entry.samples,
-                sampling=sampling(entry.temperature, entry.top_p),
+                sampling=sampling(temperature=entry.temperature, top_p=entry.top_p),
                 metrics=partial(set_metrics, name, pass_ks=entry.pass_ks, pass_reward=entry.pass_reward, answer=answer),
             )
             for entry, prompts, answer in sets
         ),
     ]
-
-
-def _sampling(rollout: RolloutConfig, stop_tokens: tuple[int, ...], temperature: float, top_p: float) -> Sampling:
-    """Sampling without the top_k, min_p and penalties of training."""
-    return Sampling(
-        temperature=temperature,
-        top_p=top_p,
-        max_tokens=rollout.max_completion_tokens,
-        stop=tuple(rollout.stop),
-        stop_token_ids=stop_tokens,
-    )

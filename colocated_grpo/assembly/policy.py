@@ -26,9 +26,8 @@ from colocated_grpo.rollout.vllm.spec import EngineSpec
 from colocated_grpo.rollout.vllm.vllm_engine import VLLMEngine
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings.losses import KLConfig
-from colocated_grpo.settings.schema import CheckpointConfig, Config, FreshnessConfig, ModelConfig
+from colocated_grpo.settings.schema import CheckpointConfig, Config, FreshnessConfig, ModelConfig, OpponentConfig
 from colocated_grpo.settings.training import LoRAConfig
-from colocated_grpo.settings.turns import OpponentConfig
 from colocated_grpo.weights.colocated import ColocatedSync
 from colocated_grpo.weights.opponent import FrozenOpponent
 from colocated_grpo.weights.shared import share
@@ -168,15 +167,15 @@ def build_exports(
 
     base: name of the model that an adapter belongs to.
     """
-    whole_model = ModelExport(
-        policy=policy,
-        hf_config=model.hf_config,
-        tokenizer=model.tokenizer,
-        source=model.folder,
-        dtype=dtype_of(checkpoint.export_dtype, auto=policy.dtype),
-        world=world,
-    )
+    whole_model = model_export(policy, model, dtype_of(checkpoint.export_dtype, auto=policy.dtype), world)
     if lora is None:
         return [whole_model]
     adapter = AdapterExport(policy=policy, lora=lora, base=base, tokenizer=model.tokenizer, world=world)
     return [adapter, whole_model] if checkpoint.export_merged else [adapter]
+
+
+def model_export(policy: Policy, model: ModelFiles, dtype: torch.dtype, world: World) -> ModelExport:
+    config, tokenizer = model.hf_config, model.tokenizer
+    return ModelExport(
+        policy=policy, hf_config=config, tokenizer=tokenizer, source=model.folder, dtype=dtype, world=world
+    )

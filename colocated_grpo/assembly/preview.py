@@ -12,14 +12,13 @@ from colocated_grpo.environments.base import Scorer
 from colocated_grpo.environments.build import build_environments
 from colocated_grpo.environments.rewards.answers import ANSWER_COLUMNS
 from colocated_grpo.environments.rewards.workers import end_idle_workers
-from colocated_grpo.errors import visible
+from colocated_grpo.errors import ConfigError, visible
 from colocated_grpo.policy.checkpoint_files import fetch_tokenizer
 from colocated_grpo.policy.model_files import load_tokenizer, stop_token_ids
 from colocated_grpo.policy.model_loader import check_model
 from colocated_grpo.rollout.reward_calls import RewardCalls
 from colocated_grpo.rollout.vllm.kv_budget import check_cache
 from colocated_grpo.settings.config_json import read_config_json, text_part
-from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.tracking.text import without_middle
 from colocated_grpo.types import Completion, Prompt, Score

@@ -9,8 +9,10 @@ from pathlib import Path
 import torch
 
 from colocated_grpo.assembly.engines import Engines
+from colocated_grpo.assembly.policy import model_export
+from colocated_grpo.errors import ConfigError
 from colocated_grpo.phases import WeightSync
-from colocated_grpo.policy.export import AdapterExport, ModelExport
+from colocated_grpo.policy.export import AdapterExport
 from colocated_grpo.policy.masters import adopt
 from colocated_grpo.policy.model_files import ModelFiles
 from colocated_grpo.policy.model_loader import engine_dtype
@@ -24,10 +26,7 @@ from colocated_grpo.servers.exported import CONFIG_NAME, attach, export_folder, 
 from colocated_grpo.servers.remote import EngineGroup, RemoteEngine, Restore
 from colocated_grpo.servers.saved import AdapterSync, RestartSync
 from colocated_grpo.settings.config_json import first_difference, read_config_json, shape_of
-from colocated_grpo.settings.errors import ConfigError
-from colocated_grpo.settings.generation import EngineConfig
-from colocated_grpo.settings.schema import Config, ModelConfig
-from colocated_grpo.settings.training import LoRAConfig, PolicyConfig
+from colocated_grpo.settings.schema import Config, EngineConfig, ModelConfig, PolicyConfig
 from colocated_grpo.types import JsonObject
 
 WEIGHTS_FOLDER = "engine_weights"
@@ -37,7 +36,7 @@ WEIGHTS_FOLDER = "engine_weights"
 def connect(
     engine: EngineConfig, model: ModelConfig, policy: PolicyConfig, max_tokens: int, world: World, stop: StopRequest
 ) -> list[EngineServer]:
-    """Wait for the servers and check that they can serve this run. Collective. Raises ConfigError or RunError.
+    """Wait for the servers of a run, and check them. Collective. Raises ConfigError or RunError.
 
     max_tokens: longest sequence.
     """
@@ -52,16 +51,12 @@ def connect(
     key = None if variable is None else os.environ[variable]
     trainer = world.broadcast_object(secrets.token_hex(16) if world.is_main else None)
     servers = [EngineServer(url, key, trainer, engine.server_timeout, stop.requested) for url in urls]
-    prepare = partial(_prepare, model, max_tokens, engine.bridge, _required_dtype(engine, policy, world.device))
+    dtype = None  # any: weights are cast when they are sent
+    if engine.dtype != "auto" or engine.bridge == "shared":
+        dtype = str(engine_dtype(engine, policy, world.device)).removeprefix("torch.")
+    prepare = partial(_prepare, model, max_tokens, engine.bridge, dtype)
     world.from_main(lambda: [prepare(server, server.wait_until_ready()) for server in servers] and None)
     return servers
-
-
-def _required_dtype(engine: EngineConfig, policy: PolicyConfig, device: torch.device) -> str | None:
-    """Return the type that the servers' weights must have; None: any, because weights are cast when they are sent."""
-    if engine.dtype == "auto" and engine.bridge != "shared":
-        return None
-    return str(engine_dtype(engine, policy, device)).removeprefix("torch.")
 
 
 def _prepare(
@@ -105,59 +100,41 @@ def build_remote(
     world: World,
     stop: StopRequest,
 ) -> Engines:
-    """Collective."""
-    lora, base, check_every = config.policy.lora, config.model.name, config.freshness.every
-    files = folder / WEIGHTS_FOLDER
-    sync, restore = _bridge(config.engine, lora, base, servers, policy, model, files, world, check_every)
-    replicas = [RemoteEngine(server, restore, stop.request) for server in servers]
-    infos = [server.wait_until_ready() for server in servers]
-    return Engines(
-        local=None,
-        # In a deterministic run, send all requests at once: the server's queue then decides which requests decode
-        # together, not timing.
-        engine=EngineGroup(replicas, max_num_seqs=sys.maxsize if config.deterministic else None),
-        sync=sync,
-        dtype=getattr(torch, infos[0]["dtype"]),
-        is_quantized=any(info["is_quantized"] for info in infos),
-    )
+    """Return the engines of the servers, with the bridge that sends weights to them. Collective.
 
-
-def _bridge(
-    engine: EngineConfig,
-    lora: LoRAConfig | None,
-    base: str,
-    servers: list[EngineServer],
-    policy: Policy,
-    model: ModelFiles,
-    folder: Path,
-    world: World,
-    check_every: int,
-) -> tuple[WeightSync, Restore]:
-    """Return the bridge that sends weights to the servers. base: name of the model. folder: for weights in files."""
-    prefix = policy.model.lm.base_model_prefix
+    folder: the run folder.
+    """
+    engine, lora, base, check_every = config.engine, config.policy.lora, config.model.name, config.freshness.every
+    prefix, files = policy.model.lm.base_model_prefix, folder / WEIGHTS_FOLDER
+    sync: WeightSync
+    restore: Restore
     match engine.bridge:
         case "broadcast":
-            broadcast = BroadcastSync(policy.weights.published(), prefix, servers, world, check_every)
-            return broadcast, broadcast.restore
+            sync = broadcast = BroadcastSync(policy.weights.published(), prefix, servers, world, check_every)
+            restore = broadcast.restore
         case "adapter":
             assert lora is not None  # the config requires an adapter for this bridge
             adapter = AdapterExport(policy=policy, lora=lora, base=base, tokenizer=model.tokenizer, world=world)
-            load = AdapterSync(adapter, folder, servers, world)
-            return load, load.restore
+            sync = load = AdapterSync(adapter, files, servers, world)
+            restore = load.restore
         case "restart":
-            export = ModelExport(
-                policy=policy,
-                hf_config=model.hf_config,
-                tokenizer=model.tokenizer,
-                source=model.folder,
-                dtype=policy.dtype,
-                world=world,
-            )
-            restart = RestartSync(export, folder, servers, world, base=base, version=lambda: policy.version)
-            return restart, restart.restore
+            export = model_export(policy, model, policy.dtype, world)
+            sync = restart = RestartSync(export, files, servers, world, base=base, version=lambda: policy.version)
+            restore = restart.restore
         case "shared":
             file = Path(engine.bridge_config or export_folder() / CONFIG_NAME)
             views = attach(file, servers[0].wait_until_ready()["instance"])
             adopted = partial(adopt, policy.model)
             sync = share_exported(views, prefix, policy.weights.published, adopted, world, check_every)
-            return sync, lambda server: False
+            restore = lambda server: False  # noqa: E731
+    infos = [server.wait_until_ready() for server in servers]
+    # In a deterministic run, send all requests at once: the server's queue then decides which requests decode together,
+    # not timing.
+    limit = sys.maxsize if config.deterministic else None
+    return Engines(
+        local=None,
+        engine=EngineGroup([RemoteEngine(server, restore, stop.request) for server in servers], max_num_seqs=limit),
+        sync=sync,
+        dtype=getattr(torch, infos[0]["dtype"]),
+        is_quantized=any(info["is_quantized"] for info in infos),
+    )

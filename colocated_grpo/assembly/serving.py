@@ -59,45 +59,42 @@ class Serving:
         self._servers: list[ServerThread] = []
         self.source: AtroposSource | None = None
         """Source of batches; None on all ranks except rank 0."""
-        world.from_main(lambda: self._open(atropos, model, registration, tokenizer, keep))
 
-    def _open(
-        self,
-        atropos: AtroposSourceConfig,
-        model: ModelConfig,
-        registration: Registration,
-        tokenizer: PreTrainedTokenizerBase,
-        keep: Keep,
-    ) -> None:
-        origins = Origins(REMEMBERED_COMPLETIONS)
-        client = AtroposClient(
-            atropos.url,
-            registration,
-            may_reset=atropos.reset,
-            api_key=_key(atropos.api_key_variable),
-        )
-        # Tokenizers are not thread-safe: one copy for batches, one for requests.
-        self.source = AtroposSource(
-            client,
-            make_reader(atropos, self._limits, origins, copy.deepcopy(tokenizer)),
-            connect_timeout=atropos.connect_timeout,
-            unusable_timeout=atropos.unusable_timeout,
-            note=self._note,
-            keep=keep,
-        )
-        self.source.connect()
-        tokenizer = copy.deepcopy(tokenizer)
-        sampler = Sampler(
-            self._engines,
-            tokenizer,
-            self._limits,
-            self._note,
-            template_variables=model.chat_template_kwargs,
-            on_sampled=origins.record,
-        )
-        self._servers.append(listen(sampler, model.name, atropos.server, self._limits))
-        ports = ", ".join(map(str, self._servers[0].ports))
-        self._note(f"atropos: batches from {atropos.url}; environments sample at {atropos.server.host}, port {ports}")
+        def open_ports() -> None:
+            origins = Origins(REMEMBERED_COMPLETIONS)
+            key = _key(atropos.api_key_variable)
+            client = AtroposClient(atropos.url, registration, may_reset=atropos.reset, api_key=key)
+            # Tokenizers are not thread-safe: one copy for batches, one for requests.
+            self.source = AtroposSource(
+                client,
+                GroupReader(
+                    source=atropos.name,
+                    vocab_size=self._limits.vocab_size,
+                    max_tokens=self._limits.max_tokens,
+                    recompute_logprobs=atropos.missing_logprobs == "recompute",
+                    origins=origins,
+                    decode=ChatCodec(copy.deepcopy(tokenizer)).message_text,
+                ),
+                connect_timeout=atropos.connect_timeout,
+                unusable_timeout=atropos.unusable_timeout,
+                note=self._note,
+                keep=keep,
+            )
+            self.source.connect()
+            sampler = Sampler(
+                self._engines,
+                copy.deepcopy(tokenizer),
+                self._limits,
+                self._note,
+                template_variables=model.chat_template_kwargs,
+                on_sampled=origins.record,
+            )
+            self._servers.append(listen(sampler, model.name, atropos.server, self._limits))
+            ports = ", ".join(map(str, self._servers[0].ports))
+            at = f"environments sample at {atropos.server.host}, port {ports}"
+            self._note(f"atropos: batches from {atropos.url}; {at}")
+
+        world.from_main(open_ports)
 
     def close(self) -> None:
         """Close ports and links. After `start`, the supply closes both, once its requests have a response."""
@@ -136,20 +133,6 @@ class Serving:
 
 def _key(variable: str | None) -> str | None:
     return os.environ[variable] if variable else None
-
-
-def make_reader(
-    atropos: AtroposSourceConfig, limits: Limits, origins: Origins, tokenizer: PreTrainedTokenizerBase
-) -> GroupReader:
-    """Return the reader that turns rows of the API server into groups."""
-    return GroupReader(
-        source=atropos.name,
-        vocab_size=limits.vocab_size,
-        max_tokens=limits.max_tokens,
-        recompute_logprobs=atropos.missing_logprobs == "recompute",
-        origins=origins,
-        decode=ChatCodec(tokenizer).message_text,
-    )
 
 
 def listen(sampler: Sampler, model: str, settings: ServerConfig, limits: Limits) -> ServerThread:

@@ -123,20 +123,15 @@ class Checkpoints:
         old = [checkpoint for checkpoint in complete[: -self._config.keep_last] if checkpoint.name != best]
         kept = complete[-self._config.keep_last :]
         if old and self._verified not in kept:
-            self._read_back(final, checksums)
+            forget_cached(final, checksums)
+            if (problem := damage(final, checksums)) is not None:
+                raise write_failed("checkpoint", final, f"read back, {problem}; older checkpoints are kept")
+            self._verified = final
         for checkpoint in old:
             # Rename first, so that an interrupted deletion does not leave what looks like a complete checkpoint.
             checkpoint.rename(checkpoint.with_suffix(UNFINISHED))
         for left in self._folder.glob(f"*{UNFINISHED}"):
             shutil.rmtree(left)
-
-    def _read_back(self, folder: Path, checksums: dict[str, str]) -> None:
-        """Raise RunError if the checkpoint on disk differs from what was written."""
-        forget_cached(folder, checksums)
-        problem = damage(folder, checksums)
-        if problem is not None:
-            raise write_failed("checkpoint", folder, f"read back, {problem}; older checkpoints are kept")
-        self._verified = folder
 
     def wait(self) -> None:
         """Wait until the checkpoint being written is complete and visible. Raises RunError if writing it failed."""
@@ -175,7 +170,8 @@ class Checkpoints:
             for key, value in state.items():
                 own = policy.optimizer_state_is_local and not isinstance(value, DTensor)
                 suffix = f".rank{self._world.shard}of{self._world.num_shards}" if own else ""
-                tensors[f"optimizer.{name}.{key}{suffix}"] = _as_tensor(value)
+                tensor = value if isinstance(value, Tensor) else torch.tensor(float(value))
+                tensors[f"optimizer.{name}.{key}{suffix}"] = tensor
         return {**tensors, **self._others}
 
 
@@ -244,10 +240,6 @@ def _replace_state(folder: Path, state: JsonObject) -> bool:
         write_durably(new, sealed(text))
         new.replace(folder / STATE_FILE)
     return True
-
-
-def _as_tensor(value: Tensor | float) -> Tensor:
-    return value if isinstance(value, Tensor) else torch.tensor(float(value))
 
 
 def _restore_numbers(policy: Policy, loaded: dict[str, Tensor], world: World) -> None:

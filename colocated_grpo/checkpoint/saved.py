@@ -3,8 +3,7 @@
 import errno
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,7 +50,10 @@ def newest_whole(folder: Path, note: Callable[[str], None]) -> SavedCheckpoint |
         if damaged:
             names = ", ".join(path.name for path in damaged)
             note(f"resuming from {checkpoint.name}: damaged and renamed to *.damaged: {names} ({_first(damaged)})")
-            _set_aside(damaged)
+            for path in damaged:
+                target = path.with_suffix(SET_ASIDE)
+                shutil.rmtree(target, ignore_errors=True)
+                path.rename(target)
         return found
     if damaged:
         raise RunError(
@@ -66,7 +68,7 @@ def read_whole(folder: Path) -> SavedCheckpoint:
 
     Raises DamagedCheckpoint if it is damaged, and RunError if another version of this package has written it.
     """
-    with _any_error_as_damage():
+    try:
         record = read_record(folder)
         if (version := record.get("format")) != FORMAT:
             raise RunError(
@@ -89,13 +91,6 @@ def read_whole(folder: Path) -> SavedCheckpoint:
         if folder.name != f"step_{saved.step:06d}" or saved.policy_version < 0:
             raise DamagedCheckpoint(f"{STATE_FILE} has step {saved.step} and policy_version {saved.policy_version}")
         return saved
-
-
-@contextmanager
-def _any_error_as_damage() -> Iterator[None]:
-    """Convert any error that damage can cause to DamagedCheckpoint. Damaged layouts raise many kinds of errors."""
-    try:
-        yield
     except (DamagedCheckpoint, RunError):
         raise
     except OSError as error:
@@ -103,17 +98,10 @@ def _any_error_as_damage() -> Iterator[None]:
             raise
         missing = error.errno == errno.ENOENT and error.filename is not None
         raise DamagedCheckpoint(f"{Path(error.filename).name} is missing" if missing else in_one_line(error)) from error
-    except Exception as error:
+    except Exception as error:  # a damaged layout raises many kinds of errors
         raise DamagedCheckpoint(in_one_line(error)) from error
 
 
 def _first(damaged: dict[Path, str]) -> str:
     path, problem = next(iter(damaged.items()))
     return f"{path.name}: {problem}"
-
-
-def _set_aside(damaged: dict[Path, str]) -> None:
-    for path in damaged:
-        target = path.with_suffix(SET_ASIDE)
-        shutil.rmtree(target, ignore_errors=True)
-        path.rename(target)

@@ -8,10 +8,11 @@ import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 
 from colocated_grpo.errors import ConfigError
-from colocated_grpo.launch.cli import add_run_arguments, config_file, without_config
+from colocated_grpo.launch.cli import add_run_arguments, config_file
 from colocated_grpo.runtime.program import LAST_PORT, Launch, OneLineParser
 
 DEFAULT_MASTER_PORT = 29500
@@ -29,59 +30,59 @@ def run_parser() -> argparse.ArgumentParser:
         "Further commands, each with --help: init (write a config), doctor, evaluate, chat, serve, show-rollouts, "
         "compare-runs, report, make-model, atropos (command lines of Atropos' example trainer).",
     )
-    parser.add_argument(
-        "--gpus", type=int, metavar="N", help="GPUs of this node; 0 trains on the CPU (default: all visible)"
-    )
-    parser.add_argument(
-        "--engine-gpus",
-        type=int,
-        default=0,
-        metavar="N",
-        help="with engine.placement: server, how many of the GPUs serve engines only (default: 0, the ranks' own)",
-    )
-    parser.add_argument("--nproc", type=int, metavar="N", help="processes of a CPU run, with --gpus 0 (default: 1)")
-    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="number of nodes (default: 1)")
-    parser.add_argument("--node-rank", type=int, default=0, metavar="N", help="index of this node (default: 0)")
+    integer = partial(parser.add_argument, type=int, metavar="N")
+    integer("--gpus", help="GPUs of this node; 0 trains on the CPU (default: all visible)")
+    engines = "with engine.placement: server, how many of the GPUs serve engines only (default: 0, the ranks' own)"
+    integer("--engine-gpus", default=0, help=engines)
+    integer("--nproc", help="processes of a CPU run, with --gpus 0 (default: 1)")
+    integer("--nodes", default=1, help="number of nodes (default: 1)")
+    integer("--node-rank", default=0, help="index of this node (default: 0)")
     parser.add_argument("--master-addr", metavar="HOST", help="address of node 0; required with several nodes")
-    parser.add_argument(
-        "--master-port",
-        type=int,
-        metavar="PORT",
-        help=f"port on node 0 (default: {DEFAULT_MASTER_PORT}; with one node, any free port)",
-    )
-    parser.add_argument(
-        "--join-timeout",
-        type=int,
-        default=DEFAULT_JOIN_TIMEOUT,
-        metavar="SECONDS",
-        help="longest wait for the other nodes (default: %(default)s)",
-    )
+    port = f"port on node 0 (default: {DEFAULT_MASTER_PORT}; with one node, any free port)"
+    integer("--master-port", metavar="PORT", help=port)
+    wait = "longest wait for the other nodes (default: %(default)s)"
+    integer("--join-timeout", metavar="SECONDS", default=DEFAULT_JOIN_TIMEOUT, help=wait)
     add_run_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the command, start nothing")
-    parser.add_argument(
-        "--log-dir",
-        type=Path,
-        metavar="DIR",
-        help="write trainer.log, instead of the console, and server.log there (default for server.log: output_dir)",
-    )
-    parser.add_argument(
-        "--redirect-output", type=Path, metavar="FILE", help="append the run's output to FILE instead of the console"
-    )
+    logs = "write trainer.log, instead of the console, and server.log there (default for server.log: output_dir)"
+    parser.add_argument("--log-dir", type=Path, metavar="DIR", help=logs)
+    output = "append the run's output to FILE instead of the console"
+    parser.add_argument("--redirect-output", type=Path, metavar="FILE", help=output)
     return parser
 
 
-def read_launch(options: argparse.Namespace, overrides: Sequence[str], parser: argparse.ArgumentParser) -> Launch:
+def read_arguments(
+    arguments: Sequence[str], parser: argparse.ArgumentParser
+) -> tuple[argparse.Namespace, list[str], list[str]]:
+    """Return the parser's flags, overrides of settings, and lines about Atropos' flags. Raises ConfigError."""
+    if list(arguments[:1]) == ["atropos"]:
+        from colocated_grpo.settings.names.atropos_command import read_command
+
+        return read_command(arguments[1:], parser, os.environ, visible_gpus)
+    options, overrides = parser.parse_known_args(arguments)
+    if overrides and overrides[0].endswith((".yaml", ".yml")) and not overrides[0].startswith("--"):
+        raise ConfigError(f"{overrides[0]!r}: unexpected argument; write --config {overrides[0]}")
+    # `--gpu 4` would otherwise be reported as an unknown setting.
+    flags = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
+    for argument in overrides:
+        name = argument.partition("=")[0]
+        near = get_close_matches(name.replace("_", "-"), flags, n=1, cutoff=0.85)
+        if near and name.startswith("--") and "." not in name:
+            raise ConfigError(f"{name}: unknown flag; did you mean {near[0]}?")
+    return options, overrides, []
+
+
+def read_launch(options: argparse.Namespace, overrides: Sequence[str]) -> Launch:
     """Convert the arguments to a `Launch`. Raises ConfigError if they are invalid or contradictory."""
-    _reject_misspelled_flags(overrides, parser)
     gpus = visible_gpus(os.environ) if options.gpus is None else options.gpus
+    engine_gpus, nodes, port = options.engine_gpus, options.nodes, options.master_port
     if gpus < 0:
         raise ConfigError(f"--gpus={gpus}: must be at least 0")
-    engine_gpus = options.engine_gpus
     if engine_gpus and not 0 < engine_gpus < gpus:
         raise ConfigError(f"--engine-gpus={engine_gpus}: must be less than --gpus={gpus}, of which the rest trains")
-    if engine_gpus and options.nodes > 1:
+    if engine_gpus and nodes > 1:
         raise ConfigError(
-            f"--engine-gpus={engine_gpus}: valid on one node; with --nodes {options.nodes} start servers with "
+            f"--engine-gpus={engine_gpus}: valid on one node; with --nodes {nodes} start servers with "
             "colocated-grpo serve and set engine.urls"
         )
     if options.log_dir is not None and options.redirect_output is not None:
@@ -90,48 +91,31 @@ def read_launch(options: argparse.Namespace, overrides: Sequence[str], parser: a
         raise ConfigError(f"--nproc={options.nproc}: valid with --gpus 0 only; a GPU run has one process per GPU")
     if options.nproc is not None and options.nproc < 1:
         raise ConfigError(f"--nproc={options.nproc}: must be at least 1")
-    if options.nodes < 1:
-        raise ConfigError(f"--nodes={options.nodes}: must be at least 1")
-    if not 0 <= options.node_rank < options.nodes:
-        raise ConfigError(f"--node-rank={options.node_rank}: must be at least 0 and less than --nodes={options.nodes}")
-    if options.nodes > 1 and options.master_addr is None:
-        raise ConfigError(f"--master-addr: required with --nodes={options.nodes}; it is the address of node 0")
-    if options.master_port is not None and not 0 < options.master_port <= LAST_PORT:
-        raise ConfigError(f"--master-port={options.master_port}: must be between 1 and {LAST_PORT}")
+    if nodes < 1:
+        raise ConfigError(f"--nodes={nodes}: must be at least 1")
+    if not 0 <= options.node_rank < nodes:
+        raise ConfigError(f"--node-rank={options.node_rank}: must be at least 0 and less than --nodes={nodes}")
+    if nodes > 1 and options.master_addr is None:
+        raise ConfigError(f"--master-addr: required with --nodes={nodes}; it is the address of node 0")
+    if port is not None and not 0 < port <= LAST_PORT:
+        raise ConfigError(f"--master-port={port}: must be between 1 and {LAST_PORT}")
     if options.join_timeout < 1:
         raise ConfigError(f"--join-timeout={options.join_timeout}: must be at least 1")
-    if (config := config_file(options)) is None:
-        raise ConfigError(without_config(options.resume))
-    port = options.master_port or (DEFAULT_MASTER_PORT if options.nodes > 1 else None)
     return Launch(
         gpus=gpus,
         engine_gpus=engine_gpus,
         ranks=gpus - engine_gpus if gpus else options.nproc or 1,
-        nodes=options.nodes,
+        nodes=nodes,
         node_rank=options.node_rank,
         master_addr=options.master_addr or "localhost",
-        master_port=port,
+        master_port=port or (DEFAULT_MASTER_PORT if nodes > 1 else None),
         join_timeout=options.join_timeout,
-        config=config,
+        config=config_file(options),
         resume=options.resume,
         log_level=options.log_level,
         log_dir=options.log_dir,
         overrides=tuple(overrides),
     )
-
-
-def _reject_misspelled_flags(overrides: Sequence[str], parser: argparse.ArgumentParser) -> None:
-    """Raise ConfigError for `--gpu 4`, which would otherwise be reported as an unknown setting."""
-    if overrides and overrides[0].endswith((".yaml", ".yml")) and not overrides[0].startswith("--"):
-        raise ConfigError(f"{overrides[0]!r}: unexpected argument; write --config {overrides[0]}")
-    flags = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
-    for argument in overrides:
-        name = argument.partition("=")[0]
-        if not argument.startswith("--"):
-            continue
-        near = get_close_matches(name.replace("_", "-"), flags, n=1, cutoff=0.85)
-        if near and "." not in name:
-            raise ConfigError(f"{name}: unknown flag; did you mean {near[0]}?")
 
 
 def visible_gpus(environment: Mapping[str, str]) -> int:

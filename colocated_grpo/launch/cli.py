@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from colocated_grpo.errors import AlreadyReported, ConfigError
 from colocated_grpo.runtime import program
@@ -33,26 +33,13 @@ DEFAULT_CONFIG = "training_configs/dr_grpo_config.yaml"
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags common to launcher and rank. All unknown flags are setting overrides."""
-    parser.add_argument(
-        "-c",
-        "--config",
-        metavar="FILE",
-        help=f"YAML file (default: {DEFAULT_CONFIG}; with --resume RUN: the run's own)",
-    )
-    parser.add_argument(
-        "--resume",
-        nargs="?",
-        const=AUTO,
-        metavar="RUN",
-        help="continue from the last checkpoint of the run folder RUN; auto, or no RUN: of this config's newest run",
-    )
-    parser.add_argument(
-        "--log-level",
-        type=_log_level,
-        metavar="{" + ",".join(program.LOG_LEVELS) + "}",
-        default=os.environ.get(program.LOG_LEVEL_VARIABLE, "INFO"),
-        help="DEBUG also turns on the logs of NCCL and torch.distributed (default: %(default)s)",
-    )
+    file = f"YAML file (default: {DEFAULT_CONFIG}; with --resume RUN: the run's own)"
+    run = "continue from the last checkpoint of the run folder RUN; auto, or no RUN: of this config's newest run"
+    level = "DEBUG also turns on the logs of NCCL and torch.distributed (default: %(default)s)"
+    levels, default = "{" + ",".join(program.LOG_LEVELS) + "}", os.environ.get(program.LOG_LEVEL_VARIABLE, "INFO")
+    parser.add_argument("-c", "--config", metavar="FILE", help=file)
+    parser.add_argument("--resume", nargs="?", const=AUTO, metavar="RUN", help=run)
+    parser.add_argument("--log-level", type=_log_level, metavar=levels, default=default, help=level)
 
 
 def _log_level(name: str) -> str:
@@ -64,23 +51,20 @@ def _log_level(name: str) -> str:
     return name
 
 
-def config_file(options: argparse.Namespace) -> str | None:
+def config_file(options: argparse.Namespace) -> str:
     """Return the path of the config file: from --config, else in the resumed run folder, else the default.
 
-    None: the folder in --resume RUN has no config.
+    Raises ConfigError if the folder in --resume RUN has no config.
     """
     if options.config is not None:
         return options.config
     if options.resume in (None, AUTO):
         return DEFAULT_CONFIG
-    saved = Path(options.resume) / "config.yaml"
-    return str(saved) if saved.is_file() else None
-
-
-def without_config(run: str) -> str:
-    """Return the error line for `--resume RUN` if RUN is not a folder with a config."""
-    rule = "no config.yaml in this folder; add --config FILE" if Path(run).is_dir() else "no such run folder"
-    return f"--resume={run!r}: {rule}"
+    run = Path(options.resume)
+    if (saved := run / "config.yaml").is_file():
+        return str(saved)
+    rule = "no config.yaml in this folder; add --config FILE" if run.is_dir() else "no such run folder"
+    raise ConfigError(f"--resume={options.resume!r}: {rule}")
 
 
 def default_config_note(options: argparse.Namespace) -> list[str]:
@@ -115,14 +99,13 @@ def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from colocated_grpo.tracking.ending import leave_start
 
     default = default_config_note(options)
-    if (file := config_file(options)) is None:
-        _print_on_rank_0(*program.error_text([without_config(options.resume)]), to=sys.stderr)
-        return USAGE_ERROR
-    name = Path(file).stem
     try:
+        file = config_file(options)
+        name = Path(file).stem
         config, lines = checked(read_config(file, overrides), options.resume, name)
     except ConfigError as error:
-        _print_on_rank_0(*default, *program.error_text(str(error).splitlines()), to=sys.stderr)
+        if os.environ["RANK"] == "0":  # all ranks read the same settings
+            print(*default, *program.error_text(str(error).splitlines()), sep="\n", file=sys.stderr, flush=True)
         return USAGE_ERROR
     output = make_output(config.tracking.console, config.training_steps, is_main=os.environ["RANK"] == "0")
     program.exit_on_stop_signals(partial(leave_start, output))
@@ -139,21 +122,43 @@ def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def checked(loaded: LoadedConfig, resume: str | None, name: str) -> tuple[Config, list[str]]:
     """Return the settings adapted to their model, and lines to print. Raises ConfigError if the run cannot start."""
+    from colocated_grpo.settings.rules import check_world
+
+    ranks = int(os.environ["WORLD_SIZE"])
+    check_world(loaded.config, ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+    config, lines, problems = adapted(loaded.config, resume, name)
+    if problems:
+        raise ConfigError(*problems)
+    return config, [*(f"note: {note}" for note in loaded.notes), *lines]
+
+
+def adapted(config: Config, resume: str | None, name: str) -> tuple[Config, list[str], list[str]]:
+    """Return the settings adapted to their model, notes and warnings, and the reasons why the run cannot start.
+
+    Checks model, files, functions, packages and the run to resume, without running user code. name: first part of a new
+    run folder's name.
+    """
+    from colocated_grpo.environments.registry import check_names
     from colocated_grpo.rollout.vllm.versions import check_installed
     from colocated_grpo.runtime.run_folder import check_resumed
     from colocated_grpo.settings.inputs import check_inputs
-    from colocated_grpo.settings.rules import check_world
-    from colocated_grpo.settings.source_rules import exposures
+    from colocated_grpo.settings.rules import exposures
 
-    check_installed()
-    ranks = int(os.environ["WORLD_SIZE"])
-    check_world(loaded.config, ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
-    config, notes = check_inputs(loaded.config)
-    check_resumed(config, resume, name)
-    return config, [
-        *(f"note: {note}" for note in loaded.notes + notes),
-        *(f"warning: {line}" for line in exposures(config.environments)),
-    ]
+    problems, notes = list[str](), list[str]()
+
+    def adapt() -> None:
+        nonlocal config, notes
+        config, notes = check_inputs(config)
+
+    sources = config.sources
+    checks = (lambda: check_names(sources), adapt, lambda: check_resumed(config, resume, name), check_installed)
+    for check in checks:
+        try:
+            check()
+        except ConfigError as error:
+            problems += str(error).splitlines()
+    lines = [f"note: {note}" for note in notes] + [f"warning: {line}" for line in exposures(config.environments)]
+    return config, lines, list(dict.fromkeys(problems))  # two checks read the model and may report the same problem
 
 
 def _import_trainer() -> Callable[..., None]:
@@ -195,10 +200,3 @@ def join_ranks(output: RunOutput) -> Joined:
 
     with output.phase("waiting for the other ranks"):
         return join(before_exit=partial(leave_with_other_rank, output))
-
-
-def _print_on_rank_0(*lines: str, to: TextIO) -> None:
-    """Print on rank 0 only. All ranks read the same settings and get the same result."""
-    if os.environ["RANK"] == "0":
-        for line in lines:
-            print(line, file=to, flush=True)

@@ -19,7 +19,7 @@ import psutil
 from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.run import parse_args, run
 
@@ -157,13 +157,9 @@ class LoopbackRendezvous(StaticTCPRendezvous):
 def use_loopback(arguments: argparse.Namespace) -> None:
     """Replace torchrun's rendezvous for `--standalone` by a rendezvous on the loopback address, on any free port."""
     if arguments.standalone:
-        rendezvous_handler_registry.register(BACKEND, _handler)
+        rendezvous_handler_registry.register(BACKEND, lambda parameters: LoopbackRendezvous(parameters.run_id))
         arguments.standalone = False
         arguments.rdzv_backend, arguments.rdzv_endpoint = BACKEND, f"{HOST}:0"
-
-
-def _handler(parameters: RendezvousParameters) -> RendezvousHandler:
-    return LoopbackRendezvous(parameters.run_id)
 
 
 if __name__ == "__main__":

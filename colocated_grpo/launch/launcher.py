@@ -5,21 +5,19 @@ Imports only the standard library and psutil before parsing, so that --help take
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from colocated_grpo.errors import ConfigError, RunError
-from colocated_grpo.launch.arguments import read_launch, run_parser, visible_gpus
-from colocated_grpo.launch.cli import default_config_note
+from colocated_grpo.launch.arguments import read_arguments, read_launch, run_parser, visible_gpus
+from colocated_grpo.launch.cli import adapted, default_config_note
 from colocated_grpo.runtime import program
 from colocated_grpo.runtime.processes import SAVING, STOP_RANKS, StopAction, run_command, scratch_folder
 from colocated_grpo.runtime.verdict import (
@@ -71,18 +69,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _launch(arguments: Sequence[str]) -> int:
     program.prepare_streams()
-    parser = run_parser()
     default: list[str] = []
     try:
-        options, overrides, remarks = read_arguments(arguments, run_parser)
-        launch = read_launch(options, overrides, parser)
+        options, overrides, remarks = read_arguments(arguments, run_parser())
+        launch = read_launch(options, overrides)
         default = default_config_note(options)
         config, notes = read_settings(launch)
         servers = plan_servers(launch, config, os.environ)
         on_cpu = launch.gpus == 0 and not config.engine.urls
         model = model_verdict(config.model, config.policy.compute_dtype if on_cpu else None)
         missing = missing_devices(launch)
-        problems = missing_inputs(launch, config)
+        config, lines, problems = adapted(config, launch.resume, Path(launch.config).stem)
         if (missing or problems) and not options.dry_run:
             raise ConfigError(*missing, *problems)
     except ConfigError as error:
@@ -91,7 +88,8 @@ def _launch(arguments: Sequence[str]) -> int:
     command = torchrun_command(launch)
     text = "\n".join([banner(launch, command, servers, model), *default, *remarks])
     if options.dry_run:
-        print(text, *(f"note: {note}" for note in notes), *(f"warning: {line}" for line in missing), sep="\n")
+        warnings = (f"warning: {line}" for line in missing)
+        print(text, *(f"note: {note}" for note in notes), *warnings, *lines, sep="\n")
         return dry_run(config, problems, launch.log_level, on_gpu=launch.gpus > 0)
     environment = child_environment(os.environ, launch.gpus, launch.ranks, launch.log_level)
     if launch.nodes == 1 and not config.engine.urls:
@@ -115,17 +113,6 @@ def _launch(arguments: Sequence[str]) -> int:
     with suppress(OSError):
         _show(running.failure, redirect, sys.stderr)
     return RUN_ERROR
-
-
-def read_arguments(
-    arguments: Sequence[str], make_parser: Callable[[], argparse.ArgumentParser]
-) -> tuple[argparse.Namespace, list[str], list[str]]:
-    """Return the parser's flags, overrides of settings, and lines about Atropos' flags. Raises ConfigError."""
-    if list(arguments[:1]) != ["atropos"]:
-        return *make_parser().parse_known_args(arguments), []
-    from colocated_grpo.settings.names.atropos_command import read_command
-
-    return read_command(arguments[1:], make_parser(), os.environ, visible_gpus)
 
 
 def read_settings(launch: program.Launch) -> tuple[Config, list[str]]:
@@ -157,7 +144,7 @@ def model_verdict(model: ModelConfig, cpu_dtype: str | None) -> str:
 
     try:
         config_json = read_config_json(model)
-    except ConfigError:  # `missing_inputs` reports the reason
+    except ConfigError:  # `adapted` reports the reason
         return f"{model.name}: unknown, as its config.json cannot be read"
     setting = f"model.name={model.name!r}"
     check_trains(config_json, setting)
@@ -166,30 +153,7 @@ def model_verdict(model: ModelConfig, cpu_dtype: str | None) -> str:
     return f"{model.name}: {verdict(config_json)}"
 
 
-def missing_inputs(launch: program.Launch, config: Config) -> list[str]:
-    """Return one line for each missing or invalid model, file, function, package or run to resume."""
-    from colocated_grpo.environments.registry import check_names
-    from colocated_grpo.rollout.vllm.versions import check_installed
-    from colocated_grpo.runtime.run_folder import check_resumed
-    from colocated_grpo.settings.inputs import check_inputs
-
-    problems = []
-    checks = [
-        partial(check_names, config.sources),
-        partial(check_inputs, config),
-        partial(check_resumed, config, launch.resume, Path(launch.config).stem),
-        check_installed,
-    ]
-    for check in checks:
-        try:
-            check()
-        except ConfigError as error:
-            problems += str(error).splitlines()
-    return list(dict.fromkeys(problems))  # two checks read the model and may report the same problem
-
-
 def torchrun_command(launch: program.Launch) -> list[str]:
-    """Return the command that starts this node's ranks."""
     command = [sys.executable, "-m", "colocated_grpo.launch.elastic", "--nnodes", str(launch.nodes)]
     command += ["--nproc-per-node", str(launch.ranks)]
     if launch.master_port is None:
@@ -250,14 +214,10 @@ def banner(launch: program.Launch, command: Sequence[str], servers: ServerPlan |
 
 
 def dry_run(config: Config, problems: Sequence[str], log_level: str, *, on_gpu: bool) -> int:
-    """Print warnings, a preview of the first prompts, and problems. Returns 2 if there are problems, else 0.
+    """Print a preview of the first prompts, and problems. Returns 2 if there are problems, else 0.
 
     problems: lines about files and names, found without running user code. The preview is made only without them.
     """
-    from colocated_grpo.settings.source_rules import exposures
-
-    for line in exposures(config.environments):
-        print(f"warning: {line}")
     if not problems:
         program.prepare_libraries(log_level)
         import torch

@@ -15,7 +15,7 @@ from colocated_grpo.runtime.joining import Joined
 from colocated_grpo.runtime.run_folder import choose_run_folder, lock_folder, removed_if_unused
 from colocated_grpo.runtime.user_code import UserCodeWatch
 from colocated_grpo.runtime.verdict import FAILED, STOPPED, leave, stacks_file
-from colocated_grpo.settings.schema import Config, RolloutConfig
+from colocated_grpo.settings.schema import Config, PolicyConfig, RolloutConfig
 from colocated_grpo.settings.sources import AgentSourceConfig, EpisodeSourceConfig
 from colocated_grpo.tracking import RunOutput
 from colocated_grpo.trainer import settle_garbage_collector, train
@@ -40,23 +40,14 @@ class RankProcess:
     After a run without errors, call `close`. After a failed run, exit, or call `abandon` if the process continues.
     """
 
-    def __init__(
-        self,
-        joined: Joined,
-        user_code_seconds: float,
-        setting: str,
-        *,
-        replicate_nodes: bool = False,
-        context_parallel: int = 1,
-    ) -> None:
+    def __init__(self, joined: Joined, user_code_seconds: float, setting: str, policy: PolicyConfig) -> None:
         """user_code_seconds: maximum time that user code may block all threads, from `setting`.
 
-        replicate_nodes: as in `init_world`. context_parallel: as in `with_context`.
+        policy: places the ranks: replicas on nodes, ranks that split a micro-batch.
         """
         try:
-            self.world = distributed.with_context(
-                distributed.init_world(joined.store, replicate_nodes=replicate_nodes), context_parallel
-            )
+            world = distributed.init_world(joined.store, replicate_nodes=policy.replicate == "nodes")
+            self.world = distributed.with_context(world, policy.context_parallel)
         except Exception as error:
             if (shown := joined.failure(error)) is error:
                 raise
@@ -101,12 +92,7 @@ def start_rank(config: Config, joined: Joined, output: RunOutput) -> RankProcess
     if config.deterministic:
         distributed.use_deterministic_kernels()
     with output.phase("connecting the ranks"):
-        return RankProcess(
-            joined,
-            *user_code_limit(config.rollout, config.sources),
-            replicate_nodes=config.policy.replicate == "nodes",
-            context_parallel=config.policy.context_parallel,
-        )
+        return RankProcess(joined, *user_code_limit(config.rollout, config.sources), config.policy)
 
 
 def user_code_limit(rollout: RolloutConfig, sources: Sequence[object]) -> tuple[float, str]:

@@ -19,7 +19,6 @@ _SEAL = re.compile(r', "checksum": "([0-9a-f]{32})"\}\n?\Z')
 
 
 def checksum(file: Path) -> str:
-    """Return the checksum of a file's bytes."""
     digest, buffer = xxh3_128(), bytearray(_CHUNK)
     with file.open("rb", buffering=0) as stream:
         while count := stream.readinto(buffer):
@@ -58,7 +57,6 @@ def forget_cached(folder: Path, names: Iterable[str]) -> None:
 
 
 def write_checksums(folder: Path) -> None:
-    """Write CHECKSUMS_FILE for all files in the folder."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     names = [path.relative_to(folder).as_posix() for path in files]
     listed = dict(zip(names, checksums_of(files), strict=True))

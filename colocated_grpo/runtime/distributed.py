@@ -19,8 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from colocated_grpo.errors import in_one_line
-from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.errors import ConfigError, in_one_line
 from colocated_grpo.types import ContextGroup
 
 T = TypeVar("T")
@@ -129,13 +128,10 @@ def init_world(store: dist.Store | None = None, *, replicate_nodes: bool = False
     between nodes.
     """
     on_gpu = torch.cuda.is_available()
-    # Modulo, because some schedulers make only one GPU visible to each process but still count up LOCAL_RANK.
-    device = (
-        torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-        if on_gpu
-        else torch.device("cpu")
-    )
+    device = torch.device("cpu")
     if on_gpu:
+        # Modulo, because some schedulers make only one GPU visible to each process but still count up LOCAL_RANK.
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if store is None:
@@ -149,19 +145,19 @@ def init_world(store: dist.Store | None = None, *, replicate_nodes: bool = False
         device_id=device if on_gpu else None,
     )
     control = _new_gloo_group()
+    if replicate_nodes:
+        mesh = mesh_of_nodes(device, control)
+    else:
+        mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
     return World(
         rank=rank,
         size=size,
         device=device,
-        mesh=mesh_of_nodes(device, control) if replicate_nodes else _mesh_of_ranks(device, size),
+        mesh=mesh,
         store=dist.PrefixStore("colocated_grpo", store),
         control=control,
         checkpoints=_new_gloo_group(),
     )
-
-
-def _mesh_of_ranks(device: torch.device, size: int) -> DeviceMesh:
-    return init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
 
 
 def mesh_of_nodes(device: torch.device, control: dist.ProcessGroup) -> DeviceMesh:

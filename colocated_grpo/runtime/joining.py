@@ -16,12 +16,11 @@ from typing import NamedTuple, Self
 import psutil
 import torch.distributed as dist
 
-from colocated_grpo.errors import AlreadyReported, RunError, in_one_line
+from colocated_grpo.errors import AlreadyReported, ConfigError, RunError, in_one_line
 from colocated_grpo.runtime.node_links import LinkAddress
 from colocated_grpo.runtime.parents_death import continue_at_parents_death
 from colocated_grpo.runtime.stores import own_address, wait_for_keys, wait_for_listener
 from colocated_grpo.runtime.supervision import ProcessId, StopRequest, Watchdog, named_ranks, own_process
-from colocated_grpo.settings.errors import ConfigError
 
 JOIN_SECONDS = 600.0
 """Maximum wait for a rank that has not started. `srun` and torchrun start all ranks of a node at once."""
@@ -37,9 +36,6 @@ class Member(NamedTuple):
     process: ProcessId
     link: LinkAddress | None
     """None on the node of rank 0."""
-
-    def to_json(self) -> str:
-        return json.dumps(self)
 
     @classmethod
     def from_json(cls, text: bytes) -> Self:
@@ -132,7 +128,7 @@ def _meet(store: dist.Store, watchdog: Watchdog, rank: int, size: int, deadline:
         first = Member.from_json(_wait_for(store, _key(0), deadline, lambda: _not_started([0], size)))
         if first.process.table != process.table:
             link = watchdog.links.listen(own_address(os.environ["MASTER_ADDR"]))
-    store.set(_key(rank), Member(process, link).to_json())
+    store.set(_key(rank), json.dumps(Member(process, link)))
     if store.add(COUNT_KEY, 1) == size:
         store.set(COMPLETE_KEY, "")
     keys = [_key(other) for other in range(size)]
@@ -143,8 +139,15 @@ def _meet(store: dist.Store, watchdog: Watchdog, rank: int, size: int, deadline:
     _wait_for(store, COMPLETE_KEY, deadline, missing)
     members = [Member.from_json(text) for text in store.multi_get(keys)]
     watchdog.watch([member.process for member in members])
-    if rank == 0:
-        _connect(watchdog, members)
+    for other, (_, address) in enumerate(members):
+        if rank == 0 and address is not None:
+            try:
+                watchdog.links.connect(other, address)
+            except OSError as error:
+                raise RunError(
+                    f"rank {other}: rank 0 cannot connect to {address.host}, port {address.port} "
+                    f"({error.strerror or error}); all nodes need free ports between each other"
+                ) from error
     _choose_gloo_interface(rank, members)
 
 
@@ -166,18 +169,6 @@ def _not_started(ranks: Sequence[int], size: int) -> str:
     )
 
 
-def _connect(watchdog: Watchdog, members: Sequence[Member]) -> None:
-    for rank, member in enumerate(members):
-        if member.link is not None:
-            try:
-                watchdog.links.connect(rank, member.link)
-            except OSError as error:
-                raise RunError(
-                    f"rank {rank}: rank 0 cannot connect to {member.link.host}, port {member.link.port} "
-                    f"({error.strerror or error}); all nodes need free ports between each other"
-                ) from error
-
-
 def _choose_gloo_interface(rank: int, members: Sequence[Member]) -> None:
     """Set GLOO_SOCKET_IFNAME to the interface that reaches the other nodes, unless the user has set it.
 
@@ -188,13 +179,7 @@ def _choose_gloo_interface(rank: int, members: Sequence[Member]) -> None:
         return
     own = members[rank].link
     address = own_address(links[0].host) if own is None else own.host
-    if (interface := _interface_of(address)) is not None:
-        os.environ[GLOO_INTERFACE] = interface
-
-
-def _interface_of(address: str) -> str | None:
-    """Return the name of the interface with this address."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address.partition("%")[0] == address for each in addresses):
-            return name
-    return None
+            os.environ[GLOO_INTERFACE] = name
+            return

@@ -68,7 +68,6 @@ class NodeLinks:
         self._add(rank, link, address.host)
 
     def lost(self) -> list[Lost]:
-        """Return the ranks whose connections have ended."""
         if self._listener is not None:
             self._accept(self._listener)
         found = ((rank, _silent(link)) for rank, link in list(self._links.items()))

@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,8 +65,11 @@ def run_command(
     processes. No process started by the command is alive when this function returns.
     """
     others = {child.pid for child in psutil.Process().children()}
-    _adopt_orphans()
-    with _output(redirect) as output, _StopSignals(others, stop_action) as stop:
+    if sys.platform == "linux":
+        # Become the parent of orphaned descendants. Ranks have sessions of their own, so killpg would miss the ranks.
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    file = nullcontext() if redirect is None else redirect.open("ab")
+    with file as output, _StopSignals(others, stop_action) as stop:
         try:
             process = subprocess.Popen(
                 command,
@@ -156,21 +159,6 @@ def _descendants(process: psutil.Process, spare: set[int]) -> list[psutil.Proces
 def _signal(process: psutil.Process, number: signal.Signals) -> None:
     with suppress(psutil.NoSuchProcess):
         process.send_signal(number)
-
-
-@contextmanager
-def _output(redirect: Path | None) -> Iterator[int | None]:
-    if redirect is None:
-        yield None
-        return
-    with redirect.open("ab") as file:
-        yield file.fileno()
-
-
-def _adopt_orphans() -> None:
-    """Become the parent of orphaned descendants. Ranks have sessions of their own, so killpg would miss the ranks."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 @contextmanager

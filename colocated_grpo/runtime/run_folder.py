@@ -13,10 +13,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
+from colocated_grpo.errors import ConfigError
 from colocated_grpo.runtime.checksums import seal_is_broken
 from colocated_grpo.settings.adapter_files import adapter_shape
 from colocated_grpo.settings.config_json import first_difference, read_config_json, shape_of
-from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.types import JsonObject
 
@@ -54,7 +54,12 @@ def choose_run_folder(output: Path, run_name: str | None, resume: str | None, pr
         if newest is not None:
             return _without_links(newest)
     elif resume is not None:
-        return _without_links(_existing_run(Path(resume)))
+        given = Path(resume)
+        if not given.is_dir():
+            raise ConfigError(f"--resume={resume!r}: no such run folder")
+        if not complete_checkpoints(given / CHECKPOINTS):
+            raise ConfigError(f"--resume={resume!r}: no complete checkpoint in {given / CHECKPOINTS}")
+        return _without_links(given)
     folder = output / (run_name or f"{prefix}-{time.strftime('%Y%m%d-%H%M%S')}")
     if complete_checkpoints(folder / CHECKPOINTS) and resume is None:
         raise ConfigError(
@@ -209,11 +214,3 @@ def _newest_run(output: Path, run_name: str | None, name: str) -> Path | None:
     # Compare the modification times of the checkpoint folders. A run folder's own time changes when its report is
     # rebuilt.
     return max(runs, key=lambda run: (run / CHECKPOINTS).stat().st_mtime, default=None)
-
-
-def _existing_run(folder: Path) -> Path:
-    if not folder.is_dir():
-        raise ConfigError(f"--resume={str(folder)!r}: no such run folder")
-    if not complete_checkpoints(folder / CHECKPOINTS):
-        raise ConfigError(f"--resume={str(folder)!r}: no complete checkpoint in {folder / CHECKPOINTS}")
-    return folder

@@ -235,11 +235,8 @@ def own_process() -> ProcessId:
     boot = ""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return ProcessId(table=(os.uname().nodename, boot, *_namespaces()), pid=os.getpid())
-
-
-def _namespaces() -> tuple[str, str]:
-    return os.readlink("/proc/self/ns/pid"), os.readlink("/proc/self/ns/net")
+    namespaces = os.readlink("/proc/self/ns/pid"), os.readlink("/proc/self/ns/net")
+    return ProcessId(table=(os.uname().nodename, boot, *namespaces), pid=os.getpid())
 
 
 def visible_from(own: ProcessId, processes: Sequence[ProcessId]) -> dict[int, int]:

@@ -28,7 +28,13 @@ def read_text_config(folder: Path, *, trust_remote_code: bool) -> PretrainedConf
     module = module_of(whole.model_type, text.model_type)
     if module is None:
         return whole
-    text = _alone(text)
+    if (kind := TRAINED_AS.get(text.model_type)) is None:
+        text = copy.deepcopy(text)
+    else:
+        entries = text.to_dict()
+        rope = entries["rope_parameters"].items()
+        entries["rope_parameters"] = {key: value for key, value in rope if not key.startswith("mrope_")}
+        text = AutoConfig.for_model(**entries | {"model_type": kind})
     text.architectures = [module]
     text.name_or_path = whole.name_or_path
     if text.tie_word_embeddings != whole.tie_word_embeddings:
@@ -37,30 +43,19 @@ def read_text_config(folder: Path, *, trust_remote_code: bool) -> PretrainedConf
     return text
 
 
-def _alone(text: PretrainedConfig) -> PretrainedConfig:
-    """Return a copy of the settings, with the model type that is trained."""
-    kind = TRAINED_AS.get(text.model_type)
-    if kind is None:
-        return copy.deepcopy(text)
-    entries = text.to_dict()
-    entries["rope_parameters"] = {k: v for k, v in entries["rope_parameters"].items() if not k.startswith("mrope_")}
-    return AutoConfig.for_model(**entries | {"model_type": kind})
-
-
 def own_names(folder: Path) -> OwnName:
     """Return the mapping from names in the checkpoint in `folder` to names in its language model."""
     whole = config_json_in(folder)
     if has_text_part(whole):
         return text_name
     blocks = whole.get("num_hidden_layers")
-    return lambda name: None if _is_prediction(name, blocks) else name
 
+    def own_name(name: str) -> str | None:
+        # Layers of multi-token prediction follow the last block and are not trained.
+        found = re.match(r"model\.layers\.(\d+)\.", name)
+        return None if found is not None and blocks is not None and int(found[1]) >= blocks else name
 
-def _is_prediction(name: str, blocks: int | None) -> bool:
-    """Return True for a tensor of multi-token prediction layers. Such layers follow the last block and are not
-    trained."""
-    found = re.match(r"model\.layers\.(\d+)\.", name)
-    return found is not None and blocks is not None and int(found[1]) >= blocks
+    return own_name
 
 
 def weight_files(folder: Path) -> list[Path]:

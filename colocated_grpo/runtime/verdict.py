@@ -25,8 +25,6 @@ RUN_ERROR, USAGE_ERROR = 1, 2
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessEnd:
-    """State of one process."""
-
     folder: str | None = None
     """The run folder."""
     training: bool = False

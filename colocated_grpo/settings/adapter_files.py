@@ -6,8 +6,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from colocated_grpo.errors import ConfigError
 from colocated_grpo.settings.base import DEFAULT_INIT
-from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.training import LoRAConfig
 from colocated_grpo.types import JsonObject
@@ -57,9 +57,20 @@ def with_adapter_settings(config: Config) -> Config:
     lora = config.policy.lora
     if lora is None or lora.init == DEFAULT_INIT:
         return config
-    saved = _read(lora.init)
-    _check_kind(lora.init, saved)
-    _check_base(lora.init, saved, config.model.name)
+    setting = f"policy.lora.init={lora.init!r}"
+    try:
+        saved: JsonObject = json.loads((Path(lora.init) / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{setting}: cannot read {CONFIG_FILE} ({error})") from None
+    for key, value in _unsupported(saved).items():
+        raise ConfigError(f"{setting}: {key}={value!r} in {CONFIG_FILE} is not supported")
+    # Only the last part of each name is compared, because the model may have been downloaded into a folder of its name.
+    base, model = saved.get("base_model_name_or_path"), config.model.name
+    if base and Path(base).name.lower() != Path(model).name.lower():
+        raise ConfigError(
+            f"{setting}: the adapter was trained on {base}, not on model.name={model!r}; if both are the same model, "
+            f"correct base_model_name_or_path in {CONFIG_FILE}"
+        )
     nullable = {"exclude_modules", "layers"}
     found = {new: saved.get(old) for old, new in _KEYS.items() if new in nullable or saved.get(old) is not None}
     given = lora.set_by_user()
@@ -68,14 +79,12 @@ def with_adapter_settings(config: Config) -> Config:
         resolved = LoRAConfig.model_validate({**given, **found})
     except ValidationError as error:
         first = error.errors()[0]
-        raise ConfigError(
-            f"policy.lora.init={lora.init!r}: {first['loc'][0]} in {CONFIG_FILE}: {first['msg']}"
-        ) from None
+        raise ConfigError(f"{setting}: {first['loc'][0]} in {CONFIG_FILE}: {first['msg']}") from None
     for name in _KEYS.values():
         if name in given and _plain(given[name]) != _plain(getattr(resolved, name)):
             raise ConfigError(
-                f"policy.lora.{name}={given[name]}: the adapter policy.lora.init={lora.init!r} has "
-                f"{getattr(resolved, name)}; leave the setting out"
+                f"policy.lora.{name}={given[name]}: the adapter {setting} has {getattr(resolved, name)}; leave the "
+                "setting out"
             )
     return config.model_copy(update={"policy": config.policy.model_copy(update={"lora": resolved})})
 
@@ -92,14 +101,8 @@ def adapter_shape(lora: LoRAConfig | None) -> JsonObject:
     }
 
 
-def _read(folder: str) -> JsonObject:
-    try:
-        return json.loads((Path(folder) / CONFIG_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"policy.lora.init={folder!r}: cannot read {CONFIG_FILE} ({error})") from None
-
-
-def _check_kind(folder: str, saved: JsonObject) -> None:
+def _unsupported(saved: JsonObject) -> JsonObject:
+    """Return the entries of an adapter's settings that make it another kind of adapter."""
     wrong = {key: saved[key] for key in _UNSUPPORTED if saved.get(key)}
     if saved.get("peft_type") != "LORA":
         wrong["peft_type"] = saved.get("peft_type")
@@ -107,21 +110,7 @@ def _check_kind(folder: str, saved: JsonObject) -> None:
         wrong["init_lora_weights"] = saved["init_lora_weights"]
     if saved.get("bias", "none") != "none":
         wrong["bias"] = saved["bias"]
-    for key, value in wrong.items():
-        raise ConfigError(f"policy.lora.init={folder!r}: {key}={value!r} in {CONFIG_FILE} is not supported")
-
-
-def _check_base(folder: str, saved: JsonObject, model: str) -> None:
-    """Raise ConfigError if the adapter was trained on another model than `model`.
-
-    Only the last part of each name is compared, because the model may have been downloaded into a folder of its name.
-    """
-    base = saved.get("base_model_name_or_path")
-    if base and Path(base).name.lower() != Path(model).name.lower():
-        raise ConfigError(
-            f"policy.lora.init={folder!r}: the adapter was trained on {base}, not on model.name={model!r}; if both are "
-            f"the same model, correct base_model_name_or_path in {CONFIG_FILE}"
-        )
+    return wrong
 
 
 def _plain(value: object) -> object:

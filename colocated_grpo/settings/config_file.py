@@ -48,14 +48,9 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig
     Overrides are command-line arguments: ["--policy.lr", "2e-6", "--engine.sleep=false"].
     """
     path = _shipped(Path(path))
-    return _complete(
-        *_read_file(path),
-        path.parent,
-        [
-            (key, parse_value(text), SettingLocation(where="command line", on_command_line=True, text=text))
-            for key, text in parse_overrides(overrides)
-        ],
-    )
+    location = SettingLocation(where="command line", on_command_line=True)
+    given = [(key, parse_value(text), replace(location, text=text)) for key, text in parse_overrides(overrides)]
+    return _complete(*_read_file(path), path.parent, given)
 
 
 def build_config(
@@ -67,10 +62,10 @@ def build_config(
     applies only if neither the file nor the program has this setting.
     """
     location = SettingLocation(where="argument", on_command_line=True)
-    path = None if path is None else _shipped(Path(path))
-    tree, locations = ({}, {}) if path is None else _read_file(path)
-    folder = Path() if path is None else path.parent
-    return _complete(tree, locations, folder, [(key, value, location) for key, value in settings.items()], defaults)
+    file = Path() if path is None else _shipped(Path(path))
+    tree, locations = ({}, {}) if path is None else _read_file(file)
+    given = [(key, value, location) for key, value in settings.items()]
+    return _complete(tree, locations, file.parent, given, defaults)
 
 
 def _shipped(path: Path) -> Path:
@@ -105,7 +100,11 @@ def _complete(
             key = MODEL_NAME
         assign(tree, key, deepcopy(value))  # translation changes `tree`
         locations[key] = location
-    notes = _translate(tree, locations)
+    notes: list[str] = []
+    if not tree.keys() <= Config.model_fields.keys():  # names of other trainers: only then their tables are read
+        from colocated_grpo.settings.names.translation import translate_names
+
+        notes = translate_names(tree, locations)
     for name, value in defaults.items():
         tree.setdefault(name, value)
     notes += _fill_in_defaults(tree)
@@ -122,16 +121,6 @@ def _texts(value: object) -> Iterator[str]:
     elif isinstance(value, dict | list):
         for part in value.values() if isinstance(value, dict) else value:
             yield from _texts(part)
-
-
-def _translate(tree: SettingsTree, locations: dict[KeyPath, SettingLocation]) -> list[str]:
-    """Translate other trainers' names in place and return notes. The tables are read only if a top-level key is
-    unknown."""
-    if tree.keys() <= Config.model_fields.keys():
-        return []
-    from colocated_grpo.settings.names.translation import translate_names
-
-    return translate_names(tree, locations)
 
 
 def parse_overrides(arguments: Sequence[str]) -> list[tuple[KeyPath, str]]:

@@ -4,22 +4,15 @@ import json
 import socket
 from pathlib import Path
 
-from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.errors import ConfigError
 from colocated_grpo.settings.generation import ModelConfig
 from colocated_grpo.types import JsonObject
 
 HUB_TIMEOUT_SECONDS = 5.0
 _SHAPE_KEYS = (
-    "model_type",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "tie_word_embeddings",
-)
+    "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "vocab_size", "tie_word_embeddings",
+)  # fmt: skip
 _SIZES = (
     "hidden_size", "n_embd", "intermediate_size", "num_hidden_layers", "n_layer", "num_attention_heads", "n_head",
     "num_key_value_heads", "head_dim", "vocab_size",
@@ -81,21 +74,21 @@ def config_json_in(folder: Path) -> JsonObject:
 
 def _local_config(model: ModelConfig, section: str) -> Path | None:
     """Return the config.json of a local folder; None if the name can only be a repository on the Hub."""
-    folder = Path(model.name)
+    folder, setting = Path(model.name), f"{section}.name={model.name!r}"
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise ConfigError(f"{section}.name={model.name!r}: no config.json in this folder; {_instead(folder)}")
+            raise ConfigError(f"{setting}: no config.json in this folder; {_instead(folder)}")
         if not any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "*.bin")):
-            raise ConfigError(f"{section}.name={model.name!r}: no weights in this folder (*.safetensors or *.bin)")
+            raise ConfigError(f"{setting}: no weights in this folder (*.safetensors or *.bin)")
         return folder / "config.json"
     if folder.is_file():
         raise ConfigError(
-            f"{section}.name={model.name!r}: a file; expected the folder of a transformers model"
+            f"{setting}: a file; expected the folder of a transformers model"
             + " (convert GGUF with transformers: from_pretrained(FOLDER, gguf_file=FILE).save_pretrained(OUT))"
             * (folder.suffix == ".gguf")
         )
     if folder.is_absolute() or model.name.startswith((".", "~")) or model.name.count("/") > 1:
-        raise ConfigError(f"{section}.name={model.name!r}: no such folder")
+        raise ConfigError(f"{setting}: no such folder")
     return None
 
 
@@ -119,7 +112,8 @@ def _hub_config(model: ModelConfig, section: str) -> Path:
         RevisionNotFoundError,
     )
 
-    name = f"{section}.name={model.name!r}: no such folder"
+    setting = f"{section}.name={model.name!r}"
+    name = f"{setting}: no such folder"
     try:
         cached = try_to_load_from_cache(model.name, "config.json", revision=model.revision)
         if isinstance(cached, str):
@@ -127,34 +121,26 @@ def _hub_config(model: ModelConfig, section: str) -> Path:
         if constants.HF_HUB_OFFLINE:
             raise ConfigError(f"{name}, not in the local cache, and HF_HUB_OFFLINE is set")
         _reach(constants.ENDPOINT)
-        return Path(
-            hf_hub_download(model.name, "config.json", revision=model.revision, etag_timeout=HUB_TIMEOUT_SECONDS)
-        )
+        revision, timeout = model.revision, HUB_TIMEOUT_SECONDS
+        return Path(hf_hub_download(model.name, "config.json", revision=revision, etag_timeout=timeout))
     except HFValidationError:
         raise ConfigError(f"{name}, and not a valid Hugging Face name") from None
     except GatedRepoError:
-        raise ConfigError(
-            f"{section}.name={model.name!r}: gated on the Hub; accept its terms there and set HF_TOKEN"
-        ) from None
+        raise ConfigError(f"{setting}: gated on the Hub; accept its terms there and set HF_TOKEN") from None
     except RepositoryNotFoundError:
         raise ConfigError(f"{name}, and not on the Hub (or private: set HF_TOKEN)") from None
     except RevisionNotFoundError:
-        raise ConfigError(
-            f"{section}.revision={model.revision!r}: {model.name} has no such branch, tag or commit"
-        ) from None
+        unknown = f"{section}.revision={model.revision!r}: {model.name} has no such branch, tag or commit"
+        raise ConfigError(unknown) from None
     except RemoteEntryNotFoundError:
-        raise ConfigError(
-            f"{section}.name={model.name!r}: no config.json on the Hub; expected a transformers model"
-        ) from None
+        raise ConfigError(f"{setting}: no config.json on the Hub; expected a transformers model") from None
     except (HTTPError, OSError) as error:
-        raise ConfigError(
-            f"{name}, not in the local cache, and the Hub cannot be reached ({_first_sentence(error)})"
-        ) from None
+        reason = str(error).split("\n")[0].split(". ")[0]
+        raise ConfigError(f"{name}, not in the local cache, and the Hub cannot be reached ({reason})") from None
 
 
 def _reach(endpoint: str) -> None:
-    """Raise OSError at once if the Hub's host accepts no connection. Without this check, huggingface_hub would retry
-    first."""
+    """Raise OSError at once if the Hub's host accepts no connection. huggingface_hub would retry first."""
     from urllib.parse import urlsplit
     from urllib.request import getproxies
 
@@ -163,11 +149,6 @@ def _reach(endpoint: str) -> None:
     address = urlsplit(endpoint)
     port = address.port or (80 if address.scheme == "http" else 443)
     socket.create_connection((address.hostname or "", port), timeout=HUB_TIMEOUT_SECONDS).close()
-
-
-def _first_sentence(error: BaseException) -> str:
-    """Return the first sentence of an exception's text."""
-    return str(error).split("\n")[0].split(". ")[0]
 
 
 def longest_sequence(model: JsonObject) -> int | None:

@@ -100,7 +100,15 @@ def error_lines(
     """
     lines = []
     for path, found in errors_by_path(errors, tree).items():
-        line = _error_line(path, found[0], tree, locations, model, aliases)
+        kind, value, context = found[0]["type"], found[0]["input"], found[0].get("ctx", {})
+        if kind == "extra_forbidden":
+            line = f"{dotted(path)}: unknown key; {suggestion(path, tree, model, aliases)}"
+        elif kind == "union_tag_invalid":
+            tags = str(context["expected_tags"]).replace("'", "")
+            line = f"{dotted(path)}={show(context['tag'])}: must be one of {tags}"
+        else:
+            hidden = kind == "missing" or (kind == "value_error" and isinstance(value, Mapping))
+            line = f"{dotted(path)}{'' if hidden else f'={show(value)}'}: {_rule(found[0])}"
         rules = [_rule(error).removeprefix("must be ") for error in found[1:]]
         rules = [rule for rule in rules if not line.endswith(rule)]
         lines.append(" or ".join([line, *rules]) + location_suffix(path, locations))
@@ -116,39 +124,14 @@ def errors_by_path(errors: Sequence[ErrorDetails], tree: Mapping[str, object]) -
     return {path: found[path] for path in found if path not in lists}
 
 
-def _error_line(
-    path: KeyPath,
-    error: ErrorDetails,
-    tree: Mapping[str, object],
-    locations: Mapping[KeyPath, SettingLocation],
-    model: type[BaseModel],
-    aliases: Mapping[str, str],
-) -> str:
-    kind, value = error["type"], error["input"]
-    if kind == "extra_forbidden":
-        return f"{dotted(path)}: unknown key; {suggestion(path, tree, model, aliases)}"
-    if kind == "missing":
-        return f"{dotted(path)}: {_RULES[kind]}"
-    if kind == "union_tag_invalid":
-        context = error.get("ctx", {})
-        tags = str(context["expected_tags"]).replace("'", "")
-        return f"{dotted(path)}={show(context['tag'])}: must be one of {tags}"
-    shown = "" if kind == "value_error" and isinstance(value, Mapping) else f"={show(value)}"
-    return f"{dotted(path)}{shown}: {_rule(error)}"
-
-
 def _rule(error: ErrorDetails) -> str:
-    """Return the rule that a value violates."""
     kind = error["type"]
-    context = {name: _short(bound) for name, bound in error.get("ctx", {}).items()}
+    bounds = error.get("ctx", {}).items()
+    context = {name: f"{bound:g}" if isinstance(bound, float) else bound for name, bound in bounds}
     rule = _RULES.get(kind, error["msg"].removeprefix("Value error, ")).format(**context)
     if kind == "string_type" and not isinstance(error["input"], dict | list):
         rule += "; put quotes around it"
     return rule
-
-
-def _short(bound: object) -> object:
-    return f"{bound:g}" if isinstance(bound, float) else bound
 
 
 def setting_path(error: ErrorDetails, tree: object) -> KeyPath:
@@ -177,7 +160,8 @@ def suggestion(path: KeyPath, tree: Mapping[str, object], model: type[BaseModel]
     generic = tuple(0 if isinstance(step, int) else step for step in path)
     owners = [owner for other, owner in setting_names(model) if other == generic]
     if owners:
-        return f"valid only for type {', '.join(tag for owner in owners for tag in _tags(owner))}"
+        tags = [tag for owner in owners for tag in get_args(owner.model_fields["type"].annotation)]
+        return f"valid only for type {', '.join(tags)}"
     if "." in key and any(other == parse_path(key) for other, _ in setting_names(model)):
         return f"dotted names work on the command line only; in a file write {_nested(parse_path(key))}"
     candidates = {dotted(other): (str(other[-1]), other[:-1] == generic[:-1]) for other, _ in setting_names(model)}
@@ -220,10 +204,6 @@ def sections(annotation: object) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [found for part in get_args(annotation) for found in sections(part)]
-
-
-def _tags(model: type[BaseModel]) -> tuple[str, ...]:
-    return get_args(model.model_fields["type"].annotation)
 
 
 def _similarity(one: str, other: str) -> float:

@@ -161,14 +161,10 @@ class EvaluationConfig(Section):
 
     def remarks(self, trained: Sequence[sources.EnvironmentConfig]) -> Iterator[str]:
         """Yield a note for each set whose rows are also training rows."""
-
-        def rows(source: sources.RowsSourceConfig) -> tuple[str, str | None, str]:
-            return source.name, source.subset, source.split
-
-        used = {rows(source) for source in trained if isinstance(source, sources.RowsSourceConfig)}
+        sources_of_rows = (source for source in trained if isinstance(source, sources.RowsSourceConfig))
+        used = {(source.name, source.subset, source.split) for source in sources_of_rows}
         for entry in self.sets:
-            if isinstance(entry.source, sources.RowsSourceConfig) and rows(entry.source) in used:
-                yield (
-                    f"evaluation set {entry.name!r}: its rows are also trained on, so it does not measure "
-                    "generalization"
-                )
+            own = entry.source
+            if isinstance(own, sources.RowsSourceConfig) and (own.name, own.subset, own.split) in used:
+                name = f"evaluation set {entry.name!r}"
+                yield f"{name}: its rows are also trained on, so it does not measure generalization"

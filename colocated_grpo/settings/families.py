@@ -1,6 +1,7 @@
 """Model families trained by the tests, with the facts shown in docs/models.md. Imports no torch."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 OLDEST_VLLM = "0.26"
@@ -35,9 +36,11 @@ class Family:
 
     @property
     def architecture(self) -> str:
-        """Name in `tools.shapes.ARCHITECTURES`."""
+        """Name of the family in command lines and tests."""
         return self.model_type.removesuffix("_text")
 
+
+_mixture = partial(Family, path="load_weights", experts=True)
 
 FAMILIES = (
     Family("Llama", "llama", (64, 128)),
@@ -54,25 +57,16 @@ FAMILIES = (
     Family("OLMo 3", "olmo3", (128,), windows=True),
     Family("Phi-3, Phi-4", "phi3", (96, 128)),
     Family("SmolLM3", "smollm3", (128,)),
-    Family("Qwen 3 MoE", "qwen3_moe", (128,), path="load_weights", experts=True),
-    Family("Qwen3-Next", "qwen3_next", (256,), path="load_weights", experts=True, states=True, transformers="5.16"),
+    _mixture("Qwen 3 MoE", "qwen3_moe", (128,)),
+    _mixture("Qwen3-Next", "qwen3_next", (256,), states=True, transformers="5.16"),
     Family("Qwen 3.5", "qwen3_5_text", (256,), path="load_weights", states=True, transformers="5.16", vllm="0.32"),
-    Family(
-        "Qwen 3.5 MoE",
-        "qwen3_5_moe_text",
-        (256,),
-        path="load_weights",
-        experts=True,
-        states=True,
-        transformers="5.16",
-        vllm="0.32",
-    ),
-    Family("Qwen 1.5 and 2 MoE", "qwen2_moe", (128,), path="load_weights", experts=True),
-    Family("OLMoE", "olmoe", (128,), path="load_weights", experts=True),
-    Family("Mixtral", "mixtral", (128,), path="load_weights", experts=True),
-    Family("gpt-oss", "gpt_oss", (64,), path="load_weights", windows=True, experts=True, scores="sinks"),
-    Family("GLM-4.5 MoE", "glm4_moe", (128,), path="load_weights", experts=True),
-    Family("DeepSeek-V3", "deepseek_v3", (128, 192), path="load_weights", experts=True, latent=True),
+    _mixture("Qwen 3.5 MoE", "qwen3_5_moe_text", (256,), states=True, transformers="5.16", vllm="0.32"),
+    _mixture("Qwen 1.5 and 2 MoE", "qwen2_moe", (128,)),
+    _mixture("OLMoE", "olmoe", (128,)),
+    _mixture("Mixtral", "mixtral", (128,)),
+    _mixture("gpt-oss", "gpt_oss", (64,), windows=True, scores="sinks"),
+    _mixture("GLM-4.5 MoE", "glm4_moe", (128,)),
+    _mixture("DeepSeek-V3", "deepseek_v3", (128, 192), latent=True),
     Family("GPT-2", "gpt2", (64,), path="load_weights"),
 )
 

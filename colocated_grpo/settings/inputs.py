@@ -8,32 +8,40 @@ from pathlib import Path
 
 from colocated_grpo.settings import config_json, sources
 from colocated_grpo.settings.adapter_files import missing_adapter_files, with_adapter_settings
-from colocated_grpo.settings.atropos import AtroposSourceConfig
 from colocated_grpo.settings.base import NamedObject
 from colocated_grpo.settings.errors import ConfigError, dotted
 from colocated_grpo.settings.evaluation import EvaluationSetConfig
-from colocated_grpo.settings.generation import ModelConfig, RolloutConfig
 from colocated_grpo.settings.model_support import check_context, check_has_experts, check_trains
-from colocated_grpo.settings.schema import Config, HubConfig
-from colocated_grpo.settings.training import OptimizerConfig, PolicyConfig, layers_text, out_of_range
-from colocated_grpo.settings.turns import TurnsSourceConfig
+from colocated_grpo.settings.schema import (
+    AtroposSourceConfig,
+    Config,
+    HubConfig,
+    ModelConfig,
+    RolloutConfig,
+    TurnsSourceConfig,
+)
+from colocated_grpo.settings.training import PolicyConfig, layers_text
 from colocated_grpo.types import JsonObject
 
 
 def check_inputs(config: Config) -> tuple[Config, list[str]]:
-    """Return the config adapted to its model, and notes. Raises ConfigError for missing files or names, and for
-    unsupported models.
+    """Return the config adapted to its model, and notes. Raises ConfigError for missing files and unsupported models.
 
     Reads the model's config.json, from the Hub if the model is neither a local folder nor cached.
     """
+    template = config.model.chat_template
     missing = [
         *_check_sources(config.environments, config.evaluation.sets),
-        *_check_chat_template(config.model.chat_template),
         *missing_adapter_files(config.policy.lora),
         *_check_key("engine.api_key_variable", config.engine.api_key_variable),
-        *_check_packages(config.policy.optimizer),
         *check_hub(config.hub),
     ]
+    if template is not None and not is_inline(template) and not Path(template).is_file():
+        missing.append(f"model.chat_template={template!r}: no such file, and not Jinja text (no tag in it)")
+    if config.policy.optimizer.type == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
+        missing.append(
+            "policy.optimizer.type='adamw_8bit': needs bitsandbytes, which is not installed; pip install bitsandbytes"
+        )
     if missing:
         raise ConfigError(*missing)
     config = with_adapter_settings(config)
@@ -51,17 +59,34 @@ def check_inputs(config: Config) -> tuple[Config, list[str]]:
             opponent = config.model_of(source.opponent)
             if opponent != config.model:
                 _check_opponent(f"environments.{index}.opponent", opponent, model, config.model.name)
-    return _fit_engine(config, model)
+    text, name, notes = config_json.text_part(model), config.model.name, list[str]()
+    heads, size = config_json.attention_heads(text), config.engine.tensor_parallel_size
+    if heads and heads % size:
+        raise ConfigError(f"engine.tensor_parallel_size={size}: must divide the {heads} attention heads of {name}")
+    positions = config_json.longest_sequence(text)
+    if positions is None:
+        return config, notes
+    lowered, notes = _lowered_lengths(config.rollout, positions, name)
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update=lowered)})
+    original = config_json.original_positions(text)
+    longest = f"rollout.max_prompt_tokens + rollout.max_completion_tokens={config.max_sequence_tokens}: must be at most"
+    if original is not None and original < config.max_sequence_tokens:
+        raise ConfigError(
+            f"{longest} {original}, as transformers and vLLM apply the longrope scaling of {name} to different tokens"
+        )
+    if positions < config.max_sequence_tokens:
+        raise ConfigError(f"{longest} {positions}, the positions in the config.json of {name}")
+    wanted = config.engine.max_model_len
+    if wanted is not None and wanted > positions:
+        notes.append(f"engine.max_model_len={wanted}: {name} has {positions} positions; using {positions}")
+        engine = config.engine.model_copy(update={"max_model_len": positions})
+        config = config.model_copy(update={"engine": engine})
+    return config, notes
 
 
 def is_inline(chat_template: str) -> bool:
     """Return True if `model.chat_template` is Jinja text. Text without a brace is a file's name, not Jinja text."""
     return "{" in chat_template
-
-
-def _check_chat_template(template: str | None) -> Iterator[str]:
-    if template is not None and not is_inline(template) and not Path(template).is_file():
-        yield f"model.chat_template={template!r}: no such file, and not Jinja text (no tag in it)"
 
 
 def _check_layers(policy: PolicyConfig, model: JsonObject, name: str) -> Iterator[str]:
@@ -73,7 +98,8 @@ def _check_layers(policy: PolicyConfig, model: JsonObject, name: str) -> Iterato
         ("policy.lora.layers", None if policy.lora is None else policy.lora.layers),
     )
     for key, indices in settings:
-        if indices and blocks and (rule := out_of_range(indices, blocks)):
+        if indices and blocks and (missing := [index for index in indices if index >= blocks]):
+            rule = f"the model's blocks are 0-{blocks - 1}, so there is no block {missing[0]}"
             yield f"{key}={layers_text(indices)}: {rule} in {name}"
 
 
@@ -87,47 +113,16 @@ def _check_opponent(section: str, opponent: ModelConfig, policy: JsonObject, nam
         )
 
 
-def _fit_engine(config: Config, model: JsonObject) -> tuple[Config, list[str]]:
-    text = config_json.text_part(model)
-    heads, size = config_json.attention_heads(text), config.engine.tensor_parallel_size
-    if heads and heads % size:
-        raise ConfigError(
-            f"engine.tensor_parallel_size={size}: must divide the {heads} attention heads of {config.model.name}"
-        )
-    positions = config_json.longest_sequence(text)
-    if positions is None:
-        return config, []
-    rollout, notes = _lowered_lengths(config.rollout, positions, config.model.name)
-    config = config.model_copy(update={"rollout": rollout})
-    if (limit := config_json.original_positions(text)) is not None and limit < config.max_sequence_tokens:
-        raise ConfigError(
-            f"rollout.max_prompt_tokens + rollout.max_completion_tokens={config.max_sequence_tokens}: must be at most "
-            f"{limit}, as transformers and vLLM apply the longrope scaling of {config.model.name} to different tokens"
-        )
-    if positions < config.max_sequence_tokens:
-        raise ConfigError(
-            f"rollout.max_prompt_tokens + rollout.max_completion_tokens={config.max_sequence_tokens}: must be at most "
-            f"{positions}, the positions in the config.json of {config.model.name}"
-        )
-    wanted = config.engine.max_model_len
-    if wanted is None or wanted <= positions:
-        return config, notes
-    engine = config.engine.model_copy(update={"max_model_len": positions})
-    notes.append(f"engine.max_model_len={wanted}: {config.model.name} has {positions} positions; using {positions}")
-    return config.model_copy(update={"engine": engine}), notes
-
-
-def _lowered_lengths(rollout: RolloutConfig, positions: int, name: str) -> tuple[RolloutConfig, list[str]]:
-    """Return the settings with default lengths lowered to what the given length leaves of a model's positions."""
+def _lowered_lengths(rollout: RolloutConfig, positions: int, name: str) -> tuple[dict[str, int], list[str]]:
+    """Return default lengths lowered to what a length that was given leaves of a model's positions, and a note."""
     lengths = {key: getattr(rollout, key) for key in ("max_prompt_tokens", "max_completion_tokens")}
     default = [key for key in lengths if key not in rollout.model_fields_set]
     left = positions - sum(length for key, length in lengths.items() if key not in default)
     if sum(lengths.values()) <= positions or not 0 < len(default) <= left:
-        return rollout, []
+        return {}, []
     lowered = dict.fromkeys(default, left // len(default))
     text = ", ".join(f"rollout.{key}={length}" for key, length in lowered.items())
-    note = f"{text}: lower than the default, as {name} has {positions} positions"
-    return rollout.model_copy(update=lowered), [note]
+    return lowered, [f"{text}: lower than the default, as {name} has {positions} positions"]
 
 
 def _check_key(setting: str, variable: str | None) -> Iterator[str]:
@@ -135,17 +130,11 @@ def _check_key(setting: str, variable: str | None) -> Iterator[str]:
         yield f"{setting}={variable!r}: this environment variable is not set; export it"
 
 
-def _check_packages(optimizer: OptimizerConfig) -> Iterator[str]:
-    if optimizer.type == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
-        yield "policy.optimizer.type='adamw_8bit': needs bitsandbytes, which is not installed; pip install bitsandbytes"
-
-
 def _check_sources(trained: Sequence[sources.EnvironmentConfig], sets: Sequence[EvaluationSetConfig]) -> Iterator[str]:
     for index, source in enumerate(trained):
         yield from _check_source(f"environments.{index}", source)
     for index, entry in enumerate(sets):
         yield from _check_source(f"evaluation.sets.{index}.source", entry.source)
-    for index, entry in enumerate(sets):
         if entry.answer is not None:
             yield from _check_code(f"evaluation.sets.{index}.answer", entry.answer)
 

@@ -143,14 +143,19 @@ def sizes_of(config_json: JsonObject) -> Sizes | None:
     if len(known) < len(attention):
         return None
     linear_layers = _linear_layers(model, num_blocks)
-    mlp = {True: _dense(model, hidden), False: _mixture(model, hidden)}
+    dense = Mlp(linear=_mlp_layers(model, hidden, _intermediate(model, hidden)))
+    mlp = {True: dense, False: _mixture(model, hidden)}
     kinds = list(zip(linear_layers, _dense_layers(model, num_blocks), strict=True))
     block_of = {kind: BlockSizes(attention=known[kind[0]], mlp=mlp[kind[1]]) for kind in set(kinds)}
+    default = str(model.get("model_type")).startswith(TIED_BY_DEFAULT)
+    is_tied = config_json.get("tie_word_embeddings", model.get("tie_word_embeddings", default))
+    # GPT-2 alone has a learned embedding of positions.
+    positions = _first(model, "n_positions") or 0 if model.get("model_type") == "gpt2" else 0
     return Sizes(
         blocks=[block_of[kind] for kind in kinds],
         hidden=hidden,
         vocab=vocab,
-        outside=vocab * hidden * (1 if _is_tied(config_json, model) else 2) + _positions(model) * hidden,
+        outside=hidden * (vocab * (1 if is_tied else 2) + positions),
     )
 
 
@@ -221,10 +226,6 @@ def _dense_layers(model: JsonObject, num_blocks: int) -> list[bool]:
     return [index < first or index in listed or (index + 1) % step != 0 for index in range(num_blocks)]
 
 
-def _dense(model: JsonObject, hidden: int) -> Mlp:
-    return Mlp(linear=_mlp_layers(model, hidden, _intermediate(model, hidden)))
-
-
 def _mixture(model: JsonObject, hidden: int) -> Mlp:
     count = _num_experts(model)
     size = _first(model, "moe_intermediate_size") or _intermediate(model, hidden)
@@ -249,16 +250,6 @@ def _intermediate(model: JsonObject, hidden: int) -> int:
 
 def _num_experts(model: JsonObject) -> int:
     return _first(model, "num_experts", "num_local_experts", "n_routed_experts") or 0
-
-
-def _is_tied(config_json: JsonObject, model: JsonObject) -> bool:
-    default = str(model.get("model_type")).startswith(TIED_BY_DEFAULT)
-    return bool(config_json.get("tie_word_embeddings", model.get("tie_word_embeddings", default)))
-
-
-def _positions(model: JsonObject) -> int:
-    """Return the number of rows of the learned position embedding; 0 for models other than GPT-2, which have none."""
-    return _first(model, "n_positions") or 0 if model.get("model_type") == "gpt2" else 0
 
 
 def _first(model: JsonObject, *keys: str) -> int | None:

@@ -4,17 +4,17 @@ A rule rejects a feature that packed training would compute wrongly, or that wou
 downloaded. Rules test features; model types are listed only where config.json does not show the feature.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from colocated_grpo.errors import ConfigError
 from colocated_grpo.settings.config_json import OTHER_PARTS, attention_heads, has_text_part, left_out, text_part
-from colocated_grpo.settings.errors import ConfigError
-from colocated_grpo.settings.families import family_of
+from colocated_grpo.settings.families import FAMILIES, family_of
 from colocated_grpo.types import JsonObject
 
 STATEFUL_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "mamba2", "recurrent"}
 """transformers' names of layers with a recurrent state, with or without attention."""
-DELTA_RULE_TYPES = frozenset(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"))
+DELTA_RULE_TYPES = {family.model_type for family in FAMILIES if family.states}
 """Model types with a recurrent state that `policy.linear_attention` supports."""
 
 
@@ -42,12 +42,9 @@ ENCODER_TYPES = _types(
 SINK_TYPES = _types("gpt_oss granite_swa")
 """Models with attention sinks. config.json does not show the sinks."""
 EXPERT_TYPES = _types("dbrx dots1")
-TRAINED_EXPERT_TYPES = _types(
-    "deepseek_v3 glm4_moe gpt_oss mixtral olmoe qwen2_moe qwen3_5_moe_text qwen3_moe qwen3_next"
-)
+TRAINED_EXPERT_TYPES = {family.model_type for family in FAMILIES if family.experts}
 """Mixtures of experts whose checkpoints `policy.conversion` reads and writes."""
-LATENT_TYPES = _types("deepseek_v3")
-"""Models with latent attention that the tests train."""
+LATENT_TYPES = {family.model_type for family in FAMILIES if family.latent}
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
 COMPOSITE = ("text_config", *OTHER_PARTS)
 COMPOSITE_TYPES = _types("blt fuyu got_ocr2 gemma4_assistant gemma4_unified_assistant")
@@ -65,8 +62,6 @@ Settings = JsonObject
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """An unsupported feature."""
-
     feature: str
     """Name of the feature. Includes the reason if the name alone does not show it."""
     examples: str
@@ -78,7 +73,10 @@ RULES = (
     Rule(
         feature="parts beside the language model, such as a vision tower, and no row in the table of text parts",
         examples="Qwen2.5-VL, LLaVA, PaliGemma, Gemma 3n",
-        found=lambda whole, text: not has_text_part(whole) and _has_parts(whole),
+        found=lambda whole, text: (
+            not has_text_part(whole)
+            and (any(whole.get(key) for key in COMPOSITE) or whole.get("model_type") in COMPOSITE_TYPES)
+        ),
     ),
     Rule(
         feature="a mixture of experts of another kind than in the tested families",
@@ -162,7 +160,6 @@ def check_has_experts(config_json: Settings, setting: str) -> None:
 
 
 def verdict(config_json: Settings) -> str:
-    """Return a line for a supported model."""
     kind = text_part(config_json).get("model_type", "unknown type")
     family = family_of(kind)
     name = f"{kind}, not among the tested families" if family is None else family.name
@@ -180,17 +177,26 @@ def check_cpu_engine(config_json: Settings, setting: str, *, bfloat16: bool, ada
             f"{setting}: vLLM's engine for CPUs loads no adapter beside a mixture of experts; use the merged model "
             "(checkpoint.export_merged: true), or a GPU"
         )
+    text = text_part(config_json)
+    checked: list[tuple[str, object, Sequence[int]]] = []
     if has_linear_attention(config_json):
-        _check_cpu_states(text_part(config_json), setting, bfloat16)
+        if not bfloat16:
+            raise ConfigError(
+                f"{setting}: vLLM's engine for CPUs has linear attention in bfloat16 only; set "
+                "policy.compute_dtype: bfloat16"
+            )
+        sizes = ("linear_key_head_dim", "linear_value_head_dim")
+        checked += [(f"{key}={text.get(key)}", text.get(key), CPU_ENGINE_STATE_SIZES) for key in sizes]
     if has_latent_attention(config_json):
-        _check_cpu_sizes(text_part(config_json), setting, {key: (size,) for key, size in CPU_ENGINE_LATENT.items()})
-        return
-    unsupported = sorted(head_sizes(config_json) - set(CPU_ENGINE_HEAD_SIZES))
-    if unsupported:
-        raise ConfigError(
-            f"{setting}: heads of {unsupported[0]}, but vLLM's engine for CPUs supports "
-            f"{', '.join(map(str, CPU_ENGINE_HEAD_SIZES))}; train on a GPU, or choose another model"
-        )
+        checked += [(f"{key}={text.get(key)}", text.get(key), [size]) for key, size in CPU_ENGINE_LATENT.items()]
+    else:
+        checked += [(f"heads of {size}", size, CPU_ENGINE_HEAD_SIZES) for size in sorted(head_sizes(config_json))]
+    for shown, size, supported in checked:
+        if size not in supported:
+            raise ConfigError(
+                f"{setting}: {shown}, but vLLM's engine for CPUs supports {', '.join(map(str, supported))}; train on "
+                "a GPU, or choose another model"
+            )
 
 
 def check_context(model: Settings, size: int) -> None:
@@ -210,26 +216,6 @@ def check_context(model: Settings, size: int) -> None:
         known = ", ".join(map(str, (heads, *kv_heads)))
         usable = ", ".join(str(ranks) for ranks in range(1, heads + 1) if fits(ranks))
         raise ConfigError(f"{setting}: does not divide the model's heads ({known}) evenly; use one of {usable}")
-
-
-def _check_cpu_states(text: Settings, setting: str, bfloat16: bool) -> None:
-    if not bfloat16:
-        raise ConfigError(
-            f"{setting}: vLLM's engine for CPUs has linear attention in bfloat16 only; set "
-            "policy.compute_dtype: bfloat16"
-        )
-    _check_cpu_sizes(
-        text, setting, dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), CPU_ENGINE_STATE_SIZES)
-    )
-
-
-def _check_cpu_sizes(text: Settings, setting: str, supported: Mapping[str, tuple[int, ...]]) -> None:
-    for key, sizes in supported.items():
-        if text.get(key) not in sizes:
-            raise ConfigError(
-                f"{setting}: {key}={text.get(key)}, but vLLM's engine for CPUs supports "
-                f"{', '.join(map(str, sizes))}; train on a GPU, or choose another model"
-            )
 
 
 def has_linear_attention(config_json: Settings) -> bool:
@@ -277,10 +263,6 @@ def has_sinks(text: Settings) -> bool:
 def caps_attention(text: Settings) -> bool:
     """Return True if attention scores are bounded by a soft cap."""
     return bool(text.get("attn_logit_softcapping"))
-
-
-def _has_parts(whole: Settings) -> bool:
-    return any(whole.get(key) for key in COMPOSITE) or whole.get("model_type") in COMPOSITE_TYPES
 
 
 def _carries_state(text: Settings) -> bool:

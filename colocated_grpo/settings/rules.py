@@ -1,16 +1,15 @@
 """Rules between sections of settings. Each rule yields a line per violation.
 
-Rules within one section are in the section's method `problems`. Rules about environments are in `source_rules`.
+Rules within one section are in the section's method `problems`.
 """
 
 from collections.abc import Iterator, Sequence
 
-from colocated_grpo.settings import source_rules
-from colocated_grpo.settings.errors import ConfigError
-from colocated_grpo.settings.generation import EngineConfig, ModelConfig, RolloutConfig
-from colocated_grpo.settings.schema import CheckpointConfig, Config
-from colocated_grpo.settings.sources import EnvironmentConfig
-from colocated_grpo.settings.training import BatchConfig, PolicyConfig
+from colocated_grpo.errors import ConfigError
+from colocated_grpo.settings.atropos import AtroposSourceConfig, is_loopback
+from colocated_grpo.settings.schema import Config, EngineConfig, PolicyConfig, RolloutConfig
+from colocated_grpo.settings.sources import AgentSourceConfig, EnvironmentConfig, EpisodeSourceConfig
+from colocated_grpo.settings.turns import FROZEN, TurnsSourceConfig
 
 Lines = Iterator[str]
 
@@ -20,57 +19,101 @@ _SEQUENCE = "rollout.max_prompt_tokens + rollout.max_completion_tokens"
 
 def check(config: Config) -> None:
     """Raise ConfigError if settings contradict each other. Needs no file, network or device."""
-    policy, engine, rollout, sources = config.policy, config.engine, config.rollout, config.environments
-    sync, served, has_atropos = config.sync_frequency, engine.placement == "server", config.atropos is not None
+    setting, policy = config.shares_weights, config.policy
     _raise_on(
         *_run_folder(config.output_dir, config.run_name or ""),
-        *_lengths(config.max_sequence_tokens, config.batch, policy.context_parallel, engine.max_model_len),
-        *_optimizer(policy, config.batch, rollout.prompts_per_step, config.optimizer_steps),
-        *_checkpoints(config.checkpoint, policy, sync if config.deterministic else 1),
-        *_shared_weights(config.shares_weights, policy, engine, sync),
-        *source_rules.problems(
-            sources,
-            rollout,
-            atropos_share=config.atropos_share,
-            ranks_per_engine=config.ranks_per_engine,
-            served=served,
-            deterministic=config.deterministic,
-        ),
-        *_structured(config.structured, config.loss.old_logprobs),
-        *_opponent_of_shared_weights(config.weights, policy, config.opponent_model, config.model),
+        *_sizes(config),
+        *(_shared_weights(setting, policy, config.engine, config.sync_frequency) if setting is not None else ()),
+        *_environments(config),
+        *_engines(config),
         *policy.problems(),
-        *engine.problems(),
+        *config.engine.problems(),
         *config.evaluation.problems(),
-        *source_rules.single_rank_engines(
-            {f"evaluation.sets.{i}.source": entry.source for i, entry in enumerate(config.evaluation.sets)},
-            config.ranks_per_engine,
-        ),
-        *_pushes(None if config.hub is None or config.hub.every else config.hub.repo, config.checkpoint),
-        *_servers(engine, config.weights, rollout.max_staleness, has_adapter=policy.lora is not None),
-        *_routes(policy.routing_replay, served, has_atropos),
-        *(_stale_batches(config.deterministic, has_atropos, sync) if rollout.max_staleness else ()),
     )
 
 
 def check_world(config: Config, ranks: int, ranks_per_node: int | None = None) -> None:
     """Raise ConfigError if the settings do not fit this number of ranks. ranks_per_node: None if unknown."""
-    policy, engine = config.policy, config.engine
-    _raise_on(
-        *_engines_fit(config.ranks_per_engine, config.rollout, ranks, config.deterministic),
-        *context_divides_world(policy.context_parallel, ranks),
-        *(_single_rank(config.shares_weights, engine.placement, config.deterministic, ranks) if ranks > 1 else ()),
-        *(() if ranks_per_node is None else _replicas_fit(policy.replicate, ranks, ranks_per_node)),
-    )
+    per_engine, prompts, replicate = config.ranks_per_engine, config.rollout.prompts_per_step, config.policy.replicate
+    engines, sharded = ranks // per_engine, config.rollout.generation == "sharded"
+    lines = [*context_divides_world(config.policy.context_parallel, ranks)]
+    if ranks % per_engine:
+        lines.append(f"engine.tensor_parallel_size={per_engine}: must divide the number of ranks, {ranks}")
+    if sharded and prompts < engines:
+        lines.append(f"rollout.prompts_per_step={prompts}: must be at least the number of engines, {engines}")
+    elif sharded and config.deterministic and prompts % engines:
+        lines.append(
+            f"rollout.prompts_per_step={prompts}: must be a multiple of the number of engines, {engines}, with "
+            "deterministic: true"
+        )
+    if ranks > 1 and (shared := config.shares_weights) is not None:
+        lines.append(
+            f"{shared}=shared: needs a single rank, not {ranks}; an engine cannot compute with sharded weights"
+        )
+    if ranks > 1 and config.deterministic and config.engine.placement == "server":
+        lines.append(
+            f"deterministic=true: needs a single rank with engine.placement: server, not {ranks}: requests of "
+            "several ranks reach a server in an order that varies, and with it the rounding"
+        )
+    if replicate is not None and ranks_per_node is not None and ranks <= ranks_per_node:
+        lines.append(f"policy.replicate={replicate}: needs several nodes, and this run has one; leave it out")
+    elif replicate is not None and ranks_per_node is not None and ranks % ranks_per_node:
+        lines.append(
+            f"policy.replicate={replicate}: every node needs the same number of ranks, but {ranks} is not a multiple "
+            f"of {ranks_per_node}"
+        )
+    _raise_on(*lines)
+
+
+def context_divides_world(size: int, ranks: int) -> Lines:
+    if ranks % size:
+        yield f"policy.context_parallel={size}: must divide the number of ranks, {ranks}"
 
 
 def remarks(config: Config) -> list[str]:
     """Return notes about settings that are valid but have side effects."""
-    return [
-        *_sampling_remarks(config.rollout, config.structured),
-        *_engine_remarks(config.engine),
-        *(_repetition_remarks(config.environments, config.sync_frequency) if config.deterministic else ()),
-        *config.evaluation.remarks(config.environments),
-    ]
+    neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    rollout, engine, notes = config.rollout, config.engine, []
+    changed = [f"rollout.{key}={value:g}" for key in neutral if (value := getattr(rollout, key)) != neutral[key]]
+    if changed:
+        notes.append(
+            f"{', '.join(changed)}: the engine's log-probabilities are renormalised over the tokens it keeps, "
+            "the trainer's are not; expect a larger sampler-trainer KL"
+        )
+    if config.structured:
+        notes.append(
+            "environments: structured: true: the engine's log-probabilities cover the tokens that the grammar allows, "
+            "the trainer's all tokens; loss.correction weights each token by the ratio, and mismatch/* reports it"
+        )
+    if (quantization := engine.args.get("quantization")) is not None:
+        notes.append(f"engine.args.quantization={quantization}: the engine's weights differ from the policy's")
+    if engine.kv_cache_memory_bytes is not None and engine.gpu_memory_utilization is not None:
+        notes.append("engine.gpu_memory_utilization: ignored, because engine.kv_cache_memory_bytes is set")
+    if config.deterministic and config.sync_frequency > 1:
+        notes.append(
+            f"deterministic: true with sync_frequency={config.sync_frequency}: a run stopped by a signal between two "
+            "syncs resumes with a sync, so it does not repeat the uninterrupted run"
+        )
+    played = {source.type for source in config.environments} & {"agent", "episode"}
+    if config.deterministic and played:
+        notes.append(
+            f"deterministic: true with type: {min(played)}: which turns are decoded together depends on how long tools "
+            "take, and changes rounding; a resumed run may differ in the last bits of a log-probability"
+        )
+    return [*notes, *config.evaluation.remarks(config.environments)]
+
+
+def exposures(sources: Sequence[EnvironmentConfig]) -> Lines:
+    """Yield a line for each server of a run that is reachable from other machines without a key."""
+    for index, source in enumerate(sources):
+        if not isinstance(source, AtroposSourceConfig):
+            continue
+        key, server = f"environments.{index}.server", source.server
+        if server.api_key_variable is None and not is_loopback(server.host):
+            yield (
+                f"{key}.host={server.host}: every machine that reaches port {server.port} can use the engines; set "
+                f"{key}.api_key_variable"
+            )
 
 
 def _raise_on(*lines: str) -> None:
@@ -92,63 +135,48 @@ def _run_folder(output_dir: str, run_name: str) -> Lines:
         yield f"run_name={run_name!r}: must be below output_dir={output_dir!r}, so no leading '/' and no '..'"
 
 
-def _lengths(longest: int, batch: BatchConfig, ranks: int, engine_length: int | None) -> Lines:
-    """Yield a line for each limit that is too low for a sequence of `longest` tokens.
-
-    Such a sequence must fit into a micro-batch that is split over `ranks` ranks, and into the engine.
-    """
-    size = batch.max_tokens_per_micro_batch
+def _sizes(config: Config) -> Lines:
+    """Yield a line for each length or number of steps that contradicts another setting."""
+    policy, batch, checkpoint, hub = config.policy, config.batch, config.checkpoint, config.hub
+    longest, ranks, size = config.max_sequence_tokens, policy.context_parallel, batch.max_tokens_per_micro_batch
     if size != "auto" and size * ranks < longest:
         whole = f"{_SEQUENCE}={longest}, the longest sequence"
         split = f"{-(-longest // ranks)}: {whole}, is split over policy.context_parallel={ranks} ranks"
         yield f"batch.max_tokens_per_micro_batch={size}: must be at least {whole if ranks == 1 else split}"
-    if engine_length is not None and engine_length < longest:
+    if (limit := config.engine.max_model_len) is not None and limit < longest:
         yield (
-            f"engine.max_model_len={engine_length}: must be at least {_SEQUENCE}={longest}, or the engine "
-            "would truncate completions"
+            f"engine.max_model_len={limit}: must be at least {_SEQUENCE}={longest}, or the engine would truncate "
+            "completions"
         )
-
-
-def _optimizer(policy: PolicyConfig, batch: BatchConfig, prompts: int, steps: int) -> Lines:
-    if prompts % batch.minibatches:
+    if (prompts := config.rollout.prompts_per_step) % batch.minibatches:
         yield (
             f"batch.minibatches={batch.minibatches}: must divide rollout.prompts_per_step={prompts}, as a "
             "minibatch consists of whole groups"
         )
-    if policy.warmup_steps > steps:
+    if policy.warmup_steps > config.optimizer_steps:
         yield (
-            f"policy.warmup_steps={policy.warmup_steps}: must be at most the run's {steps} "
+            f"policy.warmup_steps={policy.warmup_steps}: must be at most the run's {config.optimizer_steps} "
             "optimizer steps, or the learning rate would never reach policy.lr"
         )
-
-
-def _checkpoints(checkpoint: CheckpointConfig, policy: PolicyConfig, sync: int) -> Lines:
-    """sync: sync_frequency of a deterministic run; 1 for other runs. A resumed run begins with a sync."""
-    if checkpoint.every % sync:
+    if config.deterministic and checkpoint.every % config.sync_frequency:
         yield (
-            f"checkpoint.every={checkpoint.every}: must be a multiple of sync_frequency={sync} with deterministic: "
-            "true, because a resumed run begins with a weight sync"
+            f"checkpoint.every={checkpoint.every}: must be a multiple of sync_frequency={config.sync_frequency} with "
+            "deterministic: true, because a resumed run begins with a weight sync"
         )
     if checkpoint.export_merged and policy.lora is None:
         yield (
             "checkpoint.export_merged=true: must be false without policy.lora, as final_model/ and step_N/ are whole "
             "models then"
         )
-
-
-def _pushes(repo: str | None, checkpoint: CheckpointConfig) -> Lines:
-    """repo: the Hub repository if only the final export is pushed to it; else None."""
-    if repo is not None and not checkpoint.final:
+    if hub is not None and not hub.every and not checkpoint.final:
         yield (
-            f"hub.repo={repo}: nothing would be pushed; set hub.every above 0, or checkpoint.final: true, "
+            f"hub.repo={hub.repo}: nothing would be pushed; set hub.every above 0, or checkpoint.final: true, "
             "whose final export is pushed"
         )
 
 
-def _shared_weights(setting: str | None, policy: PolicyConfig, engine: EngineConfig, sync: int) -> Lines:
-    """setting: the setting that makes policy and engine share tensors; None if none does."""
-    if setting is None:
-        return
+def _shared_weights(setting: str, policy: PolicyConfig, engine: EngineConfig, sync: int) -> Lines:
+    """setting: the setting that makes policy and engine share tensors."""
     if sync > 1:
         yield f"sync_frequency={sync}: must be 1 with {setting}: shared, where the engine has every update immediately"
     if policy.cpu_offload:
@@ -164,145 +192,143 @@ def _shared_weights(setting: str | None, policy: PolicyConfig, engine: EngineCon
         )
 
 
-def _structured(structured: bool, old_logprobs: str) -> Lines:
-    if structured and old_logprobs == "sampling":
+def _engines(config: Config) -> Lines:
+    """Yield a line for each setting that the place of the engines, or what they sample, excludes."""
+    policy, opponent, stale = config.policy, config.opponent_model, config.rollout.max_staleness
+    served, has_atropos = config.engine.placement == "server", config.atropos is not None
+    if config.structured and config.loss.old_logprobs == "sampling":
         yield (
             "loss.old_logprobs=sampling: must be trainer with structured: true, where the engine's log-probabilities "
             "cover only the tokens that the grammar allows"
         )
-
-
-def _opponent_of_shared_weights(
-    weights: str, policy: PolicyConfig, opponent: ModelConfig | None, model: ModelConfig
-) -> Lines:
     partly_frozen = policy.lora is not None or policy.train_layers is not None
-    if weights == "shared" and partly_frozen and opponent not in (None, model):
+    if config.weights == "shared" and partly_frozen and opponent not in (None, config.model):
         yield (
             "weights=shared: must be copied with an opponent of another model beside policy.lora or "
             "policy.train_layers, because its frozen weights would stay in the engine"
         )
-
-
-def _routes(replayed: bool, served: bool, has_atropos: bool) -> Lines:
-    if replayed and served:
+    if served:
+        yield from _servers(config.engine, config.weights, stale, has_adapter=policy.lora is not None)
+    elif config.engine.urls:
+        yield f"engine.urls={', '.join(config.engine.urls)}: must be empty unless engine.placement is server"
+    if policy.routing_replay and served:
         yield "policy.routing_replay=true: needs engine.placement: colocated; a server does not send its routes"
-    if replayed and has_atropos:
+    if policy.routing_replay and has_atropos:
         yield (
             "policy.routing_replay=true: not possible with an atropos environment, whose rollouts come without the "
             "experts that the engine chose"
         )
-
-
-def _stale_batches(deterministic: bool, has_atropos: bool, sync: int) -> Lines:
-    if deterministic:
+    if stale and not served:
+        yield (
+            f"rollout.max_staleness={stale}: needs engine.placement: server; an engine inside a rank cannot generate "
+            "while the rank trains"
+        )
+    if stale and config.deterministic:
         yield "deterministic=true: not possible with rollout.max_staleness=1: a resumed run begins with a fresh batch"
-    if has_atropos:
+    if stale and has_atropos:
         yield (
             "rollout.max_staleness=1: must be 0 with an atropos environment, which samples on its own time; a limit "
             "on its staleness is not needed for the next batch to be ready"
         )
-    if sync > 1:
-        yield (f"rollout.max_staleness=1: must be 0 with sync_frequency={sync}, whose rollouts are older than one step")
-
-
-def _engines_fit(per_engine: int, rollout: RolloutConfig, ranks: int, deterministic: bool) -> Lines:
-    if ranks % per_engine:
-        yield f"engine.tensor_parallel_size={per_engine}: must divide the number of ranks, {ranks}"
-    if rollout.generation == "replicated":
-        return
-    prompts, engines = rollout.prompts_per_step, ranks // per_engine
-    if prompts < engines:
-        yield f"rollout.prompts_per_step={prompts}: must be at least the number of engines, {engines}"
-    elif deterministic and prompts % engines:
-        yield (
-            f"rollout.prompts_per_step={prompts}: must be a multiple of the number of engines, {engines}, with "
-            "deterministic: true"
-        )
+    if stale and (sync := config.sync_frequency) > 1:
+        yield f"rollout.max_staleness=1: must be 0 with sync_frequency={sync}, whose rollouts are older than one step"
 
 
 def _servers(engine: EngineConfig, weights: str, max_staleness: int, *, has_adapter: bool) -> Lines:
-    urls = engine.urls
-    if engine.placement != "server":
-        if urls:
-            yield f"engine.urls={', '.join(urls)}: must be empty unless engine.placement is server"
-        if max_staleness:
-            yield (
-                f"rollout.max_staleness={max_staleness}: needs engine.placement: server; an engine inside a "
-                "rank cannot generate while the rank trains"
-            )
-        return
     if weights == "shared":
         yield "weights=shared: must be copied with engine.placement: server; there, engine.bridge: shared is the same"
     if engine.bridge == "adapter" and not has_adapter:
         yield "engine.bridge=adapter: needs policy.lora; without an adapter use broadcast or restart"
-    if engine.bridge == "shared" and (len(urls) > 1 or engine.tensor_parallel_size > 1):
+    if engine.bridge == "shared" and (len(engine.urls) > 1 or engine.tensor_parallel_size > 1):
         yield (
-            f"engine.bridge=shared: needs one server of one GPU, not {max(len(urls), 1)} of "
+            f"engine.bridge=shared: needs one server of one GPU, not {max(len(engine.urls), 1)} of "
             f"{engine.tensor_parallel_size}: FSDP2 shards every layer by rows, tensor parallelism some by columns"
         )
     if engine.bridge == "shared" and max_staleness:
         yield "rollout.max_staleness=1: must be 0 with engine.bridge: shared, where an update changes both at once"
 
 
-def context_divides_world(size: int, ranks: int) -> Lines:
-    if ranks % size:
-        yield f"policy.context_parallel={size}: must divide the number of ranks, {ranks}"
-
-
-def _single_rank(shared: str | None, placement: str, deterministic: bool, ranks: int) -> Lines:
-    """Yield a line for each setting that needs a single rank. shared: as `setting` of `_shared_weights`."""
-    if shared is not None:
-        yield f"{shared}=shared: needs a single rank, not {ranks}; an engine cannot compute with sharded weights"
-    if placement == "server" and deterministic:
+def _environments(config: Config) -> Lines:
+    """Yield a line for each contradiction among environments, or between them and other settings."""
+    sources, rollout, per_engine = config.environments, config.rollout, config.ranks_per_engine
+    found = [source for source in sources if isinstance(source, AtroposSourceConfig)]
+    if len(found) > 1:
         yield (
-            f"deterministic=true: needs a single rank with engine.placement: server, not {ranks}: requests of "
-            "several ranks reach a server in an order that varies, and with it the rounding"
+            f"environments: {len(found)} entries of type atropos; keep one and connect all environments to its API "
+            "server"
+        )
+    if found:
+        yield from _atropos(found[0], rollout, per_engine, config.deterministic)
+    share, prompts = config.atropos_share, rollout.prompts_per_step
+    is_whole = abs(share - round(share)) <= 1e-6 and 1 <= round(share) < prompts
+    if found and len(sources) > 1 and not is_whole:
+        yield (
+            f"environments: weight={found[0].weight:g} of the atropos entry gives it {share:.4g} of "
+            f"rollout.prompts_per_step={prompts}; it and the other entries need a whole number of prompts, at least 1"
+        )
+    entries = {f"environments.{index}": source for index, source in enumerate(sources)}
+    entries |= {f"evaluation.sets.{i}.source": entry.source for i, entry in enumerate(config.evaluation.sets)}
+    for key, source in entries.items():
+        if per_engine > 1 and isinstance(source, EpisodeSourceConfig | AgentSourceConfig):
+            yield (
+                f"{key}.type={source.type}: needs engine.tensor_parallel_size=1, not {per_engine}, because "
+                "the ranks of an engine would have to submit every turn at the same step"
+            )
+    yield from _opponents(sources, bool(found), config.engine.placement == "server")
+    yield from _dynamic_sampling(sources, rollout)
+
+
+def _atropos(source: AtroposSourceConfig, rollout: RolloutConfig, ranks_per_engine: int, deterministic: bool) -> Lines:
+    if ranks_per_engine > 1:
+        yield (
+            f"engine.tensor_parallel_size={ranks_per_engine}: must be 1 with an atropos "
+            "environment, whose requests arrive at each engine at different times"
+        )
+    if rollout.generation == "replicated":
+        yield "rollout.generation=replicated: must be sharded with an atropos environment; each request is sampled once"
+    if deterministic:
+        yield "deterministic=true: not possible with an atropos environment, which decides what is sampled and when"
+    ports = [source.server.port, *source.server.more_ports]
+    if len(set(ports)) < len(ports):
+        yield f"environments: atropos: server: port and more_ports repeat a port: {', '.join(map(str, ports))}"
+
+
+def _opponents(sources: Sequence[EnvironmentConfig], has_atropos: bool, served: bool) -> Lines:
+    games = {index: source for index, source in enumerate(sources) if isinstance(source, TurnsSourceConfig)}
+    first = next((game.opponent for game in games.values() if game.opponent is not None), None)
+    for index, game in games.items():
+        if game.opponent is not None and has_atropos:
+            yield (
+                f"environments.{index}.opponent: not supported beside an atropos entry, whose requests it would answer"
+            )
+        if game.opponent is not None and game.opponent != first:
+            yield f"environments.{index}.opponent: must equal the opponent of the other entries; a run has only one"
+        players = game.args.get("players")
+        if game.opponent is None and isinstance(players, list) and FROZEN in players:
+            yield (
+                f"environments.{index}.args.players: {FROZEN!r} needs a model; set "
+                f"environments.{index}.opponent: {{name: initial}}"
+            )
+    if served and first is not None:
+        yield (
+            "environments: opponent: needs engine.placement: colocated, where a second set of weights is written into "
+            "the engine"
         )
 
 
-def _replicas_fit(replicate: str | None, ranks: int, ranks_per_node: int) -> Lines:
-    setting = f"policy.replicate={replicate}"
-    if replicate is None:
-        return
-    if ranks <= ranks_per_node:
-        yield f"{setting}: needs several nodes, and this run has one; leave it out"
-    elif ranks % ranks_per_node:
-        yield (
-            f"{setting}: every node needs the same number of ranks, but {ranks} is not a multiple of {ranks_per_node}"
-        )
-
-
-def _sampling_remarks(rollout: RolloutConfig, structured: bool) -> Lines:
-    neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-    changed = [f"rollout.{key}={value:g}" for key in neutral if (value := getattr(rollout, key)) != neutral[key]]
-    if changed:
-        yield (
-            f"{', '.join(changed)}: the engine's log-probabilities are renormalised over the tokens it keeps, "
-            "the trainer's are not; expect a larger sampler-trainer KL"
-        )
-    if structured:
-        yield (
-            "environments: structured: true: the engine's log-probabilities cover the tokens that the grammar allows, "
-            "the trainer's all tokens; loss.correction weights each token by the ratio, and mismatch/* reports it"
-        )
-
-
-def _engine_remarks(engine: EngineConfig) -> Lines:
-    if (quantization := engine.args.get("quantization")) is not None:
-        yield f"engine.args.quantization={quantization}: the engine's weights differ from the policy's"
-    if engine.kv_cache_memory_bytes is not None and engine.gpu_memory_utilization is not None:
-        yield "engine.gpu_memory_utilization: ignored, because engine.kv_cache_memory_bytes is set"
-
-
-def _repetition_remarks(sources: Sequence[EnvironmentConfig], sync: int) -> Lines:
-    """Yield a note for each setting with which `deterministic: true` does not repeat a run exactly."""
-    if sync > 1:
-        yield (
-            f"deterministic: true with sync_frequency={sync}: a run stopped by a signal between two "
-            "syncs resumes with a sync, so it does not repeat the uninterrupted run"
-        )
-    if played := {source.type for source in sources} & {"agent", "episode"}:
-        yield (
-            f"deterministic: true with type: {min(played)}: which turns are decoded together depends on how long tools "
-            "take, and changes rounding; a resumed run may differ in the last bits of a log-probability"
-        )
+def _dynamic_sampling(sources: Sequence[EnvironmentConfig], rollout: RolloutConfig) -> Lines:
+    """Yield a line for each source whose prompts the run cannot replace or skip, because the source draws its own
+    prompts."""
+    for index, source in enumerate(sources):
+        if not isinstance(source, AtroposSourceConfig | TurnsSourceConfig):
+            continue
+        entry, why = f"environments.{index} of type {source.type}", "where each turn continues a game;"
+        if isinstance(source, AtroposSourceConfig):
+            why = "whose environments decide what is sampled; filter there, or"
+        if rollout.resample is not None:
+            yield f"rollout.resample: not possible with {entry}, {why} set rollout.resample: null"
+        if rollout.skip_solved is not None:
+            yield (
+                f"rollout.skip_solved: not possible with {entry}, whose prompts are "
+                "not drawn from a list; set rollout.skip_solved: null"
+            )

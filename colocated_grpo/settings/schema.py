@@ -9,19 +9,11 @@ from typing import Literal, Self
 from pydantic import Field
 
 from colocated_grpo.settings.atropos import AtroposSourceConfig
-from colocated_grpo.settings.base import (
-    INITIAL,
-    FileName,
-    Integer,
-    NonNegative,
-    Number,
-    Positive,
-    Section,
-)
+from colocated_grpo.settings.base import INITIAL, FileName, Integer, NonNegative, Number, Positive, Section
 from colocated_grpo.settings.evaluation import EvaluationConfig
 from colocated_grpo.settings.generation import EngineConfig, ModelConfig, RolloutConfig
 from colocated_grpo.settings.losses import AdvantageConfig, DAPOConfig, LossConfig
-from colocated_grpo.settings.sources import AgentSourceConfig, EnvironmentConfig
+from colocated_grpo.settings.sources import EnvironmentConfig
 from colocated_grpo.settings.training import BatchConfig, PolicyConfig
 from colocated_grpo.settings.turns import OpponentConfig, TurnsSourceConfig
 
@@ -147,13 +139,13 @@ class Config(Section):
 
     @property
     def atropos_share(self) -> float:
-        """Number of a step's prompts that the Atropos batch supplies. `source_rules` requires a whole number."""
+        """Number of a step's prompts that the Atropos batch supplies. `rules` requires a whole number."""
         total = sum(entry.weight for entry in self.environments)
         return 0.0 if self.atropos is None else self.rollout.prompts_per_step * self.atropos.weight / total
 
     @property
     def opponent(self) -> OpponentConfig | None:
-        """The opponent of the turn games. `source_rules` rejects games with different opponents."""
+        """The opponent of the turn games. `rules` rejects games with different opponents."""
         turns = [source for source in self.environments if isinstance(source, TurnsSourceConfig)]
         return next((source.opponent for source in turns if source.opponent is not None), None)
 
@@ -179,7 +171,6 @@ class Config(Section):
 
     @property
     def optimizer_steps(self) -> int:
-        """Optimizer steps of the whole run."""
         return self.training_steps * self.batch.updates
 
     @property
@@ -210,11 +201,6 @@ class Config(Section):
     def sources(self) -> list[EnvironmentConfig]:
         """Environments of training and of the evaluation sets."""
         return [*self.environments, *(entry.source for entry in self.evaluation.sets)]
-
-    @property
-    def has_agents(self) -> bool:
-        """True if an environment or an evaluation set runs agents."""
-        return any(isinstance(source, AgentSourceConfig) for source in self.sources)
 
     @property
     def structured(self) -> bool:

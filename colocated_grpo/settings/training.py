@@ -44,12 +44,6 @@ def layers_text(indices: Sequence[int]) -> str:
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def out_of_range(indices: Sequence[int], blocks: int) -> str | None:
-    """Return the violated rule if a model of `blocks` blocks has no block with one of the indices; else None."""
-    wrong = [index for index in indices if index >= blocks]
-    return f"the model's blocks are 0-{blocks - 1}, so there is no block {wrong[0]}" if wrong else None
-
-
 Layers = Annotated[list[Annotated[int, Field(ge=0)]], BeforeValidator(parse_layers), Field(min_length=1)]
 """Indices of transformer blocks, from 0."""
 
@@ -253,5 +247,4 @@ class BatchConfig(Section):
 
     @property
     def updates(self) -> int:
-        """Optimizer steps of one batch."""
         return self.minibatches * self.epochs

@@ -13,20 +13,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from colocated_grpo.runtime.program import (
-    OneLineParser,
-    error_text,
-    exit_on_stop_signals,
-    frozen_imports,
-    parse_rank_arguments,
-    prepare_libraries,
-)
+from colocated_grpo.errors import ConfigError, RunError, in_one_line, visible
+from colocated_grpo.runtime import program
 from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, run_program
+from colocated_grpo.settings.config_file import build_config, parse_overrides
+from colocated_grpo.settings.config_json import longest_sequence, read_config_json, text_part
+from colocated_grpo.settings.schema import Config
+from colocated_grpo.settings.tree import parse_value
+from colocated_grpo.tools.evaluate import ModelSubject, read_settings, subject_of, with_subject
 
 if TYPE_CHECKING:
     from colocated_grpo.environments.chat import Message
-    from colocated_grpo.settings.schema import Config
-    from colocated_grpo.tools.evaluate import ModelSubject
 
 RESET, QUIT = "/reset", ("/quit", "/exit")
 MAX_CONTEXT = 16_384
@@ -51,13 +48,9 @@ class NoReply(ValueError):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Chat until the end of the input. Returns exit code 0, 2 for wrong settings, 1 if the model cannot be loaded."""
-    parser = _parser()
-    options, overrides = parse_rank_arguments(parser, arguments)
-    exit_on_stop_signals(lambda: "stopped")
-    prepare_libraries("WARNING")
-    from colocated_grpo.errors import RunError
-    from colocated_grpo.settings.errors import ConfigError
-
+    options, overrides = program.parse_rank_arguments(_parser(), arguments)
+    program.exit_on_stop_signals(lambda: "stopped")
+    program.prepare_libraries("WARNING")
     try:
         session = _open(options, overrides)
         interrupts = Interrupts()
@@ -66,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ConfigError, RunError, OSError) as error:
         if isinstance(error, BrokenPipeError):  # the reader of the replies has exited
             return 0
-        print(*error_text(str(error).splitlines()), sep="\n", file=sys.stderr)
+        print(*program.error_text(str(error).splitlines()), sep="\n", file=sys.stderr)
         return USAGE_ERROR if isinstance(error, ConfigError) else RUN_ERROR
     except KeyboardInterrupt:
         print()
@@ -75,8 +68,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def converse(session: Chat, lines: Iterator[str], interrupts: Interrupts) -> None:
     """Answer each line, and print the reply while it is sampled."""
-    from colocated_grpo.errors import visible
-
     for line in lines:
         if line in QUIT:
             return
@@ -96,11 +87,6 @@ def converse(session: Chat, lines: Iterator[str], interrupts: Interrupts) -> Non
 
 
 def _open(options: argparse.Namespace, overrides: Sequence[str]) -> Chat:
-    """Load the model. Raises ConfigError or RunError."""
-    from colocated_grpo.settings.config_json import longest_sequence, read_config_json, text_part
-    from colocated_grpo.settings.errors import ConfigError
-    from colocated_grpo.tools.evaluate import subject_of
-
     subject = subject_of(options.model)
     if not 0 <= options.temperature <= 2:
         raise ConfigError(f"--temperature={options.temperature:g}: must be from 0 (greedy) to 2")
@@ -110,7 +96,7 @@ def _open(options: argparse.Namespace, overrides: Sequence[str]) -> Chat:
     config = _settings(subject, overrides)
     positions = longest_sequence(text_part(read_config_json(config.model)))
     options.context = min(options.context, positions or options.context)
-    with frozen_imports():
+    with program.frozen_imports():
         from colocated_grpo.policy.model_files import read_tokenizer
 
     has_template = bool(read_tokenizer(config.model).chat_template)
@@ -125,10 +111,6 @@ def _open(options: argparse.Namespace, overrides: Sequence[str]) -> Chat:
 
 def _settings(subject: ModelSubject, overrides: Sequence[str]) -> Config:
     """Return the settings of the run, or without a run, the settings of the command line. Raises ConfigError."""
-    from colocated_grpo.settings.config_file import build_config, parse_overrides
-    from colocated_grpo.settings.tree import parse_value
-    from colocated_grpo.tools.evaluate import read_settings, with_subject
-
     if subject.run_config is not None:
         return read_settings(subject, subject.run_config, overrides)
     given = {key: parse_value(text) for key, text in parse_overrides(overrides)}
@@ -158,7 +140,6 @@ class Chat:
         self.reset()
 
     def reset(self) -> None:
-        """Begin a new conversation."""
         system = self._options.system
         self._messages = [] if system is None else [{"role": "system", "content": system}]
 
@@ -176,7 +157,6 @@ class Chat:
 
     def _tokens(self, messages: list[Message]) -> list[int]:
         from colocated_grpo.environments.chat import render_tokens
-        from colocated_grpo.errors import in_one_line
 
         if not self._tokenizer.chat_template:
             return self._tokenizer.encode(messages[-1]["content"])
@@ -236,7 +216,7 @@ def _lines() -> Iterator[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(
+    parser = program.OneLineParser(
         prog="colocated-grpo chat",
         description="Chat with a model, or with the best or newest one of a run. Settings override the run's own.",
         allow_abbrev=False,
@@ -245,12 +225,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--system", metavar="TEXT", help="system message of every conversation")
     parser.add_argument("--temperature", type=float, default=0.7, help="0 is greedy (default: %(default)s)")
     parser.add_argument("--max-tokens", type=int, default=1024, help="longest reply in tokens (default: %(default)s)")
-    parser.add_argument(
-        "--context",
-        type=int,
-        default=MAX_CONTEXT,
-        help="longest conversation in tokens, at most the model's positions (default: %(default)s)",
-    )
+    longest = "longest conversation in tokens, at most the model's positions (default: %(default)s)"
+    parser.add_argument("--context", type=int, default=MAX_CONTEXT, help=longest)
     return parser
 
 

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from statistics import fmean
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -33,13 +34,9 @@ class Difference:
     @property
     def first_step(self) -> int | None:
         """First step where the values differ or only one run has a value; None when the runs are equal."""
+        # None is a value that was not finite, so a missing step needs another default.
         steps = sorted(self.a.keys() | self.b.keys())
-        return next((step for step in steps if self._at(self.a, step) != self._at(self.b, step)), None)
-
-    @staticmethod
-    def _at(values: Values, step: int) -> tuple[bool, float | None]:
-        # .get returns None for a missing step and for a value that was not finite; `in` distinguishes them.
-        return step in values, values.get(step)
+        return next((step for step in steps if self.a.get(step, "") != self.b.get(step, "")), None)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -87,19 +84,16 @@ def _table(differences: list[Difference]) -> Table:
         table.add_column(title, justify="right")
     for difference in differences:
         step, a, b = difference.first_step, difference.a, difference.b
-        figures = [_last(a), _last(b), _mean(a), _mean(b)]
+        (last_a, mean_a), (last_b, mean_b) = _last_and_mean(a), _last_and_mean(b)
+        figures = (last_a, last_b, mean_a, mean_b)
         where = Text("equal", style="green") if step is None else Text(str(step), style="bold red")
         table.add_row(Text(printable(difference.metric)), *map(number, figures), where)
     return table
 
 
-def _last(values: Values) -> float | None:
-    return values[max(values)] if values else None
-
-
-def _mean(values: Values) -> float | None:
+def _last_and_mean(values: Values) -> tuple[float | None, float | None]:
     finite = [value for value in values.values() if value is not None]
-    return sum(finite) / len(finite) if finite else None
+    return values[max(values)] if values else None, fmean(finite) if finite else None
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -13,13 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from colocated_grpo.errors import RunError
+from colocated_grpo.errors import ConfigError, RunError
 from colocated_grpo.runtime import program
 from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, run_program
 from colocated_grpo.servers.engine_servers import LORA_RANKS
 from colocated_grpo.settings.adapter_files import CONFIG_FILE as ADAPTER_CONFIG
 from colocated_grpo.settings.config_file import load_config
-from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.inputs import check_inputs
 from colocated_grpo.settings.rules import check_world
 from colocated_grpo.settings.schema import Config
@@ -109,9 +108,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         subject = subject_of(options.model)
         config = settings(subject, options.config, overrides)
         with program.frozen_imports():
-            from colocated_grpo.tools.evaluation_run import evaluate
+            from colocated_grpo.tools.evaluation_run import evaluate, prepare_evaluation
 
-        results = evaluate(config, subject.adapter)
+        with prepare_evaluation(config, subject.adapter) as prepared:
+            results = evaluate(prepared)
         if results is not None:  # on rank 0
             print_results(options.model, results)
             if options.output is not None:

@@ -1,7 +1,7 @@
 """Engines and evaluation without a trainer, for `tools.evaluate`."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
@@ -32,30 +32,25 @@ class Evaluation:
     world: World
 
 
-def evaluate(config: Config, adapter: Path | None) -> JsonObject | None:
-    """Run all evaluations of the config. Returns results by set on rank 0, None elsewhere. Collective.
-
-    Raises ConfigError or RunError with one line.
-    """
+def evaluate(prepared: Evaluation) -> JsonObject | None:
+    """Run all evaluations. Returns results by set on rank 0, None elsewhere. Collective."""
     results: JsonObject = {}
-    with prepare_evaluation(config, adapter) as prepared:
-        for each in prepared.evaluator.due(0):
-            metrics, groups = prepared.evaluator.evaluate(0, each)
-            results[each.name] = {
-                "prompts": len(groups),
-                "samples": each.samples,
-                "metrics": metrics,
-                "completions": [line for group in groups for line in _lines(group)],
-            }
+    for each in prepared.evaluator.due(0):
+        metrics, groups = prepared.evaluator.evaluate(0, each)
+        results[each.name] = {
+            "prompts": len(groups),
+            "samples": each.samples,
+            "metrics": metrics,
+            "completions": [line for group in groups for line in _lines(group)],
+        }
     return results if prepared.world.is_main else None
 
 
 @contextmanager
 def prepare_evaluation(config: Config, adapter: Path | None) -> Iterator[Evaluation]:
-    """Start the engine and read the prompts of all evaluation sets. Collective; raises as `evaluate` does."""
+    """Start the engine and read the prompts of all evaluation sets. Collective. Raises ConfigError or RunError."""
     joined = join()
-    world = init_world(joined.store)
-    stop = joined.stop
+    world, stop = init_world(joined.store), joined.stop
     stop.listen()
     model = read_model_files(config.model, world)
     environments = build_environments(config, model.tokenizer)
@@ -69,9 +64,8 @@ def prepare_evaluation(config: Config, adapter: Path | None) -> Iterator[Evaluat
     sequences = max(ceil(len(each.prompts) / engines) * each.samples for each in sets)
     engine = subject_engine(engine_spec(config, model.folder, world.size, world.device, sequences), adapter, world)
     inbox = Inbox()
-    collector = resources.enter_context(
-        closing(build_collector(config, Driver(engine, inbox), inbox, data, model, world, stop))
-    )
+    collector = build_collector(config, Driver(engine, inbox), inbox, data, model, world, stop)
+    resources.callback(collector.close)
     try:
         yield Evaluation(evaluator=Evaluator(sets, collector, world), engine=engine, world=world)
     except Stopped:

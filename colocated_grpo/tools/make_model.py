@@ -13,13 +13,7 @@ import torch
 import yaml
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
 from colocated_grpo.environments.registry import EPISODES, build_episode, build_task
@@ -37,6 +31,14 @@ from colocated_grpo.tools.warm_start import (
 SIZES = ("hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "max_positions")
 OVERRIDES = ("architecture", *SIZES)
 DEFAULTS = WarmStart()
+WARM_START_FLAGS = (
+    ("--warm-start-target", "target", "REWARD", "mean sampled reward at which the warm start ends"),
+    ("--slips", "slips", "FRACTION", "fraction of characters that the teacher gets wrong"),
+    ("--lr", "lr", "RATE", "learning rate of the warm start"),
+    ("--max-completion-tokens", "max_completion_tokens", "N", "maximum tokens of an answer or a conversation"),
+    ("--steps", "max_steps", "N", "maximum steps of the warm start"),
+)
+"""Flag, field of `WarmStart`, placeholder and description."""
 
 PAD, BOS, END, UNKNOWN = "<|pad|>", "<|begin|>", "<|end|>", "<|unknown|>"
 ROLES = ["system", "user", "assistant"]
@@ -237,56 +239,23 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--task-args", default="{}", metavar="YAML", help="arguments of the task, such as '{max_digits: 6}'"
     )
-    parser.add_argument(
-        "--warm-start-target",
-        type=float,
-        default=DEFAULTS.target,
-        metavar="REWARD",
-        help=f"mean sampled reward at which the warm start ends (default: {DEFAULTS.target})",
-    )
-    parser.add_argument(
-        "--slips",
-        type=float,
-        default=DEFAULTS.slips,
-        metavar="FRACTION",
-        help=f"fraction of characters that the teacher gets wrong (default: {DEFAULTS.slips})",
-    )
-    parser.add_argument(
-        "--lr",
-        type=float,
-        default=DEFAULTS.lr,
-        metavar="RATE",
-        help=f"learning rate of the warm start (default: {DEFAULTS.lr:g})",
-    )
-    parser.add_argument(
-        "--max-completion-tokens",
-        type=int,
-        default=DEFAULTS.max_completion_tokens,
-        metavar="N",
-        help=f"maximum tokens of an answer or a conversation (default: {DEFAULTS.max_completion_tokens})",
-    )
-    parser.add_argument(
-        "--steps",
-        type=int,
-        default=DEFAULTS.max_steps,
-        metavar="N",
-        help=f"maximum steps of the warm start (default: {DEFAULTS.max_steps})",
-    )
+    for flag, field, metavar, text in WARM_START_FLAGS:
+        default = getattr(DEFAULTS, field)
+        shown = f"{text} (default: {default:g})"
+        parser.add_argument(flag, dest=field, type=type(default), default=default, metavar=metavar, help=shown)
     return parser.parse_args(arguments)
 
 
 def warm_start_on_task(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, options: argparse.Namespace) -> None:
-    """Train on the train split, then print the mean sampled reward on the held-out split."""
-    settings = replace(
-        DEFAULTS,
-        target=options.warm_start_target,
-        max_steps=options.steps,
-        lr=options.lr,
-        seed=options.seed,
-        slips=options.slips,
-        max_completion_tokens=options.max_completion_tokens,
-    )
-    teacher = build_teacher(tokenizer, options, settings)
+    """Train on the train split, then print the mean sampled reward on the held-out split. Raises ValueError."""
+    fields = {field: getattr(options, field) for _, field, _, _ in WARM_START_FLAGS}
+    settings, arguments = WarmStart(seed=options.seed, **fields), yaml.safe_load(options.task_args)
+    if options.task in EPISODES:
+        episode = build_episode(options.task, arguments)
+        assert isinstance(episode, TeachableEpisode), "every built-in episode has a teacher"
+        teacher: Teacher = EpisodeTeacher(episode, tokenizer, settings)
+    else:
+        teacher = TaskTeacher(build_task(options.task, arguments), tokenizer, settings)
     started = time.monotonic()
     steps = warm_start(model, tokenizer, teacher, settings, print_progress)
     seconds = time.monotonic() - started
@@ -294,18 +263,7 @@ def warm_start_on_task(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFas
     print(f"warm start on {options.task}: {steps} steps in {seconds:.0f} s, held-out sampled reward {reward:.2f}")
 
 
-def build_teacher(tokenizer: PreTrainedTokenizerFast, options: argparse.Namespace, settings: WarmStart) -> Teacher:
-    """Return the teacher for --task and --task-args. Raises ValueError for an unknown task."""
-    arguments = yaml.safe_load(options.task_args)
-    if options.task in EPISODES:
-        episode = build_episode(options.task, arguments)
-        assert isinstance(episode, TeachableEpisode), "every built-in episode has a teacher"
-        return EpisodeTeacher(episode, tokenizer, settings)
-    return TaskTeacher(build_task(options.task, arguments), tokenizer, settings)
-
-
 def print_progress(step: int, loss: float, reward: float) -> None:
-    """Print one line per reward measurement."""
     print(f"warm start  step {step:4d}  loss {loss:.3f}  sampled reward {reward:.2f}", flush=True)
 
 

@@ -3,33 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-ARCHITECTURES = {
-    "llama": "llama",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "gemma": "gemma",
-    "gemma2": "gemma2",
-    "gemma3": "gemma3_text",
-    "mistral": "mistral",
-    "gpt2": "gpt2",
-    "gemma4": "gemma4_text",
-    "deepseek_v3": "deepseek_v3",
-    "gpt_oss": "gpt_oss",
-    "glm4": "glm4",
-    "glm4_moe": "glm4_moe",
-    "mixtral": "mixtral",
-    "olmoe": "olmoe",
-    "qwen2_moe": "qwen2_moe",
-    "qwen3_5": "qwen3_5_text",
-    "qwen3_5_moe": "qwen3_5_moe_text",
-    "qwen3_moe": "qwen3_moe",
-    "qwen3_next": "qwen3_next",
-    "granite": "granite",
-    "ministral3": "ministral3",
-    "olmo3": "olmo3",
-    "phi3": "phi3",
-    "smollm3": "smollm3",
-}
+from colocated_grpo.settings.families import FAMILIES
+
+ARCHITECTURES = {family.architecture: family.model_type for family in FAMILIES}
 """Name of a model family -> transformers' model_type."""
 
 
@@ -69,12 +45,7 @@ _QWEN3_30B = Shape(
     vocab=151936,
     tied=False,
     max_positions=40960,
-    settings={
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-    },
+    settings={"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True},
 )
 _QWEN3_5_4B = Shape(
     architecture="qwen3_5",

@@ -30,7 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return show_game(run_dir, options.game)
         rows = select(files.read_rollouts(run_dir), options)
         if not rows:
-            raise RunFolderError(f"{run_dir}: {_nothing_stored(options)}")
+            kind = "held-out" if options.evaluation else "training"
+            step = "" if options.step is None else f" at step {options.step}"
+            raise RunFolderError(f"{run_dir}: no {kind} rollouts stored{step}")
     except RunFolderError as error:
         print(error, file=sys.stderr)
         return 2
@@ -106,27 +108,15 @@ def _reward(row: Row) -> float:
     return -math.inf if row["reward"] is None else row["reward"]
 
 
-def _nothing_stored(options: argparse.Namespace) -> str:
-    kind = "held-out" if options.evaluation else "training"
-    return f"no {kind} rollouts stored" + ("" if options.step is None else f" at step {options.step}")
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="colocated-grpo show-rollouts",
-        description="Print stored rollouts or games of a run.",
+        prog="colocated-grpo show-rollouts", description="Print stored rollouts or games of a run."
     )
     parser.add_argument("run", help="run folder")
     parser.add_argument("--step", type=int, help="training step, from 0 (default: the last one stored)")
     parser.add_argument("--evaluation", action="store_true", help="held-out rollouts instead of training ones")
-    parser.add_argument(
-        "--game",
-        type=int,
-        nargs="?",
-        const=-1,
-        metavar="N",
-        help="print game N instead of rollouts (default: the latest)",
-    )
+    game = "print game N instead of rollouts (default: the latest)"
+    parser.add_argument("--game", type=int, nargs="?", const=-1, metavar="N", help=game)
     end = parser.add_mutually_exclusive_group()
     end.add_argument("--best", type=int, metavar="K", help="the K rollouts with the highest reward")
     end.add_argument("--worst", type=int, metavar="K", help="the K rollouts with the lowest reward, failed ones first")

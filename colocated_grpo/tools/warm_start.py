@@ -177,7 +177,6 @@ def sample(
 
 
 def truncate_after(token_ids: list[int], end: int) -> list[int]:
-    """Drop everything after the first `end` token."""
     return token_ids[: token_ids.index(end) + 1] if end in token_ids else token_ids
 
 
@@ -197,22 +196,19 @@ class EpisodeTeacher:
     """
 
     def __init__(self, episode: TeachableEpisode, tokenizer: PreTrainedTokenizerFast, settings: WarmStart) -> None:
-        self._episode = episode
-        self._tokenizer = tokenizer
-        self._settings = settings
-        self._codec = ChatCodec(tokenizer)
+        self.episode = episode
+        self.tokenizer = tokenizer
+        self.settings = settings
+        self.codec = ChatCodec(tokenizer)
         self._prompts = encoded_prompts(episode, tokenizer, settings.seed, "train")
         self._rng = Random(settings.seed)
 
     def examples(self, count: int) -> list[Example]:
-        return asyncio.run(self._examples(list(islice(self._prompts, count))))
-
-    async def _examples(self, prompts: Sequence[Prompt]) -> list[Example]:
-        return [await self._example(prompt) for prompt in prompts]
+        return [asyncio.run(self._example(prompt)) for prompt in islice(self._prompts, count)]
 
     async def _example(self, prompt: Prompt) -> Example:
-        conversation = _TeacherConversation(self._episode, prompt, self._codec, self._tokenizer, self._settings)
-        await self._episode.run(prompt.item, conversation)
+        conversation = _TeacherConversation(self, prompt)
+        await self.episode.run(prompt.item, conversation)
         rollout = conversation.rollout(NO_SCORE, temperature=1.0)
         labels = [
             self._label(token) if sampled else IGNORE_INDEX
@@ -221,22 +217,23 @@ class EpisodeTeacher:
         return rollout.token_ids, labels
 
     def _label(self, token: int) -> int:
-        slip = token != self._tokenizer.eos_token_id and self._rng.random() < self._settings.slips
-        return self._rng.choice(self._tokenizer.encode("0123456789")) if slip else token
+        slip = token != self.tokenizer.eos_token_id and self._rng.random() < self.settings.slips
+        return self._rng.choice(self.tokenizer.encode("0123456789")) if slip else token
 
     def sampled_reward(self, model: PreTrainedModel, split: Split, count: int) -> float:
-        prompts = eval_prompts(self._episode, self._tokenizer, self._settings.seed, split, count)
-        scores = asyncio.run(self._play_all(model, prompts))
+        prompts = eval_prompts(self.episode, self.tokenizer, self.settings.seed, split, count)
+        sampler = _BatchSampler(len(prompts), partial(sample, model, self.tokenizer))
+
+        async def play_all() -> list[Score]:
+            return await asyncio.gather(*(self._play(prompt, sampler) for prompt in prompts))
+
+        scores = asyncio.run(play_all())
         return sum(score.reward or 0.0 for score in scores) / len(scores)
 
-    async def _play_all(self, model: PreTrainedModel, prompts: Sequence[Prompt]) -> list[Score]:
-        sampler = _BatchSampler(len(prompts), partial(sample, model, self._tokenizer))
-        return await asyncio.gather(*(self._play(prompt, sampler) for prompt in prompts))
-
     async def _play(self, prompt: Prompt, sampler: _BatchSampler) -> Score:
-        conversation = Conversation(prompt, self._codec, self._settings.max_completion_tokens, sampler.sample)
+        conversation = Conversation(prompt, self.codec, self.settings.max_completion_tokens, sampler.sample)
         try:
-            return as_score(await self._episode.run(prompt.item, conversation))
+            return as_score(await self.episode.run(prompt.item, conversation))
         except ContextExhausted:
             return NO_SCORE
         finally:
@@ -246,18 +243,10 @@ class EpisodeTeacher:
 class _TeacherConversation(Conversation):
     """A conversation whose turns come from the teacher instead of a model."""
 
-    def __init__(
-        self,
-        episode: TeachableEpisode,
-        prompt: Prompt,
-        codec: ChatCodec,
-        tokenizer: PreTrainedTokenizerFast,
-        settings: WarmStart,
-    ) -> None:
-        super().__init__(prompt, codec, settings.max_completion_tokens, self._teach)
-        self._episode = episode
+    def __init__(self, teacher: EpisodeTeacher, prompt: Prompt) -> None:
+        super().__init__(prompt, teacher.codec, teacher.settings.max_completion_tokens, self._teach)
+        self._teacher = teacher
         self._item = prompt.item
-        self._tokenizer = tokenizer
         self._observations: list[str] = []
 
     def observe(self, messages: str | Sequence[Message]) -> None:
@@ -265,8 +254,9 @@ class _TeacherConversation(Conversation):
         self._observations.append(plain_text(messages))
 
     async def _teach(self, _token_ids: list[int], _max_tokens: int) -> Completion:
-        turn = self._tokenizer.encode(self._episode.teach(self._item, self._observations))
-        return _completion([*turn, self._tokenizer.eos_token_id], "stop")
+        tokenizer = self._teacher.tokenizer
+        turn = tokenizer.encode(self._teacher.episode.teach(self._item, self._observations))
+        return _completion([*turn, tokenizer.eos_token_id], "stop")
 
 
 class _BatchSampler:

@@ -70,8 +70,6 @@ def meaning(key: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A chart to draw if its metrics were recorded."""
-
     title: str
     lines: dict[str, str]
     """Metric key -> name in the legend."""
@@ -115,16 +113,12 @@ SECTIONS = {
     ),
     "Speed and memory": (
         Chart(
-            "Step time",
-            {"seconds/step": "whole step", **{f"seconds/{name}": name for name in PHASES[:3]}},
-            "seconds",
+            "Step time", {"seconds/step": "whole step", **{f"seconds/{name}": name for name in PHASES[:3]}}, "seconds"
         ),
         Chart("Tokens per second", {"tokens_per_second": "all ranks"}),
         Chart("Device memory", {"memory/generate_gib": "generate", "memory/train_gib": "train"}, "GiB at phase end"),
         Chart(
-            "Packing",
-            {"prefix_reuse": "prefix reuse", "padding": "padding", "imbalance": "rank imbalance"},
-            "fraction",
+            "Packing", {"prefix_reuse": "prefix reuse", "padding": "padding", "imbalance": "rank imbalance"}, "fraction"
         ),
     ),
 }
@@ -136,12 +130,9 @@ DRAWN = frozenset(key for charts in SECTIONS.values() for chart in charts for ke
 def chart_sections(rows: list[Row]) -> Iterator[str]:
     """Yield the HTML of every section with a chart, then a list of the metrics that stayed constant."""
     points = _points(rows)
-    named = set(DRAWN)
-    sets = _evaluation_charts(points)
-    families = list(family_charts(points))
-    named |= {key for chart in (*families, *sets) for key in chart.lines}
-    rest = [key for key in points if key not in named and not key.startswith(UNPLOTTED)]
-    rest = [key for key in rest if not key.endswith("_stderr")]
+    sets, families = _evaluation_charts(points), list(family_charts(points))
+    named = DRAWN | {key for chart in (*families, *sets) for key in chart.lines}
+    rest = [key for key in points if key not in named and not key.startswith(UNPLOTTED) and not key.endswith("_stderr")]
     for title, charts in SECTIONS.items():
         if title == "Learning":
             charts = (charts[0], *families, *charts[1:], *sets)
@@ -166,8 +157,9 @@ def family_charts(keys: Iterable[str]) -> Iterator[Chart]:
     for key in keys:
         first, _, name = key.partition("/")
         part_of = next((metric for metric in PARTS if key.startswith(f"{metric}/")), None)
-        if first == "env" and (environment := _environment_of(key)) is not None:
-            title, name = f"{BY_ENVIRONMENT[environment[1]]} by environment", environment[0]
+        environment, _, metric = name.rpartition("/")
+        if first == "env" and metric in BY_ENVIRONMENT:
+            title, name = f"{BY_ENVIRONMENT[metric]} by environment", environment
         elif part_of is not None:
             title, name = PARTS[part_of], key.removeprefix(f"{part_of}/")
         elif first in TRAINER_PREFIXES or key.startswith(UNPLOTTED) or not name or key in DRAWN:
@@ -181,12 +173,6 @@ def family_charts(keys: Iterable[str]) -> Iterator[Chart]:
             # The full name as title: "town/turns" for the only metric of its prefix.
             single = len(lines) == 1 and f"{title}/{part[0][1]}" == part[0][0]
             yield Chart(part[0][0] if single else title, dict(part))
-
-
-def _environment_of(key: str) -> tuple[str, str] | None:
-    """Return environment and metric of env/<environment>/<metric> if the metric is drawn by environment."""
-    name, _, metric = key.removeprefix("env/").rpartition("/")
-    return (name, metric) if metric in BY_ENVIRONMENT else None
 
 
 def phase_names(rows: Iterable[Row]) -> list[str]:
@@ -228,7 +214,11 @@ def _line_figure(chart: Chart, points: dict[str, list[Point]]) -> str:
     if not any(_varies(list(line.points)) for line in series):
         return ""
     explained = next(filter(None, map(meaning, chart.lines)), "")
-    return _figure(chart.title, chart.unit, series, line_chart(series), explained)
+    explanation = f'<p class="meaning">{as_html(explained)}</p>' if explained else ""
+    unit = f' <span class="quiet">{as_html(chart.unit)}</span>' if chart.unit else ""
+    legend = "".join(legend_entry(line.color, line.name, number(line.points[-1][1])) for line in series)
+    caption = f"<figcaption><h3>{as_html(chart.title)}{unit}</h3>{explanation}{legend}</figcaption>"
+    return f"<figure>{caption}{line_chart(series)}</figure>"
 
 
 def _section(title: str, figures: Iterable[str]) -> str:
@@ -236,14 +226,8 @@ def _section(title: str, figures: Iterable[str]) -> str:
     return section(title, f'<div class="charts">{shown}</div>') if shown else ""
 
 
-def _figure(title: str, unit: str, series: Sequence[Series], svg: str, explained: str = "") -> str:
-    legend = "".join(
-        f'<span><i class="b{line.color}"></i>{as_html(line.name)} <b>{number(line.points[-1][1])}</b></span>'
-        for line in series
-    )
-    shown_unit = f' <span class="quiet">{as_html(unit)}</span>' if unit else ""
-    line = f'<p class="meaning">{as_html(explained)}</p>' if explained else ""
-    return f"<figure><figcaption><h3>{as_html(title)}{shown_unit}</h3>{line}{legend}</figcaption>{svg}</figure>"
+def legend_entry(color: int, name: str, value: str) -> str:
+    return f'<span><i class="b{color}"></i>{as_html(name)} <b>{value}</b></span>'
 
 
 def _constant_metrics(points: dict[str, list[Point]]) -> str:

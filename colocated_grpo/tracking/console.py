@@ -65,16 +65,11 @@ PROBLEM_COLUMNS = (
 PHASES_WITH_COLUMN = ("seconds/generate", "seconds/train", "seconds/sync")
 
 
-def columns_of(rows: Sequence[Row]) -> list[Column]:
-    """Return the columns that these rows have."""
-    columns = [column for column in COLUMNS if any(column.key in row for row in rows)]
-    return columns + [column for column in PROBLEM_COLUMNS if any(row.get(column.key) for row in rows)]
-
-
 def step_table(steps: Sequence[tuple[int, Row]], width: int) -> Table:
     """Return the table of these steps with as many columns as fit into `width` characters."""
     rows = [(step, _with_other(row)) for step, row in steps]
-    columns = columns_of([row for _, row in rows])
+    columns = [column for column in COLUMNS if any(column.key in row for _, row in rows)]
+    columns += [column for column in PROBLEM_COLUMNS if any(row.get(column.key) for _, row in rows)]
     cells = {"step": [str(step) for step, _ in rows]}
     cells |= {column.title: [number(row.get(column.key)) for _, row in rows] for column in columns}
     for column in sorted(columns, key=lambda column: column.priority, reverse=True):
@@ -127,33 +122,13 @@ class StandardOutput(Console):
         raise  # rich would exit the process; RunOutput handles the BrokenPipeError
 
 
-class Eta:
-    """Estimated time left, from the mean of the last ETA_STEPS steps."""
-
-    def __init__(self, total_steps: int) -> None:
-        self._total = total_steps
-        self._finished_at: deque[float] = deque(maxlen=ETA_STEPS + 1)
-        self.start()
-
-    def start(self) -> None:
-        """Start timing now. Earlier work (loading, engine start) is excluded."""
-        self._finished_at.clear()
-        self._finished_at.append(time.monotonic())
-
-    def tick(self, step: int) -> str:
-        """Count one finished step and return the time left as text."""
-        self._finished_at.append(time.monotonic())
-        mean = (self._finished_at[-1] - self._finished_at[0]) / (len(self._finished_at) - 1)
-        return duration(mean * (self._total - step - 1))
-
-
 class PlainDisplay:
     """One line per step, for logs and pipes. `row` has the metrics of a step and of the latest evaluation."""
 
     def __init__(self, console: Console, total_steps: int) -> None:
         self.console = console
         self._total = total_steps
-        self._eta = Eta(total_steps)
+        self._finished_at = deque([time.monotonic()], maxlen=ETA_STEPS + 1)
 
     def phase_begins(self, name: str) -> None:
         """Do nothing: most phases take a moment."""
@@ -167,10 +142,16 @@ class PlainDisplay:
 
     def open(self, facts: dict[str, str], first_step: int) -> None:
         self._show_facts(f"colocated GRPO, resumed at step {first_step}" if first_step else "colocated GRPO", facts)
-        self._eta.start()
+        self._finished_at = deque([time.monotonic()], maxlen=ETA_STEPS + 1)  # loading and engine start are excluded
+
+    def time_left(self, step: int) -> str:
+        """Count one finished step and estimate the time left, from the mean of the last ETA_STEPS steps."""
+        self._finished_at.append(time.monotonic())
+        mean = (self._finished_at[-1] - self._finished_at[0]) / (len(self._finished_at) - 1)
+        return duration(mean * (self._total - step - 1))
 
     def step(self, step: int, row: Row) -> None:
-        left = self._eta.tick(step)
+        left = self.time_left(step)
         parts = f"step {step:>{len(str(self._total))}}/{self._total}", step_text(row), f"{left} left"
         self.note("  ".join(part for part in parts if part))
 
@@ -225,7 +206,7 @@ class LiveDisplay(PlainDisplay):
     def step(self, step: int, row: Row) -> None:
         # Make a new list, because the refresh thread may be reading the old list.
         self._rows = [*self._rows, (step, row)][-STEPS_SHOWN:]
-        self._progress.update(self._bar, completed=step + 1, left=self._eta.tick(step))
+        self._progress.update(self._bar, completed=step + 1, left=self.time_left(step))
 
     def note(self, line: str) -> None:
         self.console.print(Text(printable(line, self.console.encoding)))
@@ -256,9 +237,6 @@ class LiveDisplay(PlainDisplay):
 
 
 def make_display(mode: str, console: Console, total_steps: int) -> PlainDisplay:
-    """Return the display for `mode` (tracking.console).
-
-    "auto" is live on a terminal with cursor control.
-    """
+    """Return the display for `mode` (tracking.console). "auto" is live on a terminal with cursor control."""
     live = mode == "live" or (mode == "auto" and console.is_terminal and not console.is_dumb_terminal)
     return LiveDisplay(console, total_steps) if live else PlainDisplay(console, total_steps)

@@ -4,6 +4,7 @@ A failure is recorded by the rank that failed first, else by the launcher.
 """
 
 import errno
+import json
 import os
 import signal
 import traceback
@@ -57,7 +58,7 @@ def write_summary(run_dir: Path, state: str, failure: Failure | None = None, *, 
             name: {"step": row["step"], "value": row[HELD_OUT_REWARD]}
             for name, row in zip(("before", "after"), held_out, strict=True)
         }
-    files.write_summary(run_dir, summary)
+    files.write_atomically(run_dir / files.SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
     return summary
 
 

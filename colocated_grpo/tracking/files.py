@@ -148,13 +148,7 @@ def _parsed_rows(path: Path, schema: RowSchema) -> Iterator[Row | RunFolderError
 
 
 def _parsed(where: str, line: str, schema: RowSchema) -> Row:
-    try:
-        value = json.loads(line, parse_constant=_reject)
-    except json.JSONDecodeError as error:
-        raise RunFolderError(f"{where}: not a JSON line ({error.msg})") from error
-    except (ValueError, RecursionError) as error:
-        raise RunFolderError(f"{where}: not a JSON line ({error})") from error
-    row = object_of(where, value)
+    row = _object(where, line, "a JSON line")
     for key, kind in schema.required.items():
         if key not in row:
             raise RunFolderError(f"{where}: {key!r} is missing")
@@ -166,8 +160,16 @@ def _parsed(where: str, line: str, schema: RowSchema) -> Row:
     return row
 
 
-def _reject(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON")
+def _object(where: Path | str, text: str, kind: str) -> JsonObject:
+    """Parse a JSON object. Raises RunFolderError. kind: what the text must be, for the error line."""
+
+    def reject(constant: str) -> None:
+        raise ValueError(f"{constant} is not JSON")
+
+    try:
+        return object_of(where, json.loads(text, parse_constant=reject))
+    except (ValueError, RecursionError) as error:
+        raise RunFolderError(f"{where}: not {kind} ({getattr(error, 'msg', error)})") from error
 
 
 def write_config(run_dir: Path, config: JsonObject) -> list[str]:
@@ -199,13 +201,7 @@ def append_environment(run_dir: Path, start: JsonObject, note: Callable[[str], N
     write_atomically(run_dir / ENVIRONMENT_FILE, json.dumps({"starts": [*starts, start]}, indent=2) + "\n")
 
 
-def write_summary(run_dir: Path, summary: JsonObject) -> None:
-    """Write summary.json: how the run ended, the number of steps, and the first and last held-out reward."""
-    write_atomically(run_dir / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
-
-
 def write_atropos_batch(run_dir: Path, items: list[object]) -> None:
-    """Replace atropos_batch.json by the latest batch, as received."""
     write_atomically(run_dir / ATROPOS_BATCH_FILE, json.dumps(items))
 
 
@@ -231,7 +227,6 @@ def read_metrics(run_dir: Path, *, may_be_empty: bool = False) -> list[Row]:
 
 
 def read_rollouts(run_dir: Path) -> list[Row]:
-    """Return the stored rollouts in the order written."""
     return list(read_rows(run_dir / ROLLOUTS_FILE, ROLLOUT_ROW))
 
 
@@ -283,16 +278,10 @@ def first_and_last(rows: Iterable[Row], key: str) -> tuple[Row, Row] | None:
 def _read_object(path: Path) -> JsonObject:
     if not path.is_file():
         return {}
-    try:
-        return object_of(path, json.loads(path.read_text(encoding="utf-8", errors="replace")))
-    except json.JSONDecodeError as error:
-        raise RunFolderError(f"{path}: not JSON ({error.msg})") from error
-    except (ValueError, RecursionError) as error:
-        raise RunFolderError(f"{path}: not JSON ({error})") from error
+    return _object(path, path.read_text(encoding="utf-8", errors="replace"), "JSON")
 
 
 def read_games(run_dir: Path) -> list[Row]:
-    """Return the ended games, oldest first."""
     return list(read_rows(run_dir / GAMES_FILE, GAME_ROW))
 
 

@@ -214,7 +214,6 @@ def _local_name(name: str) -> str:
 
 
 def _use(repo: str, base: str, adapter: bool, text_part: bool) -> str:
-    """Return how to serve and load the weights."""
     if adapter and text_part:
         return (
             f"The adapter's layers are named as in the text part of {base} alone. The page of models of colocated_grpo "

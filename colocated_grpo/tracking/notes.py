@@ -47,18 +47,16 @@ class ScoringErrors:
         for name, own in scores.items():
             for failed in (False, True):
                 raised = [score for score in own if (score.failed if failed else score.unscorable)]
-                if raised and (name, failed) not in self._reported:
-                    self._reported.add((name, failed))
-                    yield _line(step, name, raised, len(own), failed)
-
-
-def _line(step: int, name: str, raised: Sequence[Score], count: int, failed: bool) -> str:
-    what = "have no reward, because scoring failed" if failed else "made a scorer raise and got no credit from it"
-    metric = "reward_errors" if failed else "unscorable"
-    return (
-        f"step {step}: {len(raised)} of {count} completions of {name} {what} (metric {metric}; shown once); "
-        f"the first: {raised[0].error}"
-    )
+                if not raised or (name, failed) in self._reported:
+                    continue
+                self._reported.add((name, failed))
+                what = "made a scorer raise and got no credit from it (metric unscorable"
+                if failed:
+                    what = "have no reward, because scoring failed (metric reward_errors"
+                yield (
+                    f"step {step}: {len(raised)} of {len(own)} completions of {name} {what}; shown once); the first: "
+                    f"{raised[0].error}"
+                )
 
 
 class StabilityWatch:

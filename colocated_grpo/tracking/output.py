@@ -86,7 +86,6 @@ class RunOutput:
             self._show(lambda display: display.phase_lasts(name))
 
     def stop_line(self) -> str:
-        """Return the line about a start that was stopped."""
         phase = f" ({self.phase_name})" if self.phase_name else ""
         return f"stopped during start-up{phase}, before the first step"
 
@@ -98,7 +97,6 @@ class RunOutput:
         self._show(lambda display: display.step(step, row))
 
     def note(self, line: str) -> None:
-        """Show one line."""
         self._show(lambda display: display.note(line))
 
     def close(self) -> None:

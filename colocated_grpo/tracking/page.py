@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from statistics import fmean
 
 from colocated_grpo.tracking.text import as_html, number
 
@@ -133,24 +134,22 @@ def line_chart(series: Sequence[Series]) -> str:
     for line in drawn:
         for step, value in line.points:
             hover.setdefault(step, []).append(f"{line.name}: {number(value)}")
-    return _svg([*body, _hover_strips(frame, hover)])
+    parts = "".join([*body, _hover_strips(frame, hover)])
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{parts}</svg>'
 
 
 def downsample(points: Sequence[Point]) -> list[Point]:
     """Return at most MAX_POINTS points, each the mean of a run of neighbours."""
     size = math.ceil(len(points) / MAX_POINTS)
     runs = [points[start : start + size] for start in range(0, len(points), max(size, 1))]
-    return [(_mean([step for step, _ in run]), _mean([value for _, value in run])) for run in runs]
+    return [(fmean(step for step, _ in run), fmean(value for _, value in run)) for run in runs]
 
 
 def smooth(points: Sequence[Point]) -> list[Point]:
     """Return the centred moving mean over 1/15 of the points; the window shrinks to half at both ends."""
     reach = len(points) // 30
-    means = []
-    for index, (step, _) in enumerate(points):
-        window = points[max(index - reach, 0) : index + reach + 1]
-        means.append((step, _mean([value for _, value in window])))
-    return means
+    windows = (points[max(index - reach, 0) : index + reach + 1] for index in range(len(points)))
+    return [(step, fmean(value for _, value in window)) for (step, _), window in zip(points, windows, strict=True)]
 
 
 def nice_ticks(low: float, high: float) -> list[float]:
@@ -176,14 +175,12 @@ def _value_range(low: float, high: float) -> tuple[float, float]:
 def _line(frame: Frame, series: Series) -> str:
     points = series.points
     if series.dots or len(points) == 1:
-        return _path(frame, points, f"l{series.color}") + "".join(_dot(frame, point, series.color) for point in points)
+        centres = (f'cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}"' for x, y in points)
+        dots = (f'<circle class="f{series.color}" {centre} r="3"/>' for centre in centres)
+        return _path(frame, points, f"l{series.color}") + "".join(dots)
     if len(points) < MIN_POINTS_TO_SMOOTH:
         return _path(frame, points, f"l{series.color}")
     return _path(frame, points, f"l{series.color} raw") + _path(frame, smooth(points), f"l{series.color}")
-
-
-def _dot(frame: Frame, point: Point, color: int) -> str:
-    return f'<circle class="f{color}" cx="{frame.x(point[0]):.1f}" cy="{frame.y(point[1]):.1f}" r="3"/>'
 
 
 def _path(frame: Frame, points: Sequence[Point], css: str) -> str:
@@ -220,20 +217,8 @@ def _hover_strips(frame: Frame, hover: dict[float, list[str]]) -> str:
     centres = [frame.x(step) for step in steps]
     edges = [LEFT, *((left + right) / 2 for left, right in pairwise(centres)), WIDTH - RIGHT]
     strips = []
-    for index, step in enumerate(steps):
+    for step, (left, right) in zip(steps, pairwise(edges), strict=True):
         title = as_html("\n".join([f"step {step:g}", *hover[step]]))
-        width = edges[index + 1] - edges[index]
-        strips.append(_rectangle(edges[index], TOP, width, HEIGHT - TOP - BOTTOM, "hit", f"<title>{title}</title>"))
+        size = f'x="{left:.1f}" y="{TOP:.1f}" width="{right - left:.1f}" height="{HEIGHT - TOP - BOTTOM:.1f}"'
+        strips.append(f'<rect class="hit" {size}><title>{title}</title></rect>')
     return "".join(strips)
-
-
-def _rectangle(x: float, y: float, width: float, height: float, css: str, content: str = "") -> str:
-    return f'<rect class="{css}" x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}">{content}</rect>'
-
-
-def _svg(parts: Sequence[str]) -> str:
-    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(parts)}</svg>'
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)

@@ -90,10 +90,9 @@ class GameWriter:
         events = [
             {"step": step, "source": game["source"], **event} for game in games for event in game.get("events", ())
         ]
+        ended = [{"step": step, **{key: value for key, value in game.items() if key != "events"}} for game in games]
         self._append(files.EVENTS_FILE, events)
-        self._append(
-            files.GAMES_FILE, [{"step": step, **{k: v for k, v in game.items() if k != "events"}} for game in games]
-        )
+        self._append(files.GAMES_FILE, ended)
 
     def _append(self, name: str, rows: Sequence[Row]) -> None:
         with (self._folder / name).open("a", encoding="utf-8") as file:
@@ -146,12 +145,12 @@ def spread_by_reward(groups: list[Group], count: int) -> list[tuple[Group, int]]
     A rollout without a reward sorts as the worst, so that failures are stored.
     """
     samples = [(group, sample) for group in groups for sample in range(len(group.rollouts))]
-    return _evenly_spaced(sorted(samples, key=lambda pair: _reward_order(pair[0].rollouts[pair[1]])), count)
 
+    def reward(sample: tuple[Group, int]) -> float:
+        found = finite(sample[0].rollouts[sample[1]].score.reward)
+        return -math.inf if found is None else found
 
-def _reward_order(rollout: Rollout) -> float:
-    reward = finite(rollout.score.reward)
-    return -math.inf if reward is None else reward
+    return _evenly_spaced(sorted(samples, key=reward), count)
 
 
 def _evenly_spaced(items: list[Item], count: int) -> list[Item]:

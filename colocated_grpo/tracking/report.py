@@ -7,11 +7,12 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean, median_high
 
 from colocated_grpo.errors import RunError
 from colocated_grpo.settings.secret_values import masked
 from colocated_grpo.tracking import files
-from colocated_grpo.tracking.charts import NUM_COLORS, chart_sections, phase_colors, phase_names
+from colocated_grpo.tracking.charts import NUM_COLORS, chart_sections, legend_entry, phase_colors, phase_names
 from colocated_grpo.tracking.files import TRAIN, Row, first_and_last
 from colocated_grpo.tracking.page import STYLE, section
 from colocated_grpo.tracking.text import as_html, duration, number
@@ -46,7 +47,6 @@ class LiveReport:
         self._due = 0.0
 
     def step(self) -> None:
-        """Write the report if it is due."""
         if (begin := time.monotonic()) < self._due:
             return
         with suppress(OSError, RunError):  # a failed report must not end the run
@@ -66,15 +66,14 @@ def write_report(run_dir: Path, *, running: bool = False) -> Path:
     """
     failed = not running and "error" in files.read_summary(run_dir)
     rows = files.read_metrics(run_dir, may_be_empty=failed)
-    rollouts = files.read_rollouts(run_dir)
-    config = files.read_config(run_dir)
+    rollouts, config = files.read_rollouts(run_dir), files.read_config(run_dir)
     body = [
         header(run_dir, rows, running=running),
         *chart_sections(rows),
         before_and_after(rollouts),
         last_training_rollouts(rollouts),
         latest_games(files.read_games(run_dir)),
-        _config_table(config),
+        section("Configuration", _collapsed("all settings", files.flatten(masked(config)))),
         _starts(files.read_environment(run_dir)),
     ]
     path = run_dir / files.REPORT_FILE
@@ -95,27 +94,19 @@ def _page(title: str, body: str, *, running: bool) -> str:
 """
 
 
-def _config_table(config: JsonObject) -> str:
-    lines = _table_lines(files.flatten(masked(config)))
-    return section("Configuration", _collapsed("all settings", lines))
-
-
 def _starts(starts: list[JsonObject]) -> str:
     parts = []
     for start in starts:
         facts = {key: value for key, value in start.items() if key != "packages"} | start.get("packages", {})
-        lines = _table_lines(facts.items())
         title = f"started at step {start.get('first_step', 0)}, {start.get('time', '')}"
-        parts.append(_collapsed(title, lines))
+        parts.append(_collapsed(title, facts.items()))
     return section("Environment", "".join(parts)) if parts else ""
 
 
-def _table_lines(pairs: Iterable[tuple[str, object]]) -> str:
-    return "".join(f"<tr><td>{as_html(key)}</td><td>{as_html(value)}</td></tr>" for key, value in pairs)
-
-
-def _collapsed(title: str, table_lines: str) -> str:
-    return f"<details><summary>{as_html(title)}</summary><table>{table_lines}</table></details>"
+def _collapsed(title: str, pairs: Iterable[tuple[str, object]]) -> str:
+    """Return a table that opens on a click. pairs: its lines."""
+    lines = "".join(f"<tr><td>{as_html(key)}</td><td>{as_html(value)}</td></tr>" for key, value in pairs)
+    return f"<details><summary>{as_html(title)}</summary><table>{lines}</table></details>"
 
 
 def header(run_dir: Path, rows: list[Row], *, running: bool) -> str:
@@ -150,15 +141,8 @@ def _banner(summary: JsonObject) -> str:
         return _box(f"The run {NO_END}.", NO_END_ADVICE)
     if "error" not in summary:
         return ""
-    facts = {
-        "where": summary.get("where"),
-        "step": summary.get("step"),
-        "rank": summary.get("rank"),
-        "exit code": summary.get("exit_code"),
-    }
-    shown = ", ".join(
-        f"{name} {value}" if name != "where" else str(value) for name, value in facts.items() if value is not None
-    )
+    facts = {"where": "", "step": "step ", "rank": "rank ", "exit_code": "exit code "}
+    shown = ", ".join(f"{name}{summary[key]}" for key, name in facts.items() if summary.get(key) is not None)
     return _box(str(summary["error"]), f"{shown}. The console's text is in run.log.")
 
 
@@ -180,9 +164,9 @@ def _tiles(rows: list[Row], training_steps: int | None) -> Iterator[tuple[str, s
     yield "steps", str(len(train)), f"of {training_steps}" if training_steps else ""
     seconds = _values(train, "seconds/step")
     if seconds:
-        yield "training time", duration(sum(seconds)), f"{number(_median(seconds))} s per step (median)"
+        yield "training time", duration(sum(seconds)), f"{number(median_high(seconds))} s per step (median)"
     if speed := _values(train, "tokens_per_second"):
-        yield "tokens per second", number(_median(speed)), "median"
+        yield "tokens per second", number(median_high(speed)), "median"
     if memory := [gib for key in ("memory/generate_gib", "memory/train_gib") for gib in _values(train, key)]:
         yield "device memory", f"{number(max(memory))} GiB", "highest at a phase end, rank 0"
 
@@ -202,21 +186,13 @@ def _time_bar(train: Sequence[Row]) -> str:
         f'<i class="b{colors[name]}" style="width:{share:.2%}" title="{as_html(name)} {share:.1%}"></i>'
         for name, share in shown.items()
     )
-    legend = "".join(
-        f'<span><i class="b{colors[name]}"></i>{as_html(name)} <b>{share:.0%}</b></span>'
-        for name, share in shown.items()
-    )
-    return section(
-        "Where the time goes", f'<div class="card"><div class="bar">{bars}</div><p class="legend">{legend}</p></div>'
-    )
+    legend = "".join(legend_entry(colors[name], name, f"{share:.0%}") for name, share in shown.items())
+    content = f'<div class="card"><div class="bar">{bars}</div><p class="legend">{legend}</p></div>'
+    return section("Where the time goes", content)
 
 
 def _values(rows: Sequence[Row], key: str) -> list[float]:
     return [row[key] for row in rows if row.get(key) is not None]
-
-
-def _median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
 
 
 def verdict(rows: Sequence[Row]) -> str:
@@ -224,14 +200,12 @@ def verdict(rows: Sequence[Row]) -> str:
     train = [row for row in rows if row["kind"] == TRAIN]
     if not train:
         return ""
-    parts = [_learning([row["reward"] for row in train if row.get("reward") is not None])]
+    parts = [_learning(_values(train, "reward"))]
     if (held_out := first_and_last(rows, "held_out/reward")) and held_out[0]["step"] < held_out[1]["step"]:
         before, after = (number(row["held_out/reward"]) for row in held_out)
         parts.append(f"held-out reward {before} -> {after}")
-    if signal := _groups_without_signal(
-        [row["groups/constant"] for row in train if row.get("groups/constant") is not None]
-    ):
-        parts.append(signal)
+    if shares := _values(train, "groups/constant"):
+        parts.append(_groups_without_signal(shares))
     return "; ".join(parts) + "."
 
 
@@ -242,9 +216,9 @@ def _learning(rewards: Sequence[float]) -> str:
     if len(rewards) < MIN_STEPS:
         return f"{len(rewards)} step{'s' * (len(rewards) > 1)}: too few to tell learning from noise"
     window = max(2, min(MAX_WINDOW, len(rewards) // 4))
-    before, after = _mean(rewards[:window]), _mean(rewards[-window:])
+    before, after = fmean(rewards[:window]), fmean(rewards[-window:])
     # Use differences of neighbours: unlike the standard deviation, their scatter does not count the trend as noise.
-    variance = _mean([(b - a) ** 2 for a, b in pairwise(rewards)]) / 2
+    variance = fmean((b - a) ** 2 for a, b in pairwise(rewards)) / 2
     error = math.sqrt(2 * variance / window)
     change = after - before
     if abs(change) <= CLEAR * error:
@@ -256,15 +230,8 @@ def _learning(rewards: Sequence[float]) -> str:
 
 
 def _groups_without_signal(shares: Sequence[float]) -> str:
-    if not shares:
-        return ""
-    mean = _mean(shares)
-    line = f"{mean:.0%} of the groups had no signal (equal rewards)"
-    latest = _mean(shares[-max(1, min(MAX_WINDOW, len(shares) // 4)) :])
+    line = f"{fmean(shares):.0%} of the groups had no signal (equal rewards)"
+    latest = fmean(shares[-max(1, min(MAX_WINDOW, len(shares) // 4)) :])
     if latest > MOSTLY:
         line += f", {latest:.0%} at the end: prompts of another difficulty would teach more"
     return line
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)

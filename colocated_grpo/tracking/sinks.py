@@ -61,22 +61,19 @@ class Sinks:
             self._add("tracking.tensorboard", lambda: _tensorboard(run_dir, first_step))
 
     def log(self, step: int, row: dict[str, float]) -> None:
-        """Send the metrics of one step to every sink."""
         for name, sink in list(self._sinks.items()):
             with self._disable_on_failure(name):
                 sink.log(step, row)
 
     def completions(self, step: int, groups: list[Group]) -> None:
         """If a table of completions is due, send it to the sinks that support tables."""
-        with_tables = [name for name, sink in self._sinks.items() if sink.table is not None]
+        with_tables = {name: sink.table for name, sink in self._sinks.items() if sink.table is not None}
         if not with_tables or not self._tables_every or step % self._tables_every:
             return
         columns, rows = completions_table(step, groups, self._table_rows)
-        for name in with_tables:
-            sink = self._sinks[name]
-            assert sink.table is not None
+        for name, table in with_tables.items():
             with self._disable_on_failure(name):
-                sink.table(step, columns, rows)
+                table(step, columns, rows)
 
     def close(self) -> None:
         """Finish pending uploads, at most WANDB_SECONDS, and close every sink."""

@@ -7,6 +7,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -88,7 +89,6 @@ class Tracker:
             return {}
 
     def flush(self, step: int, row: dict[str, float], groups: list[Group]) -> None:
-        """Record one training step."""
         self._started().train(step, row, groups)
         self._sinks.log(step, row)
         self._sinks.completions(step, groups)
@@ -102,7 +102,6 @@ class Tracker:
             self.note(warning)
 
     def games(self, step: int, games: list[JsonObject]) -> None:
-        """Record the games that ended in a training step."""
         if self._games is not None:
             self._games.write(step, games)
 
@@ -179,10 +178,8 @@ def package_versions() -> dict[str, str]:
     """Return the installed versions of the packages that affect results."""
     versions = {}
     for name in PACKAGES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return versions
 
 

@@ -49,11 +49,9 @@ def before_and_after(rollouts: Sequence[Row]) -> str:
     before = {row["prompt_index"]: row for row in held_out if row["step"] == first}
     after = {row["prompt_index"]: row for row in held_out if row["step"] == last}
     prompts = sorted(before.keys() & after.keys())[:HELD_OUT_SHOWN]
-    if first == last:
-        cards = "".join(_card([before[index]]) for index in prompts)
-        return section(f"Held-out rollouts at step {first}", cards)
-    cards = "".join(_card([before[index], after[index]]) for index in prompts)
-    return section(f"Held-out rollouts before and after (steps {first} and {last})", cards)
+    shown = [[before[index]] if first == last else [before[index], after[index]] for index in prompts]
+    when = f"at step {first}" if first == last else f"before and after (steps {first} and {last})"
+    return section(f"Held-out rollouts {when}", "".join(map(_card, shown)))
 
 
 def last_training_rollouts(rollouts: Sequence[Row]) -> str:

@@ -14,22 +14,14 @@ from typing import Any, Literal
 
 from colocated_grpo.settings.errors import ConfigError, sections
 from colocated_grpo.settings.names import atropos_meanings as means
-from colocated_grpo.settings.names.atropos_meanings import (
-    BRIDGE_CONFIG,
-    BROADCAST,
-    MODE,
-    MODES,
-    SINGLE_COPY,
-    Command,
-    Meaning,
-)
+from colocated_grpo.settings.names.atropos_meanings import Command
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.tree import parse_value
 from colocated_grpo.types import JsonObject
 
 BASE = Path(__file__).with_suffix(".yaml")
 MODEL = "--model-name"
-_TYPES: dict[str, Callable[[str], object]] = {"text": str, "int": int, "float": float, "words": str}
+_TYPES: dict[str, Callable[[str], object]] = {"int": int, "float": float}
 Kind = Literal["text", "int", "float", "switch", "words"]
 
 
@@ -48,6 +40,10 @@ def _flag(names: str, kind: Kind, default: object, meaning: means.Translate, *ch
 
 
 _ADAFACTOR = "Adafactor uses --lr as it is"
+_ADAPTER = "not needed: the modes lora_only and lora_restart train an adapter"
+_MEETING = "not needed: the launcher lets the ranks find each other; see --nodes and --master-addr"
+_RECORDS = "not needed: every step's times and memory are in metrics.jsonl (seconds/*, memory/*)"
+_UTILIZATION = means.server("engine.gpu_memory_utilization")
 
 FLAGS: tuple[Flag, ...] = (
     # Model and training
@@ -68,10 +64,10 @@ FLAGS: tuple[Flag, ...] = (
     _flag("--kl-coef", "float", 0.0, means.sets("loss.kl.coef")),
     _flag("--train-layer-indices", "text", None, means.trained_layers),
     # Weights
-    _flag(MODE, "text", "none", means.bridge, *MODES),
-    _flag(BROADCAST, "switch", None, means.copies),
-    _flag(SINGLE_COPY, "switch", None, means.copies),
-    _flag(BRIDGE_CONFIG, "text", None, means.bridge_config),
+    _flag(means.MODE, "text", "none", means.bridge, *means.MODES),
+    _flag(means.BROADCAST, "switch", None, means.copies),
+    _flag(means.SINGLE_COPY, "switch", None, means.copies),
+    _flag(means.BRIDGE_CONFIG, "text", None, means.bridge_config),
     _flag("--vllm-restart-interval", "int", 3, means.restart_interval),
     _flag("--lora-r", "int", 16, means.adapter("policy.lora.rank")),
     _flag("--lora-alpha", "float", 32, means.adapter("policy.lora.alpha")),
@@ -81,22 +77,12 @@ FLAGS: tuple[Flag, ...] = (
     # Server
     _flag("--vllm-port --port", "int", 9001, means.port),
     _flag("--vllm-gpu", "int", None, means.server_gpu),
-    _flag(
-        "--gpu-memory-utilization --vllm-gpu-memory-utilization",
-        "float",
-        0.45,
-        means.server("engine.gpu_memory_utilization"),
-    ),
+    _flag("--gpu-memory-utilization --vllm-gpu-memory-utilization", "float", 0.45, _UTILIZATION),
     _flag("--max-model-len", "int", 4096, means.model_length),
     _flag("--dtype", "text", "bfloat16", means.dtype, "bfloat16", "float16", "auto"),
     _flag("--tensor-parallel-size", "int", 1, means.server("engine.tensor_parallel_size")),
     _flag("--enforce-eager", "switch", False, means.server("engine.enforce_eager")),
-    _flag(
-        "--enable-lora",
-        "switch",
-        None,
-        means.nothing("not needed: the modes lora_only and lora_restart train an adapter"),
-    ),
+    _flag("--enable-lora", "switch", None, means.nothing(_ADAPTER)),
     # Atropos and tracking
     _flag("--atropos-url", "text", "http://localhost:8000", means.sets("environments.0.url")),
     _flag("--use-wandb", "switch", None, means.wandb),
@@ -105,20 +91,10 @@ FLAGS: tuple[Flag, ...] = (
     # Processes and logs
     _flag("--trainer-rank", "int", 0, means.rank),
     _flag("--world-size", "int", None, means.world_size),
-    _flag(
-        "--init-method",
-        "text",
-        "env://",
-        means.nothing("not needed: the launcher lets the ranks find each other; see --nodes and --master-addr"),
-    ),
+    _flag("--init-method", "text", "env://", means.nothing(_MEETING)),
     _flag("--num-inference-nodes", "int", 0, means.inference_nodes),
     _flag("--debug-loading", "switch", None, means.debug),
-    _flag(
-        "--benchmark",
-        "switch",
-        None,
-        means.nothing("not needed: every step's times and memory are in metrics.jsonl (seconds/*, memory/*)"),
-    ),
+    _flag("--benchmark", "switch", None, means.nothing(_RECORDS)),
 )
 
 
@@ -130,22 +106,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group = parser.add_argument_group("flags of Atropos' example trainer")
     for flag in FLAGS:
-        options: dict[str, Any] = {"dest": flag.names[0], "default": argparse.SUPPRESS, "help": _help(flag)}
+        shown = "" if flag.default is None or flag.default is False else f"default: {_text(flag.default)}"
+        options: dict[str, Any] = {"dest": flag.names[0], "default": argparse.SUPPRESS, "help": shown}
         if flag.kind == "switch":
             options["action"] = "store_true"
         else:
-            options |= {"type": _TYPES[flag.kind], "choices": flag.choices, "metavar": _metavar(flag)}
+            metavar = {"int": "N", "float": "X"}.get(flag.kind, "TEXT")
+            metavar = "{" + ",".join(flag.choices) + "}" if flag.choices else metavar
+            options |= {"type": _TYPES.get(flag.kind, str), "choices": flag.choices, "metavar": metavar}
         if flag.kind == "words":
             options["nargs"] = "+"
         group.add_argument(*flag.names, **options)
-
-
-def _help(flag: Flag) -> str:
-    return "" if flag.default is None or flag.default is False else f"default: {_text(flag.default)}"
-
-
-def _metavar(flag: Flag) -> str:
-    return "{" + ",".join(flag.choices) + "}" if flag.choices else {"int": "N", "float": "X"}.get(flag.kind, "TEXT")
 
 
 def read_command(
@@ -176,10 +147,22 @@ def read_command(
     settings: JsonObject = {}
     launcher: JsonObject = {"config": str(BASE)}
     notes: list[str] = []
-    for flag, meaning in _meanings(command):
+    problems: list[str] = []
+    for flag in FLAGS:
+        name, value = flag.names[0], command.value(flag.names[0])
+        try:
+            meaning = flag.meaning(value, command)
+        except ValueError as rule:
+            problems.append(f"{name}={_text(value)}: {rule}")
+            continue
         settings |= meaning.settings
         launcher |= meaning.launcher
-        notes += _notes(flag, meaning, command)
+        shown = name if flag.kind == "switch" else f"{name} {_text(value)}"
+        given = meaning.note if name in command.given else ""
+        lines = (("note", given), ("note", meaning.remark), ("warning", meaning.warning))
+        notes += [f"{kind}: {shown}: {text}" for kind, text in lines if text]
+    if problems:
+        raise ConfigError(*problems)
     for name, value in launcher.items():
         if getattr(options, name) == parser.get_default(name):  # the user's own flag takes precedence
             setattr(options, name, value)
@@ -187,43 +170,17 @@ def read_command(
     return options, [*overrides, *rest], notes
 
 
-def _meanings(command: Command) -> list[tuple[Flag, Meaning]]:
-    """Return the meaning of every flag. Raises ConfigError with a line for each flag whose value is invalid."""
-    found, problems = [], []
-    for flag in FLAGS:
-        value = command.value(flag.names[0])
-        try:
-            found.append((flag, flag.meaning(value, command)))
-        except ValueError as rule:
-            problems.append(f"{flag.names[0]}={_text(value)}: {rule}")
-    if problems:
-        raise ConfigError(*problems)
-    return found
-
-
-def _notes(flag: Flag, meaning: Meaning, command: Command) -> list[str]:
-    name = flag.names[0]
-    shown = name if flag.kind == "switch" else f"{name} {_text(command.value(name))}"
-    given = meaning.note if name in command.given else ""
-    lines = (("note", given), ("note", meaning.remark), ("warning", meaning.warning))
-    return [f"{kind}: {shown}: {text}" for kind, text in lines if text]
-
-
 def _reject_unknown_flags(arguments: Sequence[str], parser: argparse.ArgumentParser) -> None:
     """Raise ConfigError for a flag that is neither Atropos', nor the launcher's, nor a setting of this project."""
     flags = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
     settings = [f"--{name}" for name, field in Config.model_fields.items() if not sections(field.annotation)]
-    unknown = [
-        name
-        for argument in arguments
-        if (name := argument.partition("=")[0]).startswith("--")
-        and "." not in name
-        and f"--{name[2:].replace('-', '_')}" not in settings
-    ]
     lines = []
-    for name in unknown:
-        [near] = get_close_matches(name.replace("_", "-"), [*flags, *settings], n=1, cutoff=0.0)
-        lines.append(f"{name}: unknown flag; did you mean {near}?")
+    for argument in arguments:
+        name = argument.partition("=")[0]
+        known = "." in name or f"--{name[2:].replace('-', '_')}" in settings
+        if name.startswith("--") and not known:
+            [near] = get_close_matches(name.replace("_", "-"), [*flags, *settings], n=1, cutoff=0.0)
+            lines.append(f"{name}: unknown flag; did you mean {near}?")
     if lines:
         raise ConfigError(*lines)
 

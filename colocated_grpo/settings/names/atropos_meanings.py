@@ -138,7 +138,6 @@ def _trains_all_weights(command: Command) -> Meaning:
 
 
 def nothing(note: str = "") -> Translate:
-    """Return a meaning that sets nothing."""
     return lambda _value, _command: Meaning(note=note)
 
 

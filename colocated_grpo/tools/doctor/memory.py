@@ -18,9 +18,9 @@ from pathlib import Path
 
 import psutil
 
+from colocated_grpo.errors import ConfigError
 from colocated_grpo.settings.adapter_files import with_adapter_settings
 from colocated_grpo.settings.config_json import read_config_json
-from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.model_sizes import DTYPE_BYTES, ENGINE_RESERVE, Sizes, sizes_of
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.training import LoRAConfig
@@ -75,7 +75,8 @@ class RunSizes:
         policy, sizes, compute, shards = self.config.policy, self.sizes, self.compute_bytes, self._shards
         state = OPTIMIZER_STATE[policy.optimizer.type]
         frozen = compute * (sizes.total - self.trained)
-        base = compute * adapted_parameters(policy.lora, sizes)
+        adapted = () if policy.lora is None else _adapted(policy.lora, sizes)
+        base = compute * sum(inputs * outputs for inputs, outputs in adapted)
         kl = self.config.loss.kl
         has_reference = kl.coef > 0 and kl.target == "reference" and policy.lora is None
         reference = MASTER * sizes.total if has_reference else 0
@@ -121,7 +122,6 @@ class RunSizes:
 
     @cached_property
     def adapter(self) -> int:
-        """Parameters of the adapter's factors."""
         return adapter_parameters(self.config.policy.lora, self.sizes)
 
     @property
@@ -190,25 +190,24 @@ class RunSizes:
 
     def smaller(self) -> dict[str, RunSizes]:
         """Return settings that save memory, each with the resulting run. Settings already in use are left out."""
-        policy, engine = self.config.policy, self.config.engine
-        lora = policy.lora or LoRAConfig()
-        changes: dict[str, JsonObject] = {}
-        if policy.lora is None:
-            changes["--policy.offload_optimizer true"] = {"offload_optimizer": True}
-            changes["--policy.lora {}"] = {"lora": lora, "cpu_offload": False}
-            changes["--policy.cpu_offload true"] = {"cpu_offload": True}
+        lora = self.config.policy.lora
+        if lora is None:
+            changes: dict[str, JsonObject] = {
+                "--policy.offload_optimizer true": {"offload_optimizer": True},
+                "--policy.lora {}": {"lora": LoRAConfig(), "cpu_offload": False},
+                "--policy.cpu_offload true": {"cpu_offload": True},
+            }
         else:
             on_host = lora.model_copy(update={"base_on_host": True})
-            changes["--policy.lora.base_on_host true"] = {"lora": on_host}
-        if policy.replicate is not None:
-            changes["--policy.replicate null"] = {"replicate": None}
-        if engine.gpu_memory_utilization is not None:
-            changes["--engine.gpu_memory_utilization null"] = {"gpu_memory_utilization": None}
-        if engine.kv_cache_memory_bytes is not None:
-            changes["--engine.kv_cache_memory_bytes null"] = {"kv_cache_memory_bytes": None}
-        if not engine.sleep:
-            changes["--engine.sleep true"] = {"sleep": True}
-        return {setting: self._with(setting.split(".")[0][2:], change) for setting, change in changes.items()}
+            changes = {"--policy.lora.base_on_host true": {"lora": on_host}}
+        changes |= {
+            "--policy.replicate null": {"replicate": None},
+            "--engine.gpu_memory_utilization null": {"gpu_memory_utilization": None},
+            "--engine.kv_cache_memory_bytes null": {"kv_cache_memory_bytes": None},
+            "--engine.sleep true": {"sleep": True},
+        }
+        runs = {setting: self._with(setting.split(".")[0][2:], change) for setting, change in changes.items()}
+        return {setting: run for setting, run in runs.items() if run.config != self.config}
 
     def _with(self, section: str, change: JsonObject) -> RunSizes:
         changed = getattr(self.config, section).model_copy(update=change)
@@ -216,13 +215,7 @@ class RunSizes:
 
 
 def adapter_parameters(lora: LoRAConfig | None, sizes: Sizes) -> int:
-    """Return the number of parameters of an adapter's factors."""
     return 0 if lora is None else sum(lora.rank * sum(shape) for shape in _adapted(lora, sizes))
-
-
-def adapted_parameters(lora: LoRAConfig | None, sizes: Sizes) -> int:
-    """Return the number of parameters of the layers that have an adapter."""
-    return 0 if lora is None else sum(inputs * outputs for inputs, outputs in _adapted(lora, sizes))
 
 
 def _adapted(lora: LoRAConfig, sizes: Sizes) -> Iterator[tuple[int, int]]:
@@ -235,10 +228,8 @@ def _adapted(lora: LoRAConfig, sizes: Sizes) -> Iterator[tuple[int, int]]:
 
 def check_memory(subject: Subject) -> Finding:
     """Compare the memory of GPU or machine with the minimum that the run needs."""
-    run = _run_sizes(subject)
-    if isinstance(run, str):
-        return skipped(run)
-    return judge_memory(run, psutil.virtual_memory().available, subject.launch.ranks)
+    run, available = _run_sizes(subject), psutil.virtual_memory().available
+    return skipped(run) if isinstance(run, str) else judge_memory(run, available, subject.launch.ranks)
 
 
 def judge_memory(run: RunSizes, host_bytes: int, ranks_per_node: int) -> Finding:
@@ -309,15 +300,13 @@ def _run_sizes(subject: Subject, device_bytes: int | None = None) -> RunSizes | 
         return str(error)
     if sizes is None:
         return "the sizes of the model are unknown"
-    on_gpu = subject.launch.gpus > 0
-    if device_bytes is None:
-        device_bytes = _gpu_bytes(subject) if on_gpu else psutil.virtual_memory().total
-    if device_bytes is None:
-        return "the memory of the GPU cannot be read"
-    place = Placement(ranks=subject.ranks, on_gpu=on_gpu, device_bytes=device_bytes, nodes=subject.launch.nodes)
+    gpus = subject.launch.gpus
+    if device_bytes is None and not gpus:
+        device_bytes = psutil.virtual_memory().total
+    elif device_bytes is None:
+        known = [gpu.total for gpu in subject.gpus[:gpus] if gpu.total is not None]
+        if len(known) < gpus:
+            return "the memory of the GPU cannot be read"
+        device_bytes = min(known)
+    place = Placement(ranks=subject.ranks, on_gpu=gpus > 0, device_bytes=device_bytes, nodes=subject.launch.nodes)
     return RunSizes(config, sizes, place)
-
-
-def _gpu_bytes(subject: Subject) -> int | None:
-    sizes = [gpu.total for gpu in subject.gpus[: subject.launch.gpus] if gpu.total is not None]
-    return min(sizes) if sizes and len(sizes) == subject.launch.gpus else None

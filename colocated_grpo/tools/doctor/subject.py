@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import takewhile
 from typing import Literal
 
@@ -44,20 +44,8 @@ class Finding:
     fix: str = ""
 
 
-def ok(detail: str) -> Finding:
-    return Finding("ok", detail)
-
-
-def skipped(detail: str) -> Finding:
-    return Finding("skipped", detail)
-
-
-def warning(detail: str, fix: str) -> Finding:
-    return Finding("warning", detail, fix)
-
-
-def failed(detail: str, fix: str) -> Finding:
-    return Finding("failed", detail, fix)
+ok, skipped = partial(Finding, "ok"), partial(Finding, "skipped")
+warning, failed = partial(Finding, "warning"), partial(Finding, "failed")
 
 
 def gib(size: float) -> str:
@@ -102,12 +90,12 @@ def parse_listing(code: int, output: str) -> GpuListing:
     rows = [[cell.strip() for cell in line.split(",")] for line in output.splitlines()]
     if code or not all(len(row) == len(FIELDS) and row[0].isdigit() for row in rows):
         return GpuListing(error=" ".join(output.split()) or f"nvidia-smi exited with code {code}")
-    return GpuListing(gpus=tuple(_gpu(row) for row in rows))
-
-
-def _gpu(row: Sequence[str]) -> Gpu:
-    index, name, total, used, driver = row
-    return Gpu(index=int(index), name=name, total=_bytes(total), used=_bytes(used), driver=driver)
+    return GpuListing(
+        gpus=tuple(
+            Gpu(index=int(index), name=name, total=_bytes(total), used=_bytes(used), driver=driver)
+            for index, name, total, used, driver in rows
+        )
+    )
 
 
 def _bytes(text: str) -> int | None:
@@ -141,19 +129,18 @@ class Imports:
 
 def import_libraries(environment: Mapping[str, str]) -> Imports:
     """Import torch, then transformers, in a process of their own."""
+    command = [sys.executable, "-c", IMPORTS]
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", IMPORTS],
-            env=dict(environment),
-            capture_output=True,
-            text=True,
-            timeout=IMPORT_SECONDS,
-        )
+        done = subprocess.run(command, env=dict(environment), capture_output=True, text=True, timeout=IMPORT_SECONDS)
+        output = done.stdout
+        error = root_cause(done.stderr) or f"the process ended with code {done.returncode}"
     except subprocess.TimeoutExpired as expired:
-        output = expired.stdout or b""
-        text = output.decode(errors="replace") if isinstance(output, bytes) else output
-        return _read_imports(text, f"not finished after {IMPORT_SECONDS} s")
-    return _read_imports(done.stdout, root_cause(done.stderr) or f"the process ended with code {done.returncode}")
+        output, error = expired.stdout or "", f"not finished after {IMPORT_SECONDS} s"
+        output = output.decode(errors="replace") if isinstance(output, bytes) else output
+    values = {}
+    for line in output.splitlines():
+        values |= json.loads(line) if line.startswith("{") else {}
+    return Imports(**values, error="" if "transformers" in values else error)
 
 
 def root_cause(log: str) -> str:
@@ -161,12 +148,6 @@ def root_cause(log: str) -> str:
     lines = log.strip().splitlines()
     exceptions = (line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line))
     return next(exceptions, lines[-1] if lines else "")
-
-
-def _read_imports(output: str, error: str) -> Imports:
-    found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-    values = {name: value for part in found for name, value in part.items()}
-    return Imports(**values, error="" if "transformers" in values else error)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +165,6 @@ class Subject:
 
     @property
     def gpus(self) -> tuple[Gpu, ...]:
-        """The GPUs that a run may use."""
         return visible(self.listing.gpus, self.environment)
 
     @cached_property

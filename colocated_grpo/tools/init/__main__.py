@@ -14,17 +14,16 @@ import psutil
 import yaml
 
 from colocated_grpo.environments.rows.readers import READERS
-from colocated_grpo.errors import RunError
+from colocated_grpo.errors import ConfigError, RunError
 from colocated_grpo.launch.arguments import visible_gpus
 from colocated_grpo.runtime.program import OneLineParser, prepare_streams, set_up_logging
 from colocated_grpo.runtime.verdict import USAGE_ERROR
 from colocated_grpo.settings.config_file import read_config
-from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.inputs import check_inputs
 from colocated_grpo.tools.doctor.memory import Placement
 from colocated_grpo.tools.doctor.subject import GIB, gib, list_gpus, visible
 from colocated_grpo.tools.init.choices import Choices, make_plan
-from colocated_grpo.tools.init.sizes import Memory, learning_rate
+from colocated_grpo.tools.init.sizes import learning_rate
 from colocated_grpo.types import JsonObject
 
 WIDTH = 110
@@ -84,12 +83,12 @@ def _placement(options: argparse.Namespace) -> Placement:
     memory = int((options.gpu_memory or 0) * GIB)
     if not memory:
         known = [gpu.total for gpu in visible(list_gpus().gpus, os.environ)[: options.gpus] if gpu.total]
-        memory = min(known, default=0)
-    if not memory:
-        raise ConfigError(
-            f"--gpus={options.gpus}: no GPU is visible here; add --gpu-memory 80 for the machine that will train, or "
-            "use the CPU with --gpus 0"
-        )
+        if not known:
+            raise ConfigError(
+                f"--gpus={options.gpus}: no GPU is visible here; add --gpu-memory 80 for the machine that will train, "
+                "or use the CPU with --gpus 0"
+            )
+        memory = min(known)
     return Placement(ranks=options.gpus, on_gpu=True, device_bytes=memory)
 
 
@@ -128,32 +127,36 @@ def config_text(plan: Choices, heading: Sequence[str], folder: Path) -> str:
     blocks = [
         [f"# {line}" for line in heading],
         _lines(_model(plan, folder), ""),
-        ["environments:", *(line for setting in _environment(plan, folder) for line in _entry_lines(setting))],
+        ["environments:", "  - type: dataset", *_section(_environment(plan, folder), "    ")],
         *(_lines(setting, "") for setting in [Setting("training_steps", batch.steps, batch.steps_why), *top]),
-        *(
-            [f"{name}:", *(line for setting in section for line in _lines(setting, "  "))]
-            for name, section in sections.items()
-            if section
-        ),
+        *([f"{name}:", *_section(section, "  ")] for name, section in sections.items() if section),
     ]
     return "\n\n".join("\n".join(block) for block in blocks) + "\n"
 
 
 def _model(plan: Choices, folder: Path) -> Setting:
-    name = _beside(plan.model, folder) if Path(plan.model).is_dir() else plan.model
+    name, place = _beside(plan.model, folder) if Path(plan.model).is_dir() else plan.model, plan.place
     if plan.sizes is None or plan.memory is None:
         return Setting("model", name, "the sizes are unknown: colocated-grpo doctor cannot check the memory either")
-    return Setting("model", name, f"{_count(plan.sizes.total)} parameters. {_memory(plan.place, plan.memory)}")
-
-
-def _count(parameters: int) -> str:
-    return f"{parameters / 1e9:.3g} B" if parameters >= 1e9 else f"{parameters / 1e6:.3g} M"
+    total, need = plan.sizes.total, plan.memory.need
+    count = f"{total / 1e9:.3g} B" if total >= 1e9 else f"{total / 1e6:.3g} M"
+    host = f", and {gib(need.host)} of host memory" if need.host else ""
+    where = f"each GPU of {gib(place.device_bytes)}" if place.on_gpu else "the CPU"
+    text = (
+        f"{count} parameters. By arithmetic, {where} needs at least {gib(need.training)} while training and "
+        f"{gib(need.generating)} while generating{host}: {plan.memory.why}."
+    )
+    if place.on_gpu:
+        text += (
+            f" What is left holds the KV cache of {plan.memory.sequences:,} full sequences; a run sizes cache and "
+            "micro-batches by the free memory that it finds."
+        )
+    return Setting("model", name, text)
 
 
 def _environment(plan: Choices, folder: Path) -> Section:
     reward = plan.reward
     section = [
-        Setting("type", "dataset"),
         Setting("name", _beside(plan.data, folder), f"{plan.rows:,} rows"),
         Setting("prompt_column", plan.column),
         Setting("rewards", [_beside(reward.name, folder)], reward.why),
@@ -165,9 +168,8 @@ def _environment(plan: Choices, folder: Path) -> Section:
     return section
 
 
-def _entry_lines(setting: Setting) -> list[str]:
-    """Return the lines of a setting of the only entry of a list. `type` comes first, after the dash."""
-    return [f"  - type: {setting.value}"] if setting.key == "type" else _lines(setting, "    ")
+def _section(section: Section, indent: str) -> list[str]:
+    return [line for setting in section for line in _lines(setting, indent)]
 
 
 def _lines(setting: Setting, indent: str) -> list[str]:
@@ -180,22 +182,6 @@ def _scalar(value: object) -> str:
         return f"{value:g}"
     text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True, sort_keys=False)
     return text.removesuffix("...\n").strip()
-
-
-def _memory(place: Placement, memory: Memory) -> str:
-    need = memory.need
-    host = f", and {gib(need.host)} of host memory" if need.host else ""
-    where = f"each GPU of {gib(place.device_bytes)}" if place.on_gpu else "the CPU"
-    text = (
-        f"By arithmetic, {where} needs at least {gib(need.training)} while training and {gib(need.generating)} while "
-        f"generating{host}: {memory.why}."
-    )
-    if place.on_gpu:
-        text += (
-            f" What is left holds the KV cache of {memory.sequences:,} full sequences; a run sizes cache and "
-            "micro-batches by the free memory that it finds."
-        )
-    return text
 
 
 def _beside(name: str, folder: Path) -> str:

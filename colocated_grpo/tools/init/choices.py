@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,8 +15,8 @@ from colocated_grpo.environments.rewards.answers import ANSWER_COLUMNS, NUMBER
 from colocated_grpo.environments.rewards.functions import load_reward
 from colocated_grpo.environments.rows.readers import READERS
 from colocated_grpo.environments.templates import with_system_prompt
+from colocated_grpo.errors import ConfigError
 from colocated_grpo.settings.config_json import attention_heads, longest_sequence, read_config_json, text_part
-from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.model_sizes import Sizes, sizes_of
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.sources import RewardConfig
@@ -71,26 +71,24 @@ def builtin_reward(rows: Sequence[Item], prompt: str) -> Reward:
         )
     answers = [str(row.get(column)).strip() for row in rows]
     rename = None if column == ANSWER_COLUMNS[0] else (column, ANSWER_COLUMNS[0])
+    only_numbers = all(NUMBER.fullmatch(answer) for answer in answers)
+    only_formulas = all(NUMBER.fullmatch(answer) or any(sign in answer for sign in "\\$^") for answer in answers)
     if all("####" in answer for answer in answers):
-        why = f"compares the last number with the one after #### in {column!r}"
-        return Reward(name="gsm8k", why=why, system_prompt=BY_NUMBER, rename=rename)
-    if all(NUMBER.fullmatch(answer) for answer in answers):
-        why = f"compares the last number with {column!r}, which has only numbers"
-        return Reward(name="gsm8k", why=why, system_prompt=BY_NUMBER, rename=rename)
-    if all(_is_formula(answer) for answer in answers) and importlib.util.find_spec("math_verify") is not None:
+        name, prompt, why = "gsm8k", BY_NUMBER, f"compares the last number with the one after #### in {column!r}"
+    elif only_numbers:
+        name, prompt, why = "gsm8k", BY_NUMBER, f"compares the last number with {column!r}, which has only numbers"
+    elif only_formulas and importlib.util.find_spec("math_verify") is not None:
+        name, prompt = "math_verify", BY_FORMULA
         why = f"compares formulas: all of {column!r} are numbers or in LaTeX"
-        return Reward(name="math_verify", why=why, system_prompt=BY_FORMULA, rename=rename)
-    if max(map(len, answers)) <= MAX_EXACT_CHARACTERS:
+    elif max(map(len, answers)) <= MAX_EXACT_CHARACTERS:
+        name, prompt = "exact_match", BY_TAG
         why = f"compares the final answer with {column!r}, which has at most {MAX_EXACT_CHARACTERS} characters"
-        return Reward(name="exact_match", why=why, system_prompt=BY_TAG, rename=rename)
-    raise ConfigError(
-        f"data: answers in {column!r} have up to {max(map(len, answers))} characters, and no built-in reward compares "
-        "such texts; name your own function with --reward my_rewards.py:function"
-    )
-
-
-def _is_formula(answer: str) -> bool:
-    return bool(NUMBER.fullmatch(answer)) or any(sign in answer for sign in "\\$^")
+    else:
+        raise ConfigError(
+            f"data: answers in {column!r} have up to {max(map(len, answers))} characters, and no built-in reward "
+            "compares such texts; name your own function with --reward my_rewards.py:function"
+        )
+    return Reward(name=name, why=why, system_prompt=prompt, rename=rename)
 
 
 def _first_of(names: Sequence[str], rows: Sequence[Item]) -> str | None:
@@ -129,22 +127,25 @@ def make_plan(data: Path, model_name: str, reward_name: str | None, place: Place
 
     rows = _read(data)
     column = prompt_column(rows)
-    reward = builtin_reward(rows, column) if reward_name is None else _named_reward(reward_name)
+    if reward_name is None:
+        reward = builtin_reward(rows, column)
+    else:
+        load_reward(reward_name, RewardConfig(name=reward_name), "--reward")
+        reward = Reward(name=reward_name, why="named with --reward")
     source = {"type": "dataset", "name": str(data), "rewards": [reward.name]}
     config = Config.model_validate({"model": {"name": model_name}, "environments": [source]})
     model = read_config_json(config.model)
     text = text_part(model)
     tokenizer = read_tokenizer(config.model)
     if tokenizer.chat_template is None:
-        reward = Reward(name=reward.name, why=reward.why, rename=reward.rename)
+        reward = replace(reward, system_prompt=None)
     prompts, answers = _count_tokens(rows, column, reward, tokenizer)
     lengths = lengths_of(prompts, answers, longest_sequence(text), place.on_gpu)
     limits = {"max_prompt_tokens": lengths.prompt, "max_completion_tokens": lengths.completion}
     config = Config.model_validate(config.model_dump() | {"rollout": config.rollout.model_dump() | limits})
     sizes, memory = sizes_of(model), None
     if sizes is not None:
-        heads = attention_heads(text) or 1
-        memory = fit_memory(config, sizes, heads, place, psutil.virtual_memory().available)
+        memory = fit_memory(config, sizes, attention_heads(text) or 1, place, psutil.virtual_memory().available)
     return Choices(
         model=model_name,
         data=str(data),
@@ -160,23 +161,18 @@ def make_plan(data: Path, model_name: str, reward_name: str | None, place: Place
 
 
 def _read(file: Path) -> list[Item]:
-    reader = READERS.get(file.suffix.lower())
+    reader, name = READERS.get(file.suffix.lower()), str(file)
     if reader is None:
-        raise ConfigError(f"{str(file)!r}: must be a file of one of these types: {', '.join(READERS)}")
+        raise ConfigError(f"{name!r}: must be a file of one of these types: {', '.join(READERS)}")
     if not file.is_file():
-        raise ConfigError(f"{str(file)!r}: no such file")
+        raise ConfigError(f"{name!r}: no such file")
     try:
         rows = reader(file)
     except ValueError as error:
-        raise ConfigError(f"{str(file)!r}: {error}") from None
+        raise ConfigError(f"{name!r}: {error}") from None
     if len(rows) < 2:
-        raise ConfigError(f"{str(file)!r}: has {len(rows)} rows; at least 2 are needed")
+        raise ConfigError(f"{name!r}: has {len(rows)} rows; at least 2 are needed")
     return rows
-
-
-def _named_reward(name: str) -> Reward:
-    load_reward(name, RewardConfig(name=name), "--reward")
-    return Reward(name=name, why="named with --reward")
 
 
 def _count_tokens(

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.errors import ConfigError
 from colocated_grpo.settings.model_sizes import Sizes
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.training import LEARNING_RATE, PolicyConfig
@@ -97,8 +97,13 @@ def fit_memory(config: Config, sizes: Sizes, heads: int, place: Placement, host_
     """
     host = host_bytes // place.ranks
     device = place.device_bytes if place.on_gpu else host
-    for changes, why in _candidates(place.ranks, place.on_gpu, _tensor_parallel_sizes(heads, place)):
-        run = RunSizes(Config.model_validate(_merged(config.model_dump(), changes)), sizes, place)
+    parallel = (1, 2, 4, 8) if place.on_gpu else (1,)
+    possible = [size for size in parallel if place.ranks % size == 0 and heads % size == 0]
+    for changes, why in _candidates(place.ranks, place.on_gpu, possible):
+        tree = config.model_dump()
+        for section, values in changes.items():
+            tree[section] = tree[section] | values if isinstance(values, dict) else values
+        run = RunSizes(Config.model_validate(tree), sizes, place)
         if fits(run, host, FULL):
             need = run.footprint()
             sequences = 1 + max(0, device - need.generating) // run.kv_bytes_per_sequence()
@@ -127,15 +132,6 @@ def _candidates(ranks: int, on_gpu: bool, tensor_parallel_sizes: Sequence[int]) 
             else:
                 parallel = {"engine": {"tensor_parallel_size": size}}
                 yield changes | parallel, f"{why}; an engine of {size} GPUs, as one cannot hold its weights"
-
-
-def _tensor_parallel_sizes(heads: int, place: Placement) -> list[int]:
-    possible = [1, 2, 4, 8] if place.on_gpu else [1]
-    return [size for size in possible if place.ranks % size == 0 and heads % size == 0]
-
-
-def _merged(tree: JsonObject, changes: JsonObject) -> JsonObject:
-    return tree | {key: tree[key] | value if isinstance(value, dict) else value for key, value in changes.items()}
 
 
 def _round_up(number: int, step: int) -> int:

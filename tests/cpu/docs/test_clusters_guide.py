@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from colocated_grpo.launch.arguments import read_launch, run_parser
+from colocated_grpo.launch.arguments import read_arguments, read_launch, run_parser
 from colocated_grpo.launch.cli import add_run_arguments
 from colocated_grpo.launch.launcher import read_settings
 from colocated_grpo.runtime.program import Launch, OneLineParser, environment_problem, rank_environment
@@ -50,8 +50,8 @@ def printed_arguments(script: str, **environment: str) -> list[str]:
 def launch_of(arguments: list[str]) -> Launch:
     """Return the launch that a command line of the launcher describes."""
     assert arguments[:2] == ["python", "run_colocated_grpo.py"] and Path(arguments[1]).is_file()
-    parser = run_parser()
-    return read_launch(*parser.parse_known_args(arguments[2:]), parser)
+    options, overrides, _ = read_arguments(arguments[2:], run_parser())
+    return read_launch(options, overrides)
 
 
 def sbatch_options() -> dict[str, str]:

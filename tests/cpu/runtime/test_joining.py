@@ -20,6 +20,7 @@ from colocated_grpo.runtime.node_links import LinkAddress, NodeLinks
 from colocated_grpo.runtime.program import ANY_PORT
 from colocated_grpo.runtime.supervision import StopRequest, Watchdog, explain_missing_ranks
 from colocated_grpo.runtime.verdict import VERDICT_VARIABLE, read_verdicts
+from colocated_grpo.settings.training import PolicyConfig
 from tests.support.ranks import Ranks, in_process_group, run_on_ranks
 from tests.support.servers import free_port
 
@@ -54,7 +55,7 @@ def block_in_the_start(port: int, joined, idle_rank: int, errors: Path) -> None:
         joined[rank].set()
         if rank == idle_rank:
             signal.pause()  # as in an import
-        RankProcess(own, STARTED, "rollout.reward_timeout")
+        RankProcess(own, STARTED, "rollout.reward_timeout", PolicyConfig())
 
 
 def join_alone() -> bytes:

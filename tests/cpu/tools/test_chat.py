@@ -113,7 +113,7 @@ def test_a_run_stands_for_its_best_export_else_its_final_one_else_its_newest(tmp
 def test_a_system_message_without_a_chat_template_is_rejected_before_the_model_is_loaded(tmp_path, capsys, monkeypatch):
     model = shutil.copytree(tiny_model(), tmp_path / "model")
     (model / "chat_template.jinja").unlink()
-    monkeypatch.setattr(chat, "exit_on_stop_signals", lambda ending: None)
+    monkeypatch.setattr(chat.program, "exit_on_stop_signals", lambda ending: None)
     monkeypatch.setattr(os, "environ", os.environ.copy())  # `main` sets the variables of a rank
     capsys.readouterr()
     assert chat.main([str(model), "--system", "be brief"]) == 2
@@ -131,7 +131,7 @@ def test_a_system_message_without_a_chat_template_is_rejected_before_the_model_i
     ],
 )
 def test_what_cannot_be_loaded_is_one_line(arguments, line, capsys, monkeypatch):
-    monkeypatch.setattr(chat, "exit_on_stop_signals", lambda ending: None)
+    monkeypatch.setattr(chat.program, "exit_on_stop_signals", lambda ending: None)
     monkeypatch.setattr(os, "environ", os.environ.copy())  # `main` sets the variables of a rank
     assert chat.main(arguments) == 2
     assert capsys.readouterr().err.startswith(f"error: {line}")
