@@ -13,7 +13,7 @@ from colocated_grpo.environments.town import rewards
 from colocated_grpo.environments.town.legality import LegalActions, reply_pattern
 from colocated_grpo.environments.town.night import seat_result
 from colocated_grpo.environments.town.observations import observe
-from colocated_grpo.environments.town.phases import begin, to_act
+from colocated_grpo.environments.town.phases import enter, to_act
 from colocated_grpo.environments.town.players import SCRIPTED, scripted_reply, scripted_turn, sensible_player
 from colocated_grpo.environments.town.state import (
     DRAW,
@@ -111,7 +111,6 @@ class TownTurn:
         return self.player == POLICY
 
     def pattern(self) -> str:
-        """Return a regular expression of the legal replies, for structured output."""
         return reply_pattern(self.legal, self.max_speech)
 
 
@@ -127,7 +126,6 @@ class TownEnvironment(FinishedGames):
 
     @property
     def delayed(self) -> bool:
-        """True if the end of a game adds to the rewards of its turns."""
         return self.settings.credit.outcome != 0
 
     def next_batch(self) -> list[TownTurn]:
@@ -136,17 +134,13 @@ class TownEnvironment(FinishedGames):
         Only commit() and play_on() change the open turns.
         """
         self._games = [self._advance(game) for game in self._games]
-        oldest_first = sorted(self._games, key=lambda game: game.number)
-        return [self._turn(game, seat) for game in oldest_first for seat in _external_seats(game)]
+        return [turn for game in sorted(self._games, key=lambda game: game.number) for turn in self._turns(game)]
 
     def add_game(self) -> list[TownTurn]:
-        """Start one more game and return its open turns. The number of concurrent games stays one higher."""
-        game = self._advance(self._new_game())
-        self._games.append(game)
-        return [self._turn(game, seat) for seat in _external_seats(game)]
+        self._games.append(self._advance(self._new_game()))
+        return self._turns(self._games[-1])
 
     def score(self, turn: TownTurn, completions: Sequence[str]) -> list[PlainOutcome]:
-        """Score the completions on the state that the turn carries. Pure: no game changes."""
         game = restore_game(turn.state)
         return [self._outcome(game, turn, judge(game, turn.seat, each, turn.legal)) for each in completions]
 
@@ -165,7 +159,7 @@ class TownEnvironment(FinishedGames):
         return outcome
 
     def play_on(self, turn: TownTurn) -> None:
-        """Let the sensible player take the turn. The turn counts in no statistics and gets no return."""
+        """Let the sensible player take the turn."""
         game = self._game_of(turn)
         scripted_turn(game, turn.seat, sensible_player)
         self._replace_if_over(game)
@@ -202,7 +196,7 @@ class TownEnvironment(FinishedGames):
         seed = settings.seed * 1_000_003 + number
         seats = list(settings.roles) or Random(f"{seed}/seats").randint(*settings.seat_bounds)
         game = new_game(number, seed, seats, list(settings.players), settings.rules)
-        begin(game)
+        enter(game)
         return game
 
     def _advance(self, game: Game) -> Game:
@@ -231,19 +225,23 @@ class TownEnvironment(FinishedGames):
         self._ended.append(game_record(game))
         return self._new_game()
 
-    def _turn(self, game: Game, seat: int) -> TownTurn:
-        view = observe(game, seat)
-        return TownTurn(
-            id=_turn_id(game, seat),
-            game=game.number,
-            seat=seat,
-            player=game.seats[seat].player,
-            phase=str(game.phase),
-            messages=PROMPT_STYLES[self.settings.prompts](view, self.settings.memory),
-            legal=view.legal,
-            max_speech=view.max_speech,
-            state=frozen_state(game),
-        )
+    def _turns(self, game: Game) -> list[TownTurn]:
+        """Return the open turns that no script plays."""
+        views = [observe(game, seat) for seat in to_act(game) if game.seats[seat].player not in SCRIPTED]
+        return [
+            TownTurn(
+                id=_turn_id(game, view.seat),
+                game=game.number,
+                seat=view.seat,
+                player=game.seats[view.seat].player,
+                phase=str(game.phase),
+                messages=PROMPT_STYLES[self.settings.prompts](view, self.settings.memory),
+                legal=view.legal,
+                max_speech=view.max_speech,
+                state=frozen_state(game),
+            )
+            for view in views
+        ]
 
     def _game_of(self, turn: TownTurn) -> Game:
         for game in self._games:
@@ -252,15 +250,14 @@ class TownEnvironment(FinishedGames):
         raise TurnError(f"turn {turn.id}: not open; a turn takes exactly one commit")
 
     def _outcome(self, game: Game, turn: TownTurn, verdict: Verdict) -> PlainOutcome:
-        parts = rewards.reward_parts(game, turn.seat, verdict)
-        rates = {"parse_rate": verdict.status is not Status.MALFORMED, "legal_rate": verdict.status is Status.OK}
-        reward = rewards.immediate_reward(self.settings.credit, parts)
-        return PlainOutcome(reward, parts | {name: float(yes) for name, yes in rates.items()})
-
-
-def _external_seats(game: Game) -> list[int]:
-    """Return the seats that have an open turn and are not played by a script."""
-    return [seat for seat in to_act(game) if game.seats[seat].player not in SCRIPTED]
+        legal, credit = verdict.status is Status.OK, self.settings.credit
+        parts = {
+            "form": float(verdict.status),
+            "shaping": rewards.shaping(game, turn.seat, verdict) if legal else 0.0,
+            "parse_rate": float(verdict.status is not Status.MALFORMED),
+            "legal_rate": float(legal),
+        }
+        return PlainOutcome(credit.form * parts["form"] + credit.shaping * parts["shaping"], parts)
 
 
 def _turn_id(game: Game, seat: int) -> str:

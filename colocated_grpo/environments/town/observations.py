@@ -4,14 +4,14 @@ Prompts, look-ups and scripted players read the game only through this view, so 
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from colocated_grpo.environments.town.legality import LegalActions, legal_actions, look_ups, nominations_needed
 from colocated_grpo.environments.town.roles import ROLES, Faction, Role
 from colocated_grpo.environments.town.state import NO_SEAT, Event, Game, Phase
 
 
-@dataclass(frozen=True, slots=True)
-class Grave:
+class Grave(NamedTuple):
     """A dead player. Example: Grave(seat=3, name="Ada", role_name="doctor", will="I nursed Bram")"""
 
     seat: int
@@ -61,6 +61,8 @@ class Observation:
 def observe(game: Game, seat: int) -> Observation:
     """Return the game as the seat sees it now."""
     holder = game.seats[seat]
+    mafia = {index: other.role_name for index, other in enumerate(game.seats) if other.role.faction is Faction.MAFIA}
+    dead = [(index, other) for index, other in enumerate(game.seats) if not other.alive]
     return Observation(
         seat=seat,
         names=tuple(other.name for other in game.seats),
@@ -68,32 +70,16 @@ def observe(game: Game, seat: int) -> Observation:
         phase=game.phase,
         day=game.day,
         living=tuple(game.living()),
-        allies=_allies(game, seat),
+        allies={index: name for index, name in mafia.items() if seat in mafia and index != seat},
         will=holder.will,
         # The deciding nomination sets game.accused before the trial makes the accused public.
         accused=game.accused if game.phase in (Phase.DEFENCE, Phase.JUDGEMENT, Phase.LAST_WORDS) else NO_SEAT,
         nominations_needed=nominations_needed(game),
-        graves=_graves(game),
-        events=tuple(event for event in game.events if event.seen_by(seat)),
+        graves=tuple(Grave(index, other.name, other.role_name, other.will) for index, other in dead),
+        events=tuple(event for event in game.events if event.audience is None or seat in event.audience),
         legal=legal_actions(game, seat),
         look_ups=look_ups(game, seat),
         dialog=tuple(holder.dialog),
         tool_calls=game.rules.tool_calls,
         max_speech=game.rules.max_speech,
     )
-
-
-def _graves(game: Game) -> tuple[Grave, ...]:
-    return tuple(
-        Grave(index, seat.name, seat.role_name, seat.will) for index, seat in enumerate(game.seats) if not seat.alive
-    )
-
-
-def _allies(game: Game, seat: int) -> dict[int, str]:
-    if game.seats[seat].role.faction is not Faction.MAFIA:
-        return {}
-    return {
-        index: other.role_name
-        for index, other in enumerate(game.seats)
-        if index != seat and other.role.faction is Faction.MAFIA
-    }

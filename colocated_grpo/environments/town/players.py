@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from random import Random
 
-from colocated_grpo.environments.town.legality import LOOK_UP_TAGS, VOTES, WAIT, ArgumentKind, ArgumentSpec
+from colocated_grpo.environments.town.legality import EMPTY, LOOK_UP_TAGS, WAIT, ArgumentSpec
 from colocated_grpo.environments.town.observations import Observation, observe
 from colocated_grpo.environments.town.roles import ROLES, Faction
 from colocated_grpo.environments.town.state import NAMES, NO_SEAT, Event, Game, Phase
@@ -38,18 +38,14 @@ def random_player(view: Observation, rng: Random) -> str:
 
 
 def _random_argument(spec: ArgumentSpec, rng: Random) -> str:
-    if spec.kind is ArgumentKind.EMPTY:
-        return ""
-    if spec.kind is ArgumentKind.CHOICE:
-        return rng.choice(spec.options)
-    text = f"I accuse {rng.choice(NAMES)}, number {rng.randrange(10**9)}"
-    return text if spec.kind is ArgumentKind.TEXT else f"{rng.choice(spec.options)}: {text}"
+    text = [f"I accuse {rng.choice(NAMES)}, number {rng.randrange(10**9)}"] if spec.text else []
+    option = [rng.choice(spec.options)] if spec.options else []
+    return ": ".join(option + text)
 
 
 def sensible_player(view: Observation, rng: Random) -> str:
     """Play by rules of thumb: the town reports its findings and votes by them, the other factions bluff."""
-    answer = _BY_PHASE[view.phase](view, rng)
-    return answer if answer else reply(WAIT)
+    return _BY_PHASE[view.phase](view, rng) or reply(WAIT)
 
 
 def suspicion(view: Observation) -> dict[int, float]:
@@ -108,17 +104,13 @@ def _most_suspect(view: Observation, rng: Random) -> tuple[int, float]:
     return rng.choice([seat for seat in rivals if score[seat] == highest]), highest
 
 
-def _in_town(view: Observation) -> bool:
-    return view.role.faction is Faction.TOWN
-
-
 def _discuss(view: Observation, rng: Random) -> str | None:
     if "reveal" in view.legal and view.day > 2:
         return reply("reveal")
     suspect, score = _most_suspect(view, rng)
     if suspect == NO_SEAT:
         return None
-    if _in_town(view):
+    if view.role.faction is Faction.TOWN:
         convinced = score >= _CERTAIN - 2 or rng.random() < _HUNCH_RATE
         return reply("speak", f"I accuse {view.names[suspect]}." if convinced else _NO_FINDING)
     if rng.random() < 0.1:
@@ -128,8 +120,8 @@ def _discuss(view: Observation, rng: Random) -> str | None:
 
 def _nominate(view: Observation, rng: Random) -> str | None:
     suspect, score = _most_suspect(view, rng)
-    eager = score >= _TRIAL_THRESHOLD or (not _in_town(view) and score > 0)
-    if suspect == NO_SEAT or not eager or view.names[suspect] not in _options(view, "nominate"):
+    eager = score >= _TRIAL_THRESHOLD or (view.role.faction is not Faction.TOWN and score > 0)
+    if suspect == NO_SEAT or not eager or view.names[suspect] not in view.legal.get("nominate", EMPTY).options:
         return None
     return reply("nominate", view.names[suspect])
 
@@ -137,10 +129,9 @@ def _nominate(view: Observation, rng: Random) -> str | None:
 def _vote(view: Observation, rng: Random) -> str:
     if view.accused in view.allies:
         return reply("vote", "innocent" if rng.random() < 0.7 else "guilty")
-    if not _in_town(view):
+    if view.role.faction is not Faction.TOWN:
         return reply("vote", "guilty" if rng.random() < 0.7 else "abstain")
-    score = suspicion(view).get(view.accused, 0.0)
-    return reply("vote", VOTES[0] if score >= _TRIAL_THRESHOLD else VOTES[1])
+    return reply("vote", "guilty" if suspicion(view).get(view.accused, 0.0) >= _TRIAL_THRESHOLD else "innocent")
 
 
 def _plead(view: Observation, rng: Random) -> str | None:
@@ -154,10 +145,6 @@ def _talk_at_night(view: Observation, rng: Random) -> str | None:
     return reply("speak", f"Let us take {view.names[rng.choice(rivals)]}.") if rivals else None
 
 
-def _jail(view: Observation, rng: Random) -> str | None:
-    return reply("jail", view.names[_most_suspect(view, rng)[0]])
-
-
 def _act_at_night(view: Observation, rng: Random) -> str | None:
     tags = [tag for tag in view.legal if tag != WAIT and tag not in LOOK_UP_TAGS]
     if not tags:
@@ -168,7 +155,7 @@ def _act_at_night(view: Observation, rng: Random) -> str | None:
         return None
     if tag == "execute":
         return reply(tag)
-    options = _options(view, tag)
+    options = view.legal[tag].options
     names = [view.names[suspect]] if tag == "shoot" else _preferred(view, tag, options)
     return reply(tag, rng.choice([name for name in names if name in options] or options))
 
@@ -186,13 +173,8 @@ def _preferred(view: Observation, tag: str, options: tuple[str, ...]) -> list[st
     return list(options)
 
 
-def _options(view: Observation, tag: str) -> tuple[str, ...]:
-    spec = view.legal.get(tag)
-    return spec.options if spec else ()
-
-
 _BY_PHASE: dict[Phase, Callable[[Observation, Random], str | None]] = {
-    Phase.PRE_NIGHT: _jail,
+    Phase.PRE_NIGHT: lambda view, rng: reply("jail", view.names[_most_suspect(view, rng)[0]]),
     Phase.NIGHT_TALK: _talk_at_night,
     Phase.NIGHT: _act_at_night,
     Phase.DISCUSSION: _discuss,

@@ -14,6 +14,7 @@ class Aim(StrEnum):
     """Allowed targets of an ability."""
 
     NONE = "none"
+    """The prisoner."""
     OTHER = "other"
     OUTSIDER = "outsider"
     """Any living player outside the mafia."""
@@ -43,8 +44,6 @@ class Ability:
     priority: Priority
     tag: str
     aim: Aim = Aim.OTHER
-    visits: bool = True
-    """True if using the ability is a visit. Lookouts see visits."""
     uses: int | None = None
     """Uses in a game. None: unlimited."""
     from_night: int = 1
@@ -106,7 +105,7 @@ _TABLE = (
         _TOWN,
         "Before each night you may lock one person up: they can do nothing, nobody reaches them, you two can talk, "
         "and three times a game you may put the prisoner to death.",
-        Ability(Priority.ATTACK, "execute", Aim.NONE, visits=False, uses=3, attack=Power.FINAL),
+        Ability(Priority.ATTACK, "execute", Aim.NONE, uses=3, attack=Power.FINAL),
         day_power="jail",
         unique=True,
     ),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from colocated_grpo.environments.town.legality import look_ups
 from colocated_grpo.environments.town.observations import observe
-from colocated_grpo.environments.town.phases import begin, enter, to_act
+from colocated_grpo.environments.town.phases import enter, to_act
 from colocated_grpo.environments.town.players import random_player, reply
 from colocated_grpo.environments.town.roles import ROLES, Faction
 from colocated_grpo.environments.town.state import Event, Game, Phase, Rules, new_game
@@ -74,7 +74,7 @@ def moments(seed: int, stride: int = 1):
     """Yield a random game before every stride-th action, and the seat that acts."""
     rng = Random(seed)
     game = new_game(seed, seed, 7 + seed % 9, ["random"], Rules(max_days=4))
-    begin(game)
+    enter(game)
     for step in count():
         if game.phase is Phase.OVER:
             return
@@ -110,7 +110,7 @@ def test_private_messages_reach_their_audience_only():
     """Every message of a random game is unique; its audience is derived here again, from roles and phase."""
     for seed in range(12):
         game = new_game(seed, seed, 7 + seed % 9, ["random"], Rules(max_days=3, tool_calls=0))
-        begin(game)
+        enter(game)
         words, rng, received = count(), Random(seed), 0
         audiences: dict[str, set[int]] = {}
         while game.phase is not Phase.OVER:
@@ -179,7 +179,7 @@ def test_chat_history_leaves_out_the_whispers_of_others():
     game.day = 2
     enter(game, Phase.DISCUSSION)
     game.announce("speech", actor=1, text="I trust Cleo")
-    game.notify([1, 2], "whisper", actor=1, target=2, text="Ada is next")
+    game.announce("whisper", actor=1, target=2, text="Ada is next", audience=[1, 2])
     history = look_up(game, 3, "chat_history", "2")
     assert 'Bram: "I trust Cleo"' in history
     assert "Ada is next" not in history
