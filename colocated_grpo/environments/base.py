@@ -124,29 +124,28 @@ def merge_results(parts: Sequence[BatchResult]) -> BatchResult:
     )
 
 
-class ItemStream(Protocol):
-    """Endless training items of one environment."""
+class ItemStream:
+    """Endless training items of one environment. By default, every group trains in the step that sampled it."""
 
-    @property
-    def max_attempts(self) -> int:
-        """Maximum consecutive unusable items before the caller gives up."""
-        ...
+    max_attempts: int = 1000
+    """Maximum consecutive unusable items before the caller gives up."""
 
     def take(self) -> Item:
         """Return the next item."""
-        ...
+        raise NotImplementedError
 
     def reject(self, item: Item) -> None:
         """Report that `item`, the last item taken, is not usable as a prompt."""
-        ...
 
     def record(self, groups: Sequence[Group]) -> BatchResult:
         """Record the scored groups of all items taken since the last call."""
-        ...
+        return BatchResult(trained_now=list(range(len(groups))))
 
-    def state_dict(self) -> JsonObject: ...
+    def state_dict(self) -> JsonObject:
+        raise NotImplementedError
 
-    def load_state_dict(self, state: JsonObject) -> None: ...
+    def load_state_dict(self, state: JsonObject) -> None:
+        raise NotImplementedError
 
 
 class Items:

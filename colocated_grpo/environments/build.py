@@ -186,14 +186,11 @@ def _task(name: str, entry: sources.TaskSourceConfig, run: _RunValues) -> Enviro
 
 def _dataset(name: str, entry: sources.DatasetSourceConfig, run: _RunValues) -> Environment:
     from colocated_grpo.environments.rows.dataset import RowItems
-    from colocated_grpo.environments.rows.row_filter import load_filter
 
     key = f"environments {name!r}"
     rewards = build_rewards(entry.rewards, f"{key}: rewards")
     scorer = RewardScorer(rewards, run.optimizer_steps, start_workers(entry.rewards, rewards, f"{key}: rewards"))
-    return Environment(
-        name=name, items=RowItems(name, entry, scorer.check_item, load_filter(entry, key)), scorer=scorer
-    )
+    return Environment(name=name, items=RowItems(name, entry, scorer.check_item), scorer=scorer)
 
 
 def _episode(name: str, entry: sources.EpisodeSourceConfig, run: _RunValues) -> Environment:
@@ -204,12 +201,11 @@ def _episode(name: str, entry: sources.EpisodeSourceConfig, run: _RunValues) -> 
 def _agent(name: str, entry: sources.AgentSourceConfig, run: _RunValues) -> Environment:
     from colocated_grpo.environments.agents.programs import AgentEpisode, build_agent
     from colocated_grpo.environments.rows.dataset import RowItems
-    from colocated_grpo.environments.rows.row_filter import load_filter
 
     key = f"environments {name!r}"
     return Environment(
         name=name,
-        items=RowItems(name, entry, lambda item: None, load_filter(entry, key)),
+        items=RowItems(name, entry, lambda item: None),
         episode=AgentEpisode(build_agent(entry.program, entry.arguments, key), run.open_episodes),
         limits=AgentLimits(max_tokens=run.max_tokens, max_requests=entry.max_requests, max_running=entry.max_running),
     )

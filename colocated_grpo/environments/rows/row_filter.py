@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from colocated_grpo.environments.base import EnvironmentSetupError, Item
 from colocated_grpo.environments.user_code.loading import load_object, one_line
@@ -18,29 +18,22 @@ ROWS_AT_A_TIME = 10_000
 SHOWN = 3
 """Row numbers listed before '...'."""
 
-Keep = Callable[[Item], object]
-
-
-def load_filter(config: RowsSourceConfig, key: str) -> Keep | None:
-    """Import the function that `filter` names. Raises EnvironmentSetupError."""
-    if config.filter is None:
-        return None
-    function = load_object(config.filter, f"{key}: filter")
-    if not callable(function):
-        raise EnvironmentSetupError(f"{key}: filter={config.filter!r}: a {type(function).__name__}, not a function")
-    return function
+AnyRows: TypeAlias = "list[Item] | Dataset"
 
 
 class RowFilter:
     """The conditions of an entry, `where` and `filter`, applied one after the other."""
 
-    def __init__(self, config: RowsSourceConfig, keep: Keep | None) -> None:
-        """keep: the function that `config.filter` names."""
+    def __init__(self, config: RowsSourceConfig, key: str) -> None:
+        """Import the function that `filter` names. Raises EnvironmentSetupError. key: position in the config."""
         self._where = config.where
-        self._keep = keep
-        self._keep_name = config.filter
+        self._name = config.filter
+        self._keep: Any = None if config.filter is None else load_object(config.filter, f"{key}: filter")
+        if config.filter is not None and not callable(self._keep):
+            kind = type(self._keep).__name__
+            raise EnvironmentSetupError(f"{key}: filter={config.filter!r}: a {kind}, not a function")
 
-    def kept(self, rows: list[Item] | Dataset) -> tuple[list[int], str | None]:
+    def kept(self, rows: AnyRows) -> tuple[list[int], str | None]:
         """Return the numbers of the rows that meet all conditions, and a log line about the dropped rows.
 
         The log line is None if no row was dropped. Raises ValueError if a condition cannot be applied to a row.
@@ -54,24 +47,23 @@ class RowFilter:
             left = kept
         return left, f"{len(left)} of {len(rows)} rows are kept; left out: {', '.join(parts)}" if parts else None
 
-    def _conditions(self, rows: list[Item] | Dataset) -> Iterator[tuple[str, Callable[[int], bool]]]:
+    def _conditions(self, rows: AnyRows) -> Iterator[tuple[str, Callable[[int], bool]]]:
         """Yield the name of each condition, and a function that tests a row by its number."""
         for column in self._where:
             yield f"where.{column}", partial(self._meets, column, column_values(rows, column))
         if self._keep is not None:
-            yield f"filter {self._keep_name}", lambda number: self._is_kept(rows[number], number)
+            yield f"filter {self._name}", lambda number: self._is_kept(rows[number], number)
 
     def _meets(self, column: str, values: Sequence[object], number: int) -> bool:
         return meets_condition(values[number], self._where[column], f"row {number}: column {column!r}")
 
     def _is_kept(self, row: Item, number: int) -> bool:
-        assert self._keep is not None
         try:
             kept = self._keep(dict(row))
         except Exception as error:  # user code
-            raise ValueError(f"filter {self._keep_name}: row {number}: {one_line(error)}") from error
+            raise ValueError(f"filter {self._name}: row {number}: {one_line(error)}") from error
         if kept is None:
-            raise ValueError(f"filter {self._keep_name}: row {number}: returned None, not true or false")
+            raise ValueError(f"filter {self._name}: row {number}: returned None, not true or false")
         return bool(kept)
 
 
@@ -121,7 +113,7 @@ def as_number(value: object) -> float | None:
     return None if number != number else number
 
 
-def column_values(rows: list[Item] | Dataset, column: str) -> list[object]:
+def column_values(rows: AnyRows, column: str) -> list[object]:
     """Return the values of a column; None for rows without the column."""
     if isinstance(rows, list):
         return [row.get(column) for row in rows]
@@ -129,9 +121,9 @@ def column_values(rows: list[Item] | Dataset, column: str) -> list[object]:
     return [value for batch in selected.iter(ROWS_AT_A_TIME) for value in batch[column]]
 
 
-def select(rows: list[Item] | Dataset, numbers: Sequence[int]) -> list[Item] | Dataset:
+def select(rows: AnyRows, numbers: Sequence[int]) -> AnyRows:
     """Return the rows with the given numbers, in the order of `numbers`."""
-    if isinstance(rows, list):
+    if isinstance(rows, list) or not len(numbers):  # Dataset.select() raises for an empty range at the end
         return [rows[number] for number in numbers]
     return cast("Dataset", rows.select(numbers))  # annotated as Dataset | DatasetDict
 

@@ -1,11 +1,11 @@
 """Training items without those that the policy has solved at their last visits."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import blake2b
 
 from colocated_grpo.environments.base import BatchResult, Item, ItemStream
+from colocated_grpo.environments.streams import json_bytes
 from colocated_grpo.settings.generation import SkipSolvedConfig
 from colocated_grpo.types import Group, JsonObject
 
@@ -16,24 +16,21 @@ KEY = "solved"
 """Key of the stream's own state, in addition to the keys of the stream that it draws from."""
 
 
-class UnsolvedItems:
-    """An `ItemStream` that draws from another stream and skips items that were solved in their last `after` visits.
+class UnsolvedItems(ItemStream):
+    """The items of another stream without those that were solved in their last `after` visits.
 
     If all items of a pass are skipped, every item is visited again.
     """
 
     def __init__(self, stream: ItemStream, name: str, config: SkipSolvedConfig) -> None:
         self._stream = stream
+        self.max_attempts = stream.max_attempts
         self._name = name
         self._config = config
         self._numbers: dict[str, int] = {}
         """Consecutive solved visits of each item, by key_of(item). The least recently visited item comes first."""
         self._skipped = 0
         """Items skipped since the last `record`."""
-
-    @property
-    def max_attempts(self) -> int:
-        return self._stream.max_attempts
 
     def take(self) -> Item:
         for _ in range(self.max_attempts):
@@ -71,9 +68,4 @@ class UnsolvedItems:
 
 def key_of(item: Item) -> str:
     """Return a short hash of an item. Items with equal prompts but different columns have different hashes."""
-
-    def name_of_type(value: object) -> str:
-        return type(value).__name__  # a value that JSON lacks, such as an image
-
-    text = json.dumps(item, sort_keys=True, default=name_of_type)
-    return blake2b(text.encode(), digest_size=8).hexdigest()
+    return blake2b(json_bytes(item), digest_size=8).hexdigest()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from random import Random
 
-from colocated_grpo.environments.base import BatchResult, EnvironmentSetupError, Item, Items
+from colocated_grpo.environments.base import BatchResult, EnvironmentSetupError, Item, Items, ItemStream
 from colocated_grpo.environments.prompts import BY_OPPONENT_KEY, PATTERN_KEY
 from colocated_grpo.environments.registry import KINDS, find
 from colocated_grpo.environments.rewards.scoring import as_number, as_score
@@ -121,10 +121,8 @@ class EarlyStop:
         return self.reached >= self.consecutive
 
 
-class TurnStream:
+class TurnStream(ItemStream):
     """The games of one training run, on rank 0. state_dict() is exact only between steps."""
-
-    max_attempts = 1000
 
     def __init__(self, name: str, environment: TurnEnvironment, config: TurnsSourceConfig, seed: int) -> None:
         self._name = name
