@@ -150,7 +150,7 @@ class ToSSim(FinishedGames):
             with isolated(random.Random(f"{turn.id}/{completion}")), closing(OwnLogs()) as logs, logs.attached():
                 table: ToSSimTable = pickle.loads(turn.frozen)
                 reward = table.apply({turn.index: completion})[turn.index]
-        except BaseException:  # As in scoring._result(): user code that exits must not end the run.
+        except BaseException:  # As in scoring.score_each(): user code that exits must not end the run.
             return PlainOutcome(None, {"failed": 1.0})
         return PlainOutcome(reward, {"parse_rate": float(reward > -1), "legal_rate": float(reward >= 1)})
 

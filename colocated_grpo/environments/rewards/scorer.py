@@ -14,11 +14,10 @@ from colocated_grpo.environments.base import EnvironmentSetupError, Item
 from colocated_grpo.environments.rewards.functions import (
     BUILT_IN,
     NOT_COLUMNS,
-    FunctionResult,
     RewardFunction,
     RewardInputs,
     load_reward,
-    results_of,
+    scores_of,
 )
 from colocated_grpo.environments.rewards.workers import Answer, Started, WorkerPool
 from colocated_grpo.environments.user_code.loading import one_line
@@ -58,7 +57,7 @@ class RewardScorer:
         )
         remote = {} if self.workers is None else self.workers.results(inputs)
         by_function = [
-            remote[function.name] if function.name in remote else results_of(function, inputs)
+            remote[function.name] if function.name in remote else scores_of(function, inputs)
             for function in self.functions
         ]
         return [self._combine(results) for results in zip(*by_function, strict=True)]
@@ -70,19 +69,19 @@ class RewardScorer:
             if isinstance(item["prompt"], str):
                 function.check_text(item)
 
-    def _combine(self, results: Sequence[FunctionResult]) -> Score:
+    def _combine(self, results: Sequence[Score]) -> Score:
         named = list(zip(self.functions, results, strict=True))
-        parts = {name: value for result in results for name, value in result.metrics.items()}
-        parts |= {function.name: result.value for function, result in named if result.value is not None}
+        parts = {name: value for result in results for name, value in result.parts.items()}
+        parts |= {function.name: result.reward for function, result in named if result.reward is not None}
         summed = [(function.weight, result) for function, result in named if function.weight != 0]
-        weighted = [weight * result.value for weight, result in summed if result.value is not None]
-        if not weighted or any(result.error is not None and result.value is None for _, result in summed):
+        weighted = [weight * result.reward for weight, result in summed if result.reward is not None]
+        if not weighted or any(result.failed for _, result in summed):
             # An error without a reward means that scoring failed, unless only a function of weight 0 raised.
             return Score(reward=None, parts=parts, error=_errors(result for _, result in summed))
         return Score(reward=sum(weighted), parts=parts, error=_errors(results))
 
 
-def _errors(results: Iterable[FunctionResult]) -> str | None:
+def _errors(results: Iterable[Score]) -> str | None:
     """Return all different errors as one line. If a process ends, its functions have the same error."""
     return "; ".join(dict.fromkeys(result.error for result in results if result.error is not None)) or None
 
@@ -105,17 +104,17 @@ class RewardWorkers:
     def close(self) -> None:
         self._pool.close()
 
-    def results(self, inputs: RewardInputs) -> dict[str, list[FunctionResult]]:
+    def results(self, inputs: RewardInputs) -> dict[str, list[Score]]:
         """Return the results by name of the function.
 
         If the process ends, functions without a result count as failed.
         """
-        responses: list[list[FunctionResult]] = []
+        responses: list[list[Score]] = []
         try:
             responses, error = self._pool.ask(inputs, count=len(self._names))
         except NOT_SENDABLE as problem:
             error = f"run_in: cannot send the prompt to a process: {one_line(problem)}; set thread"
-        failed = {name: [FunctionResult(error=error)] * len(inputs.texts) for name in self._names}
+        failed = {name: [Score(reward=None, error=error)] * len(inputs.texts) for name in self._names}
         return failed | dict(zip(self._names, responses, strict=False))
 
 
@@ -127,7 +126,7 @@ def load_functions(named: Sequence[tuple[str, RewardConfig]], key: str) -> tuple
         started = Started(modules=sorted(DEVICE_LIBRARIES & sys.modules.keys()))
     except EnvironmentSetupError as error:
         started = Started(error=str(error))
-    return started, lambda inputs: (results_of(function, inputs) for function in functions)
+    return started, lambda inputs: (scores_of(function, inputs) for function in functions)
 
 
 def start_workers(

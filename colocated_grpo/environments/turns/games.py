@@ -64,7 +64,7 @@ class TurnScorer:
             scores = [as_score({**each.parts, "reward": each.reward}) for each in outcomes]
             if len(scores) != len(texts):
                 raise ValueError(f"score() returned {len(scores)} outcomes for {len(texts)} completions")
-        except BaseException as error:  # see scoring._result
+        except BaseException as error:  # see scoring.score_each
             return [Score(reward=None, error=one_line(error))] * len(texts)
         return scores
 
