@@ -19,7 +19,7 @@ import cloudpickle
 
 from colocated_grpo.environments.adapters.signing import TRUST_VARIABLE, is_trusted, key_file, sign
 from colocated_grpo.environments.base import EnvironmentSetupError
-from colocated_grpo.environments.turns.base import FinishedGames, PlainOutcome
+from colocated_grpo.environments.turns.base import FinishedGames, Outcome
 from colocated_grpo.environments.user_code.isolation import OwnLogs, isolated
 from colocated_grpo.environments.user_code.loading import construct, load_object, one_line
 from colocated_grpo.types import JsonObject
@@ -141,18 +141,18 @@ class ToSSim(FinishedGames):
         self._add_table()
         return self._turns(len(self._tables) - 1)
 
-    def score(self, turn: ToSSimTurn, completions: Sequence[str]) -> list[PlainOutcome]:
+    def score(self, turn: ToSSimTurn, completions: Sequence[str]) -> list[Outcome]:
         """Return rewards: -1 malformed, 0 illegal, +1 legal; None if the batcher raised an exception."""
         return [self._outcome(turn, completion) for completion in completions]
 
-    def _outcome(self, turn: ToSSimTurn, completion: str) -> PlainOutcome:
+    def _outcome(self, turn: ToSSimTurn, completion: str) -> Outcome:
         try:
             with isolated(random.Random(f"{turn.id}/{completion}")), closing(OwnLogs()) as logs, logs.attached():
                 table: ToSSimTable = pickle.loads(turn.frozen)
                 reward = table.apply({turn.index: completion})[turn.index]
         except BaseException:  # As in scoring.score_each(): user code that exits must not end the run.
-            return PlainOutcome(None, {"failed": 1.0})
-        return PlainOutcome(reward, {"parse_rate": float(reward > -1), "legal_rate": float(reward >= 1)})
+            return Outcome(None, {"failed": 1.0})
+        return Outcome(reward, {"parse_rate": float(reward > -1), "legal_rate": float(reward >= 1)})
 
     def commit(self, turn: ToSSimTurn, completion: str) -> None:
         """Store a completion. The last completion of a batch applies all completions of the batch.

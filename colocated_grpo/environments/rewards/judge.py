@@ -20,6 +20,7 @@ from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from colocated_grpo.environments.rewards.builtin import Completions, completion_texts
 from colocated_grpo.environments.rewards.scoring import NoReward
+from colocated_grpo.environments.user_code.loading import shortened
 from colocated_grpo.settings.base import FileName, NonNegative, Positive, Section
 from colocated_grpo.types import JsonObject
 from colocated_grpo.web.client import JsonClient, RequestRejected, Unavailable
@@ -170,29 +171,22 @@ class Judge(Section):
 
     async def _ask(self, body: object) -> object:
         """Return the JSON of the response. Raises BudgetSpent, and NoReward if no attempt succeeds."""
+        path = "" if self.model is None else "/chat/completions"
         attempt = 0
         while True:
             if self._requests >= (self.max_requests or math.inf) or self._tokens >= (self.max_tokens or math.inf):
                 raise BudgetSpent
             self._requests += 1
             try:
-                return await self._post(body)
-            except Unavailable as error:
+                return await asyncio.get_running_loop().run_in_executor(self._threads, self._client.post, path, body)
+            except (RequestRejected, Unavailable) as error:
+                if isinstance(error, RequestRejected) and error.status not in RETRIED_STATUS:
+                    raise NoReward(f"the judge rejects the request: {error}") from None
                 if attempt == self.retries:
                     raise NoReward(f"the judge is unavailable, attempts: {attempt + 1}, the last: {error}") from None
             # Random, so that requests refused together are not retried together. The wait blocks no thread.
             await asyncio.sleep(min(MAX_WAIT, self.backoff * 2**attempt) * random.uniform(0.5, 1.0))
             attempt += 1
-
-    async def _post(self, body: object) -> object:
-        """Send the request once. Raises Unavailable if another attempt may succeed, else NoReward."""
-        path = "" if self.model is None else "/chat/completions"
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, self._client.post, path, body)
-        except RequestRejected as error:
-            if error.status in RETRIED_STATUS:
-                raise Unavailable(str(error)) from None
-            raise NoReward(f"the judge rejects the request: {error}") from None
 
     def _score(self, response: Any) -> float:
         """Return the score in a response, and count its tokens. Raises NoReward."""
@@ -201,7 +195,10 @@ class Judge(Section):
                 score = float(response["score"])
             else:
                 self._tokens += int((response.get("usage") or {}).get("total_tokens") or 0)
-                score = last_score(self.parse, response["choices"][0]["message"]["content"] or "")
+                answer = response["choices"][0]["message"]["content"] or ""
+                if not (found := re.findall(self.parse, answer)):
+                    raise NoReward(f"no score in the judge's answer {shortened(answer, SHOWN_CHARACTERS)!r}")
+                score = float(found[-1])
         except (LookupError, TypeError, AttributeError):
             raise NoReward(f"the judge's response has no {'score' if self.model is None else 'answer'}") from None
         except ValueError as error:
@@ -270,15 +267,6 @@ def places(template: str) -> set[str]:
 def fill(template: str, values: Mapping[str, object]) -> str:
     """Replace each {name} by its value. {{ and }} become single braces; other braces stay as they are."""
     return PLACE.sub(lambda found: str(values[found[1]]) if found[1] else found[0][0], template)
-
-
-def last_score(pattern: str, text: str) -> float:
-    """Return the number in the last match's group. Raises ValueError if there is none."""
-    found = re.findall(pattern, text)
-    if not found:
-        shown = text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."
-        raise ValueError(f"no score in the judge's answer {shown!r}")
-    return float(found[-1])
 
 
 def plain_text(prompt: str | list[JsonObject]) -> str:

@@ -95,14 +95,8 @@ class RewardWorkers:
         named = sorted(named, key=lambda one: one[1].weight == 0)
         self._names = [name for name, _ in named]
         self._pool = WorkerPool(partial(load_functions, named, key))
-        self._first = self._pool.start()
-
-    def started(self) -> Started:
-        """Wait for the first process and return its first message."""
-        return self._first.wait_until_started()
-
-    def close(self) -> None:
-        self._pool.close()
+        self.first = self._pool.start()
+        self.close = self._pool.close
 
     def results(self, inputs: RewardInputs) -> dict[str, list[Score]]:
         """Return the results by name of the function.
@@ -137,14 +131,14 @@ def start_workers(
     Functions with `run_in: auto` run in threads if a process cannot load all functions chosen for processes, or if one
     of these functions imports a library of DEVICE_LIBRARIES.
     """
-    pairs = [(function, config) for function, config in zip(functions, configs, strict=True)]
+    pairs = list(zip(functions, configs, strict=True))
     chosen = [(f.name, c) for f, c in pairs if c.run_in == "process" or (c.run_in == "auto" and _suits(c, f.function))]
     forced = [(name, config) for name, config in chosen if config.run_in == "process"]
     for named in (chosen, forced):
         if not named:
             return None
         workers = RewardWorkers(named, key)
-        started = workers.started()
+        started = workers.first.wait_until_started()
         if started.error is None and (named == forced or not started.modules):
             return workers
         workers.close()
@@ -159,9 +153,9 @@ def _suits(config: RewardConfig, function: Callable[..., object]) -> bool:
     Built-in functions take linear time and run in threads. Coroutines do not run in processes either, because they
     share the connections and the limits of one event loop.
     """
-    if config.name in BUILT_IN or config.args is not None or not inspect.isfunction(function):
-        return False
-    if config.given is not None:  # the function may use any object of the program
+    # A function that the program has passed may use any object of the program.
+    by_name = config.name not in BUILT_IN and config.args is None and config.given is None
+    if not by_name or not inspect.isfunction(function):
         return False
     file = function.__code__.co_filename
     if inspect.iscoroutinefunction(function) or not is_user_code(file):
@@ -170,10 +164,7 @@ def _suits(config: RewardConfig, function: Callable[..., object]) -> bool:
         nodes = list(ast.walk(ast.parse(Path(file).read_text(encoding="utf-8"))))
     except (OSError, ValueError, SyntaxError):
         return False
-    return not any(isinstance(node, ast.Global) for node in nodes) and not _imported(nodes) & DEVICE_LIBRARIES
-
-
-def _imported(nodes: Sequence[ast.AST]) -> set[str]:
-    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-    names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
-    return {name.partition(".")[0] for name in names}
+    imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    shares_state = any(isinstance(node, ast.Global) for node in nodes)
+    return not shares_state and not {name.partition(".")[0] for name in imported} & DEVICE_LIBRARIES

@@ -30,7 +30,7 @@ from colocated_grpo.environments.town.state import (
 )
 from colocated_grpo.environments.town.texts import PROMPT_STYLES, Message, game_record
 from colocated_grpo.environments.town.verdicts import Status, Verdict, apply_verdict, judge
-from colocated_grpo.environments.turns.base import FinishedGames, PlainOutcome
+from colocated_grpo.environments.turns.base import FinishedGames, Outcome
 from colocated_grpo.environments.user_code.loading import construct, resolve_mode
 from colocated_grpo.settings.base import Section
 from colocated_grpo.settings.turns import FROZEN
@@ -140,11 +140,11 @@ class TownEnvironment(FinishedGames):
         self._games.append(self._advance(self._new_game()))
         return self._turns(self._games[-1])
 
-    def score(self, turn: TownTurn, completions: Sequence[str]) -> list[PlainOutcome]:
+    def score(self, turn: TownTurn, completions: Sequence[str]) -> list[Outcome]:
         game = restore_game(turn.state)
         return [self._outcome(game, turn, judge(game, turn.seat, each, turn.legal)) for each in completions]
 
-    def commit(self, turn: TownTurn, completion: str) -> PlainOutcome:
+    def commit(self, turn: TownTurn, completion: str) -> Outcome:
         """Apply one completion to the game and close the turn. Raises TurnError if the turn is not open."""
         game = self._game_of(turn)
         verdict = judge(game, turn.seat, completion, turn.legal)
@@ -249,7 +249,7 @@ class TownEnvironment(FinishedGames):
                 return game
         raise TurnError(f"turn {turn.id}: not open; a turn takes exactly one commit")
 
-    def _outcome(self, game: Game, turn: TownTurn, verdict: Verdict) -> PlainOutcome:
+    def _outcome(self, game: Game, turn: TownTurn, verdict: Verdict) -> Outcome:
         legal, credit = verdict.status is Status.OK, self.settings.credit
         parts = {
             "form": float(verdict.status),
@@ -257,7 +257,7 @@ class TownEnvironment(FinishedGames):
             "parse_rate": float(verdict.status is not Status.MALFORMED),
             "legal_rate": float(legal),
         }
-        return PlainOutcome(credit.form * parts["form"] + credit.shaping * parts["shaping"], parts)
+        return Outcome(credit.form * parts["form"] + credit.shaping * parts["shaping"], parts)
 
 
 def _turn_id(game: Game, seat: int) -> str:

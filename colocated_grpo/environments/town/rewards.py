@@ -13,7 +13,7 @@ from colocated_grpo.environments.town.night import seat_result
 from colocated_grpo.environments.town.roles import Faction
 from colocated_grpo.environments.town.state import Game
 from colocated_grpo.environments.town.verdicts import Status, Verdict
-from colocated_grpo.environments.turns.base import PlainReturn
+from colocated_grpo.environments.turns.base import Return
 from colocated_grpo.settings.base import Section
 
 _SHAPING = {
@@ -74,13 +74,13 @@ def interest_in_survival(game: Game, seat: int, other: int) -> float:
     return -1.0 if two.role.hostile else 0.5 * (two.role_name == "jester")
 
 
-def outcome_returns(game: Game, credit: Credit) -> list[PlainReturn]:
+def outcome_returns(game: Game, credit: Credit) -> list[Return]:
     """Return the returns of an ended game, one for each committed turn, in the order of the commits."""
     later: Counter[int] = Counter()
     returns = []
     for turn_id, seat in reversed(game.turns):
         weight = credit.outcome * credit.discount ** later[seat]
-        returns.append(PlainReturn(turn_id, weight * seat_result(game, seat)))
+        returns.append(Return(turn_id, weight * seat_result(game, seat)))
         later[seat] += 1
     return returns[::-1]
 

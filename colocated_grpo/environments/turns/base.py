@@ -44,44 +44,21 @@ class Turn(Protocol):
         ...
 
 
-class Outcome(Protocol):
-    """The immediate score of one completion."""
-
-    @property
-    def reward(self) -> float | None:
-        """None if the completion has no reward, and hence no learning signal."""
-        ...
-
-    @property
-    def parts(self) -> Mapping[str, float]:
-        """Named components, for metrics.
-
-        'parse_rate' and 'legal_rate' (1 or 0) are averaged into metrics of the same names.
-        """
-        ...
-
-
-class Return(Protocol):
-    """Reward that the end of a game adds to a committed turn."""
-
-    @property
-    def turn_id(self) -> str: ...
-
-    @property
-    def value(self) -> float: ...
-
-
 @dataclass(frozen=True, slots=True)
-class PlainOutcome:
-    """Outcome for games that need no class of their own."""
+class Outcome:
+    """The immediate score of one completion. Any object with these attributes is accepted."""
 
     reward: float | None
-    parts: dict[str, float]
+    """None if the completion has no reward, and hence no learning signal."""
+    parts: Mapping[str, float]
+    """Named components, for metrics. 'parse_rate' and 'legal_rate' (1 or 0) are averaged into metrics of the same
+    names."""
 
 
 @dataclass(frozen=True, slots=True)
-class PlainReturn:
-    """The share of a game's result credited to one of its turns. Field names are keys of checkpoints."""
+class Return:
+    """Reward that the end of a game adds to a committed turn. Any object with these attributes is accepted. Field names
+    are keys of checkpoints."""
 
     turn_id: str
     value: float
@@ -155,16 +132,14 @@ class FinishedGames:
     """Base of turn environments. Stores the returns and records of ended games until they are drained."""
 
     def __init__(self) -> None:
-        self._returns: list[PlainReturn] = []
+        self._returns: list[Return] = []
         self._ended: list[JsonObject] = []
 
-    def drain_returns(self) -> list[PlainReturn]:
-        """Return the returns of all games that ended since the last call."""
+    def drain_returns(self) -> list[Return]:
         returns, self._returns = self._returns, []
         return returns
 
     def drain_games(self) -> list[JsonObject]:
-        """Return the records of the games that ended since the last call."""
         ended, self._ended = self._ended, []
         return ended
 
@@ -172,5 +147,5 @@ class FinishedGames:
         return {"returns": [asdict(each) for each in self._returns], "ended": list(self._ended)}
 
     def _restore_finished(self, state: JsonObject) -> None:
-        self._returns = [PlainReturn(**each) for each in state["returns"]]
+        self._returns = [Return(**each) for each in state["returns"]]
         self._ended = deepcopy(state["ended"])

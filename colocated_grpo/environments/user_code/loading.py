@@ -29,10 +29,13 @@ def one_line(error: BaseException) -> str:
 
     Type and message are cut to MAX_ERROR_CHARACTERS.
     """
-    line = in_one_line(error)
-    shown = line if len(line) <= MAX_ERROR_CHARACTERS else line[: MAX_ERROR_CHARACTERS - 3] + "..."
+    shown = shortened(in_one_line(error), MAX_ERROR_CHARACTERS)
     own = innermost(lines_of_error(error))
     return shown if own is None else f"{shown} ({own.place})"
+
+
+def shortened(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def load_object(path: str, key: str) -> Any:
@@ -41,7 +44,11 @@ def load_object(path: str, key: str) -> Any:
     if not separator or not location or not name:
         raise EnvironmentSetupError(f"{key}: {path!r} is not of the form module:object or path/to/file.py:object")
     try:
-        module = _load_file(Path(location)) if location.endswith(".py") else _load_module(location)
+        if location.endswith(".py"):
+            module = _load_file(Path(location))
+        else:
+            make_importable(os.getcwd())
+            module = importlib.import_module(location)
     except (Exception, SystemExit) as error:
         extra = "; install it with: pip install 'colocated-grpo[trl]'" if getattr(error, "name", "") == "trl" else ""
         raise EnvironmentSetupError(f"{key}: cannot import {location!r}: {one_line(error)}{extra}") from error
@@ -50,11 +57,6 @@ def load_object(path: str, key: str) -> Any:
     except AttributeError:
         public = [other for other in dir(module) if not other.startswith("_")]
         raise unknown_name(key, f"object of {location!r}", name, public) from None
-
-
-def _load_module(name: str) -> ModuleType:
-    make_importable(os.getcwd())
-    return importlib.import_module(name)
 
 
 def _load_file(path: Path) -> ModuleType:
