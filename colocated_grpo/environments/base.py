@@ -35,7 +35,6 @@ class Task(Protocol):
         The same arguments must yield the same sequence, or a run cannot be resumed. Both splits may be finite: "train"
         is restarted when it ends, "held_out" is not.
         """
-        ...
 
     def score(self, item: Item, completion: str) -> float | dict[str, float] | None:
         """Return the reward, a dict of named parts with "reward", or None if no reward applies. Must be thread-safe.
@@ -44,7 +43,6 @@ class Task(Protocol):
         rewards of the prompt's other completions. If the scorer itself fails, the completion has no reward.
         `rewards.scoring` tells the two cases apart.
         """
-        ...
 
 
 @runtime_checkable
@@ -56,7 +54,6 @@ class Seekable(Protocol):
 
     def prompts_from(self, seed: int, split: Split, start: int) -> Iterator[Item]:
         """Yield the items of prompts() from position `start` on. Earlier items are not generated."""
-        ...
 
 
 @runtime_checkable
@@ -68,7 +65,6 @@ class Episode(Protocol):
 
     def prompts(self, seed: int, split: Split) -> Iterator[Item]:
         """Yield items, as Task.prompts does. An item's "prompt" is the start of the conversation."""
-        ...
 
     async def run(self, item: Item, model: Conversation) -> float | dict[str, float] | None:
         """Run one episode and return its reward, as Task.score does.
@@ -76,7 +72,6 @@ class Episode(Protocol):
         Run blocking work in threads, because all episodes share one event loop. An exception fails only this episode.
         If `run` does not catch ContextExhausted, the reward is 0.
         """
-        ...
 
 
 class Playable(Protocol):
@@ -87,7 +82,6 @@ class Playable(Protocol):
 
         model: a `Conversation`; for an `AgentEpisode`, an `AgentConversation`.
         """
-        ...
 
 
 class Scorer(Protocol):
@@ -95,7 +89,6 @@ class Scorer(Protocol):
 
     def score(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Score]:
         """Return one score per completion. Exceptions of user code are not raised, but recorded in `Score.error`."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,14 +204,11 @@ class BatchSource(Protocol):
 
         Returns fewer policy prompts if all games wait for the opponent.
         """
-        ...
 
     def record(self, groups: Sequence[Group]) -> BatchResult:
         """Record the scored groups of all prompts from the last next(), and decide which groups train."""
-        ...
 
     def state_dict(self) -> JsonObject:
         """Return the position as plain data. A source that loads it continues with the same prompts as this source."""
-        ...
 
     def load_state_dict(self, state: JsonObject) -> None: ...

@@ -92,7 +92,9 @@ class OpenEnv(SeededEpisode):
         if health != "healthy":
             raise EnvironmentSetupError(f"{KEY}: args.url={self.url!r}: the server reports its health as {health}")
         self._action_schema = self._request("/schema").get("action", {})
-        self._field = self.action or text_field(self._action_schema)
+        required = self._action_schema.get("required", [])
+        takes_text = len(required) == 1 and self._action_schema["properties"][required[0]].get("type") == "string"
+        self._field = self.action or (required[0] if takes_text else None)
 
     def _item(self, rng: Random, split: Split) -> Item:
         seed = draw_seed(rng, split)
@@ -196,11 +198,3 @@ async def _send(socket: ClientWebSocketResponse, message: JsonObject) -> JsonObj
         code = response["data"].get("code")
         raise ERRORS.get(code, ServerError)(f"{code}: {response['data'].get('message')}")
     return response["data"]
-
-
-def text_field(schema: JsonObject) -> str | None:
-    """Return the only required field of an action schema if it takes text, else None."""
-    required = schema.get("required", [])
-    if len(required) != 1 or schema["properties"][required[0]].get("type") != "string":
-        return None
-    return required[0]

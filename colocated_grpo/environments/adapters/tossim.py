@@ -92,7 +92,8 @@ class ToSSimTable:
         else:
             meta, indices = self.meta, sorted(replies)
             rewards = self.batcher.apply_actions([meta[i] for i in indices], [replies[i] for i in indices])
-        return {index: float(_number(reward)) for index, reward in zip(indices, rewards, strict=True)}
+        numbers = [reward[0] if isinstance(reward, tuple | list) else reward for reward in rewards]
+        return {index: float(number) for index, number in zip(indices, numbers, strict=True)}
 
     def drain_stats(self) -> dict[str, float]:
         """Return the number of games, and the increase of the batcher's counts since the last call."""
@@ -109,10 +110,6 @@ def _numbers(stats: Mapping[str, object]) -> dict[str, float]:
     Converting other entries, such as notes, would raise, and the table would then be replaced.
     """
     return {name: float(value) for name, value in stats.items() if isinstance(value, int | float)}
-
-
-def _number(reward: float | list[float] | tuple[float, ...]) -> float:
-    return reward[0] if isinstance(reward, tuple | list) else reward
 
 
 class ToSSim(FinishedGames):
@@ -231,14 +228,10 @@ class ToSSim(FinishedGames):
 
     def _turns(self, number: int) -> list[ToSSimTurn]:
         for _ in range(MAX_EMPTY_BATCHES):
-            table = self._tables[number]
-            if table.prompts:
+            if self._tables[number].prompts:
                 break
             with self._replaced_on_failure(number):
-                table.request_batch()
-        return self._open_turns(number)
-
-    def _open_turns(self, number: int) -> list[ToSSimTurn]:
+                self._tables[number].request_batch()
         table = self._tables[number]
         frozen = cloudpickle.dumps(table) if table.prompts else b""
         return [

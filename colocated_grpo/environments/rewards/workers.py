@@ -299,7 +299,10 @@ def main() -> None:
     """Answer requests. Entry point of a worker process."""
     descriptor, dumps, parent = map(int, sys.argv[1:])
     die_with(parent)
-    _ignore_stop_signals()
+    # Batch systems signal every process of a job, but the rank still needs the rewards of its current step.
+    for number in stop_signals():
+        signal.signal(number, lambda *_: None)  # SIG_IGN would be inherited by programs that a reward starts
+    reset_in_forked_children(stop_signals())
     faulthandler.enable()
     faulthandler.register(DUMP_SIGNAL, file=dumps, all_threads=False)
     with Connection(descriptor) as connection:
@@ -309,13 +312,3 @@ def main() -> None:
             while started.error is None:
                 for response in answer(connection.recv()):
                     connection.send(response)
-
-
-def _ignore_stop_signals() -> None:
-    """Ignore stop signals.
-
-    Batch systems signal every process of a job, but the rank still needs the rewards of its current step.
-    """
-    for number in stop_signals():
-        signal.signal(number, lambda *_: None)  # SIG_IGN would be inherited by programs that a reward starts
-    reset_in_forked_children(stop_signals())

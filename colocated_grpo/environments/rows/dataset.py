@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from colocated_grpo.environments.base import EnvironmentSetupError, Item, Items, ItemStream
-from colocated_grpo.environments.prompts import checked_prompt, template_arguments
+from colocated_grpo.environments.prompts import checked_prompt
 from colocated_grpo.environments.rows.readers import READERS
 from colocated_grpo.environments.rows.row_filter import AnyRows, RowFilter, column_values, select
 from colocated_grpo.environments.streams import Rows, RowStream
@@ -95,7 +95,7 @@ class RowItems(Items):
         rest = {names.get(key, key): value for key, value in row.items() if key != column}
         item = {**rest, "prompt": _without_null_fields(row[column])}
         prompt = checked_prompt(item, where)
-        template_arguments(PLAIN, item, where)
+        PLAIN.arguments(item, where)
         if self._config.system_prompt is not None:
             item["prompt"] = with_system_prompt(prompt, self._config.system_prompt)
         return item
@@ -174,7 +174,7 @@ class RowItems(Items):
             is_text = "string" in getattr(rows.features[column], "dtype", "")
             if key in (TOOLS, VARIABLES) and is_text:
                 for number, value in zip(numbers, column_values(rows, column), strict=True):
-                    template_arguments(PLAIN, {key: value}, f"{where} row {number}")
+                    PLAIN.arguments({key: value}, f"{where} row {number}")
 
     def _check_columns(self, rows: Rows, split: str) -> None:
         """Raise if a split has no rows, or if row 0 lacks a column that the config names for this split."""

@@ -26,16 +26,6 @@ PARTIAL_CREDIT = 0.5
 """Upper bound of the reward of a wrong answer."""
 
 
-def in_split(question: str, split: Split) -> bool:
-    """Return whether the question belongs to the split.
-
-    Only the question's hash decides, so no run trains on a question that another run holds out.
-    """
-    digest = sha256(question.encode()).digest()
-    held_out = int.from_bytes(digest[:8], "big") % HELD_OUT_ONE_IN == 0
-    return held_out == (split == "held_out")
-
-
 class Procedural(Section):
     """Questions drawn from one seeded generator. Each setting min_x must not exceed max_x."""
 
@@ -69,7 +59,9 @@ def split_items(drawn: Iterator[Item], template: str, split: Split) -> Iterator[
     misses = 0
     for item in drawn:
         identity = item.get("identity", item["question"])
-        if in_split(identity, split) and identity not in seen:
+        # The hash alone decides, so no run trains on a question that another run holds out.
+        number = int.from_bytes(sha256(identity.encode()).digest()[:8], "big")
+        if (number % HELD_OUT_ONE_IN == 0) == (split == "held_out") and identity not in seen:
             misses = 0
             if split == "held_out":
                 seen.add(identity)

@@ -19,17 +19,14 @@ class Turn(Protocol):
     @property
     def id(self) -> str:
         """Unique within the environment, and the same after a restore."""
-        ...
 
     @property
     def messages(self) -> str | list[Message]:
         """The prompt: text or chat messages, limited to what this seat may see."""
-        ...
 
     @property
     def phase(self) -> str:
         """Phase of the game, for metrics."""
-        ...
 
     @property
     def trainable(self) -> bool:
@@ -37,11 +34,9 @@ class Turn(Protocol):
 
         Other seats never appear as turns.
         """
-        ...
 
     def pattern(self) -> str:
         """Return a regular expression of the legal replies. Called only with `structured: true`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,37 +69,30 @@ class TurnEnvironment(Protocol[TurnT]):
     @property
     def delayed(self) -> bool:
         """True if drain_returns() may return anything. Turns then train after their game has ended, not at once."""
-        ...
 
     def next_batch(self) -> Sequence[TurnT]:
         """Return the open turns. A turn stays open until it is passed to commit() or play_on()."""
-        ...
 
     def add_game(self) -> Sequence[TurnT]:
         """Raise the number of concurrent games by one and return the new game's open turns."""
-        ...
 
     def score(self, turn: TurnT, completions: Sequence[str]) -> Sequence[Outcome]:
         """Score completions from the turn alone.
 
         Must be pure: threads and processes that do not have the game call this method.
         """
-        ...
 
     def commit(self, turn: TurnT, completion: str) -> object:
         """Play one completion. Called once per sampled turn, in the order in which the turns were handed out."""
-        ...
 
     def play_on(self, turn: TurnT) -> None:
         """Let a script play a turn whose prompt is too long for the model.
 
         The turn is left out of all counts and returns.
         """
-        ...
 
     def drain_returns(self) -> Sequence[Return]:
         """Return the returns of games that ended since the last call."""
-        ...
 
     def drain_games(self) -> Sequence[JsonObject]:
         """Return the records of games that ended since the last call.
@@ -112,18 +100,15 @@ class TurnEnvironment(Protocol[TurnT]):
         Keys: 'game', 'winner', 'transcript', 'events' (a list of flat rows), 'seats' (a list of rows), and anything
         else that JSON can represent.
         """
-        ...
 
     def drain_stats(self) -> dict[str, float]:
         """Return counts and rates since the last call, and gauges such as the number of running games.
 
         Leave out parse_rate, legal_rate and reward/<phase>: the trainer computes these metrics over all completions.
         """
-        ...
 
     def snapshot(self) -> JsonObject:
         """Return the state as plain data that JSON can represent."""
-        ...
 
     def restore(self, snapshot: JsonObject) -> None: ...
 
