@@ -8,9 +8,8 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from decimal import Decimal
 
-from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.environments.rewards import answers
-from colocated_grpo.environments.user_code.loading import load_object, one_line
+from colocated_grpo.environments.user_code.loading import load_function, one_line
 from colocated_grpo.settings.evaluation import MEAN
 from colocated_grpo.types import Group
 
@@ -91,9 +90,7 @@ def answer_function(name: str, key: str) -> Answer:
     """Return the built-in or user function of this name. Raises EnvironmentSetupError."""
     if name in BUILT_IN:
         return BUILT_IN[name]
-    function = load_object(name, key)
-    if not callable(function):
-        raise EnvironmentSetupError(f"{key}: {name!r} is a {type(function).__name__}, not a function")
+    function = load_function(name, key)
 
     def answer(text: str) -> Hashable | None:
         try:

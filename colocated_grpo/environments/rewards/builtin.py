@@ -125,10 +125,6 @@ def completion_texts(completions: Completions) -> list[str]:
 
 
 REWARDS: dict[str, Callable[..., Sequence[float | None]]] = {
-    "exact_match": exact_match,
-    "format_think": format_think,
-    "gsm8k": gsm8k,
-    "math_verify": math_verify,
-    "tool_call": tool_call,
-    "tool_call_partial": tool_call_partial,
+    function.__name__: function
+    for function in (exact_match, format_think, gsm8k, math_verify, tool_call, tool_call_partial)
 }

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set, Sized
 from dataclasses import dataclass, replace
 from itertools import islice
+from types import SimpleNamespace
 
 from colocated_grpo.environments.base import EnvironmentSetupError, Item
 from colocated_grpo.environments.rewards.builtin import REWARDS
@@ -19,7 +20,13 @@ from colocated_grpo.environments.rewards.scoring import (
     reward_of_unscorable,
     score_each,
 )
-from colocated_grpo.environments.user_code.loading import construct, load_object, one_line, unknown_name
+from colocated_grpo.environments.user_code.loading import (
+    check_callable,
+    construct,
+    load_object,
+    one_line,
+    unknown_name,
+)
 from colocated_grpo.settings.sources import RewardConfig
 from colocated_grpo.types import Score
 
@@ -37,15 +44,6 @@ KEYWORD_KINDS = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYW
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainerState:
-    """The part of TRL's trainer state that reward schedules read."""
-
-    global_step: int
-    """Completed optimizer steps of the weights that sampled the completion."""
-    max_steps: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class RewardInputs:
     """One prompt and its completions, as plain data that can be sent to another process."""
 
@@ -53,6 +51,7 @@ class RewardInputs:
     texts: Sequence[str]
     completion_ids: Sequence[Sequence[int]]
     global_step: int
+    """Completed optimizer steps of the weights that sampled the completions."""
     max_steps: int
 
     def split(self) -> list[RewardInputs]:
@@ -174,7 +173,8 @@ def _arguments(inputs: RewardInputs) -> dict[str, object]:
         "prompts": [prompt] * count,
         "completions": [[{"role": "assistant", "content": text}] for text in inputs.texts] if chat else [*inputs.texts],
         "completion_ids": [[*token_ids] for token_ids in inputs.completion_ids],
-        "trainer_state": TrainerState(global_step=inputs.global_step, max_steps=inputs.max_steps),
+        # the part of TRL's trainer state that reward schedules read
+        "trainer_state": SimpleNamespace(global_step=inputs.global_step, max_steps=inputs.max_steps),
         # In TRL, log_extra adds columns to a table of completions. This project has no such table and ignores the
         # calls.
         "log_extra": lambda column, values: None,
@@ -205,6 +205,4 @@ def load_reward(name: str, config: RewardConfig, key: str) -> RewardFunction:
         found = BUILT_IN[config.name] if config.name in BUILT_IN else load_object(config.name, key)
     if config.args is not None or isinstance(found, type):
         found = construct(found, config.args or {}, f"{key}: {config.name}")
-    if not callable(found):
-        raise EnvironmentSetupError(f"{key}: {config.name!r} is a {type(found).__name__}, not a function")
-    return RewardFunction(name, config.weight, found, relative=config.relative)
+    return RewardFunction(name, config.weight, check_callable(found, config.name, key), relative=config.relative)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-from colocated_grpo.environments.base import EnvironmentSetupError, Item
-from colocated_grpo.environments.user_code.loading import load_object, one_line
+from colocated_grpo.environments.base import Item
+from colocated_grpo.environments.user_code.loading import load_function, one_line
 from colocated_grpo.settings.sources import ConditionConfig, RowsSourceConfig, Scalar
 
 if TYPE_CHECKING:
@@ -28,10 +28,7 @@ class RowFilter:
         """Import the function that `filter` names. Raises EnvironmentSetupError. key: position in the config."""
         self._where = config.where
         self._name = config.filter
-        self._keep: Any = None if config.filter is None else load_object(config.filter, f"{key}: filter")
-        if config.filter is not None and not callable(self._keep):
-            kind = type(self._keep).__name__
-            raise EnvironmentSetupError(f"{key}: filter={config.filter!r}: a {kind}, not a function")
+        self._keep: Any = None if config.filter is None else load_function(config.filter, f"{key}: filter")
 
     def kept(self, rows: AnyRows) -> tuple[list[int], str | None]:
         """Return the numbers of the rows that meet all conditions, and a log line about the dropped rows.

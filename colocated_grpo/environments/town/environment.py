@@ -12,7 +12,7 @@ from colocated_grpo.environments.base import Item, Split
 from colocated_grpo.environments.town import rewards
 from colocated_grpo.environments.town.legality import LegalActions, reply_pattern
 from colocated_grpo.environments.town.night import seat_result
-from colocated_grpo.environments.town.observations import observe
+from colocated_grpo.environments.town.observations import Observation
 from colocated_grpo.environments.town.phases import enter, to_act
 from colocated_grpo.environments.town.players import SCRIPTED, scripted_reply, scripted_turn, sensible_player
 from colocated_grpo.environments.town.state import (
@@ -227,7 +227,7 @@ class TownEnvironment(FinishedGames):
 
     def _turns(self, game: Game) -> list[TownTurn]:
         """Return the open turns that no script plays."""
-        views = [observe(game, seat) for seat in to_act(game) if game.seats[seat].player not in SCRIPTED]
+        views = [Observation(game, seat) for seat in to_act(game) if game.seats[seat].player not in SCRIPTED]
         return [
             TownTurn(
                 id=_turn_id(game, view.seat),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from random import Random
 
 from colocated_grpo.environments.town.legality import EMPTY, LOOK_UP_TAGS, WAIT, ArgumentSpec
-from colocated_grpo.environments.town.observations import Observation, observe
+from colocated_grpo.environments.town.observations import Observation
 from colocated_grpo.environments.town.roles import ROLES, Faction
 from colocated_grpo.environments.town.state import NAMES, NO_SEAT, Event, Game, Phase
 from colocated_grpo.environments.town.verdicts import apply_verdict, judge
@@ -199,4 +199,4 @@ def scripted_reply(game: Game, seat: int, player: Player) -> str:
 
     The random stream depends on the seat's own turn count, so simultaneous seats may act in any order.
     """
-    return player(observe(game, seat), Random(f"{game.seed}/{seat}/{game.seats[seat].acted}"))
+    return player(Observation(game, seat), Random(f"{game.seed}/{seat}/{game.seats[seat].acted}"))

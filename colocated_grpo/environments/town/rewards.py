@@ -97,8 +97,6 @@ class TownStats:
     committed or not.
     """
 
-    turns: int = 0
-    look_ups: int = 0
     codes: dict[str, int] = field(default_factory=dict)
     """Rejected replies by error code."""
     games: int = 0
@@ -114,8 +112,6 @@ class TownStats:
     def add_turn(self, verdict: Verdict) -> None:
         """Add a committed turn."""
         legal = verdict.status is Status.OK
-        self.turns += 1
-        self.look_ups += legal and verdict.tag in LOOK_UP_TAGS
         counts, key = (self.tags, verdict.tag) if legal else (self.codes, verdict.code)
         counts[key] = counts.get(key, 0) + 1
 
@@ -134,15 +130,16 @@ class TownStats:
 
     def rates(self) -> dict[str, float]:
         """Return the metrics by name. A rate without data is left out rather than reported as zero."""
-        rates: dict[str, float] = {"turns": self.turns, "games": self.games}
-        if self.turns:
-            rates["look_up_rate"] = self.look_ups / self.turns
+        turns = sum(self.tags.values()) + sum(self.codes.values())
+        rates: dict[str, float] = {"turns": turns, "games": self.games}
+        if turns:
+            rates["look_up_rate"] = sum(self.tags.get(tag, 0) for tag in LOOK_UP_TAGS) / turns
         if self.games:
             rates["days_per_game"] = self.days / self.games
         for winner, count in sorted(Counter(self.winners).items()):
             rates[f"win_rate/{winner}"] = count / len(self.winners)
         for player, shares in sorted(self.won.items()):
             rates[f"win_rate/{player}"] = sum(shares) / len(shares)
-        rates |= {f"error/{code}": count / self.turns for code, count in sorted(self.codes.items())}
-        rates |= {f"action/{tag}": count / self.turns for tag, count in sorted(self.tags.items())}
+        rates |= {f"error/{code}": count / turns for code, count in sorted(self.codes.items())}
+        rates |= {f"action/{tag}": count / turns for tag, count in sorted(self.tags.items())}
         return rates

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from colocated_grpo.environments.town.legality import EMPTY, LOOK_UP_TAGS, ArgumentSpec
 from colocated_grpo.environments.town.night import seat_result
-from colocated_grpo.environments.town.observations import Observation, observe
+from colocated_grpo.environments.town.observations import Observation
 from colocated_grpo.environments.town.roles import ROLES
 from colocated_grpo.environments.town.state import NO_SEAT, Event, Game, Phase
 from colocated_grpo.types import JsonObject
@@ -199,7 +199,7 @@ def look_up(game: Game, seat: int, tag: str, argument: str) -> str:
     """Return the observation of a legal look-up. Only write_will changes the game."""
     if tag == "write_will":
         game.seats[seat].will = argument
-    answer = _answer(observe(game, seat), tag, argument)
+    answer = _answer(Observation(game, seat), tag, argument)
     left = game.rules.tool_calls - len(game.seats[seat].dialog) - 1
     return f"<observation>{answer} (look-ups left this turn: {left})</observation>"
 

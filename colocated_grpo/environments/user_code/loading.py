@@ -59,6 +59,17 @@ def load_object(path: str, key: str) -> Any:
         raise unknown_name(key, f"object of {location!r}", name, public) from None
 
 
+def load_function(path: str, key: str) -> Callable[..., Any]:
+    """Import a function as `load_object` does."""
+    return check_callable(load_object(path, key), path, key)
+
+
+def check_callable(found: Any, name: str, key: str) -> Callable[..., Any]:
+    if not callable(found):
+        raise EnvironmentSetupError(f"{key}: {name!r} is a {type(found).__name__}, not a function")
+    return found
+
+
 def _load_file(path: Path) -> ModuleType:
     path = path.expanduser().resolve()
     if not path.is_file():
