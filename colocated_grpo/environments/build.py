@@ -15,7 +15,6 @@ from colocated_grpo.environments.base import (
     Environment,
     EnvironmentSetupError,
     Item,
-    ItemStream,
     Playable,
     Scorer,
 )
@@ -82,16 +81,12 @@ class Environments:
 
         This method and all methods below read data, so they are for rank 0 only.
         """
-        streams = {each.name: self._open_stream(each) for each in self.trained}
+        streams = {each.name: each.items.open_stream(self.seed) for each in self.trained}
+        if self.skip_solved is not None:
+            from colocated_grpo.environments.rows.solved import UnsolvedItems
+
+            streams = {name: UnsolvedItems(stream, name, self.skip_solved) for name, stream in streams.items()}
         return PromptSource(streams, self.weights, self.encoder)
-
-    def _open_stream(self, environment: Environment) -> ItemStream:
-        stream = environment.items.open_stream(self.seed)
-        if self.skip_solved is None:
-            return stream
-        from colocated_grpo.environments.rows.solved import UnsolvedItems
-
-        return UnsolvedItems(stream, environment.name, self.skip_solved)
 
     def held_out(self, n: int) -> list[Prompt]:
         """Return up to n prompts that are never trained on, mixed by weight. Every call returns the same prompts."""

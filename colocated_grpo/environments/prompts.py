@@ -50,7 +50,10 @@ class PromptEncoder:
         prompt = checked_prompt(item, source)
         # These prompts are dropped before they are rendered. A chat template would turn empty text into a prompt that
         # trains, and tokenizing megabytes of text takes seconds each time.
-        if _is_blank(prompt) or sum(map(len, _texts(prompt))) > self._max_characters:
+        texts = _texts(prompt)
+        # System messages count only if the prompt has no other messages.
+        others = [each for each in prompt if each["role"] != "system"] if isinstance(prompt, list) else []
+        if not any(map(str.strip, _texts(others) or texts)) or sum(map(len, texts)) > self._max_characters:
             return None
         template = self._templates.get(source, PLAIN)
         arguments = template.arguments(item, source)
@@ -123,13 +126,6 @@ def _texts(prompt: str | list[Message]) -> list[str]:
     contents = [message.get("content") or "" for message in prompt]
     parts = [[content] if isinstance(content, str) else [part["text"] for part in content] for content in contents]
     return [text for texts in parts for text in texts]
-
-
-def _is_blank(prompt: str | list[Message]) -> bool:
-    """Return True if all text is blank. System messages count only if the prompt has no other messages."""
-    if not isinstance(prompt, str):
-        prompt = [message for message in prompt if message["role"] != "system"] or prompt
-    return not any(text.strip() for text in _texts(prompt))
 
 
 def checked_prompt(item: object, source: str) -> str | list[Message]:

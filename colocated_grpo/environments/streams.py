@@ -122,7 +122,7 @@ class RowStream(SequenceStream):
     def __init__(self, name: str, rows: Rows, to_item: Callable[[int], Item], seed: int | None) -> None:
         """seed: None keeps the order of the data."""
         size = self.max_attempts = len(rows)
-        super().__init__(lambda start: (to_item(row_at(size, seed, taken)) for taken in count(start)))
+        super().__init__(lambda start: (to_item(row) for row in row_indices(size, seed, start)))
         self._name = name
         self._content = {"rows": size, "content": sample_digest(rows)}
 
@@ -155,15 +155,15 @@ def json_bytes(row: Item) -> bytes:
     return json.dumps(row, sort_keys=True, default=lambda value: type(value).__name__).encode()
 
 
-def row_at(size: int, seed: int | None, taken: int) -> int:
-    """Return the index of the next row after `taken` rows were drawn, in passes over `size` rows."""
-    epoch, position = divmod(taken, size)
-    return position if seed is None else epoch_order(size, seed, epoch)[position]
+def row_indices(size: int, seed: int | None, start: int) -> Iterator[int]:
+    """Yield the indices of the rows from a position on, in passes over `size` rows."""
+    for taken in count(start):
+        epoch, position = divmod(taken, size)
+        yield position if seed is None else epoch_order(size, seed, epoch)[position]
 
 
 @lru_cache(maxsize=32)  # a mixture alternates between environments, so it uses several orders
 def epoch_order(size: int, seed: int, epoch: int) -> list[int]:
-    """Return the row indices of one epoch, shuffled."""
     order = list(range(size))
     Random(f"{seed}:{epoch}").shuffle(order)
     return order

@@ -10,23 +10,11 @@ from itertools import islice
 from types import SimpleNamespace
 
 from colocated_grpo.environments.base import EnvironmentSetupError, Item
+from colocated_grpo.environments.rewards import scoring
 from colocated_grpo.environments.rewards.builtin import REWARDS
 from colocated_grpo.environments.rewards.judge import Judge
 from colocated_grpo.environments.rewards.run_code import RunCode
-from colocated_grpo.environments.rewards.scoring import (
-    NoReward,
-    as_number,
-    resolve_awaitable,
-    reward_of_unscorable,
-    score_each,
-)
-from colocated_grpo.environments.user_code.loading import (
-    check_callable,
-    construct,
-    load_object,
-    one_line,
-    unknown_name,
-)
+from colocated_grpo.environments.user_code import loading
 from colocated_grpo.settings.sources import RewardConfig
 from colocated_grpo.types import Score
 
@@ -83,7 +71,9 @@ class RewardFunction:
         try:
             parameters = inspect.signature(function).parameters.values()
         except ValueError as error:
-            raise EnvironmentSetupError(f"rewards: {name!r} has no readable signature: {one_line(error)}") from None
+            raise EnvironmentSetupError(
+                f"rewards: {name!r} has no readable signature: {loading.one_line(error)}"
+            ) from None
         self.accepts_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
         self.accepted = {parameter.name for parameter in parameters if parameter.kind in KEYWORD_KINDS}
         self.required = {
@@ -120,7 +110,7 @@ class RewardFunction:
         metrics: dict[str, float] = {}
         arguments["log_metric"] = lambda name, value: metrics.update({str(name): float(value)})
         accepted = arguments if self.accepts_all else {key: arguments[key] for key in arguments if key in self.accepted}
-        result = resolve_awaitable(self.function(**accepted))
+        result = scoring.resolve_awaitable(self.function(**accepted))
         # Iterating over a mapping would yield its keys, and over a set its values in arbitrary order.
         if not isinstance(result, Iterable) or isinstance(result, str | Mapping | Set):
             raise WrongNumberOfRewards(f"{result!r} for {count} completions, not a list of {count} numbers")
@@ -132,12 +122,12 @@ class RewardFunction:
         return [self._score(value, metrics) for value in values]
 
     def _score(self, value: object, metrics: dict[str, float]) -> Score:
-        if isinstance(value, NoReward):
+        if isinstance(value, scoring.NoReward):
             return Score(reward=None, error=f"{self.name}: {value}", parts=metrics)
         try:
-            return Score(reward=as_number(value), parts=metrics)
+            return Score(reward=scoring.as_number(value), parts=metrics)
         except (TypeError, ValueError, OverflowError) as error:
-            return Score(reward=None, error=f"{self.name}: {one_line(error)}")
+            return Score(reward=None, error=f"{self.name}: {loading.one_line(error)}")
 
 
 def scores_of(function: RewardFunction, inputs: RewardInputs) -> list[Score]:
@@ -147,7 +137,7 @@ def scores_of(function: RewardFunction, inputs: RewardInputs) -> list[Score]:
     """
 
     def explain(error: BaseException) -> str:
-        line = f"{function.name}: {one_line(error)}"
+        line = f"{function.name}: {loading.one_line(error)}"
         is_text = isinstance(inputs.item["prompt"], str)
         if is_text and isinstance(error, TypeError) and str(error).startswith("string indices must be integers"):
             return f"{line}: {NEEDS_MESSAGES}"
@@ -159,9 +149,9 @@ def scores_of(function: RewardFunction, inputs: RewardInputs) -> list[Score]:
         return function.scores(inputs)
     except BaseException as error:  # see scoring.score_each
         if function.relative or len(inputs.texts) == 1 or isinstance(error, SYSTEMATIC):
-            failed = Score(reward=reward_of_unscorable(error, [], worst), error=explain(error))
+            failed = Score(reward=scoring.reward_of_unscorable(error, [], worst), error=explain(error))
             return [failed] * len(inputs.texts)
-    return score_each([lambda one=one: function.scores(one)[0] for one in inputs.split()], explain, worst)
+    return scoring.score_each([lambda one=one: function.scores(one)[0] for one in inputs.split()], explain, worst)
 
 
 def _arguments(inputs: RewardInputs) -> dict[str, object]:
@@ -195,14 +185,16 @@ def build_rewards(configs: Sequence[RewardConfig], key: str) -> list[RewardFunct
 def check_reward_name(name: str, key: str) -> None:
     """Raise EnvironmentSetupError unless `name` is built in or has the form of user code."""
     if name not in BUILT_IN and ":" not in name:
-        raise unknown_name(key, "reward", name, [*BUILT_IN, "module:function", "path/to/file.py:function"])
+        raise loading.unknown_name(key, "reward", name, [*BUILT_IN, "module:function", "path/to/file.py:function"])
 
 
 def load_reward(name: str, config: RewardConfig, key: str) -> RewardFunction:
     found = config.given
     if found is None:
         check_reward_name(config.name, key)
-        found = BUILT_IN[config.name] if config.name in BUILT_IN else load_object(config.name, key)
+        found = BUILT_IN[config.name] if config.name in BUILT_IN else loading.load_object(config.name, key)
     if config.args is not None or isinstance(found, type):
-        found = construct(found, config.args or {}, f"{key}: {config.name}")
-    return RewardFunction(name, config.weight, check_callable(found, config.name, key), relative=config.relative)
+        found = loading.construct(found, config.args or {}, f"{key}: {config.name}")
+    return RewardFunction(
+        name, config.weight, loading.check_callable(found, config.name, key), relative=config.relative
+    )

@@ -142,7 +142,8 @@ class Judge(Section):
             self._body(prompt, text, {name: columns[name][index] for name in wanted})
             for index, (prompt, text) in enumerate(rows)
         ]
-        keys = [request_key(self.url, body) for body in bodies]
+        # A digest of everything that affects the response.
+        keys = [sha256(json.dumps([self.url, body], sort_keys=True).encode()).hexdigest() for body in bodies]
         known = {key: score for key in keys if (score := self._cache.get(key)) is not None}
         unknown = {key: body for key, body in zip(keys, bodies, strict=True) if key not in known}
         outcomes = await asyncio.gather(*(self._outcome(key, body) for key, body in unknown.items()))
@@ -211,11 +212,6 @@ class Judge(Section):
 
 class BudgetSpent(Exception):
     """The budget allows no further request."""
-
-
-def request_key(url: str, body: object) -> str:
-    """Return a digest of everything that affects the response."""
-    return sha256(json.dumps([url, body], sort_keys=True).encode()).hexdigest()
 
 
 class ScoreCache:

@@ -11,14 +11,8 @@ from functools import partial
 from pathlib import Path
 
 from colocated_grpo.environments.base import EnvironmentSetupError, Item
-from colocated_grpo.environments.rewards.functions import (
-    BUILT_IN,
-    NOT_COLUMNS,
-    RewardFunction,
-    RewardInputs,
-    load_reward,
-    scores_of,
-)
+from colocated_grpo.environments.rewards import functions as rewards
+from colocated_grpo.environments.rewards.functions import RewardFunction, RewardInputs
 from colocated_grpo.environments.rewards.workers import Answer, Started, WorkerPool
 from colocated_grpo.environments.user_code.loading import one_line
 from colocated_grpo.runtime.user_code import is_user_code
@@ -57,7 +51,7 @@ class RewardScorer:
         )
         remote = {} if self.workers is None else self.workers.results(inputs)
         by_function = [
-            remote[function.name] if function.name in remote else scores_of(function, inputs)
+            remote[function.name] if function.name in remote else rewards.scores_of(function, inputs)
             for function in self.functions
         ]
         return [self._combine(results) for results in zip(*by_function, strict=True)]
@@ -65,7 +59,7 @@ class RewardScorer:
     def check_item(self, item: Item) -> None:
         """Raise EnvironmentSetupError if a function needs a missing column, or needs messages but gets text."""
         for function in self.functions:
-            function.check_columns(item.keys() - NOT_COLUMNS)
+            function.check_columns(item.keys() - rewards.NOT_COLUMNS)
             if isinstance(item["prompt"], str):
                 function.check_text(item)
 
@@ -116,11 +110,11 @@ def load_functions(named: Sequence[tuple[str, RewardConfig]], key: str) -> tuple
     """Load functions in a worker process. A request is one RewardInputs, which is passed to all functions."""
     functions: list[RewardFunction] = []
     try:
-        functions += [load_reward(name, config, key) for name, config in named]
+        functions += [rewards.load_reward(name, config, key) for name, config in named]
         started = Started(modules=sorted(DEVICE_LIBRARIES & sys.modules.keys()))
     except EnvironmentSetupError as error:
         started = Started(error=str(error))
-    return started, lambda inputs: (scores_of(function, inputs) for function in functions)
+    return started, lambda inputs: (rewards.scores_of(function, inputs) for function in functions)
 
 
 def start_workers(
@@ -154,7 +148,7 @@ def _suits(config: RewardConfig, function: Callable[..., object]) -> bool:
     share the connections and the limits of one event loop.
     """
     # A function that the program has passed may use any object of the program.
-    by_name = config.name not in BUILT_IN and config.args is None and config.given is None
+    by_name = config.name not in rewards.BUILT_IN and config.args is None and config.given is None
     if not by_name or not inspect.isfunction(function):
         return False
     file = function.__code__.co_filename

@@ -40,7 +40,8 @@ class RowFilter:
             kept = [number for number in left if meets(number)]
             if len(kept) < len(left):
                 dropped = sorted(set(left) - set(kept))
-                parts.append(f"{len(dropped)} by {name} (rows {_some(dropped)})")
+                shown = ", ".join(map(str, dropped[:SHOWN])) + ", ..." * (len(dropped) > SHOWN)
+                parts.append(f"{len(dropped)} by {name} (rows {shown})")
             left = kept
         return left, f"{len(left)} of {len(rows)} rows are kept; left out: {', '.join(parts)}" if parts else None
 
@@ -86,17 +87,11 @@ def is_equal(value: object, wanted: Scalar) -> bool:
     Text in the data equals the number or boolean that it spells.
     """
     if isinstance(wanted, bool) or isinstance(value, bool):
-        return as_bool(value) is wanted
+        spelled = {"true": True, "false": False}.get(value.lower()) if isinstance(value, str) else value
+        return spelled is wanted
     if isinstance(wanted, str):
         return value == wanted
     return as_number(value) == wanted
-
-
-def as_bool(value: object) -> bool | None:
-    """Return a boolean; the texts "true" and "false" are parsed, in any case. None for any other value."""
-    if isinstance(value, str):
-        return {"true": True, "false": False}.get(value.lower())
-    return value if isinstance(value, bool) else None
 
 
 def as_number(value: object) -> float | None:
@@ -123,7 +118,3 @@ def select(rows: AnyRows, numbers: Sequence[int]) -> AnyRows:
     if isinstance(rows, list) or not len(numbers):  # Dataset.select() raises for an empty range at the end
         return [rows[number] for number in numbers]
     return cast("Dataset", rows.select(numbers))  # annotated as Dataset | DatasetDict
-
-
-def _some(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers[:SHOWN])) + ", ..." * (len(numbers) > SHOWN)

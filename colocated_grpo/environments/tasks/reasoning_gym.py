@@ -48,7 +48,9 @@ class ReasoningGym:
 
     def _entries(self, seed: int) -> Iterator[Item]:
         for number in count():
-            dataset = self._chunk(_chunk_seed(seed, number))
+            # A hashed seed: generators seed question i with seed + i, so adjacent seeds would repeat questions.
+            digest = sha256(f"{seed}:{number}".encode()).digest()
+            dataset = self._chunk(int.from_bytes(digest[:4], "big"))
             yield from (dataset[index] for index in range(CHUNK))
 
     def _chunk(self, seed: int) -> Any:
@@ -60,8 +62,3 @@ class ReasoningGym:
             defaults: JsonObject = {"weight": 1.0, "config": {}}
             args["datasets"] = [DatasetSpec(**{**defaults, **spec}) for spec in args.get("datasets", [])]
         return create_dataset(self.dataset, seed=seed, size=CHUNK, **args)
-
-
-def _chunk_seed(seed: int, number: int) -> int:
-    """Return a hashed seed. Generators seed question i with seed + i, so adjacent seeds would repeat questions."""
-    return int.from_bytes(sha256(f"{seed}:{number}".encode()).digest()[:4], "big")

@@ -9,25 +9,13 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from colocated_grpo.environments.base import Item, Split
-from colocated_grpo.environments.town import rewards
+from colocated_grpo.environments.town import rewards, state
 from colocated_grpo.environments.town.legality import LegalActions, reply_pattern
 from colocated_grpo.environments.town.night import seat_result
 from colocated_grpo.environments.town.observations import Observation
 from colocated_grpo.environments.town.phases import enter, to_act
 from colocated_grpo.environments.town.players import SCRIPTED, scripted_reply, scripted_turn, sensible_player
-from colocated_grpo.environments.town.state import (
-    DRAW,
-    MAX_SEATS,
-    MIN_SEATS,
-    Game,
-    Phase,
-    Rules,
-    cast_problem,
-    frozen_state,
-    new_game,
-    restore_game,
-    snapshot_game,
-)
+from colocated_grpo.environments.town.state import Game, Phase, Rules
 from colocated_grpo.environments.town.texts import PROMPT_STYLES, Message, game_record
 from colocated_grpo.environments.town.verdicts import Status, Verdict, apply_verdict, judge
 from colocated_grpo.environments.turns.base import FinishedGames, Outcome
@@ -64,9 +52,9 @@ class TownSettings(Section):
     @model_validator(mode="after")
     def _is_playable(self) -> Self:
         low, high = self.seat_bounds
-        if not MIN_SEATS <= low <= high <= MAX_SEATS:
-            raise ValueError(f"seats={self.seats}: not within {MIN_SEATS} to {MAX_SEATS}")
-        if self.roles and (problem := cast_problem(self.roles)):
+        if not state.MIN_SEATS <= low <= high <= state.MAX_SEATS:
+            raise ValueError(f"seats={self.seats}: not within {state.MIN_SEATS} to {state.MAX_SEATS}")
+        if self.roles and (problem := state.cast_problem(self.roles)):
             raise ValueError(problem)
         if unknown := set(self.players) - {POLICY, FROZEN, *SCRIPTED}:
             raise ValueError(f"players: {min(unknown)!r} is unknown; valid: {', '.join((POLICY, FROZEN, *SCRIPTED))}")
@@ -141,7 +129,7 @@ class TownEnvironment(FinishedGames):
         return self._turns(self._games[-1])
 
     def score(self, turn: TownTurn, completions: Sequence[str]) -> list[Outcome]:
-        game = restore_game(turn.state)
+        game = state.restore_game(turn.state)
         return [self._outcome(game, turn, judge(game, turn.seat, each, turn.legal)) for each in completions]
 
     def commit(self, turn: TownTurn, completion: str) -> Outcome:
@@ -170,13 +158,14 @@ class TownEnvironment(FinishedGames):
 
     def drain_stats(self) -> dict[str, float]:
         """Return rates since the last call. Win rates cover the latest WIN_RATE_GAMES games instead."""
-        rates, self.stats = self.stats.rates(), self.stats.after_reset()
+        rates = self.stats.rates()
+        self.stats = rewards.TownStats(winners=self.stats.winners, won=self.stats.won)
         return rates
 
     def snapshot(self) -> JsonObject:
         return {
             "started": self._started,
-            "games": [snapshot_game(game) for game in self._games],
+            "games": [state.snapshot_game(game) for game in self._games],
             "kpis": asdict(self.stats),
             **self._finished_state(),
         }
@@ -185,7 +174,7 @@ class TownEnvironment(FinishedGames):
         if len(snapshot["games"]) < self.settings.games:
             raise ValueError(f"town: games={self.settings.games}, but the snapshot holds {len(snapshot['games'])}")
         self._started = snapshot["started"]
-        self._games = [restore_game(game) for game in snapshot["games"]]
+        self._games = [state.restore_game(game) for game in snapshot["games"]]
         self._restore_finished(snapshot)
         self.stats = rewards.TownStats(**deepcopy(snapshot["kpis"]))
 
@@ -195,7 +184,7 @@ class TownEnvironment(FinishedGames):
         # The factor exceeds the number of games of any run, so runs with neighbouring seeds have no game in common.
         seed = settings.seed * 1_000_003 + number
         seats = list(settings.roles) or Random(f"{seed}/seats").randint(*settings.seat_bounds)
-        game = new_game(number, seed, seats, list(settings.players), settings.rules)
+        game = state.new_game(number, seed, seats, list(settings.players), settings.rules)
         enter(game)
         return game
 
@@ -221,7 +210,7 @@ class TownEnvironment(FinishedGames):
         """Record an ended game and return the new game that replaces it."""
         self._returns += rewards.outcome_returns(game, self.settings.credit)
         results = [(seat.player, seat_result(game, index)) for index, seat in enumerate(game.seats)]
-        self.stats.add_game(game.winner or DRAW, game.day, results)
+        self.stats.add_game(game.winner or state.DRAW, game.day, results)
         self._ended.append(game_record(game))
         return self._new_game()
 
@@ -238,7 +227,7 @@ class TownEnvironment(FinishedGames):
                 messages=PROMPT_STYLES[self.settings.prompts](view, self.settings.memory),
                 legal=view.legal,
                 max_speech=view.max_speech,
-                state=frozen_state(game),
+                state=state.frozen_state(game),
             )
             for view in views
         ]

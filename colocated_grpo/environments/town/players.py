@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from random import Random
 
-from colocated_grpo.environments.town.legality import EMPTY, LOOK_UP_TAGS, WAIT, ArgumentSpec
+from colocated_grpo.environments.town.legality import EMPTY, LOOK_UP_TAGS, WAIT
 from colocated_grpo.environments.town.observations import Observation
 from colocated_grpo.environments.town.roles import ROLES, Faction
 from colocated_grpo.environments.town.state import NAMES, NO_SEAT, Event, Game, Phase
@@ -34,13 +34,10 @@ def reply(tag: str, argument: str = "") -> str:
 def random_player(view: Observation, rng: Random) -> str:
     """Reply with any legal action, look-ups included, so that random games cover every rule."""
     tag = rng.choice(list(view.legal))
-    return reply(tag, _random_argument(view.legal[tag], rng))
-
-
-def _random_argument(spec: ArgumentSpec, rng: Random) -> str:
-    text = [f"I accuse {rng.choice(NAMES)}, number {rng.randrange(10**9)}"] if spec.text else []
-    option = [rng.choice(spec.options)] if spec.options else []
-    return ": ".join(option + text)
+    options, takes_text = view.legal[tag]
+    text = [f"I accuse {rng.choice(NAMES)}, number {rng.randrange(10**9)}"] if takes_text else []
+    option = [rng.choice(options)] if options else []
+    return reply(tag, ": ".join(option + text))
 
 
 def sensible_player(view: Observation, rng: Random) -> str:
@@ -59,7 +56,9 @@ def suspicion(view: Observation) -> dict[int, float]:
             accused = numbers.get(match[1], NO_SEAT)
             if accused >= 0 and (event.actor, accused) not in accusers:
                 accusers.add((event.actor, accused))
-                score[accused] += _trust(known.get(event.actor))
+                # An accusation weighs more or less once its speaker's death has revealed the role.
+                speaker = known.get(event.actor)
+                score[accused] += 1.0 if speaker is None else 2.0 if ROLES[speaker].faction is Faction.TOWN else -1.0
         elif event.kind == "result":
             for seat, weight in _finding(view, event, numbers):
                 score[seat] += weight
@@ -80,13 +79,6 @@ def _finding(view: Observation, event: Event, numbers: dict[str, int]) -> Iterat
     seen = [numbers[name] for name in _NAME.findall(event.text) if name in numbers]
     if event.text.startswith("visited by") and event.target in died:
         yield from ((seat, _CERTAIN) for seat in seen)
-
-
-def _trust(role_name: str | None) -> float:
-    """Return the weight of an accusation. role_name: the speaker's role, if the speaker's death has revealed it."""
-    if role_name is None:
-        return 1.0
-    return 2.0 if ROLES[role_name].faction is Faction.TOWN else -1.0
 
 
 def _rivals(view: Observation) -> list[int]:

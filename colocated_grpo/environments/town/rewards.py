@@ -124,10 +124,6 @@ class TownStats:
             wins = [result > 0 for each, result in results if each == player]
             self.won[player] = [*self.won.get(player, [])[1 - WIN_RATE_GAMES :], sum(wins) / len(wins)]
 
-    def after_reset(self) -> TownStats:
-        """Return statistics with all counts at zero and the latest games kept."""
-        return TownStats(winners=self.winners, won=self.won)
-
     def rates(self) -> dict[str, float]:
         """Return the metrics by name. A rate without data is left out rather than reported as zero."""
         turns = sum(self.tags.values()) + sum(self.codes.values())

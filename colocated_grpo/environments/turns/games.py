@@ -138,20 +138,20 @@ class PendingGroups:
         return complete, late
 
     def state_dict(self) -> JsonObject:
-        return {
-            "step": self._step,
-            "pending": {
-                turn_id: [_group_state(pending.group), pending.committed, pending.since]
-                for turn_id, pending in self._pending.items()
-            },
-        }
+        pending: JsonObject = {}
+        for turn_id, (group, committed, since) in self._pending.items():
+            # Shallow: asdict() would copy every token of every pending rollout before each step.
+            rollouts = [{**_fields(rollout), "score": _fields(rollout.score)} for rollout in group.rollouts]
+            pending[turn_id] = [{"prompt": _fields(group.prompt), "rollouts": rollouts}, committed, since]
+        return {"step": self._step, "pending": pending}
 
     def load_state_dict(self, state: JsonObject) -> None:
         self._step = state["step"]
-        self._pending = {
-            turn_id: _PendingGroup(_group_from(group), committed, since)
-            for turn_id, (group, committed, since) in state["pending"].items()
-        }
+        self._pending = {}
+        for turn_id, (group, committed, since) in state["pending"].items():
+            rows: list[JsonObject] = [{**row, "score": Score(**row["score"])} for row in group["rollouts"]]
+            restored = Group(prompt=Prompt(**group["prompt"]), rollouts=[Rollout(**row) for row in rows])
+            self._pending[turn_id] = _PendingGroup(restored, committed, since)
 
 
 def _with_return(pending: _PendingGroup, value: float) -> Group:
@@ -164,19 +164,8 @@ def _with_return(pending: _PendingGroup, value: float) -> Group:
     return replace(pending.group, rollouts=rollouts)
 
 
-def _group_state(group: Group) -> JsonObject:
-    # Shallow: asdict() would copy every token of every pending rollout before each step.
-    rollouts = [{**_fields(rollout), "score": _fields(rollout.score)} for rollout in group.rollouts]
-    return {"prompt": _fields(group.prompt), "rollouts": rollouts}
-
-
 def _fields(record: Prompt | Rollout | Score) -> JsonObject:
     return {each.name: getattr(record, each.name) for each in fields(record)}
-
-
-def _group_from(state: JsonObject) -> Group:
-    rows: list[JsonObject] = [{**row, "score": Score(**row["score"])} for row in state["rollouts"]]
-    return Group(prompt=Prompt(**state["prompt"]), rollouts=[Rollout(**row) for row in rows])
 
 
 @dataclass(slots=True)
