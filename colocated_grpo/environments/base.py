@@ -124,7 +124,6 @@ class ItemStream:
     """Maximum consecutive unusable items before the caller gives up."""
 
     def take(self) -> Item:
-        """Return the next item."""
         raise NotImplementedError
 
     def reject(self, item: Item) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,6 +24,7 @@ from colocated_grpo.environments.rewards.scorer import RewardScorer, start_worke
 from colocated_grpo.environments.rewards.scoring import TaskScorer
 from colocated_grpo.environments.streams import GeneratedItems, Mixture, PromptSource
 from colocated_grpo.environments.templates import build_template, check_is_read
+from colocated_grpo.environments.user_code.loading import unique_names
 from colocated_grpo.settings import sources
 from colocated_grpo.settings.atropos import AtroposSourceConfig
 from colocated_grpo.settings.evaluation import PREFIX
@@ -150,7 +150,8 @@ def build_environments(config: Config, tokenizer: PreTrainedTokenizerBase) -> En
     """Resolve every name and import user code, but read no data. Raises EnvironmentSetupError."""
     entries = [entry for entry in config.environments if not isinstance(entry, AtroposSourceConfig)]
     sets = {f"{PREFIX}/{entry.name}": entry.source for entry in config.evaluation.sets}
-    names = _unique([*sets, *(entry.name for entry in entries)])[len(sets) :]
+    # Scorers and stream positions are stored by name.
+    names = unique_names([*sets, *(entry.name for entry in entries)], "#")[len(sets) :]
     trained = dict(zip(names, entries, strict=True))
     variables = config.model.chat_template_kwargs
     for name in variables:
@@ -227,13 +228,3 @@ BUILDERS: dict[str, Callable[[str, Any, _RunValues], Environment]] = {
 }
 """Builders by `type` of an entry. Each builder imports only what its type needs. Type `atropos` has no builder: its
 groups arrive from outside the run."""
-
-
-def _unique(names: list[str]) -> list[str]:
-    """Return the names, with a number added to repeated names: scorers and stream positions are stored by name."""
-    seen: Counter[str] = Counter()
-    unique = []
-    for name in names:
-        seen[name] += 1
-        unique.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
-    return unique

@@ -33,11 +33,6 @@ class Kind(NamedTuple):
     adapters: Mapping[str, Adapter]
     """Adapters by name of the library."""
 
-    @property
-    def forms(self) -> list[str]:
-        """Forms of the names of adapted environments, for error lines."""
-        return [f"{library}:<{adapter.argument}>" for library, adapter in self.adapters.items()]
-
 
 TASKS = {
     "arithmetic": "tasks.procedural:Arithmetic",
@@ -93,7 +88,8 @@ def check_name(kind: Kind, name: str) -> None:
     if kind.noun == "turn environment" and library in KINDS["episode"].adapters:
         raise EnvironmentSetupError(f"environments {name!r}: it cannot be played turn by turn; it is a type: episode")
     if ":" not in name:
-        valid = [*kind.built_in, *kind.forms, *USER_CODE_FORMS]
+        adapted = [f"{library}:<{adapter.argument}>" for library, adapter in kind.adapters.items()]
+        valid = [*kind.built_in, *adapted, *USER_CODE_FORMS]
         raise unknown_name("environments", kind.noun, name, valid)
 
 

@@ -99,12 +99,12 @@ class OpenEnv(SeededEpisode):
     def _item(self, rng: Random, split: Split) -> Item:
         seed = draw_seed(rng, split)
         hint = "" if self._field else f"Reply with one JSON object of this schema: {json.dumps(self._action_schema)}"
-        first = self._observation_text(self._request("/reset", self._reset_args(seed), timeout=RESTART_TIMEOUT))
+        first = self._observation_text(self._request("/reset", {**self.options, "seed": seed}, timeout=RESTART_TIMEOUT))
         prompt = "\n\n".join(filter(None, [self.instruction, hint, first]))
         return {"seed": seed, "observation": first, "prompt": prompt}
 
     async def run(self, item: Item, model: Conversation) -> dict[str, float]:
-        async with self._session(self._reset_args(item["seed"])) as (send, first):
+        async with self._session({**self.options, "seed": item["seed"]}) as (send, first):
             text = self._observation_text(first)
             if text != item["observation"]:
                 raise RuntimeError("the environment is not reproducible from its seed: siblings would differ")
@@ -148,9 +148,6 @@ class OpenEnv(SeededEpisode):
                     else:
                         yield send, first
                         return
-
-    def _reset_args(self, seed: int) -> JsonObject:
-        return {**self.options, "seed": seed}
 
     def _action(self, reply: str) -> JsonObject:
         text = without_thoughts(reply).strip()

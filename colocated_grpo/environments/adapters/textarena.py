@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from copy import copy, deepcopy
 from random import Random
-from typing import Any
 
 from pydantic import Field, PrivateAttr
 
@@ -71,7 +70,8 @@ class TextArenaGame:
     def read_new(self) -> list[GameMessage]:
         """Return the unread messages of the seat whose turn it is, and mark them as read."""
         seat, raw = self._unwrapped.get_observation()
-        messages = [_in_order(message) for message in raw]
+        # textarena 0.7.4's Countdown and Cryptarithm give a seat's reply as (text, kind, sender).
+        messages = [(text, kind, one) if isinstance(text, int) else (one, text, kind) for one, text, kind in raw]
         self._read[seat] += messages
         return messages
 
@@ -133,12 +133,6 @@ ScriptedPlayer = Callable[[TextArenaGame, Random], str]
 def kind_name(kind: object) -> str:
     """Return the name of a message's kind. Some games give text in place of textarena's enumeration."""
     return str(getattr(kind, "name", kind))
-
-
-def _in_order(message: tuple[Any, Any, Any]) -> GameMessage:
-    """Return (sender, text, kind). textarena 0.7.4's Countdown and Cryptarithm give a seat's reply in another order."""
-    sender, text, kind = message
-    return (text, kind, sender) if isinstance(text, int) else (sender, text, kind)
 
 
 def random_move(game: TextArenaGame, rng: Random) -> str:

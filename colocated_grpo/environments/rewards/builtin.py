@@ -120,7 +120,6 @@ def tool_call_partial(completions: Completions, tool_calls: Sequence[object], **
 
 
 def completion_texts(completions: Completions) -> list[str]:
-    """Return the text of each completion."""
     return [completion if isinstance(completion, str) else completion[-1]["content"] for completion in completions]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set, Sized
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -41,11 +40,6 @@ class RewardInputs:
     global_step: int
     """Completed optimizer steps of the weights that sampled the completions."""
     max_steps: int
-
-    def split(self) -> list[RewardInputs]:
-        """Return one RewardInputs for each completion."""
-        pairs = zip(self.texts, self.completion_ids, strict=True)
-        return [replace(self, texts=[text], completion_ids=[token_ids]) for text, token_ids in pairs]
 
 
 class WrongNumberOfRewards(Exception):
@@ -151,7 +145,9 @@ def scores_of(function: RewardFunction, inputs: RewardInputs) -> list[Score]:
         if function.relative or len(inputs.texts) == 1 or isinstance(error, SYSTEMATIC):
             failed = Score(reward=scoring.reward_of_unscorable(error, [], worst), error=explain(error))
             return [failed] * len(inputs.texts)
-    return scoring.score_each([lambda one=one: function.scores(one)[0] for one in inputs.split()], explain, worst)
+    pairs = zip(inputs.texts, inputs.completion_ids, strict=True)
+    split = [replace(inputs, texts=[text], completion_ids=[token_ids]) for text, token_ids in pairs]
+    return scoring.score_each([lambda one=one: function.scores(one)[0] for one in split], explain, worst)
 
 
 def _arguments(inputs: RewardInputs) -> dict[str, object]:
@@ -173,13 +169,10 @@ def _arguments(inputs: RewardInputs) -> dict[str, object]:
 
 def build_rewards(configs: Sequence[RewardConfig], key: str) -> list[RewardFunction]:
     """Build the functions of a dataset's `rewards`, under unique names."""
-    functions: list[RewardFunction] = []
-    taken: Counter[str] = Counter()
-    for config in configs:
-        short = config.name.rpartition(":")[2].rpartition(".")[2]  # last part of "module:outer.<locals>.function"
-        taken[short] += 1
-        functions.append(load_reward(short if taken[short] == 1 else f"{short}_{taken[short]}", config, key))
-    return functions
+    # Last part of "module:outer.<locals>.function"
+    short = [config.name.rpartition(":")[2].rpartition(".")[2] for config in configs]
+    names = loading.unique_names(short, "_")
+    return [load_reward(name, config, key) for name, config in zip(names, configs, strict=True)]
 
 
 def check_reward_name(name: str, key: str) -> None:

@@ -256,7 +256,6 @@ class ScoreCache:
 
 
 def places(template: str) -> set[str]:
-    """Return the names in {braces} of a template."""
     return {name for name in PLACE.findall(template) if name}
 
 

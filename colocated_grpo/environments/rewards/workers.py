@@ -92,19 +92,6 @@ class Worker:
         assert self.started is not None
         return self.started
 
-    def ask(self, messages: Sequence[bytes], count: int, seconds: float | None) -> Iterable[bytes]:
-        """Yield the responses. Raises EOFError or OSError if the process ends.
-
-        If a response takes longer than `seconds`, the iteration stops and `ended` is LATE.
-        """
-        for message in messages:
-            self.connection.send_bytes(message)
-        for _ in range(count):
-            if seconds is not None and not self.connection.poll(seconds):
-                self.ended = LATE
-                return
-            yield self.connection.recv_bytes()
-
     def end(self, reason: str) -> None:
         """Kill the process. `ended` then contains the reason and the line of user code that was running."""
         self.process.send_signal(DUMP_SIGNAL)
@@ -115,7 +102,6 @@ class Worker:
         self.kill()
 
     def kill(self) -> None:
-        """Kill the process and its children."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
@@ -202,8 +188,13 @@ class WorkerPool:
         error = worker.wait_until_started().error
         if error is None:
             try:
-                for response in worker.ask(messages, count, seconds):
-                    responses.append(read(response))
+                for message in messages:
+                    worker.connection.send_bytes(message)
+                while len(responses) < count:
+                    if seconds is not None and not worker.connection.poll(seconds):
+                        worker.ended = LATE
+                        break
+                    responses.append(read(worker.connection.recv_bytes()))
             except (ValueError, pickle.UnpicklingError):
                 worker.ended = INVALID
             except (EOFError, OSError):

@@ -19,7 +19,7 @@ from colocated_grpo.environments.town.state import Game, Phase, Rules
 from colocated_grpo.environments.town.texts import PROMPT_STYLES, Message, game_record
 from colocated_grpo.environments.town.verdicts import Status, Verdict, apply_verdict, judge
 from colocated_grpo.environments.turns.base import FinishedGames, Outcome
-from colocated_grpo.environments.user_code.loading import construct, resolve_mode
+from colocated_grpo.environments.user_code.loading import construct, unknown_name
 from colocated_grpo.settings.base import Section
 from colocated_grpo.settings.turns import FROZEN
 from colocated_grpo.types import JsonObject
@@ -258,11 +258,12 @@ def open_town(seed: int, **args: object) -> TownEnvironment:
 
     Raises EnvironmentSetupError.
     """
-    args = resolve_mode(args, "credit", rewards.CREDITS, KEY)
+    credit = args.get("credit")
+    if isinstance(credit, str):
+        if credit not in rewards.CREDITS:
+            raise unknown_name(f"{KEY}: args.credit", "mode", credit, rewards.CREDITS)
+        args["credit"] = rewards.CREDITS[credit]
     return TownEnvironment(construct(TownSettings, {**args, "seed": seed}, KEY))
-
-
-SPLIT_SEEDS = {"train": 0, "held_out": 1}
 
 
 class TownLessons:
@@ -276,7 +277,7 @@ class TownLessons:
         self._judge = open_town(seed=0, **args)
 
     def prompts(self, seed: int, split: Split) -> Iterator[Item]:
-        town = open_town(seed=2 * seed + SPLIT_SEEDS[split], **self._args)
+        town = open_town(seed=2 * seed + (split == "held_out"), **self._args)
         while True:
             for turn in town.next_batch():
                 yield {"prompt": turn.messages, "answer": town.advice(turn), "turn": turn}

@@ -26,7 +26,6 @@ _MAX_COPIES = 2
 
 
 def faction_sizes(seats: int) -> dict[Faction, int]:
-    """Return the number of seats of each faction in a cast of `seats`."""
     mafia, neutral = max(2, (seats + 2) // 4), (seats - 3) // 4
     return {Faction.MAFIA: mafia, Faction.NEUTRAL: neutral, Faction.TOWN: seats - mafia - neutral}
 

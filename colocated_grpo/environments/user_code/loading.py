@@ -4,7 +4,8 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from hashlib import sha256
 from inspect import signature
@@ -130,14 +131,14 @@ def _first_problem(error: ValidationError, factory: Callable[..., object], args:
     return f"args.{name}={masked(problem['input'], name)!r}: {message}" if name else f"args: {message}"
 
 
-def resolve_mode(args: JsonObject, name: str, modes: Mapping[str, object], key: str) -> JsonObject:
-    """Return args. If args[name] is the name of a mode, it is replaced by the mode. modes: modes by name."""
-    given = args.get(name)
-    if not isinstance(given, str):
-        return args
-    if given not in modes:
-        raise unknown_name(f"{key}: args.{name}", "mode", given, modes)
-    return {**args, name: modes[given]}
+def unique_names(names: Iterable[str], separator: str) -> list[str]:
+    """Return the names, with a number added to repeated names."""
+    seen: Counter[str] = Counter()
+    unique = []
+    for name in names:
+        seen[name] += 1
+        unique.append(name if seen[name] == 1 else f"{name}{separator}{seen[name]}")
+    return unique
 
 
 def unknown_name(key: str, what: str, name: str, valid: Iterable[str]) -> EnvironmentSetupError:
