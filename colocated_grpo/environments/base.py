@@ -78,10 +78,7 @@ class Playable(Protocol):
     """An `Episode` or an `AgentEpisode`."""
 
     async def run(self, item: Item, model: Any) -> object:
-        """Run one episode and return its reward.
-
-        model: a `Conversation`; for an `AgentEpisode`, an `AgentConversation`.
-        """
+        """Run one episode and return its reward. model: a `Conversation`, or an `AgentConversation` for agents."""
 
 
 class Scorer(Protocol):
@@ -199,10 +196,7 @@ class BatchSource(Protocol):
     """Source of training prompts. Lives on rank 0 only."""
 
     def next(self, n: int) -> list[Prompt]:
-        """Return `n` policy prompts plus any opponent prompts.
-
-        Returns fewer policy prompts if all games wait for the opponent.
-        """
+        """Return `n` policy prompts, or fewer if all games wait for the opponent, plus any opponent prompts."""
 
     def record(self, groups: Sequence[Group]) -> BatchResult:
         """Record the scored groups of all prompts from the last next(), and decide which groups train."""

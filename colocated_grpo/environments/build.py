@@ -22,7 +22,7 @@ from colocated_grpo.environments.registry import build_episode, build_task
 from colocated_grpo.environments.rewards.functions import build_rewards
 from colocated_grpo.environments.rewards.scorer import RewardScorer, start_workers
 from colocated_grpo.environments.rewards.scoring import TaskScorer
-from colocated_grpo.environments.streams import GeneratedItems, Mixture, PromptSource
+from colocated_grpo.environments.streams import GeneratedItems, Mixture, PromptSource, UnsolvedItems
 from colocated_grpo.environments.templates import build_template, check_is_read
 from colocated_grpo.environments.user_code.loading import unique_names
 from colocated_grpo.settings import sources
@@ -77,14 +77,9 @@ class Environments:
         return [*self.trained, *self.sets]
 
     def open_source(self) -> BatchSource:
-        """Return the source of training prompts.
-
-        This method and all methods below read data, so they are for rank 0 only.
-        """
+        """Return the source of training prompts. Like all methods below it reads data, so it is for rank 0 only."""
         streams = {each.name: each.items.open_stream(self.seed) for each in self.trained}
         if self.skip_solved is not None:
-            from colocated_grpo.environments.rows.solved import UnsolvedItems
-
             streams = {name: UnsolvedItems(stream, name, self.skip_solved) for name, stream in streams.items()}
         return PromptSource(streams, self.weights, self.encoder)
 

@@ -35,10 +35,7 @@ class PromptTemplate:
     system_prompt: str | None = None
 
     def arguments(self, item: Item, source: str) -> JsonObject:
-        """Return the arguments of apply_chat_template() for an item.
-
-        Raises EnvironmentSetupError if the item's tools or variables are malformed.
-        """
+        """Return the arguments of apply_chat_template() for an item. Raises EnvironmentSetupError if malformed."""
         try:
             tools, variables = _parsed(item, TOOLS), _parsed(item, VARIABLES)
             if not isinstance(tools, list | None) or not all(isinstance(tool, dict) for tool in tools or ()):

@@ -246,10 +246,7 @@ class TextArena(SeededEpisode):
         return game, rng, self._advance(game, rng, item["seat"])
 
     def _advance(self, game: TextArenaGame, rng: Random, seat: int) -> str | None:
-        """Play the other seats until `seat` has the turn.
-
-        Returns the new messages of `seat`, or None if the game is over.
-        """
+        """Play the other seats until `seat` has the turn. Returns its new messages, or None if the game is over."""
         for _ in range(MAX_OPPONENT_MOVES):
             if game.over:
                 return None

@@ -105,10 +105,7 @@ class ToSSimTable:
 
 
 def _numbers(stats: Mapping[str, object]) -> dict[str, float]:
-    """Return the numeric entries.
-
-    Converting other entries, such as notes, would raise, and the table would then be replaced.
-    """
+    """Return the numeric entries. Converting another entry, such as a note, would raise and replace the table."""
     return {name: float(value) for name, value in stats.items() if isinstance(value, int | float)}
 
 

@@ -55,10 +55,7 @@ class OpenEpisode:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def reject(self, text: str) -> None:
-        """Call `AgentConversation.reject` on the episode's loop. Thread-safe.
-
-        The call runs before a later response can end the episode.
-        """
+        """Call `AgentConversation.reject` on the episode's loop, before a later response can end it. Thread-safe."""
         self.loop.call_soon_threadsafe(self.conversation.reject, text)
 
 
@@ -109,10 +106,7 @@ class AgentFailed(Exception):
 
 
 class Program:
-    """A command that reads the item as one line of JSON from stdin.
-
-    The last line of its standard output is the reward.
-    """
+    """A command that reads the item as one line of JSON from stdin. The last line of its output is the reward."""
 
     def __init__(self, program: str, arguments: list[str]) -> None:
         """program: a Python file, another executable, or a command in PATH."""
@@ -122,10 +116,7 @@ class Program:
         self._command = [*interpreter, str(path.resolve()) if path.is_file() else program, *arguments]
 
     async def __call__(self, item: Item, access: Access) -> object:
-        """Run the program and return its result. Raises AgentFailed if the program fails.
-
-        Cancellation kills the program and its children.
-        """
+        """Run the program and return its result, or raise AgentFailed. Cancellation kills it and its children."""
         inherited = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
         with TemporaryFile() as given, TemporaryFile() as printed, TemporaryFile() as errors:
             given.write(json.dumps(item, default=str).encode() + b"\n")

@@ -98,10 +98,7 @@ class AgentConversation:
         return replace(first, further=further)
 
     def _exhaust(self, position: int | None) -> None:
-        """Record that a prompt did not fit.
-
-        position: sequence that the prompt extends, if any. This sequence counts as cut by length.
-        """
+        """Record that a prompt did not fit. position: the sequence that it extends, if any, which counts as cut."""
         self.exhausted = True
         if position is not None:
             self._sequences[position] = replace(self._sequences[position], cut=True)

@@ -54,10 +54,7 @@ class RewardFunction:
     """A reward function with its name, its weight and the keyword arguments that it accepts."""
 
     def __init__(self, name: str, weight: float, function: Callable[..., object], *, relative: bool = False) -> None:
-        """relative: True if the function compares the completions of a prompt.
-
-        The function is then always called with all completions of a prompt.
-        """
+        """relative: the function compares the completions of a prompt, so it is always called with all of them."""
         self.name = name
         self.weight = weight
         self.function = function
@@ -86,10 +83,7 @@ class RewardFunction:
             )
 
     def check_text(self, item: Item) -> None:
-        """Raise EnvironmentSetupError if a TRL function needs messages.
-
-        The function is called once, with the first text prompt.
-        """
+        """Raise EnvironmentSetupError if a TRL function needs messages: it is called once, with a text prompt."""
         if not self._check_with_text:
             return
         self._check_with_text = False
@@ -159,7 +153,7 @@ def _arguments(inputs: RewardInputs) -> dict[str, object]:
         "prompts": [prompt] * count,
         "completions": [[{"role": "assistant", "content": text}] for text in inputs.texts] if chat else [*inputs.texts],
         "completion_ids": [[*token_ids] for token_ids in inputs.completion_ids],
-        # the part of TRL's trainer state that reward schedules read
+        # The part of TRL's trainer state that reward schedules read.
         "trainer_state": SimpleNamespace(global_step=inputs.global_step, max_steps=inputs.max_steps),
         # In TRL, log_extra adds columns to a table of completions. This project has no such table and ignores the
         # calls.

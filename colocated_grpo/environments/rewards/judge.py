@@ -39,10 +39,7 @@ Outcome = float | NoReward | None
 
 
 class Judge(Section):
-    """Reward: a score from a server, with one request per distinct completion.
-
-    All requests of a prompt are sent at the same time.
-    """
+    """Reward: a score from a server. One request per distinct completion, all of a prompt at the same time."""
 
     url: str = Field(pattern=r"^https?://[^/]")
     """With `model`: base URL of an OpenAI-compatible API, such as http://localhost:8000/v1. Without `model`: the URL

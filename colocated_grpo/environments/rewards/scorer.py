@@ -93,10 +93,7 @@ class RewardWorkers:
         self.close = self._pool.close
 
     def results(self, inputs: RewardInputs) -> dict[str, list[Score]]:
-        """Return the results by name of the function.
-
-        If the process ends, functions without a result count as failed.
-        """
+        """Return the results by function name. If the process ends, functions without a result count as failed."""
         responses: list[list[Score]] = []
         try:
             responses, error = self._pool.ask(inputs, count=len(self._names))

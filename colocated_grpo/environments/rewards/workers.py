@@ -106,10 +106,7 @@ class Worker:
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def discard(self) -> int:
-        """Close the connection, so that an idle process exits, and return its exit code.
-
-        Only the first call has an effect. Later calls return 0.
-        """
+        """Close the connection, so that an idle process exits, and return its exit code. Later calls return 0."""
         with _lock:
             if self not in _workers:
                 return 0

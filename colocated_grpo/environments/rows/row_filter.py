@@ -66,10 +66,7 @@ class RowFilter:
 
 
 def meets_condition(value: object, condition: ConditionConfig, where: str) -> bool:
-    """Return whether a value meets a condition; null meets none.
-
-    Raises ValueError if the condition has bounds and the value is not a number.
-    """
+    """Return whether a value meets a condition; null meets none. Raises ValueError for bounds on a non-number."""
     if value is None:
         return False
     if condition.any is not None:
@@ -82,10 +79,7 @@ def meets_condition(value: object, condition: ConditionConfig, where: str) -> bo
 
 
 def is_equal(value: object, wanted: Scalar) -> bool:
-    """Return whether a value of the data equals `wanted`.
-
-    Text in the data equals the number or boolean that it spells.
-    """
+    """Return whether a value of the data equals `wanted`. Text equals the number or boolean that it spells."""
     if isinstance(wanted, bool) or isinstance(value, bool):
         spelled = {"true": True, "false": False}.get(value.lower()) if isinstance(value, str) else value
         return spelled is wanted

@@ -151,10 +151,7 @@ class Arithmetic(Procedural):
 
 
 def normal_integer(text: str) -> str | None:
-    """Return the canonical decimal form of an integer; None for other text.
-
-    Sign, leading zeros and commas are normalized.
-    """
+    """Return an integer in canonical form, without plus sign, leading zeros and commas; None for other text."""
     # Works on characters: int() of a million digits would hold the GIL and stall every thread.
     text = text.replace(",", "")
     digits = text[1:] if text[:1] in ("+", "-") else text
@@ -212,10 +209,7 @@ class Countdown(Procedural):
 
 
 def _random_solution(rng: Random, numbers: list[int]) -> tuple[str, int]:
-    """Return an expression of random operations on all numbers, and its value.
-
-    Every intermediate value is an integer.
-    """
+    """Return a random expression of all numbers, with integers as intermediate values, and its value."""
     operands = [(str(number), number) for number in numbers]
     while len(operands) > 1:
         rng.shuffle(operands)
@@ -229,10 +223,7 @@ def _random_solution(rng: Random, numbers: list[int]) -> tuple[str, int]:
 
 
 def evaluate(expression: str) -> tuple[Fraction | None, list[int]]:
-    """Return the exact value of the expression and the numbers in it, or (None, []) if it is malformed.
-
-    No code is executed.
-    """
+    """Return the exact value of the expression and its numbers, or (None, []) if malformed. Executes no code."""
     if EXPRESSION.fullmatch(expression) is None:
         return None, []
     used: list[int] = []

@@ -36,10 +36,7 @@ class ReasoningGym:
         return split_items(self._entries(seed), self.template, split)
 
     def score(self, item: Item, completion: str) -> float:
-        """Return the dataset's own score.
-
-        Raises AnswerError if the scorer fails on this answer, but not on the item's own.
-        """
+        """Return the dataset's own score. Raises AnswerError if this answer, but not the item's own, makes it fail."""
         try:
             return float(self.judge.score_answer(final_answer(completion), item))
         except Exception as error:

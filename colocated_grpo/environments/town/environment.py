@@ -117,10 +117,7 @@ class TownEnvironment(FinishedGames):
         return self.settings.credit.outcome != 0
 
     def next_batch(self) -> list[TownTurn]:
-        """Return the open turns, oldest game first, at most one turn for each seat.
-
-        Only commit() and play_on() change the open turns.
-        """
+        """Return the open turns, oldest game first, one for each seat. Only commit() and play_on() change them."""
         self._games = [self._advance(game) for game in self._games]
         return [turn for game in sorted(self._games, key=lambda game: game.number) for turn in self._turns(game)]
 
@@ -189,10 +186,7 @@ class TownEnvironment(FinishedGames):
         return game
 
     def _advance(self, game: Game) -> Game:
-        """Play scripted seats until a seat of a model has the turn. Return the game of this seat.
-
-        If `game` ends first, a new game replaces it.
-        """
+        """Play scripted seats until a model has the turn. Return its game: `game`, or the new game after its end."""
         while True:
             scripted = [seat for seat in to_act(game) if game.seats[seat].player in SCRIPTED]
             if scripted:
@@ -254,10 +248,7 @@ def _turn_id(game: Game, seat: int) -> str:
 
 
 def open_town(seed: int, **args: object) -> TownEnvironment:
-    """Build the environment. args: fields of TownSettings, where `credit` may be the name of a mode.
-
-    Raises EnvironmentSetupError.
-    """
+    """Build the environment from fields of TownSettings; `credit` may name a mode. Raises EnvironmentSetupError."""
     credit = args.get("credit")
     if isinstance(credit, str):
         if credit not in rewards.CREDITS:
@@ -267,10 +258,7 @@ def open_town(seed: int, **args: object) -> TownEnvironment:
 
 
 class TownLessons:
-    """Args are those of the turn environment 'town'.
-
-    The sensible player plays every seat, and "answer" is its reply.
-    """
+    """Turns of town, with the sensible player in every seat and its reply as "answer". Args are those of town."""
 
     def __init__(self, **args: object) -> None:
         self._args = args

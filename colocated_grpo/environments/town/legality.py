@@ -115,10 +115,7 @@ def legal_actions(game: Game, seat: int) -> LegalActions:
 
 
 def moves(game: Game, seat: int) -> LegalActions:
-    """Return the actions that change the game.
-
-    In PRE_NIGHT and NIGHT, a seat without such an action gets no turn.
-    """
+    """Return the actions that change the game. In PRE_NIGHT and NIGHT, a seat without such an action gets no turn."""
     others = [index for index in game.living() if index != seat]
     role = game.seats[seat].role
     tags = PHASE_TAGS[game.phase] & {role.ability and role.ability.tag, role.day_power}

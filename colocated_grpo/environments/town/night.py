@@ -81,10 +81,7 @@ def resolve_night(game: Game) -> None:
 
 
 def _unjailed_actions(game: Game) -> list[NightAction]:
-    """Return the chosen actions, without those aimed at the prisoner.
-
-    Actions aimed at the prisoner fail, but still spend a use.
-    """
+    """Return the chosen actions, without those aimed at the prisoner, which fail but still spend a use."""
     actions = []
     for seat, (tag, argument) in sorted(game.choices.items()):
         ability = game.seats[seat].role.ability

@@ -48,10 +48,7 @@ def vote_weight(game: Game, seat: int) -> int:
 
 
 def channels(game: Game) -> list[tuple[int, ...]]:
-    """Return the private channels of the night: the jail, and the mafia outside the jail.
-
-    A channel has at least two seats.
-    """
+    """Return the private channels of the night, of at least two seats: the jail, and the mafia outside the jail."""
     jail = () if game.prisoner == NO_SEAT else (game.living_with_role("jailor")[0], game.prisoner)
     mafia = tuple(seat for seat in game.mafia() if seat != game.prisoner)
     return [channel for channel in (jail, mafia) if len(channel) > 1]
@@ -92,10 +89,7 @@ def _open(game: Game) -> list[int]:
 
 
 def _promote(game: Game) -> None:
-    """Make the first mafia member a mafioso if godfather and mafioso are dead.
-
-    No other member of the mafia can kill.
-    """
+    """Make the first mafia member a mafioso if no godfather or mafioso lives: no other member can kill."""
     mafia = game.mafia()
     if mafia and not game.living_with_role("godfather") and not game.living_with_role("mafioso"):
         game.seats[mafia[0]].become("mafioso")

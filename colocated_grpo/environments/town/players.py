@@ -68,10 +68,7 @@ def suspicion(view: Observation) -> dict[int, float]:
 
 
 def _finding(view: Observation, event: Event, numbers: dict[str, int]) -> Iterator[tuple[int, float]]:
-    """Yield (seat, suspicion) for one of the seat's own results.
-
-    A seat that visited one of that night's victims gets _CERTAIN.
-    """
+    """Yield (seat, suspicion) for one of the seat's own results. A victim's visitor of that night gets _CERTAIN."""
     if event.text in ("suspicious", "not suspicious"):
         yield event.target, _CERTAIN if event.text == "suspicious" else -_CERTAIN
         return

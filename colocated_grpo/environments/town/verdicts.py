@@ -34,10 +34,7 @@ class Verdict:
 
 
 def judge(game: Game, seat: int, completion: str, legal: legality.LegalActions | None = None) -> Verdict:
-    """Judge a completion. Pure.
-
-    legal: the seat's legal actions, if the caller already has them.
-    """
+    """Judge a completion. Pure. legal: the seat's legal actions, if the caller already has them."""
     reply = legality.parse(completion)
     if isinstance(reply, Problem):
         return Verdict(Status.MALFORMED, reply.code, reply.detail)

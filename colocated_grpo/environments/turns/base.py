@@ -30,10 +30,7 @@ class Turn(Protocol):
 
     @property
     def trainable(self) -> bool:
-        """True if the policy plays this seat, False if the entry's opponent does.
-
-        Other seats never appear as turns.
-        """
+        """True if the policy plays this seat, False if the entry's opponent does. Other seats never appear as turns."""
 
     def pattern(self) -> str:
         """Return a regular expression of the legal replies. Called only with `structured: true`."""
@@ -77,19 +74,13 @@ class TurnEnvironment(Protocol[TurnT]):
         """Raise the number of concurrent games by one and return the new game's open turns."""
 
     def score(self, turn: TurnT, completions: Sequence[str]) -> Sequence[Outcome]:
-        """Score completions from the turn alone.
-
-        Must be pure: threads and processes that do not have the game call this method.
-        """
+        """Score completions from the turn alone. Must be pure: threads and processes without the game call it."""
 
     def commit(self, turn: TurnT, completion: str) -> object:
         """Play one completion. Called once per sampled turn, in the order in which the turns were handed out."""
 
     def play_on(self, turn: TurnT) -> None:
-        """Let a script play a turn whose prompt is too long for the model.
-
-        The turn is left out of all counts and returns.
-        """
+        """Let a script play a turn whose prompt is too long. The turn is left out of all counts and returns."""
 
     def drain_returns(self) -> Sequence[Return]:
         """Return the returns of games that ended since the last call."""

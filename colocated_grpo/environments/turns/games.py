@@ -177,10 +177,7 @@ class EarlyStop:
     reached: int = 0
 
     def due(self, parse_rate: float | None) -> bool:
-        """Count one step and return whether to stop.
-
-        parse_rate: None if no completion was rated; the count then stays unchanged.
-        """
+        """Count one step and return whether to stop. parse_rate: None, if no completion was rated, counts nothing."""
         if parse_rate is not None:
             self.reached = self.reached + 1 if parse_rate >= self.threshold else 0
         return self.reached >= self.consecutive
@@ -272,10 +269,7 @@ class TurnStream(ItemStream):
 
     @contextmanager
     def _errors_of(self, method: str) -> Iterator[None]:
-        """Convert exceptions of the environment to RunError.
-
-        A game has no valid state after one of its methods has failed.
-        """
+        """Convert exceptions of the environment to RunError: after a failed method, a game has no valid state."""
         try:
             yield
         except (Exception, SystemExit) as error:
