@@ -20,7 +20,7 @@ from colocated_grpo.api.objects import (
     with_tokenizer,
 )
 from colocated_grpo.environments.rows.dataset import MAX_HELD_OUT, num_held_out
-from colocated_grpo.environments.rows.row_filter import RowFilter, load_filter
+from colocated_grpo.environments.rows.row_filter import RowFilter
 from colocated_grpo.settings.config_file import LoadedConfig, build_config
 from colocated_grpo.settings.errors import ConfigError, KeyPath, parse_path
 from colocated_grpo.settings.evaluation import EvaluationConfig
@@ -277,7 +277,7 @@ def _num_rows(entry: DatasetSourceConfig) -> int:
     """Return the number of training rows."""
     key = "environments.0"
     try:
-        kept, _ = RowFilter(entry, load_filter(entry, key)).kept(entry.given)
+        kept, _ = RowFilter(entry, key).kept(entry.given)
     except ValueError as error:
         raise ConfigError(f"{key}: {error}") from error
     return len(kept) - (num_held_out(entry, len(kept)) if entry.eval_split is None else 0)

@@ -35,7 +35,6 @@ class Task(Protocol):
         The same arguments must yield the same sequence, or a run cannot be resumed. Both splits may be finite: "train"
         is restarted when it ends, "held_out" is not.
         """
-        ...
 
     def score(self, item: Item, completion: str) -> float | dict[str, float] | None:
         """Return the reward, a dict of named parts with "reward", or None if no reward applies. Must be thread-safe.
@@ -44,7 +43,6 @@ class Task(Protocol):
         rewards of the prompt's other completions. If the scorer itself fails, the completion has no reward.
         `rewards.scoring` tells the two cases apart.
         """
-        ...
 
 
 @runtime_checkable
@@ -56,7 +54,6 @@ class Seekable(Protocol):
 
     def prompts_from(self, seed: int, split: Split, start: int) -> Iterator[Item]:
         """Yield the items of prompts() from position `start` on. Earlier items are not generated."""
-        ...
 
 
 @runtime_checkable
@@ -68,7 +65,6 @@ class Episode(Protocol):
 
     def prompts(self, seed: int, split: Split) -> Iterator[Item]:
         """Yield items, as Task.prompts does. An item's "prompt" is the start of the conversation."""
-        ...
 
     async def run(self, item: Item, model: Conversation) -> float | dict[str, float] | None:
         """Run one episode and return its reward, as Task.score does.
@@ -76,18 +72,13 @@ class Episode(Protocol):
         Run blocking work in threads, because all episodes share one event loop. An exception fails only this episode.
         If `run` does not catch ContextExhausted, the reward is 0.
         """
-        ...
 
 
 class Playable(Protocol):
     """An `Episode` or an `AgentEpisode`."""
 
     async def run(self, item: Item, model: Any) -> object:
-        """Run one episode and return its reward.
-
-        model: a `Conversation`; for an `AgentEpisode`, an `AgentConversation`.
-        """
-        ...
+        """Run one episode and return its reward. model: a `Conversation`, or an `AgentConversation` for agents."""
 
 
 class Scorer(Protocol):
@@ -95,7 +86,6 @@ class Scorer(Protocol):
 
     def score(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Score]:
         """Return one score per completion. Exceptions of user code are not raised, but recorded in `Score.error`."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,29 +114,27 @@ def merge_results(parts: Sequence[BatchResult]) -> BatchResult:
     )
 
 
-class ItemStream(Protocol):
-    """Endless training items of one environment."""
+class ItemStream:
+    """Endless training items of one environment. By default, every group trains in the step that sampled it."""
 
-    @property
-    def max_attempts(self) -> int:
-        """Maximum consecutive unusable items before the caller gives up."""
-        ...
+    max_attempts: int = 1000
+    """Maximum consecutive unusable items before the caller gives up."""
 
     def take(self) -> Item:
-        """Return the next item."""
-        ...
+        raise NotImplementedError
 
     def reject(self, item: Item) -> None:
         """Report that `item`, the last item taken, is not usable as a prompt."""
-        ...
 
     def record(self, groups: Sequence[Group]) -> BatchResult:
         """Record the scored groups of all items taken since the last call."""
-        ...
+        return BatchResult(trained_now=list(range(len(groups))))
 
-    def state_dict(self) -> JsonObject: ...
+    def state_dict(self) -> JsonObject:
+        raise NotImplementedError
 
-    def load_state_dict(self, state: JsonObject) -> None: ...
+    def load_state_dict(self, state: JsonObject) -> None:
+        raise NotImplementedError
 
 
 class Items:
@@ -208,18 +196,12 @@ class BatchSource(Protocol):
     """Source of training prompts. Lives on rank 0 only."""
 
     def next(self, n: int) -> list[Prompt]:
-        """Return `n` policy prompts plus any opponent prompts.
-
-        Returns fewer policy prompts if all games wait for the opponent.
-        """
-        ...
+        """Return `n` policy prompts, or fewer if all games wait for the opponent, plus any opponent prompts."""
 
     def record(self, groups: Sequence[Group]) -> BatchResult:
         """Record the scored groups of all prompts from the last next(), and decide which groups train."""
-        ...
 
     def state_dict(self) -> JsonObject:
         """Return the position as plain data. A source that loads it continues with the same prompts as this source."""
-        ...
 
     def load_state_dict(self, state: JsonObject) -> None: ...

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +14,6 @@ from colocated_grpo.environments.base import (
     Environment,
     EnvironmentSetupError,
     Item,
-    ItemStream,
     Playable,
     Scorer,
 )
@@ -24,8 +22,9 @@ from colocated_grpo.environments.registry import build_episode, build_task
 from colocated_grpo.environments.rewards.functions import build_rewards
 from colocated_grpo.environments.rewards.scorer import RewardScorer, start_workers
 from colocated_grpo.environments.rewards.scoring import TaskScorer
-from colocated_grpo.environments.streams import GeneratedItems, Mixture, PromptSource
+from colocated_grpo.environments.streams import GeneratedItems, Mixture, PromptSource, UnsolvedItems
 from colocated_grpo.environments.templates import build_template, check_is_read
+from colocated_grpo.environments.user_code.loading import unique_names
 from colocated_grpo.settings import sources
 from colocated_grpo.settings.atropos import AtroposSourceConfig
 from colocated_grpo.settings.evaluation import PREFIX
@@ -78,20 +77,11 @@ class Environments:
         return [*self.trained, *self.sets]
 
     def open_source(self) -> BatchSource:
-        """Return the source of training prompts.
-
-        This method and all methods below read data, so they are for rank 0 only.
-        """
-        streams = {each.name: self._open_stream(each) for each in self.trained}
+        """Return the source of training prompts. Like all methods below it reads data, so it is for rank 0 only."""
+        streams = {each.name: each.items.open_stream(self.seed) for each in self.trained}
+        if self.skip_solved is not None:
+            streams = {name: UnsolvedItems(stream, name, self.skip_solved) for name, stream in streams.items()}
         return PromptSource(streams, self.weights, self.encoder)
-
-    def _open_stream(self, environment: Environment) -> ItemStream:
-        stream = environment.items.open_stream(self.seed)
-        if self.skip_solved is None:
-            return stream
-        from colocated_grpo.environments.rows.solved import UnsolvedItems
-
-        return UnsolvedItems(stream, environment.name, self.skip_solved)
 
     def held_out(self, n: int) -> list[Prompt]:
         """Return up to n prompts that are never trained on, mixed by weight. Every call returns the same prompts."""
@@ -155,7 +145,8 @@ def build_environments(config: Config, tokenizer: PreTrainedTokenizerBase) -> En
     """Resolve every name and import user code, but read no data. Raises EnvironmentSetupError."""
     entries = [entry for entry in config.environments if not isinstance(entry, AtroposSourceConfig)]
     sets = {f"{PREFIX}/{entry.name}": entry.source for entry in config.evaluation.sets}
-    names = _unique([*sets, *(entry.name for entry in entries)])[len(sets) :]
+    # Scorers and stream positions are stored by name.
+    names = unique_names([*sets, *(entry.name for entry in entries)], "#")[len(sets) :]
     trained = dict(zip(names, entries, strict=True))
     variables = config.model.chat_template_kwargs
     for name in variables:
@@ -186,14 +177,11 @@ def _task(name: str, entry: sources.TaskSourceConfig, run: _RunValues) -> Enviro
 
 def _dataset(name: str, entry: sources.DatasetSourceConfig, run: _RunValues) -> Environment:
     from colocated_grpo.environments.rows.dataset import RowItems
-    from colocated_grpo.environments.rows.row_filter import load_filter
 
     key = f"environments {name!r}"
     rewards = build_rewards(entry.rewards, f"{key}: rewards")
     scorer = RewardScorer(rewards, run.optimizer_steps, start_workers(entry.rewards, rewards, f"{key}: rewards"))
-    return Environment(
-        name=name, items=RowItems(name, entry, scorer.check_item, load_filter(entry, key)), scorer=scorer
-    )
+    return Environment(name=name, items=RowItems(name, entry, scorer.check_item), scorer=scorer)
 
 
 def _episode(name: str, entry: sources.EpisodeSourceConfig, run: _RunValues) -> Environment:
@@ -204,12 +192,11 @@ def _episode(name: str, entry: sources.EpisodeSourceConfig, run: _RunValues) -> 
 def _agent(name: str, entry: sources.AgentSourceConfig, run: _RunValues) -> Environment:
     from colocated_grpo.environments.agents.programs import AgentEpisode, build_agent
     from colocated_grpo.environments.rows.dataset import RowItems
-    from colocated_grpo.environments.rows.row_filter import load_filter
 
     key = f"environments {name!r}"
     return Environment(
         name=name,
-        items=RowItems(name, entry, lambda item: None, load_filter(entry, key)),
+        items=RowItems(name, entry, lambda item: None),
         episode=AgentEpisode(build_agent(entry.program, entry.arguments, key), run.open_episodes),
         limits=AgentLimits(max_tokens=run.max_tokens, max_requests=entry.max_requests, max_running=entry.max_running),
     )
@@ -236,13 +223,3 @@ BUILDERS: dict[str, Callable[[str, Any, _RunValues], Environment]] = {
 }
 """Builders by `type` of an entry. Each builder imports only what its type needs. Type `atropos` has no builder: its
 groups arrive from outside the run."""
-
-
-def _unique(names: list[str]) -> list[str]:
-    """Return the names, with a number added to repeated names: scorers and stream positions are stored by name."""
-    seen: Counter[str] = Counter()
-    unique = []
-    for name in names:
-        seen[name] += 1
-        unique.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
-    return unique

@@ -25,11 +25,11 @@ class ChatCodec:
 
     def message_text(self, token_ids: Sequence[int]) -> str:
         """Decode an assistant message without its special tokens."""
-        return self._decode(token_ids, skip_special_tokens=True)
+        return cast(str, self._tokenizer.decode(list(token_ids), skip_special_tokens=True))  # a list for a batch only
 
     def transcript(self, token_ids: Sequence[int]) -> str:
         """Decode every token. Special tokens show where a message begins and ends."""
-        return self._decode(token_ids, skip_special_tokens=False)
+        return cast(str, self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of text that a chat template has rendered."""
@@ -45,7 +45,7 @@ class ChatCodec:
         template: further arguments of the chat template, the same as for the conversation's prompt.
         """
         if self._tokenizer.chat_template is None:
-            return self._tokenizer.encode(plain_text(messages), add_special_tokens=False)
+            return self.encode(plain_text(messages))
         chat = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
         token_ids = self._after_assistant_message(chat, template or {})
         return token_ids[1:] if token_ids and token_ids[0] == last_token else token_ids
@@ -56,19 +56,15 @@ class ChatCodec:
         Only the end is compared, so text that a template inserts earlier (a system message, the date, empty thoughts)
         does not matter. Tokens are compared instead of text, because some special tokens have no text form.
         """
-        one, other = (self._render(content, messages, template) for content in ("a", "b"))
+        question = {"role": "user", "content": "q"}
+        one, other = (
+            render_tokens(self._tokenizer, [question, {"role": "assistant", "content": content}, *messages], template)
+            for content in ("a", "b")
+        )
         length = 0
         while length < min(len(one), len(other)) and one[-1 - length] == other[-1 - length]:
             length += 1
         return one[len(one) - length :]
-
-    def _render(self, content: str, messages: list[Message], template: JsonObject) -> list[int]:
-        start = [{"role": "user", "content": "q"}, {"role": "assistant", "content": content}]
-        return render_tokens(self._tokenizer, start + messages, template)
-
-    def _decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        text = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-        return cast(str, text)  # decode() returns a list only for a batch
 
 
 def render_tokens(tokenizer: PreTrainedTokenizerBase, messages: list[Message], template: JsonObject) -> list[int]:

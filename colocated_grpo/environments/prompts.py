@@ -50,10 +50,13 @@ class PromptEncoder:
         prompt = checked_prompt(item, source)
         # These prompts are dropped before they are rendered. A chat template would turn empty text into a prompt that
         # trains, and tokenizing megabytes of text takes seconds each time.
-        if _is_blank(prompt) or sum(map(len, _texts(prompt))) > self._max_characters:
+        texts = _texts(prompt)
+        # System messages count only if the prompt has no other messages.
+        others = [each for each in prompt if each["role"] != "system"] if isinstance(prompt, list) else []
+        if not any(map(str.strip, _texts(others) or texts)) or sum(map(len, texts)) > self._max_characters:
             return None
         template = self._templates.get(source, PLAIN)
-        arguments = template_arguments(template, item, source)
+        arguments = template.arguments(item, source)
         text, token_ids = self._render(prompt, template, arguments, source)
         if not 1 <= len(token_ids) <= self.max_prompt_tokens:
             return None
@@ -84,7 +87,12 @@ class PromptEncoder:
                 rendered = bool(bos) and prompt.startswith(bos)  # the tokenizer would add a second BOS token
                 return prompt, list(self.tokenizer.encode(prompt, add_special_tokens=not rendered))
             if any(marker in prompt for marker in self._markers):
-                _check_not_needed(template, source)
+                for name, unused in ((TOOLS, template.tools), ("system_prompt", template.system_prompt)):
+                    if unused:
+                        raise EnvironmentSetupError(
+                            f"environments {source!r}: {name}: a prompt contains special tokens, so no chat template "
+                            f"is applied to it; write them into the prompts and remove {name}"
+                        )
                 return prompt, list(self.tokenizer.encode(prompt, add_special_tokens=False))
             prompt = [{"role": "user", "content": prompt}]
         elif self.tokenizer.chat_template is None:
@@ -106,23 +114,6 @@ class PromptEncoder:
         return cast(str, text), token_ids
 
 
-def _check_not_needed(template: PromptTemplate, source: str) -> None:
-    """Raise EnvironmentSetupError for tools or a system prompt: no chat template is applied to this prompt."""
-    for name in [TOOLS] * bool(template.tools) + ["system_prompt"] * bool(template.system_prompt):
-        raise EnvironmentSetupError(
-            f"environments {source!r}: {name}: a prompt contains special tokens, so no chat template is applied to it; "
-            f"write them into the prompts and remove {name}"
-        )
-
-
-def template_arguments(template: PromptTemplate, item: Item, source: str) -> JsonObject:
-    """Return the arguments of the chat template for an item. Raises EnvironmentSetupError if they are malformed."""
-    try:
-        return template.arguments(item)
-    except ValueError as error:
-        raise EnvironmentSetupError(f"environments {source!r}: {error}; rename or remove it") from None
-
-
 def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the number of characters of the longest token."""
     return max(map(len, tokenizer.get_vocab()))
@@ -137,57 +128,42 @@ def _texts(prompt: str | list[Message]) -> list[str]:
     return [text for texts in parts for text in texts]
 
 
-def _is_blank(prompt: str | list[Message]) -> bool:
-    """Return True if all text is blank. System messages count only if the prompt has no other messages."""
-    if not isinstance(prompt, str):
-        prompt = [message for message in prompt if message["role"] != "system"] or prompt
-    return not any(text.strip() for text in _texts(prompt))
-
-
 def checked_prompt(item: object, source: str) -> str | list[Message]:
     """Return the item's prompt. Raises EnvironmentSetupError if the item or its prompt is malformed."""
     if not isinstance(item, dict) or "prompt" not in item:
         shape = f"the keys {', '.join(map(str, item))}" if isinstance(item, dict) else f"a {type(item).__name__}"
         raise EnvironmentSetupError(f"environments {source!r}: an item must be a dict with 'prompt', got {shape}")
-    prompt = item["prompt"]
-    if isinstance(prompt, str) or (
-        isinstance(prompt, list) and prompt and all(isinstance(m, dict) and "role" in m for m in prompt)
+    if (problem := _problem_of(item["prompt"])) is not None:
+        raise EnvironmentSetupError(f"environments {source!r}: {problem}")
+    return item["prompt"]
+
+
+def _problem_of(prompt: object) -> str | None:
+    messages = [] if isinstance(prompt, str) else prompt
+    if (
+        not isinstance(messages, list)
+        or not all(isinstance(each, dict) and "role" in each for each in messages)
+        or prompt == []
     ):
-        for message in prompt if isinstance(prompt, list) else []:
-            _check_content(message, source)
-        for text in _texts(prompt):
-            _check_encodable(text, source)
-        return prompt
-    raise EnvironmentSetupError(
-        f"environments {source!r}: a prompt must be text or a list of messages with a role, got {repr(prompt)[:80]}"
-    )
-
-
-def _check_content(message: Message, source: str) -> None:
-    """Reject a message without text: a chat template would render it empty. A message with tool calls needs no text."""
-    content = message.get("content")
-    if isinstance(content, str) or (content is None and message.get("tool_calls")):
-        return
-    shown = repr(message)[:80]
-    if content is None:
-        raise EnvironmentSetupError(f"environments {source!r}: a message of the prompt has no 'content': {shown}")
-    parts = content if isinstance(content, list) and content else [content]
-    if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
-        raise EnvironmentSetupError(
-            f"environments {source!r}: the content of a message must be text or parts with text, because models are "
-            f"trained on text only: {shown}"
-        )
-
-
-def _check_encodable(text: str, source: str) -> None:
-    """Reject lone surrogates, on which tokenizers raise.
-
-    JSON may contain a lone surrogate if a text was cut within an emoji.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        part = text[max(0, error.start - 20) : error.start + 20]
-        raise EnvironmentSetupError(
-            f"environments {source!r}: a prompt contains a lone surrogate, which cannot be encoded: {part!r}"
-        ) from None
+        return f"a prompt must be text or a list of messages with a role, got {prompt!r:.80}"
+    for message in messages:
+        # A chat template would render a message without text empty. A message with tool calls needs no text.
+        content = message.get("content")
+        if isinstance(content, str) or (content is None and message.get("tool_calls")):
+            continue
+        if content is None:
+            return f"a message of the prompt has no 'content': {message!r:.80}"
+        parts = content if isinstance(content, list) and content else [content]
+        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
+            return (
+                "the content of a message must be text or parts with text, because models are trained on text only: "
+                f"{message!r:.80}"
+            )
+    for text in _texts(prompt if isinstance(prompt, str) else messages):
+        # Tokenizers raise on lone surrogates. JSON may contain one if a text was cut within an emoji.
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            part = text[max(0, error.start - 20) : error.start + 20]
+            return f"a prompt contains a lone surrogate, which cannot be encoded: {part!r}"
+    return None

@@ -33,11 +33,6 @@ class Kind(NamedTuple):
     adapters: Mapping[str, Adapter]
     """Adapters by name of the library."""
 
-    @property
-    def forms(self) -> list[str]:
-        """Forms of the names of adapted environments, for error lines."""
-        return [f"{library}:<{adapter.argument}>" for library, adapter in self.adapters.items()]
-
 
 TASKS = {
     "arithmetic": "tasks.procedural:Arithmetic",
@@ -93,7 +88,8 @@ def check_name(kind: Kind, name: str) -> None:
     if kind.noun == "turn environment" and library in KINDS["episode"].adapters:
         raise EnvironmentSetupError(f"environments {name!r}: it cannot be played turn by turn; it is a type: episode")
     if ":" not in name:
-        valid = [*kind.built_in, *kind.forms, *USER_CODE_FORMS]
+        adapted = [f"{library}:<{adapter.argument}>" for library, adapter in kind.adapters.items()]
+        valid = [*kind.built_in, *adapted, *USER_CODE_FORMS]
         raise unknown_name("environments", kind.noun, name, valid)
 
 
@@ -124,34 +120,30 @@ def _own(factory: str) -> Callable[..., object]:
 
 def build_task(name: str, args: JsonObject, given: object = None) -> Task:
     """Return the task called `name`. given: the task or its class, if the user's program passed it directly."""
-    task = _built(KINDS["task"], name, args, given)
-    _check_methods(task, "a task", ("prompts", "score"), name)
-    return task
+    return _built(KINDS["task"], name, args, given, "a task", "score")
 
 
 def build_episode(name: str, args: JsonObject, given: object = None) -> Episode:
     """Return the episode called `name`. given: as in build_task."""
-    episode = _built(KINDS["episode"], name, args, given)
-    _check_methods(episode, "an episode", ("prompts", "run"), name)
+    episode = _built(KINDS["episode"], name, args, given, "an episode", "run")
     if not iscoroutinefunction(episode.run):
         raise EnvironmentSetupError(f"environments {name!r}: run() must be a coroutine: write `async def run`")
     return episode
 
 
-def _built(kind: Kind, name: str, args: JsonObject, given: Any) -> Any:
-    """Return the task or episode. A class or an adapter is called with args; an instance accepts no args."""
+def _built(kind: Kind, name: str, args: JsonObject, given: Any, what: str, method: str) -> Any:
+    """Return the task or episode. A class or an adapter is called with args; an instance accepts no args.
+
+    method: its method besides prompts().
+    """
     found, args = find(kind, name, args) if given is None else (given, args)
     key = f"environments {name!r}"
     if isinstance(found, type) or (given is None and name.partition(":")[0] in kind.adapters):
-        return construct(found, args, key)
-    if args:
+        found = construct(found, args, key)
+    elif args:
         raise EnvironmentSetupError(f"{key}: args={args}: the object is an instance, not a class; remove args")
-    return found
-
-
-def _check_methods(found: object, what: str, methods: tuple[str, ...], name: str) -> None:
-    """Raise EnvironmentSetupError if `found` lacks one of the methods. what: kind of object, such as "a task"."""
-    missing = [method for method in methods if not callable(getattr(found, method, None))]
+    missing = [each for each in ("prompts", method) if not callable(getattr(found, each, None))]
     if missing:
-        lacks = " and no ".join(f"{method}()" for method in missing)
-        raise EnvironmentSetupError(f"environments {name!r}: not {what}, it has no {lacks}")
+        lacks = " and no ".join(f"{each}()" for each in missing)
+        raise EnvironmentSetupError(f"{key}: not {what}, it has no {lacks}")
+    return found

@@ -7,107 +7,96 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from hashlib import blake2b
-from itertools import islice
+from itertools import count, islice
 from random import Random
 from typing import Protocol
 
 from colocated_grpo.environments.base import (
     BatchResult,
     EnvironmentSetupError,
+    Episode,
     Item,
     Items,
     ItemStream,
     Seekable,
     Split,
+    Task,
     merge_results,
 )
 from colocated_grpo.environments.prompts import PromptEncoder
 from colocated_grpo.environments.user_code.loading import one_line
 from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.settings.generation import SkipSolvedConfig
 from colocated_grpo.types import Group, JsonObject, Prompt
 
 DIGEST_ROWS = 64
 """Rows that are hashed per dataset. A resume detects changed data by these rows, without reading all rows."""
 
 
-class Prompting(Protocol):
-    """A source of prompts: a task, an episode or tasks of agents."""
+class SequenceStream(ItemStream):
+    """Items that do not depend on completions. The state is a position."""
 
-    def prompts(self, seed: int, split: Split) -> Iterator[Item]: ...
-
-
-class FixedItems:
-    """Base of streams whose items do not depend on completions: every group trains at once."""
-
-    def reject(self, item: Item) -> None:
-        """Do nothing: the next item does not depend on the rejected item."""
-
-    def record(self, groups: Sequence[Group]) -> BatchResult:
-        return BatchResult(trained_now=list(range(len(groups))))
-
-
-class GeneratedItems(Items):
-    """Items that a task, an episode or an agent's tasks yield."""
-
-    def __init__(self, name: str, prompting: Prompting) -> None:
-        self._name = name
-        self._prompting = prompting
-
-    def open_stream(self, seed: int) -> TaskStream:
-        return TaskStream(self._name, self._prompting, seed)
-
-    def held_out(self, seed: int) -> Iterator[Item]:
-        return task_items(self._name, self._prompting, seed, "held_out")
-
-
-class TaskStream(FixedItems):
-    """Training items of a task or an episode. When the items end, the sequence starts again.
-
-    A resume regenerates all earlier items, unless the task is Seekable.
-    """
-
-    max_attempts = 1000
-
-    def __init__(self, name: str, task: Prompting, seed: int) -> None:
-        self.name = name
-        self.task = task
-        self.seed = seed
-        self.load_state_dict({"taken": 0})
+    def __init__(self, items_from: Callable[[int], Iterator[Item]]) -> None:
+        """items_from: returns the endless items from a position on."""
+        self._items_from = items_from
+        self._taken = 0
+        self._items = items_from(0)
 
     def take(self) -> Item:
-        item = next(self.items, None)
-        if item is None:
-            raise EnvironmentSetupError(
-                f"environments {self.name!r}: prompts_from() ended after {self.taken} items; it must be endless: "
-                "define only prompts() for a finite task"
-            )
-        self.taken += 1
+        item = next(self._items)
+        self._taken += 1
         return item
 
     def state_dict(self) -> JsonObject:
-        return {"taken": self.taken}
+        return {"taken": self._taken}
 
     def load_state_dict(self, state: JsonObject) -> None:
-        self.taken = state["taken"]
-        if isinstance(self.task, Seekable):
-            prompts_from = partial(self.task.prompts_from, self.seed, "train", self.taken)
-            self.items = _user_items(self.name, "prompts_from(seed, 'train', start)", prompts_from)
-        else:
-            self.items = islice(self._endless(), self.taken, None)
+        self._taken = state["taken"]
+        self._items = self._items_from(self._taken)
 
-    def _endless(self) -> Iterator[Item]:
+
+class GeneratedItems(Items):
+    """Items that a task or an episode yields."""
+
+    def __init__(self, name: str, task: Task | Episode) -> None:
+        self._name = name
+        self._task = task
+
+    def open_stream(self, seed: int) -> ItemStream:
+        return SequenceStream(partial(self._train, seed))
+
+    def held_out(self, seed: int) -> Iterator[Item]:
+        return self._items(seed, "held_out")
+
+    def _train(self, seed: int, start: int) -> Iterator[Item]:
+        """Yield the training items from a position on. When the items end, the sequence starts again.
+
+        All earlier items are generated again, unless the task is Seekable.
+        """
+        if not isinstance(self._task, Seekable):
+            yield from islice(self._endless(seed), start, None)
+            return
+        call = "prompts_from(seed, 'train', start)"
+        taken = start
+        for item in _user_items(self._name, call, partial(self._task.prompts_from, seed, "train", start)):
+            taken += 1
+            yield item
+        raise EnvironmentSetupError(
+            f"environments {self._name!r}: prompts_from() ended after {taken} items; it must be endless: "
+            "define only prompts() for a finite task"
+        )
+
+    def _endless(self, seed: int) -> Iterator[Item]:
         while True:
             empty = True
-            for item in task_items(self.name, self.task, self.seed, "train"):
+            for item in self._items(seed, "train"):
                 empty = False
                 yield item
             if empty:
-                raise EnvironmentSetupError(f"environments {self.name!r}: prompts(seed, 'train') yielded no item")
+                raise EnvironmentSetupError(f"environments {self._name!r}: prompts(seed, 'train') yielded no item")
 
-
-def task_items(name: str, task: Prompting, seed: int, split: Split) -> Iterator[Item]:
-    """Yield the items of one split. Exceptions of the task become EnvironmentSetupError."""
-    return _user_items(name, f"prompts(seed, {split!r})", partial(task.prompts, seed, split))
+    def _items(self, seed: int, split: Split) -> Iterator[Item]:
+        return _user_items(self._name, f"prompts(seed, {split!r})", partial(self._task.prompts, seed, split))
 
 
 def _user_items(name: str, call: str, items: Callable[[], Iterable[Item]]) -> Iterator[Item]:
@@ -128,69 +117,119 @@ class Rows(Protocol):
     def __getitem__(self, index: int, /) -> Item: ...
 
 
-class RowStream(FixedItems):
+class RowStream(SequenceStream):
     """Rows of a dataset, epoch after epoch. With a seed, each epoch is shuffled differently."""
 
     def __init__(self, name: str, rows: Rows, to_item: Callable[[int], Item], seed: int | None) -> None:
         """seed: None keeps the order of the data."""
-        self.name = name
-        self.size = len(rows)
-        self.content = sample_digest(rows)
-        self.to_item = to_item
-        self.seed = seed
-        self.taken = 0
-
-    @property
-    def max_attempts(self) -> int:
-        return self.size
-
-    def take(self) -> Item:
-        item = self.to_item(row_at(self.size, self.seed, self.taken))
-        self.taken += 1
-        return item
+        size = self.max_attempts = len(rows)
+        super().__init__(lambda start: (to_item(row) for row in row_indices(size, seed, start)))
+        self._name = name
+        self._content = {"rows": size, "content": sample_digest(rows)}
 
     def state_dict(self) -> JsonObject:
-        return {"taken": self.taken, "rows": self.size, "content": self.content}
+        return super().state_dict() | self._content
 
     def load_state_dict(self, state: JsonObject) -> None:
-        if state["rows"] != self.size:
-            raise EnvironmentSetupError(
-                f"environments {self.name!r}: the checkpoint was saved with {state['rows']} training rows and there "
-                f"are {self.size} now; an exact resume needs the same data"
-            )
-        if state["content"] != self.content:
-            raise EnvironmentSetupError(
-                f"environments {self.name!r}: the {self.size} training rows differ from those of the checkpoint; "
-                "an exact resume needs the same data"
-            )
-        self.taken = state["taken"]
+        size = self._content["rows"]
+        if state["rows"] != size:
+            problem = f"the checkpoint was saved with {state['rows']} training rows and there are {size} now"
+        elif state["content"] != self._content["content"]:
+            problem = f"the {size} training rows differ from those of the checkpoint"
+        else:
+            super().load_state_dict(state)
+            return
+        raise EnvironmentSetupError(f"environments {self._name!r}: {problem}; an exact resume needs the same data")
 
 
 def sample_digest(rows: Rows) -> str:
     """Hash evenly spaced rows; hashing every row of a large dataset would take too long."""
     hashed = blake2b(digest_size=8)
     for step in range(DIGEST_ROWS):
-        row = rows[step * (len(rows) - 1) // (DIGEST_ROWS - 1)]
-        # repr() of a value that JSON lacks, such as an image, may differ between processes. Only the type is hashed.
-        hashed.update(json.dumps(row, sort_keys=True, default=lambda value: type(value).__name__).encode())
+        hashed.update(json_bytes(rows[step * (len(rows) - 1) // (DIGEST_ROWS - 1)]))
     return hashed.hexdigest()
 
 
-def row_at(size: int, seed: int | None, taken: int) -> int:
-    """Return the index of the next row after `taken` rows were drawn, in passes over `size` rows.
+def json_bytes(row: Item) -> bytes:
+    """Return a row as JSON, to be hashed. Of a value that JSON lacks, such as an image, it has the type only, because
+    its repr() may differ between processes."""
+    return json.dumps(row, sort_keys=True, default=lambda value: type(value).__name__).encode()
 
-    seed: None keeps the order of the data.
-    """
-    epoch, position = divmod(taken, size)
-    return position if seed is None else epoch_order(size, seed, epoch)[position]
+
+def row_indices(size: int, seed: int | None, start: int) -> Iterator[int]:
+    """Yield the indices of the rows from a position on, in passes over `size` rows."""
+    for taken in count(start):
+        epoch, position = divmod(taken, size)
+        yield position if seed is None else epoch_order(size, seed, epoch)[position]
 
 
 @lru_cache(maxsize=32)  # a mixture alternates between environments, so it uses several orders
 def epoch_order(size: int, seed: int, epoch: int) -> list[int]:
-    """Return the row indices of one epoch, shuffled."""
     order = list(range(size))
     Random(f"{seed}:{epoch}").shuffle(order)
     return order
+
+
+REMEMBERED = 1 << 17
+"""Maximum count of items with a stored number, above the row count of common datasets. Every checkpoint contains all
+stored numbers."""
+SOLVED_KEY = "solved"
+"""Key of the stream's own state, in addition to the keys of the stream that it draws from."""
+
+
+class UnsolvedItems(ItemStream):
+    """The items of another stream without those that were solved in their last `after` visits.
+
+    If all items of a pass are skipped, every item is visited again.
+    """
+
+    def __init__(self, stream: ItemStream, name: str, config: SkipSolvedConfig) -> None:
+        self._stream = stream
+        self.max_attempts = stream.max_attempts
+        self._name = name
+        self._config = config
+        self._numbers: dict[str, int] = {}
+        """Consecutive solved visits of each item, by key_of(item). The least recently visited item comes first."""
+        self._skipped = 0
+        """Items skipped since the last `record`."""
+
+    def take(self) -> Item:
+        for _ in range(self.max_attempts):
+            item = self._stream.take()
+            if self._numbers.get(key_of(item), 0) < self._config.after:
+                return item
+            self._skipped += 1
+        self._numbers.clear()
+        return self._stream.take()
+
+    def reject(self, item: Item) -> None:
+        self._stream.reject(item)
+
+    def record(self, groups: Sequence[Group]) -> BatchResult:
+        for group in groups:
+            key = key_of(group.prompt.item)
+            number = self._numbers.pop(key, 0)
+            [reward, *others] = {rollout.score.reward for rollout in group.rollouts}
+            if not others and reward is not None and reward >= self._config.reward:
+                self._numbers[key] = number + 1  # inserted at the end: the dict is ordered by last visit
+        while len(self._numbers) > REMEMBERED:
+            del self._numbers[next(iter(self._numbers))]
+        result = self._stream.record(groups)
+        metrics, self._skipped = {f"prompts_skipped/{self._name}": float(self._skipped)}, 0
+        return replace(result, metrics=result.metrics | metrics)
+
+    def state_dict(self) -> JsonObject:
+        return {**self._stream.state_dict(), SOLVED_KEY: {"numbers": dict(self._numbers), "skipped": self._skipped}}
+
+    def load_state_dict(self, state: JsonObject) -> None:
+        self._stream.load_state_dict(state)
+        own = state.get(SOLVED_KEY, {"numbers": {}, "skipped": 0})  # missing if the run had no such setting
+        self._numbers, self._skipped = dict(own["numbers"]), own["skipped"]
+
+
+def key_of(item: Item) -> str:
+    """Return a short hash of an item. Items with equal prompts but different columns have different hashes."""
+    return blake2b(json_bytes(item), digest_size=8).hexdigest()
 
 
 MIN_OPPONENT_LIMIT = 16

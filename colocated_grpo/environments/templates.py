@@ -34,42 +34,28 @@ class PromptTemplate:
     variables: JsonObject = field(default_factory=dict)
     system_prompt: str | None = None
 
-    def arguments(self, item: Item) -> JsonObject:
-        """Return the arguments of apply_chat_template() for an item.
-
-        Raises ValueError if the item's tools or variables are malformed.
-        """
-        given = item_tools(item)
-        tools = self.tools if given is None else given
-        variables = {**self.variables, **item_variables(item)}
+    def arguments(self, item: Item, source: str) -> JsonObject:
+        """Return the arguments of apply_chat_template() for an item. Raises EnvironmentSetupError if malformed."""
+        try:
+            tools, variables = _parsed(item, TOOLS), _parsed(item, VARIABLES)
+            if not isinstance(tools, list | None) or not all(isinstance(tool, dict) for tool in tools or ()):
+                raise ValueError(
+                    f"{TOOLS} must be a list of JSON schemas, which the chat template reads, got {tools!r:.80}"
+                )
+            if not isinstance(variables, dict | None):
+                raise ValueError(f"{VARIABLES} must be a mapping, got {variables!r:.80}")
+            try:
+                variables = {**self.variables, **check_variables(variables or {})}
+            except ValueError as error:
+                raise ValueError(f"{VARIABLES}: {error}") from None
+        except ValueError as error:
+            raise EnvironmentSetupError(f"environments {source!r}: {error}; rename or remove it") from None
+        tools = self.tools if tools is None else tools
         return {**variables, TOOLS: list(tools)} if tools else variables  # templates render an empty list, too
 
 
 TemplatedConfig = sources.TaskSourceConfig | sources.EpisodeSourceConfig | sources.DatasetSourceConfig
 PLAIN = PromptTemplate()
-
-
-def item_tools(item: Item) -> list[JsonObject] | None:
-    """Return the item's own tools; None if it has none. Raises ValueError if the tools are malformed."""
-    tools = _parsed(item, TOOLS)
-    if tools is None:
-        return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise ValueError(f"{TOOLS} must be a list of JSON schemas, which the chat template reads, got {_shown(tools)}")
-    return tools
-
-
-def item_variables(item: Item) -> JsonObject:
-    """Return the chat template variables that an item sets. Raises ValueError if they are malformed."""
-    variables = _parsed(item, VARIABLES)
-    if variables is None:
-        return {}
-    if not isinstance(variables, dict):
-        raise ValueError(f"{VARIABLES} must be a mapping, got {_shown(variables)}")
-    try:
-        return check_variables(variables)
-    except ValueError as error:
-        raise ValueError(f"{VARIABLES}: {error}") from None
 
 
 def _parsed(item: Item, key: str) -> object:
@@ -80,16 +66,15 @@ def _parsed(item: Item, key: str) -> object:
     """
     value = item.get(key)
     try:
-        return None if value == "" else without_nulls(read_json(value))
+        return None if value == "" else _without_nulls(read_json(value))
     except ValueError as error:
         raise ValueError(f"{key} is text that is not JSON: {error}") from None
 
 
-def without_nulls(value: object) -> object:
-    """Return a JSON value without the null entries of its mappings, at any depth."""
+def _without_nulls(value: object) -> object:
     if isinstance(value, dict):
-        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def with_system_prompt(prompt: str | list[Message], system_prompt: str) -> list[Message]:
@@ -154,7 +139,3 @@ def _schema(tool: Tool, key: str) -> JsonObject:
         return get_json_schema(function)
     except Exception as error:  # DocstringParsingException, TypeHintParsingException, or an error of inspect
         raise EnvironmentSetupError(f"{key}={tool!r}: no JSON schema can be made of it: {one_line(error)}") from error
-
-
-def _shown(value: object) -> str:
-    return repr(value)[:80]

@@ -8,9 +8,8 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from decimal import Decimal
 
-from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.environments.rewards import answers
-from colocated_grpo.environments.user_code.loading import load_object, one_line
+from colocated_grpo.environments.user_code.loading import load_function, one_line
 from colocated_grpo.settings.evaluation import MEAN
 from colocated_grpo.types import Group
 
@@ -60,23 +59,18 @@ def final_answer(text: str) -> str | None:
     return answers.final_answer(text) or None
 
 
-def last_number(text: str) -> Decimal | None:
-    """Return the last number, after the last #### if the text has one."""
-    found = answers.last_number(text.rpartition("####")[2])
-    return None if found is None else Decimal(found)
-
-
 def boxed(text: str) -> Hashable | None:
     r"""Return the content of the last \boxed{...} without TeX's layout, else the last number."""
     start = text.rfind(BOX)
     if start < 0:
-        return last_number(text)
+        return answers.marked_number(text)
     inside = _balanced(text, start + len(BOX))
     if inside is None:
         return None
     plain = LAYOUT.sub("", inside).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").rstrip(".")
-    number = _as_number(plain)
-    return (plain or None) if number is None else number
+    if answers.NUMBER.fullmatch(plain):
+        return Decimal(plain.replace(",", ""))  # 1.50 and 1.5 are the same answer
+    return plain or None
 
 
 def _balanced(text: str, start: int) -> str | None:
@@ -89,22 +83,14 @@ def _balanced(text: str, start: int) -> str | None:
     return None
 
 
-def _as_number(text: str) -> Decimal | None:
-    """Parse the whole text as a number; None if it is not one. 1.50 and 1.5 are the same answer."""
-    found = answers.NUMBER.fullmatch(text)
-    return Decimal(text.replace(",", "")) if found else None
-
-
-BUILT_IN: dict[str, Answer] = {"final_answer": final_answer, "last_number": last_number, "boxed": boxed}
+BUILT_IN: dict[str, Answer] = {"final_answer": final_answer, "last_number": answers.marked_number, "boxed": boxed}
 
 
 def answer_function(name: str, key: str) -> Answer:
     """Return the built-in or user function of this name. Raises EnvironmentSetupError."""
     if name in BUILT_IN:
         return BUILT_IN[name]
-    function = load_object(name, key)
-    if not callable(function):
-        raise EnvironmentSetupError(f"{key}: {name!r} is a {type(function).__name__}, not a function")
+    function = load_function(name, key)
 
     def answer(text: str) -> Hashable | None:
         try:
@@ -134,25 +120,20 @@ def set_metrics(
     answer: extracts the answers that maj@k compares; None: no maj@k. A completion with reward None counts as not
     passed. `errors` counts the completions whose scoring reported an error.
     """
-    by_prompt: dict[str, list[float]] = {}
-
-    def add(name: str, value: float) -> None:
-        by_prompt.setdefault(name, []).append(value)
-
+    by_prompt: dict[str, list[float]] = defaultdict(list)
     for group in groups:
         rewards = [rollout.score.reward for rollout in group.rollouts]
         scored = [reward for reward in rewards if reward is not None]
         passed = [reward is not None and reward >= pass_reward for reward in rewards]
         if scored:
-            add(MEAN, sum(scored) / len(scored))
+            by_prompt[MEAN].append(sum(scored) / len(scored))
         for k in pass_ks:
-            add(f"pass@{k}", pass_at_k(len(passed), sum(passed), k))
+            by_prompt[f"pass@{k}"].append(pass_at_k(len(passed), sum(passed), k))
         if answer is not None and len(passed) > 1:
-            add(f"maj@{len(passed)}", majority([answer(rollout.text) for rollout in group.rollouts], passed))
-        lengths = [rollout.completion_tokens for rollout in group.rollouts]
-        add("length", sum(lengths) / len(lengths))
-        cut = [rollout.finish_reason == "length" for rollout in group.rollouts]
-        add("truncated", sum(cut) / len(cut))
+            found = [answer(rollout.text) for rollout in group.rollouts]
+            by_prompt[f"maj@{len(passed)}"].append(majority(found, passed))
+        by_prompt["length"].append(statistics.fmean(rollout.completion_tokens for rollout in group.rollouts))
+        by_prompt["truncated"].append(statistics.fmean(rollout.finish_reason == "length" for rollout in group.rollouts))
     row: dict[str, float] = {}
     for name, values in by_prompt.items():
         mean, error = mean_and_error(values)

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from colocated_grpo.environments.agents.programs import Access, Agent, AgentEpisode, OpenEpisodes
+from colocated_grpo.environments.agents.programs import Agent, AgentEpisode, OpenEpisodes
 from colocated_grpo.environments.base import AgentLimits
 from colocated_grpo.environments.chat import ChatCodec
 from colocated_grpo.rollout.collect import Collector
@@ -25,16 +25,6 @@ from tests.support.ranks import single_rank_world
 TOKENIZER = build_char_tokenizer()
 END = TOKENIZER.eos_token_id
 SOURCE = "agent"
-
-
-class Played:
-    """An agent of the test: one async function of item and access."""
-
-    def __init__(self, play: Callable[[dict[str, Any], Access], Any]) -> None:
-        self._play = play
-
-    async def play(self, item: dict[str, Any], access: Access) -> Any:
-        return await self._play(item, access)
 
 
 def says(*texts: str) -> Callable[[Request, int], Completion]:
@@ -62,7 +52,7 @@ class AgentRun:
 
     def __init__(
         self,
-        agent: Agent | Callable[[dict[str, Any], Access], Any],
+        agent: Agent,
         complete: Callable[[Request, int], Completion],
         *,
         tokenizer: PreTrainedTokenizerFast = TOKENIZER,
@@ -80,7 +70,6 @@ class AgentRun:
         )
         self.server = listen_for_agents(self.endpoint, tokenizer, limits, "policy")
         inbox, world = Inbox(), single_rank_world()
-        agent = agent if hasattr(agent, "play") else Played(agent)
         runner = EpisodeRunner(
             {SOURCE: AgentEpisode(agent, self.endpoint)},
             ChatCodec(tokenizer),

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from random import Random
 from typing import Any
 
 from colocated_grpo.environments.town.environment import TownEnvironment, TownSettings, TownTurn
-from colocated_grpo.environments.town.legality import WAIT, ArgumentKind, ArgumentSpec
+from colocated_grpo.environments.town.legality import WAIT, ArgumentSpec
 from colocated_grpo.environments.town.night import resolve_night
-from colocated_grpo.environments.town.phases import begin, to_act
+from colocated_grpo.environments.town.phases import enter, to_act
 from colocated_grpo.environments.town.players import SCRIPTED, reply, scripted_turn
 from colocated_grpo.environments.town.state import NAMES, Event, Game, Phase, Rules, Seat, new_game
 from colocated_grpo.environments.town.verdicts import Verdict, judge
@@ -66,7 +66,7 @@ def play_game(
 ) -> Game:
     """Return a finished game of scripted players. seats: their number, or the cast."""
     game = new_game(0, seed, seats, list(players), rules or Rules())
-    begin(game)
+    enter(game)
     while game.phase is not Phase.OVER:
         seat = to_act(game)[0]
         scripted_turn(game, seat, SCRIPTED[game.seats[seat].player])
@@ -77,7 +77,7 @@ def random_games(count: int, seats: int | None = None, players: tuple[str, ...] 
     """Yield each of `count` games before every action. Without `seats`, their sizes cycle from 7 to 15."""
     for seed in range(count):
         game = new_game(seed, seed, seats or 7 + seed % 9, list(players), Rules(max_days=5))
-        begin(game)
+        enter(game)
         while game.phase is not Phase.OVER:
             yield game
             actor = to_act(game)[0]
@@ -91,13 +91,8 @@ def random_reply(turn: TownTurn, rng: Random) -> str:
 
 def argument_for(spec: ArgumentSpec, rng: Random) -> str:
     word = f"word{rng.randrange(1000)}"
-    choices: dict[ArgumentKind, Callable[[], str]] = {
-        ArgumentKind.EMPTY: lambda: "",
-        ArgumentKind.TEXT: lambda: word,
-        ArgumentKind.CHOICE: lambda: rng.choice(spec.options),
-        ArgumentKind.ADDRESSED: lambda: f"{rng.choice(spec.options)}: {word}",
-    }
-    return choices[spec.kind]()
+    parts = [rng.choice(spec.options)] if spec.options else []
+    return ": ".join([*parts, word] if spec.text else parts)
 
 
 def play(environment: TownEnvironment, commits: int, seed: int = 0) -> list[tuple[str, str, float]]:

@@ -92,17 +92,19 @@ class OpenEnv(SeededEpisode):
         if health != "healthy":
             raise EnvironmentSetupError(f"{KEY}: args.url={self.url!r}: the server reports its health as {health}")
         self._action_schema = self._request("/schema").get("action", {})
-        self._field = self.action or text_field(self._action_schema)
+        required = self._action_schema.get("required", [])
+        takes_text = len(required) == 1 and self._action_schema["properties"][required[0]].get("type") == "string"
+        self._field = self.action or (required[0] if takes_text else None)
 
     def _item(self, rng: Random, split: Split) -> Item:
         seed = draw_seed(rng, split)
         hint = "" if self._field else f"Reply with one JSON object of this schema: {json.dumps(self._action_schema)}"
-        first = self._observation_text(self._request("/reset", self._reset_args(seed), timeout=RESTART_TIMEOUT))
+        first = self._observation_text(self._request("/reset", {**self.options, "seed": seed}, timeout=RESTART_TIMEOUT))
         prompt = "\n\n".join(filter(None, [self.instruction, hint, first]))
         return {"seed": seed, "observation": first, "prompt": prompt}
 
     async def run(self, item: Item, model: Conversation) -> dict[str, float]:
-        async with self._session(self._reset_args(item["seed"])) as (send, first):
+        async with self._session({**self.options, "seed": item["seed"]}) as (send, first):
             text = self._observation_text(first)
             if text != item["observation"]:
                 raise RuntimeError("the environment is not reproducible from its seed: siblings would differ")
@@ -146,9 +148,6 @@ class OpenEnv(SeededEpisode):
                     else:
                         yield send, first
                         return
-
-    def _reset_args(self, seed: int) -> JsonObject:
-        return {**self.options, "seed": seed}
 
     def _action(self, reply: str) -> JsonObject:
         text = without_thoughts(reply).strip()
@@ -196,11 +195,3 @@ async def _send(socket: ClientWebSocketResponse, message: JsonObject) -> JsonObj
         code = response["data"].get("code")
         raise ERRORS.get(code, ServerError)(f"{code}: {response['data'].get('message')}")
     return response["data"]
-
-
-def text_field(schema: JsonObject) -> str | None:
-    """Return the only required field of an action schema if it takes text, else None."""
-    required = schema.get("required", [])
-    if len(required) != 1 or schema["properties"][required[0]].get("type") != "string":
-        return None
-    return required[0]

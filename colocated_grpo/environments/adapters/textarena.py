@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from copy import copy, deepcopy
 from random import Random
-from typing import Any
 
 from pydantic import Field, PrivateAttr
 
@@ -46,13 +45,6 @@ UserPlayer = Callable[[str, Random], str]
 """(all text that the seat has read, random stream) -> reply"""
 
 
-def check_known(name: str) -> None:
-    """Raise EnvironmentSetupError if the package is not installed or has no such game."""
-    known = import_optional("textarena", "textarena", KEY).envs.registration.ENV_REGISTRY
-    if name not in known:
-        raise unknown_name(KEY, "game", name, (each for each in known if not each.endswith(VARIANT_SUFFIXES)))
-
-
 class TextArenaGame:
     """One game with its own random stream, independent of other games in the process."""
 
@@ -78,7 +70,8 @@ class TextArenaGame:
     def read_new(self) -> list[GameMessage]:
         """Return the unread messages of the seat whose turn it is, and mark them as read."""
         seat, raw = self._unwrapped.get_observation()
-        messages = [_in_order(message) for message in raw]
+        # textarena 0.7.4's Countdown and Cryptarithm give a seat's reply as (text, kind, sender).
+        messages = [(text, kind, one) if isinstance(text, int) else (one, text, kind) for one, text, kind in raw]
         self._read[seat] += messages
         return messages
 
@@ -106,20 +99,12 @@ class TextArenaGame:
         lists = [state.logs, *state.observations.values(), *self._read.values()]
         return deepcopy(self, {id(each): copy(each) for each in [*lists, self._rng]})
 
-    def works(self, rng: Random) -> bool:
-        """Return whether a random move can be played without an exception. The move is tried on a copy."""
-        try:
-            self.copy().play(random_move(self, rng))
-        except Exception:
-            return False
-        return True
-
-    def accepts(self, reply: str) -> bool:
-        """Return whether the reply is a legal move. The reply is tried on a copy of the game."""
+    def try_move(self, reply: str) -> bool | None:
+        """Play a reply on a copy. Return whether it is a legal move; None if the game raises."""
         try:
             return self.copy().play(reply)
         except Exception:
-            return False
+            return None
 
     def shown_moves(self) -> tuple[list[str], list[str]]:
         """Return the moves in the latest message that shows any, and the moves in the rules.
@@ -130,10 +115,6 @@ class TextArenaGame:
         rules = [move for kind, moves in shown if kind == RULES for move in moves]
         latest = next((moves for kind, moves in reversed(shown) if moves and kind != RULES), [])
         return list(dict.fromkeys(latest)), list(dict.fromkeys(rules))
-
-    def transcript(self) -> str:
-        """Return everything that the seat whose turn it is has read, as text."""
-        return render(self.messages())
 
     def result(self, seat: int) -> tuple[float, bool]:
         """Return the reward of a seat in a game that is over, and whether the seat's last move was illegal."""
@@ -154,17 +135,6 @@ def kind_name(kind: object) -> str:
     return str(getattr(kind, "name", kind))
 
 
-def _in_order(message: tuple[Any, Any, Any]) -> GameMessage:
-    """Return (sender, text, kind). textarena 0.7.4's Countdown and Cryptarithm give a seat's reply in another order."""
-    sender, text, kind = message
-    return (text, kind, sender) if isinstance(text, int) else (sender, text, kind)
-
-
-def move_of(reply: str) -> str:
-    """Return a reply without its thoughts."""
-    return THOUGHTS.sub("", reply).strip()
-
-
 def random_move(game: TextArenaGame, rng: Random) -> str:
     """Return a random legal move that the game has shown, or NO_MOVE.
 
@@ -172,15 +142,7 @@ def random_move(game: TextArenaGame, rng: Random) -> str:
     """
     latest, rules = game.shown_moves()
     candidates = [*rng.sample(latest, len(latest)), *rng.sample(rules, len(rules))]
-    return next((move for move in candidates[:MAX_TRIED_MOVES] if game.accepts(move)), NO_MOVE)
-
-
-def scripted_player(label: str, key: str) -> ScriptedPlayer:
-    """Return the player 'random', or the user's own 'module:function'. key: position in the config, for errors."""
-    if label == RANDOM:
-        return random_move
-    player: UserPlayer = load_object(label, key)
-    return lambda game, rng: player(game.transcript(), rng)
+    return next((move for move in candidates[:MAX_TRIED_MOVES] if game.try_move(move)), NO_MOVE)
 
 
 def render(messages: Iterable[GameMessage]) -> str:
@@ -222,10 +184,16 @@ class TextArena(SeededEpisode):
 
     def __init__(self, **args: object) -> None:
         super().__init__(**args)
-        check_known(self.game)
+        known = import_optional("textarena", "textarena", KEY).envs.registration.ENV_REGISTRY
+        if self.game not in known:
+            valid = (each for each in known if not each.endswith(VARIANT_SUFFIXES))
+            raise unknown_name(KEY, "game", self.game, valid)
         if self.seat is not None and self.seat >= self.players:
             raise EnvironmentSetupError(f"{KEY}: args.seat={self.seat} must be below args.players={self.players}")
-        self._opponent = scripted_player(self.opponent, f"{KEY}: args.opponent")
+        self._opponent = random_move
+        if self.opponent != RANDOM:
+            player: UserPlayer = load_object(self.opponent, f"{KEY}: args.opponent")
+            self._opponent = lambda game, rng: player(render(game.messages()), rng)
         self._deal({"seed": 0, "seat": self.seat or 0})  # Invalid options fail at the start, not at the first prompt.
 
     def _item(self, rng: Random, split: Split) -> Item:
@@ -250,7 +218,7 @@ class TextArena(SeededEpisode):
                 if model.turns:
                     model.observe(text)
                 turn = await model.generate(self.max_turn_tokens)
-                self._play(game, move_of(turn.text))
+                self._play(game, THOUGHTS.sub("", turn.text).strip())
                 text = self._advance(game, rng, item["seat"])
         return self._score(game, item["seat"])
 
@@ -263,7 +231,7 @@ class TextArena(SeededEpisode):
         try:
             game.play(reply)
         except Exception as error:
-            if not before.works(Random(0)):
+            if before.try_move(random_move(before, Random(0))) is None:
                 raise
             raise AnswerError(one_line(error), reward=self.unfinished_reward) from error
 
@@ -278,10 +246,7 @@ class TextArena(SeededEpisode):
         return game, rng, self._advance(game, rng, item["seat"])
 
     def _advance(self, game: TextArenaGame, rng: Random, seat: int) -> str | None:
-        """Play the other seats until `seat` has the turn.
-
-        Returns the new messages of `seat`, or None if the game is over.
-        """
+        """Play the other seats until `seat` has the turn. Returns its new messages, or None if the game is over."""
         for _ in range(MAX_OPPONENT_MOVES):
             if game.over:
                 return None

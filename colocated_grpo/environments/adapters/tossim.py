@@ -19,7 +19,7 @@ import cloudpickle
 
 from colocated_grpo.environments.adapters.signing import TRUST_VARIABLE, is_trusted, key_file, sign
 from colocated_grpo.environments.base import EnvironmentSetupError
-from colocated_grpo.environments.turns.base import FinishedGames, PlainOutcome
+from colocated_grpo.environments.turns.base import FinishedGames, Outcome
 from colocated_grpo.environments.user_code.isolation import OwnLogs, isolated
 from colocated_grpo.environments.user_code.loading import construct, load_object, one_line
 from colocated_grpo.types import JsonObject
@@ -92,7 +92,8 @@ class ToSSimTable:
         else:
             meta, indices = self.meta, sorted(replies)
             rewards = self.batcher.apply_actions([meta[i] for i in indices], [replies[i] for i in indices])
-        return {index: float(_number(reward)) for index, reward in zip(indices, rewards, strict=True)}
+        numbers = [reward[0] if isinstance(reward, tuple | list) else reward for reward in rewards]
+        return {index: float(number) for index, number in zip(indices, numbers, strict=True)}
 
     def drain_stats(self) -> dict[str, float]:
         """Return the number of games, and the increase of the batcher's counts since the last call."""
@@ -104,15 +105,8 @@ class ToSSimTable:
 
 
 def _numbers(stats: Mapping[str, object]) -> dict[str, float]:
-    """Return the numeric entries.
-
-    Converting other entries, such as notes, would raise, and the table would then be replaced.
-    """
+    """Return the numeric entries. Converting another entry, such as a note, would raise and replace the table."""
     return {name: float(value) for name, value in stats.items() if isinstance(value, int | float)}
-
-
-def _number(reward: float | list[float] | tuple[float, ...]) -> float:
-    return reward[0] if isinstance(reward, tuple | list) else reward
 
 
 class ToSSim(FinishedGames):
@@ -141,18 +135,18 @@ class ToSSim(FinishedGames):
         self._add_table()
         return self._turns(len(self._tables) - 1)
 
-    def score(self, turn: ToSSimTurn, completions: Sequence[str]) -> list[PlainOutcome]:
+    def score(self, turn: ToSSimTurn, completions: Sequence[str]) -> list[Outcome]:
         """Return rewards: -1 malformed, 0 illegal, +1 legal; None if the batcher raised an exception."""
         return [self._outcome(turn, completion) for completion in completions]
 
-    def _outcome(self, turn: ToSSimTurn, completion: str) -> PlainOutcome:
+    def _outcome(self, turn: ToSSimTurn, completion: str) -> Outcome:
         try:
             with isolated(random.Random(f"{turn.id}/{completion}")), closing(OwnLogs()) as logs, logs.attached():
                 table: ToSSimTable = pickle.loads(turn.frozen)
                 reward = table.apply({turn.index: completion})[turn.index]
-        except BaseException:  # As in scoring._result(): user code that exits must not end the run.
-            return PlainOutcome(None, {"failed": 1.0})
-        return PlainOutcome(reward, {"parse_rate": float(reward > -1), "legal_rate": float(reward >= 1)})
+        except BaseException:  # As in scoring.score_each(): user code that exits must not end the run.
+            return Outcome(None, {"failed": 1.0})
+        return Outcome(reward, {"parse_rate": float(reward > -1), "legal_rate": float(reward >= 1)})
 
     def commit(self, turn: ToSSimTurn, completion: str) -> None:
         """Store a completion. The last completion of a batch applies all completions of the batch.
@@ -231,14 +225,10 @@ class ToSSim(FinishedGames):
 
     def _turns(self, number: int) -> list[ToSSimTurn]:
         for _ in range(MAX_EMPTY_BATCHES):
-            table = self._tables[number]
-            if table.prompts:
+            if self._tables[number].prompts:
                 break
             with self._replaced_on_failure(number):
-                table.request_batch()
-        return self._open_turns(number)
-
-    def _open_turns(self, number: int) -> list[ToSSimTurn]:
+                self._tables[number].request_batch()
         table = self._tables[number]
         frozen = cloudpickle.dumps(table) if table.prompts else b""
         return [

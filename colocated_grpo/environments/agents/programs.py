@@ -7,18 +7,18 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from inspect import iscoroutinefunction
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO, Protocol
+from typing import IO
 
 from colocated_grpo.environments.agents.sequences import AgentConversation
 from colocated_grpo.environments.base import EnvironmentSetupError, Item
-from colocated_grpo.environments.user_code.loading import load_object
+from colocated_grpo.environments.user_code.loading import load_object, shortened
 from colocated_grpo.runtime import parents_death
 from colocated_grpo.runtime.program import KEY_VARIABLE, URLS_VARIABLE
 from colocated_grpo.types import Completion
@@ -55,10 +55,7 @@ class OpenEpisode:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def reject(self, text: str) -> None:
-        """Call `AgentConversation.reject` on the episode's loop. Thread-safe.
-
-        The call runs before a later response can end the episode.
-        """
+        """Call `AgentConversation.reject` on the episode's loop, before a later response can end it. Thread-safe."""
         self.loop.call_soon_threadsafe(self.conversation.reject, text)
 
 
@@ -109,10 +106,7 @@ class AgentFailed(Exception):
 
 
 class Program:
-    """A command that reads the item as one line of JSON from stdin.
-
-    The last line of its standard output is the reward.
-    """
+    """A command that reads the item as one line of JSON from stdin. The last line of its output is the reward."""
 
     def __init__(self, program: str, arguments: list[str]) -> None:
         """program: a Python file, another executable, or a command in PATH."""
@@ -121,11 +115,9 @@ class Program:
         interpreter = [sys.executable] if path.suffix == ".py" else []
         self._command = [*interpreter, str(path.resolve()) if path.is_file() else program, *arguments]
 
-    async def play(self, item: Item, access: Access) -> object:
-        """Run the program and return its result. Raises AgentFailed if the program fails.
-
-        Cancellation kills the program and its children.
-        """
+    async def __call__(self, item: Item, access: Access) -> object:
+        """Run the program and return its result, or raise AgentFailed. Cancellation kills it and its children."""
+        inherited = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
         with TemporaryFile() as given, TemporaryFile() as printed, TemporaryFile() as errors:
             given.write(json.dumps(item, default=str).encode() + b"\n")
             given.seek(0)
@@ -135,7 +127,7 @@ class Program:
                 stdin=given,
                 stdout=printed,
                 stderr=errors,
-                env=_environment(access),
+                env={**inherited, OPENAI_URL: access.base_url, OPENAI_KEY: access.api_key},
                 start_new_session=True,  # Ctrl-C must reach the trainer only, and one kill must end the whole group
             )
             try:
@@ -144,7 +136,9 @@ class Program:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
             if code:
-                raise AgentFailed(f"{self._name}: {_ending(code)}{_last_words(errors)}")
+                ending = f"exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
+                words = shortened(_last_line(errors), MAX_SHOWN)
+                raise AgentFailed(f"{self._name}: {ending}{words and ': '}{words}")
             return self._result(_last_line(printed))
 
     def _result(self, line: str) -> object:
@@ -154,26 +148,8 @@ class Program:
                 return result
         raise AgentFailed(
             f"{self._name}: the last line of its output must be a number or a JSON object with 'reward', got "
-            f"{_shown(line)!r}"
+            f"{shortened(line, MAX_SHOWN)!r}"
         )
-
-
-def _environment(access: Access) -> dict[str, str]:
-    inherited = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
-    return {**inherited, OPENAI_URL: access.base_url, OPENAI_KEY: access.api_key}
-
-
-def _ending(code: int) -> str:
-    return f"exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
-
-
-def _last_words(errors: IO[bytes]) -> str:
-    line = _last_line(errors)
-    return f": {_shown(line)}" if line else ""
-
-
-def _shown(line: str) -> str:
-    return line if len(line) <= MAX_SHOWN else line[: MAX_SHOWN - 3] + "..."
 
 
 def _last_line(file: IO[bytes]) -> str:
@@ -184,24 +160,9 @@ def _last_line(file: IO[bytes]) -> str:
     return next((line for line in reversed(lines) if line), "")
 
 
-class Agent(Protocol):
-    """Code that plays an episode by holding the conversation with the policy."""
-
-    async def play(self, item: Item, access: Access) -> object:
-        """Play the episode of an item. Returns the reward in a form that `as_score` reads."""
-        ...
-
-
-class Function:
-    """An async function of the user: `await function(item, base_url, api_key)`."""
-
-    def __init__(self, name: str, key: str) -> None:
-        self._function = load_object(name, f"{key}: program")
-        if not iscoroutinefunction(self._function):
-            raise EnvironmentSetupError(f"{key}: program={name!r}: must be a coroutine function: write `async def`")
-
-    async def play(self, item: Item, access: Access) -> object:
-        return await self._function(item, access.base_url, access.api_key)
+Agent = Callable[[Item, Access], Awaitable[object]]
+"""Plays the episode of an item by holding the conversation with the policy. Returns the reward in a form that
+`as_score` reads."""
 
 
 class AgentEpisode:
@@ -220,9 +181,7 @@ class AgentEpisode:
         """
         with self._endpoint.opened(model) as access:
             try:
-                result = await self._agent.play(item, access)
-            except asyncio.CancelledError:
-                raise
+                result = await self._agent(item, access)
             except Exception:
                 if model.exhausted:
                     return 0.0
@@ -233,12 +192,16 @@ class AgentEpisode:
 
 
 def build_agent(program: str, arguments: list[str], key: str) -> Agent:
-    """Return the agent: an imported function, or a program that the launcher has found.
+    """Return the agent: an async function of the user, `await function(item, base_url, api_key)`, or a program that the
+    launcher has found.
 
     Raises EnvironmentSetupError.
     """
-    if ":" in program:
-        if arguments:
-            raise EnvironmentSetupError(f"{key}: arguments={arguments}: a function has none; use a program")
-        return Function(program, key)
-    return Program(program, arguments)
+    if ":" not in program:
+        return Program(program, arguments)
+    if arguments:
+        raise EnvironmentSetupError(f"{key}: arguments={arguments}: a function has none; use a program")
+    function = load_object(program, f"{key}: program")
+    if not iscoroutinefunction(function):
+        raise EnvironmentSetupError(f"{key}: program={program!r}: must be a coroutine function: write `async def`")
+    return lambda item, access: function(item, access.base_url, access.api_key)

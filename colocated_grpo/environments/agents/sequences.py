@@ -64,7 +64,12 @@ class AgentConversation:
         Raises ContextExhausted if no token fits, TooManyRequests if `n` exceeds the rest of `max_requests`, and
         ValueError if the engine rejects the prompt.
         """
-        self._count(n)
+        most = self._limits.max_requests
+        if self._requested + n > most:
+            # If n alone exceeds the limit, no request could succeed: an error of the agent, which reward 0 would hide.
+            self.exhausted = self.exhausted or n <= most
+            raise TooManyRequests(f"max_requests={most}: n={n} more after {self._requested} completions exceed it")
+        self._requested += n
         position, prompt = self._continued_by(prompt)
         room = self._limits.max_tokens - len(prompt)
         if room < 1:
@@ -92,20 +97,8 @@ class AgentConversation:
         ]
         return replace(first, further=further)
 
-    def _count(self, n: int) -> None:
-        """Count `n` more completions. Raises TooManyRequests, and counts none, if the sum exceeds `max_requests`."""
-        most = self._limits.max_requests
-        if self._requested + n > most:
-            # If n alone exceeds the limit, no request could succeed: an error of the agent, which reward 0 would hide.
-            self.exhausted = self.exhausted or n <= most
-            raise TooManyRequests(f"max_requests={most}: n={n} more after {self._requested} completions exceed it")
-        self._requested += n
-
     def _exhaust(self, position: int | None) -> None:
-        """Record that a prompt did not fit.
-
-        position: sequence that the prompt extends, if any. This sequence counts as cut by length.
-        """
+        """Record that a prompt did not fit. position: the sequence that it extends, if any, which counts as cut."""
         self.exhausted = True
         if position is not None:
             self._sequences[position] = replace(self._sequences[position], cut=True)
@@ -141,5 +134,4 @@ class AgentConversation:
         return None, prompt
 
     def _longest_first(self) -> list[tuple[int, _Sequence]]:
-        """Return all sequences with their positions, longest sequence first."""
         return sorted(enumerate(self._sequences), key=lambda pair: -len(pair[1].token_ids))

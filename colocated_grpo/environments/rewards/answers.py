@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from decimal import Decimal
 
 OPEN, CLOSE = "<answer>", "</answer>"
 ANSWER_COLUMNS = (
@@ -48,3 +49,12 @@ def last_number(text: str) -> str | None:
     """Return the last decimal number in the text, without thousands separators; None if there is none."""
     numbers = NUMBER.findall(text)
     return numbers[-1].replace(",", "") if numbers else None
+
+
+def marked_number(text: str) -> Decimal | None:
+    """Return the last number in the text, after the last #### if the text has one.
+
+    Decimal treats 72 and 72.0 as equal and parses in linear time; int() is quadratic.
+    """
+    found = last_number(text.rpartition("####")[2])
+    return None if found is None else Decimal(found)

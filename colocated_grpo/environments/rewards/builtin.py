@@ -4,11 +4,10 @@ import logging
 import os
 import resource
 from collections.abc import Callable, Sequence
-from decimal import Decimal
 from importlib.util import find_spec
 from typing import Any
 
-from colocated_grpo.environments.rewards.answers import final_answer, last_number
+from colocated_grpo.environments.rewards.answers import final_answer, marked_number
 from colocated_grpo.environments.rewards.tool_calls import credit, expected_calls, is_exact, read_calls
 from colocated_grpo.environments.rewards.workers import LATE, Answer, Started, WorkerPool
 from colocated_grpo.types import JsonObject
@@ -31,7 +30,9 @@ def gsm8k(completions: Completions, answer: Sequence[str], **columns: object) ->
     The result is None if `answer` has no number. If the completion contains ####, only numbers after its last ####
     count.
     """
-    return [_same_number(text, gold) for text, gold in zip(completion_texts(completions), answer, strict=True)]
+    wanted = [marked_number(str(gold)) for gold in answer]
+    pairs = zip(completion_texts(completions), wanted, strict=True)
+    return [None if number is None else float(marked_number(text) == number) for text, number in pairs]
 
 
 def math_verify(
@@ -95,7 +96,15 @@ _math = WorkerPool(load_math)
 
 def format_think(completions: Completions, **columns: object) -> list[float]:
     """Return 1 if the completion is one <think>...</think> block followed by an answer."""
-    return [float(_thinks_once(text.strip())) for text in completion_texts(completions)]
+    # Plain string searches: a regular expression for this backtracks for minutes on a long run of spaces.
+    return [
+        float(
+            text.count("<think>") == text.count("</think>") == 1
+            and text.startswith("<think>")
+            and not text.endswith("</think>")
+        )
+        for text in map(str.strip, completion_texts(completions))
+    ]
 
 
 def tool_call(completions: Completions, tool_calls: Sequence[object], **columns: object) -> list[float]:
@@ -111,30 +120,10 @@ def tool_call_partial(completions: Completions, tool_calls: Sequence[object], **
 
 
 def completion_texts(completions: Completions) -> list[str]:
-    """Return the text of each completion."""
     return [completion if isinstance(completion, str) else completion[-1]["content"] for completion in completions]
 
 
-def _thinks_once(text: str) -> bool:
-    # Plain string searches: a regular expression for this backtracks for minutes on a long run of spaces.
-    single = text.count("<think>") == 1 and text.count("</think>") == 1
-    return single and text.startswith("<think>") and not text.endswith("</think>")
-
-
-def _same_number(text: str, gold: str) -> float | None:
-    wanted = last_number(str(gold).rpartition("####")[2])
-    if wanted is None:
-        return None
-    given = last_number(text.rpartition("####")[2])
-    # Decimal treats 72 and 72.0 as equal and parses in linear time; int() is quadratic.
-    return float(given is not None and Decimal(given) == Decimal(wanted))
-
-
 REWARDS: dict[str, Callable[..., Sequence[float | None]]] = {
-    "exact_match": exact_match,
-    "format_think": format_think,
-    "gsm8k": gsm8k,
-    "math_verify": math_verify,
-    "tool_call": tool_call,
-    "tool_call_partial": tool_call_partial,
+    function.__name__: function
+    for function in (exact_match, format_think, gsm8k, math_verify, tool_call, tool_call_partial)
 }

@@ -101,10 +101,7 @@ def _be_the_test(case: dict, job: dict, given: int, printed: int, mark: int) -> 
 
 
 def _execute(program: str, check: str | None) -> None:
-    """Execute the program, then the check in the program's namespace.
-
-    Without a check, an exit with code 0 is a normal end.
-    """
+    """Execute the program, then the check in its namespace. Without a check, exit code 0 is a normal end."""
     module = types.ModuleType("__main__" if check is None else "solution")
     sys.modules[module.__name__] = module
     try:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set, Sized
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from types import SimpleNamespace
 
 from colocated_grpo.environments.base import EnvironmentSetupError, Item
+from colocated_grpo.environments.rewards import scoring
 from colocated_grpo.environments.rewards.builtin import REWARDS
 from colocated_grpo.environments.rewards.judge import Judge
 from colocated_grpo.environments.rewards.run_code import RunCode
-from colocated_grpo.environments.rewards.scoring import NoReward, as_number, resolve_awaitable, reward_of_unscorable
-from colocated_grpo.environments.user_code.loading import construct, load_object, one_line, unknown_name
+from colocated_grpo.environments.user_code import loading
 from colocated_grpo.settings.sources import RewardConfig
+from colocated_grpo.types import Score
 
 NOT_COLUMNS = {"prompt", "completion", "completion_ids"}
 """Item keys that are not passed as columns, as in TRL."""
@@ -30,27 +31,6 @@ KEYWORD_KINDS = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYW
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainerState:
-    """The part of TRL's trainer state that reward schedules read."""
-
-    global_step: int
-    """Completed optimizer steps of the weights that sampled the completion."""
-    max_steps: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FunctionResult:
-    """Result of one reward function for one completion."""
-
-    value: float | None = None
-    """None if the function gave no reward or failed."""
-    error: str | None = None
-    """One line about an exception. If `value` is set too, the exception was caused by an answer that could not be
-    read."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class RewardInputs:
     """One prompt and its completions, as plain data that can be sent to another process."""
 
@@ -58,15 +38,11 @@ class RewardInputs:
     texts: Sequence[str]
     completion_ids: Sequence[Sequence[int]]
     global_step: int
+    """Completed optimizer steps of the weights that sampled the completions."""
     max_steps: int
 
-    def split(self) -> list[RewardInputs]:
-        """Return one RewardInputs for each completion."""
-        pairs = zip(self.texts, self.completion_ids, strict=True)
-        return [replace(self, texts=[text], completion_ids=[token_ids]) for text, token_ids in pairs]
 
-
-class WrongNumberOfRewards(ValueError):
+class WrongNumberOfRewards(Exception):
     """A function did not return one reward per completion, so rewards cannot be assigned to completions."""
 
 
@@ -78,10 +54,7 @@ class RewardFunction:
     """A reward function with its name, its weight and the keyword arguments that it accepts."""
 
     def __init__(self, name: str, weight: float, function: Callable[..., object], *, relative: bool = False) -> None:
-        """relative: True if the function compares the completions of a prompt.
-
-        The function is then always called with all completions of a prompt.
-        """
+        """relative: the function compares the completions of a prompt, so it is always called with all of them."""
         self.name = name
         self.weight = weight
         self.function = function
@@ -89,7 +62,9 @@ class RewardFunction:
         try:
             parameters = inspect.signature(function).parameters.values()
         except ValueError as error:
-            raise EnvironmentSetupError(f"rewards: {name!r} has no readable signature: {one_line(error)}") from None
+            raise EnvironmentSetupError(
+                f"rewards: {name!r} has no readable signature: {loading.one_line(error)}"
+            ) from None
         self.accepts_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
         self.accepted = {parameter.name for parameter in parameters if parameter.kind in KEYWORD_KINDS}
         self.required = {
@@ -108,24 +83,22 @@ class RewardFunction:
             )
 
     def check_text(self, item: Item) -> None:
-        """Raise EnvironmentSetupError if a TRL function needs messages.
-
-        The function is called once, with the first text prompt.
-        """
+        """Raise EnvironmentSetupError if a TRL function needs messages: it is called once, with a text prompt."""
         if not self._check_with_text:
             return
         self._check_with_text = False
         inputs = RewardInputs(item=item, texts=["x"], completion_ids=[[0]], global_step=0, max_steps=1)
-        [result] = results_of(self, inputs)
+        [result] = scores_of(self, inputs)
         if result.error is not None and NEEDS_MESSAGES in result.error:
             raise EnvironmentSetupError(f"reward {self.name!r}: {NEEDS_MESSAGES}")
 
-    def results(self, arguments: dict[str, object], count: int) -> list[FunctionResult]:
-        """Call the function once for `count` completions. Exceptions of the function propagate."""
+    def scores(self, inputs: RewardInputs) -> list[Score]:
+        """Call the function once for all completions. Exceptions of the function propagate."""
+        arguments, count = _arguments(inputs), len(inputs.texts)
         metrics: dict[str, float] = {}
         arguments["log_metric"] = lambda name, value: metrics.update({str(name): float(value)})
         accepted = arguments if self.accepts_all else {key: arguments[key] for key in arguments if key in self.accepted}
-        result = resolve_awaitable(self.function(**accepted))
+        result = scoring.resolve_awaitable(self.function(**accepted))
         # Iterating over a mapping would yield its keys, and over a set its values in arbitrary order.
         if not isinstance(result, Iterable) or isinstance(result, str | Mapping | Set):
             raise WrongNumberOfRewards(f"{result!r} for {count} completions, not a list of {count} numbers")
@@ -134,59 +107,41 @@ class RewardFunction:
         if len(values) != count:
             number = len(values) if sized or len(values) < count else f"more than {count}"
             raise WrongNumberOfRewards(f"{number} rewards for {count} completions")
-        return [self._result(value, metrics) for value in values]
+        return [self._score(value, metrics) for value in values]
 
-    def _result(self, value: object, metrics: Mapping[str, float]) -> FunctionResult:
-        if isinstance(value, NoReward):
-            return FunctionResult(error=f"{self.name}: {value}", metrics=metrics)
+    def _score(self, value: object, metrics: dict[str, float]) -> Score:
+        if isinstance(value, scoring.NoReward):
+            return Score(reward=None, error=f"{self.name}: {value}", parts=metrics)
         try:
-            return FunctionResult(value=as_number(value), metrics=metrics)
+            return Score(reward=scoring.as_number(value), parts=metrics)
         except (TypeError, ValueError, OverflowError) as error:
-            return FunctionResult(error=f"{self.name}: {one_line(error)}")
+            return Score(reward=None, error=f"{self.name}: {loading.one_line(error)}")
 
 
-def results_of(function: RewardFunction, inputs: RewardInputs) -> list[FunctionResult]:
-    """Call the function once for all completions.
+def scores_of(function: RewardFunction, inputs: RewardInputs) -> list[Score]:
+    """Call the function once for all completions. In each score, `parts` are the metrics that the function logged.
 
     If this call raises, the function is called for each completion, so that only some completions fail.
     """
+
+    def explain(error: BaseException) -> str:
+        line = f"{function.name}: {loading.one_line(error)}"
+        is_text = isinstance(inputs.item["prompt"], str)
+        if is_text and isinstance(error, TypeError) and str(error).startswith("string indices must be integers"):
+            return f"{line}: {NEEDS_MESSAGES}"
+        return line
+
+    worst = max if function.weight < 0 else min
     try:
         function.check_columns(inputs.item.keys() - NOT_COLUMNS)
-        return function.results(_arguments(inputs), len(inputs.texts))
-    except BaseException as error:  # see scoring._result
+        return function.scores(inputs)
+    except BaseException as error:  # see scoring.score_each
         if function.relative or len(inputs.texts) == 1 or isinstance(error, SYSTEMATIC):
-            return [_raised(function, error, inputs, [])] * len(inputs.texts)
-    return _results_one_by_one(function, inputs.split())
-
-
-def _results_one_by_one(function: RewardFunction, inputs: Sequence[RewardInputs]) -> list[FunctionResult]:
-    results: list[FunctionResult | BaseException] = []
-    for one in inputs:
-        try:
-            results += function.results(_arguments(one), 1)
-        except BaseException as error:  # see scoring._result
-            results.append(error)
-    scored = [each.value for each in results if isinstance(each, FunctionResult) and each.value is not None]
-    return [
-        each if isinstance(each, FunctionResult) else _raised(function, each, one, scored)
-        for each, one in zip(results, inputs, strict=True)
-    ]
-
-
-def _raised(
-    function: RewardFunction, error: BaseException, inputs: RewardInputs, scored: Sequence[float]
-) -> FunctionResult:
-    worst = max if function.weight < 0 else min
-    value = None if isinstance(error, SYSTEMATIC) else reward_of_unscorable(error, scored, worst)
-    return FunctionResult(value=value, error=f"{function.name}: {_explain(error, inputs)}")
-
-
-def _explain(error: BaseException, inputs: RewardInputs) -> str:
-    """Return one line about an exception of a reward function."""
-    is_text = isinstance(inputs.item["prompt"], str)
-    if is_text and isinstance(error, TypeError) and str(error).startswith("string indices must be integers"):
-        return f"{one_line(error)}: {NEEDS_MESSAGES}"
-    return one_line(error)
+            failed = Score(reward=scoring.reward_of_unscorable(error, [], worst), error=explain(error))
+            return [failed] * len(inputs.texts)
+    pairs = zip(inputs.texts, inputs.completion_ids, strict=True)
+    split = [replace(inputs, texts=[text], completion_ids=[token_ids]) for text, token_ids in pairs]
+    return scoring.score_each([lambda one=one: function.scores(one)[0] for one in split], explain, worst)
 
 
 def _arguments(inputs: RewardInputs) -> dict[str, object]:
@@ -198,7 +153,8 @@ def _arguments(inputs: RewardInputs) -> dict[str, object]:
         "prompts": [prompt] * count,
         "completions": [[{"role": "assistant", "content": text}] for text in inputs.texts] if chat else [*inputs.texts],
         "completion_ids": [[*token_ids] for token_ids in inputs.completion_ids],
-        "trainer_state": TrainerState(global_step=inputs.global_step, max_steps=inputs.max_steps),
+        # The part of TRL's trainer state that reward schedules read.
+        "trainer_state": SimpleNamespace(global_step=inputs.global_step, max_steps=inputs.max_steps),
         # In TRL, log_extra adds columns to a table of completions. This project has no such table and ignores the
         # calls.
         "log_extra": lambda column, values: None,
@@ -207,35 +163,25 @@ def _arguments(inputs: RewardInputs) -> dict[str, object]:
 
 def build_rewards(configs: Sequence[RewardConfig], key: str) -> list[RewardFunction]:
     """Build the functions of a dataset's `rewards`, under unique names."""
-    functions: list[RewardFunction] = []
-    taken: dict[str, int] = {}
-    for config in configs:
-        short = config.name.rpartition(":")[2].rpartition(".")[2]  # last part of "module:outer.<locals>.function"
-        taken[short] = taken.get(short, 0) + 1
-        name = short if taken[short] == 1 else f"{short}_{taken[short]}"
-        functions.append(load_reward(name, config, key))
-    return functions
-
-
-def load_reward(name: str, config: RewardConfig, key: str) -> RewardFunction:
-    return RewardFunction(name, config.weight, _load(config, key), relative=config.relative)
+    # Last part of "module:outer.<locals>.function"
+    short = [config.name.rpartition(":")[2].rpartition(".")[2] for config in configs]
+    names = loading.unique_names(short, "_")
+    return [load_reward(name, config, key) for name, config in zip(names, configs, strict=True)]
 
 
 def check_reward_name(name: str, key: str) -> None:
     """Raise EnvironmentSetupError unless `name` is built in or has the form of user code."""
     if name not in BUILT_IN and ":" not in name:
-        raise unknown_name(key, "reward", name, [*BUILT_IN, "module:function", "path/to/file.py:function"])
+        raise loading.unknown_name(key, "reward", name, [*BUILT_IN, "module:function", "path/to/file.py:function"])
 
 
-def _find(name: str, key: str) -> Any:
-    check_reward_name(name, key)
-    return BUILT_IN[name] if name in BUILT_IN else load_object(name, key)
-
-
-def _load(config: RewardConfig, key: str) -> Callable[..., object]:
-    found = config.given if config.given is not None else _find(config.name, key)
+def load_reward(name: str, config: RewardConfig, key: str) -> RewardFunction:
+    found = config.given
+    if found is None:
+        check_reward_name(config.name, key)
+        found = BUILT_IN[config.name] if config.name in BUILT_IN else loading.load_object(config.name, key)
     if config.args is not None or isinstance(found, type):
-        found = construct(found, config.args or {}, f"{key}: {config.name}")
-    if not callable(found):
-        raise EnvironmentSetupError(f"{key}: {config.name!r} is a {type(found).__name__}, not a function")
-    return found
+        found = loading.construct(found, config.args or {}, f"{key}: {config.name}")
+    return RewardFunction(
+        name, config.weight, loading.check_callable(found, config.name, key), relative=config.relative
+    )

@@ -20,6 +20,7 @@ from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from colocated_grpo.environments.rewards.builtin import Completions, completion_texts
 from colocated_grpo.environments.rewards.scoring import NoReward
+from colocated_grpo.environments.user_code.loading import shortened
 from colocated_grpo.settings.base import FileName, NonNegative, Positive, Section
 from colocated_grpo.types import JsonObject
 from colocated_grpo.web.client import JsonClient, RequestRejected, Unavailable
@@ -38,10 +39,7 @@ Outcome = float | NoReward | None
 
 
 class Judge(Section):
-    """Reward: a score from a server, with one request per distinct completion.
-
-    All requests of a prompt are sent at the same time.
-    """
+    """Reward: a score from a server. One request per distinct completion, all of a prompt at the same time."""
 
     url: str = Field(pattern=r"^https?://[^/]")
     """With `model`: base URL of an OpenAI-compatible API, such as http://localhost:8000/v1. Without `model`: the URL
@@ -141,7 +139,8 @@ class Judge(Section):
             self._body(prompt, text, {name: columns[name][index] for name in wanted})
             for index, (prompt, text) in enumerate(rows)
         ]
-        keys = [request_key(self.url, body) for body in bodies]
+        # A digest of everything that affects the response.
+        keys = [sha256(json.dumps([self.url, body], sort_keys=True).encode()).hexdigest() for body in bodies]
         known = {key: score for key in keys if (score := self._cache.get(key)) is not None}
         unknown = {key: body for key, body in zip(keys, bodies, strict=True) if key not in known}
         outcomes = await asyncio.gather(*(self._outcome(key, body) for key, body in unknown.items()))
@@ -170,29 +169,22 @@ class Judge(Section):
 
     async def _ask(self, body: object) -> object:
         """Return the JSON of the response. Raises BudgetSpent, and NoReward if no attempt succeeds."""
+        path = "" if self.model is None else "/chat/completions"
         attempt = 0
         while True:
             if self._requests >= (self.max_requests or math.inf) or self._tokens >= (self.max_tokens or math.inf):
                 raise BudgetSpent
             self._requests += 1
             try:
-                return await self._post(body)
-            except Unavailable as error:
+                return await asyncio.get_running_loop().run_in_executor(self._threads, self._client.post, path, body)
+            except (RequestRejected, Unavailable) as error:
+                if isinstance(error, RequestRejected) and error.status not in RETRIED_STATUS:
+                    raise NoReward(f"the judge rejects the request: {error}") from None
                 if attempt == self.retries:
                     raise NoReward(f"the judge is unavailable, attempts: {attempt + 1}, the last: {error}") from None
             # Random, so that requests refused together are not retried together. The wait blocks no thread.
             await asyncio.sleep(min(MAX_WAIT, self.backoff * 2**attempt) * random.uniform(0.5, 1.0))
             attempt += 1
-
-    async def _post(self, body: object) -> object:
-        """Send the request once. Raises Unavailable if another attempt may succeed, else NoReward."""
-        path = "" if self.model is None else "/chat/completions"
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, self._client.post, path, body)
-        except RequestRejected as error:
-            if error.status in RETRIED_STATUS:
-                raise Unavailable(str(error)) from None
-            raise NoReward(f"the judge rejects the request: {error}") from None
 
     def _score(self, response: Any) -> float:
         """Return the score in a response, and count its tokens. Raises NoReward."""
@@ -201,7 +193,10 @@ class Judge(Section):
                 score = float(response["score"])
             else:
                 self._tokens += int((response.get("usage") or {}).get("total_tokens") or 0)
-                score = last_score(self.parse, response["choices"][0]["message"]["content"] or "")
+                answer = response["choices"][0]["message"]["content"] or ""
+                if not (found := re.findall(self.parse, answer)):
+                    raise NoReward(f"no score in the judge's answer {shortened(answer, SHOWN_CHARACTERS)!r}")
+                score = float(found[-1])
         except (LookupError, TypeError, AttributeError):
             raise NoReward(f"the judge's response has no {'score' if self.model is None else 'answer'}") from None
         except ValueError as error:
@@ -214,11 +209,6 @@ class Judge(Section):
 
 class BudgetSpent(Exception):
     """The budget allows no further request."""
-
-
-def request_key(url: str, body: object) -> str:
-    """Return a digest of everything that affects the response."""
-    return sha256(json.dumps([url, body], sort_keys=True).encode()).hexdigest()
 
 
 class ScoreCache:
@@ -263,22 +253,12 @@ class ScoreCache:
 
 
 def places(template: str) -> set[str]:
-    """Return the names in {braces} of a template."""
     return {name for name in PLACE.findall(template) if name}
 
 
 def fill(template: str, values: Mapping[str, object]) -> str:
     """Replace each {name} by its value. {{ and }} become single braces; other braces stay as they are."""
     return PLACE.sub(lambda found: str(values[found[1]]) if found[1] else found[0][0], template)
-
-
-def last_score(pattern: str, text: str) -> float:
-    """Return the number in the last match's group. Raises ValueError if there is none."""
-    found = re.findall(pattern, text)
-    if not found:
-        shown = text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."
-        raise ValueError(f"no score in the judge's answer {shown!r}")
-    return float(found[-1])
 
 
 def plain_text(prompt: str | list[JsonObject]) -> str:

@@ -63,7 +63,8 @@ class RunCode(Section):
         return self
 
     def model_post_init(self, _context: object) -> None:
-        self._threads = ThreadPoolExecutor(self.processes or _cores(), thread_name_prefix="run_code")
+        cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self._threads = ThreadPoolExecutor(self.processes or max(1, cores), thread_name_prefix="run_code")
         self._runners = WorkerPool(
             # -I: the environment and the working folder must not change what a program imports.
             command=[sys.executable, "-I", str(Path(code_runner.__file__))],
@@ -112,11 +113,6 @@ def _passed_tests(nonce: str, most: int, response: bytes) -> int:
     raise ValueError("not a response to this job")
 
 
-def _cores() -> int:
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, len(os.sched_getaffinity(0)) // ranks)
-
-
 def last_code_block(text: str) -> str | None:
     """Return the content of the last closed block between ``` fences; None if there is none.
 
@@ -143,10 +139,11 @@ def cases_of(tests: object) -> list[Case]:
     """
     if isinstance(tests, str):
         if tests.lstrip()[:1] not in ("[", "{"):
-            return [_check(tests)] if tests.strip() else []
+            return [_case(tests)] if tests.strip() else []
         tests = json.loads(tests)
     if isinstance(tests, Mapping) and {"inputs", "outputs"} <= tests.keys():
-        return [_pair(*pair) for pair in zip(tests["inputs"], tests["outputs"], strict=True)]
+        pairs = zip(tests["inputs"], tests["outputs"], strict=True)
+        tests = [{"input": given, "output": expected} for given, expected in pairs]
     if isinstance(tests, list | tuple):
         return [_case(test) for test in tests]
     raise ValueError(f"tests must be statements, a list of them or of input and output pairs, got {tests!r:.80}")
@@ -154,18 +151,10 @@ def cases_of(tests: object) -> list[Case]:
 
 def _case(test: object) -> Case:
     if isinstance(test, str):
-        return _check(test)
+        return Case(check=test, stdin="", stdout="")
     if isinstance(test, Mapping) and {"input", "output"} <= test.keys():
-        return _pair(test["input"], test["output"])
+        return Case(check=None, stdin=_lines(test["input"]), stdout=_lines(test["output"]))
     raise ValueError(f'a test must be statements, or have "input" and "output", got {test!r:.80}')
-
-
-def _check(statements: str) -> Case:
-    return Case(check=statements, stdin="", stdout="")
-
-
-def _pair(given: object, expected: object) -> Case:
-    return Case(check=None, stdin=_lines(given), stdout=_lines(expected))
 
 
 def _lines(value: object) -> str:

@@ -11,15 +11,8 @@ from functools import partial
 from pathlib import Path
 
 from colocated_grpo.environments.base import EnvironmentSetupError, Item
-from colocated_grpo.environments.rewards.functions import (
-    BUILT_IN,
-    NOT_COLUMNS,
-    FunctionResult,
-    RewardFunction,
-    RewardInputs,
-    load_reward,
-    results_of,
-)
+from colocated_grpo.environments.rewards import functions as rewards
+from colocated_grpo.environments.rewards.functions import RewardFunction, RewardInputs
 from colocated_grpo.environments.rewards.workers import Answer, Started, WorkerPool
 from colocated_grpo.environments.user_code.loading import one_line
 from colocated_grpo.runtime.user_code import is_user_code
@@ -58,7 +51,7 @@ class RewardScorer:
         )
         remote = {} if self.workers is None else self.workers.results(inputs)
         by_function = [
-            remote[function.name] if function.name in remote else results_of(function, inputs)
+            remote[function.name] if function.name in remote else rewards.scores_of(function, inputs)
             for function in self.functions
         ]
         return [self._combine(results) for results in zip(*by_function, strict=True)]
@@ -66,23 +59,23 @@ class RewardScorer:
     def check_item(self, item: Item) -> None:
         """Raise EnvironmentSetupError if a function needs a missing column, or needs messages but gets text."""
         for function in self.functions:
-            function.check_columns(item.keys() - NOT_COLUMNS)
+            function.check_columns(item.keys() - rewards.NOT_COLUMNS)
             if isinstance(item["prompt"], str):
                 function.check_text(item)
 
-    def _combine(self, results: Sequence[FunctionResult]) -> Score:
+    def _combine(self, results: Sequence[Score]) -> Score:
         named = list(zip(self.functions, results, strict=True))
-        parts = {name: value for result in results for name, value in result.metrics.items()}
-        parts |= {function.name: result.value for function, result in named if result.value is not None}
+        parts = {name: value for result in results for name, value in result.parts.items()}
+        parts |= {function.name: result.reward for function, result in named if result.reward is not None}
         summed = [(function.weight, result) for function, result in named if function.weight != 0]
-        weighted = [weight * result.value for weight, result in summed if result.value is not None]
-        if not weighted or any(result.error is not None and result.value is None for _, result in summed):
+        weighted = [weight * result.reward for weight, result in summed if result.reward is not None]
+        if not weighted or any(result.failed for _, result in summed):
             # An error without a reward means that scoring failed, unless only a function of weight 0 raised.
             return Score(reward=None, parts=parts, error=_errors(result for _, result in summed))
         return Score(reward=sum(weighted), parts=parts, error=_errors(results))
 
 
-def _errors(results: Iterable[FunctionResult]) -> str | None:
+def _errors(results: Iterable[Score]) -> str | None:
     """Return all different errors as one line. If a process ends, its functions have the same error."""
     return "; ".join(dict.fromkeys(result.error for result in results if result.error is not None)) or None
 
@@ -96,26 +89,17 @@ class RewardWorkers:
         named = sorted(named, key=lambda one: one[1].weight == 0)
         self._names = [name for name, _ in named]
         self._pool = WorkerPool(partial(load_functions, named, key))
-        self._first = self._pool.start()
+        self.first = self._pool.start()
+        self.close = self._pool.close
 
-    def started(self) -> Started:
-        """Wait for the first process and return its first message."""
-        return self._first.wait_until_started()
-
-    def close(self) -> None:
-        self._pool.close()
-
-    def results(self, inputs: RewardInputs) -> dict[str, list[FunctionResult]]:
-        """Return the results by name of the function.
-
-        If the process ends, functions without a result count as failed.
-        """
-        responses: list[list[FunctionResult]] = []
+    def results(self, inputs: RewardInputs) -> dict[str, list[Score]]:
+        """Return the results by function name. If the process ends, functions without a result count as failed."""
+        responses: list[list[Score]] = []
         try:
             responses, error = self._pool.ask(inputs, count=len(self._names))
         except NOT_SENDABLE as problem:
             error = f"run_in: cannot send the prompt to a process: {one_line(problem)}; set thread"
-        failed = {name: [FunctionResult(error=error)] * len(inputs.texts) for name in self._names}
+        failed = {name: [Score(reward=None, error=error)] * len(inputs.texts) for name in self._names}
         return failed | dict(zip(self._names, responses, strict=False))
 
 
@@ -123,11 +107,11 @@ def load_functions(named: Sequence[tuple[str, RewardConfig]], key: str) -> tuple
     """Load functions in a worker process. A request is one RewardInputs, which is passed to all functions."""
     functions: list[RewardFunction] = []
     try:
-        functions += [load_reward(name, config, key) for name, config in named]
+        functions += [rewards.load_reward(name, config, key) for name, config in named]
         started = Started(modules=sorted(DEVICE_LIBRARIES & sys.modules.keys()))
     except EnvironmentSetupError as error:
         started = Started(error=str(error))
-    return started, lambda inputs: (results_of(function, inputs) for function in functions)
+    return started, lambda inputs: (rewards.scores_of(function, inputs) for function in functions)
 
 
 def start_workers(
@@ -138,14 +122,14 @@ def start_workers(
     Functions with `run_in: auto` run in threads if a process cannot load all functions chosen for processes, or if one
     of these functions imports a library of DEVICE_LIBRARIES.
     """
-    pairs = [(function, config) for function, config in zip(functions, configs, strict=True)]
+    pairs = list(zip(functions, configs, strict=True))
     chosen = [(f.name, c) for f, c in pairs if c.run_in == "process" or (c.run_in == "auto" and _suits(c, f.function))]
     forced = [(name, config) for name, config in chosen if config.run_in == "process"]
     for named in (chosen, forced):
         if not named:
             return None
         workers = RewardWorkers(named, key)
-        started = workers.started()
+        started = workers.first.wait_until_started()
         if started.error is None and (named == forced or not started.modules):
             return workers
         workers.close()
@@ -160,9 +144,9 @@ def _suits(config: RewardConfig, function: Callable[..., object]) -> bool:
     Built-in functions take linear time and run in threads. Coroutines do not run in processes either, because they
     share the connections and the limits of one event loop.
     """
-    if config.name in BUILT_IN or config.args is not None or not inspect.isfunction(function):
-        return False
-    if config.given is not None:  # the function may use any object of the program
+    # A function that the program has passed may use any object of the program.
+    by_name = config.name not in rewards.BUILT_IN and config.args is None and config.given is None
+    if not by_name or not inspect.isfunction(function):
         return False
     file = function.__code__.co_filename
     if inspect.iscoroutinefunction(function) or not is_user_code(file):
@@ -171,10 +155,7 @@ def _suits(config: RewardConfig, function: Callable[..., object]) -> bool:
         nodes = list(ast.walk(ast.parse(Path(file).read_text(encoding="utf-8"))))
     except (OSError, ValueError, SyntaxError):
         return False
-    return not any(isinstance(node, ast.Global) for node in nodes) and not _imported(nodes) & DEVICE_LIBRARIES
-
-
-def _imported(nodes: Sequence[ast.AST]) -> set[str]:
-    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-    names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
-    return {name.partition(".")[0] for name in names}
+    imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    shares_state = any(isinstance(node, ast.Global) for node in nodes)
+    return not shares_state and not {name.partition(".")[0] for name in imported} & DEVICE_LIBRARIES

@@ -8,7 +8,7 @@ completions get no reward, and the run stops if their fraction exceeds rollout.m
 import asyncio
 import math
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from inspect import isawaitable
 from typing import Any
 
@@ -36,6 +36,10 @@ PARSING_ERRORS = (
 exceptions of an HTTP client, are not caused by the answer."""
 
 
+Worst = Callable[[Sequence[float]], float]
+"""Chooses the worst reward: min, or max for a function of negative weight."""
+
+
 class NoReward(Exception):
     """The reason why a completion has no reward. A reward function returns a NoReward in place of a number.
 
@@ -61,19 +65,29 @@ def score_text(task: Task, item: Item, text: str) -> Score:
 
 def score_texts(task: Task, item: Item, texts: Sequence[str]) -> list[Score]:
     """Score the completions of one prompt. An exception becomes Score.error."""
-    results = [_result(task, item, text) for text in texts]
+    return score_each([lambda text=text: as_score(resolve_awaitable(task.score(item, text))) for text in texts])
+
+
+def score_each(
+    calls: Iterable[Callable[[], Score]], explain: Callable[[BaseException], str] = one_line, worst: Worst = min
+) -> list[Score]:
+    """Call a function for each completion of a prompt. An exception becomes Score.error.
+
+    worst: see `reward_of_unscorable`.
+    """
+    results: list[Score | BaseException] = []
+    for call in calls:
+        try:
+            results.append(call())
+        except BaseException as error:  # some timeout errors derive from it, to pass `except Exception` in user code
+            results.append(error)
     scored = [each.reward for each in results if isinstance(each, Score) and each.reward is not None]
     return [
-        each if isinstance(each, Score) else Score(reward=reward_of_unscorable(each, scored), error=one_line(each))
+        each
+        if isinstance(each, Score)
+        else Score(reward=reward_of_unscorable(each, scored, worst), error=explain(each))
         for each in results
     ]
-
-
-def _result(task: Task, item: Item, text: str) -> Score | BaseException:
-    try:
-        return as_score(resolve_awaitable(task.score(item, text)))
-    except BaseException as error:  # some timeout errors derive from it, to pass `except Exception` in user code
-        return error
 
 
 def as_score(result: object) -> Score:
@@ -109,14 +123,12 @@ async def _value(result: Awaitable[object]) -> object:
     return await result
 
 
-def reward_of_unscorable(
-    error: BaseException, scored: Sequence[float], worst: Callable[[Sequence[float]], float] = min
-) -> float | None:
+def reward_of_unscorable(error: BaseException, scored: Sequence[float], worst: Worst) -> float | None:
     """Return the reward of an answer on which the scorer raised `error`; None if the scorer itself failed.
 
     scored: rewards of the prompt's other completions. If `scored` is empty, the scorer counts as failed, unless it
     raised AnswerError. The reward is the worst of `scored` and 0 (or `AnswerError.reward`), so that unreadable answers
-    do not pay. worst: max for a function of negative weight, otherwise min.
+    do not pay.
     """
     if isinstance(error, AnswerError):
         return worst([error.reward, *scored])

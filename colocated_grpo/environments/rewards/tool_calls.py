@@ -103,10 +103,7 @@ def _whole(value: object) -> object:
 
 
 def _blocks(text: str) -> Iterator[str]:
-    """Yield the text after each opening tag, up to the closing tag.
-
-    If the closing tag is missing, yield "", which is not a valid call.
-    """
+    """Yield the text between opening and closing tags; "", which is no valid call, if a closing tag is missing."""
     for after in text.split(OPEN)[1:]:
         block, closed, _ = after.partition(CLOSE)
         yield block if closed else ""

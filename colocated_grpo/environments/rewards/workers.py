@@ -92,19 +92,6 @@ class Worker:
         assert self.started is not None
         return self.started
 
-    def ask(self, messages: Sequence[bytes], count: int, seconds: float | None) -> Iterable[bytes]:
-        """Yield the responses. Raises EOFError or OSError if the process ends.
-
-        If a response takes longer than `seconds`, the iteration stops and `ended` is LATE.
-        """
-        for message in messages:
-            self.connection.send_bytes(message)
-        for _ in range(count):
-            if seconds is not None and not self.connection.poll(seconds):
-                self.ended = LATE
-                return
-            yield self.connection.recv_bytes()
-
     def end(self, reason: str) -> None:
         """Kill the process. `ended` then contains the reason and the line of user code that was running."""
         self.process.send_signal(DUMP_SIGNAL)
@@ -115,15 +102,11 @@ class Worker:
         self.kill()
 
     def kill(self) -> None:
-        """Kill the process and its children."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def discard(self) -> int:
-        """Close the connection, so that an idle process exits, and return its exit code.
-
-        Only the first call has an effect. Later calls return 0.
-        """
+        """Close the connection, so that an idle process exits, and return its exit code. Later calls return 0."""
         with _lock:
             if self not in _workers:
                 return 0
@@ -202,8 +185,13 @@ class WorkerPool:
         error = worker.wait_until_started().error
         if error is None:
             try:
-                for response in worker.ask(messages, count, seconds):
-                    responses.append(read(response))
+                for message in messages:
+                    worker.connection.send_bytes(message)
+                while len(responses) < count:
+                    if seconds is not None and not worker.connection.poll(seconds):
+                        worker.ended = LATE
+                        break
+                    responses.append(read(worker.connection.recv_bytes()))
             except (ValueError, pickle.UnpicklingError):
                 worker.ended = INVALID
             except (EOFError, OSError):
@@ -299,7 +287,10 @@ def main() -> None:
     """Answer requests. Entry point of a worker process."""
     descriptor, dumps, parent = map(int, sys.argv[1:])
     die_with(parent)
-    _ignore_stop_signals()
+    # Batch systems signal every process of a job, but the rank still needs the rewards of its current step.
+    for number in stop_signals():
+        signal.signal(number, lambda *_: None)  # SIG_IGN would be inherited by programs that a reward starts
+    reset_in_forked_children(stop_signals())
     faulthandler.enable()
     faulthandler.register(DUMP_SIGNAL, file=dumps, all_threads=False)
     with Connection(descriptor) as connection:
@@ -309,13 +300,3 @@ def main() -> None:
             while started.error is None:
                 for response in answer(connection.recv()):
                     connection.send(response)
-
-
-def _ignore_stop_signals() -> None:
-    """Ignore stop signals.
-
-    Batch systems signal every process of a job, but the rank still needs the rewards of its current step.
-    """
-    for number in stop_signals():
-        signal.signal(number, lambda *_: None)  # SIG_IGN would be inherited by programs that a reward starts
-    reset_in_forked_children(stop_signals())

@@ -7,12 +7,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from colocated_grpo.environments.base import EnvironmentSetupError, Item, Items, ItemStream
-from colocated_grpo.environments.prompts import checked_prompt, template_arguments
+from colocated_grpo.environments.prompts import checked_prompt
 from colocated_grpo.environments.rows.readers import READERS
-from colocated_grpo.environments.rows.row_filter import Keep, RowFilter, column_values, select
+from colocated_grpo.environments.rows.row_filter import AnyRows, RowFilter, column_values, select
 from colocated_grpo.environments.streams import Rows, RowStream
 from colocated_grpo.environments.templates import PLAIN, TOOLS, VARIABLES, with_system_prompt
 from colocated_grpo.environments.user_code.loading import one_line
@@ -30,60 +30,77 @@ NULL_CHECK_ROWS = 10_000
 """Rows per batch of the null check."""
 
 
-class DatasetRows:
-    """The rows of one environment, divided into training and held-out rows."""
+class RowItems(Items):
+    """Items from the rows of a local file or a Hugging Face dataset. The rows are loaded on first use, on rank 0."""
 
-    def __init__(
-        self, name: str, config: RowsSourceConfig, check: Callable[[Item], None], keep: Keep | None = None
-    ) -> None:
-        """check: raises EnvironmentSetupError for an item that cannot be scored. keep: the function `filter`."""
-        self.name = name
-        self.config = config
+    default_count = sys.maxsize >> 1  # all rows
+
+    def __init__(self, name: str, config: RowsSourceConfig, check: Callable[[Item], None]) -> None:
+        """check: raises EnvironmentSetupError for an item that cannot be scored."""
+        self._name = name
+        self._config = config
         self._check = check
-        self._filter = RowFilter(config, keep)
-        self.filter_notes: list[str] = []
-        """One log line for each split from which filters left out rows."""
-        rows = self._load(config.split)
-        self.train: list[Item] | Dataset
-        self.held_out: list[Item] | Dataset
-        if config.eval_split is None:
-            held_out = num_held_out(config, len(rows))
-            count = len(rows) - held_out
-            if count <= 0:
-                raise self._error(f"held_out={held_out}: no training row is left of {len(rows)}; set a smaller number")
-            self.train, self.held_out = _slice(rows, 0, count), _slice(rows, count, len(rows))
-        else:
-            self.train, self.held_out = rows, self._load(config.eval_split)
+        self._filter = RowFilter(config, f"environments {name!r}")
+        self._filter_notes: list[str] = []
+
+    @cached_property
+    def _parts(self) -> tuple[AnyRows, AnyRows]:
+        """The training and the held-out rows."""
+        rows = self._load(self._config.split)
+        if self._config.eval_split is not None:
+            return rows, self._load(self._config.eval_split)
+        held_out = num_held_out(self._config, len(rows))
+        count = len(rows) - held_out
+        if count <= 0:
+            raise self._error(f"held_out={held_out}: no training row is left of {len(rows)}; set a smaller number")
+        return select(rows, range(count)), select(rows, range(count, len(rows)))
+
+    @property
+    def filter_notes(self) -> Sequence[str]:
+        _ = self._parts
+        return self._filter_notes
 
     @property
     def held_out_note(self) -> str | None:
-        """Log line if no rows are held out by default, because a tenth of the rows rounds down to zero; else None."""
-        if self.config.held_out is not None or len(self.held_out):
+        train, held_out = self._parts
+        if self._config.held_out is not None or len(held_out):
             return None
         return (
-            f"environments {self.name!r}: none of {len(self.train)} rows is held out for evaluation; "
+            f"environments {self._name!r}: none of {len(train)} rows is held out for evaluation; "
             "set held_out or eval_split"
         )
 
-    def item(self, rows: Rows, index: int) -> Item:
-        """Return a row as an item: columns renamed, the prompt under "prompt", the system prompt added."""
-        return self._checked_item(rows[index], f"{self.name} row {index}")
+    def open_stream(self, seed: int) -> ItemStream:
+        train, _ = self._parts
+        return RowStream(self._name, train, partial(self._item, train), seed if self._config.shuffle else None)
+
+    def held_out(self, seed: int) -> Iterator[Item]:
+        _, held_out = self._parts
+        return (self._item(held_out, index) for index in range(len(held_out)))
+
+    def evaluated(self, seed: int) -> Iterator[Item]:
+        """Yield all rows of `split` in the order of the data. Held-out rows are the last rows."""
+        return (self._item(rows, index) for rows in self._parts for index in range(len(rows)))
+
+    def _item(self, rows: Rows, index: int) -> Item:
+        return self._checked_item(rows[index], f"{self._name} row {index}")
 
     def _checked_item(self, row: Item, where: str) -> Item:
-        column, names = self.config.prompt_column, self.config.columns
+        """Return a row as an item: columns renamed, the prompt under "prompt", the system prompt added."""
+        column, names = self._config.prompt_column, self._config.columns
         if column not in row:
             raise EnvironmentSetupError(
                 f"environments {where!r}: no column {column!r}; it has: {', '.join(map(str, row))}"
             )
         rest = {names.get(key, key): value for key, value in row.items() if key != column}
-        item = {**rest, "prompt": _without_nulls(row[column])}
+        item = {**rest, "prompt": _without_null_fields(row[column])}
         prompt = checked_prompt(item, where)
-        template_arguments(PLAIN, item, where)
-        if self.config.system_prompt is not None:
-            item["prompt"] = with_system_prompt(prompt, self.config.system_prompt)
+        PLAIN.arguments(item, where)
+        if self._config.system_prompt is not None:
+            item["prompt"] = with_system_prompt(prompt, self._config.system_prompt)
         return item
 
-    def _load(self, split: str) -> list[Item] | Dataset:
+    def _load(self, split: str) -> AnyRows:
         """Load the rows of a split and check them.
 
         A bad row that is found only later would stop the run, and would stop it again after each resume.
@@ -100,7 +117,7 @@ class DatasetRows:
             self._check_item(row, f"{where} row {number}")
         return rows
 
-    def _filtered(self, rows: list[Item] | Dataset, split: str) -> tuple[list[Item] | Dataset, Sequence[int]]:
+    def _filtered(self, rows: AnyRows, split: str) -> tuple[AnyRows, Sequence[int]]:
         """Return the rows that meet `where` and `filter`, and their row numbers in the unfiltered data."""
         try:
             numbers, note = self._filter.kept(rows)
@@ -110,22 +127,23 @@ class DatasetRows:
             return rows, numbers
         if not numbers:
             raise self._error(f"{split!r}: {note}; the first row is {repr(dict(rows[0]))[:200]}")
-        self.filter_notes.append(f"environments {self.name!r}: {split!r}: {note}")
+        self._filter_notes.append(f"environments {self._name!r}: {split!r}: {note}")
         return select(rows, numbers), numbers
 
-    def _read(self, split: str) -> tuple[list[Item] | Dataset, str]:
-        """Return the rows of a split, and the name of their source for messages."""
-        given = self._given(split)
-        if given is not None:
-            name = self.name if split == self.config.split else split
-            return given, name
-        if self._is_file():
-            return self._read_file(split), str(self._path(split))
-        return self._load_hub(split), self.name
+    def _read(self, split: str) -> tuple[AnyRows, str]:
+        """Return the rows of a split, and the name of their source for messages.
 
-    def _given(self, split: str) -> list[Item] | Dataset | None:
-        """Return the rows that the user's program passed for a split; None if the rows are loaded by name."""
-        return self.config.given if split == self.config.split else self.config.given_held_out
+        Rows that the user's program passed take precedence. A file has no splits: `eval_split` is the path of another
+        file.
+        """
+        trained = split == self._config.split
+        given = self._config.given if trained else self._config.given_held_out
+        if given is not None:
+            return given, self._name if trained else split
+        if Path(self._config.name).suffix.lower() in READERS:
+            path = Path(self._config.name if trained else split).expanduser()
+            return self._read_file(path, split), str(path)
+        return self._load_hub(split), self._name
 
     def _check_item(self, row: Item, where: str) -> None:
         item = self._checked_item(row, where)
@@ -140,11 +158,11 @@ class DatasetRows:
         Columns are typed: if the prompt of row 0 is valid, another prompt can be bad only if it is null.
         """
         # The Arrow format is scanned without decoding rows. `datasets` has no annotation for this format.
-        column: Any = rows.select_columns([self.config.prompt_column]).with_format("arrow")
+        column: Any = rows.select_columns([self._config.prompt_column]).with_format("arrow")
         for number, table in enumerate(column.iter(NULL_CHECK_ROWS)):
-            if (prompts := table[self.config.prompt_column]).null_count:
+            if (prompts := table[self._config.prompt_column]).null_count:
                 index = numbers[number * NULL_CHECK_ROWS + prompts.is_null().index(True).as_py()]
-                raise self._error(f"row {index} of {split!r}: column {self.config.prompt_column!r} is null")
+                raise self._error(f"row {index} of {split!r}: column {self._config.prompt_column!r} is null")
 
     def _check_json(self, rows: Dataset, numbers: Sequence[int], where: str) -> None:
         """Raise if tools or variables given as JSON text are unusable.
@@ -152,37 +170,31 @@ class DatasetRows:
         All other columns are typed, so it is enough to check row 0.
         """
         for column in rows.column_names:
-            key = self.config.columns.get(column, column)
+            key = self._config.columns.get(column, column)
             is_text = "string" in getattr(rows.features[column], "dtype", "")
             if key in (TOOLS, VARIABLES) and is_text:
                 for number, value in zip(numbers, column_values(rows, column), strict=True):
-                    template_arguments(PLAIN, {key: value}, f"{where} row {number}")
+                    PLAIN.arguments({key: value}, f"{where} row {number}")
 
     def _check_columns(self, rows: Rows, split: str) -> None:
         """Raise if a split has no rows, or if row 0 lacks a column that the config names for this split."""
         if not len(rows):
             raise self._error(f"no rows in {split!r}")
         first = rows[0]
-        if self.config.prompt_column not in first:
-            raise self._missing_column("prompt_column", self.config.prompt_column, first)
-        named = [("columns", column) for column in self.config.columns]
-        named += [("where", column) for column in self.config.where]
+        named = [("prompt_column", self._config.prompt_column)]
+        named += [("columns", column) for column in self._config.columns]
+        named += [("where", column) for column in self._config.where]
         for key, column in named:
             if column not in first:
-                raise self._missing_column(key, column, first)
+                raise self._error(f"{key}: no column {column!r}; the data has: {', '.join(map(str, first))}")
 
-    def _is_file(self) -> bool:
-        return Path(self.config.name).suffix.lower() in READERS
-
-    def _read_file(self, split: str) -> list[Item]:
-        """Read a local file. A file has no splits: `eval_split` is the path of another file."""
-        if self.config.subset is not None:
-            raise self._error(f"subset={self.config.subset!r} does not apply to a local file; remove it")
-        if self.config.split != DEFAULT_SPLIT:
+    def _read_file(self, path: Path, split: str) -> list[Item]:
+        if self._config.subset is not None:
+            raise self._error(f"subset={self._config.subset!r} does not apply to a local file; remove it")
+        if self._config.split != DEFAULT_SPLIT:
             raise self._error(
-                f"split={self.config.split!r} does not apply to a local file; set name to the file of that split"
+                f"split={self._config.split!r} does not apply to a local file; set name to the file of that split"
             )
-        path = self._path(split)
         if not path.is_file():
             raise self._error(f"no such file: {path}")
         reader = READERS.get(path.suffix.lower())
@@ -193,18 +205,15 @@ class DatasetRows:
         except (ValueError, OSError, csv.Error, ImportError) as error:
             raise self._error(f"cannot read {path}: {one_line(error)}") from error
 
-    def _path(self, split: str) -> Path:
-        return Path(self.config.name if split == self.config.split else split).expanduser()
-
     def _load_hub(self, split: str) -> Dataset:
         try:
             from datasets import DatasetDict, load_dataset, load_from_disk
         except ModuleNotFoundError as error:
             raise self._error(f"cannot import {error.name!r}; install it with: pip install datasets") from None
         try:
-            if not any((Path(self.config.name) / mark).is_file() for mark in SAVED_TO_DISK):
-                return load_dataset(self.config.name, self.config.subset, split=split)
-            saved = load_from_disk(self.config.name)
+            if not any((Path(self._config.name) / mark).is_file() for mark in SAVED_TO_DISK):
+                return load_dataset(self._config.name, self._config.subset, split=split)
+            saved = load_from_disk(self._config.name)
             if isinstance(saved, DatasetDict):
                 return saved[split]
             if split != DEFAULT_SPLIT:
@@ -213,11 +222,8 @@ class DatasetRows:
         except Exception as error:  # network, Hub and loading-script exceptions arrive unwrapped
             raise self._error(f"cannot load split {split!r}: {one_line(error)}") from error
 
-    def _missing_column(self, key: str, column: str, row: Item) -> EnvironmentSetupError:
-        return self._error(f"{key}: no column {column!r}; the data has: {', '.join(map(str, row))}")
-
     def _error(self, message: str) -> EnvironmentSetupError:
-        return EnvironmentSetupError(f"environments {self.name!r}: {message}")
+        return EnvironmentSetupError(f"environments {self._name!r}: {message}")
 
 
 def num_held_out(config: RowsSourceConfig, rows: int) -> int:
@@ -225,7 +231,7 @@ def num_held_out(config: RowsSourceConfig, rows: int) -> int:
     return min(MAX_HELD_OUT, rows // 10) if config.held_out is None else config.held_out
 
 
-def _without_nulls(prompt: object) -> object:
+def _without_null_fields(prompt: object) -> object:
     """Return a prompt without the null fields of its messages.
 
     Columnar formats give all messages the same keys, and chat templates would print None.
@@ -233,52 +239,3 @@ def _without_nulls(prompt: object) -> object:
     if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
         return prompt
     return [{key: value for key, value in message.items() if value is not None} for message in prompt]
-
-
-def _slice(rows: list[Item] | Dataset, start: int, stop: int) -> list[Item] | Dataset:
-    if isinstance(rows, list):
-        return rows[start:stop]
-    if start == stop:
-        return []  # Dataset.select() raises for an empty range at the end
-    return cast("Dataset", rows.select(range(start, stop)))  # annotated as Dataset | DatasetDict
-
-
-class RowItems(Items):
-    """Items from rows. The rows are loaded on first use, on rank 0 only."""
-
-    default_count = sys.maxsize >> 1  # all rows
-
-    def __init__(
-        self, name: str, config: RowsSourceConfig, check: Callable[[Item], None], keep: Keep | None = None
-    ) -> None:
-        """check: raises EnvironmentSetupError for an item that cannot be scored. keep: the function `filter`."""
-        self._name = name
-        self._config = config
-        self._check = check
-        self._keep = keep
-
-    @cached_property
-    def _rows(self) -> DatasetRows:
-        return DatasetRows(self._name, self._config, self._check, self._keep)
-
-    @property
-    def filter_notes(self) -> Sequence[str]:
-        return self._rows.filter_notes
-
-    @property
-    def held_out_note(self) -> str | None:
-        return self._rows.held_out_note
-
-    def open_stream(self, seed: int) -> ItemStream:
-        rows = self._rows
-        order_seed = seed if self._config.shuffle else None
-        return RowStream(self._name, rows.train, partial(rows.item, rows.train), order_seed)
-
-    def held_out(self, seed: int) -> Iterator[Item]:
-        rows = self._rows
-        return (rows.item(rows.held_out, index) for index in range(len(rows.held_out)))
-
-    def evaluated(self, seed: int) -> Iterator[Item]:
-        """Yield all rows of `split` in the order of the data. Held-out rows are the last rows."""
-        parts = (self._rows.train, self._rows.held_out)
-        return (self._rows.item(rows, index) for rows in parts for index in range(len(rows)))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-from colocated_grpo.environments.base import EnvironmentSetupError, Item
-from colocated_grpo.environments.user_code.loading import load_object, one_line
+from colocated_grpo.environments.base import Item
+from colocated_grpo.environments.user_code.loading import load_function, one_line
 from colocated_grpo.settings.sources import ConditionConfig, RowsSourceConfig, Scalar
 
 if TYPE_CHECKING:
@@ -18,29 +18,19 @@ ROWS_AT_A_TIME = 10_000
 SHOWN = 3
 """Row numbers listed before '...'."""
 
-Keep = Callable[[Item], object]
-
-
-def load_filter(config: RowsSourceConfig, key: str) -> Keep | None:
-    """Import the function that `filter` names. Raises EnvironmentSetupError."""
-    if config.filter is None:
-        return None
-    function = load_object(config.filter, f"{key}: filter")
-    if not callable(function):
-        raise EnvironmentSetupError(f"{key}: filter={config.filter!r}: a {type(function).__name__}, not a function")
-    return function
+AnyRows: TypeAlias = "list[Item] | Dataset"
 
 
 class RowFilter:
     """The conditions of an entry, `where` and `filter`, applied one after the other."""
 
-    def __init__(self, config: RowsSourceConfig, keep: Keep | None) -> None:
-        """keep: the function that `config.filter` names."""
+    def __init__(self, config: RowsSourceConfig, key: str) -> None:
+        """Import the function that `filter` names. Raises EnvironmentSetupError. key: position in the config."""
         self._where = config.where
-        self._keep = keep
-        self._keep_name = config.filter
+        self._name = config.filter
+        self._keep: Any = None if config.filter is None else load_function(config.filter, f"{key}: filter")
 
-    def kept(self, rows: list[Item] | Dataset) -> tuple[list[int], str | None]:
+    def kept(self, rows: AnyRows) -> tuple[list[int], str | None]:
         """Return the numbers of the rows that meet all conditions, and a log line about the dropped rows.
 
         The log line is None if no row was dropped. Raises ValueError if a condition cannot be applied to a row.
@@ -50,36 +40,33 @@ class RowFilter:
             kept = [number for number in left if meets(number)]
             if len(kept) < len(left):
                 dropped = sorted(set(left) - set(kept))
-                parts.append(f"{len(dropped)} by {name} (rows {_some(dropped)})")
+                shown = ", ".join(map(str, dropped[:SHOWN])) + ", ..." * (len(dropped) > SHOWN)
+                parts.append(f"{len(dropped)} by {name} (rows {shown})")
             left = kept
         return left, f"{len(left)} of {len(rows)} rows are kept; left out: {', '.join(parts)}" if parts else None
 
-    def _conditions(self, rows: list[Item] | Dataset) -> Iterator[tuple[str, Callable[[int], bool]]]:
+    def _conditions(self, rows: AnyRows) -> Iterator[tuple[str, Callable[[int], bool]]]:
         """Yield the name of each condition, and a function that tests a row by its number."""
         for column in self._where:
             yield f"where.{column}", partial(self._meets, column, column_values(rows, column))
         if self._keep is not None:
-            yield f"filter {self._keep_name}", lambda number: self._is_kept(rows[number], number)
+            yield f"filter {self._name}", lambda number: self._is_kept(rows[number], number)
 
     def _meets(self, column: str, values: Sequence[object], number: int) -> bool:
         return meets_condition(values[number], self._where[column], f"row {number}: column {column!r}")
 
     def _is_kept(self, row: Item, number: int) -> bool:
-        assert self._keep is not None
         try:
             kept = self._keep(dict(row))
         except Exception as error:  # user code
-            raise ValueError(f"filter {self._keep_name}: row {number}: {one_line(error)}") from error
+            raise ValueError(f"filter {self._name}: row {number}: {one_line(error)}") from error
         if kept is None:
-            raise ValueError(f"filter {self._keep_name}: row {number}: returned None, not true or false")
+            raise ValueError(f"filter {self._name}: row {number}: returned None, not true or false")
         return bool(kept)
 
 
 def meets_condition(value: object, condition: ConditionConfig, where: str) -> bool:
-    """Return whether a value meets a condition; null meets none.
-
-    Raises ValueError if the condition has bounds and the value is not a number.
-    """
+    """Return whether a value meets a condition; null meets none. Raises ValueError for bounds on a non-number."""
     if value is None:
         return False
     if condition.any is not None:
@@ -92,22 +79,13 @@ def meets_condition(value: object, condition: ConditionConfig, where: str) -> bo
 
 
 def is_equal(value: object, wanted: Scalar) -> bool:
-    """Return whether a value of the data equals `wanted`.
-
-    Text in the data equals the number or boolean that it spells.
-    """
+    """Return whether a value of the data equals `wanted`. Text equals the number or boolean that it spells."""
     if isinstance(wanted, bool) or isinstance(value, bool):
-        return as_bool(value) is wanted
+        spelled = {"true": True, "false": False}.get(value.lower()) if isinstance(value, str) else value
+        return spelled is wanted
     if isinstance(wanted, str):
         return value == wanted
     return as_number(value) == wanted
-
-
-def as_bool(value: object) -> bool | None:
-    """Return a boolean; the texts "true" and "false" are parsed, in any case. None for any other value."""
-    if isinstance(value, str):
-        return {"true": True, "false": False}.get(value.lower())
-    return value if isinstance(value, bool) else None
 
 
 def as_number(value: object) -> float | None:
@@ -121,7 +99,7 @@ def as_number(value: object) -> float | None:
     return None if number != number else number
 
 
-def column_values(rows: list[Item] | Dataset, column: str) -> list[object]:
+def column_values(rows: AnyRows, column: str) -> list[object]:
     """Return the values of a column; None for rows without the column."""
     if isinstance(rows, list):
         return [row.get(column) for row in rows]
@@ -129,12 +107,8 @@ def column_values(rows: list[Item] | Dataset, column: str) -> list[object]:
     return [value for batch in selected.iter(ROWS_AT_A_TIME) for value in batch[column]]
 
 
-def select(rows: list[Item] | Dataset, numbers: Sequence[int]) -> list[Item] | Dataset:
+def select(rows: AnyRows, numbers: Sequence[int]) -> AnyRows:
     """Return the rows with the given numbers, in the order of `numbers`."""
-    if isinstance(rows, list):
+    if isinstance(rows, list) or not len(numbers):  # Dataset.select() raises for an empty range at the end
         return [rows[number] for number in numbers]
     return cast("Dataset", rows.select(numbers))  # annotated as Dataset | DatasetDict
-
-
-def _some(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers[:SHOWN])) + ", ..." * (len(numbers) > SHOWN)

@@ -26,16 +26,6 @@ PARTIAL_CREDIT = 0.5
 """Upper bound of the reward of a wrong answer."""
 
 
-def in_split(question: str, split: Split) -> bool:
-    """Return whether the question belongs to the split.
-
-    Only the question's hash decides, so no run trains on a question that another run holds out.
-    """
-    digest = sha256(question.encode()).digest()
-    held_out = int.from_bytes(digest[:8], "big") % HELD_OUT_ONE_IN == 0
-    return held_out == (split == "held_out")
-
-
 class Procedural(Section):
     """Questions drawn from one seeded generator. Each setting min_x must not exceed max_x."""
 
@@ -69,7 +59,9 @@ def split_items(drawn: Iterator[Item], template: str, split: Split) -> Iterator[
     misses = 0
     for item in drawn:
         identity = item.get("identity", item["question"])
-        if in_split(identity, split) and identity not in seen:
+        # The hash alone decides, so no run trains on a question that another run holds out.
+        number = int.from_bytes(sha256(identity.encode()).digest()[:8], "big")
+        if (number % HELD_OUT_ONE_IN == 0) == (split == "held_out") and identity not in seen:
             misses = 0
             if split == "held_out":
                 seen.add(identity)
@@ -159,10 +151,7 @@ class Arithmetic(Procedural):
 
 
 def normal_integer(text: str) -> str | None:
-    """Return the canonical decimal form of an integer; None for other text.
-
-    Sign, leading zeros and commas are normalized.
-    """
+    """Return an integer in canonical form, without plus sign, leading zeros and commas; None for other text."""
     # Works on characters: int() of a million digits would hold the GIL and stall every thread.
     text = text.replace(",", "")
     digits = text[1:] if text[:1] in ("+", "-") else text
@@ -220,10 +209,7 @@ class Countdown(Procedural):
 
 
 def _random_solution(rng: Random, numbers: list[int]) -> tuple[str, int]:
-    """Return an expression of random operations on all numbers, and its value.
-
-    Every intermediate value is an integer.
-    """
+    """Return a random expression of all numbers, with integers as intermediate values, and its value."""
     operands = [(str(number), number) for number in numbers]
     while len(operands) > 1:
         rng.shuffle(operands)
@@ -237,10 +223,7 @@ def _random_solution(rng: Random, numbers: list[int]) -> tuple[str, int]:
 
 
 def evaluate(expression: str) -> tuple[Fraction | None, list[int]]:
-    """Return the exact value of the expression and the numbers in it, or (None, []) if it is malformed.
-
-    No code is executed.
-    """
+    """Return the exact value of the expression and its numbers, or (None, []) if malformed. Executes no code."""
     if EXPRESSION.fullmatch(expression) is None:
         return None, []
     used: list[int] = []

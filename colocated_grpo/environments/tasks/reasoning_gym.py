@@ -36,10 +36,7 @@ class ReasoningGym:
         return split_items(self._entries(seed), self.template, split)
 
     def score(self, item: Item, completion: str) -> float:
-        """Return the dataset's own score.
-
-        Raises AnswerError if the scorer fails on this answer, but not on the item's own.
-        """
+        """Return the dataset's own score. Raises AnswerError if this answer, but not the item's own, makes it fail."""
         try:
             return float(self.judge.score_answer(final_answer(completion), item))
         except Exception as error:
@@ -48,7 +45,9 @@ class ReasoningGym:
 
     def _entries(self, seed: int) -> Iterator[Item]:
         for number in count():
-            dataset = self._chunk(_chunk_seed(seed, number))
+            # A hashed seed: generators seed question i with seed + i, so adjacent seeds would repeat questions.
+            digest = sha256(f"{seed}:{number}".encode()).digest()
+            dataset = self._chunk(int.from_bytes(digest[:4], "big"))
             yield from (dataset[index] for index in range(CHUNK))
 
     def _chunk(self, seed: int) -> Any:
@@ -60,8 +59,3 @@ class ReasoningGym:
             defaults: JsonObject = {"weight": 1.0, "config": {}}
             args["datasets"] = [DatasetSpec(**{**defaults, **spec}) for spec in args.get("datasets", [])]
         return create_dataset(self.dataset, seed=seed, size=CHUNK, **args)
-
-
-def _chunk_seed(seed: int, number: int) -> int:
-    """Return a hashed seed. Generators seed question i with seed + i, so adjacent seeds would repeat questions."""
-    return int.from_bytes(sha256(f"{seed}:{number}".encode()).digest()[:4], "big")

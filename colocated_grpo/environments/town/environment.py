@@ -9,29 +9,17 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from colocated_grpo.environments.base import Item, Split
-from colocated_grpo.environments.town import rewards
+from colocated_grpo.environments.town import rewards, state
 from colocated_grpo.environments.town.legality import LegalActions, reply_pattern
 from colocated_grpo.environments.town.night import seat_result
-from colocated_grpo.environments.town.observations import observe
-from colocated_grpo.environments.town.phases import begin, to_act
+from colocated_grpo.environments.town.observations import Observation
+from colocated_grpo.environments.town.phases import enter, to_act
 from colocated_grpo.environments.town.players import SCRIPTED, scripted_reply, scripted_turn, sensible_player
-from colocated_grpo.environments.town.state import (
-    DRAW,
-    MAX_SEATS,
-    MIN_SEATS,
-    Game,
-    Phase,
-    Rules,
-    cast_problem,
-    frozen_state,
-    new_game,
-    restore_game,
-    snapshot_game,
-)
+from colocated_grpo.environments.town.state import Game, Phase, Rules
 from colocated_grpo.environments.town.texts import PROMPT_STYLES, Message, game_record
 from colocated_grpo.environments.town.verdicts import Status, Verdict, apply_verdict, judge
-from colocated_grpo.environments.turns.base import FinishedGames, PlainOutcome
-from colocated_grpo.environments.user_code.loading import construct, resolve_mode
+from colocated_grpo.environments.turns.base import FinishedGames, Outcome
+from colocated_grpo.environments.user_code.loading import construct, unknown_name
 from colocated_grpo.settings.base import Section
 from colocated_grpo.settings.turns import FROZEN
 from colocated_grpo.types import JsonObject
@@ -64,9 +52,9 @@ class TownSettings(Section):
     @model_validator(mode="after")
     def _is_playable(self) -> Self:
         low, high = self.seat_bounds
-        if not MIN_SEATS <= low <= high <= MAX_SEATS:
-            raise ValueError(f"seats={self.seats}: not within {MIN_SEATS} to {MAX_SEATS}")
-        if self.roles and (problem := cast_problem(self.roles)):
+        if not state.MIN_SEATS <= low <= high <= state.MAX_SEATS:
+            raise ValueError(f"seats={self.seats}: not within {state.MIN_SEATS} to {state.MAX_SEATS}")
+        if self.roles and (problem := state.cast_problem(self.roles)):
             raise ValueError(problem)
         if unknown := set(self.players) - {POLICY, FROZEN, *SCRIPTED}:
             raise ValueError(f"players: {min(unknown)!r} is unknown; valid: {', '.join((POLICY, FROZEN, *SCRIPTED))}")
@@ -111,7 +99,6 @@ class TownTurn:
         return self.player == POLICY
 
     def pattern(self) -> str:
-        """Return a regular expression of the legal replies, for structured output."""
         return reply_pattern(self.legal, self.max_speech)
 
 
@@ -127,30 +114,22 @@ class TownEnvironment(FinishedGames):
 
     @property
     def delayed(self) -> bool:
-        """True if the end of a game adds to the rewards of its turns."""
         return self.settings.credit.outcome != 0
 
     def next_batch(self) -> list[TownTurn]:
-        """Return the open turns, oldest game first, at most one turn for each seat.
-
-        Only commit() and play_on() change the open turns.
-        """
+        """Return the open turns, oldest game first, one for each seat. Only commit() and play_on() change them."""
         self._games = [self._advance(game) for game in self._games]
-        oldest_first = sorted(self._games, key=lambda game: game.number)
-        return [self._turn(game, seat) for game in oldest_first for seat in _external_seats(game)]
+        return [turn for game in sorted(self._games, key=lambda game: game.number) for turn in self._turns(game)]
 
     def add_game(self) -> list[TownTurn]:
-        """Start one more game and return its open turns. The number of concurrent games stays one higher."""
-        game = self._advance(self._new_game())
-        self._games.append(game)
-        return [self._turn(game, seat) for seat in _external_seats(game)]
+        self._games.append(self._advance(self._new_game()))
+        return self._turns(self._games[-1])
 
-    def score(self, turn: TownTurn, completions: Sequence[str]) -> list[PlainOutcome]:
-        """Score the completions on the state that the turn carries. Pure: no game changes."""
-        game = restore_game(turn.state)
+    def score(self, turn: TownTurn, completions: Sequence[str]) -> list[Outcome]:
+        game = state.restore_game(turn.state)
         return [self._outcome(game, turn, judge(game, turn.seat, each, turn.legal)) for each in completions]
 
-    def commit(self, turn: TownTurn, completion: str) -> PlainOutcome:
+    def commit(self, turn: TownTurn, completion: str) -> Outcome:
         """Apply one completion to the game and close the turn. Raises TurnError if the turn is not open."""
         game = self._game_of(turn)
         verdict = judge(game, turn.seat, completion, turn.legal)
@@ -165,7 +144,7 @@ class TownEnvironment(FinishedGames):
         return outcome
 
     def play_on(self, turn: TownTurn) -> None:
-        """Let the sensible player take the turn. The turn counts in no statistics and gets no return."""
+        """Let the sensible player take the turn."""
         game = self._game_of(turn)
         scripted_turn(game, turn.seat, sensible_player)
         self._replace_if_over(game)
@@ -176,13 +155,14 @@ class TownEnvironment(FinishedGames):
 
     def drain_stats(self) -> dict[str, float]:
         """Return rates since the last call. Win rates cover the latest WIN_RATE_GAMES games instead."""
-        rates, self.stats = self.stats.rates(), self.stats.after_reset()
+        rates = self.stats.rates()
+        self.stats = rewards.TownStats(winners=self.stats.winners, won=self.stats.won)
         return rates
 
     def snapshot(self) -> JsonObject:
         return {
             "started": self._started,
-            "games": [snapshot_game(game) for game in self._games],
+            "games": [state.snapshot_game(game) for game in self._games],
             "kpis": asdict(self.stats),
             **self._finished_state(),
         }
@@ -191,7 +171,7 @@ class TownEnvironment(FinishedGames):
         if len(snapshot["games"]) < self.settings.games:
             raise ValueError(f"town: games={self.settings.games}, but the snapshot holds {len(snapshot['games'])}")
         self._started = snapshot["started"]
-        self._games = [restore_game(game) for game in snapshot["games"]]
+        self._games = [state.restore_game(game) for game in snapshot["games"]]
         self._restore_finished(snapshot)
         self.stats = rewards.TownStats(**deepcopy(snapshot["kpis"]))
 
@@ -201,15 +181,12 @@ class TownEnvironment(FinishedGames):
         # The factor exceeds the number of games of any run, so runs with neighbouring seeds have no game in common.
         seed = settings.seed * 1_000_003 + number
         seats = list(settings.roles) or Random(f"{seed}/seats").randint(*settings.seat_bounds)
-        game = new_game(number, seed, seats, list(settings.players), settings.rules)
-        begin(game)
+        game = state.new_game(number, seed, seats, list(settings.players), settings.rules)
+        enter(game)
         return game
 
     def _advance(self, game: Game) -> Game:
-        """Play scripted seats until a seat of a model has the turn. Return the game of this seat.
-
-        If `game` ends first, a new game replaces it.
-        """
+        """Play scripted seats until a model has the turn. Return its game: `game`, or the new game after its end."""
         while True:
             scripted = [seat for seat in to_act(game) if game.seats[seat].player in SCRIPTED]
             if scripted:
@@ -227,23 +204,27 @@ class TownEnvironment(FinishedGames):
         """Record an ended game and return the new game that replaces it."""
         self._returns += rewards.outcome_returns(game, self.settings.credit)
         results = [(seat.player, seat_result(game, index)) for index, seat in enumerate(game.seats)]
-        self.stats.add_game(game.winner or DRAW, game.day, results)
+        self.stats.add_game(game.winner or state.DRAW, game.day, results)
         self._ended.append(game_record(game))
         return self._new_game()
 
-    def _turn(self, game: Game, seat: int) -> TownTurn:
-        view = observe(game, seat)
-        return TownTurn(
-            id=_turn_id(game, seat),
-            game=game.number,
-            seat=seat,
-            player=game.seats[seat].player,
-            phase=str(game.phase),
-            messages=PROMPT_STYLES[self.settings.prompts](view, self.settings.memory),
-            legal=view.legal,
-            max_speech=view.max_speech,
-            state=frozen_state(game),
-        )
+    def _turns(self, game: Game) -> list[TownTurn]:
+        """Return the open turns that no script plays."""
+        views = [Observation(game, seat) for seat in to_act(game) if game.seats[seat].player not in SCRIPTED]
+        return [
+            TownTurn(
+                id=_turn_id(game, view.seat),
+                game=game.number,
+                seat=view.seat,
+                player=game.seats[view.seat].player,
+                phase=str(game.phase),
+                messages=PROMPT_STYLES[self.settings.prompts](view, self.settings.memory),
+                legal=view.legal,
+                max_speech=view.max_speech,
+                state=state.frozen_state(game),
+            )
+            for view in views
+        ]
 
     def _game_of(self, turn: TownTurn) -> Game:
         for game in self._games:
@@ -251,16 +232,15 @@ class TownEnvironment(FinishedGames):
                 return game
         raise TurnError(f"turn {turn.id}: not open; a turn takes exactly one commit")
 
-    def _outcome(self, game: Game, turn: TownTurn, verdict: Verdict) -> PlainOutcome:
-        parts = rewards.reward_parts(game, turn.seat, verdict)
-        rates = {"parse_rate": verdict.status is not Status.MALFORMED, "legal_rate": verdict.status is Status.OK}
-        reward = rewards.immediate_reward(self.settings.credit, parts)
-        return PlainOutcome(reward, parts | {name: float(yes) for name, yes in rates.items()})
-
-
-def _external_seats(game: Game) -> list[int]:
-    """Return the seats that have an open turn and are not played by a script."""
-    return [seat for seat in to_act(game) if game.seats[seat].player not in SCRIPTED]
+    def _outcome(self, game: Game, turn: TownTurn, verdict: Verdict) -> Outcome:
+        legal, credit = verdict.status is Status.OK, self.settings.credit
+        parts = {
+            "form": float(verdict.status),
+            "shaping": rewards.shaping(game, turn.seat, verdict) if legal else 0.0,
+            "parse_rate": float(verdict.status is not Status.MALFORMED),
+            "legal_rate": float(legal),
+        }
+        return Outcome(credit.form * parts["form"] + credit.shaping * parts["shaping"], parts)
 
 
 def _turn_id(game: Game, seat: int) -> str:
@@ -268,29 +248,24 @@ def _turn_id(game: Game, seat: int) -> str:
 
 
 def open_town(seed: int, **args: object) -> TownEnvironment:
-    """Build the environment. args: fields of TownSettings, where `credit` may be the name of a mode.
-
-    Raises EnvironmentSetupError.
-    """
-    args = resolve_mode(args, "credit", rewards.CREDITS, KEY)
+    """Build the environment from fields of TownSettings; `credit` may name a mode. Raises EnvironmentSetupError."""
+    credit = args.get("credit")
+    if isinstance(credit, str):
+        if credit not in rewards.CREDITS:
+            raise unknown_name(f"{KEY}: args.credit", "mode", credit, rewards.CREDITS)
+        args["credit"] = rewards.CREDITS[credit]
     return TownEnvironment(construct(TownSettings, {**args, "seed": seed}, KEY))
 
 
-SPLIT_SEEDS = {"train": 0, "held_out": 1}
-
-
 class TownLessons:
-    """Args are those of the turn environment 'town'.
-
-    The sensible player plays every seat, and "answer" is its reply.
-    """
+    """Turns of town, with the sensible player in every seat and its reply as "answer". Args are those of town."""
 
     def __init__(self, **args: object) -> None:
         self._args = args
         self._judge = open_town(seed=0, **args)
 
     def prompts(self, seed: int, split: Split) -> Iterator[Item]:
-        town = open_town(seed=2 * seed + SPLIT_SEEDS[split], **self._args)
+        town = open_town(seed=2 * seed + (split == "held_out"), **self._args)
         while True:
             for turn in town.next_batch():
                 yield {"prompt": turn.messages, "answer": town.advice(turn), "turn": turn}

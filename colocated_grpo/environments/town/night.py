@@ -1,9 +1,9 @@
 """Nights, deaths and the end of a game."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from colocated_grpo.environments.town.roles import Ability, Aim, Faction, Power, Priority
-from colocated_grpo.environments.town.state import DRAW, NO_SEAT, Game, Phase
+from colocated_grpo.environments.town.state import DRAW, Game, Phase
 
 _LAST_PAIR = 2
 
@@ -33,12 +33,6 @@ def winning_side(game: Game) -> str | None:
     return Faction.TOWN if town else DRAW
 
 
-def settle_winner(game: Game) -> bool:
-    """Store the winning side, if any; return whether the game has ended."""
-    game.winner = winning_side(game)
-    return game.winner is not None
-
-
 def seat_result(game: Game, seat: int) -> float:
     """Return +1 if the seat won, -1 if it lost, 0 for a draw. Raises ValueError before the game is over."""
     holder = game.seats[seat]
@@ -55,54 +49,51 @@ def seat_result(game: Game, seat: int) -> float:
     return 1.0 if holder.role.faction == game.winner else -1.0
 
 
-@dataclass(frozen=True, slots=True)
-class NightAction:
+class NightAction(NamedTuple):
     """An ability that a seat uses tonight."""
 
     seat: int
     ability: Ability
     target: int
 
-    @property
-    def order(self) -> tuple[int, int]:
-        return self.ability.priority, self.seat
-
 
 def resolve_night(game: Game) -> None:
     """Apply the choices of the night to the game and eliminate the victims."""
-    actions = sorted(_delegate_kill(game, _unjailed_actions(game)), key=lambda action: action.order)
+    actions = _delegate_kill(game, _unjailed_actions(game))
+    actions.sort(key=lambda action: (action.ability.priority, action.seat))
     defence = {seat: game.seats[seat].role.defence for seat in game.living()}
     dead: set[int] = set()
     for action in actions:
         if action.ability.priority is Priority.PROTECT:
             defence[action.target] = max(defence[action.target], Power.STRONG)
         elif action.ability.priority is Priority.INVESTIGATE:
-            _report(game, action, _finding(game, action, actions))
+            # The whole mafia learns what one of its members finds.
+            in_mafia = game.seats[action.seat].role.faction is Faction.MAFIA
+            audience, finding = game.mafia() if in_mafia else [action.seat], _finding(game, action, actions)
+            game.announce("result", action.seat, action.target, finding, audience=audience)
         elif action.ability.attack > defence[action.target]:
             dead.add(action.target)
         else:
-            game.notify([action.target], "note", text="Somebody attacked you, and you lived.")
-            game.notify([action.seat], "note", text="Your victim survived the attack.")
+            game.announce("note", text="Somebody attacked you, and you lived.", audience=[action.target])
+            game.announce("note", text="Your victim survived the attack.", audience=[action.seat])
     for seat in sorted(dead):
         eliminate(game, seat, "killed")
 
 
 def _unjailed_actions(game: Game) -> list[NightAction]:
-    """Return the chosen actions, without those aimed at the prisoner.
-
-    Actions aimed at the prisoner fail, but still spend a use.
-    """
+    """Return the chosen actions, without those aimed at the prisoner, which fail but still spend a use."""
     actions = []
     for seat, (tag, argument) in sorted(game.choices.items()):
         ability = game.seats[seat].role.ability
         if ability is None:
             continue
         target = game.index(argument) if argument else game.prisoner  # an execution
-        game.record("action", actor=seat, target=target, text=tag)
+        game.announce("action", actor=seat, target=target, text=tag, audience=())
         if ability.uses is not None:
             game.seats[seat].uses[tag] -= 1
         if ability.aim is not Aim.NONE and target == game.prisoner:
-            game.notify([seat], "note", text=f"{game.seats[target].name} could not be reached: the jail was locked.")
+            text = f"{game.seats[target].name} could not be reached: the jail was locked."
+            game.announce("note", text=text, audience=[seat])
         else:
             actions.append(NightAction(seat, ability, target))
     return actions
@@ -110,17 +101,12 @@ def _unjailed_actions(game: Game) -> list[NightAction]:
 
 def _delegate_kill(game: Game, actions: list[NightAction]) -> list[NightAction]:
     """Let the mafioso carry out the godfather's kill, in place of both their actions, unless the mafioso is jailed."""
-    godfather, mafioso = _first_living(game, "godfather"), _first_living(game, "mafioso")
-    order = next((action for action in actions if action.seat == godfather), None)
-    if order is None or mafioso in (NO_SEAT, game.prisoner):
+    godfather, mafioso = game.living_with_role("godfather"), game.living_with_role("mafioso")
+    order = next((action for action in actions if action.seat in godfather), None)
+    if order is None or not mafioso or mafioso[0] == game.prisoner:
         return actions
-    others = [action for action in actions if action.seat not in (godfather, mafioso)]
-    return [*others, NightAction(mafioso, order.ability, order.target)]
-
-
-def _first_living(game: Game, role_name: str) -> int:
-    """Return the first living seat with the role, or NO_SEAT."""
-    return next(iter(game.living_with_role(role_name)), NO_SEAT)
+    others = [action for action in actions if action.seat not in godfather + mafioso]
+    return [*others, order._replace(seat=mafioso[0])]
 
 
 def _finding(game: Game, action: NightAction, actions: list[NightAction]) -> str:
@@ -130,11 +116,6 @@ def _finding(game: Game, action: NightAction, actions: list[NightAction]) -> str
         return role.name
     if action.ability.tag == "investigate":
         return "suspicious" if role.suspicious else "not suspicious"
-    callers = [one.seat for one in actions if one.ability.visits and one.target == action.target]
+    # An execution is no visit.
+    callers = [one.seat for one in actions if one.ability.aim is not Aim.NONE and one.target == action.target]
     return "visited by " + (", ".join(game.names(seat for seat in callers if seat != action.seat)) or "nobody")
-
-
-def _report(game: Game, action: NightAction, finding: str) -> None:
-    """Send the finding to the investigating seat, or to the whole mafia if that seat is a mafia member."""
-    in_mafia = game.seats[action.seat].role.faction is Faction.MAFIA
-    game.notify(game.mafia() if in_mafia else [action.seat], "result", action.seat, action.target, finding)

@@ -1,19 +1,13 @@
 """The state machine of a game: the seats that act in each phase, and the phase that follows."""
 
-from collections.abc import Callable
-
 from colocated_grpo.environments.town.legality import moves, nominations_needed
-from colocated_grpo.environments.town.night import eliminate, resolve_night, settle_winner
+from colocated_grpo.environments.town.night import eliminate, resolve_night, winning_side
 from colocated_grpo.environments.town.state import DRAW, NO_SEAT, Game, Phase
 
 SIMULTANEOUS = frozenset({Phase.PRE_NIGHT, Phase.NIGHT, Phase.JUDGEMENT})
 """Phases whose choices stay secret until all seats have chosen, so all turns are open at once."""
 MAYOR_VOTES = 3
 """Weight of the votes and nominations of a revealed mayor."""
-
-
-def begin(game: Game) -> None:
-    enter(game, Phase.PRE_NIGHT)
 
 
 def to_act(game: Game) -> list[int]:
@@ -26,17 +20,17 @@ def end_turn(game: Game, seat: int) -> None:
     if game.waiting:  # The deciding nomination has already emptied the list.
         game.waiting.remove(seat)
     if not game.waiting:
-        enter(game, _CLOSE[game.phase](game))
+        enter(game, _close(game))
 
 
-def enter(game: Game, phase: Phase) -> None:
-    """Enter the phase, skipping phases without a turn."""
+def enter(game: Game, phase: Phase = Phase.PRE_NIGHT) -> None:
+    """Enter the phase, skipping phases without a turn. Without a phase, the game begins."""
     while True:
         game.phase, game.choices = phase, {}
-        game.waiting = _OPEN[phase](game)
+        game.waiting = _open(game)
         if game.waiting or phase is Phase.OVER:
             return
-        phase = _CLOSE[phase](game)
+        phase = _close(game)
 
 
 def nominate(game: Game, seat: int, target: int) -> None:
@@ -53,89 +47,84 @@ def vote_weight(game: Game, seat: int) -> int:
     return MAYOR_VOTES if game.seats[seat].revealed else 1
 
 
-def seats_with_moves(game: Game) -> list[int]:
-    return [seat for seat in game.living() if moves(game, seat)]
-
-
 def channels(game: Game) -> list[tuple[int, ...]]:
-    """Return the private channels of the night: the jail, and the mafia outside the jail.
-
-    A channel has at least two seats.
-    """
+    """Return the private channels of the night, of at least two seats: the jail, and the mafia outside the jail."""
     jail = () if game.prisoner == NO_SEAT else (game.living_with_role("jailor")[0], game.prisoner)
     mafia = tuple(seat for seat in game.mafia() if seat != game.prisoner)
     return [channel for channel in (jail, mafia) if len(channel) > 1]
 
 
-def _open_pre_night(game: Game) -> list[int]:
-    game.prisoner, game.accused = NO_SEAT, NO_SEAT
-    return seats_with_moves(game)
-
-
-def _close_pre_night(game: Game) -> Phase:
-    for jailor, (_, name) in game.choices.items():
-        game.prisoner = game.index(name)
-        game.notify([game.prisoner], "jailed", target=game.prisoner)
-        game.record("action", actor=jailor, target=game.prisoner, text="jail")
-    return Phase.NIGHT_TALK
-
-
-def _open_night_talk(game: Game) -> list[int]:
-    game.announce("nightfall")
-    _promote(game)
-    return [seat for channel in channels(game) for seat in channel]
+def _open(game: Game) -> list[int]:
+    """Do what happens on entering the phase. Return the seats that act in it."""
+    living = game.living()
+    match game.phase:
+        case Phase.PRE_NIGHT:
+            game.prisoner, game.accused = NO_SEAT, NO_SEAT
+        case Phase.NIGHT_TALK:
+            game.announce("nightfall")
+            _promote(game)
+            return [seat for channel in channels(game) for seat in channel]
+        case Phase.DISCUSSION:
+            game.acquitted, game.prisoner = [], NO_SEAT
+            game.announce("dawn")
+            game.rng().shuffle(living)
+            return living * game.rules.discussion_rounds
+        case Phase.NOMINATION:
+            game.accused = NO_SEAT
+            if len(game.acquitted) >= game.rules.trials_per_day:
+                return []
+            game.rng().shuffle(living)
+            return living
+        case Phase.DEFENCE:
+            game.announce("trial", target=game.accused)
+            return [game.accused]
+        case Phase.JUDGEMENT:
+            return [seat for seat in living if seat != game.accused]
+        case Phase.LAST_WORDS:
+            return [game.accused]
+        case Phase.OVER:
+            game.announce("over", text=game.winner or DRAW)
+            return []
+    return [seat for seat in living if moves(game, seat)]
 
 
 def _promote(game: Game) -> None:
-    """Make the first mafia member a mafioso if godfather and mafioso are dead.
-
-    No other member of the mafia can kill.
-    """
+    """Make the first mafia member a mafioso if no godfather or mafioso lives: no other member can kill."""
     mafia = game.mafia()
     if mafia and not game.living_with_role("godfather") and not game.living_with_role("mafioso"):
         game.seats[mafia[0]].become("mafioso")
-        game.notify(mafia, "promoted", actor=mafia[0], text="mafioso")
+        game.announce("promoted", actor=mafia[0], text="mafioso", audience=mafia)
 
 
-def _close_night(game: Game) -> Phase:
-    resolve_night(game)
-    if settle_winner(game):
-        return Phase.OVER
-    game.day += 1
-    if game.day > game.rules.max_days:
-        game.winner = DRAW
-        return Phase.OVER
-    return Phase.DISCUSSION
-
-
-def _open_discussion(game: Game) -> list[int]:
-    game.acquitted, game.prisoner = [], NO_SEAT
-    game.announce("dawn")
-    return _living_shuffled(game) * game.rules.discussion_rounds
-
-
-def _open_nomination(game: Game) -> list[int]:
-    game.accused = NO_SEAT
-    return _living_shuffled(game) if len(game.acquitted) < game.rules.trials_per_day else []
-
-
-def _living_shuffled(game: Game) -> list[int]:
-    order = game.living()
-    game.rng().shuffle(order)
-    return order
-
-
-def _close_nomination(game: Game) -> Phase:
-    return Phase.PRE_NIGHT if game.accused == NO_SEAT else Phase.DEFENCE
-
-
-def _open_defence(game: Game) -> list[int]:
-    game.announce("trial", target=game.accused)
-    return [game.accused]
-
-
-def _open_judgement(game: Game) -> list[int]:
-    return [seat for seat in game.living() if seat != game.accused]
+def _close(game: Game) -> Phase:
+    """Do what happens on leaving the phase. Return the next phase."""
+    match game.phase:
+        case Phase.PRE_NIGHT:
+            for jailor, (_, name) in game.choices.items():
+                game.prisoner = game.index(name)
+                game.announce("jailed", target=game.prisoner, audience=[game.prisoner])
+                game.announce("action", actor=jailor, target=game.prisoner, text="jail", audience=())
+            return Phase.NIGHT_TALK
+        case Phase.NIGHT_TALK:
+            return Phase.NIGHT
+        case Phase.NIGHT:
+            resolve_night(game)
+            game.winner = winning_side(game)
+            if game.winner is None:
+                game.day += 1
+                game.winner = DRAW if game.day > game.rules.max_days else None
+            return Phase.OVER if game.winner else Phase.DISCUSSION
+        case Phase.DISCUSSION:
+            return Phase.NOMINATION
+        case Phase.NOMINATION:
+            return Phase.PRE_NIGHT if game.accused == NO_SEAT else Phase.DEFENCE
+        case Phase.DEFENCE:
+            return Phase.JUDGEMENT
+        case Phase.JUDGEMENT:
+            return _close_judgement(game)
+    eliminate(game, game.accused, "hanged")
+    game.winner = winning_side(game)
+    return Phase.OVER if game.winner else Phase.PRE_NIGHT
 
 
 def _close_judgement(game: Game) -> Phase:
@@ -150,38 +139,3 @@ def _close_judgement(game: Game) -> Phase:
     game.announce("acquitted", target=game.accused, text=counted)
     game.acquitted.append(game.accused)
     return Phase.NOMINATION
-
-
-def _close_last_words(game: Game) -> Phase:
-    eliminate(game, game.accused, "hanged")
-    return Phase.OVER if settle_winner(game) else Phase.PRE_NIGHT
-
-
-def _open_over(game: Game) -> list[int]:
-    game.announce("over", text=game.winner or DRAW)
-    return []
-
-
-# Functions called on entering a phase. Each returns the seats that act in the phase.
-_OPEN: dict[Phase, Callable[[Game], list[int]]] = {
-    Phase.PRE_NIGHT: _open_pre_night,
-    Phase.NIGHT_TALK: _open_night_talk,
-    Phase.NIGHT: seats_with_moves,
-    Phase.DISCUSSION: _open_discussion,
-    Phase.NOMINATION: _open_nomination,
-    Phase.DEFENCE: _open_defence,
-    Phase.JUDGEMENT: _open_judgement,
-    Phase.LAST_WORDS: lambda game: [game.accused],
-    Phase.OVER: _open_over,
-}
-# Functions called on leaving a phase. Each returns the next phase.
-_CLOSE: dict[Phase, Callable[[Game], Phase]] = {
-    Phase.PRE_NIGHT: _close_pre_night,
-    Phase.NIGHT_TALK: lambda game: Phase.NIGHT,
-    Phase.NIGHT: _close_night,
-    Phase.DISCUSSION: lambda game: Phase.NOMINATION,
-    Phase.NOMINATION: _close_nomination,
-    Phase.DEFENCE: lambda game: Phase.JUDGEMENT,
-    Phase.JUDGEMENT: _close_judgement,
-    Phase.LAST_WORDS: _close_last_words,
-}

@@ -5,8 +5,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from random import Random
 
-from colocated_grpo.environments.town.legality import LOOK_UP_TAGS, VOTES, WAIT, ArgumentKind, ArgumentSpec
-from colocated_grpo.environments.town.observations import Observation, observe
+from colocated_grpo.environments.town.legality import EMPTY, LOOK_UP_TAGS, WAIT
+from colocated_grpo.environments.town.observations import Observation
 from colocated_grpo.environments.town.roles import ROLES, Faction
 from colocated_grpo.environments.town.state import NAMES, NO_SEAT, Event, Game, Phase
 from colocated_grpo.environments.town.verdicts import apply_verdict, judge
@@ -34,22 +34,15 @@ def reply(tag: str, argument: str = "") -> str:
 def random_player(view: Observation, rng: Random) -> str:
     """Reply with any legal action, look-ups included, so that random games cover every rule."""
     tag = rng.choice(list(view.legal))
-    return reply(tag, _random_argument(view.legal[tag], rng))
-
-
-def _random_argument(spec: ArgumentSpec, rng: Random) -> str:
-    if spec.kind is ArgumentKind.EMPTY:
-        return ""
-    if spec.kind is ArgumentKind.CHOICE:
-        return rng.choice(spec.options)
-    text = f"I accuse {rng.choice(NAMES)}, number {rng.randrange(10**9)}"
-    return text if spec.kind is ArgumentKind.TEXT else f"{rng.choice(spec.options)}: {text}"
+    options, takes_text = view.legal[tag]
+    text = [f"I accuse {rng.choice(NAMES)}, number {rng.randrange(10**9)}"] if takes_text else []
+    option = [rng.choice(options)] if options else []
+    return reply(tag, ": ".join(option + text))
 
 
 def sensible_player(view: Observation, rng: Random) -> str:
     """Play by rules of thumb: the town reports its findings and votes by them, the other factions bluff."""
-    answer = _BY_PHASE[view.phase](view, rng)
-    return answer if answer else reply(WAIT)
+    return _BY_PHASE[view.phase](view, rng) or reply(WAIT)
 
 
 def suspicion(view: Observation) -> dict[int, float]:
@@ -63,7 +56,9 @@ def suspicion(view: Observation) -> dict[int, float]:
             accused = numbers.get(match[1], NO_SEAT)
             if accused >= 0 and (event.actor, accused) not in accusers:
                 accusers.add((event.actor, accused))
-                score[accused] += _trust(known.get(event.actor))
+                # An accusation weighs more or less once its speaker's death has revealed the role.
+                speaker = known.get(event.actor)
+                score[accused] += 1.0 if speaker is None else 2.0 if ROLES[speaker].faction is Faction.TOWN else -1.0
         elif event.kind == "result":
             for seat, weight in _finding(view, event, numbers):
                 score[seat] += weight
@@ -73,10 +68,7 @@ def suspicion(view: Observation) -> dict[int, float]:
 
 
 def _finding(view: Observation, event: Event, numbers: dict[str, int]) -> Iterator[tuple[int, float]]:
-    """Yield (seat, suspicion) for one of the seat's own results.
-
-    A seat that visited one of that night's victims gets _CERTAIN.
-    """
+    """Yield (seat, suspicion) for one of the seat's own results. A victim's visitor of that night gets _CERTAIN."""
     if event.text in ("suspicious", "not suspicious"):
         yield event.target, _CERTAIN if event.text == "suspicious" else -_CERTAIN
         return
@@ -84,13 +76,6 @@ def _finding(view: Observation, event: Event, numbers: dict[str, int]) -> Iterat
     seen = [numbers[name] for name in _NAME.findall(event.text) if name in numbers]
     if event.text.startswith("visited by") and event.target in died:
         yield from ((seat, _CERTAIN) for seat in seen)
-
-
-def _trust(role_name: str | None) -> float:
-    """Return the weight of an accusation. role_name: the speaker's role, if the speaker's death has revealed it."""
-    if role_name is None:
-        return 1.0
-    return 2.0 if ROLES[role_name].faction is Faction.TOWN else -1.0
 
 
 def _rivals(view: Observation) -> list[int]:
@@ -108,17 +93,13 @@ def _most_suspect(view: Observation, rng: Random) -> tuple[int, float]:
     return rng.choice([seat for seat in rivals if score[seat] == highest]), highest
 
 
-def _in_town(view: Observation) -> bool:
-    return view.role.faction is Faction.TOWN
-
-
 def _discuss(view: Observation, rng: Random) -> str | None:
     if "reveal" in view.legal and view.day > 2:
         return reply("reveal")
     suspect, score = _most_suspect(view, rng)
     if suspect == NO_SEAT:
         return None
-    if _in_town(view):
+    if view.role.faction is Faction.TOWN:
         convinced = score >= _CERTAIN - 2 or rng.random() < _HUNCH_RATE
         return reply("speak", f"I accuse {view.names[suspect]}." if convinced else _NO_FINDING)
     if rng.random() < 0.1:
@@ -128,8 +109,8 @@ def _discuss(view: Observation, rng: Random) -> str | None:
 
 def _nominate(view: Observation, rng: Random) -> str | None:
     suspect, score = _most_suspect(view, rng)
-    eager = score >= _TRIAL_THRESHOLD or (not _in_town(view) and score > 0)
-    if suspect == NO_SEAT or not eager or view.names[suspect] not in _options(view, "nominate"):
+    eager = score >= _TRIAL_THRESHOLD or (view.role.faction is not Faction.TOWN and score > 0)
+    if suspect == NO_SEAT or not eager or view.names[suspect] not in view.legal.get("nominate", EMPTY).options:
         return None
     return reply("nominate", view.names[suspect])
 
@@ -137,10 +118,9 @@ def _nominate(view: Observation, rng: Random) -> str | None:
 def _vote(view: Observation, rng: Random) -> str:
     if view.accused in view.allies:
         return reply("vote", "innocent" if rng.random() < 0.7 else "guilty")
-    if not _in_town(view):
+    if view.role.faction is not Faction.TOWN:
         return reply("vote", "guilty" if rng.random() < 0.7 else "abstain")
-    score = suspicion(view).get(view.accused, 0.0)
-    return reply("vote", VOTES[0] if score >= _TRIAL_THRESHOLD else VOTES[1])
+    return reply("vote", "guilty" if suspicion(view).get(view.accused, 0.0) >= _TRIAL_THRESHOLD else "innocent")
 
 
 def _plead(view: Observation, rng: Random) -> str | None:
@@ -154,10 +134,6 @@ def _talk_at_night(view: Observation, rng: Random) -> str | None:
     return reply("speak", f"Let us take {view.names[rng.choice(rivals)]}.") if rivals else None
 
 
-def _jail(view: Observation, rng: Random) -> str | None:
-    return reply("jail", view.names[_most_suspect(view, rng)[0]])
-
-
 def _act_at_night(view: Observation, rng: Random) -> str | None:
     tags = [tag for tag in view.legal if tag != WAIT and tag not in LOOK_UP_TAGS]
     if not tags:
@@ -168,7 +144,7 @@ def _act_at_night(view: Observation, rng: Random) -> str | None:
         return None
     if tag == "execute":
         return reply(tag)
-    options = _options(view, tag)
+    options = view.legal[tag].options
     names = [view.names[suspect]] if tag == "shoot" else _preferred(view, tag, options)
     return reply(tag, rng.choice([name for name in names if name in options] or options))
 
@@ -186,13 +162,8 @@ def _preferred(view: Observation, tag: str, options: tuple[str, ...]) -> list[st
     return list(options)
 
 
-def _options(view: Observation, tag: str) -> tuple[str, ...]:
-    spec = view.legal.get(tag)
-    return spec.options if spec else ()
-
-
 _BY_PHASE: dict[Phase, Callable[[Observation, Random], str | None]] = {
-    Phase.PRE_NIGHT: _jail,
+    Phase.PRE_NIGHT: lambda view, rng: reply("jail", view.names[_most_suspect(view, rng)[0]]),
     Phase.NIGHT_TALK: _talk_at_night,
     Phase.NIGHT: _act_at_night,
     Phase.DISCUSSION: _discuss,
@@ -217,4 +188,4 @@ def scripted_reply(game: Game, seat: int, player: Player) -> str:
 
     The random stream depends on the seat's own turn count, so simultaneous seats may act in any order.
     """
-    return player(observe(game, seat), Random(f"{game.seed}/{seat}/{game.seats[seat].acted}"))
+    return player(Observation(game, seat), Random(f"{game.seed}/{seat}/{game.seats[seat].acted}"))

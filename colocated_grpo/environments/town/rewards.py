@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pydantic import Field
@@ -11,16 +11,20 @@ from pydantic import Field
 from colocated_grpo.environments.town.legality import LOOK_UP_TAGS
 from colocated_grpo.environments.town.night import seat_result
 from colocated_grpo.environments.town.roles import Faction
-from colocated_grpo.environments.town.state import Game, Phase
+from colocated_grpo.environments.town.state import Game
 from colocated_grpo.environments.town.verdicts import Status, Verdict
-from colocated_grpo.environments.turns.base import PlainReturn
+from colocated_grpo.environments.turns.base import Return
 from colocated_grpo.settings.base import Section
 
-_HARMFUL = frozenset({"kill", "shoot", "execute", "jail"})
-_PROTECTIVE = frozenset({"protect"})
-_INVESTIGATIVE = frozenset({"investigate", "watch", "spy"})
-_NOMINATION, _VOTE, _NIGHT, _INVESTIGATION = 0.25, 0.5, 0.5, 0.1
-"""Sizes of the shaping term. All are below 1.0, the gap between an illegal and a legal reply, so form comes first."""
+_SHAPING = {
+    **dict.fromkeys(("jail", "kill", "shoot", "execute", "guilty"), -0.5),
+    **dict.fromkeys(("protect", "innocent"), 0.5),
+    "nominate": -0.25,
+}
+"""Value of an action, or of a vote, whose target's survival is worth 1 to the seat's side. All values are below 1.0,
+the gap between an illegal and a legal reply, so form comes first."""
+_INVESTIGATION = dict.fromkeys(("investigate", "watch", "spy"), 0.1)
+"""Value of an action on any target."""
 
 
 class Credit(Section):
@@ -35,15 +39,6 @@ class Credit(Section):
     discount: float = Field(1.0, gt=0, le=1)
     """The weight is multiplied by this factor for each later turn of the same seat."""
 
-    def weights(self, seats: Sequence[int]) -> list[float]:
-        """Return the weight of the outcome for each turn of a game. seats: the seat of each turn, in order."""
-        later: Counter[int] = Counter()
-        weights = []
-        for seat in reversed(seats):
-            weights.append(self.outcome * self.discount ** later[seat])
-            later[seat] += 1
-        return weights[::-1]
-
 
 CREDITS = {
     "immediate": Credit(),
@@ -54,21 +49,16 @@ CREDITS = {
 """Credit by the name in `args.credit`."""
 
 
-def immediate_reward(credit: Credit, parts: dict[str, float]) -> float:
-    """Return the weighted sum of the parts from reward_parts()."""
-    return credit.form * parts["form"] + credit.shaping * parts["shaping"]
-
-
-def reward_parts(game: Game, seat: int, verdict: Verdict) -> dict[str, float]:
-    """Return the form and the shaping term of a judged reply. Pure; reads the hidden roles of all seats."""
-    legal = verdict.status is Status.OK
-    return {"form": float(verdict.status), "shaping": shaping(game, seat, verdict) if legal else 0.0}
-
-
 def shaping(game: Game, seat: int, verdict: Verdict) -> float:
-    """Return how well a legal action serves the seat's side, in [-0.5, 0.5]."""
-    by_phase = _SHAPING.get(game.phase)
-    return by_phase(game, seat, verdict) if by_phase else 0.0
+    """Return how well a legal action serves the seat's side, in [-0.5, 0.5]. Pure; reads the roles of all seats."""
+    value = _SHAPING.get(verdict.argument if verdict.tag == "vote" else verdict.tag, 0.0)
+    if value == 0.0:
+        return _INVESTIGATION.get(verdict.tag, 0.0)
+    if verdict.tag == "vote":
+        target = game.accused
+    else:
+        target = game.index(verdict.argument) if verdict.argument else game.prisoner  # an execution
+    return value * interest_in_survival(game, seat, target)
 
 
 def interest_in_survival(game: Game, seat: int, other: int) -> float:
@@ -84,43 +74,15 @@ def interest_in_survival(game: Game, seat: int, other: int) -> float:
     return -1.0 if two.role.hostile else 0.5 * (two.role_name == "jester")
 
 
-def _nomination_shaping(game: Game, seat: int, verdict: Verdict) -> float:
-    if verdict.tag != "nominate":
-        return 0.0
-    return -_NOMINATION * interest_in_survival(game, seat, game.index(verdict.argument))
-
-
-def _vote_shaping(game: Game, seat: int, verdict: Verdict) -> float:
-    sign = {"guilty": -1.0, "innocent": 1.0}.get(verdict.argument, 0.0) if verdict.tag == "vote" else 0.0
-    return sign * _VOTE * interest_in_survival(game, seat, game.accused)
-
-
-def _night_shaping(game: Game, seat: int, verdict: Verdict) -> float:
-    if verdict.tag in _INVESTIGATIVE:
-        return _INVESTIGATION
-    target = game.prisoner if verdict.tag == "execute" else None
-    if verdict.argument and (verdict.tag in _HARMFUL or verdict.tag in _PROTECTIVE):
-        target = game.index(verdict.argument)
-    if target is None:
-        return 0.0
-    return (_NIGHT if verdict.tag in _PROTECTIVE else -_NIGHT) * interest_in_survival(game, seat, target)
-
-
-_SHAPING: dict[Phase, Callable[[Game, int, Verdict], float]] = {
-    Phase.PRE_NIGHT: _night_shaping,
-    Phase.NIGHT: _night_shaping,
-    Phase.NOMINATION: _nomination_shaping,
-    Phase.JUDGEMENT: _vote_shaping,
-}
-
-
-def outcome_returns(game: Game, credit: Credit) -> list[PlainReturn]:
+def outcome_returns(game: Game, credit: Credit) -> list[Return]:
     """Return the returns of an ended game, one for each committed turn, in the order of the commits."""
-    shares = credit.weights([seat for _, seat in game.turns])
-    return [
-        PlainReturn(turn_id, share * seat_result(game, seat))
-        for (turn_id, seat), share in zip(game.turns, shares, strict=True)
-    ]
+    later: Counter[int] = Counter()
+    returns = []
+    for turn_id, seat in reversed(game.turns):
+        weight = credit.outcome * credit.discount ** later[seat]
+        returns.append(Return(turn_id, weight * seat_result(game, seat)))
+        later[seat] += 1
+    return returns[::-1]
 
 
 WIN_RATE_GAMES = 100
@@ -135,8 +97,6 @@ class TownStats:
     committed or not.
     """
 
-    turns: int = 0
-    look_ups: int = 0
     codes: dict[str, int] = field(default_factory=dict)
     """Rejected replies by error code."""
     games: int = 0
@@ -152,8 +112,6 @@ class TownStats:
     def add_turn(self, verdict: Verdict) -> None:
         """Add a committed turn."""
         legal = verdict.status is Status.OK
-        self.turns += 1
-        self.look_ups += legal and verdict.tag in LOOK_UP_TAGS
         counts, key = (self.tags, verdict.tag) if legal else (self.codes, verdict.code)
         counts[key] = counts.get(key, 0) + 1
 
@@ -166,21 +124,18 @@ class TownStats:
             wins = [result > 0 for each, result in results if each == player]
             self.won[player] = [*self.won.get(player, [])[1 - WIN_RATE_GAMES :], sum(wins) / len(wins)]
 
-    def after_reset(self) -> TownStats:
-        """Return statistics with all counts at zero and the latest games kept."""
-        return TownStats(winners=self.winners, won=self.won)
-
     def rates(self) -> dict[str, float]:
         """Return the metrics by name. A rate without data is left out rather than reported as zero."""
-        rates: dict[str, float] = {"turns": self.turns, "games": self.games}
-        if self.turns:
-            rates["look_up_rate"] = self.look_ups / self.turns
+        turns = sum(self.tags.values()) + sum(self.codes.values())
+        rates: dict[str, float] = {"turns": turns, "games": self.games}
+        if turns:
+            rates["look_up_rate"] = sum(self.tags.get(tag, 0) for tag in LOOK_UP_TAGS) / turns
         if self.games:
             rates["days_per_game"] = self.days / self.games
         for winner, count in sorted(Counter(self.winners).items()):
             rates[f"win_rate/{winner}"] = count / len(self.winners)
         for player, shares in sorted(self.won.items()):
             rates[f"win_rate/{player}"] = sum(shares) / len(shares)
-        rates |= {f"error/{code}": count / self.turns for code, count in sorted(self.codes.items())}
-        rates |= {f"action/{tag}": count / self.turns for tag, count in sorted(self.tags.items())}
+        rates |= {f"error/{code}": count / turns for code, count in sorted(self.codes.items())}
+        rates |= {f"action/{tag}": count / turns for tag, count in sorted(self.tags.items())}
         return rates

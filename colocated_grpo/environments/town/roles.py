@@ -14,6 +14,7 @@ class Aim(StrEnum):
     """Allowed targets of an ability."""
 
     NONE = "none"
+    """The prisoner."""
     OTHER = "other"
     OUTSIDER = "outsider"
     """Any living player outside the mafia."""
@@ -43,8 +44,6 @@ class Ability:
     priority: Priority
     tag: str
     aim: Aim = Aim.OTHER
-    visits: bool = True
-    """True if using the ability is a visit. Lookouts see visits."""
     uses: int | None = None
     """Uses in a game. None: unlimited."""
     from_night: int = 1
@@ -58,8 +57,6 @@ class Role:
 
     name: str
     faction: Faction
-    card: str
-    """Description in the prompt, in the second person."""
     ability: Ability | None = None
     day_power: str | None = None
     """Tag of the day action that only this role has."""
@@ -71,90 +68,48 @@ class Role:
     unique: bool = False
     """True if the role is dealt at most once."""
 
+    @property
+    def card(self) -> str:
+        """Description in the prompt, in the second person."""
+        return _CARDS[self.name]
+
 
 _TOWN, _MAFIA, _NEUTRAL = Faction
 _KILL = Ability(Priority.ATTACK, "kill", Aim.OUTSIDER, attack=Power.BASIC)
+_SLAY = Ability(Priority.ATTACK, "kill", attack=Power.BASIC)
+_EXECUTE = Ability(Priority.ATTACK, "execute", Aim.NONE, uses=3, attack=Power.FINAL)
+_SPY = Ability(Priority.INVESTIGATE, "spy", Aim.OUTSIDER)
 
 _TABLE = (
-    Role("citizen", _TOWN, "You have no special skill: your voice and your vote are all you bring."),
-    Role(
-        "sheriff",
-        _TOWN,
-        "Each night you look into one person and learn whether they seem suspicious.",
-        Ability(Priority.INVESTIGATE, "investigate"),
-    ),
-    Role(
-        "lookout",
-        _TOWN,
-        "Each night you watch one person's door and learn who called on them.",
-        Ability(Priority.INVESTIGATE, "watch"),
-    ),
-    Role(
-        "doctor",
-        _TOWN,
-        "Each night you nurse one other person, who survives ordinary attacks.",
-        Ability(Priority.PROTECT, "protect"),
-    ),
-    Role(
-        "vigilante",
-        _TOWN,
-        "You own two bullets and may use one a night, from the second night on.",
-        Ability(Priority.ATTACK, "shoot", uses=2, from_night=2, attack=Power.BASIC),
-    ),
-    Role(
-        "jailor",
-        _TOWN,
-        "Before each night you may lock one person up: they can do nothing, nobody reaches them, you two can talk, "
-        "and three times a game you may put the prisoner to death.",
-        Ability(Priority.ATTACK, "execute", Aim.NONE, visits=False, uses=3, attack=Power.FINAL),
-        day_power="jail",
-        unique=True,
-    ),
-    Role(
-        "mayor",
-        _TOWN,
-        "By day you may show your chain of office; from then on each of your votes counts three times.",
-        day_power="reveal",
-        unique=True,
-    ),
-    Role(
-        "godfather",
-        _MAFIA,
-        "You name the mafia's victim each night. Ordinary attacks do not kill you and a sheriff finds nothing on you.",
-        _KILL,
-        defence=Power.BASIC,
-        hostile=True,
-        unique=True,
-    ),
-    Role(
-        "mafioso",
-        _MAFIA,
-        "You carry out the godfather's order each night; without one, the victim is yours to choose.",
-        _KILL,
-        suspicious=True,
-        hostile=True,
-        unique=True,
-    ),
-    Role(
-        "informer",
-        _MAFIA,
-        "Each night you learn one person's exact role.",
-        Ability(Priority.INVESTIGATE, "spy", Aim.OUTSIDER),
-        suspicious=True,
-        hostile=True,
-    ),
-    Role("jester", _NEUTRAL, "You win if the town puts you to death by vote."),
-    Role(
-        "slayer",
-        _NEUTRAL,
-        "You kill one person a night and win when nobody is left to stop you. Ordinary attacks do not kill you.",
-        Ability(Priority.ATTACK, "kill", attack=Power.BASIC),
-        defence=Power.BASIC,
-        suspicious=True,
-        hostile=True,
-        unique=True,
-    ),
+    Role("citizen", _TOWN),
+    Role("sheriff", _TOWN, Ability(Priority.INVESTIGATE, "investigate")),
+    Role("lookout", _TOWN, Ability(Priority.INVESTIGATE, "watch")),
+    Role("doctor", _TOWN, Ability(Priority.PROTECT, "protect")),
+    Role("vigilante", _TOWN, Ability(Priority.ATTACK, "shoot", uses=2, from_night=2, attack=Power.BASIC)),
+    Role("jailor", _TOWN, _EXECUTE, day_power="jail", unique=True),
+    Role("mayor", _TOWN, day_power="reveal", unique=True),
+    Role("godfather", _MAFIA, _KILL, defence=Power.BASIC, hostile=True, unique=True),
+    Role("mafioso", _MAFIA, _KILL, suspicious=True, hostile=True, unique=True),
+    Role("informer", _MAFIA, _SPY, suspicious=True, hostile=True),
+    Role("jester", _NEUTRAL),
+    Role("slayer", _NEUTRAL, _SLAY, defence=Power.BASIC, suspicious=True, hostile=True, unique=True),
 )
+_CARDS = {
+    "citizen": "You have no special skill: your voice and your vote are all you bring.",
+    "sheriff": "Each night you look into one person and learn whether they seem suspicious.",
+    "lookout": "Each night you watch one person's door and learn who called on them.",
+    "doctor": "Each night you nurse one other person, who survives ordinary attacks.",
+    "vigilante": "You own two bullets and may use one a night, from the second night on.",
+    "jailor": "Before each night you may lock one person up: they can do nothing, nobody reaches them, you two can "
+    "talk, and three times a game you may put the prisoner to death.",
+    "mayor": "By day you may show your chain of office; from then on each of your votes counts three times.",
+    "godfather": "You name the mafia's victim each night. Ordinary attacks do not kill you and a sheriff finds "
+    "nothing on you.",
+    "mafioso": "You carry out the godfather's order each night; without one, the victim is yours to choose.",
+    "informer": "Each night you learn one person's exact role.",
+    "jester": "You win if the town puts you to death by vote.",
+    "slayer": "You kill one person a night and win when nobody is left to stop you. Ordinary attacks do not kill you.",
+}
 
 ROLES = {role.name: role for role in _TABLE}
 NIGHT_TAGS = frozenset(role.ability.tag for role in _TABLE if role.ability)

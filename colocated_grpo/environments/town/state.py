@@ -1,11 +1,12 @@
 """State of one game, and its snapshot as plain data. Field names are keys of checkpoints."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from random import Random
+from typing import NamedTuple
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter
 
 from colocated_grpo.environments.town.roles import ROLES, Faction, Role
 from colocated_grpo.settings.base import Section
@@ -25,7 +26,6 @@ _MAX_COPIES = 2
 
 
 def faction_sizes(seats: int) -> dict[Faction, int]:
-    """Return the number of seats of each faction in a cast of `seats`."""
     mafia, neutral = max(2, (seats + 2) // 4), (seats - 3) // 4
     return {Faction.MAFIA: mafia, Faction.NEUTRAL: neutral, Faction.TOWN: seats - mafia - neutral}
 
@@ -107,8 +107,7 @@ class Rules(Section):
     """Characters of a speech, a whisper or a will."""
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """Something that happened in the game, and the seats that saw it."""
 
     day: int
@@ -119,9 +118,6 @@ class Event:
     text: str = ""
     audience: tuple[int, ...] | None = None
     """Seats that saw the event. None: all seats. (): no seat; the event is only recorded."""
-
-    def seen_by(self, seat: int) -> bool:
-        return self.audience is None or seat in self.audience
 
 
 @dataclass(slots=True)
@@ -204,19 +200,18 @@ class Game:
     def names(self, seats: Iterable[int]) -> tuple[str, ...]:
         return tuple(self.seats[index].name for index in seats)
 
-    def announce(self, kind: str, actor: int = NO_SEAT, target: int = NO_SEAT, text: str = "") -> None:
-        """Add an event that all seats see."""
-        self.events.append(Event(self.day, self.phase, kind, actor, target, text))
-
-    def notify(
-        self, audience: Iterable[int], kind: str, actor: int = NO_SEAT, target: int = NO_SEAT, text: str = ""
+    def announce(
+        self,
+        kind: str,
+        actor: int = NO_SEAT,
+        target: int = NO_SEAT,
+        text: str = "",
+        *,
+        audience: Iterable[int] | None = None,
     ) -> None:
-        """Add an event that only the seats in `audience` see."""
-        self.events.append(Event(self.day, self.phase, kind, actor, target, text, tuple(audience)))
-
-    def record(self, kind: str, actor: int = NO_SEAT, target: int = NO_SEAT, text: str = "") -> None:
-        """Add an event that no seat sees."""
-        self.notify((), kind, actor, target, text)
+        """Add an event. audience: the seats that see it; None: all seats; (): no seat, the event is only recorded."""
+        seen_by = None if audience is None else tuple(audience)
+        self.events.append(Event(self.day, str(self.phase), kind, actor, target, text, seen_by))
 
 
 def new_game(number: int, seed: int, roles: list[str] | int, players: list[str], rules: Rules) -> Game:
@@ -236,20 +231,12 @@ def new_game(number: int, seed: int, roles: list[str] | int, players: list[str],
     return Game(number, seed, rules, seats)
 
 
+_GAME = TypeAdapter(Game)
+
+
 def snapshot_game(game: Game) -> JsonObject:
     """Return plain data that json can write and that later turns do not change."""
-    return {
-        **{each.name: getattr(game, each.name) for each in fields(game)},
-        "rules": game.rules.model_dump(),
-        "seats": [asdict(seat) for seat in game.seats],
-        "phase": str(game.phase),
-        "waiting": list(game.waiting),
-        "choices": [[seat, tag, argument] for seat, (tag, argument) in sorted(game.choices.items())],
-        "acquitted": list(game.acquitted),
-        # asdict() would copy every field of every event, and a snapshot is taken before every step.
-        "events": [[e.day, e.phase, e.kind, e.actor, e.target, e.text, e.audience] for e in game.events],
-        "turns": [list(turn) for turn in game.turns],
-    }
+    return _GAME.dump_python(game, mode="json")
 
 
 def frozen_state(game: Game) -> JsonObject:
@@ -259,27 +246,4 @@ def frozen_state(game: Game) -> JsonObject:
 
 def restore_game(data: JsonObject) -> Game:
     """Return the game of a snapshot. All lists are copied, so the snapshot can be restored again."""
-    converted: JsonObject = {
-        "rules": Rules(**data["rules"]),
-        "seats": [_restore_seat(seat) for seat in data["seats"]],
-        "phase": Phase(data["phase"]),
-        "waiting": list(data["waiting"]),
-        "choices": {seat: (tag, argument) for seat, tag, argument in data["choices"]},
-        "acquitted": list(data["acquitted"]),
-        "events": [_restore_event(*row) for row in data["events"]],
-        "turns": [(turn_id, seat) for turn_id, seat in data["turns"]],
-    }
-    return Game(**{**data, **converted})
-
-
-def _restore_seat(data: JsonObject) -> Seat:
-    seat = Seat(**data)
-    seat.uses = dict(seat.uses)
-    seat.dialog = [(completion, observation) for completion, observation in seat.dialog]
-    return seat
-
-
-def _restore_event(
-    day: int, phase: str, kind: str, actor: int, target: int, text: str, audience: Sequence[int] | None
-) -> Event:
-    return Event(day, phase, kind, actor, target, text, None if audience is None else tuple(audience))
+    return _GAME.validate_python(data)

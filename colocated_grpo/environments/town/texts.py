@@ -1,10 +1,10 @@
 """The game in words: events, prompts, look-ups, and the record of an ended game."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from colocated_grpo.environments.town.legality import LOOK_UP_TAGS, ArgumentKind, ArgumentSpec
+from colocated_grpo.environments.town.legality import EMPTY, LOOK_UP_TAGS, ArgumentSpec
 from colocated_grpo.environments.town.night import seat_result
-from colocated_grpo.environments.town.observations import Observation, observe
+from colocated_grpo.environments.town.observations import Observation
 from colocated_grpo.environments.town.roles import ROLES
 from colocated_grpo.environments.town.state import NO_SEAT, Event, Game, Phase
 from colocated_grpo.types import JsonObject
@@ -38,23 +38,29 @@ _SENTENCES = {
 """Wording by kind of event, the same in prompts, look-ups and transcripts."""
 
 
-def event_line(event: Event, names: Sequence[str]) -> str:
-    """Return the event as one line. names: player names by seat."""
-    actor = names[event.actor] if event.actor >= 0 else ""
-    target = names[event.target] if event.target >= 0 else ""
-    return _SENTENCES[event.kind].format(day=event.day, actor=actor, target=target, text=event.text)
-
-
 def event_lines(events: Iterable[Event], names: Sequence[str]) -> list[str]:
-    return [event_line(event, names) for event in events]
+    """Return each event as one line. names: player names by seat."""
+    return [
+        _SENTENCES[event.kind].format(
+            day=event.day,
+            actor=names[event.actor] if event.actor >= 0 else "",
+            target=names[event.target] if event.target >= 0 else "",
+            text=event.text,
+        )
+        for event in events
+    ]
 
 
 def game_record(game: Game) -> JsonObject:
-    """Return an ended game for the run folder: cast and result, transcript, and one row for each event."""
-    return {**_summary(game), "transcript": _transcript(game), "events": list(_event_rows(game))}
+    """Return an ended game for the run folder: cast and result, transcript, and one row for each event.
 
-
-def _summary(game: Game) -> JsonObject:
+    The transcript has the whole game, secrets included. A line that only some seats saw ends with the names of these
+    seats. Events that no seat saw need no suffix: thoughts and choices are in brackets already.
+    """
+    names = [f"{seat.name} ({seat.role_name})" for seat in game.seats]
+    lines = ["Cast: " + ", ".join(names)]
+    for event, line in zip(game.events, event_lines(game.events, names), strict=True):
+        lines.append(f"    {line}  <- {', '.join(game.names(event.audience))}" if event.audience else line)
     seats = [
         {
             "name": seat.name,
@@ -66,49 +72,34 @@ def _summary(game: Game) -> JsonObject:
         }
         for index, seat in enumerate(game.seats)
     ]
-    return {"game": game.number, "seed": game.seed, "winner": str(game.winner), "days": game.day, "seats": seats}
+    return {
+        "game": game.number,
+        "seed": game.seed,
+        "winner": str(game.winner),
+        "days": game.day,
+        "seats": seats,
+        "transcript": "\n".join(lines) + "\n",
+        "events": [_event_row(game, number, event) for number, event in enumerate(game.events)],
+    }
 
 
-def _event_rows(game: Game) -> Iterator[JsonObject]:
-    for number, event in enumerate(game.events):
-        yield {
-            "game": game.number,
-            "seed": game.seed,
-            "number": number,
-            "day": event.day,
-            "phase": str(event.phase),
-            "kind": event.kind,
-            "actor": _name(game, event.actor),
-            # The role at the end of the game: a member of the mafia may have been promoted since this event.
-            "role": game.seats[event.actor].role_name if event.actor >= 0 else "",
-            "target": _name(game, event.target),
-            "text": event.text,
-            "audience": _audience(game, event),
-        }
-
-
-def _transcript(game: Game) -> str:
-    """Return the whole game, secrets included. A line that only some seats saw ends with the names of these seats."""
-    names = [f"{seat.name} ({seat.role_name})" for seat in game.seats]
-    cast = "Cast: " + ", ".join(names)
-    return "\n".join([cast, *(_transcript_line(game, event, names) for event in game.events)]) + "\n"
-
-
-def _transcript_line(game: Game, event: Event, names: list[str]) -> str:
-    line = event_line(event, names)
-    # Events that no seat saw need no suffix: thoughts and choices are in brackets already.
-    return f"    {line}  <- {_audience(game, event)}" if event.audience else line
-
-
-def _name(game: Game, seat: int) -> str:
-    return game.seats[seat].name if seat >= 0 else ""
-
-
-def _audience(game: Game, event: Event) -> str:
-    """Return 'all', the names of the seats that saw the event, or 'record' if no seat saw it."""
-    if event.audience is None:
-        return "all"
-    return ", ".join(game.names(event.audience)) or "record"
+def _event_row(game: Game, number: int, event: Event) -> JsonObject:
+    actor = game.seats[event.actor] if event.actor >= 0 else None
+    return {
+        "game": game.number,
+        "seed": game.seed,
+        "number": number,
+        "day": event.day,
+        "phase": event.phase,
+        "kind": event.kind,
+        "actor": actor.name if actor else "",
+        # The role at the end of the game: a member of the mafia may have been promoted since this event.
+        "role": actor.role_name if actor else "",
+        "target": game.seats[event.target].name if event.target >= 0 else "",
+        "text": event.text,
+        # An event that no seat saw is only recorded.
+        "audience": "all" if event.audience is None else ", ".join(game.names(event.audience)) or "record",
+    }
 
 
 Message = dict[str, str]
@@ -141,8 +132,12 @@ def full_prompt(view: Observation, memory: int) -> list[Message]:
 
     A look-up only appends messages, so that sampled tokens keep their positions.
     """
+    role = view.role
+    rules = _RULES.format(name=view.name, seats=len(view.names), role=role.name, faction=role.faction, card=role.card)
+    if view.allies:
+        rules += f" The mafia beside you: {_people(view, view.allies)}."
     return _with_look_ups(
-        view, [{"role": "system", "content": _rules(view)}, {"role": "user", "content": _situation(view, memory)}]
+        view, [{"role": "system", "content": rules}, {"role": "user", "content": _situation(view, memory)}]
     )
 
 
@@ -169,102 +164,65 @@ def _with_look_ups(view: Observation, chat: list[Message]) -> list[Message]:
     return chat
 
 
-def _rules(view: Observation) -> str:
-    role = view.role
-    rules = _RULES.format(name=view.name, seats=len(view.names), role=role.name, faction=role.faction, card=role.card)
-    if view.allies:
-        rules += f" The mafia beside you: {_people(view, view.allies)}."
-    return rules
-
-
 def _people(view: Observation, roles: dict[int, str]) -> str:
     return ", ".join(f"{view.names[seat]} ({role_name})" for seat, role_name in roles.items())
 
 
 def _situation(view: Observation, memory: int) -> str:
     events = [event for event in view.events[:-memory] if event.kind in _LASTING] + list(view.events[-memory:])
-    return "\n".join(
-        [
-            *event_lines(events, view.names),
-            "",
-            f"Day {view.day}, {view.phase}. Alive: {', '.join(view.names[seat] for seat in view.living)}.",
-            f"Dead: {_people(view, {grave.seat: grave.role_name for grave in view.graves}) or 'nobody'}.",
-            _QUESTIONS[view.phase].format(accused=view.names[view.accused], needed=view.nominations_needed),
-            *_choices(view),
-        ]
-    )
-
-
-def _choices(view: Observation) -> list[str]:
-    text = [f"Actions: {'; '.join(_usage(tag, spec) for tag, spec in view.legal.items() if tag not in LOOK_UP_TAGS)}"]
+    actions = [_usage(tag, spec) for tag, spec in view.legal.items() if tag not in LOOK_UP_TAGS]
+    text = [
+        *event_lines(events, view.names),
+        "",
+        f"Day {view.day}, {view.phase}. Alive: {', '.join(view.names[seat] for seat in view.living)}.",
+        f"Dead: {_people(view, {grave.seat: grave.role_name for grave in view.graves}) or 'nobody'}.",
+        _QUESTIONS[view.phase].format(accused=view.names[view.accused], needed=view.nominations_needed),
+        f"Actions: {'; '.join(actions)}",
+    ]
     if view.tool_calls:
         # Look-ups are listed even if none is left, because a look-up must not change earlier messages.
         look_ups = "; ".join(_usage(tag, spec) for tag, spec in view.look_ups.items())
         text.append(f"Look-ups, at most {view.tool_calls} a turn, answered before you act: {look_ups}")
-    return text
+    return "\n".join(text)
 
 
 def _usage(tag: str, spec: ArgumentSpec) -> str:
     """Return the syntax of the action. Example: <vote>guilty|innocent|abstain</vote>"""
-    if spec.kind is ArgumentKind.EMPTY:
+    if spec == EMPTY:
         return f"<{tag}/>"
-    inside = {
-        ArgumentKind.TEXT: "text",
-        ArgumentKind.CHOICE: "role" if tag == "get_role" else "|".join(spec.options),
-        ArgumentKind.ADDRESSED: "name: text",
-    }
-    return f"<{tag}>{inside[spec.kind]}</{tag}>"
+    options = "role" if tag == "get_role" else "|".join(spec.options)
+    inside = options if not spec.text else "name: text" if spec.options else "text"
+    return f"<{tag}>{inside}</{tag}>"
 
 
 def look_up(game: Game, seat: int, tag: str, argument: str) -> str:
     """Return the observation of a legal look-up. Only write_will changes the game."""
     if tag == "write_will":
         game.seats[seat].will = argument
-        answer = "Your will is kept."
-    else:
-        answer = _ANSWERS[tag](observe(game, seat), argument)
+    answer = _answer(Observation(game, seat), tag, argument)
     left = game.rules.tool_calls - len(game.seats[seat].dialog) - 1
     return f"<observation>{answer} (look-ups left this turn: {left})</observation>"
 
 
-def _get_role(view: Observation, name: str) -> str:
-    role = ROLES[name]
-    tags = [role.ability.tag] if role.ability is not None else []
-    tags += [role.day_power] if role.day_power is not None else []
-    return f"{name} ({role.faction}; actions: {', '.join(tags) or 'none'}). {role.card}"
-
-
-def _roles(view: Observation, argument: str) -> str:
-    """Return all roles of the game, whether dealt or not, because the cast is secret."""
-    by_faction: dict[str, list[str]] = {}
-    for name, role in ROLES.items():
-        by_faction.setdefault(role.faction, []).append(name)
-    return "; ".join(f"{faction}: {', '.join(names)}" for faction, names in by_faction.items())
-
-
-def _chat_history(view: Observation, day: str) -> str:
-    events = [event for event in view.events if str(event.day) == day]
-    return "\n".join(event_lines(events, view.names)) or "Nothing was said."
-
-
-def _graveyard(view: Observation, argument: str) -> str:
-    return "; ".join(f"{grave.name}: {grave.role_name}" for grave in view.graves)
-
-
-def _check_will(view: Observation, name: str) -> str:
-    will = next(grave.will for grave in view.graves if grave.name == name)
-    return f'The will of {name}: "{will}"' if will else f"{name} left no will."
-
-
-def _view_will(view: Observation, argument: str) -> str:
-    return f'Your will: "{view.will}"' if view.will else "You have not written a will."
-
-
-_ANSWERS: dict[str, Callable[[Observation, str], str]] = {
-    "get_role": _get_role,
-    "roles": _roles,
-    "chat_history": _chat_history,
-    "graveyard": _graveyard,
-    "check_will": _check_will,
-    "view_will": _view_will,
-}
+def _answer(view: Observation, tag: str, argument: str) -> str:
+    match tag:
+        case "get_role":
+            role = ROLES[argument]
+            tags = ", ".join(filter(None, [role.ability.tag if role.ability else None, role.day_power]))
+            return f"{argument} ({role.faction}; actions: {tags or 'none'}). {role.card}"
+        case "roles":  # all roles of the game, whether dealt or not, because the cast is secret
+            by_faction = {role.faction: [] for role in ROLES.values()}
+            for name, role in ROLES.items():
+                by_faction[role.faction].append(name)
+            return "; ".join(f"{faction}: {', '.join(names)}" for faction, names in by_faction.items())
+        case "chat_history":
+            events = [event for event in view.events if str(event.day) == argument]
+            return "\n".join(event_lines(events, view.names)) or "Nothing was said."
+        case "graveyard":
+            return "; ".join(f"{grave.name}: {grave.role_name}" for grave in view.graves)
+        case "check_will":
+            will = next(grave.will for grave in view.graves if grave.name == argument)
+            return f'The will of {argument}: "{will}"' if will else f"{argument} left no will."
+        case "view_will":
+            return f'Your will: "{view.will}"' if view.will else "You have not written a will."
+    return "Your will is kept."

@@ -19,69 +19,38 @@ class Turn(Protocol):
     @property
     def id(self) -> str:
         """Unique within the environment, and the same after a restore."""
-        ...
 
     @property
     def messages(self) -> str | list[Message]:
         """The prompt: text or chat messages, limited to what this seat may see."""
-        ...
 
     @property
     def phase(self) -> str:
         """Phase of the game, for metrics."""
-        ...
 
     @property
     def trainable(self) -> bool:
-        """True if the policy plays this seat, False if the entry's opponent does.
-
-        Other seats never appear as turns.
-        """
-        ...
+        """True if the policy plays this seat, False if the entry's opponent does. Other seats never appear as turns."""
 
     def pattern(self) -> str:
         """Return a regular expression of the legal replies. Called only with `structured: true`."""
-        ...
-
-
-class Outcome(Protocol):
-    """The immediate score of one completion."""
-
-    @property
-    def reward(self) -> float | None:
-        """None if the completion has no reward, and hence no learning signal."""
-        ...
-
-    @property
-    def parts(self) -> Mapping[str, float]:
-        """Named components, for metrics.
-
-        'parse_rate' and 'legal_rate' (1 or 0) are averaged into metrics of the same names.
-        """
-        ...
-
-
-class Return(Protocol):
-    """Reward that the end of a game adds to a committed turn."""
-
-    @property
-    def turn_id(self) -> str: ...
-
-    @property
-    def value(self) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
-class PlainOutcome:
-    """Outcome for games that need no class of their own."""
+class Outcome:
+    """The immediate score of one completion. Any object with these attributes is accepted."""
 
     reward: float | None
-    parts: dict[str, float]
+    """None if the completion has no reward, and hence no learning signal."""
+    parts: Mapping[str, float]
+    """Named components, for metrics. 'parse_rate' and 'legal_rate' (1 or 0) are averaged into metrics of the same
+    names."""
 
 
 @dataclass(frozen=True, slots=True)
-class PlainReturn:
-    """The share of a game's result credited to one of its turns. Field names are keys of checkpoints."""
+class Return:
+    """Reward that the end of a game adds to a committed turn. Any object with these attributes is accepted. Field names
+    are keys of checkpoints."""
 
     turn_id: str
     value: float
@@ -97,37 +66,24 @@ class TurnEnvironment(Protocol[TurnT]):
     @property
     def delayed(self) -> bool:
         """True if drain_returns() may return anything. Turns then train after their game has ended, not at once."""
-        ...
 
     def next_batch(self) -> Sequence[TurnT]:
         """Return the open turns. A turn stays open until it is passed to commit() or play_on()."""
-        ...
 
     def add_game(self) -> Sequence[TurnT]:
         """Raise the number of concurrent games by one and return the new game's open turns."""
-        ...
 
     def score(self, turn: TurnT, completions: Sequence[str]) -> Sequence[Outcome]:
-        """Score completions from the turn alone.
-
-        Must be pure: threads and processes that do not have the game call this method.
-        """
-        ...
+        """Score completions from the turn alone. Must be pure: threads and processes without the game call it."""
 
     def commit(self, turn: TurnT, completion: str) -> object:
         """Play one completion. Called once per sampled turn, in the order in which the turns were handed out."""
-        ...
 
     def play_on(self, turn: TurnT) -> None:
-        """Let a script play a turn whose prompt is too long for the model.
-
-        The turn is left out of all counts and returns.
-        """
-        ...
+        """Let a script play a turn whose prompt is too long. The turn is left out of all counts and returns."""
 
     def drain_returns(self) -> Sequence[Return]:
         """Return the returns of games that ended since the last call."""
-        ...
 
     def drain_games(self) -> Sequence[JsonObject]:
         """Return the records of games that ended since the last call.
@@ -135,18 +91,15 @@ class TurnEnvironment(Protocol[TurnT]):
         Keys: 'game', 'winner', 'transcript', 'events' (a list of flat rows), 'seats' (a list of rows), and anything
         else that JSON can represent.
         """
-        ...
 
     def drain_stats(self) -> dict[str, float]:
         """Return counts and rates since the last call, and gauges such as the number of running games.
 
         Leave out parse_rate, legal_rate and reward/<phase>: the trainer computes these metrics over all completions.
         """
-        ...
 
     def snapshot(self) -> JsonObject:
         """Return the state as plain data that JSON can represent."""
-        ...
 
     def restore(self, snapshot: JsonObject) -> None: ...
 
@@ -155,16 +108,14 @@ class FinishedGames:
     """Base of turn environments. Stores the returns and records of ended games until they are drained."""
 
     def __init__(self) -> None:
-        self._returns: list[PlainReturn] = []
+        self._returns: list[Return] = []
         self._ended: list[JsonObject] = []
 
-    def drain_returns(self) -> list[PlainReturn]:
-        """Return the returns of all games that ended since the last call."""
+    def drain_returns(self) -> list[Return]:
         returns, self._returns = self._returns, []
         return returns
 
     def drain_games(self) -> list[JsonObject]:
-        """Return the records of the games that ended since the last call."""
         ended, self._ended = self._ended, []
         return ended
 
@@ -172,5 +123,5 @@ class FinishedGames:
         return {"returns": [asdict(each) for each in self._returns], "ended": list(self._ended)}
 
     def _restore_finished(self, state: JsonObject) -> None:
-        self._returns = [PlainReturn(**each) for each in state["returns"]]
+        self._returns = [Return(**each) for each in state["returns"]]
         self._ended = deepcopy(state["ended"])

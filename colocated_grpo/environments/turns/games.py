@@ -9,47 +9,27 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from random import Random
+from typing import NamedTuple
 
-from colocated_grpo.environments.base import BatchResult, EnvironmentSetupError, Item, Items
+from colocated_grpo.environments.base import BatchResult, EnvironmentSetupError, Item, Items, ItemStream
 from colocated_grpo.environments.prompts import BY_OPPONENT_KEY, PATTERN_KEY
 from colocated_grpo.environments.registry import KINDS, find
 from colocated_grpo.environments.rewards.scoring import as_number, as_score
 from colocated_grpo.environments.turns.base import Turn, TurnEnvironment
-from colocated_grpo.environments.turns.pending import PendingGroups
 from colocated_grpo.environments.user_code.loading import construct, one_line
 from colocated_grpo.errors import RunError
 from colocated_grpo.settings.turns import TurnsSourceConfig
-from colocated_grpo.types import Completion, Group, JsonObject, Prompt, Score
+from colocated_grpo.types import Completion, Group, JsonObject, Prompt, Rollout, Score
 
 TURN_KEY = "turn"
 """Item key of the turn."""
 RATES = ("parse_rate", "legal_rate")
 """Parts of an outcome that are reported as metrics."""
-EnvironmentFactory = Callable[[int], TurnEnvironment]
-"""Builds the environment from a seed."""
-
-
-def turn_factory(config: TurnsSourceConfig) -> EnvironmentFactory:
-    """Return the function that builds the environment from a seed. Raises EnvironmentSetupError."""
-    key = f"environments {config.name!r}"
-    if "seed" in config.args:
-        raise EnvironmentSetupError(f"{key}: args.seed is set by the run; remove it")
-    found, args = find(KINDS["turns"], config.name, config.args)
-
-    def build(seed: int) -> TurnEnvironment:
-        environment = construct(partial(found, seed=seed), args, key)
-        if not isinstance(environment, TurnEnvironment):
-            members = [name for name in dir(TurnEnvironment) if not name.startswith("_")]
-            missing = [name for name in members if not hasattr(environment, name)]
-            raise EnvironmentSetupError(f"{key}: not a turn environment, it has no {', '.join(missing)}")
-        return environment
-
-    return build
 
 
 class TurnScorer:
@@ -64,7 +44,7 @@ class TurnScorer:
             scores = [as_score({**each.parts, "reward": each.reward}) for each in outcomes]
             if len(scores) != len(texts):
                 raise ValueError(f"score() returned {len(scores)} outcomes for {len(texts)} completions")
-        except BaseException as error:  # see scoring._result
+        except BaseException as error:  # see scoring.score_each
             return [Score(reward=None, error=one_line(error))] * len(texts)
         return scores
 
@@ -74,18 +54,30 @@ class TurnGames(Items):
 
     def __init__(self, name: str, config: TurnsSourceConfig, seed: int) -> None:
         self.name = name
-        self._factory = turn_factory(config)
+        self._key = f"environments {config.name!r}"
         self._config = config
-        environment = self._factory(_training_seed(seed))
+        if "seed" in config.args:
+            raise EnvironmentSetupError(f"{self._key}: args.seed is set by the run; remove it")
+        self._factory, self._args = find(KINDS["turns"], config.name, config.args)
+        environment = self._build(seed)
         self.delayed = environment.delayed
         self.scorer = TurnScorer(environment)
 
+    def _build(self, seed: int, *, held_out: bool = False) -> TurnEnvironment:
+        # Held-out games use odd seeds, so no run trains on the held-out games of another run.
+        environment = construct(partial(self._factory, seed=2 * seed + held_out), self._args, self._key)
+        if not isinstance(environment, TurnEnvironment):
+            members = [name for name in dir(TurnEnvironment) if not name.startswith("_")]
+            missing = [name for name in members if not hasattr(environment, name)]
+            raise EnvironmentSetupError(f"{self._key}: not a turn environment, it has no {', '.join(missing)}")
+        return environment
+
     def open_stream(self, seed: int) -> TurnStream:
-        return TurnStream(self.name, self._factory(_training_seed(seed)), self._config, seed)
+        return TurnStream(self.name, self._build(seed), self._config, seed)
 
     def held_out(self, seed: int) -> Iterator[Item]:
         """Yield the policy's turns of games in which a script plays all turns."""
-        environment = self._factory(_training_seed(seed) + 1)
+        environment = self._build(seed, held_out=True)
         while turns := environment.next_batch():
             for turn in turns:
                 if turn.trainable:
@@ -93,14 +85,87 @@ class TurnGames(Items):
                 environment.play_on(turn)
 
 
-def _training_seed(seed: int) -> int:
-    """Return an even seed. Held-out games use odd seeds, so no run trains on the held-out games of another run."""
-    return 2 * seed
-
-
 def item_of(turn: Turn, *, structured: bool) -> Item:
     item = {"prompt": turn.messages, TURN_KEY: turn, BY_OPPONENT_KEY: not turn.trainable}
     return item | {PATTERN_KEY: turn.pattern()} if structured else item
+
+
+class _PendingGroup(NamedTuple):
+    group: Group
+    committed: int
+    """Index of the committed completion. The return is added to the reward of this completion."""
+    since: int
+    """Step in which the group was sampled."""
+
+
+class PendingGroups:
+    """Groups whose rewards are incomplete until their game has ended, by turn id.
+
+    A group is released with the return of its committed completion, or without a return after `max_wait` steps.
+    """
+
+    def __init__(self, max_wait: int) -> None:
+        self._max_wait = max_wait
+        self._step = 0
+        self._pending: dict[str, _PendingGroup] = {}
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def add(self, turn_id: str, group: Group, committed: int) -> None:
+        # The item's game state is needed only for scoring, and would dominate the checkpoint size.
+        slim = replace(group, prompt=replace(group.prompt, item={}))
+        self._pending[turn_id] = _PendingGroup(slim, committed, self._step)
+
+    def end_step(self, returns: Mapping[str, float]) -> tuple[list[Group], list[Group]]:
+        """Remove and return two lists: the groups completed by `returns`, and the overdue groups.
+
+        returns: by turn id. A return for a group that was released earlier is ignored: the group has already trained.
+        """
+        complete = [
+            _with_return(pending, value)
+            for turn_id, value in returns.items()
+            if (pending := self._pending.pop(turn_id, None)) is not None
+        ]
+        overdue = [key for key, pending in self._pending.items() if self._step - pending.since >= self._max_wait]
+        late = [self._pending.pop(turn_id).group for turn_id in overdue]
+        # Like game states, routes would dominate the checkpoint size. Without routes, the policy chooses the experts.
+        for turn_id, pending in self._pending.items():
+            if pending.since == self._step:
+                rollouts = [replace(rollout, routes=None) for rollout in pending.group.rollouts]
+                self._pending[turn_id] = pending._replace(group=replace(pending.group, rollouts=rollouts))
+        self._step += 1
+        return complete, late
+
+    def state_dict(self) -> JsonObject:
+        pending: JsonObject = {}
+        for turn_id, (group, committed, since) in self._pending.items():
+            # Shallow: asdict() would copy every token of every pending rollout before each step.
+            rollouts = [{**_fields(rollout), "score": _fields(rollout.score)} for rollout in group.rollouts]
+            pending[turn_id] = [{"prompt": _fields(group.prompt), "rollouts": rollouts}, committed, since]
+        return {"step": self._step, "pending": pending}
+
+    def load_state_dict(self, state: JsonObject) -> None:
+        self._step = state["step"]
+        self._pending = {}
+        for turn_id, (group, committed, since) in state["pending"].items():
+            rows: list[JsonObject] = [{**row, "score": Score(**row["score"])} for row in group["rollouts"]]
+            restored = Group(prompt=Prompt(**group["prompt"]), rollouts=[Rollout(**row) for row in rows])
+            self._pending[turn_id] = _PendingGroup(restored, committed, since)
+
+
+def _with_return(pending: _PendingGroup, value: float) -> Group:
+    rollouts = list(pending.group.rollouts)
+    rollout = rollouts[pending.committed]
+    score = rollout.score
+    if score.reward is not None:
+        score = replace(score, reward=score.reward + value, parts={**score.parts, "return": value})
+    rollouts[pending.committed] = replace(rollout, score=score)
+    return replace(pending.group, rollouts=rollouts)
+
+
+def _fields(record: Prompt | Rollout | Score) -> JsonObject:
+    return {each.name: getattr(record, each.name) for each in fields(record)}
 
 
 @dataclass(slots=True)
@@ -112,19 +177,14 @@ class EarlyStop:
     reached: int = 0
 
     def due(self, parse_rate: float | None) -> bool:
-        """Count one step and return whether to stop.
-
-        parse_rate: None if no completion was rated; the count then stays unchanged.
-        """
+        """Count one step and return whether to stop. parse_rate: None, if no completion was rated, counts nothing."""
         if parse_rate is not None:
             self.reached = self.reached + 1 if parse_rate >= self.threshold else 0
         return self.reached >= self.consecutive
 
 
-class TurnStream:
+class TurnStream(ItemStream):
     """The games of one training run, on rank 0. state_dict() is exact only between steps."""
-
-    max_attempts = 1000
 
     def __init__(self, name: str, environment: TurnEnvironment, config: TurnsSourceConfig, seed: int) -> None:
         self._name = name
@@ -186,42 +246,30 @@ class TurnStream:
                 self._pending.add(turn.id, group, chosen)
         self._start_step()
         trained = [position for position, group in enumerate(groups) if not group.prompt.by_opponent]
-        rates = completion_rates([group for group in in_order if not group.prompt.by_opponent])
-        metrics = self._stats() | rates
+        with self._errors_of("drain_stats"):
+            metrics = {name: float(value) for name, value in self._environment.drain_stats().items()}
+        metrics |= completion_rates([group for group in in_order if not group.prompt.by_opponent])
+        with self._errors_of("drain_returns"):
+            returns = {each.turn_id: _finite(each.value) for each in self._environment.drain_returns()}
+        with self._errors_of("drain_games"):
+            games = [{"source": self._name, **game} for game in self._environment.drain_games()]
+            json.dumps(games, allow_nan=False)  # raises here, not in the file writer, to name the environment
         if self._config.opponent is not None:
             metrics["opponent_turns"] = len(groups) - len(trained)
-        complete, overdue = self._pending.end_step(self._returns())
+        complete, overdue = self._pending.end_step(returns)
         if self._environment.delayed:
             metrics |= {"turns_waiting": len(self._pending), "turns_overdue": len(overdue)}
         return BatchResult(
             trained_now=[] if self._environment.delayed else trained,
             released=complete + overdue,
             metrics={f"{self._metric_prefix}/{key}": float(value) for key, value in metrics.items()},
-            games=self._games(),
+            games=games,
             finished=self._early_stop.due(metrics.get("parse_rate")),
         )
 
-    def _stats(self) -> dict[str, float]:
-        with self._errors_of("drain_stats"):
-            return {name: float(value) for name, value in self._environment.drain_stats().items()}
-
-    def _returns(self) -> dict[str, float]:
-        """Return the values of drain_returns() by turn id."""
-        with self._errors_of("drain_returns"):
-            return {each.turn_id: _finite(each.value) for each in self._environment.drain_returns()}
-
-    def _games(self) -> list[JsonObject]:
-        with self._errors_of("drain_games"):
-            games = [{"source": self._name, **game} for game in self._environment.drain_games()]
-            json.dumps(games, allow_nan=False)  # raises here, not in the file writer, to name the environment
-        return games
-
     @contextmanager
     def _errors_of(self, method: str) -> Iterator[None]:
-        """Convert exceptions of the environment to RunError.
-
-        A game has no valid state after one of its methods has failed.
-        """
+        """Convert exceptions of the environment to RunError: after a failed method, a game has no valid state."""
         try:
             yield
         except (Exception, SystemExit) as error:
@@ -240,11 +288,7 @@ class TurnStream:
     def state_dict(self) -> JsonObject:
         with self._errors_of("snapshot"):
             games = self._environment.snapshot()
-        return {
-            "games": games,
-            "pending": self._pending.state_dict(),
-            "early_stop": self._early_stop.reached,
-        }
+        return {"games": games, "pending": self._pending.state_dict(), "early_stop": self._early_stop.reached}
 
     def load_state_dict(self, state: JsonObject) -> None:
         try:

@@ -28,10 +28,7 @@ _entered: WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncExitStack] = WeakKey
 
 
 async def enter_for_loop(context: AbstractAsyncContextManager[Entered]) -> Entered:
-    """Enter a context on the running loop, which `start_loop` has started.
-
-    The context is exited when the loop is retired.
-    """
+    """Enter a context on the running loop of `start_loop`. It is exited when the loop is retired."""
     stack = _entered.setdefault(asyncio.get_running_loop(), AsyncExitStack())
     return await stack.enter_async_context(context)
 

@@ -51,29 +51,24 @@ def isolated(rng: random.Random) -> Iterator[None]:
     numpy's global stream is seeded from `rng`. `rng` advances with the draws of the block. Raises RuntimeError after
     LOCK_TIMEOUT if another block does not end.
     """
-    with _exclusive(), redirect_stdout(_silent(sys.stdout)), redirect_stderr(_silent(sys.stderr)):
-        for handler in logging.getLogger().handlers:
-            if not isinstance(handler, logging.FileHandler):
-                handler.addFilter(_from_elsewhere)  # once; its stream was opened before the block
-        before, numpy_before = random.getstate(), numpy.random.get_state()
-        numpy.random.seed(rng.getrandbits(32))
-        random.setstate(rng.getstate())
-        _inside.silent = True
-        try:
-            yield
-        finally:
-            _inside.silent = False
-            rng.setstate(random.getstate())
-            random.setstate(before)
-            numpy.random.set_state(numpy_before)
-
-
-@contextmanager
-def _exclusive() -> Iterator[None]:
     if not _process_state_lock.acquire(timeout=LOCK_TIMEOUT):
         raise RuntimeError(f"another game call has not returned for {LOCK_TIMEOUT:g} s")
     try:
-        yield
+        with redirect_stdout(_silent(sys.stdout)), redirect_stderr(_silent(sys.stderr)):
+            for handler in logging.getLogger().handlers:
+                if not isinstance(handler, logging.FileHandler):
+                    handler.addFilter(_from_elsewhere)  # once; its stream was opened before the block
+            before, numpy_before = random.getstate(), numpy.random.get_state()
+            numpy.random.seed(rng.getrandbits(32))
+            random.setstate(rng.getstate())
+            _inside.silent = True
+            try:
+                yield
+            finally:
+                _inside.silent = False
+                rng.setstate(random.getstate())
+                random.setstate(before)
+                numpy.random.set_state(numpy_before)
     finally:
         _process_state_lock.release()
 

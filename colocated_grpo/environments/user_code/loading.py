@@ -4,7 +4,8 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from hashlib import sha256
 from inspect import signature
@@ -29,10 +30,13 @@ def one_line(error: BaseException) -> str:
 
     Type and message are cut to MAX_ERROR_CHARACTERS.
     """
-    line = in_one_line(error)
-    shown = line if len(line) <= MAX_ERROR_CHARACTERS else line[: MAX_ERROR_CHARACTERS - 3] + "..."
+    shown = shortened(in_one_line(error), MAX_ERROR_CHARACTERS)
     own = innermost(lines_of_error(error))
     return shown if own is None else f"{shown} ({own.place})"
+
+
+def shortened(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def load_object(path: str, key: str) -> Any:
@@ -41,7 +45,11 @@ def load_object(path: str, key: str) -> Any:
     if not separator or not location or not name:
         raise EnvironmentSetupError(f"{key}: {path!r} is not of the form module:object or path/to/file.py:object")
     try:
-        module = _load_file(Path(location)) if location.endswith(".py") else _load_module(location)
+        if location.endswith(".py"):
+            module = _load_file(Path(location))
+        else:
+            make_importable(os.getcwd())
+            module = importlib.import_module(location)
     except (Exception, SystemExit) as error:
         extra = "; install it with: pip install 'colocated-grpo[trl]'" if getattr(error, "name", "") == "trl" else ""
         raise EnvironmentSetupError(f"{key}: cannot import {location!r}: {one_line(error)}{extra}") from error
@@ -52,9 +60,15 @@ def load_object(path: str, key: str) -> Any:
         raise unknown_name(key, f"object of {location!r}", name, public) from None
 
 
-def _load_module(name: str) -> ModuleType:
-    make_importable(os.getcwd())
-    return importlib.import_module(name)
+def load_function(path: str, key: str) -> Callable[..., Any]:
+    """Import a function as `load_object` does."""
+    return check_callable(load_object(path, key), path, key)
+
+
+def check_callable(found: Any, name: str, key: str) -> Callable[..., Any]:
+    if not callable(found):
+        raise EnvironmentSetupError(f"{key}: {name!r} is a {type(found).__name__}, not a function")
+    return found
 
 
 def _load_file(path: Path) -> ModuleType:
@@ -117,14 +131,14 @@ def _first_problem(error: ValidationError, factory: Callable[..., object], args:
     return f"args.{name}={masked(problem['input'], name)!r}: {message}" if name else f"args: {message}"
 
 
-def resolve_mode(args: JsonObject, name: str, modes: Mapping[str, object], key: str) -> JsonObject:
-    """Return args. If args[name] is the name of a mode, it is replaced by the mode. modes: modes by name."""
-    given = args.get(name)
-    if not isinstance(given, str):
-        return args
-    if given not in modes:
-        raise unknown_name(f"{key}: args.{name}", "mode", given, modes)
-    return {**args, name: modes[given]}
+def unique_names(names: Iterable[str], separator: str) -> list[str]:
+    """Return the names, with a number added to repeated names."""
+    seen: Counter[str] = Counter()
+    unique = []
+    for name in names:
+        seen[name] += 1
+        unique.append(name if seen[name] == 1 else f"{name}{separator}{seen[name]}")
+    return unique
 
 
 def unknown_name(key: str, what: str, name: str, valid: Iterable[str]) -> EnvironmentSetupError:

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colocated_grpo.environments.base import EnvironmentSetupError
+from colocated_grpo.environments.rewards.answers import marked_number
 from colocated_grpo.evaluation.evaluator import Best
 from colocated_grpo.evaluation.metrics import (
     answer_function,
     boxed,
     final_answer,
-    last_number,
     majority,
     mean_and_error,
     pass_at_k,
@@ -88,8 +88,8 @@ def test_a_set_has_every_metric_and_a_completion_without_a_reward_has_not_passed
 def test_answers_are_what_the_built_in_rewards_judge():
     assert final_answer("<think>3</think> <answer> 7 </answer>") == "7"
     assert final_answer("<think>3</think>") is None
-    assert last_number("6 apples, #### 1,250") == Decimal(1250)
-    assert last_number("none") is None
+    assert marked_number("6 apples, #### 1,250") == Decimal(1250)
+    assert marked_number("none") is None
     assert boxed(r"so \boxed{\frac{1}{2}}") == boxed(r"$\boxed{ \dfrac{1}{2} }$") == r"\frac{1}{2}"
     assert boxed(r"\boxed{1.50}") == boxed(r"\boxed{1.5}") == boxed("it is 1.5") == Decimal("1.5")
     assert boxed(r"\boxed{0}") == 0

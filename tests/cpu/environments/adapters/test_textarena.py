@@ -167,7 +167,7 @@ def test_the_random_player_makes_legal_moves_only(game):
         while not deal.over:
             deal.read_new()
             move = random_move(deal, rng)
-            illegal += not deal.accepts(move)
+            illegal += not deal.try_move(move)
             deal.play(move)
         assert illegal == 0
 
@@ -177,7 +177,7 @@ def test_accepts_predicts_illegal_moves_also_those_that_end_the_game():
     deal.play("[4]")
     for _ in range(2):  # The game forgives the first invalid move in a row and ends with the second.
         deal.read_new()
-        assert [deal.accepts(move) for move in ("[4]", "[0]", "[9]", "honk")] == [False, True, False, False]
+        assert [deal.try_move(move) for move in ("[4]", "[0]", "[9]", "honk")] == [False, True, False, False]
         deal.play("[4]")
     assert deal.over
 
@@ -193,7 +193,7 @@ def test_trying_a_move_does_not_change_the_game():
         new = deal.read_new()
         assert new == other.read_new()
         moves = [move for moves in deal.shown_moves() for move in moves]
-        assert [deal.accepts(move) for move in [*moves, "honk"]] == [deal.accepts(move) for move in [*moves, "honk"]]
+        assert [deal.try_move(move) for move in [*moves, "honk"]] == [deal.try_move(move) for move in [*moves, "honk"]]
         deal.play(moves[turn % len(moves)] if moves else "hm")
         other.play(moves[turn % len(moves)] if moves else "hm")
 

@@ -12,7 +12,7 @@ import pytest
 
 from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.environments.rewards import run_code as run_code_module
-from colocated_grpo.environments.rewards.functions import RewardInputs, build_rewards, results_of
+from colocated_grpo.environments.rewards.functions import RewardInputs, build_rewards, scores_of
 from colocated_grpo.environments.rewards.run_code import GRACE
 from colocated_grpo.settings.sources import RewardConfig
 
@@ -39,11 +39,11 @@ def results(function, *programs, tests=CHECKS, raw=False):
     texts = list(programs) if raw else [f"So:\n```python\n{program}\n```\n" for program in programs]
     item = {"prompt": "Write add.", "tests": tests}
     inputs = RewardInputs(item=item, texts=texts, completion_ids=[[1]] * len(texts), global_step=0, max_steps=1)
-    return results_of(function, inputs)
+    return scores_of(function, inputs)
 
 
 def values(*arguments, **options):
-    return [result.value for result in results(*arguments, **options)]
+    return [result.reward for result in results(*arguments, **options)]
 
 
 def test_the_reward_is_the_fraction_of_passed_tests(run_code):
@@ -68,7 +68,7 @@ def test_tests_may_be_one_text_or_json_or_absent(run_code):
     assert values(run_code, RIGHT, tests=json.dumps([*CHECKS, "assert False"])) == [pytest.approx(2 / 3)]
     assert values(run_code, RIGHT, tests=[]) == [None]
     [result] = results(run_code, RIGHT, tests=[3])
-    assert (result.value, "a test must be statements" in result.error) == (None, True)
+    assert (result.reward, "a test must be statements" in result.error) == (None, True)
 
 
 def test_the_last_closed_code_block_is_run(run_code):
@@ -151,7 +151,7 @@ def test_a_response_that_does_not_answer_the_job_is_no_reward(monkeypatch, tmp_p
     with monkeypatch.context() as patch:
         patch.setattr(function.function._runners, "_command", [sys.executable, str(forging)])
         [result] = results(function, RIGHT)
-        assert (result.value, result.error) == (None, "run_code: the worker process sent an invalid response")
+        assert (result.reward, result.error) == (None, "run_code: the worker process sent an invalid response")
         function.function._runners.close()
     assert values(function, RIGHT) == [1.0]
 
@@ -173,7 +173,7 @@ def test_a_program_that_does_not_end_is_killed(brief, program):
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     since = time.monotonic()
     [result] = results(brief, program)
-    assert (result.value, result.error) == (0.0, None)
+    assert (result.reward, result.error) == (0.0, None)
     assert time.monotonic() - since < GRACE
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
 
@@ -203,7 +203,7 @@ def test_a_runner_that_ends_costs_one_completion_its_reward_and_is_replaced():
     runner.kill()
     runner.process.wait()
     [first] = results(function, RIGHT)
-    assert (first.value, first.error) == (
+    assert (first.reward, first.error) == (
         None,
         "run_code: the worker process was ended by SIGKILL",
     )

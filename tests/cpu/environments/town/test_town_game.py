@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from colocated_grpo.environments.town.night import eliminate, seat_result, winning_side
-from colocated_grpo.environments.town.phases import begin, end_turn, enter, to_act
+from colocated_grpo.environments.town.phases import end_turn, enter, to_act
 from colocated_grpo.environments.town.players import reply
 from colocated_grpo.environments.town.roles import ROLES, Faction
 from colocated_grpo.environments.town.state import (
@@ -78,19 +78,19 @@ def test_random_games_reach_every_phase():
 
 def test_a_game_starts_before_night_with_the_jailor():
     game = table("jailor", "godfather")
-    begin(game)
+    enter(game)
     assert (game.phase, to_act(game)) == (Phase.PRE_NIGHT, [0])
 
 
 def test_without_a_jailor_and_a_second_mafia_member_the_first_turns_are_at_night():
     game = table("sheriff", "godfather")
-    begin(game)
+    enter(game)
     assert (game.phase, to_act(game)) == (Phase.NIGHT, [0, 1])
 
 
 def test_the_mafia_talks_in_its_channel_before_it_acts():
     game = table("godfather", "informer")
-    begin(game)
+    enter(game)
     assert (game.phase, game.waiting) == (Phase.NIGHT_TALK, [0, 1])
     do(game, "Ada", "speak", "Cleo it is")
     do(game, "Bram", "wait")
@@ -100,7 +100,7 @@ def test_the_mafia_talks_in_its_channel_before_it_acts():
 
 def test_jailor_and_prisoner_talk_and_the_prisoner_does_not_learn_the_name():
     game = table("jailor", "godfather", "informer")
-    begin(game)
+    enter(game)
     do(game, "Ada", "jail", "Bram")
     assert game.waiting == [0, 1]
     do(game, "Ada", "speak", "who are you")
@@ -171,7 +171,7 @@ def test_simultaneous_choices_are_accepted_in_any_order_and_talk_in_turn():
     forward, backward = table("sheriff", "godfather", "doctor"), table("sheriff", "godfather", "doctor")
     moves = {"Ada": ("investigate", "Bram"), "Bram": ("kill", "Dorn"), "Cleo": ("protect", "Elin")}
     for game, names in ((forward, list(moves)), (backward, list(moves)[::-1])):
-        begin(game)
+        enter(game)
         for name in names:
             do(game, name, *moves[name])
         assert game.phase is Phase.DISCUSSION
@@ -221,7 +221,7 @@ def test_a_game_without_survivors_is_a_draw():
 
 def test_a_mafia_without_a_killer_promotes_a_member():
     game = table("informer", "informer")
-    begin(game)
+    enter(game)
     assert seat(game, "Ada").role_name == "mafioso"
     assert private_texts(game, "Bram") == ["mafioso"]
 
@@ -255,7 +255,7 @@ def test_every_game_ends(seats, player):
 
 def test_a_game_of_waiting_seats_ends_in_a_draw_at_the_day_limit():
     game = table("godfather", "informer", max_days=3)
-    begin(game)
+    enter(game)
     while game.phase is not Phase.OVER:
         end_turn(game, to_act(game)[0])
     assert (game.winner, game.day) == ("draw", 4)

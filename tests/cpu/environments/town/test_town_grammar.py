@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from colocated_grpo.environments.town.legality import (
     ARGUMENT_TAGS,
     BARE_TAGS,
-    ArgumentKind,
-    Malformed,
+    Problem,
     Reply,
     clean_line,
     legal_actions,
@@ -93,7 +92,7 @@ def test_hostile_text_is_judged_without_an_exception(text):
     before = snapshot_game(game)
     verdict = judged(game, "Ada", text)
     assert verdict.status in (Status.MALFORMED, Status.ILLEGAL, Status.OK)
-    assert isinstance(parse(text), Malformed) == (verdict.status is Status.MALFORMED)
+    assert isinstance(parse(text), Problem) == (verdict.status is Status.MALFORMED)
     assert snapshot_game(game) == before
 
 
@@ -197,7 +196,7 @@ def test_the_reply_pattern_matches_every_legal_option_and_no_illegal_tag():
         legal = legal_actions(game, actor)
         pattern = re.compile(reply_pattern(legal, game.rules.max_speech))
         for tag, spec in legal.items():
-            if spec.kind in (ArgumentKind.CHOICE, ArgumentKind.EMPTY):
+            if not spec.text:
                 assert all(pattern.fullmatch(reply(tag, option)) for option in spec.options or ("",))
             else:
                 written = reply(tag, argument_for(spec, Random(step)))

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colocated_grpo.environments.town.legality import look_ups
-from colocated_grpo.environments.town.observations import observe
-from colocated_grpo.environments.town.phases import begin, enter, to_act
+from colocated_grpo.environments.town.observations import Observation
+from colocated_grpo.environments.town.phases import enter, to_act
 from colocated_grpo.environments.town.players import random_player, reply
 from colocated_grpo.environments.town.roles import ROLES, Faction
 from colocated_grpo.environments.town.state import Event, Game, Phase, Rules, new_game
@@ -27,7 +27,7 @@ SECRET_WORD = re.compile(r"secret\d+")
 def everything_read(game: Game, reader: int) -> str:
     """Return the prompt, the observations of all look-ups, and the verdicts on legal and illegal replies."""
     game = deepcopy(game)  # write_will changes the game.
-    view = observe(game, reader)
+    view = Observation(game, reader)
     texts = [message["content"] for message in full_prompt(view, memory=10_000)]
     if len(game.seats[reader].dialog) < game.rules.tool_calls:
         for tag, spec in look_ups(game, reader).items():
@@ -74,14 +74,14 @@ def moments(seed: int, stride: int = 1):
     """Yield a random game before every stride-th action, and the seat that acts."""
     rng = Random(seed)
     game = new_game(seed, seed, 7 + seed % 9, ["random"], Rules(max_days=4))
-    begin(game)
+    enter(game)
     for step in count():
         if game.phase is Phase.OVER:
             return
         actor = rng.choice(to_act(game))
         if step % stride == 0:
             yield game, actor
-        completion = random_player(observe(game, actor), rng)
+        completion = random_player(Observation(game, actor), rng)
         apply_verdict(game, actor, judge(game, actor, completion), completion)
 
 
@@ -110,12 +110,12 @@ def test_private_messages_reach_their_audience_only():
     """Every message of a random game is unique; its audience is derived here again, from roles and phase."""
     for seed in range(12):
         game = new_game(seed, seed, 7 + seed % 9, ["random"], Rules(max_days=3, tool_calls=0))
-        begin(game)
+        enter(game)
         words, rng, received = count(), Random(seed), 0
         audiences: dict[str, set[int]] = {}
         while game.phase is not Phase.OVER:
             actor = to_act(game)[0]
-            view = observe(game, actor)
+            view = Observation(game, actor)
             prompt = "\n".join(message["content"] for message in full_prompt(view, memory=10_000))
             for word in SECRET_WORD.findall(prompt):
                 assert actor in audiences[word], f"{word} reached seat {actor} in game {seed}"
@@ -142,7 +142,7 @@ def _audience(game: Game, speaker: int, tag: str, argument: str) -> set[int]:
 
 
 def read(game: Game, name: str) -> str:
-    return "\n".join(message["content"] for message in full_prompt(observe(game, game.index(name)), memory=100))
+    return "\n".join(message["content"] for message in full_prompt(Observation(game, game.index(name)), memory=100))
 
 
 def test_the_mafia_knows_its_members_and_the_town_does_not():
@@ -159,7 +159,7 @@ def test_findings_stay_in_the_prompt_beyond_its_memory():
     for _ in range(50):
         game.announce("speech", actor=3, text="bla")
     enter(game, Phase.DISCUSSION)
-    chat = full_prompt(observe(game, 0), memory=5)
+    chat = full_prompt(Observation(game, 0), memory=5)
     assert "(Result on Bram: suspicious.)" in chat[1]["content"]
     assert chat[1]["content"].count("bla") == 4
 
@@ -179,7 +179,7 @@ def test_chat_history_leaves_out_the_whispers_of_others():
     game.day = 2
     enter(game, Phase.DISCUSSION)
     game.announce("speech", actor=1, text="I trust Cleo")
-    game.notify([1, 2], "whisper", actor=1, target=2, text="Ada is next")
+    game.announce("whisper", actor=1, target=2, text="Ada is next", audience=[1, 2])
     history = look_up(game, 3, "chat_history", "2")
     assert 'Bram: "I trust Cleo"' in history
     assert "Ada is next" not in history
@@ -200,14 +200,14 @@ def test_a_speaker_cannot_fake_a_line_of_the_record():
 def test_a_look_up_appends_to_the_chat_without_rewriting_it():
     checked = 0
     for game, actor in moments(3, stride=9):
-        before = full_prompt(observe(game, actor), memory=20)
+        before = full_prompt(Observation(game, actor), memory=20)
         completion = reply("write_will", f"number {checked}")
         verdict = judge(game, actor, completion)
         if verdict.code != "ok":
             continue
         trial = deepcopy(game)
         observation = apply_verdict(trial, actor, verdict, completion)
-        after = full_prompt(observe(trial, actor), memory=20)
+        after = full_prompt(Observation(trial, actor), memory=20)
         assert after[:-2] == before
         assert after[-2:] == [
             {"role": "assistant", "content": completion},

@@ -16,7 +16,7 @@ from colocated_grpo.environments import EnvironmentSetupError
 from colocated_grpo.environments.build import build_environments
 from colocated_grpo.environments.streams import PromptSource
 from colocated_grpo.environments.town.players import reply
-from colocated_grpo.environments.turns.pending import PendingGroups
+from colocated_grpo.environments.turns.games import PendingGroups
 from colocated_grpo.errors import RunError
 from colocated_grpo.settings import Config
 from colocated_grpo.tools.make_model import build_char_tokenizer
