@@ -37,8 +37,9 @@ MODEL_TYPES = frozenset(("gemma3_text", "llama", "mistral", "qwen2", "qwen3"))
 """Steps of llama, qwen3 and gemma3 models were captured on a GPU; the other two have the same operations."""
 LEAST_LONGEST = 256
 """A graph has room for runs of this length, even if its first micro-batch has shorter runs only."""
-TOKENS_PER_COMPLETION = 8
-"""A graph has room for completions of this mean length, prompts counted once for a group."""
+TOKENS_PER_COMPLETION = 12
+"""A graph has room for completions of this mean length, prompts counted once for a group. FlashAttention 2's backward
+pass takes memory for 128 tokens of each run, also of an empty one."""
 MAX_GRAPHS = 24
 """Micro-batches of further shapes run without a graph."""
 HOST_SECONDS = 2e-3
@@ -111,7 +112,7 @@ def shape_for(micro_batch: MicroBatch, group_size: int) -> GraphShape:
     return GraphShape(
         rows=rows,
         keys=all_keys,
-        runs=max(2 * completions, _power_of_two(len(tokens.cu_seqlens) - 1 + padding_runs)),
+        runs=max(completions * 3 // 2, _power_of_two(len(tokens.cu_seqlens) - 1 + padding_runs)),
         prefix_rows=max(rows // 2, min(_power_of_two(len(keys.copies_UR)), rows)),
         copies=_power_of_two(max(group_size, keys.copies_UR.shape[1])),
         scored=rows + completions,  # siblings may share the row that predicts their first token
