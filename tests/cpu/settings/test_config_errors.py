@@ -210,6 +210,12 @@ def test_an_invalid_override_is_reported_with_value_and_rule(words, line):
     assert config_error("", *words) == line
 
 
+def test_a_toml_file_is_not_read_as_yaml(tmp_path):
+    (tmp_path / "x.toml").write_text('[model]\nname = "x"\n')
+    with pytest.raises(ConfigError, match=r"^config='.*x.toml': TOML; a config is YAML, for example model: "):
+        load_config(tmp_path / "x.toml")
+
+
 def test_a_missing_file_is_a_one_line_error(tmp_path):
     with pytest.raises(ConfigError, match=r"^config='.*nope.yaml': no such file$"):
         load_config(tmp_path / "nope.yaml")
