@@ -265,7 +265,10 @@ def make_objective(config: LossConfig) -> Objective:
 
 
 def unfused_objective(loss_fn: LossFn) -> Objective:
-    """Apply the loss to the log-probabilities of all scored tokens. The backward pass computes the logits again."""
+    """Return an objective that applies the loss to the log-probabilities of all scored tokens.
+
+    The backward pass computes the logits again.
+    """
 
     def objective(model: PackedLM, micro_batch: MicroBatch, denominator: Tensor | float) -> Result:
         logprobs_N, entropy_N = model(micro_batch.tokens)
@@ -276,7 +279,10 @@ def unfused_objective(loss_fn: LossFn) -> Objective:
 
 
 def fused_objective(loss_fn: LossFn, chunked_loss: ChunkedLoss) -> Objective:
-    """Apply the loss chunk by chunk inside the output layer, where the forward pass also computes the gradients."""
+    """Return an objective that applies the loss chunk by chunk inside the output layer.
+
+    The forward pass then also computes the gradients.
+    """
 
     def objective(model: PackedLM, micro_batch: MicroBatch, denominator: Tensor | float) -> Result:
         chunk_loss = chunked_loss(micro_batch.loss_inputs)

@@ -71,7 +71,7 @@ def warm_start(
     settings: WarmStart,
     report: Callable[[int, float, float], None],
 ) -> int:
-    """Train `model` in place and return the number of steps. Repeatable on one kind of device.
+    """Train `model` in place and return the number of steps. Reproducible on the same kind of device.
 
     The reward is measured every CHECK_EVERY steps, on training prompts: the held-out split stays unseen. Training stops
     when the mean of the last two measurements reaches the target, because a single measurement is too noisy.
