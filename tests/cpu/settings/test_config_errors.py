@@ -75,6 +75,10 @@ from tests.support.config_text import config_error, load, notes
             "(line 3 of x.yaml)",
         ),
         (
+            "loss: {correction: {floor: 0.5}}",
+            "loss.correction: floor=0.5: only mode: mask has a lower bound (line 3 of x.yaml)",
+        ),
+        (
             "loss: {type: grpo, dual_clip: 1.1}",
             "loss: dual_clip=1.1: must be greater than 1 + clip_high=1.2 (line 3 of x.yaml)",
         ),
