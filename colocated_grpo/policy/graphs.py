@@ -139,6 +139,7 @@ def padded(micro_batch: MicroBatch, shape: GraphShape) -> MicroBatch:
     """Return the micro-batch in `shape`. The loss, its statistics and all gradients stay the same up to rounding."""
     tokens, inputs = micro_batch.tokens, micro_batch.loss_inputs
     scored = shape.scored - len(tokens.source_N)
+    assert scored >= 0  # F.pad would cut
     given: dict[str, Any] = {name: F.pad(value, (0, scored)) for name, value in _inputs_N(inputs) if value is not None}
     return MicroBatch(
         tokens=replace(

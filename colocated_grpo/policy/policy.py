@@ -181,6 +181,10 @@ class Policy:
                 group_size=self._group_size,
             )
 
+    @property
+    def uses_graphs(self) -> bool:
+        return isinstance(self._gradient, GraphedGradient)
+
     @torch.no_grad()
     def _balance(self, balancing: LoadBalancing, minibatch: Minibatch) -> Stat:
         """Set the loss of the routers for this minibatch, and return it. The output layer is skipped."""

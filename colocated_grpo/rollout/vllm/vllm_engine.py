@@ -189,6 +189,8 @@ class VLLMEngine:
 
     def close(self) -> None:
         if self._sleeps:
+            # Not the weights that the policy may compute with (`weights: shared`).
+            discard("kv_cache", *(() if self._keeps_weights else ("weights",)))
             # Hide the runner from the worker's shutdown, which frees the runner's tensors (since vLLM 0.32).
             _closed.append(self._worker.model_runner)
             self._worker.model_runner = None
