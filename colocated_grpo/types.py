@@ -136,7 +136,7 @@ class Rollout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """Siblings of one prompt."""
+    """A prompt and its completions."""
 
     prompt: Prompt
     rollouts: list[Rollout]

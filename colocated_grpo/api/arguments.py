@@ -1,4 +1,4 @@
-"""Translates Trainer's arguments to settings by path. These settings override the settings of a config file."""
+"""Translates Trainer's arguments to settings, keyed by path. These settings override the settings of a config file."""
 
 import dataclasses
 import math

@@ -114,7 +114,7 @@ class Trainer(TrainedModel):
             self.add_callback(callback)
         check_names(self._loaded.config.sources)
         self._name = program_name() if config is None else Path(config).stem
-        # Under torchrun, GRPOConfig joins a process group and does not use it.
+        # Under torchrun, constructing GRPOConfig initializes a process group that nothing uses.
         self._replaces_group = args is not None and hasattr(args, "generation_batch_size")
         self.config = self._loaded.config
         """The settings, including defaults."""

@@ -97,7 +97,7 @@ def build_run(
     opponent = build_opponent(config.opponent, frozen, policy, engines, world, config.freshness.every)
     with output.phase("rehearsing a training step"):
         # The engine sleeps, so memory that is free now is free while the policy trains.
-        config = rehearse(config, policy, engines.local, world)
+        config = rehearse(config, policy, engines.local, world, tracker.note)
     driver = Driver(engines.engine, inbox)
     collector = build_collector(config, driver, inbox, data, model, world, stop)
     resources.callback(collector.close)

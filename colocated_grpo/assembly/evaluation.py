@@ -79,7 +79,7 @@ def draw_held_out(evaluation: EvaluationConfig, environments: Environments, note
 def evaluation_sets(config: Config, evaluated: Evaluated, stop_tokens: tuple[int, ...]) -> list[EvaluationSet]:
     """Return the held-out prompts and the sets of the config. Sets that this run does not evaluate have no prompts."""
     evaluation, rollout = config.evaluation, config.rollout
-    # Without the top_k, min_p and penalties of training.
+    # Training's top_p, top_k, min_p and penalties do not apply.
     sampling = partial(
         Sampling, max_tokens=rollout.max_completion_tokens, stop=tuple(rollout.stop), stop_token_ids=stop_tokens
     )

@@ -1,6 +1,6 @@
 """The policy side of a run: the models on this rank, the engine beside them, and the sync between both."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -92,7 +92,9 @@ def build_engine(spec: EngineSpec, policy: Policy, world: World) -> VLLMEngine:
     return engine
 
 
-def rehearse(config: Config, policy: Policy, engine: LocalEngine | None, world: World) -> Config:
+def rehearse(
+    config: Config, policy: Policy, engine: LocalEngine | None, world: World, note: Callable[[str], None]
+) -> Config:
     """Return the config with the micro-batch size decided by trial steps. Collective. engine: asleep.
 
     If the memory suffices for engine and training at once, the engine never sleeps again, and training keeps CUDA
@@ -105,6 +107,8 @@ def rehearse(config: Config, policy: Policy, engine: LocalEngine | None, world: 
         # A shape's first step has no graph, also after a resume, and the two may round differently.
         if not config.deterministic:
             policy.use_graphs()
+        graphs = ", and small training steps run as CUDA graphs" if policy.uses_graphs else ""
+        note(f"engine and training fit into device memory at once: the engine stays awake{graphs}")
     return config.with_micro_batches(fit.tokens)
 
 

@@ -97,7 +97,8 @@ class Serving:
         world.from_main(open_ports)
 
     def close(self) -> None:
-        """Close ports and links. After `start`, the supply closes both, once its requests have a response."""
+        """Close ports and links. Call only if `start` was not called: the supply then closes both, once its requests
+        have a response."""
         for server in self._servers:
             server.close()
         for link in self._links:

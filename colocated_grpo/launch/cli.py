@@ -77,6 +77,10 @@ def default_config_note(options: argparse.Namespace) -> list[str]:
     ]
 
 
+LAUNCHER_FLAGS = {"--dry-run", "--engine-gpus", "--gpus", "--log-dir", "--nodes", "--nproc", "--redirect-output"}
+"""Flags that users may add to the command of a rank."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run this rank and return its exit code. Unexpected exceptions are defects and propagate."""
     parser = program.OneLineParser(
@@ -86,6 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add_run_arguments(parser)
     options, overrides = program.parse_rank_arguments(parser, arguments)
+    if misplaced := {argument.partition("=")[0] for argument in overrides} & LAUNCHER_FLAGS:
+        parser.error(f"{min(misplaced)}: a flag of the launcher; write colocated-grpo instead of {parser.prog}")
     program.prepare_libraries(options.log_level, prefix=f"[rank {os.environ['RANK']}] ")
     program.raise_descriptor_limit()
     faulthandler.enable()

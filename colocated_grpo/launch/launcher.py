@@ -144,7 +144,7 @@ def model_verdict(model: ModelConfig, cpu_dtype: str | None) -> str:
 
     try:
         config_json = read_config_json(model)
-    except ConfigError:  # `adapted` reports the reason
+    except ConfigError:  # `cli.adapted`, called next, reports the reason
         return f"{model.name}: unknown, as its config.json cannot be read"
     setting = f"model.name={model.name!r}"
     check_trains(config_json, setting)

@@ -48,7 +48,7 @@ def fetch_model(config: ModelConfig, world: World, key: str = "model.name") -> P
 def fetch_tokenizer(config: ModelConfig) -> Path:
     """Return a folder with the model's tokenizer and config. For a Hub model, only small files are downloaded."""
     if Path(config.name).is_dir():
-        return Path(config.name).absolute()  # as in `fetch_model`
+        return Path(config.name).absolute()  # the same path as `fetch_model` returns
     return _download(config, "model.name", SMALL_FILES)
 
 

@@ -63,7 +63,7 @@ class Merge:
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """Checkpoint layout of a model type. Empty: same as the module."""
+    """Checkpoint layout of a model type. Without fields: the module's own layout."""
 
     prefix: str = ""
     """Prefix of names, in place of 'model.', in checkpoints that store the model inside another model."""

@@ -28,20 +28,16 @@ class Export(Protocol):
     @property
     def final_name(self) -> str:
         """Name of the folder of the last step."""
-        ...
 
     @property
     def best_name(self) -> str:
         """Name of the folder of the best step."""
-        ...
 
     def name_at(self, step: int) -> str:
         """Return the name of the folder of a step."""
-        ...
 
     def write(self, target: Path) -> None:
         """Write the folder under another name, and rename it to `target` once it is complete. Collective."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,15 +30,17 @@ Result = tuple[Tensor, dict[str, Stat]]
 Gradient = Callable[[MicroBatch, Tensor | float], Result]
 """(micro-batch, denominator of the loss) -> loss and statistics; adds to the gradients of the parameters."""
 GROWTH = 1.5
-"""Ratio of the sizes to which tokens and keys are padded. A smaller ratio pads less and needs more graphs."""
+"""Ratio of the numbers of tokens that graphs have. A smaller ratio pads less and needs more graphs. Keys are padded to
+a power of two times the tokens."""
 ALIGNMENT = 64
-"""These sizes are multiples of this number."""
+"""Padded numbers of tokens are multiples of this number."""
 MODEL_TYPES = frozenset(("gemma3_text", "llama", "mistral", "qwen2", "qwen3"))
 """Steps of llama, qwen3 and gemma3 models were captured on a GPU; the other two have the same operations."""
 LEAST_LONGEST = 256
 """A graph has room for runs of this length, even if its first micro-batch has shorter runs only."""
-TOKENS_PER_COMPLETION = 8
-"""A graph has room for completions of this mean length, prompts counted once for a group."""
+TOKENS_PER_COMPLETION = 12
+"""A graph has room for one completion per this many tokens. FlashAttention 2's backward pass takes memory for 128
+tokens of each run, also of an empty one."""
 MAX_GRAPHS = 24
 """Micro-batches of further shapes run without a graph."""
 HOST_SECONDS = 2e-3
@@ -50,7 +52,7 @@ DEVICE_FLOPS = 3e14
 def pays_off(parameters: int, blocks: int, rows: int) -> bool:
     """Return True if the device would wait for the host in a micro-batch of `rows` tokens.
 
-    Estimated and not measured: a resumed run must make the same choice, because padding changes rounding.
+    An estimate, so that runs with equal settings make the same choice: padding changes rounding.
     """
     return 6 * parameters * rows / DEVICE_FLOPS < HOST_SECONDS * blocks
 
@@ -96,8 +98,8 @@ class GraphShape(NamedTuple):
 def shape_for(micro_batch: MicroBatch, group_size: int) -> GraphShape:
     """Return the shape that a micro-batch with `prefix_keys` is padded to.
 
-    It depends on the arguments only, and for usual micro-batches on the numbers of tokens and keys: runs and
-    completions that a graph has in excess are empty and cost almost nothing, another graph does.
+    For usual micro-batches it depends on the numbers of tokens and keys only. Spare runs and completions are empty and
+    cost little time; another graph would cost more.
     """
     tokens, inputs, keys = micro_batch.tokens, micro_batch.loss_inputs, micro_batch.tokens.prefix_keys
     assert keys is not None
@@ -111,7 +113,7 @@ def shape_for(micro_batch: MicroBatch, group_size: int) -> GraphShape:
     return GraphShape(
         rows=rows,
         keys=all_keys,
-        runs=max(2 * completions, _power_of_two(len(tokens.cu_seqlens) - 1 + padding_runs)),
+        runs=max(completions * 3 // 2, _power_of_two(len(tokens.cu_seqlens) - 1 + padding_runs)),
         prefix_rows=max(rows // 2, min(_power_of_two(len(keys.copies_UR)), rows)),
         copies=_power_of_two(max(group_size, keys.copies_UR.shape[1])),
         scored=rows + completions,  # siblings may share the row that predicts their first token
@@ -137,6 +139,7 @@ def padded(micro_batch: MicroBatch, shape: GraphShape) -> MicroBatch:
     """Return the micro-batch in `shape`. The loss, its statistics and all gradients stay the same up to rounding."""
     tokens, inputs = micro_batch.tokens, micro_batch.loss_inputs
     scored = shape.scored - len(tokens.source_N)
+    assert scored >= 0  # F.pad would cut
     given: dict[str, Any] = {name: F.pad(value, (0, scored)) for name, value in _inputs_N(inputs) if value is not None}
     return MicroBatch(
         tokens=replace(
@@ -154,7 +157,7 @@ def _inputs_N(inputs: LossInputs) -> Iterator[tuple[str, Any]]:
 
 
 def _padded_rows(tokens: PackedTokens, shape: GraphShape) -> PackedTokens:
-    """Append runs of padding tokens. Each has the keys of its own tokens, after keys that fill up E."""
+    """Append runs of padding tokens. Each run sees filler keys, which fill up E, and then its own tokens' keys."""
     keys = tokens.prefix_keys
     assert keys is not None
     rows, spare = shape.rows - tokens.num_tokens, shape.keys - len(keys.rows_E)
@@ -162,9 +165,9 @@ def _padded_rows(tokens: PackedTokens, shape: GraphShape) -> PackedTokens:
     own = _fill(rows, np.full(runs, shape.longest))
     fillers = _fill(spare - rows, shape.longest - own)
     ends = np.cumsum(own + fillers)
-    # Keys are numbered within the padding; the own keys of a run are its last ones.
+    # Keys are numbered within the padding; a run's own keys are its last ones.
     own_keys = np.concatenate([np.arange(end - count, end) for count, end in zip(own, ends, strict=True)])
-    row_of_key = np.zeros(spare, np.int64)  # a filler repeats the key of row 0, whose gradient nothing reads
+    row_of_key = np.zeros(spare, np.int64)  # a filler copies the key of row 0; the gradient of the copy is never read
     row_of_key[own_keys] = tokens.num_tokens + np.arange(rows)
     positions = np.concatenate([np.arange(count) for count in own])
     copies = keys.copies_UR
@@ -199,8 +202,9 @@ def _extended(cu_seqlens: Tensor, lengths: np.ndarray) -> Tensor:
 class GraphedGradient:
     """A `Gradient` that replays CUDA graphs.
 
-    The first micro-batch of a shape runs padded, but without a graph, which allocates what kernels and libraries keep.
-    The second is captured. All graphs write into the same gradient tensors, which therefore stay allocated.
+    The first micro-batch of a shape is padded but runs without a graph, so that kernels and libraries make their
+    lasting allocations. The second is captured. All graphs write into the same gradient tensors, which therefore stay
+    allocated.
     """
 
     def __init__(

@@ -20,27 +20,21 @@ class Weights(Protocol):
 
     def masters(self) -> dict[str, nn.Parameter]:
         """Return the trained parameters by name, in the same order on every rank. Parameters and gradients are fp32."""
-        ...
 
     def published(self) -> Mapping[str, Tensor]:
         """Return all weights of the model by checkpoint name, including frozen weights, for syncs and exports."""
-        ...
 
     def before_forward(self, *, last: bool) -> None:
         """Call before each micro-batch of a minibatch. last: an optimizer step follows this micro-batch."""
-        ...
 
     def reduce_gradients(self) -> None:
         """Sum gradients over ranks where the backward pass has not done so. Call after a minibatch's micro-batches."""
-        ...
 
     def release(self) -> None:
         """Free all gathered weights. Call after a minibatch, or a forward pass without a backward pass."""
-        ...
 
     def publish(self) -> None:
         """Make the model compute with the current masters. Call whenever the masters have changed."""
-        ...
 
 
 class ShardedWeights:

@@ -181,6 +181,10 @@ class Policy:
                 group_size=self._group_size,
             )
 
+    @property
+    def uses_graphs(self) -> bool:
+        return isinstance(self._gradient, GraphedGradient)
+
     @torch.no_grad()
     def _balance(self, balancing: LoadBalancing, minibatch: Minibatch) -> Stat:
         """Set the loss of the routers for this minibatch, and return it. The output layer is skipped."""
@@ -265,7 +269,10 @@ def make_objective(config: LossConfig) -> Objective:
 
 
 def unfused_objective(loss_fn: LossFn) -> Objective:
-    """Apply the loss to the log-probabilities of all scored tokens. The backward pass computes the logits again."""
+    """Return an objective that applies the loss to the log-probabilities of all scored tokens.
+
+    The backward pass computes the logits again.
+    """
 
     def objective(model: PackedLM, micro_batch: MicroBatch, denominator: Tensor | float) -> Result:
         logprobs_N, entropy_N = model(micro_batch.tokens)
@@ -276,7 +283,10 @@ def unfused_objective(loss_fn: LossFn) -> Objective:
 
 
 def fused_objective(loss_fn: LossFn, chunked_loss: ChunkedLoss) -> Objective:
-    """Apply the loss chunk by chunk inside the output layer, where the forward pass also computes the gradients."""
+    """Return an objective that applies the loss chunk by chunk inside the output layer.
+
+    The forward pass then also computes the gradients.
+    """
 
     def objective(model: PackedLM, micro_batch: MicroBatch, denominator: Tensor | float) -> Result:
         chunk_loss = chunked_loss(micro_batch.loss_inputs)

@@ -13,7 +13,6 @@ class Reference(Protocol):
 
     def scoring(self) -> AbstractContextManager[Weights]:
         """Return a context that yields the weights to score with. Collective; the policy must not train inside it."""
-        ...
 
 
 class ReferenceModel:

@@ -68,41 +68,33 @@ class RolloutEngine(Protocol):
 
     def submit(self, requests: Iterable[Request]) -> None:
         """Raises ValueError for a request that the engine cannot serve."""
-        ...
 
     def step(self) -> Finished:
         """Decode one token for every running request. Returns the finished requests."""
-        ...
 
     def deltas(self) -> list[tuple[Hashable, TokenDelta]]:
         """Tokens that the last step added to running requests with `stream`.
 
         Calling it is optional: a completion contains all of its tokens.
         """
-        ...
 
     def abort(self, keys: Collection[Hashable] | None = None) -> None:
         """Abort the running requests with these keys, or all running requests if None. Unknown keys are ignored."""
-        ...
 
     def top_logprobs(self, token_ids: Sequence[int], k: int) -> list[dict[int, float]]:
         """Return log-probabilities at temperature 1 for each of token_ids[1:]: the token's own, then the `k` highest.
 
         No request may be running. Raises ValueError for unknown tokens and for a `k` above the engine's limit.
         """
-        ...
 
     def weights_changed(self, policy_version: int) -> None:
         """Drop cached prefixes of the old weights and stamp later completions with `policy_version`."""
-        ...
 
     def wake(self, part: Part) -> None:
         """Map the device memory of `part`. Weights are undefined until written, unless the engine keeps them."""
-        ...
 
     def sleep(self) -> None:
         """Release the device memory of the KV cache, and of the weights unless they must outlive the phase."""
-        ...
 
     def close(self) -> None: ...
 
@@ -121,19 +113,15 @@ class LocalEngine(RolloutEngine, Protocol):
     @property
     def model(self) -> nn.Module:
         """The module that holds the engine's weights on this rank."""
-        ...
 
     @property
     def tensor_parallel_rank(self) -> int: ...
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Replace the weights of whole layers from full tensors by checkpoint name. Slow; correct for every model."""
-        ...
 
     def asleep_bytes(self) -> int:
         """Device memory of this process that `wake` would map; 0 for an engine that never sleeps."""
-        ...
 
     def stay_awake(self) -> None:
         """Map all memory, and ignore `wake` and `sleep` from now on."""
-        ...

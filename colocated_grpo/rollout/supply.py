@@ -54,11 +54,9 @@ class Opponent(Protocol):
 
     def refresh(self, step: int) -> None:
         """Copy the policy's weights if a refresh is due at `step`."""
-        ...
 
     def plays(self) -> AbstractContextManager[None]:
         """Load the opponent's weights into the awake engine; restore the policy's weights on exit."""
-        ...
 
 
 @dataclass(eq=False)

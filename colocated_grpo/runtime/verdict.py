@@ -80,7 +80,7 @@ def stacks_file() -> Path | None:
 def report(code: int, lines: Sequence[str]) -> None:
     """Print the lines, or pass them and the code to the launcher, which prints them after torchrun's own output.
 
-    Only a process's first report reaches the launcher.
+    The first report of a process reaches the launcher; later ones are dropped.
     """
     if _own.code is None and not leave(code=code, lines=list(lines), reported=time.time()):
         print(*lines, sep="\n", file=sys.stderr, flush=True)

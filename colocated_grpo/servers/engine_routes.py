@@ -109,7 +109,7 @@ class TrainerSession:
             if message is None:
                 return
             yield json.dumps(message) + "\n"
-            await asyncio.sleep(0)  # other requests' turn
+            await asyncio.sleep(0)  # let other requests run
 
     def close(self) -> None:
         """End the stream and abort all requests."""

@@ -36,7 +36,8 @@ Messages = SimpleQueue[JsonObject | None]
 
 
 class EngineServer:
-    """A server's routes for trainers. Calls raise Unavailable or RequestRejected where they do not name RunError.
+    """A server's routes for trainers. Calls raise Unavailable or RequestRejected, except
+    those documented to raise RunError.
 
     While a trainer has a stream open, it is attached to the server: no other client controls the engine.
     """

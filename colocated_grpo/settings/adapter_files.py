@@ -102,7 +102,7 @@ def adapter_shape(lora: LoRAConfig | None) -> JsonObject:
 
 
 def _unsupported(saved: JsonObject) -> JsonObject:
-    """Return the entries of an adapter's settings that make it another kind of adapter."""
+    """Return the entries of an adapter's settings that this trainer's plain LoRA cannot represent."""
     wrong = {key: saved[key] for key in _UNSUPPORTED if saved.get(key)}
     if saved.get("peft_type") != "LORA":
         wrong["peft_type"] = saved.get("peft_type")

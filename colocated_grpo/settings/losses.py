@@ -37,7 +37,13 @@ class CorrectionConfig(Section):
     cap: Number = Field(2.0, gt=1)
     """Upper bound of the ratio."""
     floor: Number = Field(0.0, ge=0, lt=1)
-    """Lower bound of the ratio. Used by mode: mask only."""
+    """Lower bound of the ratio, with mode: mask only."""
+
+    @model_validator(mode="after")
+    def _only_masks_have_a_floor(self) -> Self:
+        if self.floor and self.mode != "mask":
+            raise ValueError(f"floor={self.floor:g}: only mode: mask has a lower bound")
+        return self
 
 
 class KLConfig(Section):

@@ -159,7 +159,7 @@ def _size_arguments(shape: Shape) -> dict[str, object]:
         heads = {"qk_nope_head_dim": shape.head_dim, "v_head_dim": shape.head_dim}
         sizes |= {"num_key_value_heads": shape.heads, "q_lora_rank": None, **heads}
     if shape.architecture == "olmoe":
-        del sizes["head_dim"]  # its heads divide the hidden size
+        del sizes["head_dim"]  # OLMoE has no head_dim: it is hidden size / heads
     if shape.architecture == "gemma4":
         # Set the sizes of the layers without a window, and of the inputs per layer: both are large by default.
         sizes |= {"global_head_dim": shape.head_dim, "hidden_size_per_layer_input": 0}

@@ -56,14 +56,12 @@ class Teacher(Protocol):
 
     def examples(self, count: int) -> list[Example]:
         """Return the next examples of the train split, with slips in the labels."""
-        ...
 
     def sampled_reward(self, model: PreTrainedModel, split: Split, count: int) -> float:
         """Return the mean reward of one completion for each of `count` prompts, at temperature 1.
 
         A failed score counts as 0. Prompts of the train split differ from the prompts of examples().
         """
-        ...
 
 
 def warm_start(
@@ -73,7 +71,7 @@ def warm_start(
     settings: WarmStart,
     report: Callable[[int, float, float], None],
 ) -> int:
-    """Train `model` in place and return the number of steps. Repeatable on one kind of device.
+    """Train `model` in place and return the number of steps. Reproducible on the same kind of device.
 
     The reward is measured every CHECK_EVERY steps, on training prompts: the held-out split stays unseen. Training stops
     when the mean of the last two measurements reaches the target, because a single measurement is too noisy.
@@ -186,7 +184,6 @@ class TeachableEpisode(Episode, Protocol):
 
     def teach(self, item: JsonObject, observations: Sequence[str]) -> str:
         """Return the correct next turn after these observations."""
-        ...
 
 
 class EpisodeTeacher:

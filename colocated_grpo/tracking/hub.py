@@ -163,7 +163,7 @@ class Hub:
 
     def _fail(self, job: _Job, reason: str) -> None:
         self._failed += 1
-        final = job.folder is not None and job.folder.parent == self._run_dir  # other folders are deleted
+        final = job.folder is not None and job.folder.parent == self._run_dir  # other folders are temporary
         by_hand = f"; push it with: {shlex.join(['hf', *job.command])}" if final else ""
         self._note(f"warning: hub: {job.title}: failed, number {self._failed} in this run: {reason}{by_hand}")
 

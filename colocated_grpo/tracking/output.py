@@ -1,4 +1,5 @@
-"""The text of a run: on the console, and in run.log of the run folder. The text begins before the folder is chosen."""
+"""The text of a run: on the console, and in run.log of the run folder. Output before the folder is known is kept in
+memory until then."""
 
 import io
 import logging

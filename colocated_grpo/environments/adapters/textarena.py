@@ -70,7 +70,7 @@ class TextArenaGame:
     def read_new(self) -> list[GameMessage]:
         """Return the unread messages of the seat whose turn it is, and mark them as read."""
         seat, raw = self._unwrapped.get_observation()
-        # textarena 0.7.4's Countdown and Cryptarithm give a seat's reply as (text, kind, sender).
+        # textarena 0.7.4's Countdown and Cryptarithm give a seat's reply as (kind, sender, text).
         messages = [(text, kind, one) if isinstance(text, int) else (one, text, kind) for one, text, kind in raw]
         self._read[seat] += messages
         return messages

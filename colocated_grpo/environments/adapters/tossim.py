@@ -192,7 +192,7 @@ class ToSSim(FinishedGames):
     def restore(self, snapshot: JsonObject) -> None:
         """Restore the tables. Raises ValueError unless `is_trusted` accepts the snapshot.
 
-        Loading a pickle of any batcher can run any code.
+        Unpickling a batcher can run arbitrary code.
         """
         tables, logs = b64decode(snapshot["tables"]), b64decode(snapshot["logs"])
         if not is_trusted(tables + logs, snapshot["signature"]):

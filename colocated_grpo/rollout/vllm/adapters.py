@@ -60,7 +60,7 @@ class VLLMAdapters:
     def _replace(self, name: str | None, request: LoRARequest | None) -> JsonObject:
         former, self._name, self.active = self.active, name, request
         if former is not None:
-            with suppress(ValueError):  # vLLM has evicted it already
+            with suppress(ValueError):  # vLLM may have evicted it
                 self._engine.remove_lora(former.lora_int_id)
         self._clear_cache()
         return self.status()

@@ -29,15 +29,12 @@ class EngineRequests(Protocol):
 
     def add(self, name: str, token_ids: list[int], params: SamplingParams, adapter: LoRARequest | None) -> str:
         """Start a request and return vLLM's id of it. adapter: None for the engine's own weights."""
-        ...
 
     def step(self, policy_version: int) -> Finished:
         """Run one decode step and return the completions that finished in it, stamped with `policy_version`."""
-        ...
 
     def deltas(self) -> list[tuple[str, TokenDelta]]:
         """Tokens that the last step added to running requests of output kind DELTA."""
-        ...
 
     def abort(self, names: Collection[str]) -> None: ...
 

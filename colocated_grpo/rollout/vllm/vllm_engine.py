@@ -54,7 +54,7 @@ allocator would unmap it again if the tensors were freed."""
 class VLLMEngine:
     """`LocalEngine` over `vllm.LLM`. Construction is collective over all ranks."""
 
-    admission_cost = 3  # a step with prompts has no CUDA graph
+    admission_cost = 3  # in decode steps: a step with prompts runs without a CUDA graph
 
     def __init__(self, spec: EngineSpec, world: World) -> None:
         prepare(spec, world.device)
@@ -189,6 +189,8 @@ class VLLMEngine:
 
     def close(self) -> None:
         if self._sleeps:
+            # Not the weights that the policy may compute with (`weights: shared`).
+            discard("kv_cache", *(() if self._keeps_weights else ("weights",)))
             # Hide the runner from the worker's shutdown, which frees the runner's tensors (since vLLM 0.32).
             _closed.append(self._worker.model_runner)
             self._worker.model_runner = None

@@ -154,7 +154,7 @@ def refused(instead: str) -> Translate:
 
 
 def learning_rate(value: float, command: Command) -> Meaning:
-    """Set policy.lr to the rate at the end of warmup: below `value` if warmup is longer than the run."""
+    """Set policy.lr to the highest rate that the run reaches: below `value` if warmup is longer than the run."""
     warmup, steps = command.value("--warmup-steps"), command.value("--training-steps")
     return Meaning(settings={"policy.lr": value * steps / warmup if warmup > steps else value})
 

@@ -122,6 +122,17 @@ def test_ranks_without_a_config_use_the_default_one_and_rank_0_says_so(number):
         assert lines[1] == "error: model.name='./nope': no such folder"
 
 
+@pytest.mark.parametrize("flag", ["--dry-run", "--gpus=8"])
+def test_a_rank_names_the_launcher_for_its_flags(flag):
+    result = rank(START.replace("ARGUMENTS", ascii(["--config", "nope.yaml", flag])))
+    name = flag.partition("=")[0]
+    assert result.returncode == 2
+    assert (
+        result.stderr
+        == f"error: {name}: a flag of the launcher; write colocated-grpo instead of python -m colocated_grpo\n"
+    )
+
+
 @pytest.fixture
 def config(tmp_path) -> Path:
     """A config file whose model exists."""

@@ -75,6 +75,10 @@ from tests.support.config_text import config_error, load, notes
             "(line 3 of x.yaml)",
         ),
         (
+            "loss: {correction: {floor: 0.5}}",
+            "loss.correction: floor=0.5: only mode: mask has a lower bound (line 3 of x.yaml)",
+        ),
+        (
             "loss: {type: grpo, dual_clip: 1.1}",
             "loss: dual_clip=1.1: must be greater than 1 + clip_high=1.2 (line 3 of x.yaml)",
         ),
@@ -208,6 +212,12 @@ def test_an_invalid_file_is_a_one_line_error(text, line):
 )
 def test_an_invalid_override_is_reported_with_value_and_rule(words, line):
     assert config_error("", *words) == line
+
+
+def test_a_toml_file_is_not_read_as_yaml(tmp_path):
+    (tmp_path / "x.toml").write_text('[model]\nname = "x"\n')
+    with pytest.raises(ConfigError, match=r"^config='.*x.toml': TOML; a config is YAML, for example model: "):
+        load_config(tmp_path / "x.toml")
 
 
 def test_a_missing_file_is_a_one_line_error(tmp_path):
