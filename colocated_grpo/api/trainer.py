@@ -124,10 +124,7 @@ class Trainer(TrainedModel):
         callback = callback() if isinstance(callback, type) else callback
         theirs = sys.modules.get("transformers.trainer_callback")  # imported if this is a TrainerCallback
         if theirs is not None and isinstance(callback, theirs.TrainerCallback):
-            name, callback = (
-                type(callback).__name__,
-                FollowingCallback(callback, self),
-            )
+            name, callback = type(callback).__name__, FollowingCallback(callback, self)
             if unavailable := callback.unavailable():
                 self._loaded.notes.append(f"{name}: never called, or None, here: {', '.join(unavailable)}")
         self._callbacks.append(callback)

@@ -104,11 +104,10 @@ def rehearse(
     if fit.leaves_room(0 if engine is None else engine.asleep_bytes()):
         if engine is not None:
             engine.stay_awake()
+            note("engine and training fit into device memory at once: the engine stays awake")
         # A shape's first step has no graph, also after a resume, and the two may round differently.
-        if not config.deterministic:
-            policy.use_graphs()
-        graphs = ", and small training steps run as CUDA graphs" if policy.uses_graphs else ""
-        note(f"engine and training fit into device memory at once: the engine stays awake{graphs}")
+        if not config.deterministic and policy.use_graphs():
+            note("small training steps run as CUDA graphs")
     return config.with_micro_batches(fit.tokens)
 
 

@@ -165,25 +165,24 @@ class Policy:
         loss.backward()
         return loss.detach(), stats
 
-    def use_graphs(self) -> None:
-        """Run small micro-batches as CUDA graphs where the model allows it. Call when the micro-batch size is decided.
+    def use_graphs(self) -> bool:
+        """Run small micro-batches as CUDA graphs from now on. Returns False if the model does not allow it.
 
-        Gradient tensors and a graph's activations then stay allocated between steps.
+        Gradient tensors and a graph's activations then stay allocated between steps. Call when the micro-batch size and
+        the checkpointed blocks are decided.
         """
         model = self.model
-        if has_static_shapes(model, self.device, self.dtype) and num_checkpointed(model) == 0:
-            self._gradient = GraphedGradient(
-                self._plain_gradient,
-                list(self.parameters().values()),
-                partial(_on_device, device=self.device),
-                model_parameters=self.num_parameters(),
-                blocks=len(blocks_of(model)),
-                group_size=self._group_size,
-            )
-
-    @property
-    def uses_graphs(self) -> bool:
-        return isinstance(self._gradient, GraphedGradient)
+        if not has_static_shapes(model, self.device, self.dtype) or num_checkpointed(model):
+            return False
+        self._gradient = GraphedGradient(
+            self._plain_gradient,
+            list(self.parameters().values()),
+            partial(_on_device, device=self.device),
+            model_parameters=self.num_parameters(),
+            blocks=len(blocks_of(model)),
+            group_size=self._group_size,
+        )
+        return True
 
     @torch.no_grad()
     def _balance(self, balancing: LoadBalancing, minibatch: Minibatch) -> Stat:
