@@ -96,7 +96,8 @@ def measure(world: World, options: argparse.Namespace) -> JsonObject:
     # Imported here because they import vLLM, which takes seconds and is needed in the ranks only.
     from colocated_grpo.assembly.assemble import build_run
     from colocated_grpo.assembly.assemble import describe as facts_of
-    from colocated_grpo.trainer import STOPPED, settle_garbage_collector, train
+    from colocated_grpo.runtime.verdict import FINISHED, STOPPED
+    from colocated_grpo.trainer import settle_garbage_collector, train
 
     sizes = sizes_of(options, world.size)
     with model_folder(options, world) as model, tempfile.TemporaryDirectory(prefix="benchmark-growth-") as scratch:
@@ -108,6 +109,7 @@ def measure(world: World, options: argparse.Namespace) -> JsonObject:
         run = build_run(config, Path(scratch) / "run", world, stop, output, resources)
         run.tracker.start(config.model_dump(mode="json"), facts_of(run), run.start, None)
         settle_garbage_collector()
+        outcome = FINISHED
         for index, size in enumerate(sizes):
             outcome = train(resized(run, size, index * options.steps, options.steps, vocabulary_of(model)))
             if outcome == STOPPED:

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,7 +119,7 @@ def main_here(
 
 
 @contextmanager
-def model_folder(options: argparse.Namespace, world: World) -> Iterator[Path]:
+def model_folder(options: argparse.Namespace, world: World) -> Generator[Path]:
     """Yield the model folder of --model, or of a random model of --shape that is deleted on exit. Collective."""
     # Imported here because transformers takes seconds to import, and neither --help nor the starting process needs it.
     from transformers.utils.logging import disable_progress_bar

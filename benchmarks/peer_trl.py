@@ -11,7 +11,7 @@ import math
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from itertools import islice, repeat
@@ -230,7 +230,7 @@ def replace_method(owner: object, name: str, method: Callable[..., Any]) -> None
 
 
 @contextmanager
-def temporary(owner: Any, name: str, value: int) -> Iterator[int]:
+def temporary(owner: Any, name: str, value: int) -> Generator[int]:
     """Set an attribute within the context, and yield its former value."""
     former = getattr(owner, name)
     setattr(owner, name, value)

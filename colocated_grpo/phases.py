@@ -3,7 +3,7 @@
 import resource
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Protocol
@@ -26,7 +26,7 @@ class Clock:
         self._memory: dict[str, float] = {}
 
     @contextmanager
-    def time(self, phase: str) -> Iterator[None]:
+    def time(self, phase: str) -> Generator[None]:
         """Add the block's wall time to `phase`, including device work that it queued."""
         start = time.perf_counter()
         try:
@@ -86,7 +86,7 @@ class Choreography:
         self._never_synced = True
 
     @contextmanager
-    def rollout_phase(self, step: int, *, sync: bool = False) -> Iterator[None]:
+    def rollout_phase(self, step: int, *, sync: bool = False) -> Generator[None]:
         """Wake the engine, and sync the weights if due at `step` or if `sync` is set. On exit, the engine sleeps."""
         self._wake(sync=sync or self._never_synced or step % self._sync_frequency == 0)
         self._never_synced = False
@@ -113,7 +113,7 @@ class Choreography:
             self._engine.wake("kv_cache")
 
     @contextmanager
-    def training_phase(self) -> Iterator[None]:
+    def training_phase(self) -> Generator[None]:
         with self._clock.time("train"):
             yield
         self._clock.note_memory("train")
@@ -128,7 +128,7 @@ def profiled(folder: Path | None) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _profile(folder: Path) -> Iterator[None]:
+def _profile(folder: Path) -> Generator[None]:
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
     with profile(activities=activities) as recorded:
         yield

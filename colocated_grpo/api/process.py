@@ -10,7 +10,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -55,7 +55,7 @@ def program_name() -> str:
 
 
 @contextmanager
-def rank_variables() -> Iterator[None]:
+def rank_variables() -> Generator[None]:
     """Set torchrun's variables for a single rank unless torchrun or srun has started this process."""
     if threading.current_thread() is not threading.main_thread():
         raise RunError("Trainer.train() was called in another thread; only the main thread receives stop signals")
@@ -76,7 +76,7 @@ def rank_variables() -> Iterator[None]:
 
 
 @contextmanager
-def process_of(config: Config, output: RunOutput, *, replace_group: bool) -> Iterator[RankProcess]:
+def process_of(config: Config, output: RunOutput, *, replace_group: bool) -> Generator[RankProcess]:
     """Make this process a rank of the run. On exit, release handlers, threads, process group and memory.
 
     replace_group: leave a process group joined by another library; if False, such a group is an error.
@@ -123,7 +123,7 @@ def process_of(config: Config, output: RunOutput, *, replace_group: bool) -> Ite
 
 
 @contextmanager
-def _second_interrupt(process: RankProcess) -> Iterator[None]:
+def _second_interrupt(process: RankProcess) -> Generator[None]:
     """Let the first Ctrl-C stop the run, and the second raise KeyboardInterrupt.
 
     Under torchrun, a rank may receive the same Ctrl-C twice: from the terminal and from torchrun.
@@ -160,7 +160,7 @@ def _forget_frames(error: BaseException | None) -> None:
 
 
 @contextmanager
-def quiet_libraries() -> Iterator[None]:
+def quiet_libraries() -> Generator[None]:
     """Hide log lines and warnings of library imports that a user cannot act on."""
     for library in ("vllm", "bitsandbytes"):
         if logging.getLogger(library).level == logging.NOTSET:

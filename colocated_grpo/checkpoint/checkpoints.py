@@ -7,7 +7,7 @@ Checksums are verified when a run resumes from a checkpoint, and before older ch
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -197,7 +197,7 @@ def _check_loadable(checkpoint: SavedCheckpoint, metadata: Metadata, tensors: di
 
 
 @contextmanager
-def unreadable(folder: Path) -> Iterator[None]:
+def unreadable(folder: Path) -> Generator[None]:
     """Convert any error to one line. torch and forged states raise many kinds of errors."""
     try:
         yield

@@ -6,7 +6,7 @@ which is written for torch's own tools and never read.
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from io import IOBase
@@ -135,7 +135,7 @@ class _ChecksummedFiles(FileSystem):
         self.checksums: dict[str, str] = {}
 
     @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[IOBase]:
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[IOBase]:
         with super().create_stream(path, mode) as stream:
             if mode != "wb" or Path(path).suffix != ".distcp":
                 yield stream

@@ -6,7 +6,7 @@ Memory is measured in trial steps, because it depends on kernels, the compiler a
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from math import ceil
@@ -131,7 +131,7 @@ class StepSettings:
 
 
 @contextmanager
-def out_of_memory_in_one_line(max_tokens: int | Literal["auto"]) -> Iterator[None]:
+def out_of_memory_in_one_line(max_tokens: int | Literal["auto"]) -> Generator[None]:
     """Raise the OutOfMemoryError of a training step as RunError. max_tokens: batch.max_tokens_per_micro_batch.
 
     Trial steps cannot rule out this error: real batches have other shapes, and other processes may take device memory

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,7 +112,7 @@ class AdapterExport:
 
 
 @contextmanager
-def _renamed_when_complete(target: Path, world: World) -> Iterator[Path | None]:
+def _renamed_when_complete(target: Path, world: World) -> Generator[Path | None]:
     """Yield an empty folder on rank 0 and None on other ranks; rename it to `target` at the end. Collective."""
     partial = target.with_name(target.name + ".partial") if world.is_main else None
     if partial is not None:
@@ -129,7 +129,7 @@ def _renamed_when_complete(target: Path, world: World) -> Iterator[Path | None]:
 
 
 @contextmanager
-def _write_errors_in_one_line(folder: Path) -> Iterator[None]:
+def _write_errors_in_one_line(folder: Path) -> Generator[None]:
     """Convert any error to a RunError: safetensors and tokenizers raise their own types for a full disk."""
     try:
         yield

@@ -5,7 +5,7 @@ No rank ever holds the whole model: parameters have no storage until `shards` al
 Shapes: T packed tokens, N scored tokens, H hidden size.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -231,7 +231,7 @@ def require_input_gradients(model: PackedLM) -> None:
 
 
 @contextmanager
-def compiler_errors_in_one_line() -> Iterator[None]:
+def compiler_errors_in_one_line() -> Generator[None]:
     """Raise errors of torch.compile, which compiles blocks at their first call, as RunError."""
     try:
         yield

@@ -1,6 +1,6 @@
 """References of the KL penalty: a second model, or the policy's model merged with its initial adapter."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
@@ -22,7 +22,7 @@ class ReferenceModel:
         self._weights = weights
 
     @contextmanager
-    def scoring(self) -> Iterator[Weights]:
+    def scoring(self) -> Generator[Weights]:
         yield self._weights
 
 
@@ -38,6 +38,6 @@ class InitialAdapter:
         self._factors = weights.nonzero_factors()
 
     @contextmanager
-    def scoring(self) -> Iterator[Weights]:
+    def scoring(self) -> Generator[Weights]:
         with self._weights.with_factors(self._factors):
             yield self._weights

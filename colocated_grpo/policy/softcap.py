@@ -8,7 +8,6 @@ queries, K of keys and values, D head size.
 """
 
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -127,4 +126,4 @@ def attend_capped(
         # By default, micro-batches of fewer than 128 tokens would compile a separate kernel.
         kernel_options={"BACKEND": "TRITON"},
     )
-    return cast(Tensor, out)[0].transpose(0, 1)
+    return out[0].transpose(0, 1)

@@ -101,7 +101,7 @@ class World:
         """All-reduce `tensor` in place by maximum and return it."""
         return self._all_reduce(tensor, dist.ReduceOp.MAX)
 
-    def _all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp) -> torch.Tensor:
+    def _all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
         if self.size > 1:
             dist.all_reduce(tensor, op=op, group=self.control if tensor.device.type == "cpu" else None)
         return tensor

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,7 +162,7 @@ def _signal(process: psutil.Process, number: signal.Signals) -> None:
 
 
 @contextmanager
-def scratch_folder() -> Iterator[Path]:
+def scratch_folder() -> Generator[Path]:
     """Remove the folders of killed launchers. Yield a temporary folder with only a lock; remove it at the end."""
     _remove_abandoned()
     with tempfile.TemporaryDirectory(prefix=PREFIX) as name:

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,7 +146,7 @@ def python_path(environment: Mapping[str, str]) -> str:
 
 
 @contextmanager
-def frozen_imports() -> Iterator[None]:
+def frozen_imports() -> Generator[None]:
     """Import without garbage collection, and exclude all existing objects from later collections.
 
     Modules are never freed, but every later collection would scan all their objects again.

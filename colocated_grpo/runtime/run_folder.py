@@ -8,7 +8,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
@@ -141,7 +141,7 @@ def is_locked(folder: Path) -> bool:
 
 
 @contextmanager
-def removed_if_unused(folder: Path) -> Iterator[None]:
+def removed_if_unused(folder: Path) -> Generator[None]:
     """Remove a locked folder if the block raises before anything is written, such as for an invalid setting."""
     try:
         yield

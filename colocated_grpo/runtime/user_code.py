@@ -10,7 +10,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from functools import cache
 from itertools import takewhile
@@ -146,7 +146,7 @@ class UserCodeWatch:
         _watches.append(self)
 
     @contextmanager
-    def limited(self) -> Iterator[None]:
+    def limited(self) -> Generator[None]:
         """Context of user code that must not hold the interpreter lock for long. Several threads may enter it at
         once."""
         with self._lock:
@@ -195,7 +195,7 @@ _watches: list[UserCodeWatch] = []
 
 
 @contextmanager
-def limited() -> Iterator[None]:
+def limited() -> Generator[None]:
     """Context of a reward or an episode, with the run's limit."""
     if not _watches:
         yield

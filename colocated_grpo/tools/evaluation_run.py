@@ -1,6 +1,6 @@
 """Engines and evaluation without a trainer, for `tools.evaluate`."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from math import ceil
@@ -47,7 +47,7 @@ def evaluate(prepared: Evaluation) -> JsonObject | None:
 
 
 @contextmanager
-def prepare_evaluation(config: Config, adapter: Path | None) -> Iterator[Evaluation]:
+def prepare_evaluation(config: Config, adapter: Path | None) -> Generator[Evaluation]:
     """Start the engine and read the prompts of all evaluation sets. Collective. Raises ConfigError or RunError."""
     joined = join()
     world, stop = init_world(joined.store), joined.stop

@@ -5,7 +5,7 @@ import io
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -68,7 +68,7 @@ class RunOutput:
         """The start is over."""
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> Generator[None]:
         """Show a phase of the start, and its seconds when it is finished."""
         self.phase_name, begin = name, time.monotonic()
         lasting = threading.Timer(self._patience, self._phase_lasts, [name])

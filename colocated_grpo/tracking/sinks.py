@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -87,7 +87,7 @@ class Sinks:
             self._sinks[name] = open_sink()
 
     @contextmanager
-    def _disable_on_failure(self, name: str) -> Iterator[None]:
+    def _disable_on_failure(self, name: str) -> Generator[None]:
         # Catch any exception: sinks are clients of external services, and training must not end because a service
         # fails.
         try:
@@ -145,7 +145,7 @@ def _tensorboard(run_dir: Path, first_step: int) -> Sink:
 
 
 @contextmanager
-def _masked_command() -> Iterator[None]:
+def _masked_command() -> Generator[None]:
     """Mask secrets in sys.argv in this block: trackers record the command."""
     command, sys.argv = sys.argv, masked_arguments(sys.argv)
     try:

@@ -3,7 +3,7 @@
 import json
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from http.client import HTTPException, HTTPMessage, HTTPResponse, IncompleteRead
 from typing import IO
@@ -106,7 +106,7 @@ def _read(response: HTTPResponse, timeout: float) -> bytes:
 
 
 @contextmanager
-def _failures() -> Iterator[None]:
+def _failures() -> Generator[None]:
     """Convert errors of a request to Unavailable and RequestRejected."""
     try:
         yield

@@ -1,6 +1,6 @@
 """A second set of weights for the engine: a frozen opponent for games against the policy."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -43,7 +43,7 @@ class FrozenOpponent:
         self._refresh_every = refresh_every
 
     @contextmanager
-    def plays(self) -> Iterator[None]:
+    def plays(self) -> Generator[None]:
         """Sample with the opponent's weights inside the context. The engine must be awake.
 
         The opponent's weights stay loaded after an error: restoring the policy's weights is collective, and other ranks

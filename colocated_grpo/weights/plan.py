@@ -4,10 +4,10 @@ A plan is derived from the engine's module tree and then verified by `ColocatedS
 view must hold the loaded values. A model that fails this check keeps loading through `load_weights`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -87,7 +87,7 @@ def build_plan(model: nn.Module, shapes: Mapping[str, torch.Size], tensor_parall
 
 def _fused_names(model: nn.Module) -> dict[str, tuple[str, int]]:
     """Checkpoint module name -> (engine module name, position), for example k_proj -> (qkv_proj, 1)."""
-    packed = getattr(model, "packed_modules_mapping", {})
+    packed = cast("Mapping[str, Sequence[str]]", getattr(model, "packed_modules_mapping", {}))
     return {
         part: (whole, index) for whole, parts in packed.items() if len(parts) > 1 for index, part in enumerate(parts)
     }
@@ -124,7 +124,7 @@ def _target(
         return Target(view=parameter.data, dim=1, start=rank * parameter.shape[1])
     if position is not None:
         return None
-    sharded = getattr(module, "tp_size", 1) > 1
+    sharded = cast("int", getattr(module, "tp_size", 1)) > 1
     return Target(view=parameter.data, dim=0, start=rank * parameter.shape[0] if sharded else 0)
 
 

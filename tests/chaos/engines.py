@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -41,7 +41,7 @@ class Tally:
 
 
 @contextmanager
-def fresh_server() -> Iterator[ServeProcess]:
+def fresh_server() -> Generator[ServeProcess]:
     """A server of its own for each kill: a server ends after several crashes in a row."""
     with ServeProcess(tiny_model(), "--enable-lora", *SERVER_FLAGS) as server:
         server.wait_until_ready()

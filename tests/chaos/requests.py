@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from http.client import HTTPConnection
@@ -65,7 +65,7 @@ def atropos() -> Server:
     """Return the API server. Its honest clients are an environment, and a trainer that takes its groups."""
 
     @contextmanager
-    def start(folder: Path) -> Iterator[Running]:
+    def start(folder: Path) -> Generator[Running]:
         log = folder / "atropos.log"
         with ApiProcess(EMBEDDED, log=log) as process:
             trainer = AtroposClient(process.url, TRAINER, may_reset=True)
@@ -109,7 +109,7 @@ def engine_server(by_trainer: bool = False) -> Server:
     """
 
     @contextmanager
-    def start(folder: Path) -> Iterator[Running]:
+    def start(folder: Path) -> Generator[Running]:
         log = folder / "engine.log"
         with ServeProcess(tiny_model(), log=log) as process:
             process.wait_until_ready()
@@ -130,7 +130,7 @@ def engine_server(by_trainer: bool = False) -> Server:
 
 
 @contextmanager
-def _attached(port: int) -> Iterator[Callable[[], None]]:
+def _attached(port: int) -> Generator[Callable[[], None]]:
     """Attach a trainer, and yield a function that attaches it again and lets the engine run."""
     connection = HTTPConnection("127.0.0.1", port, timeout=RESPONSE_SECONDS)
 
@@ -151,7 +151,7 @@ def fake_engine_server() -> Server:
     """Return the routes of a run's engine over a fake engine, which starts within seconds."""
 
     @contextmanager
-    def start(folder: Path) -> Iterator[Running]:
+    def start(folder: Path) -> Generator[Running]:
         log = folder / "fake.log"
         with engine_server_process(log) as (pid, port):
             yield Running(port, psutil.Process(pid), log, Completes(port), HEALTH)
@@ -163,7 +163,7 @@ def run_endpoint() -> Server:
     """Return the engine endpoint, with a key, of a run that waits for its first batch from the API."""
 
     @contextmanager
-    def start(folder: Path) -> Iterator[Running]:
+    def start(folder: Path) -> Generator[Running]:
         port = free_port()
         with ApiProcess(EMBEDDED) as api:
             server = {"port": port, "api_key_variable": VARIABLE}
@@ -182,7 +182,7 @@ def agents() -> Server:
     """Return the server of a rank's agents. One episode attacks, the other one is honest."""
 
     @contextmanager
-    def start(folder: Path) -> Iterator[Running]:
+    def start(folder: Path) -> Generator[Running]:
         log = folder / "agents.log"
         with agent_server_process(log) as (pid, [mine, other]):
             port = int(urlsplit(mine.base_url).port or 0)

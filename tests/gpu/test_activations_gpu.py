@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import pytest
@@ -34,7 +34,7 @@ TOKENS = 16_384
 
 
 @contextmanager
-def occupied_but_for(size: float) -> Iterator[None]:
+def occupied_but_for(size: float) -> Generator[None]:
     """Leave `size` bytes of device memory free inside the block; release the rest afterwards, for other tests."""
     gc.collect()
     torch.cuda.empty_cache()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,7 +16,7 @@ GROUP = 4
 
 
 @contextmanager
-def environment(folder: Path, api: str, server_port: int, **flags: str) -> Iterator[subprocess.Popen]:
+def environment(folder: Path, api: str, server_port: int, **flags: str) -> Generator[subprocess.Popen]:
     """Run the environment in a process, started as in Atropos' own guides."""
     model = str(tiny_model())
     arguments = {

@@ -6,7 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,21 +24,21 @@ EPISODE_SECONDS = 86400.0
 
 
 @contextmanager
-def engine_server_process(log: Path = Path(os.devnull)) -> Iterator[tuple[int, int]]:
+def engine_server_process(log: Path = Path(os.devnull)) -> Generator[tuple[int, int]]:
     """Yield the id and the port of a process that serves the engine to environments. log: file of its stderr."""
     with _process("engine", 1, log) as (pid, [port]):
         yield pid, int(port)
 
 
 @contextmanager
-def agent_server_process(log: Path = Path(os.devnull)) -> Iterator[tuple[int, list[Access]]]:
+def agent_server_process(log: Path = Path(os.devnull)) -> Generator[tuple[int, list[Access]]]:
     """Yield the id of a process that serves the engine to agents, and the access to each open episode."""
     with _process("agents", EPISODES, log) as (pid, lines):
         yield pid, [Access(base_url=url, api_key=key) for url, key in map(str.split, lines)]
 
 
 @contextmanager
-def _process(name: str, num_lines: int, log: Path) -> Iterator[tuple[int, list[str]]]:
+def _process(name: str, num_lines: int, log: Path) -> Generator[tuple[int, list[str]]]:
     command = [sys.executable, "-m", "tests.support.engine_server_process", name]
     with log.open("a") as stderr:
         process = subprocess.Popen(

@@ -9,7 +9,7 @@ import re
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -170,7 +170,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def fake_hub() -> Iterator[FakeHub]:
+def fake_hub() -> Generator[FakeHub]:
     with FakeHub() as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
         thread.start()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -55,7 +55,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def judge_server(answer: Callable[[dict[str, Any]], Answer]) -> Iterator[JudgeServer]:
+def judge_server(answer: Callable[[dict[str, Any]], Answer]) -> Generator[JudgeServer]:
     with JudgeServer(answer) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
         thread.start()

@@ -6,7 +6,7 @@ import io
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTE
 
 
 @contextmanager
-def without_launcher() -> Iterator[None]:
+def without_launcher() -> Generator[None]:
     """Hide from a forked rank that something has started it, for programs that are started alone."""
     hidden = {name: os.environ.pop(name) for name in (*RANK_VARIABLES, "TORCHELASTIC_USE_AGENT_STORE")}
     try:

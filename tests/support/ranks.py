@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cache
@@ -220,7 +220,7 @@ def torchrun_environment(rank: int, world_size: int, port: int) -> AbstractConte
 
 
 @contextmanager
-def environment_variables(values: Mapping[str, str]) -> Iterator[None]:
+def environment_variables(values: Mapping[str, str]) -> Generator[None]:
     """Set environment variables for the duration of the context."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
@@ -235,7 +235,7 @@ def environment_variables(values: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def single_rank_group() -> Iterator[World]:
+def single_rank_group() -> Generator[World]:
     """Initialize a process group with this process as its only rank, for the duration of the context."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with torchrun_environment(0, 1, store.port):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import socketserver
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from itertools import chain, repeat
 
 
 @contextmanager
-def raw_server(*responses: bytes, sent: list[bytes] | None = None) -> Iterator[str]:
+def raw_server(*responses: bytes, sent: list[bytes] | None = None) -> Generator[str]:
     """Yield the url of a server that sends one response per connection, the last one from then on.
 
     sent: receives the head of each request.

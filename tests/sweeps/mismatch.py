@@ -12,7 +12,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -220,7 +220,7 @@ def blocks(engine: VLLMEngine) -> Sequence[nn.Module]:
 
 
 @contextmanager
-def changed(tensor: torch.Tensor, values: torch.Tensor) -> Iterator[AfterStep]:
+def changed(tensor: torch.Tensor, values: torch.Tensor) -> Generator[AfterStep]:
     former = tensor.clone()
     tensor.copy_(values)
     try:
@@ -261,7 +261,7 @@ def decodes_only() -> bool:
 
 
 @contextmanager
-def hooked(layers: Sequence[nn.Module], change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[AfterStep]:
+def hooked(layers: Sequence[nn.Module], change: Callable[[torch.Tensor], torch.Tensor]) -> Generator[AfterStep]:
     hooks = [
         layer.register_forward_hook(lambda module, inputs, output: change(output) if decodes_only() else output)
         for layer in layers
@@ -298,7 +298,7 @@ def decode_head(engine: VLLMEngine) -> AbstractContextManager[AfterStep]:
 
 
 @contextmanager
-def kv_block(engine: VLLMEngine) -> Iterator[AfterStep]:
+def kv_block(engine: VLLMEngine) -> Generator[AfterStep]:
     """Overwrite the last full block of one request in 64 with that of another request, in all layers, once."""
     core: Any = engine._engine.engine_core.engine_core
     manager, caches = core.scheduler.kv_cache_manager, engine._worker.model_runner.kv_caches

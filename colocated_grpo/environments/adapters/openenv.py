@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from random import Random
@@ -133,7 +133,7 @@ class OpenEnv(SeededEpisode):
         }
 
     @asynccontextmanager
-    async def _session(self, reset_args: JsonObject) -> AsyncIterator[tuple[Send, JsonObject]]:
+    async def _session(self, reset_args: JsonObject) -> AsyncGenerator[tuple[Send, JsonObject]]:
         """Open a session and yield it with the result of its reset. Retries while the server is at its capacity."""
         from aiohttp import ClientSession
 

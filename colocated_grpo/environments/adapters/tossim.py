@@ -10,7 +10,7 @@ copies, because ToSSim's own environment contains local functions; pickle reads 
 import pickle
 import random
 from base64 import b64decode, b64encode
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -243,7 +243,7 @@ class ToSSim(FinishedGames):
         ]
 
     @contextmanager
-    def _replaced_on_failure(self, number: int) -> Iterator[None]:
+    def _replaced_on_failure(self, number: int) -> Generator[None]:
         """Run a call into the batcher with its own random stream. If the call raises, replace the table."""
         table = self._tables[number]
         try:

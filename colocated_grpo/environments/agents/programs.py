@@ -7,7 +7,7 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -68,7 +68,7 @@ class OpenEpisodes:
         """Address of the server, set once the server listens."""
 
     @contextmanager
-    def opened(self, conversation: AgentConversation) -> Iterator[Access]:
+    def opened(self, conversation: AgentConversation) -> Generator[Access]:
         """Accept requests for a conversation until the block ends. Later requests are refused."""
         episode_id, key = secrets.token_urlsafe(ID_BYTES), secrets.token_urlsafe(KEY_BYTES)
         self._open[episode_id] = OpenEpisode(key=key, conversation=conversation, loop=asyncio.get_running_loop())

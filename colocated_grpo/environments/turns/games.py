@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -268,7 +268,7 @@ class TurnStream(ItemStream):
         )
 
     @contextmanager
-    def _errors_of(self, method: str) -> Iterator[None]:
+    def _errors_of(self, method: str) -> Generator[None]:
         """Convert exceptions of the environment to RunError: after a failed method, a game has no valid state."""
         try:
             yield

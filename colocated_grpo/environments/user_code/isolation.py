@@ -4,7 +4,7 @@ import logging
 import random
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import TextIO, cast
@@ -45,7 +45,7 @@ def _from_elsewhere(_record: logging.LogRecord) -> bool:
 
 
 @contextmanager
-def isolated(rng: random.Random) -> Iterator[None]:
+def isolated(rng: random.Random) -> Generator[None]:
     """Suppress the thread's output and its log records on the console, and give `random` the state of `rng`.
 
     numpy's global stream is seeded from `rng`. `rng` advances with the draws of the block. Raises RuntimeError after
@@ -85,7 +85,7 @@ class OwnLogs:
         self._files: dict[tuple[str, str], logging.FileHandler] = {}
 
     @contextmanager
-    def attached(self) -> Iterator[None]:
+    def attached(self) -> Generator[None]:
         """Attach the files. On exit, detach them and all handlers that the block has added.
 
         File handlers that the block has added are kept for the next call. Other added handlers are closed, because they

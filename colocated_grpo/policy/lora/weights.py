@@ -6,7 +6,7 @@ bytes per adapted parameter for the base (bfloat16). On each rank, also 16 bytes
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -105,7 +105,7 @@ class AdapterWeights:
         self._merge({name: adapted.factors for name, adapted in self._layers.items()})
 
     @contextmanager
-    def with_factors(self, factors: Mapping[str, Factors]) -> Iterator[None]:
+    def with_factors(self, factors: Mapping[str, Factors]) -> Generator[None]:
         """Compute with `factors`, by layer name, inside the context. Layers without an entry use the base weight."""
         self._merge(factors)
         try:

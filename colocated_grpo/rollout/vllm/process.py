@@ -2,7 +2,7 @@
 
 import random
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -94,7 +94,7 @@ def close_engine_groups() -> None:
 
 
 @contextmanager
-def keep_trainer_state() -> Iterator[None]:
+def keep_trainer_state() -> Generator[None]:
     """Restore random states and matmul precision on exit. vLLM reseeds every generator when an engine is built."""
     python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
     cuda_state = torch.cuda.get_rng_state() if torch.cuda.is_available() else None

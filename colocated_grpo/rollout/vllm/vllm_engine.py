@@ -1,6 +1,6 @@
 """`LocalEngine` over an in-process vLLM engine that shares the trainer's process group."""
 
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Generator, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -262,7 +262,7 @@ def refresh_sinks(model: nn.Module) -> None:
 
 
 @contextmanager
-def _rejections_as_value_errors() -> Iterator[None]:
+def _rejections_as_value_errors() -> Generator[None]:
     """Convert VLLMValidationError, which is not a ValueError, so that a bad client request cannot end the run."""
     try:
         yield

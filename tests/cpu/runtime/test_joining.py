@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -36,7 +36,7 @@ def join_without_launcher(port: int) -> Joined:
 
 
 @contextmanager
-def ending_of_a_rank(errors: Path) -> Iterator[None]:
+def ending_of_a_rank(errors: Path) -> Generator[None]:
     """Write errors into a file, and exit as a rank does after one."""
     os.dup2(os.open(errors, os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
@@ -38,7 +38,7 @@ INFO = {
 
 
 @contextmanager
-def serving(**changes: Any) -> Iterator[str]:
+def serving(**changes: Any) -> Generator[str]:
     """Answer as an engine server with these facts. Yields its address."""
     answers = {
         "/bridge/info": {**INFO, **changes},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import select
 import socket
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
@@ -78,7 +78,7 @@ class Faulty:
         assert not (self.broken and self.promise == "honest")
 
     @contextmanager
-    def start(self, _folder: Path) -> Iterator[Running]:
+    def start(self, _folder: Path) -> Generator[Running]:
         self.broken = False
         self.log.write_text("")
         yield Running(self.thread.ports[0], psutil.Process(), self.log, self.honest, HEALTH)

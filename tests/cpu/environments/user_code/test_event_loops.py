@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 from colocated_grpo.environments.user_code.event_loops import enter_for_loop, retire_loop, start_loop
@@ -14,7 +14,7 @@ def test_a_context_of_a_loop_is_left_when_the_loop_is_retired_and_its_tasks_have
     events, left, may_end = [], threading.Event(), threading.Event()
 
     @asynccontextmanager
-    async def server() -> AsyncIterator[str]:
+    async def server() -> AsyncGenerator[str]:
         yield "address"
         events.append("left")
         left.set()
