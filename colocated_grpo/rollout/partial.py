@@ -82,8 +82,8 @@ class PartialSupply(Supply):
         """`_pending` of the next step."""
         self._sizes = [0] * place.num_engines
         """Number of pending groups of each engine."""
-        self._calls: dict[int, RewardCall] = {}
-        """Rewards of complete groups that are not trained yet, by prompt index."""
+        self._scored: dict[int, Group] = {}
+        """Complete groups that are not trained yet, by prompt index."""
         self._metrics: dict[str, float] = {}
 
     def order(self, step: int) -> Order:
@@ -109,31 +109,33 @@ class PartialSupply(Supply):
     def _sample(self, step: int, groups: list[Pending], wanted: int) -> _Sampled | None:
         """Continue the groups until enough are complete, and return `wanted` of these. Returns None after a stop."""
         batch = PartialBatch(groups, self._driver, self._prompts.sampling, self._prompts.collector.seed)
-        self._score(batch, batch.complete)  # the results of a resumed run are not in the checkpoint
+        calls = self._score(batch, batch.complete)  # of a resumed run, whose checkpoint has no scores
         while not batch.may_end(wanted, step, self._config.max_age):
-            self._score(batch, batch.advance())
+            calls |= self._score(batch, batch.advance())
             if self._place.may_stop and self._prompts.stop_requested():
                 self._driver.abort()
                 return None
         batch.add(self._interrupt())
         self._driver.abort()  # requests that have not reached the engine
-        ended = time.monotonic()
+        scored = self._prompts.collector.groups(calls, self._prompts.sampling, time.monotonic())
+        if scored is None:
+            return None
+        self._scored |= scored
         chosen, self._left = batch.split(wanted)
         if not self._place.counts:
             return _Sampled([], [])
-        scored = self._prompts.collector.groups(self._calls, self._prompts.sampling, ended)
-        if scored is None:
-            return None
-        for group in chosen:
-            del self._calls[group.prompt.index]
         kept = [c for group in self._left for c in group.completions if c.finish_reason == UNFINISHED and c.token_ids]
-        return _Sampled([scored[group.prompt.index] for group in chosen], [len(c.token_ids) for c in kept])
+        trained = [self._scored.pop(group.prompt.index) for group in chosen]
+        return _Sampled(trained, [len(completion.token_ids) for completion in kept])
 
-    def _score(self, batch: PartialBatch, complete: Iterable[int]) -> None:
-        """Start the rewards of complete groups."""
-        for group in [batch.groups[index] for index in complete]:
-            if self._place.counts and group.prompt.index not in self._calls:
-                self._calls[group.prompt.index] = self._prompts.collector.score(group.prompt, group.completions)
+    def _score(self, batch: PartialBatch, complete: Iterable[int]) -> dict[int, RewardCall]:
+        """Start the rewards of complete groups. Returns the calls by prompt index."""
+        score = self._prompts.collector.score
+        return {
+            group.prompt.index: score(group.prompt, group.completions)
+            for group in (batch.groups[index] for index in complete)
+            if self._place.counts and group.prompt.index not in self._scored
+        }
 
     def settle(self, groups: list[Group]) -> BatchResult:
         self._pending, self._left = self._left, []

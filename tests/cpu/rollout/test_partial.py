@@ -72,7 +72,12 @@ class Run:
     """Steps of a supply over a fake engine whose weights change before each step."""
 
     def __init__(
-        self, world: World, partial: PartialConfig | None, prompts: Prompts | None = None, steps: int = STEPS
+        self,
+        world: World,
+        partial: PartialConfig | None,
+        prompts: Prompts | None = None,
+        steps: int = STEPS,
+        ranks_per_engine: int = 1,
     ) -> None:
         self.engine = FakeEngine(complete=memoryless, on_step=self._count)
         self.decode_steps = 0
@@ -96,7 +101,7 @@ class Run:
         sampling = Sampling(temperature=1.0, max_tokens=LIMIT)
         self.supply: Supply = PromptSupply(source, collector, world, self._stopped, config, sampling)
         if partial is not None:
-            place = engine_place(world, 1)
+            place = engine_place(world, ranks_per_engine)
             self.supply = PartialSupply(self.supply, partial, driver, self.engine.interrupt, place, steps)
 
     def _count(self) -> None:
@@ -223,21 +228,30 @@ def test_a_stop_keeps_the_groups_as_they_were_when_the_step_began():
     assert json.dumps(run.supply.state_dict()) == before
 
 
-def on_two_ranks(world: World) -> tuple[list[list[Group]], str]:
-    run = Run(world, PartialConfig(oversample=1.5))
+def on_two_ranks(world: World, ranks_per_engine: int) -> tuple[list[list[Group]], str]:
+    run = Run(world, PartialConfig(oversample=1.5), ranks_per_engine=ranks_per_engine)
     steps = list(run.steps(0, 4))
     return steps, json.dumps(run.supply.state_dict())
 
 
 def test_two_ranks_keep_their_own_groups_and_one_rank_can_continue_them():
-    (steps, state), (same, _) = run_on_ranks(on_two_ranks, 2)
+    (steps, state), (same, _) = run_on_ranks(on_two_ranks, 2, 1)
     assert steps == same
     assert [len(groups) for groups in steps] == [WANTED] * 4
+    assert list(map(len, json.loads(state)["pending"])) == [2, 1]
     run = partial_run(oversample=1.5)
     run.supply.load_state_dict(json.loads(state))
     rest = list(run.steps(4))
     trained = sorted(group.prompt.index for groups in [*steps, *rest] for group in groups)
     assert trained == list(range(WANTED * STEPS))
+
+
+def test_two_ranks_of_one_engine_sample_the_same_and_count_once():
+    (steps, state), (same, same_state) = run_on_ranks(on_two_ranks, 2, 2)
+    assert steps == same
+    assert state.partition('"pending"')[2] == same_state.partition('"pending"')[2]
+    alone = partial_run(oversample=1.5)
+    assert steps == list(alone.steps(0, 4))
 
 
 def test_unfinished_groups_are_not_dropped_when_the_setting_is_removed():
