@@ -274,7 +274,7 @@ def test_a_dockerfile_has_a_full_base_tag_and_known_instructions(platform):
 
 
 def is_ignored(path: str) -> bool:
-    """True if .dockerignore leaves the file out of the build: the last pattern that matches it or its folder decides."""
+    """True if .dockerignore leaves the file out: the last pattern that matches it or one of its folders decides."""
     ignored = False
     for line in (ROOT / ".dockerignore").read_text().splitlines():
         pattern, names = line.removeprefix("!").removeprefix("**/"), path.split("/")
