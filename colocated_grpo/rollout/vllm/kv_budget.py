@@ -28,7 +28,7 @@ def kv_cache_arguments(spec: EngineSpec, device: torch.device) -> dict[str, obje
     """vLLM arguments that size the KV cache from free memory. Call after the trainer's resident state is allocated."""
     given = spec.kv_cache_memory_bytes
     if device.type == "cpu":
-        one = useful_bytes(replace(spec, max_num_seqs=1))
+        one = 0 if given else useful_bytes(replace(spec, max_num_seqs=1))
         return {"kv_cache_memory_bytes": given or max(one, min(CPU_LIMIT, max(MIN_CACHE, useful_bytes(spec))))}
     if given is None and spec.gpu_memory_utilization is not None:
         return {"gpu_memory_utilization": spec.gpu_memory_utilization}
