@@ -113,5 +113,4 @@ def weight_bytes(spec: EngineSpec) -> int:
 
 def _count_elements(file: Path, own_name: OwnName) -> int:
     with safe_open(file, framework="pt") as tensors:
-        names = filter(own_name, tensors.keys())
-        return sum(prod(tensors.get_slice(name).get_shape()) for name in names)
+        return sum(prod(tensors.get_slice(name).get_shape()) for name in filter(own_name, tensors.keys()))
