@@ -29,9 +29,7 @@ __all__ = ["ConfigError", "Result", "RunError", "RunState", "Trainer"]
 EXPORTS = ("final_model", "final_adapter")
 BESTS = ("best_model", "best_adapter")
 REPORT_HEIGHT = 600
-TORCH_CAME_FIRST = (
-    "note: torch was imported before colocated_grpo; its idle threads may take cores from other processes"
-)
+TORCH_CAME_FIRST = "note: torch was imported before colocated_grpo: on a busy CPU, steps take several times as long"
 _TORCH_CAME_LATER = set_library_variables()
 
 

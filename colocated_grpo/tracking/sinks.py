@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import uuid
 from collections.abc import Callable, Generator
@@ -103,6 +104,7 @@ def _wandb(settings: object, tracking: TrackingConfig, run_dir: Path, note: Call
     from accelerate.tracking import WandBTracker
 
     _adopt_process_group()
+    os.environ.setdefault("WANDB_DISABLE_WEAVE", "0" if "weave" in sys.modules else "1")  # else W&B advertises it
     # prompt=False: wandb would otherwise prompt for a key while the other ranks block in a collective.
     if tracking.wandb == "online" and not wandb.login(prompt=False, verify=False):
         raise RuntimeError("no API key; run `wandb login`, set WANDB_API_KEY, or use --tracking.wandb offline")

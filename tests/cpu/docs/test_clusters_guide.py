@@ -49,8 +49,9 @@ def printed_arguments(script: str, **environment: str) -> list[str]:
 
 def launch_of(arguments: list[str]) -> Launch:
     """Return the launch that a command line of the launcher describes."""
-    assert arguments[:2] == ["python", "run_colocated_grpo.py"] and Path(arguments[1]).is_file()
-    options, overrides, _ = read_arguments(arguments[2:], run_parser())
+    script = arguments[0] == "python"
+    assert Path(arguments[1]).is_file() if script else arguments[0] == "colocated-grpo"
+    options, overrides, _ = read_arguments(arguments[2 if script else 1 :], run_parser())
     return read_launch(options, overrides)
 
 

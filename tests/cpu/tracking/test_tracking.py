@@ -14,7 +14,7 @@ import sys
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import yaml
@@ -408,13 +408,17 @@ def read_all(descriptor: int) -> str:
             return received.decode()
 
 
-def test_wandb_offline_writes_to_the_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_offline_writes_to_the_run_folder_and_nothing_to_the_console(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     clear_wandb_settings(monkeypatch, tmp_path)
+    monkeypatch.setitem(sys.modules, "openai", ModuleType("openai"))  # vLLM imports it, and W&B then names a product
     monkeypatch.setattr(sys, "argv", ["rank.py", f"--environments.1.rewards.0.args.openai_api_key={SECRET}", "--n"])
     tables = {"completions_every": 4, "completions_rows": 3}
     run = TrackedRun(tmp_path / "run", config_of(wandb="offline", **tables)).train()
     run.finish()
     assert "tracking.wandb disabled" not in run.printed
+    assert "wandb:" not in "".join(capfd.readouterr())
     (written,) = (tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")
     # W&B's own process writes the file, and may be a moment behind.
     until(lambda: b"my_own/metric" in written.read_bytes(), 30)
