@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from colocated_grpo.assembly.data import build_collector, build_data, build_prompt_supply, listen_to_agents
+from colocated_grpo.assembly import data as data_side
 from colocated_grpo.assembly.engines import Engines, engine_spec
-from colocated_grpo.assembly.evaluation import evaluation_sets
 from colocated_grpo.assembly.policy import (
     build_colocated,
     build_exports,
@@ -31,8 +30,7 @@ from colocated_grpo.evaluation.evaluator import Best, Evaluator
 from colocated_grpo.phases import Choreography, Clock
 from colocated_grpo.policy.blocks import blocks_of, num_checkpointed
 from colocated_grpo.policy.lora.weights import AdapterWeights, frozen_experts
-from colocated_grpo.policy.model_files import ModelFiles, read_model_files
-from colocated_grpo.policy.model_loader import ModelLoader
+from colocated_grpo.policy.model_loader import ModelFiles, ModelLoader, read_model_files
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.supply import AheadSupply, MixedSupply, PromptSupply, Supply
@@ -51,7 +49,7 @@ from colocated_grpo.types import JsonObject
 
 if TYPE_CHECKING:
     from colocated_grpo.assembly.serving import Serving
-    from colocated_grpo.servers.engine_server import EngineServer
+    from colocated_grpo.servers.engine_servers import EngineServer
 
 
 def build_run(
@@ -77,10 +75,10 @@ def build_run(
         if spec is not None:
             prepare(spec, world.device)
     with output.phase("reading data, rewards and environments"):
-        data = build_data(config, model, world, tracker, resources)
+        data = data_side.build_data(config, model, world, tracker, resources)
     inbox = Inbox()
     serving = build_serving(config, folder, inbox, model, world, tracker.note, resources)
-    listen_to_agents(config, data, model, resources)
+    data_side.listen_to_agents(config, data, model, resources)
     with output.phase("waiting for the engine servers"):
         servers = [] if in_rank else connect_servers(config, world, stop)
     with output.phase("reading the weights"):
@@ -99,9 +97,9 @@ def build_run(
         # The engine sleeps, so memory that is free now is free while the policy trains.
         config = rehearse(config, policy, engines.local, world, tracker.note)
     driver = Driver(engines.engine, inbox)
-    collector = build_collector(config, driver, inbox, data, model, world, stop)
+    collector = data_side.build_collector(config, driver, inbox, data, model, world, stop)
     resources.callback(collector.close)
-    sampled = build_prompt_supply(config, data, model, collector, world, stop, opponent, tracker.note)
+    sampled = data_side.build_prompt_supply(config, data, model, collector, world, stop, opponent, tracker.note)
     served = None if serving is None else serving.start(driver, start, stop.requested, lambda: policy.version)
     supply = resources.enter_context(closing(join_supplies(sampled, served, config.steps_sampled_ahead)))
     resources.callback(finish_writing, checkpoints)
@@ -124,7 +122,7 @@ def build_run(
         rewards=RewardCheck(config.rollout.max_reward_errors),
         judge_samples=build_judge(config.freshness, config.rollout.temperature, policy.dtype, engines, world),
         clock=clock,
-        evaluator=Evaluator(evaluation_sets(config, data.evaluated, model.stop_token_ids), collector, world),
+        evaluator=Evaluator(data_side.evaluation_sets(config, data.evaluated, model.stop_token_ids), collector, world),
         best=best,
         checkpoints=checkpoints,
         exports=build_exports(config.checkpoint, config.policy.lora, config.model.name, policy, model, world),

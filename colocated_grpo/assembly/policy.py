@@ -17,8 +17,7 @@ from colocated_grpo.policy.export import AdapterExport, Export, ModelExport
 from colocated_grpo.policy.lora.weights import AdapterWeights
 from colocated_grpo.policy.masters import ShardedWeights, adopt
 from colocated_grpo.policy.model import host_copy
-from colocated_grpo.policy.model_files import ModelFiles
-from colocated_grpo.policy.model_loader import ModelLoader, dtype_of
+from colocated_grpo.policy.model_loader import ModelFiles, ModelLoader, dtype_of
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.policy.reference import InitialAdapter, Reference, ReferenceModel
 from colocated_grpo.rollout.engine import LocalEngine
@@ -28,9 +27,7 @@ from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings.losses import KLConfig
 from colocated_grpo.settings.schema import CheckpointConfig, Config, FreshnessConfig, ModelConfig, OpponentConfig
 from colocated_grpo.settings.training import LoRAConfig
-from colocated_grpo.weights.colocated import ColocatedSync
-from colocated_grpo.weights.opponent import FrozenOpponent
-from colocated_grpo.weights.shared import share
+from colocated_grpo.weights.colocated import ColocatedSync, FrozenOpponent, share
 
 
 def build_reference(kl: KLConfig, policy: Policy, loader: ModelLoader, *, offloaded: bool) -> Reference | None:

@@ -8,8 +8,13 @@ from collections.abc import Iterator, Sequence
 from colocated_grpo.errors import ConfigError
 from colocated_grpo.settings.atropos import AtroposSourceConfig, is_loopback
 from colocated_grpo.settings.schema import Config, EngineConfig, PolicyConfig, RolloutConfig
-from colocated_grpo.settings.sources import AgentSourceConfig, EnvironmentConfig, EpisodeSourceConfig
-from colocated_grpo.settings.turns import FROZEN, TurnsSourceConfig
+from colocated_grpo.settings.sources import (
+    FROZEN,
+    AgentSourceConfig,
+    EnvironmentConfig,
+    EpisodeSourceConfig,
+    TurnsSourceConfig,
+)
 
 Lines = Iterator[str]
 

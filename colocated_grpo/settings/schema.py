@@ -10,12 +10,10 @@ from pydantic import Field
 
 from colocated_grpo.settings.atropos import AtroposSourceConfig
 from colocated_grpo.settings.base import INITIAL, FileName, Integer, NonNegative, Number, Positive, Section
-from colocated_grpo.settings.evaluation import EvaluationConfig
-from colocated_grpo.settings.generation import EngineConfig, ModelConfig, RolloutConfig
+from colocated_grpo.settings.generation import EngineConfig, EvaluationConfig, ModelConfig, RolloutConfig
 from colocated_grpo.settings.losses import AdvantageConfig, DAPOConfig, LossConfig
-from colocated_grpo.settings.sources import EnvironmentConfig
+from colocated_grpo.settings.sources import EnvironmentConfig, OpponentConfig, TurnsSourceConfig
 from colocated_grpo.settings.training import BatchConfig, PolicyConfig
-from colocated_grpo.settings.turns import OpponentConfig, TurnsSourceConfig
 
 
 class CheckpointConfig(Section):
