@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from transformers import AutoConfig, PretrainedConfig
 
 from colocated_grpo.batching import build_micro_batch
-from colocated_grpo.policy import attention, attention_kernels, flash_attention, model_loader
+from colocated_grpo.policy import attention_kernels, flash_attention, model_loader
 from colocated_grpo.policy.attention import PACKED, PACKED_FA4, implementation_for
 from colocated_grpo.policy.attention_kernels import Runs, attend_fa4, attend_padded, has_fa4
 from tests.support.small_policy import config_of, policy_of, sequence_of
@@ -63,7 +63,7 @@ def test_it_is_not_compiled_if_all_sequences_are_too_short_for_it(hopper):
 @pytest.mark.parametrize(("ranks", "heads"), [(1, (16, 8)), (4, (4, 2)), (16, (1, 1))])
 def test_it_is_compared_with_the_heads_that_a_rank_has(monkeypatch, ranks, heads):
     seen = []
-    monkeypatch.setattr(attention, "has_fa4", lambda *arguments: seen.append(arguments[:2]))
+    monkeypatch.setattr(attention_kernels, "has_fa4", lambda *arguments: seen.append(arguments[:2]))
     implementation_for(QWEN, torch.bfloat16, GPU, longest=1024, context_parallel=ranks)
     assert seen == [heads]
 
