@@ -57,7 +57,7 @@ def _measure_bridge(
     bridge: str, folder: Path, world: World, stop: StopRequest, options: argparse.Namespace
 ) -> JsonObject:
     from colocated_grpo.assembly.servers import build_remote, connect
-    from colocated_grpo.policy.model_loader import read_model_files
+    from colocated_grpo.policy.model_files import read_model_files
 
     lora = {"policy": {"lora": {"rank": 32}}} if bridge == "adapter" else {}
     engine = {"placement": "server", "bridge": bridge, "max_num_seqs": MAX_NUM_SEQS}

@@ -146,7 +146,7 @@ def build_trl(
     from benchmarks.adapters import peft_arguments
     from benchmarks.peer_layers import name_present_layers
     from benchmarks.peer_trl import shortened
-    from colocated_grpo.policy.model_loader import stop_token_ids
+    from colocated_grpo.policy.model_files import stop_token_ids
     from colocated_grpo.settings.training import LoRAConfig
 
     task = task_of(work.task)

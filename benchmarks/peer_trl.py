@@ -33,7 +33,7 @@ from benchmarks.peer import WARMUP, OutOfMemoryPhase, PeerSpec, failure_file, gr
 from benchmarks.peer_layers import name_present_layers
 from benchmarks.workload import CHARACTERS, LONGEST_PROMPT, RandomWork
 from colocated_grpo.phases import Clock
-from colocated_grpo.policy.model_loader import stop_token_ids
+from colocated_grpo.policy.model_files import stop_token_ids
 from colocated_grpo.runtime.verdict import end_process
 from colocated_grpo.types import JsonObject
 

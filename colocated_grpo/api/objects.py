@@ -153,7 +153,7 @@ def with_tokenizer(loaded: LoadedConfig, given: Any) -> LoadedConfig:
 
     A tokenizer that differs is saved. Its folder is named after the contents, so all ranks agree on it.
     """
-    from colocated_grpo.policy.model_loader import read_tokenizer
+    from colocated_grpo.policy.model_files import read_tokenizer
 
     tokenizer, model = getattr(given, "tokenizer", given), loaded.config.model
     if not hasattr(tokenizer, "save_pretrained") or not hasattr(tokenizer, "get_vocab"):

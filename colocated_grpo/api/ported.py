@@ -147,7 +147,7 @@ class TrainedModel:
     @cached_property
     def processing_class(self) -> Any:
         """The tokenizer of the run."""
-        from colocated_grpo.policy.model_loader import read_tokenizer
+        from colocated_grpo.policy.model_files import read_tokenizer
 
         return read_tokenizer(self.config.model)
 

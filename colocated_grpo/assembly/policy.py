@@ -17,7 +17,8 @@ from colocated_grpo.policy.export import AdapterExport, Export, ModelExport
 from colocated_grpo.policy.lora.weights import AdapterWeights
 from colocated_grpo.policy.masters import ShardedWeights, adopt
 from colocated_grpo.policy.model import host_copy
-from colocated_grpo.policy.model_loader import ModelFiles, ModelLoader, dtype_of
+from colocated_grpo.policy.model_files import ModelFiles
+from colocated_grpo.policy.model_loader import ModelLoader, dtype_of
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.policy.reference import InitialAdapter, Reference, ReferenceModel
 from colocated_grpo.rollout.engine import LocalEngine

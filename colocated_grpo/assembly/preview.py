@@ -13,7 +13,8 @@ from colocated_grpo.environments.rewards.builtin import ANSWER_COLUMNS
 from colocated_grpo.environments.rewards.workers import end_idle_workers
 from colocated_grpo.errors import ConfigError, visible
 from colocated_grpo.policy.checkpoint_files import fetch_tokenizer
-from colocated_grpo.policy.model_loader import check_model, load_tokenizer, stop_token_ids
+from colocated_grpo.policy.model_files import load_tokenizer, stop_token_ids
+from colocated_grpo.policy.model_loader import check_model
 from colocated_grpo.rollout.reward_calls import RewardCalls
 from colocated_grpo.rollout.vllm.kv_budget import check_cache
 from colocated_grpo.settings.config_json import read_config_json, text_part

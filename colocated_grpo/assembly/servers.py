@@ -14,7 +14,8 @@ from colocated_grpo.errors import ConfigError
 from colocated_grpo.phases import WeightSync
 from colocated_grpo.policy.export import AdapterExport
 from colocated_grpo.policy.masters import adopt
-from colocated_grpo.policy.model_loader import ModelFiles, engine_dtype
+from colocated_grpo.policy.model_files import ModelFiles
+from colocated_grpo.policy.model_loader import engine_dtype
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.program import KEY_VARIABLE, URLS_VARIABLE

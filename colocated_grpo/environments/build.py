@@ -17,7 +17,8 @@ from colocated_grpo.environments.streams import GeneratedItems, Mixture, PromptS
 from colocated_grpo.environments.user_code.loading import unique_names
 from colocated_grpo.settings import sources
 from colocated_grpo.settings.atropos import AtroposSourceConfig
-from colocated_grpo.settings.generation import PREFIX, SkipSolvedConfig
+from colocated_grpo.settings.evaluation import PREFIX
+from colocated_grpo.settings.generation import SkipSolvedConfig
 from colocated_grpo.settings.losses import LossConfig
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.sources import TurnsSourceConfig

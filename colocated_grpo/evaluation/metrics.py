@@ -10,7 +10,7 @@ from decimal import Decimal
 
 from colocated_grpo.environments.rewards import builtin
 from colocated_grpo.environments.user_code.loading import load_function, one_line
-from colocated_grpo.settings.generation import MEAN
+from colocated_grpo.settings.evaluation import MEAN
 from colocated_grpo.types import Group
 
 

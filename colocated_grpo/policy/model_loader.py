@@ -1,18 +1,15 @@
-"""Load a model's folder: its settings and tokenizer, and its weights on this rank, for training or for scoring only."""
+"""Load a checkpoint onto this rank: for training all weights, some blocks or an adapter, or for scoring only."""
 
-import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal
 
 import torch
-from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PretrainedConfig
 
-from colocated_grpo.errors import in_one_line
 from colocated_grpo.policy import linear_attention, masters
 from colocated_grpo.policy.attention import implementation_for
 from colocated_grpo.policy.blocks import blocks_of
-from colocated_grpo.policy.checkpoint_files import CheckpointReader, fetch_model, fetch_tokenizer
+from colocated_grpo.policy.checkpoint_files import CheckpointReader
 from colocated_grpo.policy.model import (
     PackedLM,
     build_empty,
@@ -25,116 +22,9 @@ from colocated_grpo.policy.model import (
 )
 from colocated_grpo.policy.routing import LoadBalancing, RoutingReplay
 from colocated_grpo.runtime.distributed import World
-from colocated_grpo.settings.adapter_files import adapter_shape
-from colocated_grpo.settings.config_json import config_json_in, shape_of, text_part
-from colocated_grpo.settings.errors import ConfigError
-from colocated_grpo.settings.generation import EngineConfig, ModelConfig, is_inline
+from colocated_grpo.settings.generation import EngineConfig, ModelConfig
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.training import LoRAConfig, PolicyConfig
-from colocated_grpo.types import JsonObject
-
-PROCESSOR_TEMPLATE = "chat_template.json"
-"""File with the chat template of older vision-language models. transformers reads this file only for a processor."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelFiles:
-    """Everything that is read from the model's folder except the weights."""
-
-    folder: Path
-    hf_config: PretrainedConfig
-    tokenizer: PreTrainedTokenizerBase
-    stop_token_ids: tuple[int, ...]
-    """Every token that ends a completion."""
-    shape: JsonObject
-    """Settings that determine the shapes of weights and adapter. A run resumes only if these settings are equal."""
-
-
-def read_model_files(model: ModelConfig, world: World, lora: LoRAConfig | None = None) -> ModelFiles:
-    """Read the files. If the model's name is no folder, one rank per node downloads the model first. Collective.
-
-    lora: settings of a trained adapter.
-    """
-    folder = fetch_model(model, world)
-    hf_config = read_model_config(model, folder)
-    tokenizer = load_tokenizer(model, folder)
-    return ModelFiles(
-        folder=folder,
-        hf_config=hf_config,
-        tokenizer=tokenizer,
-        stop_token_ids=stop_token_ids(tokenizer, folder),
-        shape=shape_of(config_json_in(folder)) | adapter_shape(lora),
-    )
-
-
-def load_tokenizer(model: ModelConfig, folder: Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of `folder`, with the configured chat template if set. Raises ConfigError if unusable."""
-    try:
-        tokenizer = _read_tokenizer(model, folder)
-        template = model.chat_template
-        if template is not None:
-            tokenizer.chat_template = template if is_inline(template) else Path(template).read_text(encoding="utf-8")
-        elif tokenizer.chat_template is None and (folder / PROCESSOR_TEMPLATE).is_file():
-            entries = json.loads((folder / PROCESSOR_TEMPLATE).read_text(encoding="utf-8"))
-            tokenizer.chat_template = entries.get("chat_template")
-    except ConfigError:
-        raise
-    except Exception as error:  # damaged files raise many kinds of errors
-        raise ConfigError(f"model.name={model.name!r}: no usable tokenizer: {in_one_line(error)}") from error
-    return tokenizer
-
-
-def _read_tokenizer(model: ModelConfig, folder: Path) -> PreTrainedTokenizerBase:
-    if model.tokenizer is not None:
-        folder = fetch_tokenizer(ModelConfig(name=model.tokenizer))
-    loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
-    if type(loaded).__name__ == "MistralCommonBackend":
-        return _without_mistral_common(model, folder)
-    return cast(PreTrainedTokenizerBase, loaded)  # a model's own code may return another class
-
-
-def _without_mistral_common(model: ModelConfig, folder: Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of tokenizer.json. Raises ConfigError without that file.
-
-    If a folder has Mistral's tekken.json and mistral-common is installed, transformers (5.19) loads a tokenizer without
-    a chat template, and prompts would become plain text. vLLM requires mistral-common.
-    """
-    if not (folder / "tokenizer.json").is_file():
-        raise ConfigError(
-            f"model.name={model.name!r}: its only tokenizer is Mistral's tekken.json, which has no chat template; add "
-            "the tokenizer.json and chat template of another release of the model"
-        )
-    return PreTrainedTokenizerFast.from_pretrained(folder)
-
-
-def read_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """Return the tokenizer alone: no weights are downloaded. Raises ConfigError if the tokenizer cannot be read."""
-    return load_tokenizer(model, fetch_tokenizer(model))
-
-
-def stop_token_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> tuple[int, ...]:
-    """Return the end-of-sequence tokens of the tokenizer and of the model's generation settings, ascending.
-
-    Raises ConfigError if one of them is not in the model's vocabulary.
-    """
-    setting = f"model.name={str(folder)!r}"
-    vocabulary = text_part(config_json_in(folder)).get("vocab_size") or len(tokenizer)
-    ids = {tokenizer.eos_token_id}
-    settings = folder / "generation_config.json"
-    if settings.exists():
-        try:
-            eos = json.loads(settings.read_text(encoding="utf-8")).get("eos_token_id")
-            ids |= set(eos) if isinstance(eos, list) else {eos}
-        except (ValueError, RecursionError, AttributeError, TypeError) as error:
-            raise ConfigError(f"{setting}: cannot read {settings.name}: {in_one_line(error)}") from None
-    for one in ids - {None}:
-        if not isinstance(one, int) or not 0 <= one < vocabulary:
-            raise ConfigError(
-                f"{setting}: eos_token_id={one!r:.60} (tokenizer or {settings.name}) is not one of the model's "
-                f"{vocabulary} tokens"
-            )
-    return tuple(sorted(ids - {None}))
-
 
 DtypeName = Literal["auto", "bfloat16", "float16", "float32"]
 

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from fastapi import FastAPI
 
 from colocated_grpo.errors import RunError
-from colocated_grpo.policy.model_loader import ModelFiles, compute_dtype, dtype_of, read_model_files
+from colocated_grpo.policy.model_files import ModelFiles, read_model_files
+from colocated_grpo.policy.model_loader import compute_dtype, dtype_of
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.vllm.spec import EngineSpec
 from colocated_grpo.rollout.vllm.vllm_engine import VLLMEngine

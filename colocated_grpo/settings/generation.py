@@ -1,19 +1,16 @@
-"""Settings of the model, the vLLM engines, sampling, and evaluation on held-out prompts and separate sets."""
+"""Settings of the model, the vLLM engines and sampling."""
 
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from typing import Literal
 from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field
 
-from colocated_grpo.settings import sources
 from colocated_grpo.settings.base import (
-    CodeName,
     FileName,
     Fraction,
     InputFile,
     Integer,
-    NonNegative,
     Number,
     Positive,
     Section,
@@ -39,11 +36,6 @@ class ModelConfig(Section):
     chat_template_kwargs: TemplateVariables = {}
     """Variables of the chat template, such as {enable_thinking: false}. They apply to the prompts of every environment
     and evaluation set, and to chat requests to the engine's server that do not set the same variables."""
-
-
-def is_inline(chat_template: str) -> bool:
-    """Return True if `model.chat_template` is Jinja text. Text without a brace is a file's name, not Jinja text."""
-    return "{" in chat_template
 
 
 class EngineConfig(Section):
@@ -116,6 +108,15 @@ class SkipSolvedConfig(Section):
     """A group is solved if all its rewards are equal and at least this value."""
 
 
+class PartialConfig(Section):
+    oversample: Number = Field(1.5, ge=1, le=8)
+    """Number of groups that are sampled at the same time, as a multiple of rollout.prompts_per_step. At 1, a step
+    finishes all groups that it has."""
+    max_age: Positive = 3
+    """Maximum number of steps from the one that draws a prompt to the one that trains its group. A step waits for the
+    groups that have reached this age."""
+
+
 class RolloutConfig(Section):
     prompts_per_step: Positive = 32
     """Number of prompts in one step, over all ranks. A step trains prompts_per_step * group_size completions."""
@@ -151,6 +152,10 @@ class RolloutConfig(Section):
     resample: ResampleConfig | None = None
     """Replace groups without reward variance by groups of fresh prompts in the same step (dynamic sampling). null: off.
     {}: on, with the defaults below."""
+    partial: PartialConfig | None = None
+    """End the sampling of a step when rollout.prompts_per_step groups are complete. The tokens of the other groups are
+    kept, and the next step continues them with its weights (partial rollouts, for long completions of uneven length;
+    docs/guides/long_rollouts.md). null: off. {}: on, with the defaults below."""
     skip_solved: SkipSolvedConfig | None = None
     """Skip prompts whose groups were solved in their last visits. null: off. {}: on, with the defaults below."""
     generation: Literal["sharded", "replicated"] = "sharded"
@@ -172,163 +177,17 @@ class RolloutConfig(Section):
     error. A completion that a working scorer cannot read does not count as failed (metric `unscorable`). Its reward is
     0, or the lowest reward of the prompt's other completions if that reward is negative after weighting."""
 
-
-HELD_OUT = "held_out/reward"
-PREFIX = "eval"
-MEAN = "mean"
-
-ANSWERS = {"exact_match": "final_answer", "gsm8k": "last_number", "math_verify": "boxed"}
-"""Built-in reward -> function that extracts the answer that the reward compares."""
-
-SetSource = Annotated[
-    sources.TaskSourceConfig | sources.DatasetSourceConfig | sources.EpisodeSourceConfig | sources.AgentSourceConfig,
-    Field(discriminator="type"),
-]
-
-
-class EvaluationSetConfig(Section):
-    """Prompts evaluated at regular intervals, separate from the training environments."""
-
-    name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
-    """Part of the metrics' names: eval/<name>/mean."""
-    source: SetSource
-    """Source of the prompts. A dataset or agent provides all rows of `split`, in order; a task or episode provides its
-    held-out items. A plain name is short for {type: dataset, name: ...}."""
-    rewards: list[Annotated[sources.RewardConfig, BeforeValidator(sources.reward_by_name)]] | None = None
-    """Reward functions of a dataset, short for `rewards` inside `source`."""
-    prompts: Positive | None = None
-    """Number of prompts. The first prompts of the source are used, so every evaluation has the same prompts. Default:
-    all rows of a dataset or an agent; 64 prompts of a task or an episode."""
-    samples: Positive = 1
-    """Completions per prompt. pass@k is estimated for k = 1, 2, 4, ... up to this number."""
-    temperature: Number = Field(1.0, ge=0, le=2)
-    """Sampling temperature; 0 is greedy."""
-    top_p: Number = Field(1.0, gt=0, le=1)
-    """Nucleus sampling: keep the most likely tokens up to this total probability; 1 keeps all tokens."""
-    every: NonNegative | None = None
-    """Steps between evaluations of this set. The set is also evaluated at the start and the end of the run. 0: never;
-    only tools.evaluate uses the set. Default: evaluation.every."""
-    pass_reward: Number = 1.0
-    """Minimum reward of a completion that counts as passed in pass@k and maj@k."""
-    answer: CodeName | None = None
-    """Function that extracts from a completion's text the answer that maj@k compares: final_answer, last_number, boxed,
-    or your own 'package.module:function' or 'path/to/file.py:function'. Your function returns None if the text contains
-    no answer. Default: the function that matches the reward exact_match, gsm8k or math_verify. With other rewards and
-    no function, there is no maj@k."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _long_form(cls, values: object) -> object:
-        """Write a plain source in full, and move `rewards` into the source."""
-        if not isinstance(values, dict):
-            return values
-        source, rewards = values.get("source"), values.get("rewards")
-        if isinstance(source, str):
-            source = {"type": "dataset", "name": source}
-        if not isinstance(source, dict):
-            return values
-        source = {"type": "dataset" if rewards or "rewards" in source else "task", **source}
-        if rewards is not None and "rewards" in source:
-            raise ValueError("rewards are given twice, in the set and in its source; remove one of them")
-        if rewards is not None and source["type"] != "dataset":
-            raise ValueError(f"rewards belong to a dataset; a source of type {source['type']} scores by itself")
-        if source["type"] == "dataset" and rewards is None and "rewards" not in source:
-            raise ValueError("a dataset needs rewards, such as rewards: [math_verify]")
-        if rewards is not None:
-            source["rewards"] = rewards
-        return {**values, "source": source, "rewards": None}
-
-    @property
-    def answer_name(self) -> str | None:
-        """Name of the function whose results maj@k compares; None if there is no maj@k."""
-        if self.answer is not None or not isinstance(self.source, sources.DatasetSourceConfig):
-            return self.answer
-        return next((ANSWERS[reward.name] for reward in self.source.rewards if reward.name in ANSWERS), None)
-
-    @property
-    def pass_ks(self) -> list[int]:
-        """Values of k in pass@k: the powers of two up to the number of samples, and the number of samples itself."""
-        powers = {1 << exponent for exponent in range(self.samples.bit_length())}
-        return sorted(powers | {self.samples})
-
-    @property
-    def rates(self) -> list[str]:
-        """Names of the metrics where higher is better, in display order."""
-        majority = [f"maj@{self.samples}"] if self.samples > 1 and self.answer_name is not None else []
-        return [MEAN, *(f"pass@{k}" for k in self.pass_ks), *majority]
-
-    def problems(self, key: str) -> Iterator[str]:
-        """Yield a line for each contradiction in this set."""
-        if self.answer is not None and ":" not in self.answer and self.answer not in ANSWERS.values():
-            yield (
-                f"{key}.answer={self.answer!r}: must be one of {', '.join(ANSWERS.values())}, or "
-                "your own module:function or path/to/file.py:function"
-            )
-        plain = type(self.source).model_fields
-        for name in ("eval_split", "held_out", "shuffle", "weight"):
-            value = getattr(self.source, name, None)
-            if name in plain and value != plain[name].default:
-                yield (
-                    f"{key}.source.{name}={value}: has no meaning here; a set uses its prompts in "
-                    "order, and all rows of `split`"
-                )
-
-
-class EvaluationConfig(Section):
-    every: NonNegative = 10
-    """Steps between evaluations on held-out prompts. The run also evaluates at its start and its end. 0: never."""
-    prompts: Positive = 64
-    """Number of held-out prompts per evaluation, taken from all environments by weight. Every evaluation has the same
-    prompts."""
-    samples_per_prompt: Positive = 1
-    """Completions per held-out prompt."""
-    temperature: Number = Field(1.0, ge=0, le=2)
-    """Sampling temperature on held-out prompts; 0 is greedy. rollout.top_p, top_k, min_p and repetition_penalty are not
-    applied."""
-    sets: list[EvaluationSetConfig] = []
-    """Additional evaluation sets with their own metrics: docs/guides/evaluation.md."""
-    keep_best: str | None = None
-    """Metric that selects the best evaluated step: held_out/reward, or eval/<name>/mean, pass@k or maj@k of a set. The
-    checkpoint of the best step is kept. The weights of the best step are exported as best_model/ (an adapter as
-    best_adapter/). null: none."""
-    patience: Positive | None = None
-    """End the run after this many evaluations in a row without a new best value of keep_best. null: never."""
-
-    def interval(self, entry: EvaluationSetConfig) -> int:
-        """Return the steps between evaluations of a set; 0: never."""
-        return self.every if entry.every is None else entry.every
-
     def problems(self) -> Iterator[str]:
         """Yield a line for each contradiction in this section."""
-        temperatures = {"evaluation.temperature": self.temperature}
-        temperatures |= {f"evaluation.sets.{i}.temperature": entry.temperature for i, entry in enumerate(self.sets)}
-        for key, temperature in temperatures.items():
-            if 0 < temperature < MIN_TEMPERATURE:
-                yield f"{key}={temperature:g}: must be 0 (greedy) or at least {MIN_TEMPERATURE:g}"
-        names = [entry.name for entry in self.sets]
-        for name in sorted({name for name in names if names.count(name) > 1}):
-            yield (
-                f"evaluation.sets: {names.count(name)} sets are named {name!r}; their metrics would have the same names"
-            )
-        for index, entry in enumerate(self.sets):
-            yield from entry.problems(f"evaluation.sets.{index}")
-        if self.keep_best is not None and self.keep_best not in (possible := self._metrics()):
-            listed = f"must be one of {', '.join(possible)}" if possible else "needs evaluation.every above 0, or a set"
-            yield f"evaluation.keep_best={self.keep_best}: {listed}"
-        if self.patience is not None and self.keep_best is None:
-            yield f"evaluation.patience={self.patience}: needs evaluation.keep_best, the metric that has to improve"
-
-    def _metrics(self) -> list[str]:
-        """Return the metrics that keep_best accepts."""
-        own = [f"{PREFIX}/{entry.name}/{rate}" for entry in self.sets if self.interval(entry) for rate in entry.rates]
-        return [HELD_OUT, *own] if self.every else own
-
-    def remarks(self, trained: Sequence[sources.EnvironmentConfig]) -> Iterator[str]:
-        """Yield a note for each set whose rows are also training rows."""
-        sources_of_rows = (source for source in trained if isinstance(source, sources.RowsSourceConfig))
-        used = {(source.name, source.subset, source.split) for source in sources_of_rows}
-        for entry in self.sets:
-            own = entry.source
-            if isinstance(own, sources.RowsSourceConfig) and (own.name, own.subset, own.split) in used:
-                name = f"evaluation set {entry.name!r}"
-                yield f"{name}: its rows are also trained on, so it does not measure generalization"
+        if self.partial is not None:
+            if self.partial.oversample > 1 + self.partial.max_age:
+                yield (
+                    f"rollout.partial.oversample={self.partial.oversample:g}: must be at most 1 + max_age, or complete "
+                    "groups would wait longer than max_age"
+                )
+            if self.resample is not None:
+                yield "rollout.resample: not possible with rollout.partial; its rounds need complete groups"
+            if self.generation == "replicated":
+                yield "rollout.generation=replicated: must be sharded with rollout.partial"
+            if self.stop:
+                yield "rollout.stop: must be empty with rollout.partial; a stop string may span two steps"

@@ -10,7 +10,7 @@ from colocated_grpo.settings import Config, config_json, schema, sources
 from colocated_grpo.settings.adapter_files import missing_adapter_files, with_adapter_settings
 from colocated_grpo.settings.base import NamedObject
 from colocated_grpo.settings.errors import ConfigError, dotted
-from colocated_grpo.settings.generation import EvaluationSetConfig, is_inline
+from colocated_grpo.settings.evaluation import EvaluationSetConfig
 from colocated_grpo.settings.model_support import check_context, check_has_experts, check_trains
 from colocated_grpo.settings.training import PolicyConfig, layers_text
 from colocated_grpo.types import JsonObject
@@ -74,6 +74,11 @@ def check_inputs(config: Config) -> tuple[Config, list[str]]:
         engine = config.engine.model_copy(update={"max_model_len": positions})
         config = config.model_copy(update={"engine": engine})
     return config, notes
+
+
+def is_inline(chat_template: str) -> bool:
+    """Return True if `model.chat_template` is Jinja text. Text without a brace is a file's name, not Jinja text."""
+    return "{" in chat_template
 
 
 def _check_layers(policy: PolicyConfig, model: JsonObject, name: str) -> Iterator[str]:

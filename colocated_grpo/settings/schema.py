@@ -10,7 +10,8 @@ from pydantic import Field
 
 from colocated_grpo.settings.atropos import AtroposSourceConfig
 from colocated_grpo.settings.base import INITIAL, FileName, Integer, NonNegative, Number, Positive, Section
-from colocated_grpo.settings.generation import EngineConfig, EvaluationConfig, ModelConfig, RolloutConfig
+from colocated_grpo.settings.evaluation import EvaluationConfig
+from colocated_grpo.settings.generation import EngineConfig, ModelConfig, RolloutConfig
 from colocated_grpo.settings.losses import AdvantageConfig, DAPOConfig, LossConfig
 from colocated_grpo.settings.sources import EnvironmentConfig, OpponentConfig, TurnsSourceConfig
 from colocated_grpo.settings.training import BatchConfig, PolicyConfig
@@ -161,11 +162,6 @@ class Config(Section):
     def final_step(self) -> int | None:
         """The step after which the final weights are exported; None if no final weights are exported."""
         return self.training_steps if self.checkpoint.final else None
-
-    @property
-    def steps_sampled_ahead(self) -> int:
-        """Steps below this number are sampled while the step before them trains; 0 if no step is sampled ahead."""
-        return self.training_steps if self.rollout.max_staleness else 0
 
     @property
     def optimizer_steps(self) -> int:

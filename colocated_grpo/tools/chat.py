@@ -97,7 +97,7 @@ def _open(options: argparse.Namespace, overrides: Sequence[str]) -> Chat:
     positions = longest_sequence(text_part(read_config_json(config.model)))
     options.context = min(options.context, positions or options.context)
     with program.frozen_imports():
-        from colocated_grpo.policy.model_loader import read_tokenizer
+        from colocated_grpo.policy.model_files import read_tokenizer
 
     has_template = bool(read_tokenizer(config.model).chat_template)
     if options.system is not None and not has_template:
@@ -123,7 +123,7 @@ class Chat:
     def __init__(self, subject: ModelSubject, config: Config, options: argparse.Namespace) -> None:
         """options: the parsed command line. Raises ConfigError or RunError."""
         from colocated_grpo.assembly.engines import engine_spec
-        from colocated_grpo.policy.model_loader import read_model_files
+        from colocated_grpo.policy.model_files import read_model_files
         from colocated_grpo.runtime.distributed import init_world
         from colocated_grpo.tools.evaluation_run import subject_engine
 

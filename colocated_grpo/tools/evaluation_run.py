@@ -11,7 +11,7 @@ from colocated_grpo.assembly.engines import engine_spec
 from colocated_grpo.environments.build import build_environments
 from colocated_grpo.errors import RunError
 from colocated_grpo.evaluation.evaluator import Evaluator
-from colocated_grpo.policy.model_loader import read_model_files
+from colocated_grpo.policy.model_files import read_model_files
 from colocated_grpo.rollout.collect import Stopped
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.vllm.spec import EngineSpec
@@ -63,8 +63,7 @@ def prepare_evaluation(config: Config, adapter: Path | None) -> Generator[Evalua
     sequences = max(ceil(len(each.prompts) / engines) * each.samples for each in sets)
     engine = subject_engine(engine_spec(config, model.folder, world.size, world.device, sequences), adapter, world)
     inbox = Inbox()
-    collector = build_collector(config, Driver(engine, inbox), inbox, data, model, world, stop)
-    resources.callback(collector.close)
+    collector = build_collector(config, Driver(engine, inbox), inbox, data, model, world, stop, resources)
     try:
         yield Evaluation(evaluator=Evaluator(sets, collector, world), engine=engine, world=world)
     except Stopped:

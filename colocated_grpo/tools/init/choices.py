@@ -91,14 +91,15 @@ def lengths_of(prompts: Sequence[int], answers: Sequence[int], positions: int | 
 
 def batch_of(rows: int, gpus: int) -> BatchSizes:
     """rows: rows of the data. A tenth of the rows, at most 64, is held out."""
-    train = rows - min(rows // 10, 64)
+    held_out = min(rows // 10, 64)
+    train = rows - held_out
     wanted, group = (max(32, 16 * gpus), 16) if gpus else (8, 8)
     prompts = max(1, gpus, min(wanted, train))
     why = f"{prompts * group} completions a step"
     why += f", {prompts * group // gpus} on each GPU" if gpus > 1 else ""
     steps = max(MIN_STEPS, min(MAX_STEPS, ceil(PASSES * train / prompts)))
     passes = steps * prompts / train
-    steps_why = f"{passes:.3g} passes over {train:,} rows; the other {rows - train} are held out for evaluation"
+    steps_why = f"{passes:.3g} passes over {train:,} rows; {held_out or 'none'} held out for evaluation"
     return BatchSizes(prompts=prompts, group=group, steps=steps, why=why, steps_why=steps_why)
 
 
@@ -255,7 +256,7 @@ class Choices:
 
 def make_plan(data: Path, model_name: str, reward_name: str | None, place: Placement) -> Choices:
     """Make all choices. Raises ConfigError if a file or a column is missing, or if the model does not fit."""
-    from colocated_grpo.policy.model_loader import read_tokenizer
+    from colocated_grpo.policy.model_files import read_tokenizer
 
     rows = _read(data)
     column = prompt_column(rows)
@@ -303,7 +304,7 @@ def _read(file: Path) -> list[Item]:
     except ValueError as error:
         raise ConfigError(f"{name!r}: {error}") from None
     if len(rows) < 2:
-        raise ConfigError(f"{name!r}: has {len(rows)} rows; at least 2 are needed")
+        raise ConfigError(f"{name!r}: number of rows: {len(rows)}; at least 2 are needed")
     return rows
 
 

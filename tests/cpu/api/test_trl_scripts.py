@@ -12,7 +12,7 @@ from colocated_grpo import ConfigError, RunError, Trainer
 from colocated_grpo.api.ported import FollowingCallback, as_in_trl
 from colocated_grpo.assembly.engines import engine_spec
 from colocated_grpo.callbacks import Callbacks
-from colocated_grpo.policy.model_loader import read_tokenizer
+from colocated_grpo.policy.model_files import read_tokenizer
 from tests.support.programs import ported
 from tests.support.ranks import Ranks, single_rank_world
 from tests.support.training_runs import tiny_model

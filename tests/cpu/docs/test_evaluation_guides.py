@@ -11,7 +11,8 @@ from colocated_grpo.evaluation.metrics import set_metrics
 from colocated_grpo.policy.export import AdapterExport, ModelExport
 from colocated_grpo.rollout.resample import resample_metrics
 from colocated_grpo.settings.errors import parse_path, setting_names
-from colocated_grpo.settings.generation import ANSWERS, EvaluationSetConfig, ResampleConfig, SkipSolvedConfig
+from colocated_grpo.settings.evaluation import ANSWERS, EvaluationSetConfig
+from colocated_grpo.settings.generation import ResampleConfig, SkipSolvedConfig
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.tools.evaluate import _parser
 from tests.cpu.evaluation.test_estimators import group

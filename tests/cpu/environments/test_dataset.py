@@ -15,7 +15,7 @@ from colocated_grpo.environments import EnvironmentSetupError
 from colocated_grpo.environments.build import build_environments
 from colocated_grpo.environments.rows import dataset
 from colocated_grpo.settings import Config
-from colocated_grpo.settings.generation import EvaluationConfig
+from colocated_grpo.settings.evaluation import EvaluationConfig
 from colocated_grpo.tools.make_model import build_char_tokenizer
 
 ROWS = [{"question": f"{number}+1=", "answer": str(number + 1), "level": "easy"} for number in range(10)]

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from colocated_grpo.batching import MicroBatch
 from colocated_grpo.policy.export import ModelExport
 from colocated_grpo.policy.model import read_model_config
-from colocated_grpo.policy.model_loader import check_model, load_tokenizer, stop_token_ids
+from colocated_grpo.policy.model_files import load_tokenizer, stop_token_ids
+from colocated_grpo.policy.model_loader import check_model
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings.config_json import text_part
 from colocated_grpo.settings.errors import ConfigError
