@@ -15,10 +15,10 @@ from colocated_grpo.assembly.data import (
     build_data,
     build_prompt_supply,
     build_supply,
+    evaluation_sets,
     listen_to_agents,
 )
 from colocated_grpo.assembly.engines import Engines, engine_spec
-from colocated_grpo.assembly.evaluation import evaluation_sets
 from colocated_grpo.assembly.policy import (
     build_colocated,
     build_exports,
@@ -57,7 +57,7 @@ from colocated_grpo.types import JsonObject
 
 if TYPE_CHECKING:
     from colocated_grpo.assembly.serving import Serving
-    from colocated_grpo.servers.engine_server import EngineServer
+    from colocated_grpo.servers.engine_servers import EngineServer
 
 
 def build_run(

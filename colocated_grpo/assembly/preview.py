@@ -5,12 +5,11 @@ from itertools import groupby
 
 import torch
 
-from colocated_grpo.assembly.data import open_source
+from colocated_grpo.assembly.data import draw_evaluated, import_answers, open_source
 from colocated_grpo.assembly.engines import engine_spec
-from colocated_grpo.assembly.evaluation import draw_evaluated, import_answers
 from colocated_grpo.environments.base import Scorer
 from colocated_grpo.environments.build import build_environments
-from colocated_grpo.environments.rewards.answers import ANSWER_COLUMNS
+from colocated_grpo.environments.rewards.builtin import ANSWER_COLUMNS
 from colocated_grpo.environments.rewards.workers import end_idle_workers
 from colocated_grpo.errors import ConfigError, visible
 from colocated_grpo.policy.checkpoint_files import fetch_tokenizer

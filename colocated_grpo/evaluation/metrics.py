@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from decimal import Decimal
 
-from colocated_grpo.environments.rewards import answers
+from colocated_grpo.environments.rewards import builtin
 from colocated_grpo.environments.user_code.loading import load_function, one_line
 from colocated_grpo.settings.evaluation import MEAN
 from colocated_grpo.types import Group
@@ -56,19 +56,19 @@ LAYOUT = re.compile(r"\\(?:left|right|displaystyle|[,;:! ])|[$\s]")
 
 def final_answer(text: str) -> str | None:
     """Return the content of the last <answer>...</answer>, else the text without its thoughts; None if empty."""
-    return answers.final_answer(text) or None
+    return builtin.final_answer(text) or None
 
 
 def boxed(text: str) -> Hashable | None:
     r"""Return the content of the last \boxed{...} without TeX's layout, else the last number."""
     start = text.rfind(BOX)
     if start < 0:
-        return answers.marked_number(text)
+        return builtin.marked_number(text)
     inside = _balanced(text, start + len(BOX))
     if inside is None:
         return None
     plain = LAYOUT.sub("", inside).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").rstrip(".")
-    if answers.NUMBER.fullmatch(plain):
+    if builtin.NUMBER.fullmatch(plain):
         return Decimal(plain.replace(",", ""))  # 1.50 and 1.5 are the same answer
     return plain or None
 
@@ -83,7 +83,7 @@ def _balanced(text: str, start: int) -> str | None:
     return None
 
 
-BUILT_IN: dict[str, Answer] = {"final_answer": final_answer, "last_number": answers.marked_number, "boxed": boxed}
+BUILT_IN: dict[str, Answer] = {"final_answer": final_answer, "last_number": builtin.marked_number, "boxed": boxed}
 
 
 def answer_function(name: str, key: str) -> Answer:

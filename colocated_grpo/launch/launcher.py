@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from colocated_grpo.errors import ConfigError, RunError
-from colocated_grpo.launch.arguments import read_arguments, read_launch, run_parser, visible_gpus
-from colocated_grpo.launch.cli import adapted, default_config_note
+from colocated_grpo.launch import cli
 from colocated_grpo.runtime import program
 from colocated_grpo.runtime.processes import SAVING, STOP_RANKS, StopAction, run_command, scratch_folder
 from colocated_grpo.runtime.verdict import (
@@ -71,15 +70,15 @@ def _launch(arguments: Sequence[str]) -> int:
     program.prepare_streams()
     default: list[str] = []
     try:
-        options, overrides, remarks = read_arguments(arguments, run_parser())
-        launch = read_launch(options, overrides)
-        default = default_config_note(options)
+        options, overrides, remarks = cli.read_arguments(arguments, cli.run_parser())
+        launch = cli.read_launch(options, overrides)
+        default = cli.default_config_note(options)
         config, notes = read_settings(launch)
         servers = plan_servers(launch, config, os.environ)
         on_cpu = launch.gpus == 0 and not config.engine.urls
         model = model_verdict(config.model, config.policy.compute_dtype if on_cpu else None)
         missing = missing_devices(launch)
-        config, lines, problems = adapted(config, launch.resume, Path(launch.config).stem)
+        config, lines, problems = cli.adapted(config, launch.resume, Path(launch.config).stem)
         if (missing or problems) and not options.dry_run:
             raise ConfigError(*missing, *problems)
     except ConfigError as error:
@@ -127,7 +126,7 @@ def read_settings(launch: program.Launch) -> tuple[Config, list[str]]:
 
 def missing_devices(launch: program.Launch) -> list[str]:
     """Return a line if this machine has fewer GPUs than the run needs. Not fatal in a dry run."""
-    if launch.gpus <= (visible := visible_gpus(os.environ)):
+    if launch.gpus <= (visible := cli.visible_gpus(os.environ)):
         return []
     if visible == 0:
         return [f"--gpus={launch.gpus}: no GPU is visible (nvidia-smi, CUDA_VISIBLE_DEVICES); --gpus 0 uses the CPU"]
@@ -187,7 +186,7 @@ def child_environment(environment: Mapping[str, str], gpus: int, ranks: int, log
 
 def banner(launch: program.Launch, command: Sequence[str], servers: ServerPlan | None, model: str) -> str:
     """Return the summary printed before the run starts. Secrets are masked, because the summary may be logged."""
-    from colocated_grpo.settings.secret_values import masked_arguments
+    from colocated_grpo.settings.errors import masked_arguments
 
     free_port = launch.master_port is None
     master = "this machine, any free port" if free_port else f"{launch.master_addr}:{launch.master_port}"

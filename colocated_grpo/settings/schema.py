@@ -13,9 +13,8 @@ from colocated_grpo.settings.base import INITIAL, FileName, Integer, NonNegative
 from colocated_grpo.settings.evaluation import EvaluationConfig
 from colocated_grpo.settings.generation import EngineConfig, ModelConfig, RolloutConfig
 from colocated_grpo.settings.losses import AdvantageConfig, DAPOConfig, LossConfig
-from colocated_grpo.settings.sources import EnvironmentConfig
+from colocated_grpo.settings.sources import EnvironmentConfig, OpponentConfig, TurnsSourceConfig
 from colocated_grpo.settings.training import BatchConfig, PolicyConfig
-from colocated_grpo.settings.turns import OpponentConfig, TurnsSourceConfig
 
 
 class CheckpointConfig(Section):

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean, median_high
 
 from colocated_grpo.errors import RunError
-from colocated_grpo.settings.secret_values import masked
+from colocated_grpo.settings.errors import masked
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.charts import NUM_COLORS, chart_sections, legend_entry, phase_colors, phase_names
 from colocated_grpo.tracking.files import TRAIN, Row, first_and_last

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from colocated_grpo.errors import ConfigError
-from colocated_grpo.launch.arguments import read_arguments, read_launch, run_parser
+from colocated_grpo.launch.cli import read_arguments, read_launch, run_parser
 from colocated_grpo.launch.launcher import read_settings
 from colocated_grpo.runtime.program import error_text, prepare_streams
 from colocated_grpo.runtime.verdict import USAGE_ERROR

@@ -16,7 +16,7 @@ import psutil
 from packaging.version import InvalidVersion, Version
 
 from colocated_grpo.errors import ConfigError
-from colocated_grpo.launch.arguments import DEFAULT_MASTER_PORT
+from colocated_grpo.launch.cli import DEFAULT_MASTER_PORT
 from colocated_grpo.rollout.vllm.versions import ENGINES, check_installed
 from colocated_grpo.runtime.program import python_path
 from colocated_grpo.tools.doctor.subject import GIB, Finding, Subject, failed, gib, ok, skipped, warning

@@ -14,7 +14,7 @@ from functools import cached_property, partial
 from itertools import takewhile
 from typing import Literal
 
-from colocated_grpo.launch.arguments import Launch
+from colocated_grpo.launch.cli import Launch
 from colocated_grpo.settings.schema import Config
 
 Status = Literal["ok", "warning", "failed", "skipped"]

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from colocated_grpo.launch.arguments import read_arguments, read_launch, run_parser
-from colocated_grpo.launch.cli import add_run_arguments
+from colocated_grpo.launch.cli import add_run_arguments, read_arguments, read_launch, run_parser
 from colocated_grpo.launch.launcher import read_settings
 from colocated_grpo.runtime.program import Launch, OneLineParser, environment_problem, rank_environment
 from colocated_grpo.settings.config_file import read_config

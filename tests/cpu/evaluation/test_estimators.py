@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colocated_grpo.environments.base import EnvironmentSetupError
-from colocated_grpo.environments.rewards.answers import marked_number
+from colocated_grpo.environments.rewards.builtin import marked_number
 from colocated_grpo.evaluation.evaluator import Best
 from colocated_grpo.evaluation.metrics import (
     answer_function,

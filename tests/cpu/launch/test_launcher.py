@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from colocated_grpo.launch.arguments import visible_gpus
-from colocated_grpo.launch.cli import _run
+from colocated_grpo.launch.cli import _run, visible_gpus
 from colocated_grpo.launch.launcher import child_environment, main, torchrun_command
 from colocated_grpo.runtime.program import Launch
 from colocated_grpo.runtime.verdict import VERDICT_VARIABLE

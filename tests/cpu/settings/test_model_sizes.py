@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, DeepseekV3Config, GPT2Config, PreTrainedModel, Qwen3Config
 
-from colocated_grpo.policy.lora.targets import target_names
+from colocated_grpo.policy.lora.weights import target_names
 from colocated_grpo.settings.model_sizes import Sizes, sizes_of
 from colocated_grpo.settings.training import LoRAConfig
 from colocated_grpo.tools.doctor.memory import Placement, RunSizes, adapter_parameters

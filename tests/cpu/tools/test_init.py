@@ -15,8 +15,7 @@ from colocated_grpo.settings.model_sizes import sizes_of
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.tools.doctor.memory import Placement
 from colocated_grpo.tools.init.__main__ import main
-from colocated_grpo.tools.init.choices import builtin_reward, prompt_column
-from colocated_grpo.tools.init.sizes import Memory, batch_of, fit_memory, lengths_of
+from colocated_grpo.tools.init.choices import Memory, batch_of, builtin_reward, fit_memory, lengths_of, prompt_column
 from tests.support.training_runs import ForkedRun, tiny_model
 
 CONVERSATION = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]

@@ -21,7 +21,7 @@ import yaml
 
 from colocated_grpo.errors import RunError
 from colocated_grpo.settings import Config
-from colocated_grpo.tracking import NullTracker, RunOutput, Tracker, files, make_tracker, records, sinks
+from colocated_grpo.tracking import NullTracker, RunOutput, Tracker, files, make_tracker, records
 from colocated_grpo.tracking.text import duration, number, visible
 from colocated_grpo.types import Group
 from tests.support.paths import ROOT
@@ -492,7 +492,7 @@ def test_a_failing_sink_is_reported_once_and_disabled(tmp_path: Path, monkeypatc
         if step == 1:
             raise ConnectionError("service is gone\nwith a long story")
 
-    monkeypatch.setattr(sinks, "_tensorboard", lambda run_dir, first_step: sinks.Sink(log=log, finish=lambda: None))
+    monkeypatch.setattr(records, "_tensorboard", lambda run_dir, first_step: records.Sink(log=log, finish=lambda: None))
     run = TrackedRun(tmp_path, config_of(tensorboard=True)).train().finish()
     assert calls == [0, 0, 1]
     notes = [line for line in run.printed.splitlines() if "tracking.tensorboard" in line]
