@@ -10,7 +10,6 @@ from colocated_grpo.assembly.engines import engine_spec
 from colocated_grpo.assembly.evaluation import draw_evaluated, import_answers
 from colocated_grpo.environments.base import Scorer
 from colocated_grpo.environments.build import build_environments
-from colocated_grpo.environments.rewards.answers import ANSWER_COLUMNS
 from colocated_grpo.environments.rewards.workers import end_idle_workers
 from colocated_grpo.errors import ConfigError, visible
 from colocated_grpo.policy.checkpoint_files import fetch_tokenizer
@@ -105,8 +104,7 @@ def show_rewards(
     for source, prompt in sorted(first.items()):
         if source not in scorers:
             continue
-        answer = next((prompt.item[name] for name in ANSWER_COLUMNS if name in prompt.item), None)
-        texts = [USELESS] if answer is None else [str(answer), USELESS]
+        texts = [USELESS] if prompt.answer is None else [prompt.answer, USELESS]
         scores = scores_of(scorers[source], prompt, texts, timeout)
         shown = [f"{_reward(score)} for {text[:60]!r}" for text, score in zip(texts, scores, strict=True)]
         yield f"  {source}: the reward is {', '.join(shown)}"

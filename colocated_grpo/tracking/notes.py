@@ -2,35 +2,40 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 
 from colocated_grpo.settings.secret_values import masked
+from colocated_grpo.summaries import advantage_of
 from colocated_grpo.tracking import files
-from colocated_grpo.tracking.text import number
+from colocated_grpo.tracking.text import figure, number
 from colocated_grpo.tracking.transcripts import one_line
-from colocated_grpo.types import Group, JsonObject, Score
+from colocated_grpo.types import STDERR, Group, JsonObject, Score
 
-PROMPT_CHARACTERS, COMPLETION_CHARACTERS = 80, 240
-STDERR = "_stderr"
-"""Suffix of a metric's standard error."""
+PROMPT_CHARACTERS, COMPLETION_CHARACTERS, ANSWER_CHARACTERS = 120, 240, 40
 LOWEST_LOSS = -10.0
 HIGHEST_RATIO = 2.0
 STEPS = 3
 
 
 def typical_completion(groups: Sequence[Group]) -> str | None:
-    """Return the completion with the median reward, its prompt and its reward, as one line; None without a reward."""
+    """Return the completion with the median reward as one line: rewards, answer and prompt; None without a reward."""
     scored = [
-        (rollout.score.reward, group.prompt, rollout)
+        (rollout.score.reward, group, sample)
         for group in groups
-        for rollout in group.rollouts
+        for sample, rollout in enumerate(group.rollouts)
         if rollout.score.reward is not None and math.isfinite(rollout.score.reward)
     ]
     if not scored:
         return None
-    reward, prompt, rollout = sorted(scored, key=lambda one: one[0])[len(scored) // 2]
-    answer = one_line(rollout.text, COMPLETION_CHARACTERS)
-    return f"reward {number(reward)}: {' '.join(prompt.text.split())[-PROMPT_CHARACTERS:]} -> {answer}"
+    reward, group, sample = sorted(scored, key=itemgetter(0))[len(scored) // 2]
+    facts = [f"reward {number(reward)}"]
+    if (advantage := advantage_of(group, sample)) is not None:
+        facts.append(f"advantage {number(advantage)}")
+    if group.prompt.answer is not None:
+        facts.append(f"answer {one_line(group.prompt.answer, ANSWER_CHARACTERS)}")
+    text = one_line(group.rollouts[sample].text, COMPLETION_CHARACTERS)
+    return f"{', '.join(facts)}: {' '.join(group.prompt.text.split())[-PROMPT_CHARACTERS:]} -> {text}"
 
 
 class ScoringErrors:
@@ -78,21 +83,18 @@ class StabilityWatch:
         )
 
 
-def banner_facts(settings: JsonObject, facts: dict[str, str], run_dir: Path) -> dict[str, str]:
-    """Return the banner's lines: from the settings, with the trainer's `facts` after the model."""
-    rollout, batch, policy = settings["rollout"], settings["batch"], settings["policy"]
+def banner_facts(settings: JsonObject, model: str, run_dir: Path) -> dict[str, str]:
+    """Return the banner's lines. model: the model's size, and the devices that train it."""
+    rollout, batch, scale = settings["rollout"], settings["batch"], settings["advantage"]["scale"]
     updates = batch["minibatches"] * batch["epochs"]
-    scale, tokens = settings["advantage"]["scale"], batch["max_tokens_per_micro_batch"]
     return {
-        "model": settings["model"]["name"],
-        **facts,
+        "model": f"{settings['model']['name']}: {model}",
         "environments": ", ".join(environment["name"] for environment in settings["environments"]),
-        "loss": f"{settings['loss']['type']}, advantages scaled by {scale}, lr {policy['lr']:g}",
-        "batch": (
-            f"{rollout['prompts_per_step']} prompts x {rollout['group_size']} completions, {updates} optimizer "
-            f"step{'s' if updates > 1 else ''}, micro-batches of {tokens} tokens"
+        "steps": (
+            f"{settings['training_steps']}, each {rollout['prompts_per_step']} prompts x {rollout['group_size']} "
+            f"completions and {updates} optimizer step{'s' if updates > 1 else ''}"
         ),
-        "steps": str(settings["training_steps"]),
+        "loss": f"{settings['loss']['type']}, advantages scaled by {scale}, lr {settings['policy']['lr']:g}",
         "run folder": str(run_dir),
     }
 
@@ -102,10 +104,9 @@ def evaluation_line(step: int, row: dict[str, float]) -> str:
     base, *rest = next(iter(row), "").split("/")
     prefix = "held_out/" if base == "held_out" else f"{base}/{rest[0]}/"  # of a set: eval/<name>/
     name = "held-out evaluation" if base == "held_out" else f"evaluation of {rest[0]}"
-    errors = {key: f" (+-{number(row[key + STDERR])})" for key in row if key + STDERR in row}
     shown = [key for key in row if not key.endswith(STDERR)]
     shown = [key for key in shown if not key.startswith("held_out/env/") or key.endswith("/reward")]
-    parts = (f"{key.removeprefix(prefix)} {number(row[key])}{errors.get(key, '')}" for key in shown)
+    parts = (f"{key.removeprefix(prefix)} {figure(row, key)}" for key in shown)
     return "  ".join([f"{name}, step {step}:", *parts])
 
 

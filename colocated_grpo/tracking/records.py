@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from colocated_grpo.errors import RunError
+from colocated_grpo.summaries import advantage_of
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.files import Row
 from colocated_grpo.types import Group, JsonObject, Rollout
@@ -113,8 +114,10 @@ def _rollout_row(kind: str, step: int, group: Group, sample: int, decode: Decode
         "sample": sample,
         "source": group.prompt.source,
         "prompt": group.prompt.text,
+        "answer": group.prompt.answer,
         "completion": rollout.text,
         "reward": finite(rollout.score.reward),
+        "advantage": advantage_of(group, sample),
         "parts": {name: finite(value) for name, value in rollout.score.parts.items()},
         "error": rollout.score.error,
         "finish_reason": rollout.finish_reason,

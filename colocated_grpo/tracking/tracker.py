@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import shlex
@@ -32,6 +33,8 @@ PACKAGES = (
     "pydantic", "wandb", "tensorboard",
 )  # fmt: skip
 
+logger = logging.getLogger(__name__)
+
 
 class Tracker:
     """Send metrics, rollouts and games to the console, the run folder and the enabled sinks.
@@ -59,8 +62,8 @@ class Tracker:
     def start(self, settings: JsonObject, facts: dict[str, str], first_step: int, decode: Decode | None) -> None:
         """Print the banner, write config.yaml and environment.json, and drop rows of steps >= `first_step`.
 
-        settings: the resolved config as JSON. facts: banner lines from the trainer, such as parameter count, ranks and
-        device. decode: converts token ids to text with special tokens, for rollouts of several turns.
+        settings: the resolved config as JSON. facts: `model`, its size and devices, for the banner; others are logged
+        with --log-level DEBUG. decode: converts token ids to text with special tokens, for rollouts of several turns.
         """
         self._run_dir.mkdir(parents=True, exist_ok=True)
         (self._run_dir / files.SUMMARY_FILE).unlink(missing_ok=True)
@@ -71,7 +74,9 @@ class Tracker:
         self._writer = RunWriter(self._run_dir, first_step, self._tracking.rollouts_per_step, self.note, decode)
         self._games = GameWriter(self._run_dir, first_step, self.note)
         self._sinks.open(settings, self._tracking, self._run_dir, first_step)
-        self._output.open(notes.banner_facts(settings, facts, self._run_dir), first_step)
+        self._output.open(notes.banner_facts(settings, facts["model"], self._run_dir), first_step)
+        for name, value in facts.items():
+            logger.debug("%s: %s", name, value)
         if secrets:
             self.note(
                 f"{', '.join(secrets)}: secrets, which config.yaml holds and only you can read; prefer environment "
@@ -94,7 +99,7 @@ class Tracker:
         self._sinks.completions(step, groups)
         self._output.step(step, {**self._held_out, **row})
         if self._tracking.show_completion and (text := notes.typical_completion(groups)):
-            self.note(f"step {step}, {text}")
+            self.note(f"  {text}")
         for line in self._scoring_errors.check(step, groups):
             self.note(line)
         self._report.step()

@@ -1,14 +1,10 @@
-"""Answers: the columns that hold them in data, and their extraction from completions."""
+"""Extraction of answers from completions."""
 
 import re
 from collections.abc import Iterator
 from decimal import Decimal
 
 OPEN, CLOSE = "<answer>", "</answer>"
-ANSWER_COLUMNS = (
-    "answer", "solution", "ground_truth", "final_answer", "target", "gold", "label", "expected", "output",
-)  # fmt: skip
-"""Columns of reference answers, the most likely one first."""
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?", re.ASCII)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from colocated_grpo.environments.base import Item
-from colocated_grpo.environments.rewards.answers import ANSWER_COLUMNS, NUMBER
+from colocated_grpo.environments.rewards.answers import NUMBER
 from colocated_grpo.environments.rewards.functions import load_reward
 from colocated_grpo.environments.rows.readers import READERS
 from colocated_grpo.environments.templates import with_system_prompt
@@ -22,6 +22,7 @@ from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.sources import RewardConfig
 from colocated_grpo.tools.doctor.memory import Placement
 from colocated_grpo.tools.init.sizes import BatchSizes, Lengths, Memory, batch_of, fit_memory, lengths_of
+from colocated_grpo.types import ANSWER_COLUMNS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

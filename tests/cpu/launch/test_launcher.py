@@ -405,7 +405,9 @@ def test_the_command_runs_with_its_environment_and_its_exit_code_is_returned(con
     assert command[1:3] == ["-m", "colocated_grpo.launch.elastic"]
     assert environment["COLOCATED_GRPO_LOG_LEVEL"] == "INFO"
     assert redirect is None
-    assert capfd.readouterr().out.startswith("Co-located GRPO\n")
+    assert capfd.readouterr().out == "Co-located GRPO: x.yaml, 2 GPUs; ./model: trains (Qwen 3)\n"
+    main(["--config", config, "--gpus", "2", "--log-level", "DEBUG"])
+    assert "  Master         this machine, any free port\n" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(("parent", "is_used"), [("t", True), ("t" * 80, False)])
@@ -472,7 +474,7 @@ def test_a_redirected_run_shows_nothing_on_the_console(config, eight_gpus, monke
     (tmp_path / "x.log").write_text("earlier run\n")
     assert main(["--config", config, "--gpus", "2", "--redirect-output", "x.log"]) == 7
     assert capfd.readouterr() == ("", "")
-    assert (tmp_path / "x.log").read_text().startswith("earlier run\nCo-located GRPO\n")
+    assert (tmp_path / "x.log").read_text().startswith("earlier run\nCo-located GRPO: ")
 
 
 @pytest.mark.parametrize(

@@ -87,11 +87,27 @@ def test_a_step_line_shows_memory_in_use_and_not_what_a_sleeping_engine_has_rele
     assert line == "135.3 GiB"
 
 
-def test_one_completion_of_a_step_is_shown_on_request(tmp_path: Path) -> None:
-    assert "->" not in TrackedRun(tmp_path / "off").train(last_step=1).printed
-    printed = TrackedRun(tmp_path / "on", config_of(show_completion=True)).train(last_step=2).printed
+def test_one_completion_of_a_step_is_shown_with_its_advantage_and_the_answer(tmp_path: Path) -> None:
+    assert "->" not in TrackedRun(tmp_path / "off", config_of(show_completion=False)).train(last_step=1).printed
+    printed = TrackedRun(tmp_path / "on").train(last_step=2).printed
     lines = [line for line in printed.splitlines() if " -> " in line]
-    assert lines == [f"step {step}, reward 1.200: sort 1 -> step {step} sample 2" for step in range(2)]
+    shown = "  reward 1.200, advantage 0.500, answer 1 sorted: sort 1 -> step"
+    assert lines == [f"{shown} {step} sample 2" for step in range(2)]
+
+
+def test_a_step_without_signal_says_why_it_has_no_mismatch() -> None:
+    row = {"reward": 0.0, "groups/constant": 1.0}
+    assert step_text(row) == "reward 0  no signal (equal rewards in each group), so no mismatch"
+    console = Console(file=io.StringIO(), width=60)
+    console.print(step_table([(0, {**row, "mismatch/kl": 0.25, "groups/constant": 0.5}), (1, row)], console.width))
+    assert [line.split(maxsplit=2)[2].strip() for line in console.file.getvalue().splitlines()[3:5]] == [
+        "0.250",
+        "no signal",
+    ]
+
+
+def test_held_out_values_are_shown_with_their_standard_errors() -> None:
+    assert "held-out 0.500 +- 0.125" in step_text({"held_out/reward": 0.5, "held_out/reward_stderr": 0.125})
 
 
 def test_the_log_has_the_text_of_the_whole_start_and_of_every_step(tmp_path: Path) -> None:
