@@ -30,7 +30,6 @@ from colocated_grpo.summaries import (
     environment_metrics,
     group_rewards,
     is_informative,
-    lack_of_signal,
     rollout_metrics,
 )
 from colocated_grpo.types import Group
@@ -135,8 +134,6 @@ def rollout(run: Run, step: int) -> tuple[list[Group], BatchResult]:
     run.rewards.check(groups)
     settled = run.supply.settle(groups)
     chosen = [groups[place] for place in settled.trained_now] + settled.released
-    if step == 0 and (lack := lack_of_signal(chosen)):
-        run.tracker.note(f"first batch: {lack}")
     # Sort by prompt index, so that training and logs do not depend on the order in which groups finished.
     return with_advantages(sorted(chosen, key=lambda group: group.prompt.index), run.config.advantage), settled
 

@@ -143,7 +143,8 @@ class Trainer(TrainedModel):
             config, lines = checked(self._loaded, None, self._name)
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
             print(*lines, sep="\n", end="\n" * bool(lines))
-            print(*preview(config, device, lambda line: print(f"note: {line}")), sep="\n")
+            ranks = int(os.environ["WORLD_SIZE"])
+            print(*preview(config, device, ranks, lambda line: print(f"note: {line}")), sep="\n")
 
     def train(self, resume: object = None, *, resume_from_checkpoint: object = None) -> Result:
         """Train to the end and return the result. Collective under torchrun.

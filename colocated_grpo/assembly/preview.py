@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 
+import psutil
 import torch
 
 from colocated_grpo.assembly.data import open_source
@@ -18,6 +19,8 @@ from colocated_grpo.policy.model_loader import check_model
 from colocated_grpo.rollout.reward_calls import RewardCalls
 from colocated_grpo.rollout.vllm.kv_budget import check_cache
 from colocated_grpo.settings.config_json import read_config_json, text_part
+from colocated_grpo.settings.model_sizes import sizes_of
+from colocated_grpo.settings.run_sizes import Placement, RunSizes, free_disk, gib
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.tracking.text import without_middle
 from colocated_grpo.types import Completion, Prompt, Score
@@ -29,11 +32,12 @@ ROLES = {"system", "developer", "user", "assistant", "model", "tool", "function"
 """Roles of chat messages. Most templates render any role, and models know only those of their training."""
 
 
-def preview(config: Config, device: torch.device, note: Callable[[str], None]) -> list[str]:
+def preview(config: Config, device: torch.device, ranks: int, note: Callable[[str], None]) -> list[str]:
     """Build the model without parameters and draw the first prompts as a run does. Return lines that show them.
 
-    Imports the code of the environments, reads their data and computes rewards. device: only its type counts. note:
-    receives remarks, such as the number of omitted rows. Raises ConfigError or RunError for the first problem.
+    Imports the code of the environments, reads their data and computes rewards. device: only its type counts. ranks: of
+    all nodes. note: receives remarks, such as the number of omitted rows. Raises ConfigError or RunError for the first
+    problem.
     """
     folder = fetch_tokenizer(config.model)
     check_model(config.model, folder)
@@ -54,11 +58,34 @@ def preview(config: Config, device: torch.device, note: Callable[[str], None]) -
     check_vocabulary(prompts, text_part(read_config_json(config.model)).get("vocab_size"), config.model.name)
     for line in unknown_roles(prompts):
         note(line)
+    if len({prompt.text for prompt in prompts}) < 2 <= len({str(prompt.item["prompt"]) for prompt in prompts}):
+        note("all prompts of the first step are rendered as the same text; does the chat template use the messages?")
     try:
         rewards = list(show_rewards(prompts, environments.scorers, config.rollout.reward_timeout, note))
     finally:
         end_idle_workers()
-    return [*show_prompts(prompts, config.rollout.max_prompt_tokens), *rewards]
+    sizes = show_sizes(config, ranks, device, note)
+    return [*show_prompts(prompts, config.rollout.max_prompt_tokens), *rewards, *sizes]
+
+
+def show_sizes(config: Config, ranks: int, device: torch.device, note: Callable[[str], None]) -> Iterator[str]:
+    """Yield lines: memory and disk space by arithmetic. Note what does not fit this machine, which may be another."""
+    sizes, on_gpu = sizes_of(read_config_json(config.model)), device.type == "cuda"
+    if sizes is None:
+        return
+    if on_gpu:
+        memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
+    else:
+        memory = psutil.virtual_memory().total // ranks
+    run = RunSizes(config, sizes, Placement(ranks=ranks, on_gpu=on_gpu, device_bytes=memory))
+    need, space, (folder, free) = run.footprint(), run.run_folder_bytes(), free_disk(config.output_dir)
+    each = f"{gib(need.training)} while training and {gib(need.generating)} while generating"
+    yield f"  by arithmetic, a rank needs at least {each}; checkpoints and exports take {gib(space)}"
+    if 0 < memory < need.device:
+        note(f"a rank needs at least {each}, and has {gib(memory)} here; colocated-grpo doctor lists what saves memory")
+    if free < space:
+        key = f"output_dir={config.output_dir!r}"
+        note(f"{key}: checkpoints and exports take {gib(space)}, and {gib(free)} are free in {folder}")
 
 
 def check_vocabulary(prompts: Sequence[Prompt], size: int | None, name: str) -> None:
@@ -109,7 +136,9 @@ def show_rewards(
         shown = [f"{_reward(score)} for {text[:60]!r}" for text, score in zip(texts, scores, strict=True)]
         yield f"  {source}: the reward is {', '.join(shown)}"
         rewards = [score.reward for score in scores if score.reward is not None]
-        if len(rewards) == 2 and rewards[0] <= rewards[1]:
+        if not rewards:
+            note(f"environments {source!r}: no reward for {texts[0]!r:.60}; return a number where the reward applies")
+        elif len(rewards) == 2 and rewards[0] <= rewards[1]:
             note(
                 f"environments {source!r}: the row's own answer gets no more reward than {USELESS!r}; does the reward "
                 "expect another form? Completions of chat prompts are lists of messages, not texts"

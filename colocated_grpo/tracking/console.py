@@ -21,7 +21,7 @@ MIN_PHASE_SHARE = 0.02
 GAP = 2
 """Characters between two columns, and at both edges of the table together."""
 
-MISMATCH, NO_SIGNAL = "mismatch/kl", "no signal"
+MISMATCH = "mismatch/kl"
 
 Row = dict[str, float]
 STEPS_SHOWN = 12
@@ -72,7 +72,7 @@ def step_table(steps: Sequence[tuple[int, Row]], width: int) -> Table:
     columns = [column for column in COLUMNS if any(column.key in row for _, row in rows)]
     columns += [column for column in PROBLEM_COLUMNS if any(row.get(column.key) for _, row in rows)]
     cells = {"step": [str(step) for step, _ in rows]}
-    cells |= {column.title: [_cell(row, column.key) for _, row in rows] for column in columns}
+    cells |= {column.title: [figure(row, column.key) for _, row in rows] for column in columns}
     for column in sorted(columns, key=lambda column: column.priority, reverse=True):
         if sum(max(map(len, [title, *texts])) + GAP for title, texts in cells.items()) > width:
             del cells[column.title]
@@ -82,15 +82,6 @@ def step_table(steps: Sequence[tuple[int, Row]], width: int) -> Table:
     for row in zip(*cells.values(), strict=True):
         table.add_row(*row)
     return table
-
-
-def _cell(row: Row, key: str) -> str:
-    return NO_SIGNAL if key == MISMATCH and _lacks_signal(row) else figure(row, key)
-
-
-def _lacks_signal(row: Row) -> bool:
-    """Return True if a step has no mismatch because no group had rewards that differ, so nothing was trained."""
-    return MISMATCH not in row and row.get("groups/constant") == 1
 
 
 def _with_other(row: Row) -> Row:
@@ -104,8 +95,6 @@ def _with_other(row: Row) -> Row:
 def step_text(row: Row) -> str:
     """Format the metrics of one step as a single line."""
     figures = [f"{column.title} {figure(row, column.key)}" for column in LEARNING_COLUMNS if column.key in row]
-    if _lacks_signal(row):
-        figures.append(f"{NO_SIGNAL} (equal rewards in each group), so no mismatch")
     figures += [f"{column.title} {number(row[column.key])}" for column in PROBLEM_COLUMNS if row.get(column.key)]
     if "tokens_per_second" in row:
         figures.append(f"{number(row['tokens_per_second'])} tok/s")

@@ -162,8 +162,12 @@ def _tiles(rows: list[Row], training_steps: int | None) -> Iterator[tuple[str, s
         yield "held-out reward", change, ", +- ".join([f"steps {first['step']} to {last['step']}", *errors])
     train = [row for row in rows if row["kind"] == TRAIN]
     if rewards := _values(train, "reward"):
-        before, after = map(number, _ends(rewards))
-        yield "training reward", f"{before} -> {after}", f"first and last {_window(rewards)} steps"
+        window, (before, after) = _window(rewards), map(number, _ends(rewards))
+        yield (
+            "training reward",
+            f"{before} -> {after}",
+            f"means of {window} steps" if window > 1 else "first and last step",
+        )
     yield "steps", str(len(train)), f"of {training_steps}" if training_steps else ""
     seconds = _values(train, "seconds/step")
     if seconds:

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING
 
 from colocated_grpo.runtime.verdict import STOPPED
 from colocated_grpo.settings.secret_values import masked_arguments
+from colocated_grpo.summaries import lack_of_signal
 from colocated_grpo.tracking import files, notes
+from colocated_grpo.tracking.console import MISMATCH
 from colocated_grpo.tracking.ending import summary_line, write_summary
 from colocated_grpo.tracking.output import RunOutput
 from colocated_grpo.tracking.records import Decode, GameWriter, RunWriter
@@ -98,6 +100,8 @@ class Tracker:
         self._sinks.log(step, row)
         self._sinks.completions(step, groups)
         self._output.step(step, {**self._held_out, **row})
+        if MISMATCH not in row and (lack := lack_of_signal(groups)):
+            self.note(f"  no mismatch in step {step}: {lack}")
         if self._tracking.show_completion and (text := notes.typical_completion(groups)):
             self.note(f"  {text}")
         for line in self._scoring_errors.check(step, groups):

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,6 +31,9 @@ def of_both(completions, answer, **columns):
     texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
     return of_texts(texts, answer)
 
+def applies_nowhere(completions, **columns):
+    return [None] * len(completions)
+
 def hangs(completions, **columns):
     time.sleep(3600)
 """
@@ -53,7 +57,7 @@ def shown(folder: Path, reward: str = "of_both", **settings: object) -> tuple[li
     }
     trainer = Trainer(str(settings.pop("model", None) or tiny_model()), environments=[environment], **settings)
     notes: list[str] = []
-    return preview(trainer.config, CPU, notes.append), notes
+    return preview(trainer.config, CPU, 1, notes.append), notes
 
 
 def test_the_first_prompt_its_length_and_two_rewards_are_shown(tmp_path):
@@ -81,10 +85,39 @@ def test_control_characters_of_a_prompt_do_not_reach_the_terminal(tmp_path):
     assert "\\x1b[2J What is 17 plus 25?" in text and "\x1b" not in text
 
 
+def test_memory_and_disk_space_are_shown_and_a_full_disk_is_noticed(tmp_path, monkeypatch):
+    rows(tmp_path)
+    lines, notes = shown(tmp_path)
+    needs = (
+        r"a rank needs at least \S+ GiB while training and \S+ GiB while generating; checkpoints and exports take \S+"
+    )
+    assert re.search(needs, lines[-1])
+    assert not [note for note in notes if "output_dir" in note]
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1 << 20))
+    assert any(note.startswith("output_dir='runs': checkpoints and exports take") for note in shown(tmp_path)[1])
+
+
+def test_rewards_that_are_all_none_are_noticed(tmp_path):
+    rows(tmp_path)
+    assert any("no reward for '42'; return a number" in note for note in shown(tmp_path, "applies_nowhere")[1])
+
+
+def test_a_template_without_the_messages_is_noticed(tmp_path):
+    messages = [{"prompt": [{"role": "user", "content": f"Question {index}"}], "answer": "1"} for index in range(4)]
+    rows(tmp_path).write_text("".join(json.dumps(row) + "\n" for row in messages))
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in real_model("smollm2").iterdir():
+        (model / file.name).symlink_to(file)
+    (model / "chat_template.jinja").unlink()
+    (model / "chat_template.jinja").write_text("constant")
+    assert any("rendered as the same text" in note for note in shown(tmp_path, model=model)[1])
+
+
 def test_a_reward_that_hangs_ends_at_its_time_limit(tmp_path):
     rows(tmp_path)
     lines, _ = shown(tmp_path, "hangs", rollout={"reward_timeout": 1.0})
-    assert "no reward" in lines[-1] and "none" in lines[-1]
+    assert "no reward" in lines[-2] and "none" in lines[-2]
 
 
 def test_an_unknown_role_is_noticed(tmp_path):

@@ -19,7 +19,8 @@ from colocated_grpo.errors import ConfigError
 from colocated_grpo.launch.arguments import DEFAULT_MASTER_PORT
 from colocated_grpo.rollout.vllm.versions import ENGINES, check_installed
 from colocated_grpo.runtime.program import python_path
-from colocated_grpo.tools.doctor.subject import GIB, Finding, Subject, failed, gib, ok, skipped, warning
+from colocated_grpo.settings.run_sizes import GIB, gib
+from colocated_grpo.tools.doctor.subject import Finding, Subject, failed, ok, skipped, warning
 from colocated_grpo.tracking.tracker import package_versions
 
 MIN_DRIVER = {11: "450", 12: "525", 13: "580"}

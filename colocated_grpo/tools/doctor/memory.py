@@ -1,229 +1,22 @@
-"""Checks of memory and disk space by arithmetic, in bytes, from the sizes of the model and the settings.
-
-Bytes per parameter with AdamW and bfloat16, over all ranks: 16 for full training (master, gradient, two moments in
-float32), 4 for an adapter (base and merged weights), and 2 on each engine while it generates. Activations are counted
-for the smallest possible micro-batch, with every block recomputed: a run that does not fit by this arithmetic does not
-fit at all.
-"""
+"""Checks of memory and disk space by the arithmetic of `settings.run_sizes`."""
 
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
-from math import ceil
-from pathlib import Path
+from dataclasses import replace
 
 import psutil
 
 from colocated_grpo.errors import ConfigError
 from colocated_grpo.settings.adapter_files import with_adapter_settings
 from colocated_grpo.settings.config_json import read_config_json
-from colocated_grpo.settings.model_sizes import DTYPE_BYTES, ENGINE_RESERVE, Sizes, sizes_of
-from colocated_grpo.settings.schema import Config
-from colocated_grpo.settings.training import LoRAConfig
-from colocated_grpo.tools.doctor.subject import Finding, Subject, failed, gib, ok, skipped, warning
-from colocated_grpo.types import JsonObject
+from colocated_grpo.settings.model_sizes import sizes_of
+from colocated_grpo.settings.run_sizes import Placement, RunSizes, free_disk, gib
+from colocated_grpo.tools.doctor.subject import Finding, Subject, failed, ok, skipped, warning
 
 FULL = 0.9
 """Fraction of the memory above which a run that fits by arithmetic is likely to fail."""
 MOST_RANKS = 1024
-
-MASTER = GRADIENT = 4
-OPTIMIZER_STATE = {"adamw": 8, "adamw_8bit": 2, "adafactor": 0}
-"""Optimizer -> bytes of state per trained parameter."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Placement:
-    """The ranks of a run, and the memory of their devices."""
-
-    ranks: int
-    on_gpu: bool
-    device_bytes: int
-    """Memory of one GPU; on the CPU, memory of the whole machine."""
-    nodes: int = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankMemory:
-    """Bytes of one rank."""
-
-    training: int
-    """On its device, while the policy trains."""
-    generating: int
-    """On its device, while the engine generates."""
-    host: int
-    """In host memory, in addition to the bytes on the device."""
-
-    @property
-    def device(self) -> int:
-        return max(self.training, self.generating)
-
-
-@dataclass(frozen=True)
-class RunSizes:
-    """A run whose memory and disk space are counted."""
-
-    config: Config
-    sizes: Sizes
-    place: Placement
-
-    def footprint(self) -> RankMemory:
-        policy, sizes, compute, shards = self.config.policy, self.sizes, self.compute_bytes, self._shards
-        state = OPTIMIZER_STATE[policy.optimizer.type]
-        frozen = compute * (sizes.total - self.trained)
-        adapted = () if policy.lora is None else _adapted(policy.lora, sizes)
-        base = compute * sum(inputs * outputs for inputs, outputs in adapted)
-        kl = self.config.loss.kl
-        has_reference = kl.coef > 0 and kl.target == "reference" and policy.lora is None
-        reference = MASTER * sizes.total if has_reference else 0
-        # Sharded state, and the adapter's state on every rank.
-        weights = (MASTER * self.trained + frozen + reference) // shards + MASTER * self.adapter
-        gradients = GRADIENT * (self.trained // shards + self.adapter)
-        moments = state * (self.trained // shards + self.adapter)
-        host = 0
-        resident = weights + moments
-        if policy.cpu_offload:
-            host, resident, gradients = resident + gradients, 0, 0
-        if policy.lora is not None and policy.lora.base_on_host:
-            host += base // shards
-        else:
-            resident += base // shards
-        if self.config.opponent is not None:
-            host += compute * sizes.total // shards
-        away = moments if policy.offload_optimizer and not policy.cpu_offload else 0
-        engine = self._engine_weights()
-        training = resident + gradients + self._gathered() + self._activations()
-        if not self.place.on_gpu or not self.config.engine.sleep or self.config.sync_frequency > 1:
-            training += engine  # stays on the device while the policy trains
-        return RankMemory(training=training, generating=resident - away + self._generation(engine), host=host + away)
-
-    @cached_property
-    def compute_bytes(self) -> int:
-        dtype = self.config.policy.compute_dtype
-        return (2 if self.place.on_gpu else 4) if dtype == "auto" else DTYPE_BYTES[dtype]
-
-    @cached_property
-    def engine_bytes(self) -> int:
-        dtype = self.config.engine.dtype
-        return self.compute_bytes if dtype == "auto" else DTYPE_BYTES[dtype]
-
-    @cached_property
-    def trained(self) -> int:
-        """Trained parameters of the model, adapter excluded."""
-        policy = self.config.policy
-        if policy.lora is not None:
-            return 0
-        chosen = self.sizes.chosen(policy.train_layers)
-        return self.sizes.total if policy.train_layers is None else sum(block.total for block in chosen)
-
-    @cached_property
-    def adapter(self) -> int:
-        return adapter_parameters(self.config.policy.lora, self.sizes)
-
-    @property
-    def _shards(self) -> int:
-        """Ranks that together hold the model."""
-        return self.place.ranks // (self.place.nodes if self.config.policy.replicate == "nodes" else 1)
-
-    def _gathered(self) -> int:
-        """Return the bytes of weights in the compute type beside the masters.
-
-        One rank holds those that are trained. More ranks gather two blocks and the layers outside blocks.
-        """
-        policy, sizes = self.config.policy, self.sizes
-        if self.place.ranks == 1 and not policy.cpu_offload:
-            return self.compute_bytes * self.trained
-        return self.compute_bytes * (sizes.outside + 2 * sizes.largest.total)
-
-    def _activations(self) -> int:
-        """Return the bytes of a micro-batch: inputs of all blocks, one block's activations, twice a chunk's logits."""
-        config, sizes = self.config, self.sizes
-        size = config.batch.max_tokens_per_micro_batch
-        tokens = ceil(config.max_sequence_tokens / config.policy.context_parallel) if size == "auto" else size
-        own = max(block.activations(sizes.hidden) for block in sizes.blocks)
-        per_token = self.compute_bytes * (len(sizes.blocks) * sizes.hidden + own)
-        return tokens * per_token + 2 * 4 * min(tokens, config.policy.logprob_chunk_tokens) * sizes.vocab
-
-    def _engine_weights(self) -> int:
-        engine = self.config.engine
-        if self.config.weights == "shared" or engine.placement == "server":
-            return 0
-        return self.engine_bytes * self.sizes.total // engine.tensor_parallel_size
-
-    def _generation(self, weights: int) -> int:
-        """Return the bytes of the engine: weights, the KV cache of one sequence or as configured, and its reserve."""
-        engine = self.config.engine
-        if engine.placement == "server":
-            return 0
-        cache = engine.kv_cache_memory_bytes or self.kv_bytes_per_sequence()
-        if self.place.on_gpu and engine.gpu_memory_utilization is not None and engine.kv_cache_memory_bytes is None:
-            return max(weights + cache, int(engine.gpu_memory_utilization * self.place.device_bytes))
-        return weights + cache + (ENGINE_RESERVE if self.place.on_gpu else 0)
-
-    def kv_bytes_per_sequence(self) -> int:
-        """Return the bytes of a sequence of full length in the KV cache of one rank, with its recurrent states."""
-        engine, itemsize = self.config.engine, self.engine_bytes
-        tokens, ranks = engine.max_model_len or self.config.max_sequence_tokens, engine.tensor_parallel_size
-        return tokens * self.sizes.kv_bytes_per_token(itemsize, ranks) + self.sizes.state_bytes(itemsize, ranks)
-
-    def run_folder_bytes(self) -> int:
-        """Return the bytes of the checkpoints that exist at the same time, and of all exports."""
-        settings, steps = self.config.checkpoint, self.config.training_steps
-        one = (MASTER + OPTIMIZER_STATE[self.config.policy.optimizer.type]) * (self.trained + self.adapter)
-        saves = (steps // settings.every if settings.every else 0) + settings.final
-        exports = (steps // settings.export_every if settings.export_every else 0) + settings.final
-        best = self.config.evaluation.keep_best is not None  # one checkpoint and one export more
-        # A new checkpoint is complete before the oldest checkpoint is deleted.
-        return one * (min(saves, settings.keep_last + 1) + best) + (exports + best) * self._export_bytes()
-
-    def _export_bytes(self) -> int:
-        settings = self.config.checkpoint
-        dtype = settings.export_dtype
-        model = self.sizes.total * (self.compute_bytes if dtype == "auto" else DTYPE_BYTES[dtype])
-        if self.config.policy.lora is None:
-            return model
-        return MASTER * self.adapter + (model if settings.export_merged else 0)
-
-    def smaller(self) -> dict[str, RunSizes]:
-        """Return settings that save memory, each with the resulting run. Settings already in use are left out."""
-        lora = self.config.policy.lora
-        if lora is None:
-            changes: dict[str, JsonObject] = {
-                "--policy.offload_optimizer true": {"offload_optimizer": True},
-                "--policy.lora {}": {"lora": LoRAConfig(), "cpu_offload": False},
-                "--policy.cpu_offload true": {"cpu_offload": True},
-            }
-        else:
-            on_host = lora.model_copy(update={"base_on_host": True})
-            changes = {"--policy.lora.base_on_host true": {"lora": on_host}}
-        changes |= {
-            "--policy.replicate null": {"replicate": None},
-            "--engine.gpu_memory_utilization null": {"gpu_memory_utilization": None},
-            "--engine.kv_cache_memory_bytes null": {"kv_cache_memory_bytes": None},
-            "--engine.sleep true": {"sleep": True},
-        }
-        runs = {setting: self._with(setting.split(".")[0][2:], change) for setting, change in changes.items()}
-        return {setting: run for setting, run in runs.items() if run.config != self.config}
-
-    def _with(self, section: str, change: JsonObject) -> RunSizes:
-        changed = getattr(self.config, section).model_copy(update=change)
-        return replace(self, config=self.config.model_copy(update={section: changed}))
-
-
-def adapter_parameters(lora: LoRAConfig | None, sizes: Sizes) -> int:
-    return 0 if lora is None else sum(lora.rank * sum(shape) for shape in _adapted(lora, sizes))
-
-
-def _adapted(lora: LoRAConfig, sizes: Sizes) -> Iterator[tuple[int, int]]:
-    """Yield inputs and outputs of the layers that have an adapter: all linear layers, unless known names are given."""
-    targets, known = lora.target_modules, {name for block in sizes.blocks for name in block.linear}
-    everything = isinstance(targets, str) or not set(targets) <= known
-    for block in sizes.chosen(lora.layers):
-        yield from (shape for name, shape in block.linear.items() if everything or name in targets)
 
 
 def check_memory(subject: Subject) -> Finding:
@@ -271,11 +64,10 @@ def check_disk(subject: Subject) -> Finding:
     """Compare the free space of output_dir with the checkpoints and exports of the run."""
     config = subject.config
     assert config is not None  # checks of a run have a config
-    folder = Path(config.output_dir).absolute()
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    existing, free = free_disk(config.output_dir)
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         return failed(f"output_dir={config.output_dir!r}: {existing} is not a writable folder", "--output_dir FOLDER")
-    free, run = shutil.disk_usage(existing).free, _run_sizes(subject, device_bytes=0)
+    run = _run_sizes(subject, device_bytes=0)
     if isinstance(run, str):
         return skipped(f"{gib(free)} free in {existing}; {run}")
     need = run.run_folder_bytes()

@@ -18,9 +18,9 @@ from colocated_grpo.environments.templates import with_system_prompt
 from colocated_grpo.errors import ConfigError
 from colocated_grpo.settings.config_json import attention_heads, longest_sequence, read_config_json, text_part
 from colocated_grpo.settings.model_sizes import Sizes, sizes_of
+from colocated_grpo.settings.run_sizes import Placement
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.sources import RewardConfig
-from colocated_grpo.tools.doctor.memory import Placement
 from colocated_grpo.tools.init.sizes import BatchSizes, Lengths, Memory, batch_of, fit_memory, lengths_of
 from colocated_grpo.types import ANSWER_COLUMNS
 

@@ -117,7 +117,7 @@ def test_held_out_rows_are_filtered_too_and_the_log_counts_and_names_what_is_lef
 
 def test_the_dry_run_shows_the_counts_and_evaluation_sets_are_filtered(data):
     model, notes = str(tiny_model()), []
-    preview(Config(model={"name": model}, environments=[entry(data, where={"level": 2})]), CPU, notes.append)
+    preview(Config(model={"name": model}, environments=[entry(data, where={"level": 2})]), CPU, 1, notes.append)
     assert "3 of 12 rows are kept" in notes[0]
     source = {"type": "dataset", "name": str(data), "rewards": ["format_think"], "where": {"level": 2}}
     sets = {"sets": [{"name": "own", "source": source}]}

@@ -108,6 +108,8 @@ def test_a_dry_run_shows_the_whole_banner(config, eight_gpus, capsys):
         "  the first prompt, 15 tokens:\n"
         "    | <|user|>sort 7425473<|end|><|assistant|>\n"
         "  sorting: the reward is 1 for '2344577', 0 for 'I do not know.'\n"
+        "  by arithmetic, a rank needs at least 0.00588 GiB while training and 6 GiB while generating; checkpoints and "
+        "exports take 0.00371 GiB\n"
         "ok: settings, model, data, functions and the first prompts\n"
         "Dry run mode - command not executed\n"
     )

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from colocated_grpo.settings.model_sizes import ENGINE_RESERVE, sizes_of
-from colocated_grpo.tools.doctor.memory import Placement, RunSizes, check_disk, check_memory, judge_memory
-from colocated_grpo.tools.doctor.subject import GIB
+from colocated_grpo.settings.run_sizes import GIB, Placement, RunSizes
+from colocated_grpo.tools.doctor.memory import check_disk, check_memory, judge_memory
 from tests.support.config_text import load
 from tests.support.doctor import TWO_H200, fake_nvidia_smi, python_on_small_disk, subject_of
 from tests.support.real_sizes import config_json

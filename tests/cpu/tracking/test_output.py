@@ -3,6 +3,7 @@
 import io
 import logging
 import threading
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from rich.console import Console
 
 from colocated_grpo.tracking.console import COLUMNS, PROBLEM_COLUMNS, LiveDisplay, PlainDisplay, step_table, step_text
 from colocated_grpo.tracking.output import LogFile, RunOutput
-from tests.support.tracked_run import TrackedRun, config_of
+from tests.support.tracked_run import TrackedRun, config_of, groups_of
 
 ROW = {column.key: 1234.5 for column in (*COLUMNS, *PROBLEM_COLUMNS)}
 
@@ -95,15 +96,13 @@ def test_one_completion_of_a_step_is_shown_with_its_advantage_and_the_answer(tmp
     assert lines == [f"{shown} {step} sample 2" for step in range(2)]
 
 
-def test_a_step_without_signal_says_why_it_has_no_mismatch() -> None:
-    row = {"reward": 0.0, "groups/constant": 1.0}
-    assert step_text(row) == "reward 0  no signal (equal rewards in each group), so no mismatch"
-    console = Console(file=io.StringIO(), width=60)
-    console.print(step_table([(0, {**row, "mismatch/kl": 0.25, "groups/constant": 0.5}), (1, row)], console.width))
-    assert [line.split(maxsplit=2)[2].strip() for line in console.file.getvalue().splitlines()[3:5]] == [
-        "0.250",
-        "no signal",
-    ]
+def test_a_step_without_signal_says_why_it_has_no_mismatch(tmp_path: Path) -> None:
+    run = TrackedRun(tmp_path, config_of(show_completion=False)).train(last_step=0)
+    alike = [replace(group, rollouts=group.rollouts[:1] * 4) for group in groups_of(0)]
+    for row in ({"reward": 0.0}, {"reward": 0.0, "mismatch/kl": 0.25}):
+        run.tracker.flush(0, row, alike)
+    reason = "  no mismatch in step 0: the rewards of each group are equal, so there is nothing to learn from"
+    assert run.printed.splitlines().count(reason) == 1
 
 
 def test_held_out_values_are_shown_with_their_standard_errors() -> None:

@@ -60,7 +60,7 @@ def test_the_tile_of_the_reward_agrees_with_the_verdict(tmp_path: Path) -> None:
     TrackedRun(tmp_path).train(last_step=0)
     (tmp_path / "metrics.jsonl").write_text("".join(map(json_line, rows([0.9, *[0.1] * 19, *[0.5] * 19, 0.0]))))
     page = write_report(tmp_path).read_text()
-    assert "0.180 -&gt; 0.450</strong><small>first and last 10 steps" in page and ": 0.180 -&gt; 0.450, " in page
+    assert "0.180 -&gt; 0.450</strong><small>means of 10 steps" in page and ": 0.180 -&gt; 0.450, " in page
 
 
 def test_the_report_opens_with_the_verdict_and_the_shares_of_the_phases(tmp_path: Path) -> None:
