@@ -191,7 +191,7 @@ def child_environment(environment: Mapping[str, str], gpus: int, ranks: int, log
 
 def title(launch: program.Launch, servers: ServerPlan | None, model: str) -> str:
     """Return the line printed before the run starts; a second line names the logs of engine servers."""
-    devices = f"{launch.gpus} GPUs" if launch.gpus else f"the CPU, {launch.ranks} ranks"
+    devices = f"{launch.ranks} x {'GPU' if launch.gpus else 'CPU'}"
     nodes = f" on node {launch.node_rank} of {launch.nodes}" if launch.nodes > 1 else ""
     line = f"{TITLE}: {launch.config}, {devices}{nodes}; {model}"
     return line if servers is None else f"{line}\n  server log     {', '.join(map(str, servers.logs))}"

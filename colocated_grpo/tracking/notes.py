@@ -34,8 +34,9 @@ def typical_completion(groups: Sequence[Group]) -> str | None:
         facts.append(f"advantage {number(advantage)}")
     if group.prompt.answer is not None:
         facts.append(f"answer {one_line(group.prompt.answer, ANSWER_CHARACTERS)}")
-    text = one_line(group.rollouts[sample].text, COMPLETION_CHARACTERS)
-    return f"{', '.join(facts)}: {' '.join(group.prompt.text.split())[-PROMPT_CHARACTERS:]} -> {text}"
+    prompt, text = " ".join(group.prompt.text.split()), group.rollouts[sample].text
+    end = prompt[-PROMPT_CHARACTERS:]
+    return f"{', '.join(facts)}: {'...' * (end != prompt)}{end} -> {one_line(text, COMPLETION_CHARACTERS)}"
 
 
 class ScoringErrors:

@@ -163,11 +163,8 @@ def _tiles(rows: list[Row], training_steps: int | None) -> Iterator[tuple[str, s
     train = [row for row in rows if row["kind"] == TRAIN]
     if rewards := _values(train, "reward"):
         window, (before, after) = _window(rewards), map(number, _ends(rewards))
-        yield (
-            "training reward",
-            f"{before} -> {after}",
-            f"means of {window} steps" if window > 1 else "first and last step",
-        )
+        where = f"means of {window} steps" if window > 1 else "first and last step"
+        yield "training reward", f"{before} -> {after}", where
     yield "steps", str(len(train)), f"of {training_steps}" if training_steps else ""
     seconds = _values(train, "seconds/step")
     if seconds:

@@ -84,9 +84,8 @@ class TrackedRun:
 
     def train(self, first_step: int = 0, last_step: int = 6) -> "TrackedRun":
         """Record steps first_step ... last_step - 1, with an evaluation before each even step, without closing."""
-        self.tracker.start(
-            self.config.model_dump(mode="json"), {"model": "7 parameters in float32, 2 x CPU"}, first_step, None
-        )
+        facts = {"model": "7 parameters in float32, 2 x CPU", "micro-batches": "64 tokens"}
+        self.tracker.start(self.config.model_dump(mode="json"), facts, first_step, None)
         for step in range(first_step, last_step):
             if step % 2 == 0:
                 self.evaluate(step)

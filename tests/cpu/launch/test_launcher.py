@@ -407,7 +407,7 @@ def test_the_command_runs_with_its_environment_and_its_exit_code_is_returned(con
     assert command[1:3] == ["-m", "colocated_grpo.launch.elastic"]
     assert environment["COLOCATED_GRPO_LOG_LEVEL"] == "INFO"
     assert redirect is None
-    assert capfd.readouterr().out == "Co-located GRPO: x.yaml, 2 GPUs; ./model: trains (Qwen 3)\n"
+    assert capfd.readouterr().out == "Co-located GRPO: x.yaml, 2 x GPU; ./model: trains (Qwen 3)\n"
     main(["--config", config, "--gpus", "2", "--log-level", "DEBUG"])
     assert "  Master         this machine, any free port\n" in capfd.readouterr().out
 

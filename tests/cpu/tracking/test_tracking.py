@@ -4,6 +4,7 @@ import errno
 import inspect
 import io
 import json
+import logging
 import math
 import os
 import pty
@@ -64,11 +65,15 @@ def test_errors_of_scoring_are_shown_once_for_each_environment(tmp_path: Path) -
     assert sum("unscorable 2" in line for line in lines) == 2
 
 
-def test_the_banner_shows_model_ranks_loss_batch_and_folder_in_five_lines(tmp_path: Path) -> None:
+def test_the_banner_shows_model_ranks_loss_batch_and_folder_in_five_lines(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "colocated_grpo")
     printed = TrackedRun(tmp_path).train(last_step=0).printed
     for expected in ("tiny: 7 parameters", "2 x CPU", "dapo", "32 prompts x 8 completions", str(tmp_path)):
         assert expected in printed
     assert len(printed.splitlines()) == 5 and "micro-batches" not in printed
+    assert "micro-batches: 64 tokens" in caplog.text
 
 
 @pytest.mark.parametrize(
