@@ -1,6 +1,7 @@
 """What a dry run shows: the first prompts as the model reads them, and the rewards of a right and a useless answer."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 import psutil
@@ -20,7 +21,7 @@ from colocated_grpo.rollout.reward_calls import RewardCalls
 from colocated_grpo.rollout.vllm.kv_budget import check_cache
 from colocated_grpo.settings.config_json import read_config_json, text_part
 from colocated_grpo.settings.model_sizes import sizes_of
-from colocated_grpo.settings.run_sizes import Placement, RunSizes, free_disk, gib
+from colocated_grpo.settings.run_sizes import Placement, RunSizes, fits, free_disk, gib, memory_fix
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.tracking.text import without_middle
 from colocated_grpo.types import Completion, Prompt, Score
@@ -32,14 +33,14 @@ ROLES = {"system", "developer", "user", "assistant", "model", "tool", "function"
 """Roles of chat messages. Most templates render any role, and models know only those of their training."""
 
 
-def preview(config: Config, device: torch.device, ranks: int, note: Callable[[str], None]) -> list[str]:
+def preview(config: Config, place: Placement, note: Callable[[str], None]) -> list[str]:
     """Build the model without parameters and draw the first prompts as a run does. Return lines that show them.
 
-    Imports the code of the environments, reads their data and computes rewards. device: only its type counts. ranks: of
-    all nodes. note: receives remarks, such as the number of omitted rows. Raises ConfigError or RunError for the first
-    problem.
+    Imports the code of the environments, reads their data and computes rewards. place: the ranks that would
+    run; the memory of their devices is read here. note: receives remarks, such as the number of omitted rows. Raises
+    ConfigError or RunError for the first problem.
     """
-    folder = fetch_tokenizer(config.model)
+    folder, device = fetch_tokenizer(config.model), torch.device("cuda" if place.on_gpu else "cpu")
     check_model(config.model, folder)
     if config.engine.placement == "colocated":
         spec = engine_spec(config, folder, 1, device, sequences=1)  # the checks depend on neither number
@@ -64,25 +65,24 @@ def preview(config: Config, device: torch.device, ranks: int, note: Callable[[st
         rewards = list(show_rewards(prompts, environments.scorers, config.rollout.reward_timeout, note))
     finally:
         end_idle_workers()
-    sizes = show_sizes(config, ranks, device, note)
+    sizes = show_sizes(config, place, note)
     return [*show_prompts(prompts, config.rollout.max_prompt_tokens), *rewards, *sizes]
 
 
-def show_sizes(config: Config, ranks: int, device: torch.device, note: Callable[[str], None]) -> Iterator[str]:
-    """Yield lines: memory and disk space by arithmetic. Note what does not fit this machine, which may be another."""
-    sizes, on_gpu = sizes_of(read_config_json(config.model)), device.type == "cuda"
+def show_sizes(config: Config, place: Placement, note: Callable[[str], None]) -> Iterator[str]:
+    """Yield memory and disk space by arithmetic. Note what this machine, which may be another, does not have."""
+    sizes = sizes_of(read_config_json(config.model))
     if sizes is None:
         return
-    if on_gpu:
-        memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
-    else:
-        memory = psutil.virtual_memory().total // ranks
-    run = RunSizes(config, sizes, Placement(ranks=ranks, on_gpu=on_gpu, device_bytes=memory))
+    host = psutil.virtual_memory().total * place.nodes // place.ranks
+    has_gpu = place.on_gpu and torch.cuda.is_available()
+    memory = torch.cuda.get_device_properties(0).total_memory if has_gpu else host
+    run = RunSizes(config, sizes, replace(place, device_bytes=memory))
     need, space, (folder, free) = run.footprint(), run.run_folder_bytes(), free_disk(config.output_dir)
     each = f"{gib(need.training)} while training and {gib(need.generating)} while generating"
     yield f"  by arithmetic, a rank needs at least {each}; checkpoints and exports take {gib(space)}"
-    if 0 < memory < need.device:
-        note(f"a rank needs at least {each}, and has {gib(memory)} here; colocated-grpo doctor lists what saves memory")
+    if has_gpu == place.on_gpu and not fits(run, host, 1.0):
+        note(f"a rank needs at least {each}, and has {gib(memory)} here; use {memory_fix(run, host)}")
     if free < space:
         key = f"output_dir={config.output_dir!r}"
         note(f"{key}: checkpoints and exports take {gib(space)}, and {gib(free)} are free in {folder}")

@@ -93,8 +93,7 @@ def _launch(arguments: Sequence[str]) -> int:
     if options.dry_run:
         warnings = (f"warning: {line}" for line in missing)
         print(text, *(f"note: {note}" for note in notes), *warnings, *lines, sep="\n")
-        ranks = launch.ranks * launch.nodes
-        return dry_run(config, problems, launch.log_level, ranks, on_gpu=launch.gpus > 0)
+        return dry_run(config, problems, launch)
     environment = child_environment(os.environ, launch.gpus, launch.ranks, launch.log_level)
     if launch.nodes == 1 and not config.engine.urls:
         environment.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # else ranks would listen on a network interface
@@ -225,20 +224,19 @@ def banner(launch: program.Launch, command: Sequence[str], servers: ServerPlan |
     return "\n".join([TITLE, *rows])
 
 
-def dry_run(config: Config, problems: Sequence[str], log_level: str, ranks: int, *, on_gpu: bool) -> int:
+def dry_run(config: Config, problems: Sequence[str], launch: program.Launch) -> int:
     """Print a preview of the first prompts, and problems. Returns 2 if there are problems, else 0.
 
     problems: lines about files and names, found without running user code. The preview is made only without them.
     """
     if not problems:
-        program.prepare_libraries(log_level)
-        import torch
-
+        program.prepare_libraries(launch.log_level)
         from colocated_grpo.assembly.preview import preview
+        from colocated_grpo.settings.run_sizes import Placement
 
+        place = Placement(ranks=launch.ranks * launch.nodes, on_gpu=launch.gpus > 0, device_bytes=0, nodes=launch.nodes)
         try:
-            device = torch.device("cuda" if on_gpu else "cpu")
-            lines = preview(config, device, ranks, lambda line: print(f"note: {line}"))
+            lines = preview(config, place, lambda line: print(f"note: {line}"))
             print(*lines, "ok: settings, model, data, functions and the first prompts", sep="\n")
         except (ConfigError, RunError) as error:
             problems = str(error).splitlines()

@@ -21,6 +21,9 @@ from colocated_grpo.settings.training import LoRAConfig
 from colocated_grpo.types import JsonObject
 
 GIB = 1 << 30
+FULL = 0.9
+"""Fraction of the memory above which a run that fits by arithmetic is likely to fail."""
+MOST_RANKS = 1024
 MASTER = GRADIENT = 4
 OPTIMIZER_STATE = {"adamw": 8, "adamw_8bit": 2, "adafactor": 0}
 """Optimizer -> bytes of state per trained parameter."""
@@ -214,6 +217,24 @@ def _adapted(lora: LoRAConfig, sizes: Sizes) -> Iterator[tuple[int, int]]:
     everything = isinstance(targets, str) or not set(targets) <= known
     for block in sizes.chosen(lora.layers):
         yield from (shape for name, shape in block.linear.items() if everything or name in targets)
+
+
+def fits(run: RunSizes, host: int, fraction: float) -> bool:
+    """host: bytes of host memory for one rank, which on the CPU is also the memory of its device."""
+    need, device = run.footprint(), run.place.device_bytes if run.place.on_gpu else host
+    return need.device <= fraction * device and need.host <= fraction * host
+
+
+def memory_fix(run: RunSizes, host: int) -> str:
+    """Return settings that would each, on its own, make the run fit by the same arithmetic. host: as in `fits`."""
+    smaller = run.smaller().items()
+    fitting = [f"{setting} ({gib(one.footprint().device)})" for setting, one in smaller if fits(one, host, FULL)]
+    ranks = run.place.ranks
+    while run.place.on_gpu and (ranks := 2 * ranks) <= MOST_RANKS:
+        if fits(replace(run, place=replace(run.place, ranks=ranks)), host, FULL):
+            fitting.append(f"{ranks} such GPUs")
+            break
+    return " or ".join(fitting) if fitting else "a smaller model, shorter sequences or a GPU with more memory"
 
 
 def free_disk(output_dir: str) -> tuple[Path, int]:

@@ -8,8 +8,8 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from colocated_grpo import Trainer
@@ -17,6 +17,7 @@ from colocated_grpo.assembly.preview import preview
 from colocated_grpo.settings.config_json import read_config_json
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.generation import ModelConfig
+from colocated_grpo.settings.run_sizes import Placement
 from tests.support.real_models import real_model
 from tests.support.small_policy import config_of, make_small_model, policy_of
 from tests.support.training_runs import tiny_model
@@ -37,7 +38,7 @@ def applies_nowhere(completions, **columns):
 def hangs(completions, **columns):
     time.sleep(3600)
 """
-CPU = torch.device("cpu")
+CPU = Placement(ranks=1, on_gpu=False, device_bytes=0)
 
 
 def rows(folder: Path, prompt: object = "What is 17 plus 25?") -> Path:
@@ -57,7 +58,7 @@ def shown(folder: Path, reward: str = "of_both", **settings: object) -> tuple[li
     }
     trainer = Trainer(str(settings.pop("model", None) or tiny_model()), environments=[environment], **settings)
     notes: list[str] = []
-    return preview(trainer.config, CPU, 1, notes.append), notes
+    return preview(trainer.config, CPU, notes.append), notes
 
 
 def test_the_first_prompt_its_length_and_two_rewards_are_shown(tmp_path):
@@ -85,16 +86,19 @@ def test_control_characters_of_a_prompt_do_not_reach_the_terminal(tmp_path):
     assert "\\x1b[2J What is 17 plus 25?" in text and "\x1b" not in text
 
 
-def test_memory_and_disk_space_are_shown_and_a_full_disk_is_noticed(tmp_path, monkeypatch):
+def test_memory_and_disk_space_are_shown_and_a_lack_of_them_is_noticed(tmp_path, monkeypatch):
     rows(tmp_path)
     lines, notes = shown(tmp_path)
     needs = (
         r"a rank needs at least \S+ GiB while training and \S+ GiB while generating; checkpoints and exports take \S+"
     )
     assert re.search(needs, lines[-1])
-    assert not [note for note in notes if "output_dir" in note]
+    assert not [note for note in notes if "output_dir" in note or "a rank needs" in note]
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1 << 20))
-    assert any(note.startswith("output_dir='runs': checkpoints and exports take") for note in shown(tmp_path)[1])
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=1 << 20))
+    memory, disk = shown(tmp_path)[1][-2:]
+    assert re.search("a rank needs at least .* generating, and has 0.000977 GiB here; use a smaller model", memory)
+    assert disk.startswith("output_dir='runs': checkpoints and exports take")
 
 
 def test_rewards_that_are_all_none_are_noticed(tmp_path):

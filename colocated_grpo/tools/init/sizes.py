@@ -6,10 +6,9 @@ from math import ceil
 
 from colocated_grpo.errors import ConfigError
 from colocated_grpo.settings.model_sizes import Sizes
-from colocated_grpo.settings.run_sizes import Placement, RankMemory, RunSizes, gib
+from colocated_grpo.settings.run_sizes import FULL, Placement, RankMemory, RunSizes, fits, gib, memory_fix
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.training import LEARNING_RATE, PolicyConfig
-from colocated_grpo.tools.doctor.memory import FULL, fits, memory_fix
 from colocated_grpo.types import JsonObject
 
 PROMPT_STEP = 32

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 from datasets import Dataset
 
 from colocated_grpo.assembly.data import open_source
@@ -14,6 +13,7 @@ from colocated_grpo.environments import EnvironmentSetupError
 from colocated_grpo.environments.build import build_environments
 from colocated_grpo.settings import Config
 from colocated_grpo.settings.inputs import check_inputs
+from colocated_grpo.settings.run_sizes import Placement
 from colocated_grpo.tools.make_model import build_char_tokenizer
 from tests.support.config_text import config_error, load
 from tests.support.templates import CODE
@@ -24,7 +24,7 @@ ROWS = [
     for number in range(1, 13)
 ]
 
-CPU = torch.device("cpu")
+CPU = Placement(ranks=1, on_gpu=False, device_bytes=0)
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_held_out_rows_are_filtered_too_and_the_log_counts_and_names_what_is_lef
 
 def test_the_dry_run_shows_the_counts_and_evaluation_sets_are_filtered(data):
     model, notes = str(tiny_model()), []
-    preview(Config(model={"name": model}, environments=[entry(data, where={"level": 2})]), CPU, 1, notes.append)
+    preview(Config(model={"name": model}, environments=[entry(data, where={"level": 2})]), CPU, notes.append)
     assert "3 of 12 rows are kept" in notes[0]
     source = {"type": "dataset", "name": str(data), "rewards": ["format_think"], "where": {"level": 2}}
     sets = {"sets": [{"name": "own", "source": source}]}
