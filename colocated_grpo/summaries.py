@@ -12,16 +12,26 @@ from colocated_grpo.types import STDERR, Group, Rollout
 def rollout_metrics(groups: Sequence[Group], policy_version: int) -> dict[str, float]:
     """Rewards, lengths and staleness of one training batch. policy_version: version of the weights to be trained."""
     rollouts = _rollouts(groups)
-    sampled = [rollout for rollout in rollouts if len(rollout.token_ids) > rollout.prompt_length]
+    ages = [(policy_version - version, tokens) for rollout in rollouts for version, tokens in _versions(rollout)]
+    num_tokens = sum(tokens for _, tokens in ages) or 1
     lengths = [rollout.completion_tokens for rollout in rollouts]
     row = {
         **{f"reward_std/{name}": _std(values) for name, values in _parts(rollouts).items()},
         "completion_tokens/min": float(min(lengths)),
         "completion_tokens/max": float(max(lengths)),
         "prompt_tokens": _mean(rollout.prompt_length for rollout in rollouts),
-        "staleness": _mean(policy_version - rollout.policy_version for rollout in sampled),
+        "staleness": sum(age * tokens for age, tokens in ages) / num_tokens,
+        "staleness/max": float(max((age for age, tokens in ages if tokens), default=0)),
+        "staleness/tokens": sum(tokens for age, tokens in ages if age) / num_tokens,
     }
     return _common(rollouts) | _signal(groups) | row
+
+
+def _versions(rollout: Rollout) -> list[tuple[int, int]]:
+    """Return (policy_version, number of tokens) of each part of the completion, observed tokens included."""
+    parts = [(rollout.prompt_length, rollout.policy_version), *rollout.newer_versions]
+    ends = [*(start for start, _ in parts[1:]), len(rollout.token_ids)]
+    return [(version, end - start) for (start, version), end in zip(parts, ends, strict=True)]
 
 
 def held_out_metrics(groups: Sequence[Group]) -> dict[str, float]:

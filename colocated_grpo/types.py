@@ -77,7 +77,9 @@ class Completion:
     """The engine's log-probability of each sampled token, at the sampling temperature."""
     finish_reason: FinishReason
     policy_version: int
-    """Completed optimizer steps of the weights that sampled the completion."""
+    """Completed optimizer steps of the weights that sampled the first token."""
+    newer_versions: list[tuple[int, int]] = field(default_factory=list)
+    """(start, policy_version) of each later part that newer weights sampled. start: a position in token_ids."""
     routes: Routes | None = field(default=None, compare=False)
     """Routes of the prompt and of all sampled tokens but the last, which is never an input. None: not requested."""
 
@@ -120,6 +122,9 @@ class Rollout:
     """The completion as text, for people and logs."""
     finish_reason: FinishReason
     policy_version: int
+    """As in Completion; the version of the oldest token."""
+    newer_versions: list[tuple[int, int]] = field(default_factory=list)
+    """As in Completion."""
     temperature: float
     """Temperature of sampling_logprobs; the trainer divides its logits by this temperature."""
     score: Score

@@ -10,13 +10,14 @@ from colocated_grpo.environments.chat import ChatCodec
 from colocated_grpo.environments.rewards.workers import end_idle_workers
 from colocated_grpo.policy.model_files import ModelFiles
 from colocated_grpo.rollout.collect import Collector
-from colocated_grpo.rollout.engine import Sampling
+from colocated_grpo.rollout.engine import LocalEngine, Sampling
 from colocated_grpo.rollout.episodes import EpisodeRunner
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.lengths import LongestFirst
-from colocated_grpo.rollout.prompt_queue import build_dispatch
+from colocated_grpo.rollout.partial import PartialSupply
+from colocated_grpo.rollout.prompt_queue import build_dispatch, engine_place
 from colocated_grpo.rollout.resample import Resampling
-from colocated_grpo.rollout.supply import Opponent, PromptSupply
+from colocated_grpo.rollout.supply import AheadSupply, MixedSupply, Opponent, PromptSupply, Supply
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.supervision import StopRequest
 from colocated_grpo.settings.schema import Config
@@ -76,8 +77,16 @@ def listen_to_agents(config: Config, data: Data, model: ModelFiles, resources: E
 
 
 def build_collector(
-    config: Config, driver: Driver, inbox: Inbox, data: Data, model: ModelFiles, world: World, stop: StopRequest
+    config: Config,
+    driver: Driver,
+    inbox: Inbox,
+    data: Data,
+    model: ModelFiles,
+    world: World,
+    stop: StopRequest,
+    resources: ExitStack,
 ) -> Collector:
+    """resources: closes the collector."""
     rollout, codec = config.rollout, ChatCodec(model.tokenizer)
     environments = data.environments
     episodes = EpisodeRunner(
@@ -88,7 +97,7 @@ def build_collector(
         tool_timeout=rollout.tool_timeout,
         agents=environments.limits,
     )
-    return Collector(
+    collector = Collector(
         driver,
         episodes,
         environments.scorers,
@@ -105,6 +114,8 @@ def build_collector(
         reward_timeout=rollout.reward_timeout,
         stop_requested=stop.requested,
     )
+    resources.callback(collector.close)
+    return collector
 
 
 def build_prompt_supply(
@@ -137,3 +148,24 @@ def build_prompt_supply(
     return PromptSupply(
         data.source, collector, world, stop.requested, rollout, sampling, opponent, resampling, routes=routes
     )
+
+
+def build_supply(
+    prompts: PromptSupply | None,
+    served: Supply | None,
+    driver: Driver,
+    engine: LocalEngine | None,
+    ranks_per_engine: int,
+    num_steps: int,
+) -> Supply:
+    """Return the supply of the run. served: groups of other processes. engine: None with engine servers."""
+    if prompts is None:
+        assert served is not None  # the config has at least one environment
+        return served
+    if served is not None:
+        return MixedSupply(prompts, served)
+    partial = prompts.config.partial
+    if partial is not None and engine is not None:
+        place = engine_place(prompts.world, ranks_per_engine)
+        return PartialSupply(prompts, partial, driver, engine.interrupt, place, num_steps)
+    return AheadSupply(prompts, num_steps) if prompts.config.max_staleness else prompts

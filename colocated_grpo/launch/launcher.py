@@ -203,7 +203,7 @@ def banner(launch: program.Launch, command: Sequence[str], servers: ServerPlan |
     free_port = launch.master_port is None
     master = "this machine, any free port" if free_port else f"{launch.master_addr}:{launch.master_port}"
     facts = {
-        "GPUs per node": str(launch.gpus) if launch.gpus else f"0 (CPU, {launch.ranks} ranks)",
+        "GPUs per node": str(launch.gpus) if launch.gpus else "0 (CPU)",
         "Nodes": launch.nodes,
         "Total ranks": launch.ranks * launch.nodes,
         "Node rank": launch.node_rank,

@@ -146,6 +146,8 @@ class Driver:
         """Slots free for queued requests, summed over the steps that `_steps_queued` counts."""
         self.running = 0
         """Requests submitted or taken from the inbox, and not finished."""
+        self._decoded: list[int] = []
+        """Running requests of each decode step since the last `read_tail`."""
 
     @property
     def max_num_seqs(self) -> int:
@@ -208,6 +210,7 @@ class Driver:
 
     def _decode(self) -> Finished:
         self._admit_queued()
+        self._decoded.append(self.running - len(self._queue))
         finished = self._engine.step()
         self.running -= len(finished)
         for key, delta in self._engine.deltas() if self._listeners else ():
@@ -221,6 +224,11 @@ class Driver:
                 self._listeners.pop(key, None)
                 settle(future, completion)
         return own
+
+    def read_tail(self) -> float:
+        """Return the fraction of decode steps, since the last call, with less than a quarter of the most requests."""
+        steps, self._decoded = self._decoded, []
+        return sum(4 * running < max(steps) for running in steps) / len(steps) if steps else 0.0
 
     def abort(self) -> None:
         """Abort all requests and calls. Their futures are cancelled."""

@@ -14,6 +14,8 @@ from colocated_grpo.settings.turns import FROZEN, TurnsSourceConfig
 Lines = Iterator[str]
 
 MAX_NAME_BYTES = 255  # the limit of the usual file systems
+CONVERSATIONS = ("episode", "agent", "turns", "atropos")
+"""Types of environments whose completions also depend on processes that a checkpoint does not contain."""
 _SEQUENCE = "rollout.max_prompt_tokens + rollout.max_completion_tokens"
 
 
@@ -28,6 +30,7 @@ def check(config: Config) -> None:
         *_engines(config),
         *policy.problems(),
         *config.engine.problems(),
+        *config.rollout.problems(),
         *config.evaluation.problems(),
     )
 
@@ -230,6 +233,15 @@ def _engines(config: Config) -> Lines:
             "rollout.max_staleness=1: must be 0 with an atropos environment, which samples on its own time; a limit "
             "on its staleness is not needed for the next batch to be ready"
         )
+    excluded = {
+        "engine.placement: server": served,
+        "policy.routing_replay": policy.routing_replay,
+        "sync_frequency above 1": config.sync_frequency > 1,
+        "loss.correction.mode: off": config.loss.correction.mode == "off" and config.loss.old_logprobs == "trainer",
+        "conversations (agents, episodes, games, atropos)": any(s.type in CONVERSATIONS for s in config.environments),
+    }
+    if config.rollout.partial is not None:
+        yield from (f"rollout.partial: not possible with {name}" for name, found in excluded.items() if found)
     if stale and (sync := config.sync_frequency) > 1:
         yield f"rollout.max_staleness=1: must be 0 with sync_frequency={sync}, whose rollouts are older than one step"
 

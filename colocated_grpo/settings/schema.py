@@ -165,11 +165,6 @@ class Config(Section):
         return self.training_steps if self.checkpoint.final else None
 
     @property
-    def steps_sampled_ahead(self) -> int:
-        """Steps below this number are sampled while the step before them trains; 0 if no step is sampled ahead."""
-        return self.training_steps if self.rollout.max_staleness else 0
-
-    @property
     def optimizer_steps(self) -> int:
         return self.training_steps * self.batch.updates
 

@@ -71,7 +71,7 @@ class EpisodeSourceConfig(ItemSourceConfig):
 
     type: Literal["episode"]
     name: CodeName
-    """A built-in episode, an environment of another library such as 'textarena:<game>' (docs/guides/adapters.md), or
+    """A built-in episode, an environment of another library such as 'textarena:<game>' (docs/guides/libraries.md), or
     your own 'package.module:object' or 'path/to/file.py:object'."""
 
 

@@ -64,8 +64,7 @@ def prepare_evaluation(config: Config, adapter: Path | None) -> Generator[Evalua
     sequences = max(ceil(len(each.prompts) / engines) * each.samples for each in sets)
     engine = subject_engine(engine_spec(config, model.folder, world.size, world.device, sequences), adapter, world)
     inbox = Inbox()
-    collector = build_collector(config, Driver(engine, inbox), inbox, data, model, world, stop)
-    resources.callback(collector.close)
+    collector = build_collector(config, Driver(engine, inbox), inbox, data, model, world, stop, resources)
     try:
         yield Evaluation(evaluator=Evaluator(sets, collector, world), engine=engine, world=world)
     except Stopped:

@@ -114,13 +114,14 @@ SECTIONS = {
             "Log-probability by sign of the advantage", {"logprob/positive": "positive", "logprob/negative": "negative"}
         ),
         Chart("Learning rate", {"lr": "lr"}),
-        Chart("Staleness", {"staleness": "mean"}, "optimizer steps"),
+        Chart("Staleness", {"staleness": "mean", "staleness/max": "oldest token"}, "optimizer steps"),
     ),
     "Speed and memory": (
         Chart(
             "Step time", {"seconds/step": "whole step", **{f"seconds/{name}": name for name in PHASES[:3]}}, "seconds"
         ),
         Chart("Tokens per second", {"tokens_per_second": "all ranks"}),
+        Chart("Decode steps in the tail", {"decode_tail": "rank 0"}, "fraction"),
         Chart("Device memory", {"memory/generate_gib": "generate", "memory/train_gib": "train"}, "GiB at phase end"),
         Chart(
             "Packing", {"prefix_reuse": "prefix reuse", "padding": "padding", "imbalance": "rank imbalance"}, "fraction"

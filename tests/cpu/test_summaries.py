@@ -44,7 +44,9 @@ def test_lengths_truncation_constant_groups_and_staleness_count_every_rollout():
     assert row["prompt_tokens"] == pytest.approx((2 + 2 + 4 + 4) / 4)
     assert row["truncated"] == 0.25
     assert row["groups/constant"] == 0.5
-    assert row["staleness"] == pytest.approx((2 + 0 + 2 + 2) / 4)
+    assert row["staleness"] == pytest.approx((2 * 3 + 0 * 1 + 2 * 2 + 2 * 2) / 8)
+    assert row["staleness/tokens"] == pytest.approx(7 / 8)
+    assert row["staleness/max"] == 2
 
 
 def test_each_environment_has_its_own_rewards_errors_and_lengths():

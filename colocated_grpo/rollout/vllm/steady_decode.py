@@ -68,6 +68,13 @@ class SteadyDecode:
         self._chunks.clear()  # not a new list: the batch appends to this list
         return chunks
 
+    def settle(self) -> list[Chunk]:
+        """Bring every request's record up to the last received token, and `drain`."""
+        if self._batch is not None:
+            for row in self._batch.rows():
+                self._batch.settle(row)
+        return self.drain()
+
     def schedule(self, *arguments: bool) -> SchedulerOutput:
         if self._batch is not None and self._is_disturbed(self._batch):
             self._leave(self._batch)

@@ -129,6 +129,11 @@ class VLLMEngine:
                 self._routes.drop(name)
         self._requests.abort(names)
 
+    def interrupt(self) -> list[tuple[Hashable, Completion]]:
+        sampled = [(self._keys[name], part) for name, part in self._requests.sampled(self._policy_version)]
+        self.abort()
+        return sampled
+
     def top_logprobs(self, token_ids: Sequence[int], k: int) -> list[dict[int, float]]:
         with _rejections_as_value_errors():
             return prompt_logprobs(self._engine, self._new_name(), token_ids, _scoring(k), self.adapters.active)

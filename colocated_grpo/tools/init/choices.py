@@ -172,7 +172,7 @@ def _read(file: Path) -> list[Item]:
     except ValueError as error:
         raise ConfigError(f"{name!r}: {error}") from None
     if len(rows) < 2:
-        raise ConfigError(f"{name!r}: has {len(rows)} rows; at least 2 are needed")
+        raise ConfigError(f"{name!r}: number of rows: {len(rows)}; at least 2 are needed")
     return rows
 
 

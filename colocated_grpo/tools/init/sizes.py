@@ -70,14 +70,15 @@ def lengths_of(prompts: Sequence[int], answers: Sequence[int], positions: int | 
 
 def batch_of(rows: int, gpus: int) -> BatchSizes:
     """rows: rows of the data. A tenth of the rows, at most 64, is held out."""
-    train = rows - min(rows // 10, 64)
+    held_out = min(rows // 10, 64)
+    train = rows - held_out
     wanted, group = (max(32, 16 * gpus), 16) if gpus else (8, 8)
     prompts = max(1, gpus, min(wanted, train))
     why = f"{prompts * group} completions a step"
     why += f", {prompts * group // gpus} on each GPU" if gpus > 1 else ""
     steps = max(MIN_STEPS, min(MAX_STEPS, ceil(PASSES * train / prompts)))
     passes = steps * prompts / train
-    steps_why = f"{passes:.3g} passes over {train:,} rows; the other {rows - train} are held out for evaluation"
+    steps_why = f"{passes:.3g} passes over {train:,} rows; {held_out or 'none'} held out for evaluation"
     return BatchSizes(prompts=prompts, group=group, steps=steps, why=why, steps_why=steps_why)
 
 
