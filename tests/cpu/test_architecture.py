@@ -44,7 +44,7 @@ PURE = {"advantages", "batching", "losses"}
 NOT_IN_PURE = {"torch.distributed", "vllm", "transformers"}
 # Lower them with what is deleted; what comes in must be worth what it costs to read.
 MOST_FILES, MOST_LINES = 286, 44_400
-MOST_LOADED_FILES, MOST_LOADED_LINES = 92, 13_190
+MOST_LOADED_FILES, MOST_LOADED_LINES = 92, 13_230
 """What `import colocated_grpo.trainer` loads."""
 MOST_WITH_CONFIG = 40
 """Functions that take the whole `Config` instead of what they use."""
