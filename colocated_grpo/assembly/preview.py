@@ -56,7 +56,8 @@ def preview(config: Config, place: Placement, note: Callable[[str], None]) -> li
     import_answers(config.evaluation)
     prompts = open_source(environments, note).next(config.rollout.prompts_per_step) if environments.trained else []
     draw_evaluated(config.evaluation, environments, note)
-    check_vocabulary(prompts, text_part(read_config_json(config.model)).get("vocab_size"), config.model.name)
+    model = read_config_json(config.model)
+    check_vocabulary(prompts, text_part(model).get("vocab_size"), config.model.name)
     for line in unknown_roles(prompts):
         note(line)
     if len({prompt.text for prompt in prompts}) < 2 <= len({str(prompt.item["prompt"]) for prompt in prompts}):
@@ -65,27 +66,26 @@ def preview(config: Config, place: Placement, note: Callable[[str], None]) -> li
         rewards = list(show_rewards(prompts, environments.scorers, config.rollout.reward_timeout, note))
     finally:
         end_idle_workers()
-    sizes = show_sizes(config, place, note)
-    return [*show_prompts(prompts, config.rollout.max_prompt_tokens), *rewards, *sizes]
+    lines = [*show_prompts(prompts, config.rollout.max_prompt_tokens), *rewards]
+    if (sizes := sizes_of(model)) is not None:
+        lines.append(show_needs(RunSizes(config, sizes, place), note))
+    return lines
 
 
-def show_sizes(config: Config, place: Placement, note: Callable[[str], None]) -> Iterator[str]:
-    """Yield memory and disk space by arithmetic. Note what this machine, which may be another, does not have."""
-    sizes = sizes_of(read_config_json(config.model))
-    if sizes is None:
-        return
+def show_needs(run: RunSizes, note: Callable[[str], None]) -> str:
+    """Return memory and disk space by arithmetic. Note what this machine, which may be another, does not have."""
+    place, output_dir = run.place, run.config.output_dir
     host = psutil.virtual_memory().total * place.nodes // place.ranks
     has_gpu = place.on_gpu and torch.cuda.is_available()
     memory = torch.cuda.get_device_properties(0).total_memory if has_gpu else host
-    run = RunSizes(config, sizes, replace(place, device_bytes=memory))
-    need, space, (folder, free) = run.footprint(), run.run_folder_bytes(), free_disk(config.output_dir)
+    run = replace(run, place=replace(place, device_bytes=memory))
+    need, space, (folder, free) = run.footprint(), run.run_folder_bytes(), free_disk(output_dir)
     each = f"{gib(need.training)} while training and {gib(need.generating)} while generating"
-    yield f"  by arithmetic, a rank needs at least {each}; checkpoints and exports take {gib(space)}"
     if has_gpu == place.on_gpu and not fits(run, host, 1.0):
         note(f"a rank needs at least {each}, and has {gib(memory)} here; use {memory_fix(run, host)}")
     if free < space:
-        key = f"output_dir={config.output_dir!r}"
-        note(f"{key}: checkpoints and exports take {gib(space)}, and {gib(free)} are free in {folder}")
+        note(f"output_dir={output_dir!r}: checkpoints and exports take {gib(space)}; {gib(free)} are free in {folder}")
+    return f"  by arithmetic, a rank needs at least {each}; checkpoints and exports take {gib(space)}"
 
 
 def check_vocabulary(prompts: Sequence[Prompt], size: int | None, name: str) -> None:
