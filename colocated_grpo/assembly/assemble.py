@@ -248,16 +248,16 @@ def note_unusual_resume(run: Run) -> None:
 
 
 def describe(run: Run) -> dict[str, str]:
-    """Return the facts for the banner that are known only after the build."""
+    """Return facts that are known only after the build. The banner shows `model`; DEBUG logs the others."""
     on_gpu, policy = run.world.device.type == "cuda", run.policy
     device = torch.cuda.get_device_name(run.world.device) if on_gpu else "CPU"
     trained, total = policy.num_trained(), policy.num_parameters()
-    facts = {"parameters": f"{total:,}"}
-    if trained < total:
-        facts["trained"] = f"{trained:,} ({trained / total:.2%})"
-        if isinstance(policy.weights, AdapterWeights) and (experts := frozen_experts(policy.model)):
-            facts["without adapter"] = f"{experts:,} in fused experts, which are not linear layers"
-    facts |= {"ranks": f"{run.world.size} x {device}", "compute": str(policy.dtype).removeprefix("torch.")}
+    part = f" ({trained:,} trained, {trained / total:.2%})" if trained < total else ""
+    dtype = str(policy.dtype).removeprefix("torch.")
+    facts = {"model": f"{total:,} parameters{part} in {dtype}, {run.world.size} x {device}"}
+    facts["micro-batches"] = f"{run.config.batch.max_tokens_per_micro_batch} tokens"
+    if isinstance(policy.weights, AdapterWeights) and (experts := frozen_experts(policy.model)):
+        facts["without adapter"] = f"{experts:,} in fused experts, which are not linear layers"
     if on_gpu:
         facts["checkpointing"] = f"{num_checkpointed(policy.model)} of {len(blocks_of(policy.model))} blocks"
     return facts

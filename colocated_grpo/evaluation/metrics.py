@@ -11,7 +11,8 @@ from decimal import Decimal
 from colocated_grpo.environments.rewards import builtin
 from colocated_grpo.environments.user_code.loading import load_function, one_line
 from colocated_grpo.settings.evaluation import MEAN
-from colocated_grpo.types import Group
+from colocated_grpo.summaries import mean_and_error
+from colocated_grpo.types import STDERR, Group
 
 
 def pass_at_k(samples: int, passed: int, k: int) -> float:
@@ -35,15 +36,6 @@ def majority(answers: Sequence[Hashable | None], passed: Sequence[bool]) -> floa
     most = max(map(len, votes.values()), default=0)
     leading = [sum(found) / most for found in votes.values() if len(found) == most]
     return sum(leading) / len(leading) if leading else 0.0
-
-
-def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
-    """Return the mean over prompts and its standard error. With a single prompt, the error is None.
-
-    values: one per prompt, because completions of one prompt are not independent of each other.
-    """
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-    return math.fsum(values) / len(values), error
 
 
 logger = logging.getLogger(__name__)
@@ -102,10 +94,6 @@ def answer_function(name: str, key: str) -> Answer:
         return found
 
     return answer
-
-
-STDERR = "_stderr"
-"""Suffix of a metric's standard error over prompts."""
 
 
 def set_metrics(

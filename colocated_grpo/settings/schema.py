@@ -54,8 +54,8 @@ class TrackingConfig(Section):
     null: none."""
     rollouts_per_step: NonNegative = 4
     """Rollouts of each step that are written to rollouts.jsonl."""
-    show_completion: bool = False
-    """Show each step's completion with the median reward on the console."""
+    show_completion: bool = True
+    """Show each step's completion with the median reward on the console, with its advantage and reference answer."""
 
 
 class HubConfig(Section):

@@ -93,6 +93,7 @@ def _lines(group: Group) -> list[JsonObject]:
         {
             "prompt_index": group.prompt.index,
             "prompt": group.prompt.text,
+            "answer": group.prompt.answer,
             "completion": rollout.text,
             "reward": rollout.score.reward,
             "parts": rollout.score.parts,

@@ -6,6 +6,7 @@ The remote sinks use accelerate's classes. A sink that fails is disabled.
 from __future__ import annotations
 
 import math
+import os
 import sys
 import uuid
 from collections.abc import Callable, Generator, Sequence
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from colocated_grpo.errors import RunError
 from colocated_grpo.settings.errors import masked, masked_arguments
+from colocated_grpo.summaries import advantage_of
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.files import Row
 from colocated_grpo.tracking.text import without_middle
@@ -100,8 +102,10 @@ def _rollout_row(kind: str, step: int, group: Group, sample: int, decode: Decode
         "sample": sample,
         "source": group.prompt.source,
         "prompt": group.prompt.text,
+        "answer": group.prompt.answer,
         "completion": rollout.text,
         "reward": finite(rollout.score.reward),
+        "advantage": advantage_of(group, sample),
         "parts": {name: finite(value) for name, value in rollout.score.parts.items()},
         "error": rollout.score.error,
         "finish_reason": rollout.finish_reason,
@@ -231,6 +235,7 @@ def _wandb(settings: object, tracking: TrackingConfig, run_dir: Path, note: Call
     from accelerate.tracking import WandBTracker
 
     _adopt_process_group()
+    os.environ.setdefault("WANDB_DISABLE_WEAVE", "0" if "weave" in sys.modules else "1")  # else W&B advertises it
     # prompt=False: wandb would otherwise prompt for a key while the other ranks block in a collective.
     if tracking.wandb == "online" and not wandb.login(prompt=False, verify=False):
         raise RuntimeError("no API key; run `wandb login`, set WANDB_API_KEY, or use --tracking.wandb offline")

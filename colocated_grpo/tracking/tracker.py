@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import platform
@@ -12,44 +13,51 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from colocated_grpo.runtime.verdict import STOPPED
 from colocated_grpo.settings.errors import masked, masked_arguments
+from colocated_grpo.summaries import advantage_of, lack_of_signal
 from colocated_grpo.tracking import files
+from colocated_grpo.tracking.console import MISMATCH
 from colocated_grpo.tracking.ending import summary_line, write_summary
 from colocated_grpo.tracking.output import RunOutput
 from colocated_grpo.tracking.records import Decode, RunWriter, Sinks
 from colocated_grpo.tracking.report import LiveReport, write_report
-from colocated_grpo.tracking.text import number
+from colocated_grpo.tracking.text import figure, number
 from colocated_grpo.tracking.transcripts import one_line
-from colocated_grpo.types import Group, JsonObject, Score
+from colocated_grpo.types import STDERR, Group, JsonObject, Score
 
 if TYPE_CHECKING:
     from colocated_grpo.settings.schema import TrackingConfig
 
-PROMPT_CHARACTERS, COMPLETION_CHARACTERS = 80, 240
-STDERR = "_stderr"
-"""Suffix of a metric's standard error."""
+PROMPT_CHARACTERS, COMPLETION_CHARACTERS, ANSWER_CHARACTERS = 120, 240, 40
 LOWEST_LOSS = -10.0
 HIGHEST_RATIO = 2.0
 STEPS = 3
 
 
 def typical_completion(groups: Sequence[Group]) -> str | None:
-    """Return the completion with the median reward, its prompt and its reward, as one line; None without a reward."""
+    """Return the completion with the median reward as one line: rewards, answer and prompt; None without a reward."""
     scored = [
-        (rollout.score.reward, group.prompt, rollout)
+        (rollout.score.reward, group, sample)
         for group in groups
-        for rollout in group.rollouts
+        for sample, rollout in enumerate(group.rollouts)
         if rollout.score.reward is not None and math.isfinite(rollout.score.reward)
     ]
     if not scored:
         return None
-    reward, prompt, rollout = sorted(scored, key=lambda one: one[0])[len(scored) // 2]
-    answer = one_line(rollout.text, COMPLETION_CHARACTERS)
-    return f"reward {number(reward)}: {' '.join(prompt.text.split())[-PROMPT_CHARACTERS:]} -> {answer}"
+    reward, group, sample = sorted(scored, key=itemgetter(0))[len(scored) // 2]
+    facts = [f"reward {number(reward)}"]
+    if (advantage := advantage_of(group, sample)) is not None:
+        facts.append(f"advantage {number(advantage)}")
+    if group.prompt.answer is not None:
+        facts.append(f"answer {one_line(group.prompt.answer, ANSWER_CHARACTERS)}")
+    prompt, text = " ".join(group.prompt.text.split()), group.rollouts[sample].text
+    end = prompt[-PROMPT_CHARACTERS:]
+    return f"{', '.join(facts)}: {'...' * (end != prompt)}{end} -> {one_line(text, COMPLETION_CHARACTERS)}"
 
 
 class ScoringErrors:
@@ -97,21 +105,18 @@ class StabilityWatch:
         )
 
 
-def banner_facts(settings: JsonObject, facts: dict[str, str], run_dir: Path) -> dict[str, str]:
-    """Return the banner's lines: from the settings, with the trainer's `facts` after the model."""
-    rollout, batch, policy = settings["rollout"], settings["batch"], settings["policy"]
+def banner_facts(settings: JsonObject, model: str, run_dir: Path) -> dict[str, str]:
+    """Return the banner's lines. model: the model's size, and the devices that train it."""
+    rollout, batch, scale = settings["rollout"], settings["batch"], settings["advantage"]["scale"]
     updates = batch["minibatches"] * batch["epochs"]
-    scale, tokens = settings["advantage"]["scale"], batch["max_tokens_per_micro_batch"]
     return {
-        "model": settings["model"]["name"],
-        **facts,
+        "model": f"{settings['model']['name']}: {model}",
         "environments": ", ".join(environment["name"] for environment in settings["environments"]),
-        "loss": f"{settings['loss']['type']}, advantages scaled by {scale}, lr {policy['lr']:g}",
-        "batch": (
-            f"{rollout['prompts_per_step']} prompts x {rollout['group_size']} completions, {updates} optimizer "
-            f"step{'s' if updates > 1 else ''}, micro-batches of {tokens} tokens"
+        "steps": (
+            f"{settings['training_steps']}, each {rollout['prompts_per_step']} prompts x {rollout['group_size']} "
+            f"completions and {updates} optimizer step{'s' if updates > 1 else ''}"
         ),
-        "steps": str(settings["training_steps"]),
+        "loss": f"{settings['loss']['type']}, advantages scaled by {scale}, lr {settings['policy']['lr']:g}",
         "run folder": str(run_dir),
     }
 
@@ -121,10 +126,9 @@ def evaluation_line(step: int, row: dict[str, float]) -> str:
     base, *rest = next(iter(row), "").split("/")
     prefix = "held_out/" if base == "held_out" else f"{base}/{rest[0]}/"  # of a set: eval/<name>/
     name = "held-out evaluation" if base == "held_out" else f"evaluation of {rest[0]}"
-    errors = {key: f" (+-{number(row[key + STDERR])})" for key in row if key + STDERR in row}
     shown = [key for key in row if not key.endswith(STDERR)]
     shown = [key for key in shown if not key.startswith("held_out/env/") or key.endswith("/reward")]
-    parts = (f"{key.removeprefix(prefix)} {number(row[key])}{errors.get(key, '')}" for key in shown)
+    parts = (f"{key.removeprefix(prefix)} {figure(row, key)}" for key in shown)
     return "  ".join([f"{name}, step {step}:", *parts])
 
 
@@ -140,6 +144,8 @@ PACKAGES = (
     "safetensors", "bitsandbytes", "math-verify", "reasoning-gym", "textarena",
     "pydantic", "wandb", "tensorboard",
 )  # fmt: skip
+
+logger = logging.getLogger(__name__)
 
 
 class Tracker:
@@ -168,8 +174,8 @@ class Tracker:
     def start(self, settings: JsonObject, facts: dict[str, str], first_step: int, decode: Decode | None) -> None:
         """Print the banner, write config.yaml and environment.json, and drop rows of steps >= `first_step`.
 
-        settings: the resolved config as JSON. facts: banner lines from the trainer, such as parameter count, ranks and
-        device. decode: converts token ids to text with special tokens, for rollouts of several turns.
+        settings: the resolved config as JSON. facts: `model`, its size and devices, for the banner; others are logged
+        with --log-level DEBUG. decode: converts token ids to text with special tokens, for rollouts of several turns.
         """
         self._run_dir.mkdir(parents=True, exist_ok=True)
         (self._run_dir / files.SUMMARY_FILE).unlink(missing_ok=True)
@@ -180,7 +186,9 @@ class Tracker:
         self._writer = RunWriter(self._run_dir, first_step, self._tracking.rollouts_per_step, self.note, decode)
         self._games = files.GameWriter(self._run_dir, first_step, self.note)
         self._sinks.open(settings, self._tracking, self._run_dir, first_step)
-        self._output.open(banner_facts(settings, facts, self._run_dir), first_step)
+        self._output.open(banner_facts(settings, facts["model"], self._run_dir), first_step)
+        for name, value in facts.items():
+            logger.debug("%s: %s", name, value)
         if secrets:
             self.note(
                 f"{', '.join(secrets)}: secrets, which config.yaml holds and only you can read; prefer environment "
@@ -202,8 +210,10 @@ class Tracker:
         self._sinks.log(step, row)
         self._sinks.completions(step, groups)
         self._output.step(step, {**self._held_out, **row})
+        if MISMATCH not in row and (lack := lack_of_signal(groups)):
+            self.note(f"  no mismatch in step {step}: {lack}")
         if self._tracking.show_completion and (text := typical_completion(groups)):
-            self.note(f"step {step}, {text}")
+            self.note(f"  {text}")
         for line in self._scoring_errors.check(step, groups):
             self.note(line)
         self._report.step()

@@ -1,6 +1,6 @@
 """The built-in reward functions, in TRL's signature. Each accepts text and chat completions.
 
-Answers: the columns that hold them in data, and their extraction from completions. Tool calls:
+Also the extraction of answers from completions. Tool calls:
 <tool_call>{"name": ..., "arguments": {...}}</tool_call> in a completion, and partial credit for them.
 """
 
@@ -18,10 +18,6 @@ from colocated_grpo.environments.rewards.workers import LATE, Answer, Started, W
 from colocated_grpo.types import JsonObject
 
 OPEN, CLOSE = "<answer>", "</answer>"
-ANSWER_COLUMNS = (
-    "answer", "solution", "ground_truth", "final_answer", "target", "gold", "label", "expected", "output",
-)  # fmt: skip
-"""Columns of reference answers, the most likely one first."""
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?", re.ASCII)
 
 

@@ -16,18 +16,17 @@ import psutil
 
 from colocated_grpo.environments.base import Item
 from colocated_grpo.environments.prompts import with_system_prompt
-from colocated_grpo.environments.rewards.builtin import ANSWER_COLUMNS, NUMBER
+from colocated_grpo.environments.rewards.builtin import NUMBER
 from colocated_grpo.environments.rewards.functions import load_reward
 from colocated_grpo.environments.rows.readers import READERS
 from colocated_grpo.errors import ConfigError
 from colocated_grpo.settings.config_json import attention_heads, longest_sequence, read_config_json, text_part
 from colocated_grpo.settings.model_sizes import Sizes, sizes_of
+from colocated_grpo.settings.run_sizes import FULL, Placement, RankMemory, RunSizes, fits, gib, memory_fix
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.sources import RewardConfig
 from colocated_grpo.settings.training import LEARNING_RATE, PolicyConfig
-from colocated_grpo.tools.doctor.memory import FULL, Placement, RankMemory, RunSizes, fits, memory_fix
-from colocated_grpo.tools.doctor.subject import gib
-from colocated_grpo.types import JsonObject
+from colocated_grpo.types import ANSWER_COLUMNS, JsonObject
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

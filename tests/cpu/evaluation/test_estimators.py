@@ -19,10 +19,10 @@ from colocated_grpo.evaluation.metrics import (
     boxed,
     final_answer,
     majority,
-    mean_and_error,
     pass_at_k,
     set_metrics,
 )
+from colocated_grpo.summaries import mean_and_error
 from colocated_grpo.types import Group, Prompt, Rollout, Score
 
 

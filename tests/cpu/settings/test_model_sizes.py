@@ -12,8 +12,8 @@ from transformers import AutoConfig, DeepseekV3Config, GPT2Config, PreTrainedMod
 
 from colocated_grpo.policy.lora.weights import target_names
 from colocated_grpo.settings.model_sizes import Sizes, sizes_of
+from colocated_grpo.settings.run_sizes import Placement, RunSizes, adapter_parameters
 from colocated_grpo.settings.training import LoRAConfig
-from colocated_grpo.tools.doctor.memory import Placement, RunSizes, adapter_parameters
 from colocated_grpo.tools.shapes import ARCHITECTURES
 from tests.support.config_text import load
 from tests.support.real_sizes import config_json, empty_model, num_parameters

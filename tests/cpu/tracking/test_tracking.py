@@ -4,6 +4,7 @@ import errno
 import inspect
 import io
 import json
+import logging
 import math
 import os
 import pty
@@ -64,10 +65,15 @@ def test_errors_of_scoring_are_shown_once_for_each_environment(tmp_path: Path) -
     assert sum("unscorable 2" in line for line in lines) == 2
 
 
-def test_the_banner_shows_model_ranks_loss_batch_and_folder(tmp_path: Path) -> None:
+def test_the_banner_shows_model_ranks_loss_batch_and_folder_in_five_lines(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "colocated_grpo")
     printed = TrackedRun(tmp_path).train(last_step=0).printed
-    for expected in ("tiny", "ranks", "dapo", "32 prompts x 8 completions", str(tmp_path)):
+    for expected in ("tiny: 7 parameters", "2 x CPU", "dapo", "32 prompts x 8 completions", str(tmp_path)):
         assert expected in printed
+    assert len(printed.splitlines()) == 5 and "micro-batches" not in printed
+    assert "micro-batches: 64 tokens" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -374,7 +380,7 @@ from tests.support.tracked_run import config_of, groups_of, output_of, row_of
 from colocated_grpo.tracking import make_tracker
 config = config_of(console="auto")
 tracker = make_tracker(Path({run_dir!r}), output_of(config), config.tracking, is_main=True)
-tracker.start(config_of().model_dump(mode="json"), {{}}, 0, None)
+tracker.start(config_of().model_dump(mode="json"), {{"model": ""}}, 0, None)
 tracker.flush(0, row_of(0), groups_of(0))
 tracker.note("a note [bold] between")
 raise RuntimeError("the third layer exploded")
