@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from pathlib import Path
+from typing import Self
 
 import hypothesis
 import psutil
@@ -42,13 +43,19 @@ class Broken(AssertionError):
     """A promise that a server has not kept."""
 
 
+def family(pid: int) -> list[psutil.Process]:
+    """Return a process and its descendants, without those that have ended."""
+    process = psutil.Process(pid)
+    return [each for each in [process, *process.children(recursive=True)] if each.status() != psutil.STATUS_ZOMBIE]
+
+
 @dataclass
 class Running:
     """A server under attack."""
 
     port: int
-    process: psutil.Process
-    """Its children belong to the server."""
+    processes: Callable[[], Sequence[psutil.Process]]
+    """Return the processes of the server that are alive."""
     log: Path
     honest: Callable[[], None]
     """Send an honest request and check its response."""
@@ -58,9 +65,6 @@ class Running:
     """Of all paths."""
     headers: Mapping[str, str] = field(default_factory=dict)
     """Of most of the generated requests."""
-
-    def processes(self) -> list[psutil.Process]:
-        return [self.process, *self.process.children(recursive=True)]
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,11 @@ class Server:
 
 @dataclass
 class Attack:
-    """The generated cases of one server, and the outcomes of all requests."""
+    """The generated cases of one server, and the outcomes of all requests.
+
+    A context: the server starts with it. It starts again only to shrink a case, because a start takes as long as a
+    hundred cases or more.
+    """
 
     server: Server
     folder: Path
@@ -92,20 +100,25 @@ class Attack:
     """MiB above the server's memory at its start, the largest during each case."""
 
     def __post_init__(self) -> None:
-        self._failed: set[str] = set()
-        """Endpoints with a problem. They are left out from then on."""
-
-    def round(self, seed: int, share: float = 1.0) -> None:
-        """Attack all endpoints once on a fresh server. share: of the usual number of cases."""
+        self._choose(self.server.endpoints)
         self._stack = ExitStack()
         self._held: deque[socket.socket] = deque()
-        with self._stack:
-            self._start()
-            for endpoint in self._endpoints():
-                self._attack(endpoint, seed, max(1, round(share * endpoint.num_cases)))
 
-    def _endpoints(self) -> list[Endpoint]:
-        return [each for each in self.server.endpoints if each.name not in self._failed]
+    def __enter__(self) -> Self:
+        self._start()
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self._end()
+
+    def _choose(self, endpoints: Sequence[Endpoint]) -> None:
+        self._endpoints = endpoints
+        self._cases = cases(endpoints, self.server.examples)
+
+    def round(self, seed: int, share: float = 1.0) -> None:
+        """Attack each endpoint that has no problem yet. share: of the usual number of cases."""
+        for endpoint in self._endpoints:
+            self._attack(endpoint, seed, max(1, round(share * endpoint.num_cases)))
 
     def figures(self, seconds: float) -> JsonObject:
         """Return the outcomes. seconds: duration of the attack."""
@@ -134,7 +147,7 @@ class Attack:
             phases=[Phase.generate, Phase.shrink],
             suppress_health_check=list(HealthCheck),
         )
-        @given(cases(endpoint, self._endpoints(), self.server.examples))
+        @given(self._cases[endpoint.name])
         def attack(case: list[Sent]) -> None:
             self._try(case)
 
@@ -142,7 +155,7 @@ class Attack:
             attack()
         if self._failure is not None:
             case, error = self._failure
-            self._failed.add(endpoint.name)
+            self._choose([each for each in self._endpoints if each is not endpoint])
             self.problems.append(f"{self.server.name}, {endpoint.name}: {error}; seed {seed}; {str(case)[:SHOWN]}")
             self._start()
 
@@ -169,13 +182,16 @@ class Attack:
 
     def _start(self) -> None:
         """Start the server, or start it again."""
-        self._stack.close()
-        while self._held:
-            self._held.popleft().close()
+        self._end()
         self._running = self._stack.enter_context(self.server.start(self.folder))
         self._running.honest()
         self._log_bytes = self._running.log.stat().st_size
         self._memory = sum(process.memory_info().rss for process in self._running.processes())
+
+    def _end(self) -> None:
+        self._stack.close()
+        while self._held:
+            self._held.popleft().close()
 
     def _check(self, case: list[Sent]) -> None:
         """Send the requests of a case and check the promises."""

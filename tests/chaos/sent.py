@@ -22,7 +22,7 @@ UNFINISHED_SECONDS = 0.05
 SILENT = "silent"
 """Outcome of a request without a response."""
 Json = Any
-"""What `json.dumps` takes, and `Repeated` anywhere inside."""
+"""What `json.dumps` takes, with `Repeated` anywhere inside and `Again` among the keys of objects."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,21 @@ class Repeated:
         return f"{self.start}{middle}{self.end}"
 
 
+@dataclass(frozen=True)
+class Again:
+    """The name of a field that a JSON object already has."""
+
+    name: str
+
+
 def text_of(value: Json) -> str:
     """Return JSON text. Numbers and strings that JSON does not have come from `Repeated`, NaN and Infinity too."""
     match value:
         case Repeated():
             return value.text()
         case dict():
-            return "{" + ",".join(f"{json.dumps(key)}:{text_of(entry)}" for key, entry in value.items()) + "}"
+            names = (json.dumps(key.name if isinstance(key, Again) else key) for key in value)
+            return "{" + ",".join(map(":".join, zip(names, map(text_of, value.values()), strict=True))) + "}"
         case list():
             return "[" + ",".join(map(text_of, value)) + "]"
         case _:

@@ -29,8 +29,8 @@ SEED = 1
 
 @pytest.mark.parametrize(("server", "share"), [(atropos, 0.6), (fake_engine_server, 0.3), (agents, 0.4)])
 def test_no_generated_request_breaks_a_promise(tmp_path, server, share):
-    attack = Attack(server(), tmp_path)
-    attack.round(SEED, share)
+    with Attack(server(), tmp_path) as attack:
+        attack.round(SEED, share)
     assert attack.problems == []
     rejected = sum(count for outcome, count in attack.outcomes.items() if outcome.startswith("4"))
     assert attack.num_cases >= 100 and attack.outcomes["200"] > 30 and rejected > 50, attack.outcomes
@@ -81,7 +81,7 @@ class Faulty:
     def start(self, _folder: Path) -> Generator[Running]:
         self.broken = False
         self.log.write_text("")
-        yield Running(self.thread.ports[0], psutil.Process(), self.log, self.honest, HEALTH)
+        yield Running(self.thread.ports[0], lambda: [psutil.Process()], self.log, self.honest, HEALTH)
 
 
 FOUND = {
@@ -105,8 +105,8 @@ def test_a_broken_promise_is_found_and_its_case_is_shrunk(tmp_path, promise):
 
 def problems_of(faulty: Faulty) -> list[str]:
     endpoints = [endpoint for endpoint in endpoints_of(faulty.app) if endpoint.schema is not None]
-    attack = Attack(Server("faulty", endpoints, {}, faulty.start), faulty.log.parent)
-    attack.round(SEED, share=4)
+    with Attack(Server("faulty", endpoints, {}, faulty.start), faulty.log.parent) as attack:
+        attack.round(SEED, share=4)
     return attack.problems
 
 
