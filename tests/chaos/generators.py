@@ -21,7 +21,7 @@ from fastapi.routing import APIRoute
 from hypothesis import strategies as st
 from pydantic import BaseModel, TypeAdapter
 
-from tests.chaos.sent import LARGEST, Again, Json, Repeated, Sent, text_of
+from tests.chaos.sent import HEADERS, LARGEST, Again, Json, Repeated, Sent, text_of
 
 PLACES = 50
 """Entries of each list or object that may be changed."""
@@ -282,13 +282,12 @@ def requests(endpoint: Endpoint, example: Json) -> st.SearchStrategy[Sent]:
 
     query = {name: st.one_of(valid(schema, {}), texts) for name, schema in endpoint.query.items()}
     target = st.fixed_dictionaries(query).map(lambda values: endpoint.path + encoded_query(values))
-    usual = (("Host", "localhost"), ("Content-Type", "application/json"))
     body = bodies(endpoint.schema or {}, example)
     return st.builds(
         Sent,
         method=rarely(st.just(endpoint.method), st.sampled_from(["GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD"])),
         target=rarely(target, st.text("abc/%.?&=0", max_size=30).map(lambda text: endpoint.path + text)),
-        headers=rarely(st.just([]), st.lists(odd_headers, min_size=1, max_size=2)).map(lambda odd: (*usual, *odd)),
+        headers=rarely(st.just([]), st.lists(odd_headers, min_size=1, max_size=2)).map(lambda odd: (*HEADERS, *odd)),
         has_key=rarely(st.just(True), st.just(False)),
         body=rarely(weighted((5, st.none()), (1, body)) if endpoint.schema is None else body, st.binary(max_size=200)),
         framing=rarely(

@@ -8,10 +8,11 @@ from __future__ import annotations
 import socket
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
 from http.client import HTTPException
+from itertools import chain
 from pathlib import Path
 from typing import Self
 
@@ -37,6 +38,7 @@ ATTEMPTS = 3
 SHRINK_SECONDS = 60.0
 SHOWN = 1500
 TOO_LATE = "too late"
+TRACEBACK = "Traceback"
 
 
 class Broken(AssertionError):
@@ -186,7 +188,7 @@ class Attack:
         self._running = self._stack.enter_context(self.server.start(self.folder))
         self._running.honest()
         self._log_bytes = self._running.log.stat().st_size
-        self._memory = sum(process.memory_info().rss for process in self._running.processes())
+        self._memory = memory(self._running.processes())
 
     def _end(self) -> None:
         self._stack.close()
@@ -197,8 +199,7 @@ class Attack:
         """Send the requests of a case and check the promises."""
         running = self._running
         processes = running.processes()
-        for process in processes:
-            Path(f"/proc/{process.pid}/clear_refs").write_text("5")  # the peak memory
+        forget_peaks(processes)
         used = _processor_seconds(processes)
         opened = [sent.send(running.port, running.prefix, running.headers) for sent in case]
         self._check_health()
@@ -213,7 +214,7 @@ class Attack:
         self._check_memory(processes)
         with self._running.log.open(errors="replace") as log:
             log.seek(self._log_bytes)
-            if "Traceback" in (text := log.read()):
+            if TRACEBACK in (text := log.read()):
                 self._log_bytes += len(text.encode())
                 raise Broken(f"a traceback in the log: {' '.join(text.split())[-SHOWN:]}")
 
@@ -234,7 +235,7 @@ class Attack:
         self.honest_requests += 1
 
     def _check_memory(self, processes: Sequence[psutil.Process]) -> None:
-        peak = (sum(_peak(process.pid) for process in processes) - self._memory) / MIB
+        peak = peak_memory(processes) - self._memory
         self.peaks.append(peak)
         if peak > MEMORY_MIB:
             raise Broken(f"{peak:.0f} MiB above the memory at the start")
@@ -257,6 +258,17 @@ def _processor_seconds(processes: Sequence[psutil.Process]) -> float:
     return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
-def _peak(pid: int) -> int:
-    (line,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM")]
-    return int(line.split()[1]) * 1024
+def memory(processes: Iterable[psutil.Process]) -> float:
+    """Return the memory of the processes in MiB."""
+    return sum(process.memory_info().rss for process in processes) / MIB
+
+
+def peak_memory(processes: Iterable[psutil.Process]) -> float:
+    """Return the sum of the most memory that each process has had since `forget_peaks`, in MiB."""
+    lines = [Path(f"/proc/{process.pid}/status").read_text().splitlines() for process in processes]
+    return sum(int(line.split()[1]) for line in chain(*lines) if line.startswith("VmHWM")) / 1024
+
+
+def forget_peaks(processes: Iterable[psutil.Process]) -> None:
+    for process in processes:
+        Path(f"/proc/{process.pid}/clear_refs").write_text("5")

@@ -238,6 +238,7 @@ class Completes:
 def attack(trial: Trial) -> JsonObject:
     """Attack each server in rounds, each with a seed of its own, until its part of the time is up."""
     servers = [atropos(), engine_server(), engine_server(by_trainer=True), run_endpoint(), agents()]
+    servers = [each for each in servers if trial.only in each.name]
     figures = {}
     for number, each in enumerate(servers):
         began, seconds = time.monotonic(), trial.seconds_left() / (len(servers) - number)

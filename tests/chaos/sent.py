@@ -21,6 +21,7 @@ UNFINISHED_SECONDS = 0.05
 """How long to wait for a response to something that is no whole request."""
 SILENT = "silent"
 """Outcome of a request without a response."""
+HEADERS = (("Host", "localhost"), ("Content-Type", "application/json"))
 Json = Any
 """What `json.dumps` takes, with `Repeated` anywhere inside and `Again` among the keys of objects."""
 
@@ -71,19 +72,19 @@ class Sent:
 
     method: str
     target: str
-    headers: tuple[tuple[str, str], ...]
-    has_key: bool
+    headers: tuple[tuple[str, str], ...] = HEADERS
+    has_key: bool = True
     """With the key of the server, if it needs one."""
-    body: Json
+    body: Json = None
     """Bytes are sent as they are; None for none."""
-    framing: str
+    framing: str = "length"
     """`length`, `chunked`, or another value that does not fit the body."""
-    gzipped: bool
-    share: float
+    gzipped: bool = False
+    share: float = 1.0
     """Of the bytes, that are sent."""
-    pauses: tuple[float, ...]
+    pauses: tuple[float, ...] = ()
     """Seconds before each of equal parts but the first."""
-    ending: str
+    ending: str = "read"
     """`read` the response, close the connection before it, `reset` it, `half` (close the sending side), or `hold` it
     open beside the next cases."""
 
