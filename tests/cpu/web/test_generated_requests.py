@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import select
 import socket
+import subprocess
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from http.client import HTTPConnection
@@ -23,6 +26,7 @@ from tests.chaos.generators import endpoints_of
 from tests.chaos.promises import MEMORY_MIB, Attack, Running, Server
 from tests.chaos.requests import HEALTH, agents, atropos, fake_engine_server
 from tests.support.engine_server_process import engine_server_process
+from tests.support.paths import ROOT
 
 SEED = 1
 
@@ -108,6 +112,31 @@ def problems_of(faulty: Faulty) -> list[str]:
     with Attack(Server("faulty", endpoints, {}, faulty.start), faulty.log.parent) as attack:
         attack.round(SEED, share=4)
     return attack.problems
+
+
+BODIES = """
+import hypothesis
+from tests.chaos.generators import bodies
+
+fields = {name: {"type": "integer"} for name in "abcdef"}
+schema = {"type": "object", "properties": fields, "required": ["a", "b", "c"]}
+
+@hypothesis.seed(1)
+@hypothesis.settings(max_examples=20, database=None, deadline=None)
+@hypothesis.given(bodies(schema, None))
+def show(body):
+    print(body)
+
+show()
+"""
+
+
+def test_a_seed_repeats_its_cases_in_other_processes():
+    """Whose order of sets differs."""
+    environments = [os.environ | {"PYTHONHASHSEED": seed} for seed in "12"]
+    command = [sys.executable, "-c", BODIES]
+    first, second = (subprocess.check_output(command, cwd=ROOT, env=each, timeout=60) for each in environments)
+    assert first == second != b""
 
 
 def test_large_bodies_that_never_end_leave_room_for_ordinary_requests():
