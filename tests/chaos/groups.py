@@ -130,7 +130,7 @@ def consistent(draw: st.DrawFn, sizes: Sequence[int]) -> JsonObject:
 
 
 def _can_be_sent(group: JsonObject) -> bool:
-    """Return False for NaN, infinity and surrogates. atroposlib's server accepts them, and loses each batch with one."""
+    """Return False for NaN, infinity, surrogates: atroposlib's server accepts them, and loses each batch with one."""
     try:
         json.dumps(group, allow_nan=False, ensure_ascii=False).encode()
     except ValueError:
