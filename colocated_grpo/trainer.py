@@ -134,7 +134,7 @@ def rollout(run: Run, step: int) -> tuple[list[Group], BatchResult]:
     run.rewards.check(groups)
     settled = run.supply.settle(groups)
     chosen = [groups[place] for place in settled.trained_now] + settled.released
-    if step == 0 and (lack := lack_of_signal(chosen)):
+    if step == 0 and run.rewards.expected and (lack := lack_of_signal(chosen)):
         run.tracker.note(f"first batch: {lack}")
     # Sort by prompt index, so that training and logs do not depend on the order in which groups finished.
     return sorted(chosen, key=lambda group: group.prompt.index), settled

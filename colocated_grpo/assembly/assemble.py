@@ -21,13 +21,13 @@ from colocated_grpo.assembly.engines import Engines, engine_spec
 from colocated_grpo.assembly.evaluation import evaluation_sets
 from colocated_grpo.assembly.policy import (
     build_colocated,
-    build_exports,
     build_judge,
     build_opponent,
     build_reference,
     fetch_opponent,
     opponent_state,
     read_opponent,
+    read_reference,
     rehearse,
 )
 from colocated_grpo.callbacks import Callbacks
@@ -36,6 +36,7 @@ from colocated_grpo.errors import RunError
 from colocated_grpo.evaluation.evaluator import Best, Evaluator
 from colocated_grpo.phases import Choreography, Clock
 from colocated_grpo.policy.blocks import blocks_of, num_checkpointed
+from colocated_grpo.policy.export import build_exports
 from colocated_grpo.policy.lora.weights import AdapterWeights, frozen_experts
 from colocated_grpo.policy.model_files import ModelFiles, read_model_files
 from colocated_grpo.policy.model_loader import ModelLoader
@@ -77,6 +78,7 @@ def build_run(
     tracker = make_tracker(folder, output, config.tracking, is_main=world.is_main)
     with output.phase("reading the model's settings and tokenizer"):
         model = read_model_files(config.model, world, config.policy.lora)
+        scorer = read_reference(config.reference_model, model, world)
         opponent_folder = fetch_opponent(config.opponent_model, world)
         in_rank = config.engine.placement == "colocated"  # engine servers have checked their own vLLM
         spec = engine_spec(config, model.folder, world.size, world.device) if in_rank else None
@@ -91,9 +93,12 @@ def build_run(
         servers = [] if in_rank else connect_servers(config, world, stop)
     with output.phase("reading the weights"):
         policy = Policy(config, model.hf_config, model.folder, world)
-        loader_of, offloaded = partial(ModelLoader, config, model.hf_config, world=world), config.policy.cpu_offload
-        reference = build_reference(config.loss.kl, policy, loader_of(model.folder), offloaded=offloaded)
-        frozen = read_opponent(None if opponent_folder is None else loader_of(opponent_folder), world.device)
+        loader_of = partial(ModelLoader, config, world=world)
+        reference = build_reference(
+            config.loss.kl, policy, loader_of(scorer.hf_config, scorer.folder), offloaded=config.policy.cpu_offload
+        )
+        opponent_loader = None if opponent_folder is None else loader_of(model.hf_config, opponent_folder)
+        frozen = read_opponent(opponent_loader, world.device)
         others = opponent_state(config.opponent, frozen)
         checkpoints = Checkpoints(folder, config.checkpoint, world, others, tracker.note)
         start, state = checkpoints.restore(policy)
@@ -127,7 +132,7 @@ def build_run(
         collector=collector,
         supply=supply,
         choreography=Choreography(policy, engines.engine, engines.sync, clock, config.sync_frequency),
-        rewards=RewardCheck(config.rollout.max_reward_errors),
+        rewards=RewardCheck(config.rollout.max_reward_errors, expected=config.is_rewarded),
         judge_samples=build_judge(config.freshness, config.rollout.temperature, policy.dtype, engines, world),
         clock=clock,
         evaluator=Evaluator(evaluation_sets(config, data.evaluated, model.stop_token_ids), collector, world),

@@ -8,6 +8,7 @@ import torch
 from colocated_grpo.assembly.data import open_source
 from colocated_grpo.assembly.engines import engine_spec
 from colocated_grpo.assembly.evaluation import draw_evaluated, import_answers
+from colocated_grpo.assembly.policy import check_same_vocabulary
 from colocated_grpo.environments.base import Scorer
 from colocated_grpo.environments.build import build_environments
 from colocated_grpo.environments.rewards.answers import ANSWER_COLUMNS
@@ -48,6 +49,9 @@ def preview(config: Config, device: torch.device, note: Callable[[str], None]) -
             check_names(spec.args)
     tokenizer = load_tokenizer(config.model, folder)
     stop_token_ids(tokenizer, folder)  # raises if one lies outside the vocabulary
+    if (reference := config.reference_model) is not None:
+        check_model(reference, fetch_tokenizer(reference))
+        check_same_vocabulary(reference.name, load_tokenizer(reference, fetch_tokenizer(reference)), tokenizer)
     environments = build_environments(config, tokenizer)
     import_answers(config.evaluation)
     prompts = open_source(environments, note).next(config.rollout.prompts_per_step) if environments.trained else []

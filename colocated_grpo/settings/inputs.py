@@ -58,14 +58,22 @@ def check_inputs(config: Config) -> tuple[Config, list[str]]:
         if isinstance(source, TurnsSourceConfig) and source.opponent is not None:
             opponent = config.model_of(source.opponent)
             if opponent != config.model:
-                _check_opponent(f"environments.{index}.opponent", opponent, model, config.model.name)
-    text, name, notes = config_json.text_part(model), config.model.name, list[str]()
+                _check_opponent(f"environments.{index}.opponent.name", opponent, model, config.model.name)
+    text, name = config_json.text_part(model), config.model.name
     heads, size = config_json.attention_heads(text), config.engine.tensor_parallel_size
     if heads and heads % size:
         raise ConfigError(f"engine.tensor_parallel_size={size}: must divide the {heads} attention heads of {name}")
+    config, notes = _fit_lengths(config, text, name)
+    if config.reference_model is not None:
+        _check_reference(config.reference_model, config.policy.context_parallel, config.max_sequence_tokens)
+    return config, notes
+
+
+def _fit_lengths(config: Config, text: JsonObject, name: str) -> tuple[Config, list[str]]:
+    """Return the config with lengths that fit the model's positions, and notes. Raises ConfigError if they cannot."""
     positions = config_json.longest_sequence(text)
     if positions is None:
-        return config, notes
+        return config, []
     lowered, notes = _lowered_lengths(config.rollout, positions, name)
     config = config.model_copy(update={"rollout": config.rollout.model_copy(update=lowered)})
     original = config_json.original_positions(text)
@@ -103,12 +111,26 @@ def _check_layers(policy: PolicyConfig, model: JsonObject, name: str) -> Iterato
             yield f"{key}={layers_text(indices)}: {rule} in {name}"
 
 
-def _check_opponent(section: str, opponent: ModelConfig, policy: JsonObject, name: str) -> None:
+def _check_reference(reference: ModelConfig, context_parallel: int, longest: int) -> None:
+    """Raise ConfigError if another model than the policy's cannot score the run's sequences."""
+    key = f"loss.kl.model={reference.name!r}"
+    model = config_json.read_config_json(reference, "loss.kl.model")
+    check_trains(model, key)
+    check_context(model, context_parallel)
+    positions = config_json.longest_sequence(config_json.text_part(model))
+    if positions is not None and positions < longest:
+        raise ConfigError(
+            f"{key}: it has {positions} positions, and a sequence up to {longest}; lower rollout.max_prompt_tokens or "
+            "rollout.max_completion_tokens"
+        )
+
+
+def _check_opponent(setting: str, opponent: ModelConfig, policy: JsonObject, name: str) -> None:
     """Raise ConfigError if the opponent's shape differs from the policy's shape. Both models use the same engine."""
-    ours, theirs = config_json.shape_of(policy), config_json.shape_of(config_json.read_config_json(opponent, section))
+    ours, theirs = config_json.shape_of(policy), config_json.shape_of(config_json.read_config_json(opponent, setting))
     if (key := config_json.first_difference(ours, theirs)) is not None:
         raise ConfigError(
-            f"{section}.name={opponent.name!r}: {key} is {theirs[key]}, but {ours[key]} in {name}; "
+            f"{setting}={opponent.name!r}: {key} is {theirs[key]}, but {ours[key]} in {name}; "
             "the opponent must have the shape of the policy"
         )
 

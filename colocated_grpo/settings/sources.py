@@ -189,14 +189,20 @@ class DatasetSourceConfig(RowsSourceConfig):
     """Rows of a dataset as prompts, scored by reward functions."""
 
     type: Literal["dataset"]
-    rewards: list[Annotated[RewardConfig, BeforeValidator(reward_by_name)]] = Field(min_length=1)
-    """Reward functions, summed by weight. A plain name is short for {name: ...}."""
+    rewards: list[Annotated[RewardConfig, BeforeValidator(reward_by_name)]]
+    """Reward functions, summed by weight. A plain name is short for {name: ...}. []: none, where loss.kl alone trains
+    (docs/guides/distillation.md)."""
     tools: list[Tool] = []
     """Tools that the chat template describes to the model: docs/guides/prompts.md. A column `tools` takes
     precedence."""
     chat_template_kwargs: TemplateVariables = {}
     """Variables of the chat template, in addition to model.chat_template_kwargs. Example: {enable_thinking: false}. A
     column `chat_template_kwargs` takes precedence."""
+
+    @property
+    def is_rewarded(self) -> bool:
+        """True if a reward counts; rewards of weight 0 are only logged."""
+        return any(reward.weight for reward in self.rewards)
 
 
 class AgentSourceConfig(RowsSourceConfig):

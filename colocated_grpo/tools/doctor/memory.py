@@ -70,6 +70,8 @@ class RunSizes:
     config: Config
     sizes: Sizes
     place: Placement
+    reference: Sizes | None = None
+    """Model of loss.kl.model. None: a reference is the run's model."""
 
     def footprint(self) -> RankMemory:
         policy, sizes, compute, shards = self.config.policy, self.sizes, self.compute_bytes, self._shards
@@ -78,8 +80,8 @@ class RunSizes:
         adapted = () if policy.lora is None else _adapted(policy.lora, sizes)
         base = compute * sum(inputs * outputs for inputs, outputs in adapted)
         kl = self.config.loss.kl
-        has_reference = kl.coef > 0 and kl.target == "reference" and policy.lora is None
-        reference = MASTER * sizes.total if has_reference else 0
+        has_reference = kl.has_reference and (policy.lora is None or kl.model is not None)
+        reference = compute * (self.reference or sizes).total if has_reference else 0
         # Sharded state, and the adapter's state on every rank.
         weights = (MASTER * self.trained + frozen + reference) // shards + MASTER * self.adapter
         gradients = GRADIENT * (self.trained // shards + self.adapter)
@@ -294,11 +296,12 @@ def _run_sizes(subject: Subject, device_bytes: int | None = None) -> RunSizes | 
     config = subject.config
     assert config is not None  # checks of a run have a config
     try:
-        sizes = sizes_of(read_config_json(config.model))
+        sizes, other = sizes_of(read_config_json(config.model)), config.reference_model
+        reference = None if other is None else sizes_of(read_config_json(other, "loss.kl.model"))
         config = with_adapter_settings(config)
     except ConfigError as error:
         return str(error)
-    if sizes is None:
+    if sizes is None or (other is not None and reference is None):
         return "the sizes of the model are unknown"
     gpus = subject.launch.gpus
     if device_bytes is None and not gpus:
@@ -309,4 +312,4 @@ def _run_sizes(subject: Subject, device_bytes: int | None = None) -> RunSizes | 
             return "the memory of the GPU cannot be read"
         device_bytes = min(known)
     place = Placement(ranks=subject.ranks, on_gpu=gpus > 0, device_bytes=device_bytes, nodes=subject.launch.nodes)
-    return RunSizes(config, sizes, place)
+    return RunSizes(config, sizes, place, reference)
