@@ -41,13 +41,13 @@ OBJECTIVE = {"type": "cispo", "correction": {"mode": "off"}}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train and export. Returns exit code 0, 2 for wrong settings or rows, 1 if the training fails."""
-    options, overrides = program.parse_rank_arguments(_parser(), arguments)
+    options, overrides = program.parse_rank_arguments(parser(), arguments)
     program.prepare_libraries("WARNING", prefix=f"[rank {os.environ['RANK']}] ")
     try:
         config, rows = read_settings(options, overrides), read_rows(options.rows)
         joined = join()
         world = with_context(init_world(joined.store), config.policy.context_parallel)
-        fine_tune(config, rows, options.epochs, options.output, world)
+        fine_tune(config, rows, options, world)
         joined.watchdog.close()
         world.barrier()
     except (ConfigError, RunError) as error:
@@ -57,20 +57,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = program.OneLineParser(
+def parser() -> argparse.ArgumentParser:
+    flags = program.OneLineParser(
         prog="colocated-grpo sft",
         description="Fine-tune a model on rows with `prompt` and `completion`, or `messages`, and export it.",
         epilog="Further arguments are settings of a run: --policy.lora.rank 16 --policy.schedule cosine.",
         allow_abbrev=False,
     )
-    parser.add_argument("rows", type=Path, metavar="ROWS", help=f"file with the rows: {', '.join(READERS)}")
-    parser.add_argument("--model", required=True, help="folder or Hub name of the model to start from")
-    parser.add_argument("--output", required=True, type=Path, metavar="FOLDER", help="new folder of the trained model")
-    parser.add_argument("--epochs", type=int, default=3, metavar="N", help="passes over the rows (default: 3)")
-    parser.add_argument("--batch-size", default="16", metavar="N", help="rows per optimizer step (default: 16)")
-    parser.add_argument("--lr", default="1e-5", help="learning rate (default: 1e-5; use 1e-4 with --policy.lora)")
-    return parser
+    flags.add_argument("rows", type=Path, metavar="ROWS", help=f"file with the rows: {', '.join(READERS)}")
+    flags.add_argument("--model", required=True, help="folder or Hub name of the model to start from")
+    flags.add_argument("--output", required=True, type=Path, metavar="FOLDER", help="new folder of the trained model")
+    flags.add_argument("--epochs", type=int, default=3, metavar="N", help="passes over the rows (default: 3)")
+    flags.add_argument("--batch-size", default="16", metavar="N", help="rows per optimizer step (default: 16)")
+    flags.add_argument("--lr", default="1e-5", help="learning rate (default: 1e-5; use 1e-4 with --policy.lora)")
+    return flags
 
 
 def read_settings(options: argparse.Namespace, overrides: Sequence[str]) -> Config:
@@ -153,8 +153,8 @@ def completions(row: Item, source: str) -> Iterator[tuple[object, str]]:
         yield prompt, text
 
 
-def fine_tune(config: Config, rows: Sequence[Item], epochs: int, output: Path, world: World) -> list[float]:
-    """Train, print each step, and export the model or its adapter to `output`. Return the losses. Collective."""
+def fine_tune(config: Config, rows: Sequence[Item], options: argparse.Namespace, world: World) -> list[float]:
+    """Train, print each step, and export the model or its adapter. Return the losses. Collective."""
     model, limit = read_model_files(config.model, world, config.policy.lora), config.max_sequence_tokens
     encoder = RowEncoder(model, config.model.chat_template_kwargs, limit)
     groups = [group for number, row in enumerate(rows) if (group := encoder.encode(row, number)) is not None]
@@ -164,11 +164,11 @@ def fine_tune(config: Config, rows: Sequence[Item], epochs: int, output: Path, w
     if not groups:
         raise ConfigError("ROWS: no row is left to train on")
     size = config.rollout.prompts_per_step
-    config = config.model_copy(update={"training_steps": epochs * ceil(len(groups) / size)})
+    config = config.model_copy(update={"training_steps": options.epochs * ceil(len(groups) / size)})
     policy = Policy(config, model.hf_config, model.folder, world)
     config = config.with_micro_batches(choose_micro_batch_size(policy, StepSettings.of(config), world).tokens)
     losses = []
-    for epoch in range(epochs):
+    for epoch in range(options.epochs):
         order = Random(derive_seed(config.seed, epoch)).sample(groups, len(groups))
         for start in range(0, len(order), size):
             row = train_step(policy, order[start : start + size], config, world)
@@ -177,8 +177,8 @@ def fine_tune(config: Config, rows: Sequence[Item], epochs: int, output: Path, w
             say(f"{done}  loss {row['loss']:.4f}  grad_norm {row['grad_norm']:.3g}  lr {row['lr']:.3g}", flush=True)
     # The last export is the whole model, unless there is only an adapter.
     exports = build_exports(config.checkpoint, config.policy.lora, config.model.name, policy, model, world)
-    exports[-1].write(output)
-    say(f"exported {output}")
+    exports[-1].write(options.output)
+    say(f"exported {options.output}")
     return losses
 
 

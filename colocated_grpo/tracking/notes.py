@@ -83,11 +83,13 @@ def banner_facts(settings: JsonObject, facts: dict[str, str], run_dir: Path) -> 
     rollout, batch, policy = settings["rollout"], settings["batch"], settings["policy"]
     updates = batch["minibatches"] * batch["epochs"]
     scale, tokens = settings["advantage"]["scale"], batch["max_tokens_per_micro_batch"]
+    kl = settings["loss"]["kl"]
+    penalty = f", {kl['coef']:g} x KL to {kl['model'] or kl['target']}" if kl["coef"] else ""
     return {
         "model": settings["model"]["name"],
         **facts,
         "environments": ", ".join(environment["name"] for environment in settings["environments"]),
-        "loss": f"{settings['loss']['type']}, advantages scaled by {scale}, lr {policy['lr']:g}",
+        "loss": f"{settings['loss']['type']}, advantages scaled by {scale}{penalty}, lr {policy['lr']:g}",
         "batch": (
             f"{rollout['prompts_per_step']} prompts x {rollout['group_size']} completions, {updates} optimizer "
             f"step{'s' if updates > 1 else ''}, micro-batches of {tokens} tokens"
