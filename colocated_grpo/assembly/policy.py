@@ -64,10 +64,9 @@ def read_reference(reference: ModelConfig | None, policy: ModelFiles, world: Wor
 def check_same_vocabulary(name: str, reference: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase) -> None:
     """Raise ConfigError if a token of one tokenizer is missing, or is another token, in the other."""
     if differing := reference.get_vocab().items() ^ policy.get_vocab().items():
-        token, number = min(differing, key=lambda item: item[1])
         raise ConfigError(
             f"loss.kl.model={name!r}: its vocabulary differs from the policy's in {len(differing)} entries, such as "
-            f"{token!r} = {number}; the reference must have the same tokens"
+            f"{min(differing)}; choose a model with the same tokenizer"
         )
 
 

@@ -166,7 +166,7 @@ def make_kl_penalty(config: PolicyLoss) -> Penalty:
     if coef == 0:
         return lambda logprobs_N, inputs, weights_N: (torch.zeros_like(inputs.advantages_N), {})
     target = {"reference": _reference_logprobs, "rollout": sampling_logprobs}[config.kl.target]
-    estimate = {"k3": _k3, "k2": _k2}[config.kl.estimator]
+    estimate = {"k3": _k3, "k2": lambda log_ratio_N: log_ratio_N.square() / 2}[config.kl.estimator]
 
     def penalty(logprobs_N: Tensor, inputs: LossInputs, weights_N: Tensor) -> tuple[Tensor, dict[str, Stat]]:
         log_ratio_N = _clamped(target(inputs) - logprobs_N)
@@ -250,10 +250,6 @@ def propagate_nan(loss_sum: Tensor, logprobs_N: Tensor) -> Tensor:
 def _k3(log_ratio_N: Tensor) -> Tensor:
     """exp(x) - x - 1, never negative; expm1 keeps the digits that exp(x) - 1 loses where x is small."""
     return torch.expm1(log_ratio_N) - log_ratio_N
-
-
-def _k2(log_ratio_N: Tensor) -> Tensor:
-    return log_ratio_N.square() / 2
 
 
 def weighted_mean(values_N: Tensor, weights_N: Tensor) -> Stat:

@@ -8,12 +8,7 @@ from collections.abc import Iterator, Sequence
 from colocated_grpo.errors import ConfigError
 from colocated_grpo.settings.atropos import AtroposSourceConfig, is_loopback
 from colocated_grpo.settings.schema import Config, EngineConfig, PolicyConfig, RolloutConfig
-from colocated_grpo.settings.sources import (
-    AgentSourceConfig,
-    DatasetSourceConfig,
-    EnvironmentConfig,
-    EpisodeSourceConfig,
-)
+from colocated_grpo.settings.sources import AgentSourceConfig, EnvironmentConfig, EpisodeSourceConfig, is_rewarded
 from colocated_grpo.settings.turns import FROZEN, TurnsSourceConfig
 
 Lines = Iterator[str]
@@ -286,7 +281,7 @@ def _environments(config: Config) -> Lines:
     entries = {f"environments.{index}": source for index, source in enumerate(sources)}
     entries |= {f"evaluation.sets.{i}.source": entry.source for i, entry in enumerate(config.evaluation.sets)}
     for key, source in entries.items():
-        if isinstance(source, DatasetSourceConfig) and not source.is_rewarded and not config.loss.kl.coef:
+        if not is_rewarded(source) and not config.loss.kl.coef:
             yield f"{key}.rewards: no reward counts, and loss.kl.coef=0, so nothing would be trained; name a reward"
         if per_engine > 1 and isinstance(source, EpisodeSourceConfig | AgentSourceConfig):
             yield (

@@ -13,7 +13,7 @@ from colocated_grpo.settings.base import INITIAL, FileName, Integer, NonNegative
 from colocated_grpo.settings.evaluation import EvaluationConfig
 from colocated_grpo.settings.generation import EngineConfig, ModelConfig, RolloutConfig
 from colocated_grpo.settings.losses import AdvantageConfig, DAPOConfig, LossConfig
-from colocated_grpo.settings.sources import DatasetSourceConfig, EnvironmentConfig
+from colocated_grpo.settings.sources import EnvironmentConfig, is_rewarded
 from colocated_grpo.settings.training import BatchConfig, PolicyConfig
 from colocated_grpo.settings.turns import OpponentConfig, TurnsSourceConfig
 
@@ -163,7 +163,7 @@ class Config(Section):
     @property
     def is_rewarded(self) -> bool:
         """False if no environment gives rewards, so that only the KL penalty trains."""
-        return any(not isinstance(s, DatasetSourceConfig) or s.is_rewarded for s in self.environments)
+        return any(map(is_rewarded, self.environments))
 
     def model_of(self, opponent: OpponentConfig) -> ModelConfig:
         if opponent.name == INITIAL:

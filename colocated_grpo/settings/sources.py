@@ -199,11 +199,6 @@ class DatasetSourceConfig(RowsSourceConfig):
     """Variables of the chat template, in addition to model.chat_template_kwargs. Example: {enable_thinking: false}. A
     column `chat_template_kwargs` takes precedence."""
 
-    @property
-    def is_rewarded(self) -> bool:
-        """True if a reward counts; rewards of weight 0 are only logged."""
-        return any(reward.weight for reward in self.rewards)
-
 
 class AgentSourceConfig(RowsSourceConfig):
     """Rows of a dataset as tasks for a program that samples through OpenAI's chat API: docs/guides/agents.md."""
@@ -229,6 +224,11 @@ EnvironmentConfig = Annotated[
     | AtroposSourceConfig,
     Field(discriminator="type"),
 ]
+
+
+def is_rewarded(source: EnvironmentConfig) -> bool:
+    """Return False for a dataset without a reward that counts. Rewards of weight 0 are only logged."""
+    return not isinstance(source, DatasetSourceConfig) or any(reward.weight for reward in source.rewards)
 
 
 def prompt_functions(source: EnvironmentConfig) -> Iterator[tuple[KeyPath, str]]:

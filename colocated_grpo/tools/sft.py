@@ -14,7 +14,7 @@ from random import Random
 
 from colocated_grpo.batching import pack
 from colocated_grpo.environments.base import Item
-from colocated_grpo.environments.chat import ChatCodec
+from colocated_grpo.environments.chat import ChatCodec, Tokens
 from colocated_grpo.environments.prompts import PromptEncoder
 from colocated_grpo.environments.rows.readers import READERS
 from colocated_grpo.environments.templates import VARIABLES
@@ -33,7 +33,8 @@ from colocated_grpo.settings.inputs import check_inputs
 from colocated_grpo.settings.rules import check_world
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.tree import parse_value
-from colocated_grpo.types import Group, JsonObject, Prompt, Rollout, Score
+from colocated_grpo.tools.warm_start import NO_SCORE, taught
+from colocated_grpo.types import Group, JsonObject
 
 OBJECTIVE = {"type": "cispo", "correction": {"mode": "off"}}
 """On-policy and with an advantage of 1, this loss is the mean of -log p over the tokens."""
@@ -100,41 +101,25 @@ def read_rows(file: Path) -> list[Item]:
         raise ConfigError(f"ROWS={str(file)!r}: {error}") from error
 
 
-class RowEncoder:
-    """Encodes rows as groups of rollouts, whose sampled tokens are the completions."""
+def encode(rows: Sequence[Item], model: ModelFiles, variables: JsonObject, limit: int) -> Iterator[Group]:
+    """Yield a group for each row, with a rollout for each completion. Rows without a prompt are left out.
 
-    def __init__(self, model: ModelFiles, variables: JsonObject, limit: int) -> None:
-        """variables: model.chat_template_kwargs. limit: largest number of tokens of a prompt with its completion."""
-        self._tokenizer, self._ends = model.tokenizer, model.stop_token_ids
-        self._variables, self._limit = variables, limit
-        self._prompts, self._codec = PromptEncoder(model.tokenizer, limit), ChatCodec(model.tokenizer)
-
-    def encode(self, row: Item, number: int) -> Group | None:
-        """Return a rollout for each completion of the row that is short enough; None if there is none."""
+    A completion is encoded alone, and ends with the token that ends a message, as the model samples it.
+    variables: model.chat_template_kwargs. limit: completions that make a rollout longer are left out.
+    """
+    prompts, codec = PromptEncoder(model.tokenizer, limit), ChatCodec(model.tokenizer)
+    for number, row in enumerate(rows):
         source, fitting = f"row {number}", []
-        for prompt, text in completions(row, source):
-            item = {VARIABLES: self._variables, **row, "prompt": prompt}
-            encoded = self._prompts.encode(item, index=number, source=source)
-            if encoded is not None and len((rollout := self._rollout(encoded, text)).token_ids) <= self._limit:
-                fitting.append((encoded, rollout))
-        return Group(prompt=fitting[0][0], rollouts=[rollout for _, rollout in fitting]) if fitting else None
-
-    def _rollout(self, prompt: Prompt, text: str) -> Rollout:
-        """Return the prompt and the completion as the model samples it: encoded alone, then the end of a message."""
-        after = self._codec.observation([], -1, prompt.template)[:1]
-        end = [token for token in (*after, self._tokenizer.eos_token_id) if token in self._ends][:1]
-        tokens = [*self._codec.encode(text), *end]
-        return Rollout(
-            token_ids=prompt.token_ids + tokens,
-            loss_mask=[False] * len(prompt.token_ids) + [True] * len(tokens),
-            sampling_logprobs=None,
-            prompt_length=len(prompt.token_ids),
-            text=text,
-            finish_reason="stop",
-            policy_version=0,
-            temperature=1.0,
-            score=Score(reward=None),
-        )
+        for given, text in completions(row, source):
+            prompt = prompts.encode({VARIABLES: variables, **row, "prompt": given}, index=number, source=source)
+            if prompt is not None:
+                after = [*codec.observation([], -1, prompt.template)[:1], model.tokenizer.eos_token_id]
+                said = [*codec.encode(text), *[token for token in after if token in model.stop_token_ids][:1]]
+                tokens = Tokens.of_prompt(prompt.token_ids).sampled(taught(said))
+                fitting += [(prompt, tokens)] if len(tokens.token_ids) <= limit else []
+        if fitting:
+            rollouts = [each.rollout(codec, NO_SCORE, 1.0, cut=False, plain=False) for _, each in fitting]
+            yield Group(prompt=fitting[0][0], rollouts=rollouts)
 
 
 def completions(row: Item, source: str) -> Iterator[tuple[object, str]]:
@@ -156,8 +141,7 @@ def completions(row: Item, source: str) -> Iterator[tuple[object, str]]:
 def fine_tune(config: Config, rows: Sequence[Item], options: argparse.Namespace, world: World) -> list[float]:
     """Train, print each step, and export the model or its adapter. Return the losses. Collective."""
     model, limit = read_model_files(config.model, world, config.policy.lora), config.max_sequence_tokens
-    encoder = RowEncoder(model, config.model.chat_template_kwargs, limit)
-    groups = [group for number, row in enumerate(rows) if (group := encoder.encode(row, number)) is not None]
+    groups = list(encode(rows, model, config.model.chat_template_kwargs, limit))
     say = print if world.is_main else lambda *_, **__: None
     if len(groups) < len(rows):
         say(f"note: {len(rows) - len(groups)} of {len(rows)} rows left out: no prompt, or over {limit} tokens")

@@ -30,17 +30,12 @@ CHAT = [
 ]
 
 
-def encoder(limit: int = 200) -> sft.RowEncoder:
-    end = TOKENIZER.eos_token_id
-    model = ModelFiles(folder=Path(), hf_config=None, tokenizer=TOKENIZER, stop_token_ids=(end,), shape={})
-    return sft.RowEncoder(model, {}, limit)
-
-
 def texts(row: dict, limit: int = 200) -> list[tuple[str, str]]:
-    """Return the tokens without and with a loss of each rollout, decoded."""
-    group = encoder(limit).encode(row, 0)
+    """Return the tokens without and with a loss of each rollout of a row, decoded."""
+    end = (TOKENIZER.eos_token_id,)
+    model = ModelFiles(folder=Path(), hf_config=None, tokenizer=TOKENIZER, stop_token_ids=end, shape={})
     parts = []
-    for rollout in [] if group is None else group.rollouts:
+    for rollout in (each for group in sft.encode([row], model, {}, limit) for each in group.rollouts):
         given, sampled = rollout.token_ids[: rollout.prompt_length], rollout.token_ids[rollout.prompt_length :]
         assert rollout.loss_mask == [False] * len(given) + [True] * len(sampled)
         parts.append((TOKENIZER.decode(given), TOKENIZER.decode(sampled)))
