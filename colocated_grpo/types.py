@@ -18,6 +18,12 @@ Routes: TypeAlias = "np.ndarray"
 """[tokens, layers, experts per token]: the experts that each layer with experts chose for a token. uint8, or int16 for
 models of more than MAX_UINT8_EXPERTS."""
 MAX_UINT8_EXPERTS = 256
+ANSWER_COLUMNS = (
+    "answer", "solution", "ground_truth", "final_answer", "target", "gold", "label", "expected", "output",
+)  # fmt: skip
+"""Columns of reference answers in items, the most likely one first."""
+STDERR = "_stderr"
+"""Suffix of the name of a metric's standard error over prompts."""
 
 
 class ContextGroup(NamedTuple):
@@ -51,6 +57,12 @@ class Prompt:
     """True: completed once by the frozen opponent, to continue a game, and not trained."""
     template: JsonObject = field(default_factory=dict)
     """Arguments of the chat template besides the messages, also for later messages of an episode: tools, variables."""
+
+    @property
+    def answer(self) -> str | None:
+        """The item's reference answer as text; None if it has none."""
+        found = next((self.item[name] for name in ANSWER_COLUMNS if self.item.get(name) is not None), None)
+        return None if found is None else str(found)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,3 +157,5 @@ class Group:
 
     prompt: Prompt
     rollouts: list[Rollout]
+    advantages: list[float] = field(default_factory=list)
+    """One for each rollout, computed from their rewards; empty if the group is not trained."""

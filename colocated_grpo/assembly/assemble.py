@@ -15,10 +15,10 @@ from colocated_grpo.assembly.data import (
     build_data,
     build_prompt_supply,
     build_supply,
+    evaluation_sets,
     listen_to_agents,
 )
 from colocated_grpo.assembly.engines import Engines, engine_spec
-from colocated_grpo.assembly.evaluation import evaluation_sets
 from colocated_grpo.assembly.policy import (
     build_colocated,
     build_judge,
@@ -58,7 +58,7 @@ from colocated_grpo.types import JsonObject
 
 if TYPE_CHECKING:
     from colocated_grpo.assembly.serving import Serving
-    from colocated_grpo.servers.engine_server import EngineServer
+    from colocated_grpo.servers.engine_servers import EngineServer
 
 
 def build_run(
@@ -250,16 +250,16 @@ def note_unusual_resume(run: Run) -> None:
 
 
 def describe(run: Run) -> dict[str, str]:
-    """Return the facts for the banner that are known only after the build."""
+    """Return facts that are known only after the build. The banner shows `model`; DEBUG logs the others."""
     on_gpu, policy = run.world.device.type == "cuda", run.policy
     device = torch.cuda.get_device_name(run.world.device) if on_gpu else "CPU"
     trained, total = policy.num_trained(), policy.num_parameters()
-    facts = {"parameters": f"{total:,}"}
-    if trained < total:
-        facts["trained"] = f"{trained:,} ({trained / total:.2%})"
-        if isinstance(policy.weights, AdapterWeights) and (experts := frozen_experts(policy.model)):
-            facts["without adapter"] = f"{experts:,} in fused experts, which are not linear layers"
-    facts |= {"ranks": f"{run.world.size} x {device}", "compute": str(policy.dtype).removeprefix("torch.")}
+    part = f" ({trained:,} trained, {trained / total:.2%})" if trained < total else ""
+    dtype = str(policy.dtype).removeprefix("torch.")
+    facts = {"model": f"{total:,} parameters{part} in {dtype}, {run.world.size} x {device}"}
+    facts["micro-batches"] = f"{run.config.batch.max_tokens_per_micro_batch} tokens"
+    if isinstance(policy.weights, AdapterWeights) and (experts := frozen_experts(policy.model)):
+        facts["without adapter"] = f"{experts:,} in fused experts, which are not linear layers"
     if on_gpu:
         facts["checkpointing"] = f"{num_checkpointed(policy.model)} of {len(blocks_of(policy.model))} blocks"
     return facts

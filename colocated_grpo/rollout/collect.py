@@ -94,7 +94,8 @@ class Collector:
 
         def groups() -> dict[int, Group] | None:
             judged = self.groups(calls, job.sampling, ended)
-            return None if judged is None else judged | (_played(job, batch) if queue.counts else {})
+            played = batch.played.items() if queue.counts else ()
+            return None if judged is None else judged | {i: Group(prompt=job.prompts[i], rollouts=r) for i, r in played}
 
         return groups
 
@@ -213,10 +214,6 @@ class _Batch:
             self.played[index] = rollouts
             self.running -= len(rollouts)
             self._playing -= len(rollouts)
-
-
-def _played(job: Job, batch: _Batch) -> dict[int, Group]:
-    return {index: Group(prompt=job.prompts[index], rollouts=rollouts) for index, rollouts in batch.played.items()}
 
 
 def _rollout(prompt: Prompt, completion: Completion, score: Score, text: str, sampling: Sampling) -> Rollout:

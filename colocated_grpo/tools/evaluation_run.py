@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 
-from colocated_grpo.assembly.data import Data, build_collector, listen_to_agents
+from colocated_grpo.assembly.data import Data, build_collector, evaluation_sets, listen_to_agents, read_evaluated
 from colocated_grpo.assembly.engines import engine_spec
-from colocated_grpo.assembly.evaluation import evaluation_sets, read_evaluated
 from colocated_grpo.environments.build import build_environments
 from colocated_grpo.errors import RunError
 from colocated_grpo.evaluation.evaluator import Evaluator
@@ -94,6 +93,7 @@ def _lines(group: Group) -> list[JsonObject]:
         {
             "prompt_index": group.prompt.index,
             "prompt": group.prompt.text,
+            "answer": group.prompt.answer,
             "completion": rollout.text,
             "reward": rollout.score.reward,
             "parts": rollout.score.parts,

@@ -15,9 +15,8 @@ from random import Random
 from colocated_grpo.batching import pack
 from colocated_grpo.environments.base import Item
 from colocated_grpo.environments.chat import ChatCodec, Tokens
-from colocated_grpo.environments.prompts import PromptEncoder
+from colocated_grpo.environments.prompts import VARIABLES, PromptEncoder
 from colocated_grpo.environments.rows.readers import READERS
-from colocated_grpo.environments.templates import VARIABLES
 from colocated_grpo.errors import ConfigError, RunError
 from colocated_grpo.metrics import Metrics, reduce
 from colocated_grpo.policy.activations import StepSettings, choose_micro_batch_size

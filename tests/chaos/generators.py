@@ -21,7 +21,7 @@ from fastapi.routing import APIRoute
 from hypothesis import strategies as st
 from pydantic import BaseModel, TypeAdapter
 
-from tests.chaos.sent import LARGEST, Json, Repeated, Sent, text_of
+from tests.chaos.sent import HEADERS, LARGEST, Again, Json, Repeated, Sent, text_of
 
 PLACES = 50
 """Entries of each list or object that may be changed."""
@@ -104,37 +104,35 @@ def weighted(*choices: tuple[int, st.SearchStrategy[Any]]) -> st.SearchStrategy[
     return st.sampled_from(indices).flatmap(lambda index: choices[index][1])
 
 
-def _repeated(*parts: str) -> st.SearchStrategy[Repeated]:
-    start, unit, end = parts
-    return st.builds(Repeated, st.just(start), st.just(unit), counts, st.just(end))
+def _closed(unit: str, count: int) -> Repeated:
+    count = min(count, LARGEST // 8)
+    return Repeated("", unit, count, "]" * count)
 
 
+# Strategies are built once: building one for each draw takes as long as the requests.
 counts = weighted((3, st.integers(0, 8)), (3, st.integers(0, 1 << 13)), (1, st.integers(0, 1 << 22)))
 integers = st.one_of(st.integers(-2, 9), st.integers(), st.integers(0, 80).map(lambda bits: (1 << bits) - 1))
 numbers = st.one_of(integers, st.floats(), st.integers(0, 400).map(lambda digits: 10**digits))
+unicode = st.characters(codec="utf-8")
 texts = st.one_of(st.text(st.characters(), max_size=20), st.sampled_from(["null", "NaN", "../..", "%s%n", "{{7*7}}"]))
 scalars = st.one_of(st.none(), st.booleans(), numbers, texts)
 nested = st.recursive(
     scalars, lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(texts, inner, max_size=4))
 )
+units = nested.map(text_of)
 starts = st.sampled_from(['"', '"\U0001f600'])
 characters = st.sampled_from(["a", "\U0001f600", "\\ud83d\\ude00", "\\ud83d", "\\\\", '\\"', "\\u0000"])
 digits = weighted((1, st.integers(0, 400)), (2, st.integers(4000, 9000)))
 bombs = weighted(
     (3, st.builds(Repeated, st.just("1"), st.sampled_from(["9", "0", "e9"]), digits, st.just(""))),
-    (1, st.sampled_from(["9", "-", "0.", " "]).flatmap(lambda unit: _repeated("1", unit, ""))),
-    (1, nested.map(text_of).flatmap(lambda unit: _repeated("[", f"{unit},", f"{unit}]"))),
-    (1, nested.map(text_of).flatmap(lambda unit: _repeated("{", f'"#":{unit},', f'"":{unit}}}'))),
-    (1, st.sampled_from(["[", '{"":', "[[],", "[{},"]).flatmap(lambda unit: _repeated("", unit, ""))),
-    (1, st.sampled_from(["[", "[{},"]).flatmap(lambda unit: st.builds(_closed, st.just(unit), counts))),
-    (1, st.tuples(starts, characters).flatmap(lambda parts: _repeated(*parts, '"'))),
+    (1, st.builds(Repeated, st.just("1"), st.sampled_from(["9", "-", "0.", " "]), counts, st.just(""))),
+    (1, st.builds(lambda unit, count: Repeated("[", f"{unit},", count, f"{unit}]"), units, counts)),
+    (1, st.builds(lambda unit, count: Repeated("{", f'"#":{unit},', count, f'"":{unit}}}'), units, counts)),
+    (1, st.builds(Repeated, st.just(""), st.sampled_from(["[", '{"":', "[[],", "[{},"]), counts, st.just(""))),
+    (1, st.builds(_closed, st.sampled_from(["[", "[{},"]), counts)),
+    (1, st.builds(Repeated, starts, characters, counts, st.just('"'))),
 )
 hostile = weighted((3, scalars), (2, nested), (4, bombs))
-
-
-def _closed(unit: str, count: int) -> Repeated:
-    count = min(count, LARGEST // 8)
-    return Repeated("", unit, count, "]" * count)
 
 
 def valid(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> st.SearchStrategy[Json]:
@@ -159,9 +157,7 @@ def valid(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> st.Searc
         case "string":
             least, most = max(1, schema.get("minLength", 1)), schema.get("maxLength", 40)
             words = st.sampled_from(["user", "assistant"] if least == 1 else ["a" * least])
-            return st.one_of(
-                words, st.text(st.characters(codec="utf-8"), min_size=least, max_size=min(most, least + 8))
-            )
+            return st.one_of(words, st.text(unicode, min_size=least, max_size=min(most, least + 8)))
         case "boolean":
             return st.booleans()
         case "null":
@@ -200,37 +196,53 @@ def _objects(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> st.Se
         return st.dictionaries(texts, entries, min_size=1, max_size=3)
     required = [name for name in properties if name in schema.get("required", ())]
     optional = st.lists(st.sampled_from(sorted(properties)), unique=True, max_size=OPTIONAL_FIELDS)
-    return optional.flatmap(
-        lambda names: st.fixed_dictionaries({name: properties[name] for name in {*required, *names}})
-    )
+    return _chosen(properties, required, optional)
 
 
 @st.composite
-def bodies(draw: st.DrawFn, endpoint: Endpoint, example: Json) -> Json:
-    """Draw a body: valid, or with some of its parts replaced, removed or added, or no valid body at all.
+def _chosen(
+    draw: st.DrawFn,
+    properties: Mapping[str, st.SearchStrategy[Json]],
+    required: Sequence[str],
+    optional: st.SearchStrategy[list[str]],
+) -> Json:
+    return {name: draw(properties[name]) for name in dict.fromkeys([*required, *draw(optional)])}
+
+
+def bodies(schema: Json, example: Json) -> st.SearchStrategy[Json]:
+    """Return bodies: valid, or with some of their parts replaced, removed or added, or no valid body at all.
 
     example: a valid body that the schema cannot express, such as lists of equal lengths; None if there is none.
     """
-    schema = endpoint.schema or {}
     sources = [(5, valid(schema, schema.get("$defs", {}))), (1, hostile)]
     sources += [] if example is None else [(4, st.just(example))]
-    body = copy.deepcopy(draw(weighted(*sources)))
-    fields = _fields(schema)
-    for _ in range(draw(st.sampled_from([0, 0, 1, 1, 1, 2]))):
+    return _changed(weighted(*sources), {name: valid(*each) for name, each in _fields(schema).items()})
+
+
+num_changes = st.sampled_from([0, 0, 1, 1, 1, 2])
+kinds_of_change = st.sampled_from(["replace", "replace", "replace", "choose", "choose", "remove", "add", "repeat"])
+
+
+@st.composite
+def _changed(draw: st.DrawFn, sources: st.SearchStrategy[Json], fields: Mapping[str, st.SearchStrategy[Json]]) -> Json:
+    body = copy.deepcopy(draw(sources))
+    for _ in range(draw(num_changes)):
         places = [*_places(body), *((body, name) for name in fields if isinstance(body, dict))]
         if not places:
             return draw(hostile)
         holder, key = draw(st.sampled_from(places))
-        match draw(st.sampled_from(["replace", "replace", "replace", "choose", "choose", "remove", "add"])):
+        match draw(kinds_of_change):
             case "choose" if key in fields:
-                holder[key] = draw(valid(*fields[key]))
+                holder[key] = draw(fields[key])
             case "replace" | "choose":
                 holder[key] = draw(hostile)
             case "remove" if isinstance(holder, list) or key in holder:
                 del holder[key]
-            case "add" if isinstance(holder, list):
+            case "repeat" if isinstance(holder, dict) and key in fields:
+                holder[Again(key)] = draw(fields[key])
+            case _ if isinstance(holder, list):
                 holder.insert(key, draw(hostile))
-            case "add":
+            case _:
                 holder[draw(texts)] = draw(hostile)
     return body
 
@@ -262,47 +274,45 @@ odd_headers = st.sampled_from(
 )  # fmt: skip
 
 
-@st.composite
-def requests(draw: st.DrawFn, endpoint: Endpoint, example: Json) -> Sent:
-    """Draw a request to an endpoint. Most are whole and have usual headers, so that the body counts."""
+def requests(endpoint: Endpoint, example: Json) -> st.SearchStrategy[Sent]:
+    """Return requests to an endpoint. Most are whole and have usual headers, so that the body counts."""
 
-    def rarely(usual: Any, others: st.SearchStrategy[Any]) -> Any:
-        return draw(others) if draw(st.integers(0, 15)) == 15 else usual
+    def rarely(usual: st.SearchStrategy[Any], others: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+        return weighted((15, usual), (1, others))
 
-    method = rarely(endpoint.method, st.sampled_from(["GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD"]))
-    query = {name: draw(st.one_of(valid(schema, {}), texts)) for name, schema in endpoint.query.items()}
-    parts = [f"{name}={''.join(f'%{byte:02x}' for byte in encoded_query(value))}" for name, value in query.items()]
-    target = endpoint.path + ("?" + "&".join(parts) if parts else "")
-    target = rarely(target, st.text("abc/%.?&=0", max_size=30).map(lambda text: endpoint.path + text))
-    usual = [("Host", "localhost"), ("Content-Type", "application/json")]
-    has_body = endpoint.schema is not None or draw(st.integers(0, 5)) == 5
-    body = draw(bodies(endpoint, example)) if has_body else None
-    return Sent(
-        method=method,
-        target=target,
-        headers=(*usual, *rarely([], st.lists(odd_headers, min_size=1, max_size=2))),
-        has_key=rarely(True, st.just(False)),
-        body=rarely(body, st.binary(max_size=200)),
-        framing=rarely("length", st.sampled_from(["chunked", "both", "2 5", "-5", "999999999", "9" * 40, "0", "x"])),
-        gzipped=rarely(False, st.just(True)),
-        share=rarely(1.0, st.floats(0, 1)),
-        pauses=tuple(rarely([], st.lists(st.floats(0, 0.02), max_size=5))),
-        ending=rarely("read", st.sampled_from(["close", "reset", "half", "hold", "hold"])),
+    query = {name: st.one_of(valid(schema, {}), texts) for name, schema in endpoint.query.items()}
+    target = st.fixed_dictionaries(query).map(lambda values: endpoint.path + encoded_query(values))
+    body = bodies(endpoint.schema or {}, example)
+    return st.builds(
+        Sent,
+        method=rarely(st.just(endpoint.method), st.sampled_from(["GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD"])),
+        target=rarely(target, st.text("abc/%.?&=0", max_size=30).map(lambda text: endpoint.path + text)),
+        headers=rarely(st.just([]), st.lists(odd_headers, min_size=1, max_size=2)).map(lambda odd: (*HEADERS, *odd)),
+        has_key=rarely(st.just(True), st.just(False)),
+        body=rarely(weighted((5, st.none()), (1, body)) if endpoint.schema is None else body, st.binary(max_size=200)),
+        framing=rarely(
+            st.just("length"), st.sampled_from(["chunked", "both", "2 5", "-5", "999999999", "9" * 40, "0", "x"])
+        ),
+        gzipped=rarely(st.just(False), st.just(True)),
+        share=rarely(st.just(1.0), st.floats(0, 1)),
+        pauses=rarely(st.just([]), st.lists(st.floats(0, 0.02), max_size=5)).map(tuple),
+        ending=rarely(st.just("read"), st.sampled_from(["close", "reset", "half", "hold", "hold"])),
     )
 
 
-def encoded_query(value: Json) -> bytes:
-    return (value if isinstance(value, str) else text_of(value)).encode("utf-8", "surrogatepass")
+def encoded_query(values: Mapping[str, Json]) -> str:
+    """Return the query of a target, with its question mark if it is not empty."""
+    texts = {name: value if isinstance(value, str) else text_of(value) for name, value in values.items()}
+    pairs = [
+        f"{name}={''.join(f'%{byte:02x}' for byte in text.encode('utf-8', 'surrogatepass'))}"
+        for name, text in texts.items()
+    ]
+    return "?" * bool(pairs) + "&".join(pairs)
 
 
-def cases(
-    endpoint: Endpoint, endpoints: Sequence[Endpoint], examples: Mapping[str, Json]
-) -> st.SearchStrategy[list[Sent]]:
-    """Return requests to an endpoint, some of them after requests to others."""
-
-    def to(other: Endpoint) -> st.SearchStrategy[Sent]:
-        return requests(other, examples.get(other.path))
-
-    before = st.sampled_from(endpoints).flatmap(to)
-    first = weighted((3, st.just([])), (1, st.lists(before, min_size=1, max_size=2)))
-    return st.tuples(first, to(endpoint)).map(lambda drawn: [*drawn[0], drawn[1]])
+def cases(endpoints: Sequence[Endpoint], examples: Mapping[str, Json]) -> dict[str, st.SearchStrategy[list[Sent]]]:
+    """Return cases of each endpoint by its name: requests to it, some of them after requests to others."""
+    alone = {each.name: requests(each, examples.get(each.path)) for each in endpoints}
+    before = st.lists(st.one_of(*alone.values()), min_size=1, max_size=2)
+    first = weighted((3, st.just([])), (1, before))
+    return {name: st.builds(lambda sent, last: [*sent, last], first, last) for name, last in alone.items()}

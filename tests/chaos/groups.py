@@ -1,34 +1,51 @@
-"""10,000 bad groups posted to a real API server, among good ones: no run ends, and every good group is trained."""
+"""10,000 bad groups posted to a real API server, among good ones: no run ends, and every good group is trained.
+
+Some are consistent, with numbers at the bounds of what is trained. Some of those for our own server are hostile JSON;
+atroposlib's server, which has no bounds, gets only groups that have the types of the schema.
+"""
 
 from __future__ import annotations
 
 import json
 import time
-from collections import Counter
-from collections.abc import Callable, Collection
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
-from functools import reduce
-from http.client import HTTPConnection
-from operator import or_
+from itertools import chain
 
 import hypothesis
+import msgspec
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from hypothesis.errors import Flaky
 
-from colocated_grpo.atropos.reader import ReceivedGroup
+from colocated_grpo.atropos.api import NOT_KEPT
+from colocated_grpo.atropos.reader import (
+    DUMMY_LOGPROB,
+    LOGPROB_SLACK,
+    MASKED,
+    MAX_MAGNITUDE,
+    MAX_TEMPERATURE,
+    MIN_LOGPROB,
+    ReceivedGroup,
+)
+from colocated_grpo.settings.generation import MIN_TEMPERATURE
 from colocated_grpo.tools.make_model import build_char_tokenizer
 from colocated_grpo.tracking import files
 from colocated_grpo.types import JsonObject
-from tests.chaos.generators import schema_of, valid
+from tests.chaos.generators import bodies, schema_of, valid, weighted
+from tests.chaos.promises import MEMORY_MIB, SHOWN, TRACEBACK, family, forget_peaks, memory, peak_memory
+from tests.chaos.sent import Json, Sent, call
 from tests.chaos.trial import Trial
 from tests.support.servers import EMBEDDED, HAS_ATROPOS, UPSTREAM, ApiProcess, free_port
 from tests.support.training_runs import ForkedRun, Settings, TrainingRun, tiny_model
 from tests.support.training_runs import settings as run_settings
 
-TARGET = 10_000
+TARGET, TURN = 10_000, 250
+"""Bad groups for each server, and those between two looks at the clock."""
 SIZE = 4
 GROUPS, GOOD = 64, 4
-"""Groups of a batch, and the good ones among them."""
+"""Groups of a batch, and the good ones among them. One good group follows each 15 bad ones."""
 PROMPT, LENGTH = 2, 6
 DIGITS = [build_char_tokenizer().convert_tokens_to_ids(digit) for digit in "0123456789"]
 """Tokens of which the completion of a good group consists: its number in decimal."""
@@ -55,34 +72,69 @@ def _group(row: list[int]) -> JsonObject:
 UNNUMBERED = _group([1, 2, 3, 3, 3, 3])
 
 
-def bad(sizes: Collection[int]) -> st.SearchStrategy[JsonObject]:
-    """Return groups with up to three fields that have the types of `ReceivedGroup` and any other content.
+@st.composite
+def bad(draw: st.DrawFn, sizes: Collection[int]) -> JsonObject:
+    """Draw a group with up to three fields that have the types of `ReceivedGroup` and any other content.
 
     sizes: numbers of sequences.
     """
-    schema = schema_of(ReceivedGroup)
-    definitions = schema["$defs"]
-    fields = definitions[ReceivedGroup.__name__]["properties"]
+    group = UNNUMBERED
+    for kind, name in draw(st.lists(st.sampled_from(CHANGES), min_size=1, max_size=3)):
+        value = draw(FIELDS[name])
+        # The other sequences of the group stay good, and are trained.
+        group = group | {name: [*value[:1], *UNNUMBERED[name]][:SIZE] if kind == "one sequence" else value}
+    hypothesis.assume(len(group["tokens"]) in sizes)
+    return group
 
-    def replaced(name: str) -> st.SearchStrategy[JsonObject]:
-        return valid(fields[name], definitions).map(lambda value: {name: value})
 
-    def one_replaced(name: str) -> st.SearchStrategy[JsonObject]:
-        """The other sequences of the group stay good, and are trained."""
-        return valid(fields[name], definitions).map(lambda rows: {name: [*rows[:1], *UNNUMBERED[name]][:SIZE]})
+SCHEMA = schema_of(ReceivedGroup)
+PROPERTIES = SCHEMA["$defs"][ReceivedGroup.__name__]["properties"]
+FIELDS = {name: valid(each, SCHEMA["$defs"]) for name, each in PROPERTIES.items()}
+CHANGES = [("field", name) for name in FIELDS] + [("one sequence", name) for name in ("tokens", "masks", "scores")]
+PROPERTIES |= {name: {} for name in msgspec.json.decode(b"{" + NOT_KEPT[1:])}
+hostile = bodies(SCHEMA, UNNUMBERED)
+"""Bodies of any type, size, nesting and order, with repeated and missing fields."""
 
-    changes = st.one_of(
-        st.sampled_from(sorted(fields)).flatmap(replaced),
-        st.sampled_from(["tokens", "masks", "scores"]).flatmap(one_replaced),
-    )
-    changed = st.lists(changes, min_size=1, max_size=3).map(lambda each: reduce(or_, each, UNNUMBERED))
-    return changed.filter(lambda each: len(each["tokens"]) in sizes)
+BOUNDS = [0.0, -1e-45, LOGPROB_SLACK, MIN_LOGPROB, DUMMY_LOGPROB, MIN_TEMPERATURE, MAX_TEMPERATURE, MAX_MAGNITUDE]
+finite = st.floats(allow_nan=False, allow_infinity=False)  # atroposlib's server loses a batch with other numbers
+numbers = weighted((3, st.floats(-4, 0)), (3, st.sampled_from([*BOUNDS, -MAX_MAGNITUDE])), (1, finite))
+overrides = st.fixed_dictionaries({}, optional={"temperature": numbers, "set_advantage_to_zero": st.booleans()})
+MOST_TOKENS = 34
+"""More than a sequence of the run."""
+
+
+@st.composite
+def consistent(draw: st.DrawFn, sizes: Sequence[int]) -> JsonObject:
+    """Draw a group whose lists have equal lengths, and some of whose numbers are at bounds: most are trained."""
+    size, length = draw(st.sampled_from(sizes)), draw(st.integers(2, MOST_TOKENS))
+    names = draw(st.lists(st.sampled_from(["advantages", "ref_logprobs"]), unique=True))
+    rows = {name: [[-1.0] * length for _ in range(size)] for name in ["inference_logprobs", *names]}
+    for name in draw(st.lists(st.sampled_from(sorted(rows)), max_size=3)):
+        rows[name][draw(st.integers(0, size - 1))][draw(st.integers(0, length - 1))] = draw(numbers)
+    texts = draw(st.lists(st.integers(0, 10**length - 1), min_size=size, max_size=size))
+    tokens = [[DIGITS[int(digit)] for digit in f"{text:0{length}d}"] for text in texts]
+    trained = f"{draw(st.integers(1, 2**length - 1)):0{length}b}"
+    hypothesis.assume(trained[1:].count("1") != LENGTH - PROMPT)  # or it could have the completion of a good group
+    optional = {
+        "generation_params": overrides,
+        "overrides": st.lists(overrides, min_size=size, max_size=size),
+        "group_overrides": overrides,
+        "env_id": st.integers(-1, 1 << 40),
+    }
+    return {
+        "tokens": tokens,
+        "masks": [[token if bit == "1" else MASKED for token, bit in zip(row, trained, strict=True)] for row in tokens],
+        "scores": draw(st.lists(numbers, min_size=size, max_size=size)),
+        **rows,
+        **draw(st.fixed_dictionaries({}, optional=optional)),
+    }
 
 
 def attack(trial: Trial) -> JsonObject:
     """Post to both servers, to each for half of the time."""
     servers = {"run-api of atroposlib": UPSTREAM} if HAS_ATROPOS else {}
     servers |= {"python -m colocated_grpo.atropos.api": EMBEDDED}
+    servers = {name: command for name, command in servers.items() if trial.only in name}
     figures = {}
     for number, (name, command) in enumerate(servers.items()):
         until = trial.seconds_left() * (1 - 1 / (len(servers) - number))
@@ -98,26 +150,47 @@ def attack(trial: Trial) -> JsonObject:
 def _attack(trial: Trial, name: str, command: list[str], until: float) -> JsonObject:
     """until: seconds that are left of the trial at the end."""
     # With atroposlib's server, a group of another size stops all batches for ever.
-    sizes = [SIZE] if command is UPSTREAM else range(1, 2 * GROUPS)
+    kinds = [(2, bad([SIZE])), (1, consistent([SIZE]))]
+    if command is EMBEDDED:
+        kinds = [(2, bad(range(1, 2 * GROUPS))), (1, consistent([1, 2, SIZE])), (1, hostile)]
+    log = trial.folder / f"api-{len(command)}.log"
     with ExitStack() as stack:
-        api = stack.enter_context(ApiProcess(command))
+        api = stack.enter_context(ApiProcess(command, log=log))
         run = stack.enter_context(ForkedRun(trial.folder / f"groups-{api.port}", _settings(api.url)))
         feed = Feed(api.port, run)
         run.wait_until(lambda: feed.batch_size() == GROUPS * SIZE)
-
-        @hypothesis.seed(trial.seed)
-        @settings(max_examples=TARGET, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=ALL)
-        @given(bad(sizes))
-        def post(group: JsonObject) -> None:
-            if trial.seconds_left() > until or not feed.num_good:
-                feed.bad(group)
-
-        post()
-        feed.finish()
+        for _ in range(GROUPS - GOOD):
+            feed.bad(UNNUMBERED)
+        feed.statuses.clear()
+        processes = {"API": family(api.process.pid), "run": run.processes()}
+        before = {each: memory(processes[each]) for each in processes}
+        forget_peaks(chain(*processes.values()))
+        posting = settings(
+            max_examples=TURN, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=ALL
+        )(given(weighted(*kinds))(feed.bad))
+        peaks: dict[str, float] = {}
+        try:
+            for turn in range(TARGET // TURN):
+                if trial.seconds_left() > until:
+                    hypothesis.seed(f"{trial.seed} {turn}")(posting)()
+            feed.finish()
+            peaks |= {each: round(peak_memory(processes[each]) - before[each], 1) for each in processes}
+        except (AssertionError, OSError, Flaky) as error:
+            trial.check(False, f"{name}: {error}; the last groups: {str([*feed.last][::-1])[:SHOWN]}")
         run.terminate()
         code = run.wait(LAST_SECONDS)
     trial.check(code == 0, f"{name}: the run ended with {code}\n{run.tail()}")
-    missing = [number for number in range(feed.num_good) if feed.found()[f"{number:04d}"] != SIZE]
+    trial.check(TRACEBACK not in run.stderr, f"{name}: a traceback of the run\n{run.tail()}")
+    if command is EMBEDDED:
+        trial.check(TRACEBACK not in log.read_text(), f"{name}: a traceback of the API\n{log.read_text()[-SHOWN:]}")
+        others = [status for status in feed.statuses if status[0] not in "24"]
+        trial.check(not others, f"{name}: responses {others}")
+        trial.check(
+            max(peaks.values(), default=0.0) <= MEMORY_MIB,
+            f"{name}: MiB above the memory after the first step: {peaks}",
+        )
+    found = feed.found()
+    missing = [number for number in range(feed.num_good) if found[f"{number:04d}"] != SIZE]
     trial.check(not missing, f"{name}: {len(missing)} good groups were not trained once: {missing[:5]}")
     rows = run.rows(files.TRAIN)
     dropped = Counter({key: 0.0 for row in rows for key in row if key.startswith("atropos/dropped/")})
@@ -130,6 +203,7 @@ def _attack(trial: Trial, name: str, command: list[str], until: float) -> JsonOb
         "good_groups_not_trained": len(missing),
         "steps": len(rows),
         "exit_code_after_sigterm": code,
+        "memory_mib_above_first_step": peaks,
         "dropped_sequences": {key.rpartition("/")[2]: int(count) for key, count in sorted(dropped.items())},
     }
 
@@ -138,22 +212,27 @@ class Feed:
     """Posts bad groups to a server, and a few good ones between them."""
 
     def __init__(self, port: int, run: TrainingRun) -> None:
-        self._client = HTTPConnection("127.0.0.1", port, timeout=60)
+        self._port = port
         self._run = run
         self._num_queued = 0
         """Bad groups since the last good ones."""
         self.statuses: Counter[str] = Counter()
+        self.last: deque[Json] = deque(maxlen=GROUPS)
+        """The bad groups that were posted last."""
         self.num_good = 0
 
-    def bad(self, group: JsonObject) -> None:
+    def bad(self, group: Json) -> None:
+        self.last.append(group)
         status = self._post(group)
         self.statuses[status] += 1
-        self._num_queued += status == "200"
+        if status != "200":
+            return
+        self._num_queued += 1
+        if self._num_queued % (GROUPS // GOOD - 1) == 0:
+            assert self._post(good(self.num_good)) == "200", f"good group {self.num_good} was refused"
+            self.num_good += 1
         if self._num_queued == GROUPS - GOOD:
             self._num_queued = 0
-            for number in range(self.num_good, self.num_good + GOOD):
-                assert self._post(good(number)) == "200", f"good group {number} was refused"
-            self.num_good += GOOD
             steps = self._num_steps()
             self._fill_up(lambda: self._num_steps() > steps)
 
@@ -170,8 +249,7 @@ class Feed:
 
     def batch_size(self) -> int:
         """Return the batch size that the trainer has registered; -1 before."""
-        self._client.request("GET", "/info")
-        return json.loads(self._client.getresponse().read())["batch_size"]
+        return call(self._port, "GET", "/info")[1]["batch_size"]
 
     def _num_steps(self) -> int:
         return len(self._run.rows(files.TRAIN))
@@ -184,14 +262,10 @@ class Feed:
             self._post(UNNUMBERED)
             time.sleep(FILL_SECONDS)
 
-    def _post(self, group: JsonObject) -> str:
+    def _post(self, group: Json) -> str:
         """Post a group and return the status."""
-        self._client.request("POST", "/scored_data", json.dumps(group), {"Content-Type": "application/json"})
-        response = self._client.getresponse()
-        response.read()
-        if response.status == 500:
-            self._client.close()  # as the server does then, without a word
-        return str(response.status)
+        sent = Sent("POST", "/scored_data", body=group)
+        return sent.outcome(sent.send(self._port, "", {}))
 
 
 def _settings(url: str) -> Settings:
@@ -200,6 +274,7 @@ def _settings(url: str) -> Settings:
         tiny_model(),
         environments=[entry],
         rollout={"prompts_per_step": GROUPS, "group_size": SIZE},
+        loss={"kl": {"coef": 0.01}},  # or reference log-probabilities would not be read
         evaluation={"every": 0},
         checkpoint={"every": 0},
         tracking={"rollouts_per_step": GROUPS * SIZE},

@@ -8,11 +8,13 @@ from __future__ import annotations
 import socket
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
 from http.client import HTTPException
+from itertools import chain
 from pathlib import Path
+from typing import Self
 
 import hypothesis
 import psutil
@@ -36,10 +38,17 @@ ATTEMPTS = 3
 SHRINK_SECONDS = 60.0
 SHOWN = 1500
 TOO_LATE = "too late"
+TRACEBACK = "Traceback"
 
 
 class Broken(AssertionError):
     """A promise that a server has not kept."""
+
+
+def family(pid: int) -> list[psutil.Process]:
+    """Return a process and its descendants, without those that have ended."""
+    process = psutil.Process(pid)
+    return [each for each in [process, *process.children(recursive=True)] if each.status() != psutil.STATUS_ZOMBIE]
 
 
 @dataclass
@@ -47,8 +56,8 @@ class Running:
     """A server under attack."""
 
     port: int
-    process: psutil.Process
-    """Its children belong to the server."""
+    processes: Callable[[], Sequence[psutil.Process]]
+    """Return the processes of the server that are alive."""
     log: Path
     honest: Callable[[], None]
     """Send an honest request and check its response."""
@@ -58,9 +67,6 @@ class Running:
     """Of all paths."""
     headers: Mapping[str, str] = field(default_factory=dict)
     """Of most of the generated requests."""
-
-    def processes(self) -> list[psutil.Process]:
-        return [self.process, *self.process.children(recursive=True)]
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,11 @@ class Server:
 
 @dataclass
 class Attack:
-    """The generated cases of one server, and the outcomes of all requests."""
+    """The generated cases of one server, and the outcomes of all requests.
+
+    A context: the server starts with it. It starts again only to shrink a case, because a start takes as long as a
+    hundred cases or more.
+    """
 
     server: Server
     folder: Path
@@ -92,20 +102,25 @@ class Attack:
     """MiB above the server's memory at its start, the largest during each case."""
 
     def __post_init__(self) -> None:
-        self._failed: set[str] = set()
-        """Endpoints with a problem. They are left out from then on."""
-
-    def round(self, seed: int, share: float = 1.0) -> None:
-        """Attack all endpoints once on a fresh server. share: of the usual number of cases."""
+        self._choose(self.server.endpoints)
         self._stack = ExitStack()
         self._held: deque[socket.socket] = deque()
-        with self._stack:
-            self._start()
-            for endpoint in self._endpoints():
-                self._attack(endpoint, seed, max(1, round(share * endpoint.num_cases)))
 
-    def _endpoints(self) -> list[Endpoint]:
-        return [each for each in self.server.endpoints if each.name not in self._failed]
+    def __enter__(self) -> Self:
+        self._start()
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self._end()
+
+    def _choose(self, endpoints: Sequence[Endpoint]) -> None:
+        self._endpoints = endpoints
+        self._cases = cases(endpoints, self.server.examples)
+
+    def round(self, seed: int, share: float = 1.0) -> None:
+        """Attack each endpoint that has no problem yet. share: of the usual number of cases."""
+        for endpoint in self._endpoints:
+            self._attack(endpoint, seed, max(1, round(share * endpoint.num_cases)))
 
     def figures(self, seconds: float) -> JsonObject:
         """Return the outcomes. seconds: duration of the attack."""
@@ -134,7 +149,7 @@ class Attack:
             phases=[Phase.generate, Phase.shrink],
             suppress_health_check=list(HealthCheck),
         )
-        @given(cases(endpoint, self._endpoints(), self.server.examples))
+        @given(self._cases[endpoint.name])
         def attack(case: list[Sent]) -> None:
             self._try(case)
 
@@ -142,7 +157,7 @@ class Attack:
             attack()
         if self._failure is not None:
             case, error = self._failure
-            self._failed.add(endpoint.name)
+            self._choose([each for each in self._endpoints if each is not endpoint])
             self.problems.append(f"{self.server.name}, {endpoint.name}: {error}; seed {seed}; {str(case)[:SHOWN]}")
             self._start()
 
@@ -169,20 +184,22 @@ class Attack:
 
     def _start(self) -> None:
         """Start the server, or start it again."""
-        self._stack.close()
-        while self._held:
-            self._held.popleft().close()
+        self._end()
         self._running = self._stack.enter_context(self.server.start(self.folder))
         self._running.honest()
         self._log_bytes = self._running.log.stat().st_size
-        self._memory = sum(process.memory_info().rss for process in self._running.processes())
+        self._memory = memory(self._running.processes())
+
+    def _end(self) -> None:
+        self._stack.close()
+        while self._held:
+            self._held.popleft().close()
 
     def _check(self, case: list[Sent]) -> None:
         """Send the requests of a case and check the promises."""
         running = self._running
         processes = running.processes()
-        for process in processes:
-            Path(f"/proc/{process.pid}/clear_refs").write_text("5")  # the peak memory
+        forget_peaks(processes)
         used = _processor_seconds(processes)
         opened = [sent.send(running.port, running.prefix, running.headers) for sent in case]
         self._check_health()
@@ -197,7 +214,7 @@ class Attack:
         self._check_memory(processes)
         with self._running.log.open(errors="replace") as log:
             log.seek(self._log_bytes)
-            if "Traceback" in (text := log.read()):
+            if TRACEBACK in (text := log.read()):
                 self._log_bytes += len(text.encode())
                 raise Broken(f"a traceback in the log: {' '.join(text.split())[-SHOWN:]}")
 
@@ -218,7 +235,7 @@ class Attack:
         self.honest_requests += 1
 
     def _check_memory(self, processes: Sequence[psutil.Process]) -> None:
-        peak = (sum(_peak(process.pid) for process in processes) - self._memory) / MIB
+        peak = peak_memory(processes) - self._memory
         self.peaks.append(peak)
         if peak > MEMORY_MIB:
             raise Broken(f"{peak:.0f} MiB above the memory at the start")
@@ -241,6 +258,17 @@ def _processor_seconds(processes: Sequence[psutil.Process]) -> float:
     return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
-def _peak(pid: int) -> int:
-    (line,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM")]
-    return int(line.split()[1]) * 1024
+def memory(processes: Iterable[psutil.Process]) -> float:
+    """Return the memory of the processes in MiB."""
+    return sum(process.memory_info().rss for process in processes) / MIB
+
+
+def peak_memory(processes: Iterable[psutil.Process]) -> float:
+    """Return the sum of the most memory that each process has had since `forget_peaks`, in MiB."""
+    lines = [Path(f"/proc/{process.pid}/status").read_text().splitlines() for process in processes]
+    return sum(int(line.split()[1]) for line in chain(*lines) if line.startswith("VmHWM")) / 1024
+
+
+def forget_peaks(processes: Iterable[psutil.Process]) -> None:
+    for process in processes:
+        Path(f"/proc/{process.pid}/clear_refs").write_text("5")

@@ -16,11 +16,8 @@ from itertools import count
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import psutil
-
 from colocated_grpo.atropos import api
-from colocated_grpo.atropos.origins import Origins
-from colocated_grpo.atropos.reader import GroupReader
+from colocated_grpo.atropos.reader import GroupReader, Origins
 from colocated_grpo.atropos.source import AtroposClient
 from colocated_grpo.servers import app, server
 from colocated_grpo.servers.agent_app import create_agent_app
@@ -28,7 +25,16 @@ from colocated_grpo.types import JsonObject
 from colocated_grpo.web.client import Unavailable
 from tests.chaos.generators import endpoints_of
 from tests.chaos.groups import good
-from tests.chaos.promises import ATTEMPTS, HEALTH_SECONDS, MEMORY_MIB, PROCESSOR_SECONDS, Attack, Running, Server
+from tests.chaos.promises import (
+    ATTEMPTS,
+    HEALTH_SECONDS,
+    MEMORY_MIB,
+    PROCESSOR_SECONDS,
+    Attack,
+    Running,
+    Server,
+    family,
+)
 from tests.chaos.sent import RESPONSE_SECONDS, Json, call
 from tests.chaos.trial import Trial
 from tests.support.atropos_source import TRAINER
@@ -39,6 +45,8 @@ from tests.support.training_runs import ForkedRun, tiny_model
 from tests.support.training_runs import settings as run_settings
 
 KEY, VARIABLE = "the-key-of-the-attack", "CHAOS_KEY"
+SHARE = 0.5
+"""Of the usual cases, in a round: a part of the time is a few rounds."""
 MAX_BATCHES = 300
 """Batches that a trainer may have to take before it has a group: more than requests that end a reservation."""
 HEALTH = "/health", 200
@@ -70,7 +78,7 @@ def atropos() -> Server:
         with ApiProcess(EMBEDDED, log=log) as process:
             trainer = AtroposClient(process.url, TRAINER, may_reset=True)
             honest = partial(_train, trainer, process.port, count())
-            yield Running(process.port, psutil.Process(process.process.pid), log, honest, ("/", 200))
+            yield Running(process.port, partial(family, process.process.pid), log, honest, ("/", 200))
 
     examples = {"/scored_data": good(0), "/scored_data_list": [good(0)]}
     return Server("Atropos API", endpoints_of(api.create_app), examples, start, samples=False)
@@ -122,7 +130,8 @@ def engine_server(by_trainer: bool = False) -> Server:
 
                 headers = SECRET if by_trainer else {}
                 tried = honest if by_trainer else completes
-                yield Running(process.port, psutil.Process(process.process.pid), log, tried, HEALTH, headers=headers)
+                processes = partial(family, process.process.pid)
+                yield Running(process.port, processes, log, tried, HEALTH, headers=headers)
 
     adders = [add for name, add in vars(server).items() if name.startswith("add_") and name.endswith("_routes")]
     name = "engine server, by its trainer" if by_trainer else "engine server of a trainer"
@@ -154,7 +163,7 @@ def fake_engine_server() -> Server:
     def start(folder: Path) -> Generator[Running]:
         log = folder / "fake.log"
         with engine_server_process(log) as (pid, port):
-            yield Running(port, psutil.Process(pid), log, Completes(port), HEALTH)
+            yield Running(port, partial(family, pid), log, Completes(port), HEALTH)
 
     return Server("engine endpoint", endpoints_of(app.create_app), EXAMPLES, start)
 
@@ -172,7 +181,9 @@ def run_endpoint() -> Server:
             with ForkedRun(folder / f"run-{port}", config) as run:
                 honest = Completes(port, bearer(KEY))
                 run.wait_until(honest.is_served)
-                yield Running(port, run.ranks()[0], run._stderr, honest, HEALTH, headers=bearer(KEY))
+                yield Running(
+                    port, partial(family, run.ranks()[0].pid), run._stderr, honest, HEALTH, headers=bearer(KEY)
+                )
 
     os.environ[VARIABLE] = KEY  # before the fork server of the run starts
     return Server("engine endpoint of a run, with a key", endpoints_of(app.create_app), EXAMPLES, start)
@@ -188,7 +199,8 @@ def agents() -> Server:
             port = int(urlsplit(mine.base_url).port or 0)
             prefix, honest_prefix = (urlsplit(each.base_url).path.removesuffix("/v1") for each in (mine, other))
             honest = partial(_ask, port, honest_prefix, bearer(other.api_key))
-            yield Running(port, psutil.Process(pid), log, honest, ("/health", 401), prefix, bearer(mine.api_key))
+            processes = partial(family, pid)
+            yield Running(port, processes, log, honest, ("/health", 401), prefix, bearer(mine.api_key))
 
     return Server("endpoint of agents", endpoints_of(create_agent_app), EXAMPLES, start)
 
@@ -225,14 +237,15 @@ class Completes:
 def attack(trial: Trial) -> JsonObject:
     """Attack each server in rounds, each with a seed of its own, until its part of the time is up."""
     servers = [atropos(), engine_server(), engine_server(by_trainer=True), run_endpoint(), agents()]
+    servers = [each for each in servers if trial.only in each.name]
     figures = {}
     for number, each in enumerate(servers):
-        attacked = Attack(each, trial.folder)
         began, seconds = time.monotonic(), trial.seconds_left() / (len(servers) - number)
-        for turn in count():
-            attacked.round(trial.seed + turn)
-            if time.monotonic() - began > seconds:
-                break
+        with Attack(each, trial.folder) as attacked:
+            for turn in count():
+                attacked.round(trial.seed + turn, SHARE)
+                if time.monotonic() - began > seconds:
+                    break
         for problem in attacked.problems:
             trial.check(False, problem)
         figures[each.name] = attacked.figures(time.monotonic() - began)

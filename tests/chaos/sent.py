@@ -21,8 +21,9 @@ UNFINISHED_SECONDS = 0.05
 """How long to wait for a response to something that is no whole request."""
 SILENT = "silent"
 """Outcome of a request without a response."""
+HEADERS = (("Host", "localhost"), ("Content-Type", "application/json"))
 Json = Any
-"""What `json.dumps` takes, and `Repeated` anywhere inside."""
+"""What `json.dumps` takes, with `Repeated` anywhere inside and `Again` among the keys of objects."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,21 @@ class Repeated:
         return f"{self.start}{middle}{self.end}"
 
 
+@dataclass(frozen=True)
+class Again:
+    """The name of a field that a JSON object already has."""
+
+    name: str
+
+
 def text_of(value: Json) -> str:
     """Return JSON text. Numbers and strings that JSON does not have come from `Repeated`, NaN and Infinity too."""
     match value:
         case Repeated():
             return value.text()
         case dict():
-            return "{" + ",".join(f"{json.dumps(key)}:{text_of(entry)}" for key, entry in value.items()) + "}"
+            names = (json.dumps(key.name if isinstance(key, Again) else key) for key in value)
+            return "{" + ",".join(map(":".join, zip(names, map(text_of, value.values()), strict=True))) + "}"
         case list():
             return "[" + ",".join(map(text_of, value)) + "]"
         case _:
@@ -63,19 +72,19 @@ class Sent:
 
     method: str
     target: str
-    headers: tuple[tuple[str, str], ...]
-    has_key: bool
+    headers: tuple[tuple[str, str], ...] = HEADERS
+    has_key: bool = True
     """With the key of the server, if it needs one."""
-    body: Json
+    body: Json = None
     """Bytes are sent as they are; None for none."""
-    framing: str
+    framing: str = "length"
     """`length`, `chunked`, or another value that does not fit the body."""
-    gzipped: bool
-    share: float
+    gzipped: bool = False
+    share: float = 1.0
     """Of the bytes, that are sent."""
-    pauses: tuple[float, ...]
+    pauses: tuple[float, ...] = ()
     """Seconds before each of equal parts but the first."""
-    ending: str
+    ending: str = "read"
     """`read` the response, close the connection before it, `reset` it, `half` (close the sending side), or `hold` it
     open beside the next cases."""
 

@@ -32,8 +32,10 @@ RESULT = "chaos_{name}_{cores}cores.json"
 class Trial:
     """The folder, the seed and the time of one attack, and the problems that it has found."""
 
-    def __init__(self, folder: Path, seed: int, seconds: float) -> None:
+    def __init__(self, folder: Path, seed: int, seconds: float, only: str = "") -> None:
+        """only: text in the names of the servers to attack."""
         self.folder = folder
+        self.only = only
         self.seed = seed
         self.random = random.Random(seed)
         self.problems: list[str] = []
@@ -58,11 +60,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("name", help="module of tests/chaos")
     parser.add_argument("--seconds", type=float, default=600.0, help="after which no further round begins")
     parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--only", default="", metavar="TEXT", help="attack only servers with this text in their names")
     parser.add_argument("--output", type=Path, help="folder of the JSON file")
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(arguments)
     folder = Path(tempfile.mkdtemp(prefix=f"chaos-{options.name}-"))
-    trial = Trial(folder, options.seed, options.seconds)
+    trial = Trial(folder, options.seed, options.seconds, options.only)
     trial.say(f"{options.name}: seed {options.seed}, {options.seconds:.0f} s, files in {folder}")
     began, busy = time.monotonic(), psutil.cpu_times()
     figures: JsonObject = import_module(f"tests.chaos.{options.name}").attack(trial)

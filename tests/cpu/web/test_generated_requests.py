@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import select
 import socket
+import subprocess
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from http.client import HTTPConnection
@@ -23,14 +26,15 @@ from tests.chaos.generators import endpoints_of
 from tests.chaos.promises import MEMORY_MIB, Attack, Running, Server
 from tests.chaos.requests import HEALTH, agents, atropos, fake_engine_server
 from tests.support.engine_server_process import engine_server_process
+from tests.support.paths import ROOT
 
 SEED = 1
 
 
 @pytest.mark.parametrize(("server", "share"), [(atropos, 0.6), (fake_engine_server, 0.3), (agents, 0.4)])
 def test_no_generated_request_breaks_a_promise(tmp_path, server, share):
-    attack = Attack(server(), tmp_path)
-    attack.round(SEED, share)
+    with Attack(server(), tmp_path) as attack:
+        attack.round(SEED, share)
     assert attack.problems == []
     rejected = sum(count for outcome, count in attack.outcomes.items() if outcome.startswith("4"))
     assert attack.num_cases >= 100 and attack.outcomes["200"] > 30 and rejected > 50, attack.outcomes
@@ -81,7 +85,7 @@ class Faulty:
     def start(self, _folder: Path) -> Generator[Running]:
         self.broken = False
         self.log.write_text("")
-        yield Running(self.thread.ports[0], psutil.Process(), self.log, self.honest, HEALTH)
+        yield Running(self.thread.ports[0], lambda: [psutil.Process()], self.log, self.honest, HEALTH)
 
 
 FOUND = {
@@ -105,9 +109,34 @@ def test_a_broken_promise_is_found_and_its_case_is_shrunk(tmp_path, promise):
 
 def problems_of(faulty: Faulty) -> list[str]:
     endpoints = [endpoint for endpoint in endpoints_of(faulty.app) if endpoint.schema is not None]
-    attack = Attack(Server("faulty", endpoints, {}, faulty.start), faulty.log.parent)
-    attack.round(SEED, share=4)
+    with Attack(Server("faulty", endpoints, {}, faulty.start), faulty.log.parent) as attack:
+        attack.round(SEED, share=4)
     return attack.problems
+
+
+BODIES = """
+import hypothesis
+from tests.chaos.generators import bodies
+
+fields = {name: {"type": "integer"} for name in "abcdef"}
+schema = {"type": "object", "properties": fields, "required": ["a", "b", "c"]}
+
+@hypothesis.seed(1)
+@hypothesis.settings(max_examples=20, database=None, deadline=None)
+@hypothesis.given(bodies(schema, None))
+def show(body):
+    print(body)
+
+show()
+"""
+
+
+def test_a_seed_repeats_its_cases_in_other_processes():
+    """Whose order of sets differs."""
+    environments = [os.environ | {"PYTHONHASHSEED": seed} for seed in "12"]
+    command = [sys.executable, "-c", BODIES]
+    first, second = (subprocess.check_output(command, cwd=ROOT, env=each, timeout=60) for each in environments)
+    assert first == second != b""
 
 
 def test_large_bodies_that_never_end_leave_room_for_ordinary_requests():
