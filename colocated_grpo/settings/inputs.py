@@ -55,17 +55,7 @@ def check_inputs(config: Config) -> tuple[Config, list[str]]:
     heads, size = config_json.attention_heads(text), config.engine.tensor_parallel_size
     if heads and heads % size:
         raise ConfigError(f"engine.tensor_parallel_size={size}: must divide the {heads} attention heads of {name}")
-    config, notes = _fit_lengths(config, text, name)
-    if config.reference_model is not None:
-        _check_reference(config.reference_model, config.policy.context_parallel, config.max_sequence_tokens)
-    return config, notes
-
-
-def _fit_lengths(config: Config, text: JsonObject, name: str) -> tuple[Config, list[str]]:
-    """Return the config with lengths that fit the model's positions, and notes. Raises ConfigError if they cannot."""
-    positions = config_json.longest_sequence(text)
-    if positions is None:
-        return config, []
+    positions = config_json.longest_sequence(text) or config_json.MAX_SIZE  # some files do not state it
     lowered, notes = _lowered_lengths(config.rollout, positions, name)
     config = config.model_copy(update={"rollout": config.rollout.model_copy(update=lowered)})
     original = config_json.original_positions(text)
@@ -81,6 +71,8 @@ def _fit_lengths(config: Config, text: JsonObject, name: str) -> tuple[Config, l
         notes.append(f"engine.max_model_len={wanted}: {name} has {positions} positions; using {positions}")
         engine = config.engine.model_copy(update={"max_model_len": positions})
         config = config.model_copy(update={"engine": engine})
+    if config.reference_model is not None:
+        _check_reference(config.reference_model, config.policy.context_parallel, config.max_sequence_tokens)
     return config, notes
 
 

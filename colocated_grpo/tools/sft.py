@@ -166,7 +166,7 @@ def fine_tune(config: Config, rows: Sequence[Item], options: argparse.Namespace,
 
 
 def train_step(policy: Policy, groups: Sequence[Group], config: Config, world: World) -> dict[str, float]:
-    """Make an optimizer step on all tokens of the groups. Return its metrics. Collective."""
+    """Train on all tokens of the groups, and return the metrics. Collective."""
     batch = pack(
         groups,
         [[1.0] * len(group.rollouts) for group in groups],
