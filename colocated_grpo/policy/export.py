@@ -1,12 +1,14 @@
 """Export of the policy as a Hugging Face model, or of its adapter, for transformers, PEFT and vLLM."""
 
+from __future__ import annotations
+
 import json
 import shutil
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from safetensors.torch import save_file
@@ -14,13 +16,15 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from colocated_grpo.errors import in_one_line, write_failed
-from colocated_grpo.policy.model_files import ModelFiles
 from colocated_grpo.policy.model_loader import dtype_of
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.runtime.checksums import write_checksums
 from colocated_grpo.runtime.distributed import World, whole
 from colocated_grpo.settings.schema import CheckpointConfig
 from colocated_grpo.settings.training import LoRAConfig
+
+if TYPE_CHECKING:
+    from colocated_grpo.policy.model_files import ModelFiles
 
 FILE_BYTES = 4 << 30
 
