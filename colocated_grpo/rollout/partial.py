@@ -88,12 +88,11 @@ class PartialSupply(Supply):
 
     def order(self, step: int) -> Order:
         """Draw the prompts that fill the pool."""
-        wanted, group_size = self._prompts.config.prompts_per_step, self._prompts.config.group_size
-        pool = min(ceil(wanted * self._config.oversample), wanted * (self._num_steps - step))
-        missing = [max(0, own - kept) for own, kept in zip(self._place.parts(pool), self._sizes, strict=True)]
+        trained = self._place.parts(self._prompts.config.prompts_per_step)
+        pools = [min(ceil(part * self._config.oversample), part * (self._num_steps - step)) for part in trained]
+        missing = [max(0, pool - kept) for pool, kept in zip(pools, self._sizes, strict=True)]
         drawn = dealt(self._prompts.draw(sum(missing)), missing)[self._place.engine]
-        groups = [*self._pending, *(new_group(prompt, step, group_size) for prompt in drawn)]
-        trained = self._place.parts(wanted)
+        groups = [*self._pending, *(new_group(prompt, step, self._prompts.config.group_size) for prompt in drawn)]
         self._sizes = [kept + new - used for kept, new, used in zip(self._sizes, missing, trained, strict=True)]
         return lambda: self._gathered(self._sample(step, groups, trained[self._place.engine]))
 
@@ -151,7 +150,8 @@ class PartialSupply(Supply):
     def load_state_dict(self, state: JsonObject) -> None:
         """Restore the position and the groups, which are dealt anew if the number of engines has changed."""
         engines = self._place.num_engines
-        saved = [[_from_json(group) for group in part] for part in state.get(PENDING, [])]
+        limit = self._prompts.sampling.max_tokens
+        saved = [[_from_json(group, limit) for group in part] for part in state.get(PENDING, [])]
         if len(saved) != engines:
             groups = sorted((group for part in saved for group in part), key=lambda group: group.prompt.index)
             saved = [groups[engine::engines] for engine in range(engines)]
@@ -183,7 +183,7 @@ class PartialBatch:
 
     def advance(self) -> Iterator[int]:
         """Run one decode step. Yields the groups that it completed."""
-        for place in self.add(self._driver.step()):
+        for place in dict.fromkeys(self.add(self._driver.step())):  # siblings may end in the same step
             if self.groups[place].is_complete:
                 self.complete.add(place)
                 self._changed = True
@@ -196,7 +196,12 @@ class PartialBatch:
         return [self.groups[index] for index in chosen], left
 
     def may_end(self, wanted: int, step: int, max_age: int) -> bool:
-        """True if `wanted` groups are complete, and no other would exceed `max_age` if each step trains `wanted`."""
+        """True if `wanted` groups are complete, and no other would exceed `max_age` if each step trains `wanted`.
+
+        Always true if all groups are complete: a resumed run may have another `max_age`, or more groups than before.
+        """
+        if len(self.complete) == len(self.groups):
+            return True
         if len(self.complete) < wanted or not self._changed:
             return False
         self._changed = False
@@ -248,13 +253,15 @@ def continued(first: Completion, rest: Completion) -> Completion:
 def new_group(prompt: Prompt, step: int, group_size: int) -> Pending:
     """Return a group without tokens. Raises EnvironmentSetupError if a checkpoint cannot contain the prompt's item."""
     try:
-        item = json.loads(json.dumps(prompt.item))  # scorers see the same item before and after a resume
+        problem = None if json.loads(json.dumps(prompt.item)) == prompt.item else "tuples, or keys that are not text"
     except (TypeError, ValueError) as error:
+        problem = str(error)
+    if problem is not None:
         raise EnvironmentSetupError(
-            f"rollout.partial: an item of {prompt.source!r} cannot be stored in a checkpoint: {error}; make it JSON"
-        ) from error
+            f"rollout.partial: an item of {prompt.source!r} cannot be stored in a checkpoint: {problem}; make it JSON"
+        )
     empty = Completion(token_ids=[], sampling_logprobs=[], finish_reason=UNFINISHED, policy_version=0)
-    return Pending(prompt=replace(prompt, item=item), step=step, completions=[empty] * group_size)
+    return Pending(prompt=prompt, step=step, completions=[empty] * group_size)
 
 
 def dealt(prompts: Sequence[Prompt], counts: Sequence[int]) -> list[list[Prompt]]:
@@ -276,9 +283,18 @@ def _values(record: Pending | Prompt | Completion) -> JsonObject:
     return {field.name: getattr(record, field.name) for field in fields(record)}
 
 
-def _from_json(group: JsonObject) -> Pending:
-    completions = [
-        replace(Completion(**values), newer_versions=[(start, version) for start, version in values["newer_versions"]])
-        for values in group["completions"]
-    ]
-    return Pending(prompt=Prompt(**group["prompt"]), step=group["step"], completions=completions)
+def _from_json(group: JsonObject, limit: int) -> Pending:
+    """Return the group. limit: length at which a completion ends, which a resumed run may have lowered."""
+    completions = [Completion(**values) for values in group["completions"]]
+    return Pending(
+        prompt=Prompt(**group["prompt"]),
+        step=group["step"],
+        completions=[
+            replace(
+                one,
+                newer_versions=[(start, version) for start, version in one.newer_versions],
+                finish_reason="length" if len(one.token_ids) >= limit else one.finish_reason,
+            )
+            for one in completions
+        ],
+    )

@@ -156,8 +156,8 @@ class PromptSupply(Supply):
             return
         if groups := sum(map(len, state.get(PENDING, []))):
             raise EnvironmentSetupError(
-                f"rollout.partial=null: the checkpoint has {groups} unfinished groups; keep rollout.partial and set "
-                "rollout.partial.oversample: 1, which finishes them"
+                f"rollout.partial=null: the checkpoint has {groups} unfinished groups; train them first with "
+                f"rollout.partial.oversample: 1 ({self.config.prompts_per_step} in each step)"
             )
         self.source.load_state_dict(state)
 

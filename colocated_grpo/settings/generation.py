@@ -110,8 +110,8 @@ class SkipSolvedConfig(Section):
 
 class PartialConfig(Section):
     oversample: Number = Field(1.5, ge=1, le=8)
-    """Number of groups that are sampled at the same time, as a multiple of rollout.prompts_per_step. At 1, a step
-    finishes all groups that it has."""
+    """Number of groups that are sampled at the same time, as a multiple of rollout.prompts_per_step. At 1, no new
+    groups are left unfinished."""
     max_age: Positive = 3
     """Maximum number of steps from the one that draws a prompt to the one that trains its group. A step waits for the
     groups that have reached this age."""

@@ -31,6 +31,7 @@ from colocated_grpo.settings.config_file import build_config, parse_overrides
 from colocated_grpo.settings.inputs import check_inputs
 from colocated_grpo.settings.rules import check_world
 from colocated_grpo.settings.schema import Config
+from colocated_grpo.settings.training import BatchConfig
 from colocated_grpo.settings.tree import parse_value
 from colocated_grpo.tools.warm_start import NO_SCORE, taught
 from colocated_grpo.types import Group, JsonObject
@@ -154,7 +155,7 @@ def fine_tune(config: Config, rows: Sequence[Item], options: argparse.Namespace,
     for epoch in range(options.epochs):
         order = Random(derive_seed(config.seed, epoch)).sample(groups, len(groups))
         for start in range(0, len(order), size):
-            row = train_step(policy, order[start : start + size], config, world)
+            row = train_step(policy, order[start : start + size], config.batch, world)
             losses.append(row["loss"])
             done = f"step {policy.version}/{config.training_steps}"
             say(f"{done}  loss {row['loss']:.4f}  grad_norm {row['grad_norm']:.3g}  lr {row['lr']:.3g}", flush=True)
@@ -165,13 +166,13 @@ def fine_tune(config: Config, rows: Sequence[Item], options: argparse.Namespace,
     return losses
 
 
-def train_step(policy: Policy, groups: Sequence[Group], config: Config, world: World) -> dict[str, float]:
+def train_step(policy: Policy, groups: Sequence[Group], config: BatchConfig, world: World) -> dict[str, float]:
     """Train on all tokens of the groups, and return the metrics. Collective."""
     batch = pack(
         groups,
         [[1.0] * len(group.rollouts) for group in groups],
         [False] * len(groups),
-        config.batch,
+        config,
         rank=world.rank,
         world_size=world.size,
         context=world.context,

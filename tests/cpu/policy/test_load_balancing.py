@@ -26,7 +26,7 @@ from colocated_grpo.policy.routing import WEIGHTS, sigmoid_weights
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.families import FAMILIES
-from colocated_grpo.trainer import make_batch
+from colocated_grpo.trainer import make_batch, with_advantages
 from colocated_grpo.types import Group
 from tests.support.families import SETTINGS
 from tests.support.ranks import run_on_ranks
@@ -203,7 +203,8 @@ def test_groups_of_equal_rewards_are_not_dropped_because_their_tokens_have_a_gra
         policy = policy_of(config, world)
         clock = SimpleNamespace(time=lambda _phase: nullcontext())
         run = SimpleNamespace(config=config, world=world, clock=clock, policy=policy)
-        gradients.append(result_of(policy, make_batch(run, 0, [*random_groups(2, 3), equal]).minibatches[0], world)[0])
+        groups = with_advantages([*random_groups(2, 3), equal], config.advantage)
+        gradients.append(result_of(policy, make_batch(run, 0, groups).minibatches[0], world)[0])
     assert_same(*gradients, rtol=1e-5, atol=1e-7)
 
 

@@ -24,7 +24,7 @@ from colocated_grpo.settings.config_file import read_config
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.generation import PartialConfig, RolloutConfig
 from colocated_grpo.summaries import rollout_metrics
-from colocated_grpo.types import Completion, Group, Prompt
+from colocated_grpo.types import Completion, Group, Prompt, Score
 from tests.support.fakes import FakeEngine, SumScorer, text_of
 from tests.support.ranks import run_on_ranks, single_rank_world
 
@@ -78,16 +78,19 @@ class Run:
         prompts: Prompts | None = None,
         steps: int = STEPS,
         ranks_per_engine: int = 1,
+        wanted: int = WANTED,
+        limit: int = LIMIT,
     ) -> None:
         self.engine = FakeEngine(complete=memoryless, on_step=self._count)
         self.decode_steps = 0
+        self.scored: Counter[int] = Counter()
         self.stop_at: int | None = None
         inbox = Inbox()
         driver = Driver(self.engine, inbox)
         collector = Collector(
             driver,
             EpisodeRunner({}, None, inbox, seed=0, tool_timeout=1.0),
-            {"own": SumScorer()},
+            {"own": self},
             text_of,
             world,
             static_dispatch(world.rank, world.size),
@@ -96,13 +99,17 @@ class Run:
             reward_timeout=30.0,
             stop_requested=self._stopped,
         )
-        config = RolloutConfig(prompts_per_step=WANTED, group_size=GROUP)
+        config = RolloutConfig(prompts_per_step=wanted, group_size=GROUP)
         source: Any = (prompts or Prompts()) if world.is_main else None
-        sampling = Sampling(temperature=1.0, max_tokens=LIMIT)
+        sampling = Sampling(temperature=1.0, max_tokens=limit)
         self.supply: Supply = PromptSupply(source, collector, world, self._stopped, config, sampling)
         if partial is not None:
             place = engine_place(world, ranks_per_engine)
             self.supply = PartialSupply(self.supply, partial, driver, self.engine.interrupt, place, steps)
+
+    def score(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Score]:
+        self.scored[prompt.index] += 1
+        return SumScorer().score(prompt, completions, texts)
 
     def _count(self) -> None:
         self.decode_steps += 1
@@ -238,12 +245,56 @@ def test_two_ranks_keep_their_own_groups_and_one_rank_can_continue_them():
     (steps, state), (same, _) = run_on_ranks(on_two_ranks, 2, 1)
     assert steps == same
     assert [len(groups) for groups in steps] == [WANTED] * 4
-    assert list(map(len, json.loads(state)["pending"])) == [2, 1]
+    assert list(map(len, json.loads(state)["pending"])) == [2, 2]
     run = partial_run(oversample=1.5)
     run.supply.load_state_dict(json.loads(state))
     rest = list(run.steps(4))
     trained = sorted(group.prompt.index for groups in [*steps, *rest] for group in groups)
     assert trained == list(range(WANTED * STEPS))
+
+
+UNEVEN = 3
+"""Groups of a step, which two engines cannot share equally."""
+
+
+def uneven(world: World) -> list[list[Group]]:
+    config = PartialConfig(oversample=2, max_age=1)
+    return list(Run(world, config, steps=STEPS, wanted=UNEVEN).steps())
+
+
+def test_engines_with_unequal_shares_train_every_prompt_once():
+    steps, same = run_on_ranks(uneven, 2)
+    assert steps == same
+    assert [len(groups) for groups in steps] == [UNEVEN] * STEPS
+    assert sorted(group.prompt.index for groups in steps for group in groups) == list(range(UNEVEN * STEPS))
+
+
+@pytest.mark.parametrize("changed", [{"oversample": 1.5, "max_age": 1}, {"oversample": 1, "max_age": 3}])
+def test_a_run_resumed_with_other_settings_trains_the_groups_that_it_has(changed):
+    run = partial_run(oversample=4, max_age=3)
+    list(run.steps(0, 2))
+    resumed = partial_run(**changed)
+    resumed.supply.load_state_dict(json.loads(json.dumps(run.supply.state_dict())))
+    indices = [group.prompt.index for groups in resumed.steps(2) for group in groups]
+    assert len(set(indices)) == len(indices) == WANTED * (STEPS - 2)
+    assert resumed.metrics["partial/completions"] == 0
+
+
+def test_a_lower_limit_in_a_resumed_run_ends_completions_that_are_longer():
+    run = partial_run(oversample=2)
+    list(run.steps(0, 2))
+    [kept] = run.supply.state_dict()["pending"]
+    longest = max(len(one["token_ids"]) for group in kept for one in group["completions"])
+    resumed = Run(single_rank_world(), PartialConfig(oversample=2), limit=longest)
+    resumed.supply.load_state_dict(json.loads(json.dumps(run.supply.state_dict())))
+    ended = {rollout.finish_reason for groups in resumed.steps(2) for group in groups for rollout in group.rollouts}
+    assert ended == {"stop", "length"}
+
+
+def test_a_group_is_scored_once():
+    run = Run(single_rank_world(), PartialConfig(oversample=2), limit=3)  # siblings end together at the limit
+    trained = [group.prompt.index for groups in run.steps() for group in groups]
+    assert run.scored == Counter(trained)
 
 
 def test_two_ranks_of_one_engine_sample_the_same_and_count_once():
@@ -266,8 +317,9 @@ def test_unfinished_groups_are_not_dropped_when_the_setting_is_removed():
     Run(single_rank_world(), None).supply.load_state_dict(at_one.supply.state_dict())
 
 
-def test_items_that_a_checkpoint_cannot_contain_are_rejected_in_one_line():
-    run = Run(single_rank_world(), PartialConfig(), Prompts({"day": date(2026, 1, 1)}))
+@pytest.mark.parametrize("item", [{"day": date(2026, 1, 1)}, {"table": {1: "a"}}, {"pair": (1, 2)}])
+def test_items_that_a_checkpoint_cannot_contain_are_rejected_in_one_line(item):
+    run = Run(single_rank_world(), PartialConfig(), Prompts(item))
     with pytest.raises(EnvironmentSetupError, match=r"rollout\.partial: an item of 'own' cannot be stored"):
         run.step(0)
 
