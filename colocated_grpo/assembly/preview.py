@@ -66,7 +66,8 @@ def preview(config: Config, place: Placement, note: Callable[[str], None]) -> li
     if len({prompt.text for prompt in prompts}) < 2 <= len({str(prompt.item["prompt"]) for prompt in prompts}):
         note("all prompts of the first step are rendered as the same text; does the chat template use the messages?")
     try:
-        rewards = list(show_rewards(prompts, environments.scorers, config.rollout.reward_timeout, note))
+        scorers = environments.scorers if config.is_rewarded else {}
+        rewards = list(show_rewards(prompts, scorers, config.rollout.reward_timeout, note))
     finally:
         end_idle_workers()
     lines = [*show_prompts(prompts, config.rollout.max_prompt_tokens), *rewards]

@@ -15,6 +15,7 @@ from functools import cached_property
 from math import ceil
 from pathlib import Path
 
+from colocated_grpo.errors import ConfigError
 from colocated_grpo.settings.config_json import read_config_json
 from colocated_grpo.settings.model_sizes import DTYPE_BYTES, ENGINE_RESERVE, Sizes, sizes_of
 from colocated_grpo.settings.schema import Config
@@ -125,7 +126,10 @@ class RunSizes:
         kl, other = self.config.loss.kl, self.config.reference_model
         if not kl.has_reference or (other is None and self.config.policy.lora is not None):
             return 0
-        sizes = self.sizes if other is None else sizes_of(read_config_json(other, "loss.kl.model"))
+        try:
+            sizes = self.sizes if other is None else sizes_of(read_config_json(other, "loss.kl.model"))
+        except ConfigError:  # reported by `check_inputs`
+            sizes = None
         return 0 if sizes is None else self.compute_bytes * sizes.total
 
     def _gathered(self) -> int:
