@@ -149,8 +149,9 @@ class RewardCheck:
     are left out, because they are not trained.
     """
 
-    def __init__(self, max_errors: float) -> None:
-        """max_errors: largest fraction of a step's rewards that may fail."""
+    def __init__(self, max_errors: float, *, expected: bool = True) -> None:
+        """max_errors: largest fraction of a step's rewards that may fail. expected: False for runs without rewards."""
+        self._expected = expected
         self._max_errors = max_errors
         self._without = 0
 
@@ -163,7 +164,7 @@ class RewardCheck:
                 f"rewards: {len(errors)} of {len(rollouts)} failed, above rollout.max_reward_errors="
                 f"{self._max_errors:g}; the first: {errors[0]}"
             )
-        none = rollouts and all(r.score.reward is None and r.advantages is None for r in rollouts)
+        none = self._expected and rollouts and all(r.score.reward is None and r.advantages is None for r in rollouts)
         self._without = self._without + 1 if none else 0
         if self._without == STEPS_WITHOUT_REWARD:
             raise RunError(

@@ -21,13 +21,13 @@ from colocated_grpo.assembly.data import (
 from colocated_grpo.assembly.engines import Engines, engine_spec
 from colocated_grpo.assembly.policy import (
     build_colocated,
-    build_exports,
     build_judge,
     build_opponent,
     build_reference,
     fetch_opponent,
     opponent_state,
     read_opponent,
+    read_reference,
     rehearse,
 )
 from colocated_grpo.callbacks import Callbacks
@@ -36,6 +36,7 @@ from colocated_grpo.errors import RunError
 from colocated_grpo.evaluation.evaluator import Best, Evaluator
 from colocated_grpo.phases import Choreography, Clock
 from colocated_grpo.policy.blocks import blocks_of, num_checkpointed
+from colocated_grpo.policy.export import build_exports
 from colocated_grpo.policy.lora.weights import AdapterWeights, frozen_experts
 from colocated_grpo.policy.model_files import ModelFiles, read_model_files
 from colocated_grpo.policy.model_loader import ModelLoader
@@ -71,12 +72,12 @@ def build_run(
 ) -> Run:
     """Build every object and resume from the newest complete checkpoint in `folder`, if there is one. Collective.
 
-    Steps that can fail for outside reasons come first, before device memory is allocated. output: shows each phase.
-    resources: collects everything to close, also after a failure. callbacks: the user's callbacks.
+    Steps that can fail for outside reasons come first. resources: collects everything to close, also after a failure.
     """
     tracker = make_tracker(folder, output, config.tracking, is_main=world.is_main)
     with output.phase("reading the model's settings and tokenizer"):
         model = read_model_files(config.model, world, config.policy.lora)
+        scored_by = read_reference(config.reference_model, model, world)
         opponent_folder = fetch_opponent(config.opponent_model, world)
         in_rank = config.engine.placement == "colocated"  # engine servers have checked their own vLLM
         spec = engine_spec(config, model.folder, world.size, world.device) if in_rank else None
@@ -91,9 +92,10 @@ def build_run(
         servers = [] if in_rank else connect_servers(config, world, stop)
     with output.phase("reading the weights"):
         policy = Policy(config, model.hf_config, model.folder, world)
-        loader_of, offloaded = partial(ModelLoader, config, model.hf_config, world=world), config.policy.cpu_offload
-        reference = build_reference(config.loss.kl, policy, loader_of(model.folder), offloaded=offloaded)
-        frozen = read_opponent(None if opponent_folder is None else loader_of(opponent_folder), world.device)
+        scoring = ModelLoader(config, scored_by.hf_config, scored_by.folder, world)
+        reference = build_reference(config.loss.kl, policy, scoring, offloaded=config.policy.cpu_offload)
+        load_opponent = partial(ModelLoader, config, model.hf_config, world=world)
+        frozen = read_opponent(None if opponent_folder is None else load_opponent(opponent_folder), world.device)
         others = opponent_state(config.opponent, frozen)
         checkpoints = Checkpoints(folder, config.checkpoint, world, others, tracker.note)
         start, state = checkpoints.restore(policy)
@@ -112,8 +114,7 @@ def build_run(
     resources.callback(supply.close)
     resources.callback(finish_writing, checkpoints)
     best = Best(config.evaluation.keep_best, config.evaluation.patience)
-    if start or state:
-        load_state(state, supply, best, folder / CHECKPOINTS / f"step_{start:06d}")
+    load_state(state, start, supply, best, folder)
     return Run(
         config=config,
         world=world,
@@ -127,7 +128,7 @@ def build_run(
         collector=collector,
         supply=supply,
         choreography=Choreography(policy, engines.engine, engines.sync, clock, config.sync_frequency),
-        rewards=RewardCheck(config.rollout.max_reward_errors),
+        rewards=RewardCheck(config.rollout.max_reward_errors, expected=config.is_rewarded),
         judge_samples=build_judge(config.freshness, config.rollout.temperature, policy.dtype, engines, world),
         clock=clock,
         evaluator=Evaluator(evaluation_sets(config, data.evaluated, model.stop_token_ids), collector, world),
@@ -142,11 +143,12 @@ def build_run(
     )
 
 
-def load_state(state: JsonObject, supply: Supply, best: Best, checkpoint: Path) -> None:
-    """Continue where `checkpoint` ends. Raises RunError if its state is not of these objects."""
-    with unreadable(checkpoint):
-        supply.load_state_dict(state["source"])
-        best.load_state_dict(state.get(BEST, {}))
+def load_state(state: JsonObject, start: int, supply: Supply, best: Best, folder: Path) -> None:
+    """Continue where the checkpoint of step `start` ends, if there is one. Raises RunError if its state differs."""
+    if start or state:
+        with unreadable(folder / CHECKPOINTS / f"step_{start:06d}"):
+            supply.load_state_dict(state["source"])
+            best.load_state_dict(state.get(BEST, {}))
 
 
 def connect_servers(config: Config, world: World, stop: StopRequest) -> list[EngineServer]:

@@ -7,18 +7,19 @@ from pathlib import Path
 
 import torch
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedTokenizerBase
 
 from colocated_grpo.assembly.engines import Engines
+from colocated_grpo.errors import ConfigError
 from colocated_grpo.freshness import Judge, default_limit, make_judge
 from colocated_grpo.phases import WeightSync
 from colocated_grpo.policy.activations import StepSettings, choose_micro_batch_size
 from colocated_grpo.policy.checkpoint_files import fetch_model
-from colocated_grpo.policy.export import AdapterExport, Export, ModelExport
 from colocated_grpo.policy.lora.weights import AdapterWeights
 from colocated_grpo.policy.masters import ShardedWeights, adopt
 from colocated_grpo.policy.model import host_copy
-from colocated_grpo.policy.model_files import ModelFiles
-from colocated_grpo.policy.model_loader import ModelLoader, dtype_of
+from colocated_grpo.policy.model_files import ModelFiles, read_model_files
+from colocated_grpo.policy.model_loader import ModelLoader
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.policy.reference import InitialAdapter, Reference, ReferenceModel
 from colocated_grpo.rollout.engine import LocalEngine
@@ -26,22 +27,45 @@ from colocated_grpo.rollout.vllm.spec import EngineSpec
 from colocated_grpo.rollout.vllm.vllm_engine import VLLMEngine
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings.losses import KLConfig
-from colocated_grpo.settings.schema import CheckpointConfig, Config, FreshnessConfig, ModelConfig, OpponentConfig
-from colocated_grpo.settings.training import LoRAConfig
+from colocated_grpo.settings.schema import Config, FreshnessConfig, ModelConfig, OpponentConfig
 from colocated_grpo.weights.colocated import ColocatedSync, FrozenOpponent, share
 
 
 def build_reference(kl: KLConfig, policy: Policy, loader: ModelLoader, *, offloaded: bool) -> Reference | None:
     """Return the frozen reference of the KL penalty; None without such a penalty. Call before a checkpoint is restored.
 
-    An adapter needs no second model: the policy's own weights are merged with the initial adapter for each scoring.
-    loader: loads the run's model. offloaded: keep the reference in host memory between uses.
+    An adapter needs no second model, unless kl.model is one: the policy's own weights are merged with the initial
+    adapter for each scoring.
+    loader: loads the reference. offloaded: keep it in host memory between uses.
     """
-    if kl.coef == 0 or kl.target != "reference":
+    if not kl.has_reference:
         return None
-    if isinstance(policy.weights, AdapterWeights):
+    if kl.model is None and isinstance(policy.weights, AdapterWeights):
         return InitialAdapter(policy.weights)
-    return ReferenceModel(ShardedWeights(loader.model(offloaded=offloaded)))
+    model = loader.model(offloaded=offloaded)
+    policy.model.shares_prefixes &= model.shares_prefixes  # both compute the same micro-batches
+    return ReferenceModel(ShardedWeights(model))
+
+
+def read_reference(reference: ModelConfig | None, policy: ModelFiles, world: World) -> ModelFiles:
+    """Return the files of the KL penalty's reference; without a model of its own, those of the policy. Collective.
+
+    Raises ConfigError if the two models have different vocabularies: the reference scores the policy's tokens.
+    """
+    if reference is None:
+        return policy
+    files = read_model_files(reference, world, key="loss.kl.model")
+    check_same_vocabulary(reference.name, files.tokenizer, policy.tokenizer)
+    return files
+
+
+def check_same_vocabulary(name: str, reference: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase) -> None:
+    """Raise ConfigError if a token of one tokenizer is missing, or is another token, in the other."""
+    if differing := reference.get_vocab().items() ^ policy.get_vocab().items():
+        raise ConfigError(
+            f"loss.kl.model={name!r}: its vocabulary differs from the policy's in {len(differing)} entries, such as "
+            f"{min(differing)}; choose a model with the same tokenizer"
+        )
 
 
 def fetch_opponent(opponent: ModelConfig | None, world: World) -> Path | None:
@@ -159,24 +183,3 @@ def build_judge(
     """temperature: temperature of training samples. compute: type of the policy's activations."""
     limit = default_limit([compute, engines.dtype], quantized=engines.is_quantized)
     return make_judge(freshness, limit, temperature, (world.sum_, world.max_))
-
-
-def build_exports(
-    checkpoint: CheckpointConfig, lora: LoRAConfig | None, base: str, policy: Policy, model: ModelFiles, world: World
-) -> list[Export]:
-    """Return the run's exports: its model, or the adapter and, with export_merged, the merged model.
-
-    base: name of the model that an adapter belongs to.
-    """
-    whole_model = model_export(policy, model, dtype_of(checkpoint.export_dtype, auto=policy.dtype), world)
-    if lora is None:
-        return [whole_model]
-    adapter = AdapterExport(policy=policy, lora=lora, base=base, tokenizer=model.tokenizer, world=world)
-    return [adapter, whole_model] if checkpoint.export_merged else [adapter]
-
-
-def model_export(policy: Policy, model: ModelFiles, dtype: torch.dtype, world: World) -> ModelExport:
-    config, tokenizer = model.hf_config, model.tokenizer
-    return ModelExport(
-        policy=policy, hf_config=config, tokenizer=tokenizer, source=model.folder, dtype=dtype, world=world
-    )

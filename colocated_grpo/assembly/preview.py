@@ -9,6 +9,7 @@ import torch
 
 from colocated_grpo.assembly.data import draw_evaluated, import_answers, open_source
 from colocated_grpo.assembly.engines import engine_spec
+from colocated_grpo.assembly.policy import check_same_vocabulary
 from colocated_grpo.environments.base import Scorer
 from colocated_grpo.environments.build import build_environments
 from colocated_grpo.environments.rewards.workers import end_idle_workers
@@ -51,6 +52,9 @@ def preview(config: Config, place: Placement, note: Callable[[str], None]) -> li
             check_names(spec.args)
     tokenizer = load_tokenizer(config.model, folder)
     stop_token_ids(tokenizer, folder)  # raises if one lies outside the vocabulary
+    if (reference := config.reference_model) is not None:
+        check_model(reference, fetch_tokenizer(reference))
+        check_same_vocabulary(reference.name, load_tokenizer(reference, fetch_tokenizer(reference)), tokenizer)
     environments = build_environments(config, tokenizer)
     import_answers(config.evaluation)
     prompts = open_source(environments, note).next(config.rollout.prompts_per_step) if environments.trained else []
@@ -62,7 +66,8 @@ def preview(config: Config, place: Placement, note: Callable[[str], None]) -> li
     if len({prompt.text for prompt in prompts}) < 2 <= len({str(prompt.item["prompt"]) for prompt in prompts}):
         note("all prompts of the first step are rendered as the same text; does the chat template use the messages?")
     try:
-        rewards = list(show_rewards(prompts, environments.scorers, config.rollout.reward_timeout, note))
+        scorers = environments.scorers if config.is_rewarded else {}
+        rewards = list(show_rewards(prompts, scorers, config.rollout.reward_timeout, note))
     finally:
         end_idle_workers()
     lines = [*show_prompts(prompts, config.rollout.max_prompt_tokens), *rewards]

@@ -9,10 +9,9 @@ from pathlib import Path
 import torch
 
 from colocated_grpo.assembly.engines import Engines
-from colocated_grpo.assembly.policy import model_export
 from colocated_grpo.errors import ConfigError
 from colocated_grpo.phases import WeightSync
-from colocated_grpo.policy.export import AdapterExport
+from colocated_grpo.policy.export import AdapterExport, model_export
 from colocated_grpo.policy.masters import adopt
 from colocated_grpo.policy.model_files import ModelFiles
 from colocated_grpo.policy.model_loader import engine_dtype

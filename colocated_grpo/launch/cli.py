@@ -43,7 +43,7 @@ def run_parser() -> argparse.ArgumentParser:
         description="Train with GRPO, one process per GPU. Each has a vLLM engine, unless engine.placement is server.",
         epilog="Settings override the file: --policy.lr 2e-6 --environments.0.args.max_digits 3 --engine.sleep=false. "
         "Further commands, each with --help: init (write a config), doctor, evaluate, chat, serve, show-rollouts, "
-        "compare-runs, report, make-model, atropos (command lines of Atropos' example trainer).",
+        "compare-runs, report, make-model, sft, atropos (command lines of Atropos' example trainer).",
     )
     integer = partial(parser.add_argument, type=int, metavar="N")
     integer("--gpus", help="GPUs of this node; 0 trains on the CPU (default: all visible)")

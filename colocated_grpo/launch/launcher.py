@@ -32,7 +32,7 @@ from colocated_grpo.servers.engine_servers import EngineServers, ServerPlan, pla
 if TYPE_CHECKING:
     from colocated_grpo.settings.schema import Config, ModelConfig
 
-TOOLS = ("init", "chat", "doctor", "evaluate", "show-rollouts", "compare-runs", "report", "make-model")
+TOOLS = ("init", "chat", "doctor", "evaluate", "show-rollouts", "compare-runs", "report", "make-model", "sft")
 COMMANDS = {
     "serve": "colocated_grpo.servers",
     **{name: f"colocated_grpo.tools.{name.replace('-', '_')}" for name in TOOLS},

@@ -157,17 +157,23 @@ def logprobs_by_advantage(logprobs_N: Tensor, inputs: LossInputs) -> dict[str, S
 
 
 def make_kl_penalty(config: PolicyLoss) -> Penalty:
-    """kl.coef times the k3 estimate of KL(policy || target), differentiated through the estimate itself."""
+    """kl.coef times an estimate of KL(policy || target), differentiated through the estimate itself.
+
+    Over tokens sampled from the policy, k3 has the gradient of KL(target || policy) and k2 that of KL(policy || target)
+    (arXiv 2510.01555). The metric `kl` is k3 in both cases: its mean is the KL, and the mean of k2 is not.
+    """
     coef = config.kl.coef
     if coef == 0:
         return lambda logprobs_N, inputs, weights_N: (torch.zeros_like(inputs.advantages_N), {})
     target = {"reference": _reference_logprobs, "rollout": sampling_logprobs}[config.kl.target]
+    estimate = {"k3": _k3, "k2": lambda log_ratio_N: log_ratio_N.square() / 2}[config.kl.estimator]
 
     def penalty(logprobs_N: Tensor, inputs: LossInputs, weights_N: Tensor) -> tuple[Tensor, dict[str, Stat]]:
-        kl_N = _k3(_clamped(target(inputs) - logprobs_N))
-        return coef * kl_N, {
-            "kl": weighted_mean(kl_N, inputs.loss_mask_N),
-            "loss/kl": weighted_mean(coef * kl_N, weights_N),
+        log_ratio_N = _clamped(target(inputs) - logprobs_N)
+        penalty_N = coef * estimate(log_ratio_N)
+        return penalty_N, {
+            "kl": weighted_mean(_k3(log_ratio_N), inputs.loss_mask_N),
+            "loss/kl": weighted_mean(penalty_N, weights_N),
         }
 
     return penalty

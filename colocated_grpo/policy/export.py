@@ -1,12 +1,14 @@
 """Export of the policy as a Hugging Face model, or of its adapter, for transformers, PEFT and vLLM."""
 
+from __future__ import annotations
+
 import json
 import shutil
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from safetensors.torch import save_file
@@ -14,10 +16,15 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from colocated_grpo.errors import in_one_line, write_failed
+from colocated_grpo.policy.model_loader import dtype_of
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.runtime.checksums import write_checksums
 from colocated_grpo.runtime.distributed import World, whole
+from colocated_grpo.settings.schema import CheckpointConfig
 from colocated_grpo.settings.training import LoRAConfig
+
+if TYPE_CHECKING:
+    from colocated_grpo.policy.model_files import ModelFiles
 
 FILE_BYTES = 4 << 30
 
@@ -109,6 +116,27 @@ class AdapterExport:
                 with _write_errors_in_one_line(target.parent):
                     write_adapter(partial, self.lora, self.base, self.policy.model, self.policy.parameters())
                     self.tokenizer.save_pretrained(partial)
+
+
+def build_exports(
+    checkpoint: CheckpointConfig, lora: LoRAConfig | None, base: str, policy: Policy, model: ModelFiles, world: World
+) -> list[Export]:
+    """Return the run's exports: its model, or the adapter and, with export_merged, the merged model.
+
+    base: name of the model that an adapter belongs to.
+    """
+    whole_model = model_export(policy, model, dtype_of(checkpoint.export_dtype, auto=policy.dtype), world)
+    if lora is None:
+        return [whole_model]
+    adapter = AdapterExport(policy=policy, lora=lora, base=base, tokenizer=model.tokenizer, world=world)
+    return [adapter, whole_model] if checkpoint.export_merged else [adapter]
+
+
+def model_export(policy: Policy, model: ModelFiles, dtype: torch.dtype, world: World) -> ModelExport:
+    config, tokenizer = model.hf_config, model.tokenizer
+    return ModelExport(
+        policy=policy, hf_config=config, tokenizer=tokenizer, source=model.folder, dtype=dtype, world=world
+    )
 
 
 @contextmanager

@@ -36,12 +36,14 @@ class ModelFiles:
     """Settings that determine the shapes of weights and adapter. A run resumes only if these settings are equal."""
 
 
-def read_model_files(model: ModelConfig, world: World, lora: LoRAConfig | None = None) -> ModelFiles:
+def read_model_files(
+    model: ModelConfig, world: World, lora: LoRAConfig | None = None, key: str = "model.name"
+) -> ModelFiles:
     """Read the files. If the model's name is no folder, one rank per node downloads the model first. Collective.
 
-    lora: settings of a trained adapter.
+    lora: settings of a trained adapter. key: the setting that names the model.
     """
-    folder = fetch_model(model, world)
+    folder = fetch_model(model, world, key)
     hf_config = read_model_config(model, folder)
     tokenizer = load_tokenizer(model, folder)
     return ModelFiles(

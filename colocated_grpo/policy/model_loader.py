@@ -77,7 +77,7 @@ class ModelLoader:
         model = self._empty()
         if policy.train_layers is not None:
             freeze(model, self.dtype, policy.train_layers)
-        self._prepare_blocks(model)
+        self._prepare_blocks(model, replays=policy.routing_replay)
         if coefficient := policy.load_balancing:  # not with an adapter, which freezes the routers
             model.balancing = LoadBalancing(model, model.lm.config.model_type, coefficient, self._world.device)
         if self._without_fsdp:
@@ -86,9 +86,10 @@ class ModelLoader:
         return masters.ShardedWeights(model)
 
     def model(self, *, offloaded: bool) -> PackedLM:
-        """Return the model with FSDP2. offloaded: keep it in host memory between uses."""
+        """Return a frozen model with FSDP2, in the compute type. offloaded: keep it in host memory between uses."""
         model = self._empty()
-        self._prepare_blocks(model)
+        freeze(model, self.dtype)
+        self._prepare_blocks(model, replays=False)
         self._load_sharded(model, offloaded=offloaded)
         return model
 
@@ -102,7 +103,7 @@ class ModelLoader:
         freeze(model, self.dtype)
         insert_adapters(model.lm, transformer_blocks(model.lm), lora)
         factors = read_factors(lora, model)
-        self._prepare_blocks(model)
+        self._prepare_blocks(model, replays=self._policy.routing_replay)
         if self._without_fsdp:
             masters.allocate(model, device, self.dtype)
             masters.read_parameters(model.hf_parameters(), model.lm.base_model_prefix, self._folder)
@@ -131,12 +132,12 @@ class ModelLoader:
         masters.read_from(reader, model.hf_buffers(), prefix)
         return model
 
-    def _prepare_blocks(self, model: PackedLM) -> None:
-        """Prepare the blocks for checkpointing, compilation and routing replay as configured."""
+    def _prepare_blocks(self, model: PackedLM, *, replays: bool) -> None:
+        """Prepare the blocks for checkpointing and compilation as configured. replays: also for routing replay."""
         policy, device = self._policy, self._world.device
         compiled = device.type == "cuda" if policy.compile == "auto" else policy.compile
         prepare_blocks(model, checkpointed=policy.gradient_checkpointing is True, compiled=compiled)
-        if policy.routing_replay:
+        if replays:
             model.replay = RoutingReplay(blocks_of(model), model.lm.config, device)
         if compiled and policy.lora is not None and (policy.lora.layers is None or 0 in policy.lora.layers):
             require_input_gradients(model)

@@ -38,10 +38,10 @@ def first_difference(one: JsonObject, other: JsonObject) -> str | None:
     return next((key for key in one if key in other and one[key] != other[key]), None)
 
 
-def read_config_json(model: ModelConfig, section: str = "model") -> JsonObject:
-    """Return the model's config.json, from its folder, the local cache or the Hub. Error lines name `section`."""
-    path = _local_config(model, section) or _hub_config(model, section)
-    setting = f"{section}.name={model.name!r}"
+def read_config_json(model: ModelConfig, key: str = "model.name") -> JsonObject:
+    """Return the model's config.json, from its folder, the local cache or the Hub. Error lines name `key`."""
+    path = _local_config(model, key) or _hub_config(model, key)
+    setting = f"{key}={model.name!r}"
     try:
         config_json = config_json_in(path.parent)
     except (ValueError, RecursionError) as error:
@@ -72,9 +72,9 @@ def config_json_in(folder: Path) -> JsonObject:
     return json.loads((folder / "config.json").read_text(encoding="utf-8"))
 
 
-def _local_config(model: ModelConfig, section: str) -> Path | None:
+def _local_config(model: ModelConfig, key: str) -> Path | None:
     """Return the config.json of a local folder; None if the name can only be a repository on the Hub."""
-    folder, setting = Path(model.name), f"{section}.name={model.name!r}"
+    folder, setting = Path(model.name), f"{key}={model.name!r}"
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ConfigError(f"{setting}: no config.json in this folder; {_instead(folder)}")
@@ -101,10 +101,10 @@ def _instead(folder: Path) -> str:
     return "expected a saved transformers model"
 
 
-def _hub_config(model: ModelConfig, section: str) -> Path:
+def _hub_config(model: ModelConfig, key: str) -> Path:
     from huggingface_hub import constants, errors, hf_hub_download, try_to_load_from_cache
 
-    setting = f"{section}.name={model.name!r}"
+    setting = f"{key}={model.name!r}"
     name = f"{setting}: no such folder"
     try:
         cached = try_to_load_from_cache(model.name, "config.json", revision=model.revision)
@@ -122,7 +122,8 @@ def _hub_config(model: ModelConfig, section: str) -> Path:
     except errors.RepositoryNotFoundError:
         raise ConfigError(f"{name}, and not on the Hub (or private: set HF_TOKEN)") from None
     except errors.RevisionNotFoundError:
-        unknown = f"{section}.revision={model.revision!r}: {model.name} has no such branch, tag or commit"
+        revision = f"{key.removesuffix('name')}revision={model.revision!r}"
+        unknown = f"{revision}: {model.name} has no such branch, tag or commit"
         raise ConfigError(unknown) from None
     except errors.RemoteEntryNotFoundError:
         raise ConfigError(f"{setting}: no config.json on the Hub; expected a transformers model") from None

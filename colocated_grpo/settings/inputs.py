@@ -50,14 +50,12 @@ def check_inputs(config: Config) -> tuple[Config, list[str]]:
         if isinstance(source, schema.TurnsSourceConfig) and source.opponent is not None:
             opponent = config.model_of(source.opponent)
             if opponent != config.model:
-                _check_opponent(f"environments.{index}.opponent", opponent, model, config.model.name)
-    text, name, notes = config_json.text_part(model), config.model.name, list[str]()
+                _check_opponent(f"environments.{index}.opponent.name", opponent, model, config.model.name)
+    text, name = config_json.text_part(model), config.model.name
     heads, size = config_json.attention_heads(text), config.engine.tensor_parallel_size
     if heads and heads % size:
         raise ConfigError(f"engine.tensor_parallel_size={size}: must divide the {heads} attention heads of {name}")
-    positions = config_json.longest_sequence(text)
-    if positions is None:
-        return config, notes
+    positions = config_json.longest_sequence(text) or config_json.MAX_SIZE  # some files do not state it
     lowered, notes = _lowered_lengths(config.rollout, positions, name)
     config = config.model_copy(update={"rollout": config.rollout.model_copy(update=lowered)})
     original = config_json.original_positions(text)
@@ -73,6 +71,8 @@ def check_inputs(config: Config) -> tuple[Config, list[str]]:
         notes.append(f"engine.max_model_len={wanted}: {name} has {positions} positions; using {positions}")
         engine = config.engine.model_copy(update={"max_model_len": positions})
         config = config.model_copy(update={"engine": engine})
+    if config.reference_model is not None:
+        _check_reference(config.reference_model, config.policy.context_parallel, config.max_sequence_tokens)
     return config, notes
 
 
@@ -95,12 +95,26 @@ def _check_layers(policy: PolicyConfig, model: JsonObject, name: str) -> Iterato
             yield f"{key}={layers_text(indices)}: {rule} in {name}"
 
 
-def _check_opponent(section: str, opponent: schema.ModelConfig, policy: JsonObject, name: str) -> None:
+def _check_reference(reference: schema.ModelConfig, context_parallel: int, longest: int) -> None:
+    """Raise ConfigError if another model than the policy's cannot score the run's sequences."""
+    key = f"loss.kl.model={reference.name!r}"
+    model = config_json.read_config_json(reference, "loss.kl.model")
+    check_trains(model, key)
+    check_context(model, context_parallel)
+    positions = config_json.longest_sequence(config_json.text_part(model))
+    if positions is not None and positions < longest:
+        raise ConfigError(
+            f"{key}: it has {positions} positions, and a sequence up to {longest}; lower rollout.max_prompt_tokens or "
+            "rollout.max_completion_tokens"
+        )
+
+
+def _check_opponent(setting: str, opponent: schema.ModelConfig, policy: JsonObject, name: str) -> None:
     """Raise ConfigError if the opponent's shape differs from the policy's shape. Both models use the same engine."""
-    ours, theirs = config_json.shape_of(policy), config_json.shape_of(config_json.read_config_json(opponent, section))
+    ours, theirs = config_json.shape_of(policy), config_json.shape_of(config_json.read_config_json(opponent, setting))
     if (key := config_json.first_difference(ours, theirs)) is not None:
         raise ConfigError(
-            f"{section}.name={opponent.name!r}: {key} is {theirs[key]}, but {ours[key]} in {name}; "
+            f"{setting}={opponent.name!r}: {key} is {theirs[key]}, but {ours[key]} in {name}; "
             "the opponent must have the shape of the policy"
         )
 

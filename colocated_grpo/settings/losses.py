@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from colocated_grpo.settings.base import Number, Section
+from colocated_grpo.settings.base import InputFile, Number, Section
 
 
 class AdvantageConfig(Section):
@@ -47,14 +47,30 @@ class CorrectionConfig(Section):
 
 
 class KLConfig(Section):
-    """KL penalty: coef times the k3 estimate of KL(policy || target), added to the loss of each token."""
+    """KL penalty: coef times an estimate of KL(policy || target), added to the loss of each token."""
 
     coef: Number = Field(0.0, ge=0)
     """Weight of the penalty. 0: no penalty and no reference model, and groups of equal rewards can be skipped
     (batch.drop_constant_groups)."""
     target: Literal["reference", "rollout"] = "reference"
-    """reference: a frozen copy of the initial model, evaluated on every batch. rollout: the policy that sampled the
-    completions; needs no second model."""
+    """reference: a frozen model, evaluated on every batch. rollout: the policy that sampled the completions; needs no
+    second model."""
+    model: InputFile | None = None
+    """Folder or Hugging Face name of the reference, such as a teacher with the policy's vocabulary
+    (docs/guides/distillation.md). null: the model that the run starts from."""
+    estimator: Literal["k3", "k2"] = "k3"
+    """With d = log(target / policy): k3 is exp(d) - d - 1, k2 is d * d / 2. The gradient of k2, on samples of the
+    policy, is the gradient of KL(policy || target). The gradient of k3 is that of KL(target || policy)."""
+
+    @property
+    def has_reference(self) -> bool:
+        return self.coef > 0 and self.target == "reference"
+
+    @model_validator(mode="after")
+    def _model_is_the_reference(self) -> Self:
+        if self.model is not None and not self.has_reference:
+            raise ValueError(f"model={self.model!r}: has no effect; set coef above 0, and target: reference")
+        return self
 
 
 class PolicyLoss(Section):

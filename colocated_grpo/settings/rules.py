@@ -280,6 +280,8 @@ def _environments(config: Config) -> Lines:
     entries = {f"environments.{index}": source for index, source in enumerate(sources)}
     entries |= {f"evaluation.sets.{i}.source": entry.source for i, entry in enumerate(config.evaluation.sets)}
     for key, source in entries.items():
+        if not source_types.is_rewarded(source) and not config.loss.kl.coef:
+            yield f"{key}.rewards: no reward counts, and loss.kl.coef=0, so nothing would be trained; name a reward"
         if per_engine > 1 and isinstance(source, source_types.EpisodeSourceConfig | source_types.AgentSourceConfig):
             yield (
                 f"{key}.type={source.type}: needs engine.tensor_parallel_size=1, not {per_engine}, because "

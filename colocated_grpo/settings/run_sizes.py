@@ -15,7 +15,9 @@ from functools import cached_property
 from math import ceil
 from pathlib import Path
 
-from colocated_grpo.settings.model_sizes import DTYPE_BYTES, ENGINE_RESERVE, Sizes
+from colocated_grpo.errors import ConfigError
+from colocated_grpo.settings.config_json import read_config_json
+from colocated_grpo.settings.model_sizes import DTYPE_BYTES, ENGINE_RESERVE, Sizes, sizes_of
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.training import LoRAConfig
 from colocated_grpo.types import JsonObject
@@ -70,11 +72,8 @@ class RunSizes:
         frozen = compute * (sizes.total - self.trained)
         adapted = () if policy.lora is None else _adapted(policy.lora, sizes)
         base = compute * sum(inputs * outputs for inputs, outputs in adapted)
-        kl = self.config.loss.kl
-        has_reference = kl.coef > 0 and kl.target == "reference" and policy.lora is None
-        reference = MASTER * sizes.total if has_reference else 0
         # Sharded state, and the adapter's state on every rank.
-        weights = (MASTER * self.trained + frozen + reference) // shards + MASTER * self.adapter
+        weights = (MASTER * self.trained + frozen + self._reference()) // shards + MASTER * self.adapter
         gradients = GRADIENT * (self.trained // shards + self.adapter)
         moments = state * (self.trained // shards + self.adapter)
         host = 0
@@ -121,6 +120,17 @@ class RunSizes:
     def _shards(self) -> int:
         """Ranks that together hold the model."""
         return self.place.ranks // (self.place.nodes if self.config.policy.replicate == "nodes" else 1)
+
+    def _reference(self) -> int:
+        """Return the bytes of the reference of a KL penalty. An adapter's base needs none of its own."""
+        kl, other = self.config.loss.kl, self.config.reference_model
+        if not kl.has_reference or (other is None and self.config.policy.lora is not None):
+            return 0
+        try:
+            sizes = self.sizes if other is None else sizes_of(read_config_json(other, "loss.kl.model"))
+        except ConfigError:  # reported by `check_inputs`
+            sizes = None
+        return 0 if sizes is None else self.compute_bytes * sizes.total
 
     def _gathered(self) -> int:
         """Return the bytes of weights in the compute type beside the masters.

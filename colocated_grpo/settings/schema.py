@@ -13,7 +13,7 @@ from colocated_grpo.settings.base import INITIAL, FileName, Integer, NonNegative
 from colocated_grpo.settings.evaluation import EvaluationConfig
 from colocated_grpo.settings.generation import EngineConfig, ModelConfig, RolloutConfig
 from colocated_grpo.settings.losses import AdvantageConfig, DAPOConfig, LossConfig
-from colocated_grpo.settings.sources import EnvironmentConfig, OpponentConfig, TurnsSourceConfig
+from colocated_grpo.settings.sources import EnvironmentConfig, OpponentConfig, TurnsSourceConfig, is_rewarded
 from colocated_grpo.settings.training import BatchConfig, PolicyConfig
 
 
@@ -152,6 +152,17 @@ class Config(Section):
     def opponent_model(self) -> ModelConfig | None:
         """Model that provides the opponent's initial weights."""
         return None if self.opponent is None else self.model_of(self.opponent)
+
+    @property
+    def reference_model(self) -> ModelConfig | None:
+        """Model of loss.kl.model; None: there is no reference, or it is the run's model."""
+        name = self.loss.kl.model
+        return None if name is None else ModelConfig(name=name, trust_remote_code=self.model.trust_remote_code)
+
+    @property
+    def is_rewarded(self) -> bool:
+        """False if no environment gives rewards, so that only the KL penalty trains."""
+        return any(map(is_rewarded, self.environments))
 
     def model_of(self, opponent: OpponentConfig) -> ModelConfig:
         if opponent.name == INITIAL:

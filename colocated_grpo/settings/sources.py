@@ -239,8 +239,9 @@ class DatasetSourceConfig(RowsSourceConfig):
     """Rows of a dataset as prompts, scored by reward functions."""
 
     type: Literal["dataset"]
-    rewards: list[Annotated[RewardConfig, BeforeValidator(reward_by_name)]] = Field(min_length=1)
-    """Reward functions, summed by weight. A plain name is short for {name: ...}."""
+    rewards: list[Annotated[RewardConfig, BeforeValidator(reward_by_name)]]
+    """Reward functions, summed by weight. A plain name is short for {name: ...}. []: none, where loss.kl alone trains
+    (docs/guides/distillation.md)."""
     tools: list[Tool] = []
     """Tools that the chat template describes to the model: docs/guides/prompts.md. A column `tools` takes
     precedence."""
@@ -273,6 +274,11 @@ EnvironmentConfig = Annotated[
     | AtroposSourceConfig,
     Field(discriminator="type"),
 ]
+
+
+def is_rewarded(source: EnvironmentConfig) -> bool:
+    """Return False for a dataset without a reward that counts. Rewards of weight 0 are only logged."""
+    return not isinstance(source, DatasetSourceConfig) or any(reward.weight for reward in source.rewards)
 
 
 def prompt_functions(source: EnvironmentConfig) -> Iterator[tuple[KeyPath, str]]:

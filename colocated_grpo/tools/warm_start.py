@@ -253,7 +253,7 @@ class _TeacherConversation(Conversation):
     async def _teach(self, _token_ids: list[int], _max_tokens: int) -> Completion:
         tokenizer = self._teacher.tokenizer
         turn = tokenizer.encode(self._teacher.episode.teach(self._item, self._observations))
-        return _completion([*turn, tokenizer.eos_token_id], "stop")
+        return taught([*turn, tokenizer.eos_token_id])
 
 
 class _BatchSampler:
@@ -280,9 +280,10 @@ class _BatchSampler:
         pending, self._pending = self._pending, []
         turns = self._sample([token_ids for token_ids, _, _ in pending], max(limit for _, limit, _ in pending))
         for (_, limit, turn), token_ids in zip(pending, turns, strict=True):
-            turn.set_result(_completion(token_ids[:limit], "stop" if len(token_ids) <= limit else "length"))
+            turn.set_result(taught(token_ids[:limit], "stop" if len(token_ids) <= limit else "length"))
 
 
-def _completion(token_ids: list[int], finish_reason: FinishReason) -> Completion:
+def taught(token_ids: list[int], finish_reason: FinishReason = "stop") -> Completion:
+    """Return a completion whose log-probabilities are not used."""
     unused = [0.0] * len(token_ids)
     return Completion(token_ids=token_ids, sampling_logprobs=unused, finish_reason=finish_reason, policy_version=0)

@@ -43,6 +43,7 @@ LEARNING_COLUMNS = (
     Column("reward", "reward", 0),
     Column("held-out", "held_out/reward", 1),
     Column("length", "completion_tokens", 3),
+    Column("kl", "kl", 5),
     Column("mismatch", MISMATCH, 5),
     Column("clip", "clip_fraction/high", 9),
 )

@@ -204,7 +204,10 @@ def verdict(rows: Sequence[Row]) -> str:
     train = [row for row in rows if row["kind"] == TRAIN]
     if not train:
         return ""
-    parts = [_learning(_values(train, "reward"))]
+    rewards, kl = _values(train, "reward"), _values(train, "kl")
+    if kl and not rewards:  # distillation
+        return f"{_learning(kl, 'KL to the reference')}."
+    parts = [_learning(rewards, "training reward")]
     if (held_out := first_and_last(rows, "held_out/reward")) and held_out[0]["step"] < held_out[1]["step"]:
         before, after = (figure(row, "held_out/reward") for row in held_out)
         parts.append(f"held-out reward {before} -> {after}")
@@ -223,23 +226,23 @@ def verdict(rows: Sequence[Row]) -> str:
     return "; ".join(parts) + "."
 
 
-def _learning(rewards: Sequence[float]) -> str:
+def _learning(values: Sequence[float], name: str) -> str:
     """Compare the means of the first and the last steps with the scatter from one step to the next."""
-    if not rewards:
+    if not values:
         return "No completion has a reward"
-    if len(rewards) < MIN_STEPS:
-        return f"{len(rewards)} step{'s' * (len(rewards) > 1)}: too few to tell learning from noise"
-    window, (before, after) = _window(rewards), _ends(rewards)
+    if len(values) < MIN_STEPS:
+        return f"{len(values)} step{'s' * (len(values) > 1)}: too few to tell learning from noise"
+    window, (before, after) = _window(values), _ends(values)
     # Use differences of neighbours: unlike the standard deviation, their scatter does not count the trend as noise.
-    variance = fmean((b - a) ** 2 for a, b in pairwise(rewards)) / 2
+    variance = fmean((b - a) ** 2 for a, b in pairwise(values)) / 2
     error = math.sqrt(2 * variance / window)
     change = after - before
     if abs(change) <= CLEAR * error:
-        how = "The training reward has not changed beyond its noise"
+        how = f"The {name} has not changed beyond its noise"
     else:
-        how = f"The training reward has {'risen' if change > 0 else 'fallen'}"
+        how = f"The {name} has {'risen' if change > 0 else 'fallen'}"
     moved = f"{number(before)} -> {number(after)}, {change:+.3g} with a standard error of {error:.2g}"
-    return f"{how} over {len(rewards)} steps: {moved} (means of {window} steps)"
+    return f"{how} over {len(values)} steps: {moved} (means of {window} steps)"
 
 
 def _window(values: Sequence[float]) -> int:

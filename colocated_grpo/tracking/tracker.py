@@ -108,7 +108,8 @@ class StabilityWatch:
 def banner_facts(settings: JsonObject, model: str, run_dir: Path) -> dict[str, str]:
     """Return the banner's lines. model: the model's size, and the devices that train it."""
     rollout, batch, scale = settings["rollout"], settings["batch"], settings["advantage"]["scale"]
-    updates = batch["minibatches"] * batch["epochs"]
+    updates, kl = batch["minibatches"] * batch["epochs"], settings["loss"]["kl"]
+    penalty = f", {kl['coef']:g} x KL to {kl['model'] or kl['target']}" if kl["coef"] else ""
     return {
         "model": f"{settings['model']['name']}: {model}",
         "environments": ", ".join(environment["name"] for environment in settings["environments"]),
@@ -116,7 +117,7 @@ def banner_facts(settings: JsonObject, model: str, run_dir: Path) -> dict[str, s
             f"{settings['training_steps']}, each {rollout['prompts_per_step']} prompts x {rollout['group_size']} "
             f"completions and {updates} optimizer step{'s' if updates > 1 else ''}"
         ),
-        "loss": f"{settings['loss']['type']}, advantages scaled by {scale}, lr {settings['policy']['lr']:g}",
+        "loss": f"{settings['loss']['type']}, advantages scaled by {scale}{penalty}, lr {settings['policy']['lr']:g}",
         "run folder": str(run_dir),
     }
 

@@ -143,6 +143,21 @@ def test_tokens_beyond_the_vocabulary_are_found(tmp_path):
         shown(tmp_path, model=model)
 
 
+def test_rewards_that_do_not_count_are_not_asked_for_numbers(tmp_path):
+    environment = {"type": "dataset", "name": str(rows(tmp_path)), "rewards": []}
+    loss = {"type": "dapo", "kl": {"coef": 1, "model": str(tiny_model("llama"))}}
+    notes: list[str] = []
+    lines = preview(Trainer(str(tiny_model()), environments=[environment], loss=loss).config, CPU, notes.append)
+    assert not [line for line in [*lines, *notes] if "the reward is" in line or "no reward" in line]
+
+
+def test_a_reference_with_another_vocabulary_is_found(tmp_path):
+    rows(tmp_path)
+    loss = {"type": "dapo", "kl": {"coef": 1, "model": str(tiny_model(vocab=120))}}
+    with pytest.raises(ConfigError, match=r"loss\.kl\.model=.* differs from the policy's in 16 entries, such as"):
+        shown(tmp_path, loss=loss)
+
+
 @pytest.mark.parametrize(
     ("engine", "message"),
     [

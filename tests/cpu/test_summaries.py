@@ -115,6 +115,9 @@ def test_three_steps_in_a_row_without_any_reward_stop_the_run():
         check.check(batch)
     with pytest.raises(RunError, match="no completion of the last 3 steps has a reward"):
         check.check(none)
+    without = RewardCheck(0.5, expected=False)
+    for _ in range(4):
+        without.check(none)
 
 
 def test_advantages_of_the_environment_need_no_reward():

@@ -25,7 +25,7 @@ BUSY_SETTINGS = [
     {"kl": KLConfig(coef=0.1), "correction": CorrectionConfig(level=level, mode=mode, cap=1.3, floor=floor)}
     for level in ("token", "sequence")
     for mode, floor in (("truncate", 0.0), ("mask", 0.7))
-] + [{"kl": KLConfig(coef=0.1, target="rollout"), "old_logprobs": "sampling"}]
+] + [{"kl": KLConfig(coef=0.1, target="rollout", estimator="k2"), "old_logprobs": "sampling"}]
 """Together these read every tensor: ratio, correction and both KL penalties."""
 
 

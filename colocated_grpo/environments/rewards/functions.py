@@ -230,7 +230,8 @@ class RewardScorer:
             remote[function.name] if function.name in remote else scores_of(function, inputs)
             for function in self.functions
         ]
-        return [self._combine(results) for results in zip(*by_function, strict=True)]
+        by_completion = zip(*by_function, strict=True) if by_function else [()] * len(texts)
+        return [self._combine(results) for results in by_completion]
 
     def check_item(self, item: Item) -> None:
         """Raise EnvironmentSetupError if a function needs a missing column, or needs messages but gets text."""

@@ -198,6 +198,42 @@ def test_kl_is_k3_to_its_target_and_is_not_weighted_by_the_correction(target: st
     assert metrics_of(config, inputs)["kl"] == pytest.approx(x - math.log(x) - 1)
 
 
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_the_mean_gradient_of_an_estimator_is_that_of_the_kl_it_stands_for(estimator: str):
+    """Every token of a vocabulary of four once, weighted by its probability, in place of samples from the policy."""
+    logits_V = torch.tensor([0.3, -1.2, 2.0, 0.1], dtype=torch.float64, requires_grad=True)
+    policy_V = logits_V.log_softmax(0)
+    target_V = torch.tensor([1.0, 0.4, -0.7, 0.6], dtype=torch.float64).log_softmax(0)
+    kl = {"k2": (policy_V.exp() * (policy_V - target_V)).sum(), "k3": (target_V.exp() * (target_V - policy_V)).sum()}
+    exact = torch.autograd.grad(kl[estimator], logits_V, retain_graph=True)[0]
+
+    config = DAPOConfig(kl=KLConfig(coef=0.5, estimator=estimator), correction=OFF)
+    inputs = replace(
+        make_inputs([1.0] * 4, [0.0] * 4), logprobs_N=policy_V, ref_logprobs_N=target_V, old_logprobs_N=None
+    )
+    _, gradient_of_logprobs = loss_and_gradient(config, inputs)
+    sampled = torch.autograd.grad(policy_V, logits_V, policy_V.detach().exp() * gradient_of_logprobs)[0]
+    assert_close(sampled, 0.5 * exact, rtol=1e-5, atol=1e-6)
+
+
+def test_k2_is_half_the_squared_log_ratio_and_the_kl_metric_stays_k3():
+    config = DAPOConfig(kl=KLConfig(coef=0.5, estimator="k2"))
+    inputs = make_inputs([1.0, 1.0], [0.0, 0.0], reference=[1.6, 0.3])
+    loss, gradient = loss_and_gradient(config, inputs)
+    d = [math.log(1.6), math.log(0.3)]
+    assert_close(loss, torch.tensor(0.5 * (d[0] ** 2 + d[1] ** 2) / 2))
+    assert_close(gradient, torch.tensor([-0.5 * d[0], -0.5 * d[1]]))
+    metrics = metrics_of(config, inputs)
+    assert metrics["kl"] == pytest.approx((1.6 - d[0] - 1 + 0.3 - d[1] - 1) / 2)
+    assert metrics["loss/kl"] == pytest.approx(0.5 * (d[0] ** 2 + d[1] ** 2) / 4)
+
+
+def test_a_model_for_a_penalty_without_reference_is_rejected():
+    for penalty in ({}, {"coef": 0.1, "target": "rollout"}):
+        with pytest.raises(ValueError, match="model='teacher': has no effect; set coef above 0"):
+            KLConfig(model="teacher", **penalty)
+
+
 def test_a_kl_penalty_without_reference_logprobs_is_rejected():
     with pytest.raises(ValueError, match="needs ref_logprobs_N"):
         loss_and_gradient(GRPOConfig(kl=KLConfig(coef=0.1)), make_inputs([1.0], [1.0]))

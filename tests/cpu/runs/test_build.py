@@ -62,6 +62,15 @@ def test_the_opponents_files_are_looked_at_before_weights_are_read(tmp_path):
     assert line.startswith(f"environments: opponent.name={str(other)!r}: ") and "\n" not in line
 
 
+def test_a_reference_with_another_vocabulary_is_refused_before_weights_are_read(tmp_path):
+    other = tiny_model(vocab=120)
+    phase, line = fails(tmp_path, settings(tiny_model(), loss={"type": "dapo", "kl": {"coef": 1, "model": str(other)}}))
+    assert phase == MODEL_PHASE
+    assert line.startswith(
+        f"loss.kl.model={str(other)!r}: its vocabulary differs from the policy's in 16 entries, such"
+    )
+
+
 def test_a_function_for_answers_is_imported_before_weights_are_read(tmp_path):
     broken = tmp_path / "broken.py"
     broken.write_text("def answer(text): return text\n\nraise ValueError('when imported')\n")

@@ -353,6 +353,14 @@ def test_settings_that_contradict_each_other_are_rejected(text, line):
     assert config_error(text) == line
 
 
+def test_a_dataset_needs_a_reward_that_counts_unless_a_kl_penalty_trains():
+    for rewards in ("[]", "[{name: gsm8k, weight: 0}]"):
+        text = f"model: {{name: a}}\nenvironments: [{{type: dataset, name: d, rewards: {rewards}}}]\n"
+        rule = "no reward counts, and loss.kl.coef=0, so nothing would be trained; name a reward"
+        assert config_error(text, alone=True) == f"environments.0.rewards: {rule}"
+        assert not load(text + "loss: {kl: {coef: 1, model: teacher}}", alone=True).is_rewarded
+
+
 def test_an_invalid_reward_is_reported_with_its_index():
     text = "model: {name: a}\nenvironments:\n- {type: dataset, name: d, rewards: [gsm8k, {name: b, weight: big}]}"
     line = "environments.0.rewards.1.weight='big': must be a number (line 3 of x.yaml)"

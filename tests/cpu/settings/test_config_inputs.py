@@ -44,6 +44,26 @@ def test_an_existing_model_folder_needs_no_network(model):
     assert check_inputs(config) == (config, [])
 
 
+def test_the_model_of_a_kl_penalty_is_found_supported_and_long_enough_before_the_run(model, tmp_path):
+    policy = str(model(max_position_embeddings=4096))
+    teacher = tmp_path / "teacher"
+    config = load(f"loss: {{kl: {{coef: 1, model: {teacher}}}}}", "--model.name", policy)
+    assert input_error(config) == f"loss.kl.model={str(teacher)!r}: no such folder"
+
+    teacher.mkdir()
+    (teacher / "model.safetensors").touch()
+    (teacher / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    assert input_error(config).startswith(f"loss.kl.model={str(teacher)!r}: ")
+
+    (teacher / "config.json").write_text(json.dumps({"max_position_embeddings": 1024}))
+    assert input_error(config) == (
+        f"loss.kl.model={str(teacher)!r}: it has 1024 positions, and a sequence up to 2048; lower "
+        "rollout.max_prompt_tokens or rollout.max_completion_tokens"
+    )
+    (teacher / "config.json").write_text(json.dumps({"max_position_embeddings": 2048}))
+    assert check_inputs(config) == (config, [])
+
+
 @pytest.mark.parametrize(("setting", "value"), [("policy.routing_replay", "true"), ("policy.load_balancing", "0.001")])
 def test_settings_of_routers_need_a_mixture_of_experts(model, setting, value):
     config = load("", "--model.name", str(model(model_type="qwen3")), f"--{setting}", value)

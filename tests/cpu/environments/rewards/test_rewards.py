@@ -23,7 +23,7 @@ from colocated_grpo.environments.rewards.scoring import MAX_REWARD, NoReward
 from colocated_grpo.environments.rewards.workers import WorkerPool
 from colocated_grpo.settings.losses import AdvantageConfig
 from colocated_grpo.settings.sources import DatasetSourceConfig, RewardConfig
-from colocated_grpo.types import Completion, Prompt
+from colocated_grpo.types import Completion, Prompt, Score
 
 CHAT = [{"role": "user", "content": "1+1?"}]
 
@@ -276,6 +276,10 @@ def test_an_endless_generator_is_read_no_further_than_needed():
 
     [one, _] = score(scorer_of(reward), ["a", "b"])
     assert one.error == "reward: WrongNumberOfRewards: more than 2 rewards for 2 completions"
+
+
+def test_without_functions_no_completion_has_a_reward():
+    assert score(RewardScorer([], max_steps=1), ["a", "b"]) == [Score(reward=None)] * 2
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])

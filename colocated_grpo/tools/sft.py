@@ -1,0 +1,190 @@
+"""Supervised fine-tuning on rows of prompts and completions: colocated-grpo sft ROWS --model MODEL --output FOLDER
+
+The loss is the mean of -log p over the tokens of the completions. Further arguments are settings of a run, such as
+--policy.lora.rank 16. Under torchrun every rank trains a part of each batch.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from math import ceil
+from pathlib import Path
+from random import Random
+
+from colocated_grpo.batching import pack
+from colocated_grpo.environments.base import Item
+from colocated_grpo.environments.chat import ChatCodec, Tokens
+from colocated_grpo.environments.prompts import VARIABLES, PromptEncoder
+from colocated_grpo.environments.rows.readers import READERS
+from colocated_grpo.errors import ConfigError, RunError
+from colocated_grpo.metrics import Metrics, reduce
+from colocated_grpo.policy.activations import StepSettings, choose_micro_batch_size
+from colocated_grpo.policy.export import build_exports
+from colocated_grpo.policy.model_files import ModelFiles, read_model_files
+from colocated_grpo.policy.policy import Policy
+from colocated_grpo.runtime import program
+from colocated_grpo.runtime.distributed import World, derive_seed, init_world, with_context
+from colocated_grpo.runtime.joining import join
+from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, run_program
+from colocated_grpo.settings.config_file import build_config, parse_overrides
+from colocated_grpo.settings.inputs import check_inputs
+from colocated_grpo.settings.rules import check_world
+from colocated_grpo.settings.schema import Config
+from colocated_grpo.settings.training import BatchConfig
+from colocated_grpo.settings.tree import parse_value
+from colocated_grpo.tools.warm_start import NO_SCORE, taught
+from colocated_grpo.types import Group, JsonObject
+
+OBJECTIVE = {"type": "cispo", "correction": {"mode": "off"}}
+"""On-policy and with an advantage of 1, this loss is the mean of -log p over the tokens."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train and export. Returns exit code 0, 2 for wrong settings or rows, 1 if the training fails."""
+    options, overrides = program.parse_rank_arguments(parser(), arguments)
+    program.prepare_libraries("WARNING", prefix=f"[rank {os.environ['RANK']}] ")
+    try:
+        config, rows = read_settings(options, overrides), read_rows(options.rows)
+        joined = join()
+        world = with_context(init_world(joined.store), config.policy.context_parallel)
+        fine_tune(config, rows, options, world)
+        joined.watchdog.close()
+        world.barrier()
+    except (ConfigError, RunError) as error:
+        if os.environ["RANK"] == "0":
+            print(*program.error_text(str(error).splitlines()), sep="\n", file=sys.stderr)
+        return USAGE_ERROR if isinstance(error, ConfigError) else RUN_ERROR
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    flags = program.OneLineParser(
+        prog="colocated-grpo sft",
+        description="Fine-tune a model on rows with `prompt` and `completion`, or `messages`, and export it.",
+        epilog="Further arguments are settings of a run: --policy.lora.rank 16 --policy.schedule cosine.",
+        allow_abbrev=False,
+    )
+    flags.add_argument("rows", type=Path, metavar="ROWS", help=f"file with the rows: {', '.join(READERS)}")
+    flags.add_argument("--model", required=True, help="folder or Hub name of the model to start from")
+    flags.add_argument("--output", required=True, type=Path, metavar="FOLDER", help="new folder of the trained model")
+    flags.add_argument("--epochs", type=int, default=3, metavar="N", help="passes over the rows (default: 3)")
+    flags.add_argument("--batch-size", default="16", metavar="N", help="rows per optimizer step (default: 16)")
+    flags.add_argument("--lr", default="1e-5", help="learning rate (default: 1e-5; use 1e-4 with --policy.lora)")
+    return flags
+
+
+def read_settings(options: argparse.Namespace, overrides: Sequence[str]) -> Config:
+    """Return the settings of a run that trains as the options say. Raises ConfigError."""
+    if options.output.exists():
+        raise ConfigError(f"--output={str(options.output)!r}: already exists; choose another folder")
+    if options.epochs < 1:
+        raise ConfigError(f"--epochs={options.epochs}: must be at least 1")
+    given = {
+        ("model",): {"name": options.model},
+        ("rollout", "prompts_per_step"): parse_value(options.batch_size),
+        ("policy", "lr"): parse_value(options.lr),
+        **{key: parse_value(text) for key, text in parse_overrides(overrides)},
+        ("loss",): OBJECTIVE,
+    }
+    config = build_config(None, given).config
+    check_world(config, int(os.environ["WORLD_SIZE"]))
+    return check_inputs(config)[0]
+
+
+def read_rows(file: Path) -> list[Item]:
+    if file.suffix.lower() not in READERS:
+        raise ConfigError(f"ROWS={str(file)!r}: unsupported format; supported: {', '.join(READERS)}")
+    try:
+        return READERS[file.suffix.lower()](file)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"ROWS={str(file)!r}: {error}") from error
+
+
+def encode(rows: Sequence[Item], model: ModelFiles, variables: JsonObject, limit: int) -> Iterator[Group]:
+    """Yield a group for each row, with a rollout for each completion. Rows without a prompt are left out.
+
+    A completion is encoded alone, and ends with the token that ends a message, as the model samples it.
+    variables: model.chat_template_kwargs. limit: completions that make a rollout longer are left out.
+    """
+    prompts, codec = PromptEncoder(model.tokenizer, limit), ChatCodec(model.tokenizer)
+    for number, row in enumerate(rows):
+        source, fitting = f"row {number}", []
+        for given, text in completions(row, source):
+            prompt = prompts.encode({VARIABLES: variables, **row, "prompt": given}, index=number, source=source)
+            if prompt is not None:
+                after = [*codec.observation([], -1, prompt.template)[:1], model.tokenizer.eos_token_id]
+                said = [*codec.encode(text), *[token for token in after if token in model.stop_token_ids][:1]]
+                tokens = Tokens.of_prompt(prompt.token_ids).sampled(taught(said))
+                fitting += [(prompt, tokens)] if len(tokens.token_ids) <= limit else []
+        if fitting:
+            rollouts = [each.rollout(codec, NO_SCORE, 1.0, cut=False, plain=False) for _, each in fitting]
+            yield Group(prompt=fitting[0][0], rollouts=rollouts)
+
+
+def completions(row: Item, source: str) -> Iterator[tuple[object, str]]:
+    """Yield the prompt and the text of each completion of a row. Raises ConfigError if a completion is no text.
+
+    A chat has a completion for each message of the assistant; the prompt is the chat before it.
+    """
+    pairs, messages = [(row.get("prompt"), row.get("completion"))], row.get("messages")
+    if isinstance(messages, list):
+        chat = [message if isinstance(message, dict) else {} for message in messages]
+        pairs = [(chat[:i], [said]) for i, said in enumerate(chat) if i and said.get("role") == "assistant"]
+    for prompt, completion in pairs or [(None, None)]:
+        text = completion[-1].get("content") if isinstance(completion, list) and completion else completion
+        if not isinstance(text, str):
+            raise ConfigError(f"{source}: needs a `prompt` and a `completion` with text, or `messages` with both")
+        yield prompt, text
+
+
+def fine_tune(config: Config, rows: Sequence[Item], options: argparse.Namespace, world: World) -> list[float]:
+    """Train, print each step, and export the model or its adapter. Return the losses. Collective."""
+    model, limit = read_model_files(config.model, world, config.policy.lora), config.max_sequence_tokens
+    groups = list(encode(rows, model, config.model.chat_template_kwargs, limit))
+    say = print if world.is_main else lambda *_, **__: None
+    if len(groups) < len(rows):
+        say(f"note: {len(rows) - len(groups)} of {len(rows)} rows left out: no prompt, or over {limit} tokens")
+    if not groups:
+        raise ConfigError("ROWS: no row is left to train on")
+    size = config.rollout.prompts_per_step
+    config = config.model_copy(update={"training_steps": options.epochs * ceil(len(groups) / size)})
+    policy = Policy(config, model.hf_config, model.folder, world)
+    config = config.with_micro_batches(choose_micro_batch_size(policy, StepSettings.of(config), world).tokens)
+    losses = []
+    for epoch in range(options.epochs):
+        order = Random(derive_seed(config.seed, epoch)).sample(groups, len(groups))
+        for start in range(0, len(order), size):
+            row = train_step(policy, order[start : start + size], config.batch, world)
+            losses.append(row["loss"])
+            done = f"step {policy.version}/{config.training_steps}"
+            say(f"{done}  loss {row['loss']:.4f}  grad_norm {row['grad_norm']:.3g}  lr {row['lr']:.3g}", flush=True)
+    # The last export is the whole model, unless there is only an adapter.
+    exports = build_exports(config.checkpoint, config.policy.lora, config.model.name, policy, model, world)
+    exports[-1].write(options.output)
+    say(f"exported {options.output}")
+    return losses
+
+
+def train_step(policy: Policy, groups: Sequence[Group], config: BatchConfig, world: World) -> dict[str, float]:
+    """Train on all tokens of the groups, and return the metrics. Collective."""
+    batch = pack(
+        groups,
+        [[1.0] * len(group.rollouts) for group in groups],
+        [False] * len(groups),
+        config,
+        rank=world.rank,
+        world_size=world.size,
+        context=world.context,
+        shuffle_seed=0,
+        share_prefixes=policy.model.shares_prefixes,
+    )
+    metrics = Metrics(world.device)
+    for minibatch in batch.minibatches:
+        policy.forward_backward(minibatch, metrics)
+        policy.optimizer_step(metrics)
+    return reduce(metrics, world.sum_, world.max_)
+
+
+if __name__ == "__main__":
+    run_program(main)

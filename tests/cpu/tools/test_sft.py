@@ -1,0 +1,123 @@
+"""Supervised fine-tuning: rows as tokens, and small models that learn them."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from colocated_grpo.errors import ConfigError
+from colocated_grpo.policy.model_files import ModelFiles
+from colocated_grpo.runtime.distributed import World
+from colocated_grpo.tools import sft
+from colocated_grpo.tools.make_model import build_char_tokenizer
+from tests.support.ranks import run_on_ranks
+from tests.support.training_runs import tiny_model
+
+TOKENIZER = build_char_tokenizer()
+ANSWERS = {"sort 312": "123", "sort 54": "45", "sort 8967": "6789", "say hello": "hello!", "sort 2": "2"}
+ROWS = [{"prompt": prompt, "completion": text} for prompt, text in ANSWERS.items()]
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "3+4="},
+    {"role": "assistant", "content": "7"},
+    {"role": "user", "content": "And 5+5?"},
+    {"role": "assistant", "content": "10"},
+]
+
+
+def texts(row: dict, limit: int = 200) -> list[tuple[str, str]]:
+    """Return the tokens without and with a loss of each rollout of a row, decoded."""
+    end = (TOKENIZER.eos_token_id,)
+    model = ModelFiles(folder=Path(), hf_config=None, tokenizer=TOKENIZER, stop_token_ids=end, shape={})
+    parts = []
+    for rollout in (each for group in sft.encode([row], model, {}, limit) for each in group.rollouts):
+        given, sampled = rollout.token_ids[: rollout.prompt_length], rollout.token_ids[rollout.prompt_length :]
+        assert rollout.loss_mask == [False] * len(given) + [True] * len(sampled)
+        parts.append((TOKENIZER.decode(given), TOKENIZER.decode(sampled)))
+    return parts
+
+
+def test_a_completion_follows_the_rendered_prompt_and_ends_as_a_message_does():
+    expected = [("<|user|>3+4=<|end|><|assistant|>", "7<|end|>")]
+    assert texts({"prompt": "3+4=", "completion": "7"}) == expected
+    chat = [{"role": "user", "content": "3+4="}], [{"role": "assistant", "content": "7"}]
+    assert texts({"prompt": chat[0], "completion": chat[1]}) == expected
+
+
+def test_each_message_of_the_assistant_is_a_completion_of_the_chat_before_it():
+    begin = "<|system|>Be brief.<|end|><|user|>3+4=<|end|><|assistant|>"
+    rest = "7<|end|><|user|>And 5+5?<|end|><|assistant|>"
+    assert texts({"messages": CHAT}) == [(begin, "7<|end|>"), (begin + rest, "10<|end|>")]
+
+
+def test_a_prompt_with_its_completion_above_the_limit_is_left_out():
+    row = {"prompt": "3+4=", "completion": "7"}
+    assert len(texts(row, limit=9)) == 1
+    assert texts(row, limit=8) == texts({"prompt": " ", "completion": "7"}) == []
+
+
+@pytest.mark.parametrize(
+    "row", [{"prompt": "3+4="}, {"prompt": "3+4=", "completion": 7}, {"messages": CHAT[:2]}, {"messages": "3+4="}]
+)
+def test_a_row_without_a_completion_is_one_line(row):
+    with pytest.raises(ConfigError, match="row 0: needs a `prompt` and a `completion` with text, or `messages`"):
+        texts(row)
+
+
+def tuned(world: World, folder: Path, *flags: str) -> list[float]:
+    """Fine-tune as the command line does, and return the losses."""
+    options, overrides = sft.parser().parse_known_args([str(folder / "rows.jsonl"), "--batch-size", "3", *flags])
+    return sft.fine_tune(sft.read_settings(options, overrides), sft.read_rows(options.rows), options, world)
+
+
+def tune(folder: Path, ranks: int, *flags: str, model: Path | None = None) -> tuple[list[float], Path]:
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    output = folder / f"tuned-{ranks}-{len(os.listdir(folder))}"
+    named = ("--model", str(model or tiny_model()), "--output", str(output))
+    losses = run_on_ranks(tuned, ranks, folder, *named, *flags)
+    assert all(each == losses[0] for each in losses)
+    return losses[0], output
+
+
+def answers(model: Path) -> dict[str, str]:
+    """Return the most likely completion of each prompt."""
+    tokenizer, lm = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
+    said = {}
+    for prompt in ANSWERS:
+        chat = [{"role": "user", "content": prompt}]
+        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=False)
+        tokens = lm.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12)
+        said[prompt] = tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)
+    return said
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [("--epochs", "30"), ("--epochs", "40", "--policy.lora.rank", "16", "--checkpoint.export_merged", "true")],
+    ids=["all weights", "an adapter"],
+)
+def test_a_model_learns_the_rows(tmp_path, flags):
+    losses, output = tune(tmp_path, 1, "--lr", "1e-2", *flags)
+    assert losses[-1] < 0.3 < 3 < losses[0]  # frozen embeddings this small cannot be more certain
+    assert answers(output) == ANSWERS
+
+
+def test_without_export_merged_an_adapter_is_exported(tmp_path):
+    _, output = tune(tmp_path, 1, "--epochs", "1", "--policy.lora.rank", "4")
+    assert (output / "adapter_model.safetensors").is_file()
+
+
+def test_two_ranks_have_the_losses_of_one(tmp_path):
+    one, two = (tune(tmp_path, ranks, "--lr", "1e-3", "--epochs", "3")[0] for ranks in (1, 2))
+    assert len(one) == 6 and one[-1] < one[0]
+    assert one == pytest.approx(two, abs=1e-5)
+
+
+def test_an_output_that_exists_is_not_replaced(tmp_path):
+    with pytest.raises(ConfigError, match="already exists; choose another folder"):
+        sft.read_settings(sft.parser().parse_args(["rows.jsonl", "--model", "m", "--output", str(tmp_path)]), [])
