@@ -27,6 +27,7 @@ def check(config: Config) -> None:
         *(_shared_weights(setting, policy, config.engine, config.sync_frequency) if setting is not None else ()),
         *_environments(config),
         *_engines(config),
+        *(_exact(policy, config.engine, config.rollout, config.structured) if config.numerics == "exact" else ()),
         *policy.problems(),
         *config.engine.problems(),
         *config.rollout.problems(),
@@ -243,6 +244,12 @@ def _engines(config: Config) -> Lines:
         yield from (f"rollout.partial: not possible with {name}" for name, found in excluded.items() if found)
     if stale and (sync := config.sync_frequency) > 1:
         yield f"rollout.max_staleness=1: must be 0 with sync_frequency={sync}, whose rollouts are older than one step"
+
+
+def _exact(policy: PolicyConfig, engine: EngineConfig, rollout: RolloutConfig, structured: bool) -> Lines:
+    from colocated_grpo.settings.exact import problems  # other runs do not need it
+
+    yield from problems(policy, engine, rollout, structured=structured)
 
 
 def _servers(engine: EngineConfig, weights: str, max_staleness: int, *, has_adapter: bool) -> Lines:

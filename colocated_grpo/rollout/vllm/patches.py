@@ -25,6 +25,7 @@ from colocated_grpo.rollout.vllm import process
 from colocated_grpo.rollout.vllm.versions import SUPPORTED, supported_version
 
 Device = Literal["cpu", "cuda"]
+Numerics = Literal["fast", "exact"]
 Make = Callable[["Patch", object], Any]
 """(row, the original object) -> its replacement."""
 
@@ -43,6 +44,7 @@ class Patch:
     """Issue, pull request or source file to check before the row is changed or dropped."""
     versions: SpecifierSet = SUPPORTED
     devices: tuple[Device, ...] = ("cpu", "cuda")
+    numerics: tuple[Numerics, ...] = ("fast", "exact")
     required: bool = False
     """True: the run would be wrong without the replacement. False: the run would be slower."""
     hits: int = 0
@@ -52,12 +54,14 @@ class Patch:
     """
     status: str = "not applied"
 
-    def apply(self, device: Device, version: Version) -> None:
+    def apply(self, device: Device, version: Version, numerics: Numerics = "fast") -> None:
         """Replace the target, once for the life of the process. Raises RunError if a required target is missing."""
         if self.status == "applied" or self.make is None:
             return
         if device not in self.devices:
             self.status = f"skipped: only on {self.devices[0]}"
+        elif numerics not in self.numerics:
+            self.status = f"skipped: only with numerics: {self.numerics[0]}"
         elif not self.versions.contains(version, prereleases=True):
             self.status = f"skipped: only for vLLM {self.versions}"
         else:
@@ -164,6 +168,26 @@ FREE_REQUEST = Patch(
     upstream="vllm/v1/core/sched/scheduler.py",
 )
 
+
+def _decode_kernel(target: str, factory: str, cures: str) -> Patch:
+    """Return a row of `numerics: fast`: the kernel's results depend on the batch. factory: 'module.function'."""
+    upstream, make = f"{target.partition(':')[0].replace('.', '/')}.py", kernel(*factory.split("."))
+    return Patch(target=target, make=make, cures=cures, upstream=upstream, devices=("cuda",), numerics=("fast",))
+
+
+def _row_operator(target: str, factory: str) -> Patch:
+    """Return a row of `numerics: exact`. factory: function in `row_operators`."""
+    return Patch(
+        target=f"vllm.{target}",
+        make=kernel("row_operators", factory),
+        cures="a token's log-probability depends on the tokens computed with it, and differs from the policy's",
+        upstream="https://github.com/vllm-project/vllm/issues/27433",
+        devices=("cuda",),
+        numerics=("exact",),
+        required=True,
+    )
+
+
 PATCHES: tuple[Patch, ...] = (
     Patch(
         target="vllm.distributed.parallel_state:destroy_distributed_environment",
@@ -235,41 +259,36 @@ PATCHES: tuple[Patch, ...] = (
         versions=SpecifierSet(">=0.26,<0.27"),
         devices=("cuda",),
     ),
-    Patch(
-        target="vllm.v1.attention.backends.flash_attn:flash_attn_varlen_func",
-        make=kernel("decode_attention", "make_attention"),
-        cures="FlashAttention 3 splits each sequence over the device, which is slow for large batches of one token",
-        upstream="vllm/v1/attention/backends/flash_attn.py",
-        devices=("cuda",),
+    _decode_kernel(
+        "vllm.v1.attention.backends.flash_attn:flash_attn_varlen_func",
+        "decode_attention.make_attention",
+        "FlashAttention 3 splits each sequence over the device, which is slow for large batches of one token",
     ),
-    Patch(
-        target="vllm.model_executor.models.qwen3:Qwen3Attention.forward",
-        make=kernel("qkv_kernel", "make_forward"),
-        cures="four kernel launches a layer between the projections and attention",
-        upstream="vllm/model_executor/models/qwen3.py",
-        devices=("cuda",),
+    *(
+        _decode_kernel(
+            f"vllm.model_executor.models.{attention}.forward",
+            "qkv_kernel.make_forward",
+            "four kernel launches a layer between the projections and attention",
+        )
+        for attention in ("qwen3:Qwen3Attention", "qwen3_moe:Qwen3MoeAttention")
     ),
-    Patch(
-        target="vllm.model_executor.models.qwen3_moe:Qwen3MoeAttention.forward",
-        make=kernel("qkv_kernel", "make_forward"),
-        cures="the same, for mixtures of experts",
-        upstream="vllm/model_executor/models/qwen3_moe.py",
-        devices=("cuda",),
+    _decode_kernel(
+        "vllm.v1.worker.gpu.sample.sampler:gumbel_sample",
+        "sampling_kernels.make_gumbel_sample",
+        "sampling reads each row of logits four times",
     ),
-    Patch(
-        target="vllm.v1.worker.gpu.sample.sampler:gumbel_sample",
-        make=kernel("sampling_kernels", "make_gumbel_sample"),
-        cures="sampling reads each row of logits four times",
-        upstream="vllm/v1/worker/gpu/sample/gumbel.py",
-        devices=("cuda",),
+    _decode_kernel(
+        "vllm.v1.worker.gpu.sample.sampler:compute_topk_scores",
+        "sampling_kernels.make_topk_scores",
+        "log-probabilities of the sampled tokens read all logits once more",
     ),
-    Patch(
-        target="vllm.v1.worker.gpu.sample.sampler:compute_topk_scores",
-        make=kernel("sampling_kernels", "make_topk_scores"),
-        cures="log-probabilities of the sampled tokens read all logits once more",
-        upstream="vllm/v1/worker/gpu/sample/logprob.py",
-        devices=("cuda",),
-    ),
+    _row_operator("model_executor.layers.linear:UnquantizedLinearMethod.apply", "make_linear"),
+    _row_operator("model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod.apply", "make_head"),
+    _row_operator("model_executor.layers.layernorm:RMSNorm.forward_cuda", "make_norm"),
+    _row_operator("model_executor.layers.layernorm:GemmaRMSNorm.forward_cuda", "make_gemma_norm"),
+    _row_operator("model_executor.layers.activation:SiluAndMul.forward_cuda", "make_silu"),
+    _row_operator("model_executor.layers.activation:GeluAndMul.forward_cuda", "make_gelu"),
+    _row_operator("v1.attention.backends.flash_attn:flash_attn_varlen_func", "make_attention"),
     STEADY_SCHEDULE,
     STEADY_UPDATE,
     INITIALIZE_CACHE,
@@ -303,7 +322,7 @@ PRIVATE_STATE: dict[str, str] = {
 """Private attributes that are read or written in place -> why."""
 
 
-def apply(device: Device, patches: Iterable[Patch] = PATCHES) -> None:
+def apply(device: Device, numerics: Numerics = "fast", patches: Iterable[Patch] = PATCHES) -> None:
     """Install the rows for this device and the installed version of vLLM. Later calls in a process add nothing.
 
     Raises ConfigError for versions outside SUPPORTED, and RunError if a required target is missing: a run would fail
@@ -313,7 +332,7 @@ def apply(device: Device, patches: Iterable[Patch] = PATCHES) -> None:
 
     version = supported_version(vllm.__version__)
     for patch in patches:
-        patch.apply(device, version)
+        patch.apply(device, version, numerics)
 
 
 def report(patches: Iterable[Patch] = PATCHES) -> list[dict[str, str | int]]:

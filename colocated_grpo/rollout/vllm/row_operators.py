@@ -1,0 +1,82 @@
+"""The engine's operators with `numerics: exact`: the result of a token does not depend on the tokens computed with it.
+
+vLLM's own batch-invariant mode is not used. It replaces operators of torch for the whole process, so the trainer's
+backward pass would pay for it, and attention with heads of 64 still picks other tiles for decoding than for prompts.
+What needs no replacement: embeddings, rotation and the sampler's log-probabilities compute each token separately.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from colocated_grpo.runtime.row_kernels import fixed_tiles, gated, matmul, rms_norm
+
+Count = Callable[[], None]
+
+
+def make_linear(_original: object, count_use: Count) -> Callable[..., Tensor]:
+    def apply(_method: object, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        count_use()
+        return matmul(x, layer.weight, bias)
+
+    return apply
+
+
+def make_head(_original: object, count_use: Count) -> Callable[..., Tensor]:
+    """Return the output layer's product in float32: vLLM 0.26 would divide 16-bit logits by the temperature in place,
+    later releases convert them to float32 first."""
+
+    def apply(_method: object, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        count_use()
+        return matmul(x, layer.weight, bias, dtype=torch.float32)
+
+    return apply
+
+
+def make_norm(_original: object, count_use: Count) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
+    return _norm(count_use, offset=0.0)
+
+
+def make_gemma_norm(_original: object, count_use: Count) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
+    return _norm(count_use, offset=1.0)
+
+
+def _norm(count_use: Count, offset: float) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
+    def forward(layer: Any, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        count_use()
+        out = rms_norm(x, layer.weight, layer.variance_epsilon, offset, residual)
+        return out if residual is None else (out, residual)
+
+    return forward
+
+
+def make_silu(_original: object, count_use: Count) -> Callable[..., Tensor]:
+    return _gated(count_use, gelu=False)
+
+
+def make_gelu(_original: object, count_use: Count) -> Callable[..., Tensor]:
+    return _gated(count_use, gelu=True)
+
+
+def _gated(count_use: Count, *, gelu: bool) -> Callable[..., Tensor]:
+    def forward(_layer: object, x: Tensor) -> Tensor:
+        count_use()
+        gate, up = x.chunk(2, dim=-1)
+        return gated(gate, up, gelu=gelu)
+
+    return forward
+
+
+def make_attention(vllm_attention: Callable[..., object], count_use: Count) -> Callable[..., object]:
+    """Return the backend's `flash_attn_varlen_func` with one order of summation for all batches."""
+
+    def attend(**arguments: Any) -> object:
+        count_use()
+        left, _ = arguments.get("window_size") or (-1, -1)
+        fixed = fixed_tiles(arguments["max_seqlen_q"], arguments["max_seqlen_k"], left)
+        # The schedule was made for other lengths.
+        return vllm_attention(**{**arguments, **fixed, "scheduler_metadata": None})
+
+    return attend
