@@ -13,7 +13,7 @@ EXACT_TYPES = frozenset(("gemma3_text", "llama", "mistral", "qwen2", "qwen3"))
 HEADS, ROTATIONS = {64, 128, 256}, {"default", "linear", "llama3"}
 
 
-def problems(policy: PolicyConfig, engine: EngineConfig, rollout: RolloutConfig, *, structured: bool) -> Iterator[str]:
+def problems(policy: PolicyConfig, engine: EngineConfig, rollout: RolloutConfig, structured: bool) -> Iterator[str]:
     """Yield a line for each setting with which engine and policy compute different log-probabilities."""
     needed = {
         "engine.placement": (engine.placement, "colocated"),
@@ -24,6 +24,7 @@ def problems(policy: PolicyConfig, engine: EngineConfig, rollout: RolloutConfig,
         "engine.args.compilation_config": (engine.args.get("compilation_config"), None),
         "policy.compile": (policy.compile or "auto", "auto"),
         "policy.context_parallel": (policy.context_parallel, 1),
+        "rollout.partial": (None if rollout.partial is None else "...", None),
         "rollout.top_p": (rollout.top_p, 1.0),
         "rollout.top_k": (rollout.top_k, 0),
         "rollout.min_p": (rollout.min_p, 0.0),

@@ -20,14 +20,16 @@ _SEQUENCE = "rollout.max_prompt_tokens + rollout.max_completion_tokens"
 
 def check(config: Config) -> None:
     """Raise ConfigError if settings contradict each other. Needs no file, network or device."""
-    setting, policy = config.shares_weights, config.policy
+    from colocated_grpo.settings.exact import problems as exact_problems  # the loop does not need it
+
+    setting, policy, exact = config.shares_weights, config.policy, config.numerics == "exact"
     _raise_on(
         *_run_folder(config.output_dir, config.run_name or ""),
         *_sizes(config),
         *(_shared_weights(setting, policy, config.engine, config.sync_frequency) if setting is not None else ()),
         *_environments(config),
         *_engines(config),
-        *(_exact(policy, config.engine, config.rollout, config.structured) if config.numerics == "exact" else ()),
+        *(exact_problems(policy, config.engine, config.rollout, config.structured) if exact else ()),
         *policy.problems(),
         *config.engine.problems(),
         *config.rollout.problems(),
@@ -244,12 +246,6 @@ def _engines(config: Config) -> Lines:
         yield from (f"rollout.partial: not possible with {name}" for name, found in excluded.items() if found)
     if stale and (sync := config.sync_frequency) > 1:
         yield f"rollout.max_staleness=1: must be 0 with sync_frequency={sync}, whose rollouts are older than one step"
-
-
-def _exact(policy: PolicyConfig, engine: EngineConfig, rollout: RolloutConfig, structured: bool) -> Lines:
-    from colocated_grpo.settings.exact import problems  # other runs do not need it
-
-    yield from problems(policy, engine, rollout, structured=structured)
 
 
 def _servers(engine: EngineConfig, weights: str, max_staleness: int, *, has_adapter: bool) -> Lines:
