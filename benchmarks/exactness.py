@@ -88,12 +88,8 @@ def measure(world: World, options: argparse.Namespace) -> JsonObject:
     on_gpu = world.device.type == "cuda"
     lengths = {"max_prompt_tokens": options.prompt, "max_completion_tokens": options.sampled}
     with model_folder(options, world) as folder:
-        # The engine for CPUs has no exact mode, so there only the policy's part runs.
-        numerics = {"numerics": "exact"} if on_gpu else {}
-        config = config_of(folder, options, rollout=lengths, **numerics)
+        config = config_of(folder, options, rollout=lengths, numerics="exact")
         policy = Policy(config, read_model_config(config.model, folder), folder, world)
-        if not on_gpu:
-            exact.use_exact_operators(policy.model)
         spec = replace(engine_spec(config, folder, 1, world.device), reads_weights=True, sleep=False)
         if on_gpu:
             spec = replace(spec, kv_cache_memory_bytes=CACHE)  # or the first engine would take all memory

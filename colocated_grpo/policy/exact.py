@@ -4,7 +4,8 @@ Both call the kernels of `runtime/row_kernels.py`, and vLLM's own for rotation, 
 transformers' modules keep their parameters and structure; `use_exact_operators` replaces the functions that compute.
 Backward passes use the same matrix products and attention kernels as with `numerics: fast`.
 
-Off CUDA devices, plain torch operators replace the kernels, for tests of the structure and of the gradients.
+On CPUs, in float32, `runtime/cpu_rows.py` has those of matrix products and attention, the two that depend on the number
+of rows there; the others are plain torch, which computes what the engine's operators compute.
 
 Shapes: T tokens, E keys, N runs, H query heads, K key-value heads, D head size, I input features, O output features,
 C tokens of one chunk, V vocabulary.
@@ -21,10 +22,11 @@ from transformers import PretrainedConfig
 
 from colocated_grpo.policy import fa2, fa4
 from colocated_grpo.policy.attention import packed_attention
-from colocated_grpo.policy.attention_kernels import MIN_RUN_FOR_FA4, Runs, has_fa4
+from colocated_grpo.policy.attention_kernels import MIN_RUN_FOR_FA4, Runs, attend_padded, has_fa4
 from colocated_grpo.policy.logprobs import HeadOperators, operators_on
 from colocated_grpo.policy.lora.linear import AdaptedLinear
 from colocated_grpo.policy.model import PackedLM
+from colocated_grpo.runtime import cpu_rows
 
 GELU_SLOPE, GELU_CUBE = 1.5957691216057308, 0.044715
 """The tanh approximation of GELU is x * sigmoid(slope * (x + cube * x^3))."""
@@ -54,7 +56,7 @@ def use_exact_operators(model: PackedLM) -> None:
 
 
 def matmul(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    return _kernels().matmul(x, weight_OI, bias_O) if x.is_cuda else F.linear(x, weight_OI, bias_O)
+    return _kernels().matmul(x, weight_OI, bias_O) if x.is_cuda else cpu_rows.linear(x, weight_OI, bias_O)
 
 
 @cache
@@ -244,17 +246,17 @@ def _attention(
         module.sliding_window if hasattr(module, "sliding_window") else getattr(module.config, "sliding_window", None)
     )
     query, key, value = (rows.transpose(0, 1)[None] for rows in (query, key, value))
-    settings = {"scaling": module.scaling, "sliding_window": window, "on_cuda": _attend}
+    settings = {"scaling": module.scaling, "sliding_window": window, "kernel": _attend}
     out, _ = packed_attention(module, query, key, value, None, **arguments, **settings)
     return module.o_proj(out.flatten(-2)), None
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scaling: float | None, window: int | None) -> Tensor:
-    """Attend with the engine's FlashAttention 3, whose order of summation is the same with and without pages.
-
-    This holds for heads of 64, 128 and 256.
-    """
+    """Attend with the engine's kernel. On GPUs this is FlashAttention 3, whose order of summation is the same with and
+    without pages for heads of 64, 128 and 256."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if not query.is_cuda:
+        return _CPUAttention.apply(query, key, value, runs, scale, window)
     return _Attention.apply(query, key, value, runs, scale, -1 if window is None else window - 1)
 
 
@@ -295,11 +297,29 @@ class _Attention(torch.autograd.Function):
         return *gradients, None, None, None
 
 
+class _CPUAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, runs: Runs, scale: float, window: int | None
+    ) -> Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.settings = runs, scale, window
+        return cpu_rows.attend_packed(query, key, value, runs.cu_q, runs.cu_k, scale, window)
+
+    @staticmethod
+    # pyrefly: ignore[bad-override]  (torch declares *grad_outputs, but passes one argument per output)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.enable_grad():
+            inputs = [saved.detach().requires_grad_() for saved in ctx.saved_tensors]
+            out = attend_padded(*inputs, *ctx.settings)
+        return *torch.autograd.grad(out, inputs, grad), None, None, None
+
+
 def _scaled_logits(hidden_CH: Tensor, weight_VH: Tensor, softcap: float | None, temperature_C: Tensor) -> Tensor:
     """Return float32 logits [C, V], divided by the temperature with the engine's kernel."""
     assert softcap is None  # no model of EXACT_TYPES caps its logits
     if not hidden_CH.is_cuda:
-        return F.linear(hidden_CH, weight_VH).float().div_(temperature_C[:, None])
+        return cpu_rows.linear(hidden_CH, weight_VH).div_(temperature_C[:, None])
     from vllm.v1.worker.gpu.sample.gumbel import apply_temperature
 
     logits_CV = _kernels().matmul(hidden_CH, weight_VH, dtype=torch.float32)
@@ -310,8 +330,8 @@ def _scaled_logits(hidden_CH: Tensor, weight_VH: Tensor, softcap: float | None, 
 
 def _row_statistics(scaled_CV: Tensor, targets_C: Tensor, temperature_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     statistics = operators_on(scaled_CV.device).statistics(scaled_CV, targets_C, torch.ones_like(temperature_C))
-    if not scaled_CV.is_cuda:
-        return statistics
+    if not scaled_CV.is_cuda:  # as in vLLM's sampler
+        return scaled_CV.log_softmax(-1).gather(1, targets_C[:, None])[:, 0], *statistics[1:]
     from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
 
     return compute_token_logprobs(scaled_CV, targets_C[:, None])[:, 0], *statistics[1:]

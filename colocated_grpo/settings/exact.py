@@ -33,17 +33,22 @@ def problems(policy: PolicyConfig, engine: EngineConfig, rollout: RolloutConfig,
     for key, (value, wanted) in needed.items():
         if value != wanted:
             yield f"{key}={value}: must be {'unset' if wanted is None else wanted} with numerics: exact"
-    if policy.compute_dtype == "float32":
-        yield "policy.compute_dtype=float32: must be 16-bit with numerics: exact, whose attention kernel has no float32"
     if structured:
         yield "numerics=exact: not possible with structured: true, where the engine skips tokens; leave it out"
 
 
-def check_exact(config_json: JsonObject, *, on_hopper: bool) -> None:
-    """Raise ConfigError with one line if `numerics: exact` does not support the device or the model."""
+def check_exact(config_json: JsonObject, *, on_cpu: bool, on_hopper: bool, float32: bool) -> None:
+    """Raise ConfigError with one line if `numerics: exact` does not support the device, the type or the model."""
     text, setting = text_part(config_json), "numerics=exact"
-    if not on_hopper:
+    if not (on_cpu or on_hopper):
         raise ConfigError(f"{setting}: needs a Hopper GPU (H100, H200), for FlashAttention 3; set it to fast")
+    if on_hopper and float32:
+        raise ConfigError(f"{setting}: FlashAttention 3 has no float32; set policy.compute_dtype: bfloat16")
+    if on_cpu and not float32:
+        raise ConfigError(
+            f"{setting}: 16-bit norms of vLLM's engine for CPUs round differently from the policy's; set "
+            "policy.compute_dtype: float32"
+        )
     if (kind := text.get("model_type")) not in EXACT_TYPES:
         raise ConfigError(f"{setting}: model type {kind!r} is not supported, only {', '.join(sorted(EXACT_TYPES))}")
     if not head_sizes(config_json) <= HEADS:

@@ -23,6 +23,7 @@ from packaging.version import Version
 from colocated_grpo.errors import RunError
 from colocated_grpo.rollout.vllm import process
 from colocated_grpo.rollout.vllm.versions import SUPPORTED, supported_version
+from colocated_grpo.runtime import cpu_rows
 
 Device = Literal["cpu", "cuda"]
 Numerics = Literal["fast", "exact"]
@@ -175,14 +176,14 @@ def _decode_kernel(target: str, factory: str, cures: str) -> Patch:
     return Patch(target=target, make=make, cures=cures, upstream=upstream, devices=("cuda",), numerics=("fast",))
 
 
-def _row_operator(target: str, factory: str) -> Patch:
-    """Return a row of `numerics: exact`. factory: function in `row_operators`."""
+def _row_operator(target: str, make: Make, device: Device = "cuda") -> Patch:
+    """Return a row of `numerics: exact`."""
     return Patch(
         target=f"vllm.{target}",
-        make=kernel("row_operators", factory),
+        make=make,
         cures="a token's log-probability depends on the tokens computed with it, and differs from the policy's",
         upstream="https://github.com/vllm-project/vllm/issues/27433",
-        devices=("cuda",),
+        devices=(device,),
         numerics=("exact",),
         required=True,
     )
@@ -282,13 +283,20 @@ PATCHES: tuple[Patch, ...] = (
         "sampling_kernels.make_topk_scores",
         "log-probabilities of the sampled tokens read all logits once more",
     ),
-    _row_operator("model_executor.layers.linear:UnquantizedLinearMethod.apply", "make_linear"),
-    _row_operator("model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod.apply", "make_head"),
-    _row_operator("model_executor.layers.layernorm:RMSNorm.forward_cuda", "make_norm"),
-    _row_operator("model_executor.layers.layernorm:GemmaRMSNorm.forward_cuda", "make_gemma_norm"),
-    _row_operator("model_executor.layers.activation:SiluAndMul.forward_cuda", "make_silu"),
-    _row_operator("model_executor.layers.activation:GeluAndMul.forward_cuda", "make_gelu"),
-    _row_operator("v1.attention.backends.flash_attn:flash_attn_varlen_func", "make_attention"),
+    _row_operator("model_executor.layers.utils:cpu_unquantized_gemm", counted(process.linear_by_rows), "cpu"),
+    _row_operator("_custom_ops:cpu_attention_with_kv_cache", around(cpu_rows.attend_singly), "cpu"),
+    *(
+        _row_operator(target, kernel("row_operators", factory))
+        for target, factory in (
+            ("model_executor.layers.linear:UnquantizedLinearMethod.apply", "make_linear"),
+            ("model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod.apply", "make_head"),
+            ("model_executor.layers.layernorm:RMSNorm.forward_cuda", "make_norm"),
+            ("model_executor.layers.layernorm:GemmaRMSNorm.forward_cuda", "make_gemma_norm"),
+            ("model_executor.layers.activation:SiluAndMul.forward_cuda", "make_silu"),
+            ("model_executor.layers.activation:GeluAndMul.forward_cuda", "make_gelu"),
+            ("v1.attention.backends.flash_attn:flash_attn_varlen_func", "make_attention"),
+        )
+    ),
     STEADY_SCHEDULE,
     STEADY_UPDATE,
     INITIALIZE_CACHE,
@@ -304,6 +312,7 @@ PRIVATE_STATE: dict[str, str] = {
     "vllm.device_allocator:AllocationData.handle": "holds the size of what sleep unmapped",
     "vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner._quant_method": "kernels that choose experts",
     "vllm.model_executor.model_loader.default_loader:DefaultModelLoader.get_all_weights": "renames tensors",
+    "vllm.v1.attention.backends.cpu_attn:_get_attn_isa": "the layout of a cache that the policy fills",
     "vllm.v1.attention.backends.flashinfer:FlashInferImpl.sinks": "a copy of a weight that syncs write",
     "vllm.v1.request:Request.num_computed_tokens": "counted by steady steps",
     "vllm.v1.request:Request.num_in_flight_tokens": "counted by steady steps",

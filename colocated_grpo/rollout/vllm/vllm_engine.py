@@ -219,6 +219,9 @@ def prepare(spec: EngineSpec, device: torch.device) -> None:
     config_json = config_json_in(spec.folder)
     register_class(spec.folder, config_json)
     if spec.numerics == "exact":
+        on_cpu = device.type == "cpu"
+        on_hopper = not on_cpu and torch.cuda.get_device_capability(device) == HOPPER
+        check_exact(config_json, on_cpu=on_cpu, on_hopper=on_hopper, float32=spec.dtype == torch.float32)
         on_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == HOPPER
         check_exact(config_json, on_hopper=on_hopper)
     adapters = bool(spec.args.get("enable_lora"))

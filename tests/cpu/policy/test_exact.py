@@ -1,11 +1,12 @@
 """`numerics: exact` replaces operators, not results: in float32 it equals `fast`, with the same gradients.
 
-The kernels themselves run by Triton's interpreter. Equality of bits with the engine needs a GPU: tests/gpu.
+The kernels for GPUs run by Triton's interpreter. tests/cpu/runs and tests/gpu compare bits with the engine.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,10 +20,23 @@ from colocated_grpo.metrics import Metrics
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings import rules
 from colocated_grpo.settings.exact import EXACT_TYPES, check_exact
+from colocated_grpo.types import Rollout
 from tests.support.families import SETTINGS
-from tests.support.small_policy import config_of, make_small_model, pack_for, policy_of, random_groups
+from tests.support.small_policy import (
+    SHAPE,
+    config_of,
+    group_of,
+    make_small_model,
+    pack_for,
+    policy_of,
+    random_groups,
+    rollout_of,
+)
 
 FAMILIES = sorted(kind.removesuffix("_text") for kind in EXACT_TYPES)
+LLAMA = {"model_type": "llama", "head_dim": 64}
+OLDER_GPU = {"on_cpu": False, "on_hopper": False, "float32": False}
+HOPPER, CPU = OLDER_GPU | {"on_hopper": True}, OLDER_GPU | {"on_cpu": True, "float32": True}
 
 
 def computed(world: World, folder: Path, numerics: str, **policy: object) -> tuple[torch.Tensor, dict]:
@@ -46,6 +60,26 @@ def test_exact_operators_compute_the_same_and_have_the_same_gradients(world, tmp
         torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-3, atol=1e-5, msg=name)
 
 
+def test_a_log_probability_does_not_depend_on_packing_micro_batches_and_the_order_of_siblings(world, tmp_path):
+    folder = make_small_model(tmp_path / "qwen3", "qwen3", edits={"head_dim": 64, "max_position_embeddings": 512})
+    config = config_of(folder, numerics="exact", rollout={"max_completion_tokens": 300})
+    policy, rng = policy_of(config, world), random.Random(0)
+    tokens = lambda count: [rng.randrange(SHAPE.vocab) for _ in range(count)]  # noqa: E731
+    # Lengths at which the fast kernels change their order of summation.
+    groups = [[rollout_of(prompt, tokens(count)) for count in (9, 30, 150, 290)] for prompt in (tokens(5), tokens(40))]
+    alone = [[rollout] for group in groups for rollout in group]
+
+    def scored(groups: list[list[Rollout]], size: int) -> torch.Tensor:
+        packed = [group_of(index, rollouts) for index, rollouts in enumerate(groups)]
+        (minibatch,) = pack_for(world, packed, config.with_micro_batches(size)).minibatches
+        # Micro-batches have the sequences in different orders.
+        return torch.cat([policy.score(each) for each in minibatch.micro_batches]).sort().values
+
+    expected = scored(groups, 4096)
+    for others, size in ((groups, 340), ([group[::-1] for group in groups], 4096), (alone, 4096), (alone, 340)):
+        assert torch.equal(scored(others, size), expected)
+
+
 def test_the_first_token_with_another_log_probability_than_the_samplers_is_named(world, tmp_path):
     config = config_of(make_small_model(tmp_path / "llama", "llama", edits={"head_dim": 64}), numerics="exact")
     policy = policy_of(config, world)
@@ -65,7 +99,6 @@ def test_the_first_token_with_another_log_probability_than_the_samplers_is_named
     [
         ({"engine": {"tensor_parallel_size": 2}}, "engine.tensor_parallel_size"),
         ({"engine": {"args": {"quantization": "fp8"}}}, "engine.args.quantization"),
-        ({"policy": {"compute_dtype": "float32"}}, "policy.compute_dtype"),
         ({"policy": {"compile": True}}, "policy.compile"),
         ({"rollout": {"top_p": 0.9}}, "rollout.top_p"),
     ],
@@ -77,23 +110,25 @@ def test_settings_with_which_the_log_probabilities_differ_are_rejected(tmp_path,
 
 
 @pytest.mark.parametrize(
-    ("model", "on_hopper", "reason"),
+    ("model", "place", "reason"),
     [
-        ({"model_type": "llama", "head_dim": 64}, False, "Hopper"),
-        ({"model_type": "gpt2"}, True, "'gpt2'"),
-        ({"model_type": "llama", "head_dim": 96}, True, "heads of 96"),
-        ({"model_type": "llama", "head_dim": 64, "rope_scaling": {"type": "yarn"}}, True, "'yarn'"),
+        (LLAMA, OLDER_GPU, "Hopper"),
+        (LLAMA, HOPPER | {"float32": True}, "policy.compute_dtype: bfloat16"),
+        (LLAMA, CPU | {"float32": False}, "policy.compute_dtype: float32"),
+        (LLAMA | {"model_type": "gpt2"}, HOPPER, "'gpt2'"),
+        (LLAMA | {"head_dim": 96}, CPU, "heads of 96"),
+        (LLAMA | {"rope_scaling": {"type": "yarn"}}, HOPPER, "'yarn'"),
     ],
 )
-def test_a_device_or_a_model_that_cannot_be_exact_is_rejected(model, on_hopper, reason):
-    with pytest.raises(ConfigError, match=reason):
-        check_exact(model, on_hopper=on_hopper)
+def test_a_device_a_type_or_a_model_that_cannot_be_exact_is_rejected(model, place, reason):
+    with pytest.raises(ConfigError, match=f"^numerics=exact: .*{reason}"):
+        check_exact(model, **place)
 
 
 def test_released_models_of_the_supported_families_are_accepted():
     gemma = {"full_attention": {"rope_type": "linear", "factor": 8.0}, "sliding_attention": {"rope_type": "default"}}
-    check_exact({"model_type": "gemma3_text", "head_dim": 256, "rope_parameters": gemma}, on_hopper=True)
-    check_exact({"model_type": "llama", "head_dim": 128, "rope_scaling": {"rope_type": "llama3"}}, on_hopper=True)
+    check_exact({"model_type": "gemma3_text", "head_dim": 256, "rope_parameters": gemma}, **HOPPER)
+    check_exact({"model_type": "llama", "head_dim": 128, "rope_scaling": {"rope_type": "llama3"}}, **CPU)
 
 
 KERNELS = """
