@@ -11,6 +11,7 @@ Shapes: T tokens, E keys, N runs, H query heads, K key-value heads, D head size,
 C tokens of one chunk, V vocabulary.
 """
 
+from collections.abc import Callable
 from functools import cache, partial
 from types import ModuleType
 from typing import Any
@@ -20,16 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from colocated_grpo.policy import fa2, fa4
 from colocated_grpo.policy.attention import packed_attention
 from colocated_grpo.policy.attention_kernels import MIN_RUN_FOR_FA4, Runs, attend_padded, has_fa4
+from colocated_grpo.policy.flash_attention import fa2_backward, fa4_backward
 from colocated_grpo.policy.logprobs import HeadOperators, operators_on
 from colocated_grpo.policy.lora.linear import AdaptedLinear
 from colocated_grpo.policy.model import PackedLM
 from colocated_grpo.runtime import cpu_rows
-
-GELU_SLOPE, GELU_CUBE = 1.5957691216057308, 0.044715
-"""The tanh approximation of GELU is x * sigmoid(slope * (x + cube * x^3))."""
 
 
 def use_exact_operators(model: PackedLM) -> None:
@@ -89,53 +87,26 @@ class _Linear(torch.autograd.Function):
         )
 
 
-def _norm(module: Any, offset: float, of_heads: bool, x: Tensor) -> Tensor:
-    """Normalise hidden states [1, T, I], or heads [T, H, D]. The kernel gets both in the shape that it gets from the
-    engine."""
-    epsilon = module.eps if hasattr(module, "eps") else module.variance_epsilon
-    return _RMSNorm.apply(x if of_heads else x[0], module.weight, epsilon, offset).view(x.shape)
+class _ByKernel(torch.autograd.Function):
+    """Computes with a kernel, and differentiates the same formula in plain torch."""
 
-
-class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, offset: float) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.settings = epsilon, offset
-        if x.is_cuda:
-            return _kernels().rms_norm(x, weight, epsilon, offset)
-        exact = torch.promote_types(x.dtype, torch.float32)
-        return (F.rms_norm(x.to(exact), x.shape[-1:], eps=epsilon) * (weight.to(exact) + offset)).to(x.dtype)
+    def forward(ctx: Any, kernel: Callable[..., Tensor], plain: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        ctx.plain = plain
+        return kernel(*tensors)
 
     @staticmethod
     # pyrefly: ignore[bad-override]  (torch declares *grad_outputs, but passes one argument per output)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        gradients = _compiled(norm_gradients) if x.is_cuda else norm_gradients
-        grad_x, grad_weight = gradients(grad.flatten(0, -2), x.flatten(0, -2), weight, *ctx.settings)
-        return grad_x.view(x.shape), grad_weight if ctx.needs_input_grad[1] else None, None, None
-
-
-def norm_gradients(
-    grad_TI: Tensor, x_TI: Tensor, weight_I: Tensor, epsilon: float, offset: float
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x and of the weight of `_RMSNorm`."""
-    exact = torch.promote_types(x_TI.dtype, torch.float32)
-    grad, x, factor_I = grad_TI.to(exact), x_TI.to(exact), weight_I.to(exact) + offset
-    scale_T1 = torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
-    unit, scaled = x * scale_T1, grad * factor_I
-    grad_x = scale_T1 * (scaled - unit * (scaled * unit).mean(-1, keepdim=True))
-    return grad_x.to(x_TI.dtype), (grad * unit).sum(0).to(weight_I.dtype)
-
-
-def gate_gradients(grad: Tensor, gate: Tensor, up: Tensor, gelu: bool) -> tuple[Tensor, Tensor]:
-    """Return the gradients of gate and up of `_Gated`."""
-    exact = torch.promote_types(gate.dtype, torch.float32)
-    out, x, y = grad.to(exact), gate.to(exact), up.to(exact)
-    z = GELU_SLOPE * (x + GELU_CUBE * x * x * x) if gelu else x
-    slope = GELU_SLOPE * (1 + 3 * GELU_CUBE * x * x) if gelu else torch.ones_like(x)
-    weight = torch.sigmoid(z)
-    grad_gate = out * y * weight * (1 + x * (1 - weight) * slope)
-    return grad_gate.to(gate.dtype), (out * x * weight).to(up.dtype)
+        needed = ctx.needs_input_grad[2:]
+        with torch.enable_grad():
+            inputs = [
+                saved.detach().requires_grad_(need) for saved, need in zip(ctx.saved_tensors, needed, strict=True)
+            ]
+            out = ctx.plain(*inputs)
+        gradients = iter(torch.autograd.grad(out, [tensor for tensor in inputs if tensor.requires_grad], grad))
+        return None, None, *(next(gradients) if need else None for need in needed)
 
 
 @cache
@@ -144,25 +115,32 @@ def _compiled(function: Any) -> Any:
     return torch.compile(function, dynamic=True)
 
 
+def _norm(module: Any, offset: float, of_heads: bool, x: Tensor) -> Tensor:
+    """Normalise hidden states [1, T, I], or heads [T, H, D], in the shapes in which the engine's kernel gets them."""
+    settings = {"epsilon": module.eps if hasattr(module, "eps") else module.variance_epsilon, "offset": offset}
+    if not x.is_cuda:
+        return plain_norm(x, module.weight, **settings)
+    plain, kernel = (partial(each, **settings) for each in (_compiled(plain_norm), _kernels().rms_norm))
+    return _ByKernel.apply(kernel, plain, x if of_heads else x[0], module.weight).view(x.shape)
+
+
+def plain_norm(x: Tensor, weight: Tensor, epsilon: float, offset: float) -> Tensor:
+    exact = torch.promote_types(x.dtype, torch.float32)
+    return (F.rms_norm(x.to(exact), x.shape[-1:], eps=epsilon) * (weight.to(exact) + offset)).to(x.dtype)
+
+
 def _mlp(module: Any, gelu: bool, x: Tensor) -> Tensor:
-    return module.down_proj(_Gated.apply(module.gate_proj(x), module.up_proj(x), gelu))
+    gate, up = module.gate_proj(x), module.up_proj(x)
+    if not x.is_cuda:
+        return module.down_proj(plain_gated(gate, up, gelu=gelu))
+    plain, kernel = (partial(each, gelu=gelu) for each in (_compiled(plain_gated), _kernels().gated))
+    return module.down_proj(_ByKernel.apply(kernel, plain, gate[0], up[0])[None])
 
 
-class _Gated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        ctx.gelu = gelu
-        if gate.is_cuda:
-            return _kernels().gated(gate.flatten(0, -2), up.flatten(0, -2), gelu=gelu).view(gate.shape)
-        return (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up
-
-    @staticmethod
-    # pyrefly: ignore[bad-override]  (torch declares *grad_outputs, but passes one argument per output)
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        gate, up = ctx.saved_tensors
-        gradients = _compiled(gate_gradients) if gate.is_cuda else gate_gradients
-        return *gradients(grad, gate, up, ctx.gelu), None
+def plain_gated(gate: Tensor, up: Tensor, *, gelu: bool) -> Tensor:
+    exact = torch.promote_types(gate.dtype, torch.float32)
+    activated = F.gelu(gate.to(exact), approximate="tanh") if gelu else F.silu(gate.to(exact))
+    return (activated * up.to(exact)).to(gate.dtype)
 
 
 class RotaryTables:
@@ -242,9 +220,7 @@ def _attention(
     if hasattr(module, "q_norm"):
         query, key = module.q_norm(query), module.k_norm(key)
     query, key = _Rotation.apply(query, key, *position_embeddings)
-    window = (
-        module.sliding_window if hasattr(module, "sliding_window") else getattr(module.config, "sliding_window", None)
-    )
+    window = getattr(module, "sliding_window", getattr(module.config, "sliding_window", None))
     query, key, value = (rows.transpose(0, 1)[None] for rows in (query, key, value))
     settings = {"scaling": module.scaling, "sliding_window": window, "kernel": _attend}
     out, _ = packed_attention(module, query, key, value, None, **arguments, **settings)
@@ -256,7 +232,10 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scaling: floa
     without pages for heads of 64, 128 and 256."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if not query.is_cuda:
-        return _CPUAttention.apply(query, key, value, runs, scale, window)
+        kernel = partial(cpu_rows.attend_packed, cu_q=runs.cu_q, cu_k=runs.cu_k, scale=scale, window=window)
+        return _ByKernel.apply(
+            kernel, partial(attend_padded, runs=runs, scaling=scale, window=window), query, key, value
+        )
     return _Attention.apply(query, key, value, runs, scale, -1 if window is None else window - 1)
 
 
@@ -291,28 +270,10 @@ class _Attention(torch.autograd.Function):
         *longest, scale, left = ctx.settings
         tensors = grad.contiguous(), query, key, value, out, logsumexp
         if ctx.uses_fa4:
-            gradients = fa4.attend_backward(*tensors, *runs, *longest, scale, MIN_RUN_FOR_FA4)
+            gradients = fa4_backward(*tensors, *runs, *longest, scale, MIN_RUN_FOR_FA4)
         else:
-            gradients = fa2.backward(*tensors, (*runs, *longest), scale, left)
+            gradients = fa2_backward(*tensors, (*runs, *longest), scale, left)
         return *gradients, None, None, None
-
-
-class _CPUAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, runs: Runs, scale: float, window: int | None
-    ) -> Tensor:
-        ctx.save_for_backward(query, key, value)
-        ctx.settings = runs, scale, window
-        return cpu_rows.attend_packed(query, key, value, runs.cu_q, runs.cu_k, scale, window)
-
-    @staticmethod
-    # pyrefly: ignore[bad-override]  (torch declares *grad_outputs, but passes one argument per output)
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.enable_grad():
-            inputs = [saved.detach().requires_grad_() for saved in ctx.saved_tensors]
-            out = attend_padded(*inputs, *ctx.settings)
-        return *torch.autograd.grad(out, inputs, grad), None, None, None
 
 
 def _scaled_logits(hidden_CH: Tensor, weight_VH: Tensor, softcap: float | None, temperature_C: Tensor) -> Tensor:

@@ -189,6 +189,8 @@ def _row_operator(target: str, make: Make, device: Device = "cuda") -> Patch:
     )
 
 
+own = partial(kernel, "row_operators")
+
 PATCHES: tuple[Patch, ...] = (
     Patch(
         target="vllm.distributed.parallel_state:destroy_distributed_environment",
@@ -285,18 +287,13 @@ PATCHES: tuple[Patch, ...] = (
     ),
     _row_operator("model_executor.layers.utils:cpu_unquantized_gemm", counted(process.linear_by_rows), "cpu"),
     _row_operator("_custom_ops:cpu_attention_with_kv_cache", around(cpu_rows.attend_singly), "cpu"),
-    *(
-        _row_operator(target, kernel("row_operators", factory))
-        for target, factory in (
-            ("model_executor.layers.linear:UnquantizedLinearMethod.apply", "make_linear"),
-            ("model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod.apply", "make_head"),
-            ("model_executor.layers.layernorm:RMSNorm.forward_cuda", "make_norm"),
-            ("model_executor.layers.layernorm:GemmaRMSNorm.forward_cuda", "make_gemma_norm"),
-            ("model_executor.layers.activation:SiluAndMul.forward_cuda", "make_silu"),
-            ("model_executor.layers.activation:GeluAndMul.forward_cuda", "make_gelu"),
-            ("v1.attention.backends.flash_attn:flash_attn_varlen_func", "make_attention"),
-        )
-    ),
+    _row_operator("model_executor.layers.linear:UnquantizedLinearMethod.apply", own("make_linear")),
+    _row_operator("model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod.apply", own("make_head")),
+    _row_operator("model_executor.layers.layernorm:RMSNorm.forward_cuda", own("make_norm")),
+    _row_operator("model_executor.layers.layernorm:GemmaRMSNorm.forward_cuda", own("make_gemma_norm")),
+    _row_operator("model_executor.layers.activation:SiluAndMul.forward_cuda", own("make_silu")),
+    _row_operator("model_executor.layers.activation:GeluAndMul.forward_cuda", own("make_gelu")),
+    _row_operator("v1.attention.backends.flash_attn:flash_attn_varlen_func", own("make_attention")),
     STEADY_SCHEDULE,
     STEADY_UPDATE,
     INITIALIZE_CACHE,
@@ -346,13 +343,8 @@ def apply(device: Device, numerics: Numerics = "fast", patches: Iterable[Patch] 
 
 def report(patches: Iterable[Patch] = PATCHES) -> list[dict[str, str | int]]:
     """Return one row per patch: target, status, hits, cures, versions. For benchmarks and bug reports."""
+    shown = ("target", "status", "hits", "cures", "versions")
     return [
-        {
-            "target": patch.target,
-            "status": patch.status,
-            "hits": patch.hits,
-            "cures": patch.cures,
-            "versions": str(patch.versions),
-        }
+        {name: value if isinstance(value := getattr(patch, name), int) else str(value) for name in shown}
         for patch in patches
     ]

@@ -222,8 +222,6 @@ def prepare(spec: EngineSpec, device: torch.device) -> None:
         on_cpu = device.type == "cpu"
         on_hopper = not on_cpu and torch.cuda.get_device_capability(device) == HOPPER
         check_exact(config_json, on_cpu=on_cpu, on_hopper=on_hopper, float32=spec.dtype == torch.float32)
-        on_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == HOPPER
-        check_exact(config_json, on_hopper=on_hopper)
     adapters = bool(spec.args.get("enable_lora"))
     if device.type == "cpu":
         bfloat16 = spec.dtype == torch.bfloat16
