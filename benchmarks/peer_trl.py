@@ -296,9 +296,7 @@ def prepare_cpu() -> None:
 
     from colocated_grpo.rollout.vllm import patches
 
-    patches.apply(
-        "cpu", patches=[row for row in patches.PATCHES if row.target.endswith(":dispatch_cpu_unquantized_gemm")]
-    )
+    patches.apply("cpu", [row for row in patches.PATCHES if row.target.endswith(":dispatch_cpu_unquantized_gemm")])
     replace_method(generation, "LLM", partial(generation.LLM, enforce_eager=True))
 
 

@@ -328,7 +328,7 @@ PRIVATE_STATE: dict[str, str] = {
 """Private attributes that are read or written in place -> why."""
 
 
-def apply(device: Device, numerics: Numerics = "fast", patches: Iterable[Patch] = PATCHES) -> None:
+def apply(device: Device, patches: Iterable[Patch] = PATCHES, numerics: Numerics = "fast") -> None:
     """Install the rows for this device and the installed version of vLLM. Later calls in a process add nothing.
 
     Raises ConfigError for versions outside SUPPORTED, and RunError if a required target is missing: a run would fail

@@ -6,6 +6,7 @@ What needs no replacement: embeddings, rotation and the sampler's log-probabilit
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,34 +17,21 @@ from colocated_grpo.runtime.row_kernels import fixed_tiles, gated, matmul, rms_n
 Count = Callable[[], None]
 
 
-def make_linear(_original: object, count_use: Count) -> Callable[..., Tensor]:
+def _make_linear(dtype: torch.dtype | None, _original: object, count_use: Count) -> Callable[..., Tensor]:
     def apply(_method: object, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         count_use()
-        return matmul(x, layer.weight, bias)
+        return matmul(x, layer.weight, bias, dtype)
 
     return apply
 
 
-def make_head(_original: object, count_use: Count) -> Callable[..., Tensor]:
-    """Return the output layer's product in float32: vLLM 0.26 would divide 16-bit logits by the temperature in place,
-    later releases convert them to float32 first."""
-
-    def apply(_method: object, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        count_use()
-        return matmul(x, layer.weight, bias, dtype=torch.float32)
-
-    return apply
+make_linear = partial(_make_linear, None)
+make_head = partial(_make_linear, torch.float32)
+"""The output layer in float32: vLLM 0.26 would divide 16-bit logits by the temperature in place, later releases convert
+them to float32 first."""
 
 
-def make_norm(_original: object, count_use: Count) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
-    return _norm(count_use, offset=0.0)
-
-
-def make_gemma_norm(_original: object, count_use: Count) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
-    return _norm(count_use, offset=1.0)
-
-
-def _norm(count_use: Count, offset: float) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
+def _make_norm(offset: float, _original: object, count_use: Count) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
     def forward(layer: Any, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         count_use()
         out = rms_norm(x, layer.weight, layer.variance_epsilon, offset, residual)
@@ -52,21 +40,19 @@ def _norm(count_use: Count, offset: float) -> Callable[..., Tensor | tuple[Tenso
     return forward
 
 
-def make_silu(_original: object, count_use: Count) -> Callable[..., Tensor]:
-    return _gated(count_use, gelu=False)
+make_norm, make_gemma_norm = partial(_make_norm, 0.0), partial(_make_norm, 1.0)
 
 
-def make_gelu(_original: object, count_use: Count) -> Callable[..., Tensor]:
-    return _gated(count_use, gelu=True)
-
-
-def _gated(count_use: Count, *, gelu: bool) -> Callable[..., Tensor]:
+def _make_gated(gelu: bool, _original: object, count_use: Count) -> Callable[..., Tensor]:
     def forward(_layer: object, x: Tensor) -> Tensor:
         count_use()
         gate, up = x.chunk(2, dim=-1)
         return gated(gate, up, gelu=gelu)
 
     return forward
+
+
+make_silu, make_gelu = partial(_make_gated, False), partial(_make_gated, True)
 
 
 def make_attention(vllm_attention: Callable[..., object], count_use: Count) -> Callable[..., object]:

@@ -213,7 +213,7 @@ def prepare(spec: EngineSpec, device: torch.device) -> None:
     A run calls this before it reads weights. The engine's constructor calls it again, which installs nothing. Raises
     ConfigError or RunError.
     """
-    patches.apply("cuda" if device.type == "cuda" else "cpu", spec.numerics)
+    patches.apply("cuda" if device.type == "cuda" else "cpu", numerics=spec.numerics)
     check_names(spec.args)
     check_cache(spec)
     config_json = config_json_in(spec.folder)
