@@ -129,7 +129,7 @@ def build_run(
         supply=supply,
         choreography=Choreography(policy, engines.engine, engines.sync, clock, config.sync_frequency),
         rewards=RewardCheck(config.rollout.max_reward_errors, expected=config.is_rewarded),
-        judge_samples=build_judge(config.freshness, config.rollout.temperature, policy.dtype, engines, world),
+        judge_samples=build_judge(config.freshness, config.rollout.temperature, policy, engines, world),
         clock=clock,
         evaluator=Evaluator(evaluation_sets(config, data.evaluated, model.stop_token_ids), collector, world),
         best=best,

@@ -37,6 +37,8 @@ LAYERS = [
 VLLM_FOLDER = "rollout/vllm"
 VLLM_ELSEWHERE = {
     "weights/plan.py",  # the layer classes whose parameters a plan looks into
+    "policy/exact.py",  # the operators with which the engine computes
+    "runtime/cpu_rows.py",  # attention of the engine on CPUs
     "policy/flash_attention.py",  # FlashAttention 4, which vLLM only ships
 }
 NOT_IN_CONFIG = {"torch", "vllm", "transformers"}
@@ -99,7 +101,7 @@ def test_policy_and_rollout_never_import_each_other():
     assert "policy" not in met["rollout"]
 
 
-def test_vllm_is_imported_in_one_folder_and_three_named_files():
+def test_vllm_is_imported_in_one_folder_and_five_named_files():
     users = {relative(file) for file in FILES for name in imports(file) if starts_with_any(name, {"vllm"})}
     assert {file for file in users if not file.startswith(VLLM_FOLDER)} == VLLM_ELSEWHERE
 
