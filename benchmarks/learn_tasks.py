@@ -13,9 +13,8 @@ from typing import Any
 
 from colocated_grpo.environments.base import AnswerError, Item, Split
 from colocated_grpo.environments.chat import Conversation
-from colocated_grpo.environments.rewards.answers import last_number
-from colocated_grpo.environments.tasks.procedural import Procedural, Template, split_items
-from colocated_grpo.environments.tasks.reasoning_gym import ReasoningGym
+from colocated_grpo.environments.rewards.builtin import last_number
+from colocated_grpo.environments.tasks.procedural import Procedural, ReasoningGym, Template, split_items
 from colocated_grpo.types import JsonObject
 
 GYM = "reasoning_gym:"

@@ -48,7 +48,7 @@ from benchmarks.throughput import (
     training_bound,
     with_rates,
 )
-from benchmarks.workload import MAX_PROMPT_TOKENS, TASK, add_stop_tokens
+from benchmarks.workload import MAX_PROMPT_TOKENS, STOP_PROBABILITY, TASK, add_stop_tokens
 from colocated_grpo.errors import RunError
 from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR
 from colocated_grpo.settings.config_file import load_config
@@ -122,7 +122,7 @@ def prepare(
     Raises ConfigError if TRL is to run work that it cannot.
     """
     peer_options.check_possible(options, policy)
-    make_missing(model, options.shape)
+    make_missing(model, options.shape, 1 / options.mean_completion)
     lora = peer_options.adapter(options, policy, model)
     size = model_size(model, 2 if options.gpus else 4, policy)
     return lora, size, measured_rates(scratch / "rates.json", gpus=options.gpus, nproc=options.nproc)
@@ -141,6 +141,9 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--group-size", type=int, default=16)
     parser.add_argument("--max-completion", type=int, default=1024)
+    parser.add_argument(
+        "--mean-completion", type=float, default=1 / STOP_PROBABILITY, help="mean length without --max-completion"
+    )
     parser.add_argument("--steps", type=int, default=7, help="all steps, warm-up included")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--json", type=Path, help="result file to write")
@@ -189,12 +192,12 @@ def tune(spec: PeerSpec, options: argparse.Namespace, size: ModelSize, scratch: 
     return run_tuned(spec, tried, least_bytes, total_device_bytes(options.gpus), scratch)
 
 
-def make_missing(model: Path, shape: str) -> None:
+def make_missing(model: Path, shape: str, stop_probability: float) -> None:
     """Create the model folder if it is missing, in another process, to keep no GPU memory in this one."""
     if not model.exists():
         make = ["-m", "colocated_grpo.tools.make_model", str(model), "--shape", shape, "--dtype", "bfloat16"]
         subprocess.run([sys.executable, *make], check=True)
-        add_stop_tokens(model)
+        add_stop_tokens(model, stop_probability)
 
 
 def settings(options: argparse.Namespace, model: Path, output: Path) -> JsonObject:

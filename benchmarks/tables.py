@@ -23,8 +23,8 @@ STEP_COLUMNS = (
     "Step, TRL defaults",
     "Generate / train / sync, ours",
     "Generate / score + train / sync, TRL tuned",
-    "Peak GPU memory, ours",
-    "Peak GPU memory, TRL tuned",
+    "GPU memory at a phase's end, ours",
+    "GPU memory at a phase's end, TRL tuned",
 )
 GROWTH_COLUMNS = (
     "Model and GPUs",
@@ -120,8 +120,8 @@ def step_cells(file: ResultFile) -> list[str]:
         with_ratio(defaults, ours),
         phases(ours),
         phases(tuned),
-        peak_memory(ours),
-        peak_memory(tuned),
+        memory_in_use(ours),
+        memory_in_use(tuned),
     ]
 
 
@@ -161,7 +161,7 @@ def seconds(value: float) -> str:
     return f"{1e3 * value:.1f} ms" if value < 0.1 else f"{value:.1f} s"
 
 
-def peak_memory(median: Mapping[str, float]) -> str:
+def memory_in_use(median: Mapping[str, float]) -> str:
     """Return the device memory used by all processes at the end of generation or training, whichever is larger."""
     used = [median[name] for name in ("memory/generate_gib", "memory/train_gib") if name in median]
     return f"{max(used):.0f} GiB" if used else NOT_MEASURED

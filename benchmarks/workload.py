@@ -51,9 +51,9 @@ def vocabulary_of(model_folder: Path) -> int:
     return config_json_in(model_folder)["vocab_size"]
 
 
-def add_stop_tokens(model_folder: Path) -> None:
+def add_stop_tokens(model_folder: Path, probability: float = STOP_PROBABILITY) -> None:
     """Write `stop_tokens` into the model's generation_config.json."""
     settings = model_folder / "generation_config.json"
     content = json.loads(settings.read_text()) if settings.exists() else {}
-    content["eos_token_id"] = stop_tokens(vocabulary_of(model_folder))
+    content["eos_token_id"] = stop_tokens(vocabulary_of(model_folder), probability)
     settings.write_text(json.dumps(content))

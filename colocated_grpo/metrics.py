@@ -6,6 +6,7 @@ A mean of means is wrong if micro-batches differ in tokens, so sums and counts a
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Collection, Mapping
 from typing import Literal, NamedTuple
 
@@ -109,12 +110,8 @@ def as_scalar(part: Tensor | float, device: torch.device) -> Tensor:
 def _merge(name: str, left: Stat, right: Stat) -> Stat:
     if left.kind != right.kind:
         raise ValueError(f"metric {name!r} is both a {left.kind} and a {right.kind}; use one name per kind")
-    combine = _larger if left.kind == "max" else _added
+    combine = _larger if left.kind == "max" else operator.add
     return Stat(left.kind, tuple(combine(a, b) for a, b in zip(left.parts, right.parts, strict=True)))
-
-
-def _added(a: Tensor | float, b: Tensor | float) -> Tensor | float:
-    return a + b
 
 
 def _larger(a: Tensor | float, b: Tensor | float) -> Tensor | float:

@@ -1,30 +1,42 @@
 """Metrics of scored groups. Pure: every rank computes the same numbers from the same groups."""
 
+import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from colocated_grpo.advantages import is_constant
 from colocated_grpo.errors import RunError
-from colocated_grpo.types import Group, Rollout
+from colocated_grpo.types import STDERR, Group, Rollout
 
 
 def rollout_metrics(groups: Sequence[Group], policy_version: int) -> dict[str, float]:
     """Rewards, lengths and staleness of one training batch. policy_version: version of the weights to be trained."""
     rollouts = _rollouts(groups)
-    sampled = [rollout for rollout in rollouts if len(rollout.token_ids) > rollout.prompt_length]
+    ages = [(policy_version - version, tokens) for rollout in rollouts for version, tokens in _versions(rollout)]
+    num_tokens = sum(tokens for _, tokens in ages) or 1
     lengths = [rollout.completion_tokens for rollout in rollouts]
     row = {
         **{f"reward_std/{name}": _std(values) for name, values in _parts(rollouts).items()},
         "completion_tokens/min": float(min(lengths)),
         "completion_tokens/max": float(max(lengths)),
         "prompt_tokens": _mean(rollout.prompt_length for rollout in rollouts),
-        "staleness": _mean(policy_version - rollout.policy_version for rollout in sampled),
+        "staleness": sum(age * tokens for age, tokens in ages) / num_tokens,
+        "staleness/max": float(max((age for age, tokens in ages if tokens), default=0)),
+        "staleness/tokens": sum(tokens for age, tokens in ages if age) / num_tokens,
     }
     return _common(rollouts) | _signal(groups) | row
 
 
+def _versions(rollout: Rollout) -> list[tuple[int, int]]:
+    """Return (policy_version, number of tokens) of each part of the completion, observed tokens included."""
+    parts = [(rollout.prompt_length, rollout.policy_version), *rollout.newer_versions]
+    ends = [*(start for start, _ in parts[1:]), len(rollout.token_ids)]
+    return [(version, end - start) for (start, version), end in zip(parts, ends, strict=True)]
+
+
 def held_out_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    return {f"held_out/{name}": value for name, value in _common(_rollouts(groups)).items()}
+    """Return means over completions as held_out/<name>, with their standard errors over prompts."""
+    return {f"held_out/{name}": value for name, value in _with_errors(_common, groups).items()}
 
 
 def environment_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -41,8 +53,24 @@ def mixed_held_out_metrics(groups: Sequence[Group]) -> dict[str, float]:
     return held_out_metrics(groups) | {
         f"held_out/env/{name}/{metric}": value
         for name, members in _by_environment(groups).items()
-        for metric, value in _averages(_rollouts(members)).items()
+        for metric, value in _with_errors(_averages, members).items()
     }
+
+
+def _with_errors(metrics: Callable[[Sequence[Rollout]], dict[str, float]], groups: Sequence[Group]) -> dict[str, float]:
+    """Return the metrics of all rollouts, and the standard error of each over prompts, named with STDERR."""
+    row, by_prompt = metrics(_rollouts(groups)), [metrics(group.rollouts) for group in groups]
+    errors = {name: mean_and_error([each[name] for each in by_prompt if name in each])[1] for name in row}
+    return row | {name + STDERR: error for name, error in errors.items() if error is not None}
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
+    """Return the mean over prompts and its standard error. With a single prompt, the error is None.
+
+    values: one per prompt, because completions of one prompt are not independent of each other.
+    """
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    return math.fsum(values) / len(values), error
 
 
 def _by_environment(groups: Sequence[Group]) -> dict[str, list[Group]]:
@@ -102,6 +130,12 @@ def is_informative(group: Group) -> bool:
 
 def group_rewards(group: Group) -> list[float | None]:
     return [rollout.score.reward for rollout in group.rollouts]
+
+
+def advantage_of(group: Group, sample: int) -> float | None:
+    """Return a rollout's advantage, the mean over its tokens if the environment gave them; None if not trained."""
+    own = group.rollouts[sample].advantages
+    return group.advantages[sample] if own is None and group.advantages else _mean(own) if own else None
 
 
 STEPS_WITHOUT_REWARD = 3

@@ -25,11 +25,11 @@ from colocated_grpo.run import BEST, GOAL_REACHED, LEARNING_RATE, Run
 from colocated_grpo.runtime.distributed import derive_seed, seed_everything
 from colocated_grpo.runtime.run_folder import MODEL_SHAPE
 from colocated_grpo.runtime.verdict import FINISHED, STOPPED
+from colocated_grpo.settings.losses import AdvantageConfig
 from colocated_grpo.summaries import (
     environment_metrics,
     group_rewards,
     is_informative,
-    lack_of_signal,
     rollout_metrics,
 )
 from colocated_grpo.types import Group
@@ -134,10 +134,13 @@ def rollout(run: Run, step: int) -> tuple[list[Group], BatchResult]:
     run.rewards.check(groups)
     settled = run.supply.settle(groups)
     chosen = [groups[place] for place in settled.trained_now] + settled.released
-    if step == 0 and (lack := lack_of_signal(chosen)):
-        run.tracker.note(f"first batch: {lack}")
     # Sort by prompt index, so that training and logs do not depend on the order in which groups finished.
-    return sorted(chosen, key=lambda group: group.prompt.index), settled
+    return with_advantages(sorted(chosen, key=lambda group: group.prompt.index), run.config.advantage), settled
+
+
+def with_advantages(groups: list[Group], config: AdvantageConfig) -> list[Group]:
+    computed = group_advantages([group_rewards(group) for group in groups], config)
+    return [replace(group, advantages=advantages) for group, advantages in zip(groups, computed, strict=True)]
 
 
 def evaluate(run: Run, step: int, sets: Sequence[EvaluationSet]) -> None:
@@ -175,13 +178,12 @@ def batch_metrics(run: Run, groups: list[Group]) -> dict[str, float]:
 
 def make_batch(run: Run, step: int, groups: list[Group]) -> Batch:
     with run.clock.time("pack"):
-        rewards = [group_rewards(group) for group in groups]
         # A group of equal rewards has no gradient, unless the environment gave advantages or every token has a loss.
         every_token = run.config.loss.kl.coef > 0 or run.config.policy.load_balancing > 0
         without_gradient = [not every_token and not is_informative(group) for group in groups]
         return pack(
             groups,
-            group_advantages(rewards, run.config.advantage),
+            [group.advantages for group in groups],
             without_gradient,
             run.config.batch,
             rank=run.world.rank,
@@ -255,6 +257,7 @@ def throughput(run: Run, groups: list[Group], batch: Batch) -> dict[str, float]:
     row["prefix_reuse"] = 1 - batch.computed_tokens / batch.num_tokens if batch.num_tokens else 0.0
     row["imbalance"] = batch.imbalance
     row["padding"] = batch.padding
+    row["decode_tail"] = run.collector.read_tail()
     return row
 
 

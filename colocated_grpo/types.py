@@ -18,6 +18,12 @@ Routes: TypeAlias = "np.ndarray"
 """[tokens, layers, experts per token]: the experts that each layer with experts chose for a token. uint8, or int16 for
 models of more than MAX_UINT8_EXPERTS."""
 MAX_UINT8_EXPERTS = 256
+ANSWER_COLUMNS = (
+    "answer", "solution", "ground_truth", "final_answer", "target", "gold", "label", "expected", "output",
+)  # fmt: skip
+"""Columns of reference answers in items, the most likely one first."""
+STDERR = "_stderr"
+"""Suffix of the name of a metric's standard error over prompts."""
 
 
 class ContextGroup(NamedTuple):
@@ -52,6 +58,12 @@ class Prompt:
     template: JsonObject = field(default_factory=dict)
     """Arguments of the chat template besides the messages, also for later messages of an episode: tools, variables."""
 
+    @property
+    def answer(self) -> str | None:
+        """The item's reference answer as text; None if it has none."""
+        found = next((self.item[name] for name in ANSWER_COLUMNS if self.item.get(name) is not None), None)
+        return None if found is None else str(found)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
@@ -65,7 +77,9 @@ class Completion:
     """The engine's log-probability of each sampled token, at the sampling temperature."""
     finish_reason: FinishReason
     policy_version: int
-    """Completed optimizer steps of the weights that sampled the completion."""
+    """Completed optimizer steps of the weights that sampled the first token."""
+    newer_versions: list[tuple[int, int]] = field(default_factory=list)
+    """(start, policy_version) of each later part that newer weights sampled. start: a position in token_ids."""
     routes: Routes | None = field(default=None, compare=False)
     """Routes of the prompt and of all sampled tokens but the last, which is never an input. None: not requested."""
 
@@ -108,6 +122,9 @@ class Rollout:
     """The completion as text, for people and logs."""
     finish_reason: FinishReason
     policy_version: int
+    """As in Completion; the version of the oldest token."""
+    newer_versions: list[tuple[int, int]] = field(default_factory=list)
+    """As in Completion."""
     temperature: float
     """Temperature of sampling_logprobs; the trainer divides its logits by this temperature."""
     score: Score
@@ -140,3 +157,5 @@ class Group:
 
     prompt: Prompt
     rollouts: list[Rollout]
+    advantages: list[float] = field(default_factory=list)
+    """One for each rollout, computed from their rewards; empty if the group is not trained."""

@@ -3,6 +3,9 @@
 # with one line that says what to write instead.
 command="$*"
 
+# /app exists only as a mount, in commands that mount the checkout there instead of at /work.
+[ "$PWD" != /work ] || [ ! -d /app ] || cd /app
+
 replaced() { # FILE ADVICE
     case "$command" in
     *"$1"*)

@@ -80,13 +80,13 @@ def _cells(family: Family) -> list[str]:
 
 
 def flash_attention_4(family: Family) -> str:
-    from colocated_grpo.policy.fa4 import HEAD_SIZES
+    from colocated_grpo.policy.flash_attention import FA4_HEAD_SIZES
 
     if family.latent:
         return "no: values have smaller heads than keys"
     if family.scores != "plain":
         return {"sinks": "no: attention sinks", "capped": "no: capped scores"}[family.scores]
-    usable = [size for size in family.heads if size in HEAD_SIZES]
+    usable = [size for size in family.heads if size in FA4_HEAD_SIZES]
     if not usable:
         return f"no: heads of {_sizes(family.heads)}"
     where = "yes" if len(usable) == len(family.heads) else f"heads of {_sizes(usable)}"

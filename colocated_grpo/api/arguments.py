@@ -20,18 +20,12 @@ from colocated_grpo.api.objects import (
     with_tokenizer,
 )
 from colocated_grpo.environments.rows.dataset import MAX_HELD_OUT, num_held_out
-from colocated_grpo.environments.rows.row_filter import RowFilter
+from colocated_grpo.environments.rows.readers import RowFilter
+from colocated_grpo.settings import sources
 from colocated_grpo.settings.config_file import LoadedConfig, build_config
 from colocated_grpo.settings.errors import ConfigError, KeyPath, parse_path
 from colocated_grpo.settings.evaluation import EvaluationConfig
 from colocated_grpo.settings.schema import Config
-from colocated_grpo.settings.sources import (
-    DATA_SUFFIXES,
-    EVAL_DATASETS,
-    TRAIN_DATASET,
-    DatasetSourceConfig,
-    give_objects,
-)
 
 Settings = dict[KeyPath, object]
 _ENTRY: KeyPath = ("environments", 0)
@@ -115,8 +109,8 @@ def _loaded(
     config: str | Path | None, settings: Settings, objects: ObjectsByName, defaults: Mapping[str, object]
 ) -> LoadedConfig:
     loaded = build_config(config, settings, defaults)
-    give_objects(loaded.config.environments, objects)
-    give_objects([entry.source for entry in loaded.config.evaluation.sets], objects)
+    sources.give_objects(loaded.config.environments, objects)
+    sources.give_objects([entry.source for entry in loaded.config.evaluation.sets], objects)
     return loaded
 
 
@@ -139,11 +133,11 @@ def _data(train: object, held_out: object, objects: ObjectsByName) -> Settings:
     settings: Settings = {}
     if train is not None:
         settings[*_ENTRY, "type"] = "dataset"
-        settings[*_ENTRY, "name"] = take_rows(train, "train_dataset", TRAIN_DATASET, objects)
+        settings[*_ENTRY, "name"] = take_rows(train, "train_dataset", sources.TRAIN_DATASET, objects)
     if held_out is not None:
         if is_name(held_out) and not is_name(train or ""):
             raise ConfigError(f"eval_datasets={held_out!r}: must be rows, as train_dataset is")
-        settings[*_ENTRY, "eval_split"] = take_rows(held_out, "eval_datasets", EVAL_DATASETS, objects)
+        settings[*_ENTRY, "eval_split"] = take_rows(held_out, "eval_datasets", sources.EVAL_DATASETS, objects)
     return settings
 
 
@@ -209,10 +203,12 @@ def evaluation_sets(
     entry: the training data. The new sets use the entry's rewards, columns and template settings, and are sampled like
     held-out prompts. No training rows are held out unless the entry sets held_out or eval_split. Raises ConfigError.
     """
-    if not isinstance(entry, DatasetSourceConfig):
-        raise ConfigError(f"{EVAL_DATASETS}: needs a train_dataset, whose columns and rewards these datasets share")
+    if not isinstance(entry, sources.DatasetSourceConfig):
+        raise ConfigError(
+            f"{sources.EVAL_DATASETS}: needs a train_dataset, whose columns and rewards these datasets share"
+        )
     if not datasets:
-        raise ConfigError(f"{EVAL_DATASETS}={{}}: must have an entry, or be left out")
+        raise ConfigError(f"{sources.EVAL_DATASETS}={{}}: must have an entry, or be left out")
     shared = entry.model_dump(mode="json", include=_SHARED)
     sets = [
         {
@@ -231,11 +227,11 @@ def evaluation_sets(
 
 def _rows_of(name: object, rows: object, objects: ObjectsByName) -> str:
     """Return `rows` if it is the name of a file, else a name that refers to the rows."""
-    key = f"{EVAL_DATASETS}[{name}]"
-    if is_name(rows) and Path(rows).suffix.lower() not in DATA_SUFFIXES:
+    key = f"{sources.EVAL_DATASETS}[{name}]"
+    if is_name(rows) and Path(rows).suffix.lower() not in sources.DATA_SUFFIXES:
         raise ConfigError(
-            f"{key}={str(rows)!r}: must be rows or a file ({', '.join(DATA_SUFFIXES)}); write a dataset of the Hub in "
-            "evaluation.sets, with its split"
+            f"{key}={str(rows)!r}: must be rows or a file ({', '.join(sources.DATA_SUFFIXES)}); write a dataset of "
+            "the Hub in evaluation.sets, with its split"
         )
     return take_rows(rows, key, key, objects)
 
@@ -263,7 +259,7 @@ def in_steps(epochs: float, by_default: bool, environments: Sequence[object], pr
     """
     entry, *others = environments
     shown = f"num_train_epochs={epochs:g}"
-    if others or not isinstance(entry, DatasetSourceConfig) or entry.given is None or is_stream(entry.given):
+    if others or not isinstance(entry, sources.DatasetSourceConfig) or entry.given is None or is_stream(entry.given):
         if not by_default:
             raise ConfigError(f"{shown}: {_NEEDS_ROWS}; or set training_steps")
         steps = Config.model_fields["training_steps"].default
@@ -273,7 +269,7 @@ def in_steps(epochs: float, by_default: bool, environments: Sequence[object], pr
     return {_STEPS: steps}, f"training_steps={steps}: {shown} over {rows} rows, {prompts} prompts a step"
 
 
-def _num_rows(entry: DatasetSourceConfig) -> int:
+def _num_rows(entry: sources.DatasetSourceConfig) -> int:
     """Return the number of training rows."""
     key = "environments.0"
     try:

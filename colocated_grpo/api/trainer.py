@@ -29,9 +29,7 @@ __all__ = ["ConfigError", "Result", "RunError", "RunState", "Trainer"]
 EXPORTS = ("final_model", "final_adapter")
 BESTS = ("best_model", "best_adapter")
 REPORT_HEIGHT = 600
-TORCH_CAME_FIRST = (
-    "note: torch was imported before colocated_grpo; its idle threads may take cores from other processes"
-)
+TORCH_CAME_FIRST = "note: torch was imported before colocated_grpo: on a busy CPU, steps take several times as long"
 _TORCH_CAME_LATER = set_library_variables()
 
 
@@ -139,11 +137,13 @@ class Trainer(TrainedModel):
             import torch
 
             from colocated_grpo.assembly.preview import preview
+            from colocated_grpo.settings.run_sizes import Placement
 
             config, lines = checked(self._loaded, None, self._name)
-            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            ranks = int(os.environ["WORLD_SIZE"])
+            place = Placement(ranks=ranks, on_gpu=torch.cuda.is_available(), device_bytes=0)
             print(*lines, sep="\n", end="\n" * bool(lines))
-            print(*preview(config, device, lambda line: print(f"note: {line}")), sep="\n")
+            print(*preview(config, place, lambda line: print(f"note: {line}")), sep="\n")
 
     def train(self, resume: object = None, *, resume_from_checkpoint: object = None) -> Result:
         """Train to the end and return the result. Collective under torchrun.

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from colocated_grpo.assembly.data import build_collector, build_data, build_prompt_supply, listen_to_agents
+from colocated_grpo.assembly.data import (
+    build_collector,
+    build_data,
+    build_prompt_supply,
+    build_supply,
+    evaluation_sets,
+    listen_to_agents,
+)
 from colocated_grpo.assembly.engines import Engines, engine_spec
-from colocated_grpo.assembly.evaluation import evaluation_sets
 from colocated_grpo.assembly.policy import (
     build_colocated,
     build_exports,
@@ -35,7 +41,7 @@ from colocated_grpo.policy.model_files import ModelFiles, read_model_files
 from colocated_grpo.policy.model_loader import ModelLoader
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.rollout.inbox import Driver, Inbox
-from colocated_grpo.rollout.supply import AheadSupply, MixedSupply, PromptSupply, Supply
+from colocated_grpo.rollout.supply import Supply
 from colocated_grpo.rollout.vllm.spec import EngineSpec
 from colocated_grpo.rollout.vllm.vllm_engine import prepare
 from colocated_grpo.run import BEST, GOAL_REACHED, LEARNING_RATE, Run
@@ -51,7 +57,7 @@ from colocated_grpo.types import JsonObject
 
 if TYPE_CHECKING:
     from colocated_grpo.assembly.serving import Serving
-    from colocated_grpo.servers.engine_server import EngineServer
+    from colocated_grpo.servers.engine_servers import EngineServer
 
 
 def build_run(
@@ -99,11 +105,11 @@ def build_run(
         # The engine sleeps, so memory that is free now is free while the policy trains.
         config = rehearse(config, policy, engines.local, world, tracker.note)
     driver = Driver(engines.engine, inbox)
-    collector = build_collector(config, driver, inbox, data, model, world, stop)
-    resources.callback(collector.close)
-    sampled = build_prompt_supply(config, data, model, collector, world, stop, opponent, tracker.note)
+    collector = build_collector(config, driver, inbox, data, model, world, stop, resources)
     served = None if serving is None else serving.start(driver, start, stop.requested, lambda: policy.version)
-    supply = resources.enter_context(closing(join_supplies(sampled, served, config.steps_sampled_ahead)))
+    prompts = build_prompt_supply(config, data, model, collector, world, stop, opponent, tracker.note)
+    supply = build_supply(prompts, served, driver, engines.local, config.ranks_per_engine, config.training_steps)
+    resources.callback(supply.close)
     resources.callback(finish_writing, checkpoints)
     best = Best(config.evaluation.keep_best, config.evaluation.patience)
     if start or state:
@@ -180,17 +186,6 @@ def build_engines(
         return engines
 
 
-def join_supplies(sampled: PromptSupply | None, served: Supply | None, ahead: int) -> Supply:
-    """Join the supplies of the run's own prompts and of other processes. ahead: `Config.steps_sampled_ahead`."""
-    if sampled is not None and served is not None:
-        return MixedSupply(sampled, served)
-    if sampled is not None and ahead:
-        return AheadSupply(sampled, ahead)
-    only = sampled or served
-    assert only is not None  # the config has at least one environment
-    return only
-
-
 def build_serving(
     config: Config,
     folder: Path,
@@ -253,16 +248,16 @@ def note_unusual_resume(run: Run) -> None:
 
 
 def describe(run: Run) -> dict[str, str]:
-    """Return the facts for the banner that are known only after the build."""
+    """Return facts that are known only after the build. The banner shows `model`; DEBUG logs the others."""
     on_gpu, policy = run.world.device.type == "cuda", run.policy
     device = torch.cuda.get_device_name(run.world.device) if on_gpu else "CPU"
     trained, total = policy.num_trained(), policy.num_parameters()
-    facts = {"parameters": f"{total:,}"}
-    if trained < total:
-        facts["trained"] = f"{trained:,} ({trained / total:.2%})"
-        if isinstance(policy.weights, AdapterWeights) and (experts := frozen_experts(policy.model)):
-            facts["without adapter"] = f"{experts:,} in fused experts, which are not linear layers"
-    facts |= {"ranks": f"{run.world.size} x {device}", "compute": str(policy.dtype).removeprefix("torch.")}
+    part = f" ({trained:,} trained, {trained / total:.2%})" if trained < total else ""
+    dtype = str(policy.dtype).removeprefix("torch.")
+    facts = {"model": f"{total:,} parameters{part} in {dtype}, {run.world.size} x {device}"}
+    facts["micro-batches"] = f"{run.config.batch.max_tokens_per_micro_batch} tokens"
+    if isinstance(policy.weights, AdapterWeights) and (experts := frozen_experts(policy.model)):
+        facts["without adapter"] = f"{experts:,} in fused experts, which are not linear layers"
     if on_gpu:
         facts["checkpointing"] = f"{num_checkpointed(policy.model)} of {len(blocks_of(policy.model))} blocks"
     return facts

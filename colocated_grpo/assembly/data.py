@@ -1,26 +1,127 @@
-"""The data side of a run: environments, their prompts, and the collector that turns prompts into groups."""
+"""The data side of a run: environments, their prompts, and the collector that turns prompts into groups.
+
+Of evaluation too: prompts, sampling and metrics of held-out prompts and evaluation sets.
+"""
 
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
-from colocated_grpo.assembly.evaluation import Evaluated, read_evaluated
 from colocated_grpo.environments.build import Environments, build_environments
 from colocated_grpo.environments.chat import ChatCodec
 from colocated_grpo.environments.rewards.workers import end_idle_workers
+from colocated_grpo.evaluation.evaluator import EvaluationSet
+from colocated_grpo.evaluation.metrics import Answer, answer_function, set_metrics
 from colocated_grpo.policy.model_files import ModelFiles
 from colocated_grpo.rollout.collect import Collector
-from colocated_grpo.rollout.engine import Sampling
+from colocated_grpo.rollout.engine import LocalEngine, Sampling
 from colocated_grpo.rollout.episodes import EpisodeRunner
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.lengths import LongestFirst
-from colocated_grpo.rollout.prompt_queue import build_dispatch
+from colocated_grpo.rollout.partial import PartialSupply
+from colocated_grpo.rollout.prompt_queue import build_dispatch, engine_place
 from colocated_grpo.rollout.resample import Resampling
-from colocated_grpo.rollout.supply import Opponent, PromptSupply
+from colocated_grpo.rollout.supply import AheadSupply, MixedSupply, Opponent, PromptSupply, Supply
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.supervision import StopRequest
+from colocated_grpo.settings.evaluation import HELD_OUT, PREFIX, EvaluationConfig
 from colocated_grpo.settings.schema import Config
+from colocated_grpo.summaries import held_out_metrics, mixed_held_out_metrics
 from colocated_grpo.tracking import NullTracker, Tracker
+from colocated_grpo.types import Prompt
+
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluated:
+    """Prompts that are evaluated and never trained on. The same on every rank."""
+
+    held_out: list[Prompt]
+    """Held-out prompts of the training environments."""
+    sets: list[list[Prompt]]
+    """Prompts of each evaluation set; empty for a set that this run does not evaluate."""
+    answers: list[Answer | None]
+    """Functions that return the answers of each set for maj@k; None for a set without maj@k."""
+
+
+def read_evaluated(evaluation: EvaluationConfig, environments: Environments, world: World, note: Note) -> Evaluated:
+    """Collective. User code is imported on every rank; data are read on rank 0 only. Raises EnvironmentSetupError."""
+    answers = import_answers(evaluation)
+    held_out, sets = world.from_main(lambda: draw_evaluated(evaluation, environments, note))
+    return Evaluated(held_out=held_out, sets=sets, answers=answers)
+
+
+def import_answers(evaluation: EvaluationConfig) -> list[Answer | None]:
+    """Return the function of each set that returns the answers for maj@k."""
+    names = [(entry.answer_name, f"evaluation set {entry.name!r}: answer") for entry in evaluation.sets]
+    return [None if name is None else answer_function(name, key) for name, key in names]
+
+
+def draw_evaluated(
+    evaluation: EvaluationConfig, environments: Environments, note: Note
+) -> tuple[list[Prompt], list[list[Prompt]]]:
+    """Return the held-out prompts, and the prompts of the sets that this run evaluates. Rank 0 only: reads data."""
+    held_out = draw_held_out(evaluation, environments, note)
+    sets: list[list[Prompt]] = []
+    first_index = len(held_out)  # prompts of different sets have different indices in rollouts.jsonl
+    for entry, environment in zip(evaluation.sets, environments.sets, strict=True):
+        if not evaluation.interval(entry):
+            sets.append([])
+            continue
+        prompts, dropped = environments.evaluated(environment, entry.prompts, first_index)
+        sets.append(prompts)
+        first_index += len(prompts)
+        for line in environment.items.filter_notes:
+            note(line)
+        if dropped:
+            note(
+                f"evaluation set {entry.name!r}: {dropped} prompts are left out, as they are empty or longer than "
+                f"rollout.max_prompt_tokens={environments.encoder.max_prompt_tokens}"
+            )
+    return held_out, sets
+
+
+def draw_held_out(evaluation: EvaluationConfig, environments: Environments, note: Note) -> list[Prompt]:
+    """Prompts of the training environments that are never trained on; none if they are not evaluated. Rank 0 only."""
+    if not evaluation.every:
+        return []
+    for environment in environments.trained:
+        if (line := environment.items.held_out_note) is not None:
+            note(line)
+    return environments.held_out(evaluation.prompts)
+
+
+def evaluation_sets(config: Config, evaluated: Evaluated, stop_tokens: tuple[int, ...]) -> list[EvaluationSet]:
+    """Return the held-out prompts and the sets of the config. Sets that this run does not evaluate have no prompts."""
+    evaluation, rollout = config.evaluation, config.rollout
+    # Training's top_p, top_k, min_p and penalties do not apply.
+    sampling = partial(
+        Sampling, max_tokens=rollout.max_completion_tokens, stop=tuple(rollout.stop), stop_token_ids=stop_tokens
+    )
+    sets = zip(evaluation.sets, evaluated.sets, evaluated.answers, strict=True)
+    return [
+        EvaluationSet(
+            name=HELD_OUT.partition("/")[0],
+            every=evaluation.every,
+            prompts=evaluated.held_out,
+            samples=evaluation.samples_per_prompt,
+            sampling=sampling(temperature=evaluation.temperature),
+            metrics=mixed_held_out_metrics if config.is_mixed else held_out_metrics,
+        ),
+        *(
+            EvaluationSet(
+                name=(name := f"{PREFIX}/{entry.name}"),
+                every=evaluation.interval(entry),
+                prompts=prompts,
+                samples=entry.samples,
+                sampling=sampling(temperature=entry.temperature, top_p=entry.top_p),
+                metrics=partial(set_metrics, name, pass_ks=entry.pass_ks, pass_reward=entry.pass_reward, answer=answer),
+            )
+            for entry, prompts, answer in sets
+        ),
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +177,16 @@ def listen_to_agents(config: Config, data: Data, model: ModelFiles, resources: E
 
 
 def build_collector(
-    config: Config, driver: Driver, inbox: Inbox, data: Data, model: ModelFiles, world: World, stop: StopRequest
+    config: Config,
+    driver: Driver,
+    inbox: Inbox,
+    data: Data,
+    model: ModelFiles,
+    world: World,
+    stop: StopRequest,
+    resources: ExitStack,
 ) -> Collector:
+    """resources: closes the collector."""
     rollout, codec = config.rollout, ChatCodec(model.tokenizer)
     environments = data.environments
     episodes = EpisodeRunner(
@@ -88,7 +197,7 @@ def build_collector(
         tool_timeout=rollout.tool_timeout,
         agents=environments.limits,
     )
-    return Collector(
+    collector = Collector(
         driver,
         episodes,
         environments.scorers,
@@ -105,6 +214,8 @@ def build_collector(
         reward_timeout=rollout.reward_timeout,
         stop_requested=stop.requested,
     )
+    resources.callback(collector.close)
+    return collector
 
 
 def build_prompt_supply(
@@ -137,3 +248,24 @@ def build_prompt_supply(
     return PromptSupply(
         data.source, collector, world, stop.requested, rollout, sampling, opponent, resampling, routes=routes
     )
+
+
+def build_supply(
+    prompts: PromptSupply | None,
+    served: Supply | None,
+    driver: Driver,
+    engine: LocalEngine | None,
+    ranks_per_engine: int,
+    num_steps: int,
+) -> Supply:
+    """Return the supply of the run. served: groups of other processes. engine: None with engine servers."""
+    if prompts is None:
+        assert served is not None  # the config has at least one environment
+        return served
+    if served is not None:
+        return MixedSupply(prompts, served)
+    partial = prompts.config.partial
+    if partial is not None and engine is not None:
+        place = engine_place(prompts.world, ranks_per_engine)
+        return PartialSupply(prompts, partial, driver, engine.interrupt, place, num_steps)
+    return AheadSupply(prompts, num_steps) if prompts.config.max_staleness else prompts

@@ -41,7 +41,9 @@ def engine_spec(
     has_agents = any(isinstance(source, AgentSourceConfig) for source in config.sources)
     if sequences is None:
         engines = 1 if config.rollout.generation == "replicated" else ranks // engine.tensor_parallel_size
-        per_engine = ceil(config.rollout.prompts_per_step / engines) * config.rollout.group_size  # groups are not split
+        oversample = 1.0 if config.rollout.partial is None else config.rollout.partial.oversample
+        groups = ceil(ceil(config.rollout.prompts_per_step / engines) * oversample)
+        per_engine = groups * config.rollout.group_size  # groups are not split
         sequences = SERVER_NUM_SEQS if has_senders else per_engine
     return EngineSpec(
         folder=folder,

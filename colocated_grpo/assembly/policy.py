@@ -28,9 +28,7 @@ from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings.losses import KLConfig
 from colocated_grpo.settings.schema import CheckpointConfig, Config, FreshnessConfig, ModelConfig, OpponentConfig
 from colocated_grpo.settings.training import LoRAConfig
-from colocated_grpo.weights.colocated import ColocatedSync
-from colocated_grpo.weights.opponent import FrozenOpponent
-from colocated_grpo.weights.shared import share
+from colocated_grpo.weights.colocated import ColocatedSync, FrozenOpponent, share
 
 
 def build_reference(kl: KLConfig, policy: Policy, loader: ModelLoader, *, offloaded: bool) -> Reference | None:

@@ -1,16 +1,16 @@
 """What a dry run shows: the first prompts as the model reads them, and the rewards of a right and a useless answer."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 
+import psutil
 import torch
 
-from colocated_grpo.assembly.data import open_source
+from colocated_grpo.assembly.data import draw_evaluated, import_answers, open_source
 from colocated_grpo.assembly.engines import engine_spec
-from colocated_grpo.assembly.evaluation import draw_evaluated, import_answers
 from colocated_grpo.environments.base import Scorer
 from colocated_grpo.environments.build import build_environments
-from colocated_grpo.environments.rewards.answers import ANSWER_COLUMNS
 from colocated_grpo.environments.rewards.workers import end_idle_workers
 from colocated_grpo.errors import ConfigError, visible
 from colocated_grpo.policy.checkpoint_files import fetch_tokenizer
@@ -19,6 +19,8 @@ from colocated_grpo.policy.model_loader import check_model
 from colocated_grpo.rollout.reward_calls import RewardCalls
 from colocated_grpo.rollout.vllm.kv_budget import check_cache
 from colocated_grpo.settings.config_json import read_config_json, text_part
+from colocated_grpo.settings.model_sizes import sizes_of
+from colocated_grpo.settings.run_sizes import Placement, RunSizes, fits, free_disk, gib, memory_fix
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.tracking.text import without_middle
 from colocated_grpo.types import Completion, Prompt, Score
@@ -30,13 +32,14 @@ ROLES = {"system", "developer", "user", "assistant", "model", "tool", "function"
 """Roles of chat messages. Most templates render any role, and models know only those of their training."""
 
 
-def preview(config: Config, device: torch.device, note: Callable[[str], None]) -> list[str]:
+def preview(config: Config, place: Placement, note: Callable[[str], None]) -> list[str]:
     """Build the model without parameters and draw the first prompts as a run does. Return lines that show them.
 
-    Imports the code of the environments, reads their data and computes rewards. device: only its type counts. note:
-    receives remarks, such as the number of omitted rows. Raises ConfigError or RunError for the first problem.
+    Imports the code of the environments, reads their data and computes rewards. place: the ranks that would
+    run; the memory of their devices is read here. note: receives remarks, such as the number of omitted rows. Raises
+    ConfigError or RunError for the first problem.
     """
-    folder = fetch_tokenizer(config.model)
+    folder, device = fetch_tokenizer(config.model), torch.device("cuda" if place.on_gpu else "cpu")
     check_model(config.model, folder)
     if config.engine.placement == "colocated":
         spec = engine_spec(config, folder, 1, device, sequences=1)  # the checks depend on neither number
@@ -52,14 +55,36 @@ def preview(config: Config, device: torch.device, note: Callable[[str], None]) -
     import_answers(config.evaluation)
     prompts = open_source(environments, note).next(config.rollout.prompts_per_step) if environments.trained else []
     draw_evaluated(config.evaluation, environments, note)
-    check_vocabulary(prompts, text_part(read_config_json(config.model)).get("vocab_size"), config.model.name)
+    model = read_config_json(config.model)
+    check_vocabulary(prompts, text_part(model).get("vocab_size"), config.model.name)
     for line in unknown_roles(prompts):
         note(line)
+    if len({prompt.text for prompt in prompts}) < 2 <= len({str(prompt.item["prompt"]) for prompt in prompts}):
+        note("all prompts of the first step are rendered as the same text; does the chat template use the messages?")
     try:
         rewards = list(show_rewards(prompts, environments.scorers, config.rollout.reward_timeout, note))
     finally:
         end_idle_workers()
-    return [*show_prompts(prompts, config.rollout.max_prompt_tokens), *rewards]
+    lines = [*show_prompts(prompts, config.rollout.max_prompt_tokens), *rewards]
+    if (sizes := sizes_of(model)) is not None:
+        lines.append(show_needs(RunSizes(config, sizes, place), note))
+    return lines
+
+
+def show_needs(run: RunSizes, note: Callable[[str], None]) -> str:
+    """Return memory and disk space by arithmetic. Note what this machine, which may be another, does not have."""
+    place, output_dir = run.place, run.config.output_dir
+    host = psutil.virtual_memory().total * place.nodes // place.ranks
+    has_gpu = place.on_gpu and torch.cuda.is_available()
+    memory = torch.cuda.get_device_properties(0).total_memory if has_gpu else host
+    run = replace(run, place=replace(place, device_bytes=memory))
+    need, space, (folder, free) = run.footprint(), run.run_folder_bytes(), free_disk(output_dir)
+    each = f"{gib(need.training)} while training and {gib(need.generating)} while generating"
+    if has_gpu == place.on_gpu and not fits(run, host, 1.0):
+        note(f"a rank needs at least {each}, and has {gib(memory)} here; use {memory_fix(run, host)}")
+    if free < space:
+        note(f"output_dir={output_dir!r}: checkpoints and exports take {gib(space)}; {gib(free)} are free in {folder}")
+    return f"  by arithmetic, a rank needs at least {each}; checkpoints and exports take {gib(space)}"
 
 
 def check_vocabulary(prompts: Sequence[Prompt], size: int | None, name: str) -> None:
@@ -105,13 +130,14 @@ def show_rewards(
     for source, prompt in sorted(first.items()):
         if source not in scorers:
             continue
-        answer = next((prompt.item[name] for name in ANSWER_COLUMNS if name in prompt.item), None)
-        texts = [USELESS] if answer is None else [str(answer), USELESS]
+        texts = [USELESS] if prompt.answer is None else [prompt.answer, USELESS]
         scores = scores_of(scorers[source], prompt, texts, timeout)
         shown = [f"{_reward(score)} for {text[:60]!r}" for text, score in zip(texts, scores, strict=True)]
         yield f"  {source}: the reward is {', '.join(shown)}"
         rewards = [score.reward for score in scores if score.reward is not None]
-        if len(rewards) == 2 and rewards[0] <= rewards[1]:
+        if not rewards:
+            note(f"environments {source!r}: no reward for {texts[0]!r:.60}; return a number where the reward applies")
+        elif len(rewards) == 2 and rewards[0] <= rewards[1]:
             note(
                 f"environments {source!r}: the row's own answer gets no more reward than {USELESS!r}; does the reward "
                 "expect another form? Completions of chat prompts are lists of messages, not texts"

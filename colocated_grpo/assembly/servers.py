@@ -20,11 +20,10 @@ from colocated_grpo.policy.policy import Policy
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.program import KEY_VARIABLE, URLS_VARIABLE
 from colocated_grpo.runtime.supervision import StopRequest
-from colocated_grpo.servers.broadcast import BroadcastSync
-from colocated_grpo.servers.engine_server import EngineServer
+from colocated_grpo.servers.broadcast import AdapterSync, BroadcastSync, RestartSync
+from colocated_grpo.servers.engine_servers import EngineServer
 from colocated_grpo.servers.exported import CONFIG_NAME, attach, export_folder, share_exported
 from colocated_grpo.servers.remote import EngineGroup, RemoteEngine, Restore
-from colocated_grpo.servers.saved import AdapterSync, RestartSync
 from colocated_grpo.settings.config_json import first_difference, read_config_json, shape_of
 from colocated_grpo.settings.schema import Config, EngineConfig, ModelConfig, PolicyConfig
 from colocated_grpo.types import JsonObject

@@ -10,8 +10,7 @@ from collections.abc import Callable
 
 from transformers import PreTrainedTokenizerBase
 
-from colocated_grpo.atropos.origins import Origins
-from colocated_grpo.atropos.reader import GroupReader, Registration
+from colocated_grpo.atropos.reader import GroupReader, Origins, Registration
 from colocated_grpo.atropos.source import AtroposClient, AtroposSource
 from colocated_grpo.atropos.supply import AtroposSupply, MainSupply, WorkerSupply
 from colocated_grpo.environments.base import EnvironmentSetupError
@@ -24,8 +23,7 @@ from colocated_grpo.servers.sampler import Sampler
 from colocated_grpo.servers.text import Limits
 from colocated_grpo.settings.atropos import AtroposSourceConfig, ServerConfig
 from colocated_grpo.settings.schema import ModelConfig
-from colocated_grpo.web.guards import Hosts
-from colocated_grpo.web.server import ServerThread
+from colocated_grpo.web.server import Hosts, ServerThread
 
 REMEMBERED_COMPLETIONS = 1 << 17
 """Limit of remembered completions: several batches of the largest size."""

@@ -26,10 +26,8 @@ from colocated_grpo.atropos.reader import Overrides, Registration
 from colocated_grpo.runtime.program import raise_descriptor_limit
 from colocated_grpo.settings.atropos import is_loopback
 from colocated_grpo.types import JsonObject
-from colocated_grpo.web.bodies import BodyLimit, InvalidBody, off_the_loop, read_json
-from colocated_grpo.web.guards import Hosts, OwnRequests, RequireApiKey, is_from_browser
-from colocated_grpo.web.server import Connection
-from colocated_grpo.web.shape import BodyShape
+from colocated_grpo.web.bodies import BodyLimit, BodyShape, InvalidBody, off_the_loop, read_json
+from colocated_grpo.web.server import Connection, Hosts, OwnRequests, RequireApiKey, is_from_browser
 
 MAX_BODY_BYTES = 64 << 20
 """64 sequences of 32,768 tokens with masks and log-probabilities, at 32 bytes of text per token."""

@@ -283,7 +283,7 @@ class AtroposSource:
         else:
             advice = (
                 "is an environment running, with this --env.rollout_server_url, with --env.wandb_name and with this "
-                "trainer's server as --openai.base_url?"
+                "trainer's server as --openai.base_url (server.more_ports: [9004, 9005, 9006, 9007] if it ignores it)?"
             )
         self.note(
             f"atropos: no batch for {EXPLAIN_SECONDS:g} s; {self.client.url} holds {num_waiting} groups; {advice}"

@@ -20,21 +20,12 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
-from colocated_grpo.checkpoint.saved import SavedCheckpoint, newest_whole
-from colocated_grpo.checkpoint.storage import ChecksummedWriter, LayoutReader, metadata_of, write_durably
+from colocated_grpo.checkpoint import storage
 from colocated_grpo.errors import RunError, in_one_line, write_failed
 from colocated_grpo.policy.policy import Policy
+from colocated_grpo.runtime import run_folder
 from colocated_grpo.runtime.checksums import damage, forget_cached, sealed
 from colocated_grpo.runtime.distributed import World
-from colocated_grpo.runtime.run_folder import (
-    CHECKPOINTS,
-    FILES,
-    FORMAT,
-    SEAL,
-    STATE_FILE,
-    complete_checkpoints,
-    read_record,
-)
 from colocated_grpo.settings.schema import CheckpointConfig
 from colocated_grpo.types import JsonObject
 
@@ -56,7 +47,7 @@ class Checkpoints:
 
         note: called on rank 0 with one line if a run could not resume from the newest checkpoint.
         """
-        self._folder = run_dir / CHECKPOINTS
+        self._folder = run_dir / run_folder.CHECKPOINTS
         self._config = config
         self._world = world
         self._others = others or {}
@@ -82,19 +73,26 @@ class Checkpoints:
         self.wait()
         self._best = best
         final = self._folder / f"step_{step:06d}"
-        if self._world.from_main(lambda: final in complete_checkpoints(self._folder) and _replace_state(final, state)):
+        if self._world.from_main(
+            lambda: final in run_folder.complete_checkpoints(self._folder) and _replace_state(final, state)
+        ):
             return
         partial = final.with_suffix(UNFINISHED)
         record = ""
         if self._world.is_main:
             # Encoded now, because the state may change while the tensors are written.
-            numbers = {"format": FORMAT, "step": step, "policy_version": policy.version, "world_size": self._world.size}
+            numbers = {
+                "format": run_folder.FORMAT,
+                "step": step,
+                "policy_version": policy.version,
+                "world_size": self._world.size,
+            }
             record = json.dumps(numbers | {"state": state})
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         self._world.barrier()
         policy.init_optimizer_state()  # a run that stops before its first step must be restorable too
-        writer, stager = ChecksummedWriter(partial), DefaultStager(StagingOptions(False, False, False, False))
+        writer, stager = storage.ChecksummedWriter(partial), DefaultStager(StagingOptions(False, False, False, False))
         writing = dcp.async_save(
             self._tensors(policy),
             storage_writer=writer,
@@ -115,10 +113,12 @@ class Checkpoints:
         now."""
         if not self._world.is_main:
             return
-        write_durably(partial / STATE_FILE, sealed(f'{record[:-1]}, "{FILES}": {json.dumps(checksums)}}}'))
+        storage.write_durably(
+            partial / run_folder.STATE_FILE, sealed(f'{record[:-1]}, "{run_folder.FILES}": {json.dumps(checksums)}}}')
+        )
         shutil.rmtree(final, ignore_errors=True)  # `final` is incomplete or damaged, else no save would have started
         partial.rename(final)
-        complete = complete_checkpoints(self._folder)
+        complete = run_folder.complete_checkpoints(self._folder)
         best = f"step_{self._best:06d}" if self._best is not None else None
         old = [checkpoint for checkpoint in complete[: -self._config.keep_last] if checkpoint.name != best]
         kept = complete[-self._config.keep_last :]
@@ -148,16 +148,16 @@ class Checkpoints:
     def restore(self, policy: Policy) -> tuple[int, JsonObject]:
         """Load the newest intact checkpoint into the policy. Returns its step and `state`; (0, {}) without a
         checkpoint."""
-        saved = self._world.from_main(lambda: newest_whole(self._folder, self._note))
+        saved = self._world.from_main(lambda: storage.newest_whole(self._folder, self._note))
         if saved is None:
             return 0, {}
         self._verified = saved.folder
         policy.init_optimizer_state()
         tensors = self._tensors(policy)
         with unreadable(saved.folder):
-            metadata = metadata_of(saved.layout, saved.folder)
+            metadata = storage.metadata_of(saved.layout, saved.folder)
             _check_loadable(saved, metadata, tensors)
-            reader = LayoutReader(saved.folder, metadata)
+            reader = storage.LayoutReader(saved.folder, metadata)
             dcp.load(tensors, storage_reader=reader, process_group=self._world.checkpoints)
         _restore_numbers(policy, tensors, self._world)
         policy.resume_at(saved.policy_version)
@@ -175,7 +175,7 @@ class Checkpoints:
         return {**tensors, **self._others}
 
 
-def _check_loadable(checkpoint: SavedCheckpoint, metadata: Metadata, tensors: dict[str, Tensor]) -> None:
+def _check_loadable(checkpoint: storage.SavedCheckpoint, metadata: Metadata, tensors: dict[str, Tensor]) -> None:
     entries = metadata.state_dict_metadata
     saved = {name: entry.size for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
     # If this run has fewer layers with adapters, or fewer trained blocks, other trained tensors would be lost.
@@ -231,14 +231,14 @@ def _replace_state(folder: Path, state: JsonObject) -> bool:
     """Replace the state of a complete checkpoint atomically, if the state differs. Returns False if the file is
     damaged."""
     try:
-        record = read_record(folder)
+        record = run_folder.read_record(folder)
     except ValueError:
         return False
     if record["state"] != state:
-        new = folder / (STATE_FILE + UNFINISHED)
-        text = json.dumps({key: value for key, value in record.items() if key != SEAL} | {"state": state})
-        write_durably(new, sealed(text))
-        new.replace(folder / STATE_FILE)
+        new = folder / (run_folder.STATE_FILE + UNFINISHED)
+        text = json.dumps({key: value for key, value in record.items() if key != run_folder.SEAL} | {"state": state})
+        storage.write_durably(new, sealed(text))
+        new.replace(folder / run_folder.STATE_FILE)
     return True
 
 

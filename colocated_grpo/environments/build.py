@@ -8,22 +8,12 @@ from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from colocated_grpo.environments.base import (
-    AgentLimits,
-    BatchSource,
-    Environment,
-    EnvironmentSetupError,
-    Item,
-    Playable,
-    Scorer,
-)
-from colocated_grpo.environments.prompts import PromptEncoder
+from colocated_grpo.environments import base
+from colocated_grpo.environments.prompts import PromptEncoder, build_template, check_is_read
 from colocated_grpo.environments.registry import build_episode, build_task
-from colocated_grpo.environments.rewards.functions import build_rewards
-from colocated_grpo.environments.rewards.scorer import RewardScorer, start_workers
+from colocated_grpo.environments.rewards.functions import RewardScorer, build_rewards, start_workers
 from colocated_grpo.environments.rewards.scoring import TaskScorer
 from colocated_grpo.environments.streams import GeneratedItems, Mixture, PromptSource, UnsolvedItems
-from colocated_grpo.environments.templates import build_template, check_is_read
 from colocated_grpo.environments.user_code.loading import unique_names
 from colocated_grpo.settings import sources
 from colocated_grpo.settings.atropos import AtroposSourceConfig
@@ -31,7 +21,7 @@ from colocated_grpo.settings.evaluation import PREFIX
 from colocated_grpo.settings.generation import SkipSolvedConfig
 from colocated_grpo.settings.losses import LossConfig
 from colocated_grpo.settings.schema import Config
-from colocated_grpo.settings.turns import TurnsSourceConfig
+from colocated_grpo.settings.sources import TurnsSourceConfig
 from colocated_grpo.types import Prompt
 
 if TYPE_CHECKING:
@@ -47,8 +37,8 @@ MAX_DROPPED_HELD_OUT = 1000
 class Environments:
     """All environments and evaluation sets of a run."""
 
-    trained: Sequence[Environment]
-    sets: Sequence[Environment]
+    trained: Sequence[base.Environment]
+    sets: Sequence[base.Environment]
     """Evaluation sets, in the order of the config."""
     weights: Mapping[str, float]
     """Relative share of each environment in the training prompts, by `Prompt.source`."""
@@ -59,24 +49,24 @@ class Environments:
     """Open episodes, through which the agents of this rank sample. None if no environment has agents."""
 
     @property
-    def scorers(self) -> dict[str, Scorer]:
+    def scorers(self) -> dict[str, base.Scorer]:
         """Return scorers by `Prompt.source`. The properties `episodes` and `limits` are keyed in the same way."""
         return {each.name: each.scorer for each in self._all if each.scorer is not None}
 
     @property
-    def episodes(self) -> dict[str, Playable]:
+    def episodes(self) -> dict[str, base.Playable]:
         return {each.name: each.episode for each in self._all if each.episode is not None}
 
     @property
-    def limits(self) -> dict[str, AgentLimits]:
+    def limits(self) -> dict[str, base.AgentLimits]:
         """Limits of the episodes that agents play."""
         return {each.name: each.limits for each in self._all if each.limits is not None}
 
     @property
-    def _all(self) -> list[Environment]:
+    def _all(self) -> list[base.Environment]:
         return [*self.trained, *self.sets]
 
-    def open_source(self) -> BatchSource:
+    def open_source(self) -> base.BatchSource:
         """Return the source of training prompts. Like all methods below it reads data, so it is for rank 0 only."""
         streams = {each.name: each.items.open_stream(self.seed) for each in self.trained}
         if self.skip_solved is not None:
@@ -96,7 +86,7 @@ class Environments:
             prompts += self._encoded(each.name, items, mixture.counts[each.name], first_index=len(prompts))[0]
         return prompts
 
-    def evaluated(self, one: Environment, count: int | None, first_index: int) -> tuple[list[Prompt], int]:
+    def evaluated(self, one: base.Environment, count: int | None, first_index: int) -> tuple[list[Prompt], int]:
         """Return the prompts of an evaluation set, and the number of items dropped as empty or too long.
 
         count: number of prompts; None: `default_count` of the items.
@@ -104,7 +94,9 @@ class Environments:
         wanted = one.items.default_count if count is None else count
         return self._encoded(one.name, one.items.evaluated(self.seed), wanted, first_index)
 
-    def _encoded(self, source: str, items: Iterator[Item], count: int, first_index: int) -> tuple[list[Prompt], int]:
+    def _encoded(
+        self, source: str, items: Iterator[base.Item], count: int, first_index: int
+    ) -> tuple[list[Prompt], int]:
         """Return up to `count` usable prompts, and the number of dropped items.
 
         Raises EnvironmentSetupError if items were dropped and none was usable.
@@ -170,51 +162,53 @@ def build_environments(config: Config, tokenizer: PreTrainedTokenizerBase) -> En
     )
 
 
-def _task(name: str, entry: sources.TaskSourceConfig, run: _RunValues) -> Environment:
+def _task(name: str, entry: sources.TaskSourceConfig, run: _RunValues) -> base.Environment:
     task = build_task(entry.name, entry.args, entry.given)
-    return Environment(name=name, items=GeneratedItems(name, task), scorer=TaskScorer(task))
+    return base.Environment(name=name, items=GeneratedItems(name, task), scorer=TaskScorer(task))
 
 
-def _dataset(name: str, entry: sources.DatasetSourceConfig, run: _RunValues) -> Environment:
+def _dataset(name: str, entry: sources.DatasetSourceConfig, run: _RunValues) -> base.Environment:
     from colocated_grpo.environments.rows.dataset import RowItems
 
     key = f"environments {name!r}"
     rewards = build_rewards(entry.rewards, f"{key}: rewards")
     scorer = RewardScorer(rewards, run.optimizer_steps, start_workers(entry.rewards, rewards, f"{key}: rewards"))
-    return Environment(name=name, items=RowItems(name, entry, scorer.check_item), scorer=scorer)
+    return base.Environment(name=name, items=RowItems(name, entry, scorer.check_item), scorer=scorer)
 
 
-def _episode(name: str, entry: sources.EpisodeSourceConfig, run: _RunValues) -> Environment:
+def _episode(name: str, entry: sources.EpisodeSourceConfig, run: _RunValues) -> base.Environment:
     episode = build_episode(entry.name, entry.args, entry.given)
-    return Environment(name=name, items=GeneratedItems(name, episode), episode=episode)
+    return base.Environment(name=name, items=GeneratedItems(name, episode), episode=episode)
 
 
-def _agent(name: str, entry: sources.AgentSourceConfig, run: _RunValues) -> Environment:
+def _agent(name: str, entry: sources.AgentSourceConfig, run: _RunValues) -> base.Environment:
     from colocated_grpo.environments.agents.programs import AgentEpisode, build_agent
     from colocated_grpo.environments.rows.dataset import RowItems
 
     key = f"environments {name!r}"
-    return Environment(
+    return base.Environment(
         name=name,
         items=RowItems(name, entry, lambda item: None),
         episode=AgentEpisode(build_agent(entry.program, entry.arguments, key), run.open_episodes),
-        limits=AgentLimits(max_tokens=run.max_tokens, max_requests=entry.max_requests, max_running=entry.max_running),
+        limits=base.AgentLimits(
+            max_tokens=run.max_tokens, max_requests=entry.max_requests, max_running=entry.max_running
+        ),
     )
 
 
-def _turns(name: str, entry: TurnsSourceConfig, run: _RunValues) -> Environment:
+def _turns(name: str, entry: TurnsSourceConfig, run: _RunValues) -> base.Environment:
     from colocated_grpo.environments.turns.games import TurnGames
 
     games = TurnGames(name, entry, run.seed)
     if games.delayed and run.loss.correction.mode == "off" and run.loss.old_logprobs == "trainer":
-        raise EnvironmentSetupError(
+        raise base.EnvironmentSetupError(
             f"loss.correction.mode=off: turns of {name!r} train after the end of their game, with newer weights than "
             "sampled them, and need importance weights; set another mode, or loss.old_logprobs=sampling"
         )
-    return Environment(name=name, items=games, scorer=games.scorer)
+    return base.Environment(name=name, items=games, scorer=games.scorer)
 
 
-BUILDERS: dict[str, Callable[[str, Any, _RunValues], Environment]] = {
+BUILDERS: dict[str, Callable[[str, Any, _RunValues], base.Environment]] = {
     "task": _task,
     "dataset": _dataset,
     "episode": _episode,

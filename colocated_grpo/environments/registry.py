@@ -44,7 +44,7 @@ TASKS = {
 EPISODES = {"tool_use": "tasks.tool_use:ToolUse"}
 TURN_ENVIRONMENTS = {"town": "town.environment:open_town", "tossim": "adapters.tossim:ToSSim"}
 KINDS = {
-    "task": Kind("task", TASKS, {"reasoning_gym": Adapter("dataset", "tasks.reasoning_gym:ReasoningGym")}),
+    "task": Kind("task", TASKS, {"reasoning_gym": Adapter("dataset", "tasks.procedural:ReasoningGym")}),
     "episode": Kind(
         "episode",
         EPISODES,

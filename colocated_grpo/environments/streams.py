@@ -1,7 +1,5 @@
 """Streams of training items, one per environment. A source of training prompts mixes the streams by weight."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -11,18 +9,7 @@ from itertools import count, islice
 from random import Random
 from typing import Protocol
 
-from colocated_grpo.environments.base import (
-    BatchResult,
-    EnvironmentSetupError,
-    Episode,
-    Item,
-    Items,
-    ItemStream,
-    Seekable,
-    Split,
-    Task,
-    merge_results,
-)
+from colocated_grpo.environments import base
 from colocated_grpo.environments.prompts import PromptEncoder
 from colocated_grpo.environments.user_code.loading import one_line
 from colocated_grpo.settings.errors import ConfigError
@@ -33,16 +20,16 @@ DIGEST_ROWS = 64
 """Rows that are hashed per dataset. A resume detects changed data by these rows, without reading all rows."""
 
 
-class SequenceStream(ItemStream):
+class SequenceStream(base.ItemStream):
     """Items that do not depend on completions. The state is a position."""
 
-    def __init__(self, items_from: Callable[[int], Iterator[Item]]) -> None:
+    def __init__(self, items_from: Callable[[int], Iterator[base.Item]]) -> None:
         """items_from: returns the endless items from a position on."""
         self._items_from = items_from
         self._taken = 0
         self._items = items_from(0)
 
-    def take(self) -> Item:
+    def take(self) -> base.Item:
         item = next(self._items)
         self._taken += 1
         return item
@@ -55,25 +42,25 @@ class SequenceStream(ItemStream):
         self._items = self._items_from(self._taken)
 
 
-class GeneratedItems(Items):
+class GeneratedItems(base.Items):
     """Items that a task or an episode yields."""
 
-    def __init__(self, name: str, task: Task | Episode) -> None:
+    def __init__(self, name: str, task: base.Task | base.Episode) -> None:
         self._name = name
         self._task = task
 
-    def open_stream(self, seed: int) -> ItemStream:
+    def open_stream(self, seed: int) -> base.ItemStream:
         return SequenceStream(partial(self._train, seed))
 
-    def held_out(self, seed: int) -> Iterator[Item]:
+    def held_out(self, seed: int) -> Iterator[base.Item]:
         return self._items(seed, "held_out")
 
-    def _train(self, seed: int, start: int) -> Iterator[Item]:
+    def _train(self, seed: int, start: int) -> Iterator[base.Item]:
         """Yield the training items from a position on. When the items end, the sequence starts again.
 
         All earlier items are generated again, unless the task is Seekable.
         """
-        if not isinstance(self._task, Seekable):
+        if not isinstance(self._task, base.Seekable):
             yield from islice(self._endless(seed), start, None)
             return
         call = "prompts_from(seed, 'train', start)"
@@ -81,32 +68,32 @@ class GeneratedItems(Items):
         for item in _user_items(self._name, call, partial(self._task.prompts_from, seed, "train", start)):
             taken += 1
             yield item
-        raise EnvironmentSetupError(
+        raise base.EnvironmentSetupError(
             f"environments {self._name!r}: prompts_from() ended after {taken} items; it must be endless: "
             "define only prompts() for a finite task"
         )
 
-    def _endless(self, seed: int) -> Iterator[Item]:
+    def _endless(self, seed: int) -> Iterator[base.Item]:
         while True:
             empty = True
             for item in self._items(seed, "train"):
                 empty = False
                 yield item
             if empty:
-                raise EnvironmentSetupError(f"environments {self._name!r}: prompts(seed, 'train') yielded no item")
+                raise base.EnvironmentSetupError(f"environments {self._name!r}: prompts(seed, 'train') yielded no item")
 
-    def _items(self, seed: int, split: Split) -> Iterator[Item]:
+    def _items(self, seed: int, split: base.Split) -> Iterator[base.Item]:
         return _user_items(self._name, f"prompts(seed, {split!r})", partial(self._task.prompts, seed, split))
 
 
-def _user_items(name: str, call: str, items: Callable[[], Iterable[Item]]) -> Iterator[Item]:
+def _user_items(name: str, call: str, items: Callable[[], Iterable[base.Item]]) -> Iterator[base.Item]:
     """Yield from items(), which is user code. call: name of this user code in the error line."""
     try:
         yield from items()
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
-        raise EnvironmentSetupError(f"environments {name!r}: {call}: {one_line(error)}") from error
+        raise base.EnvironmentSetupError(f"environments {name!r}: {call}: {one_line(error)}") from error
 
 
 class Rows(Protocol):
@@ -114,13 +101,13 @@ class Rows(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int, /) -> Item: ...
+    def __getitem__(self, index: int, /) -> base.Item: ...
 
 
 class RowStream(SequenceStream):
     """Rows of a dataset, epoch after epoch. With a seed, each epoch is shuffled differently."""
 
-    def __init__(self, name: str, rows: Rows, to_item: Callable[[int], Item], seed: int | None) -> None:
+    def __init__(self, name: str, rows: Rows, to_item: Callable[[int], base.Item], seed: int | None) -> None:
         """seed: None keeps the order of the data."""
         size = self.max_attempts = len(rows)
         super().__init__(lambda start: (to_item(row) for row in row_indices(size, seed, start)))
@@ -139,7 +126,7 @@ class RowStream(SequenceStream):
         else:
             super().load_state_dict(state)
             return
-        raise EnvironmentSetupError(f"environments {self._name!r}: {problem}; an exact resume needs the same data")
+        raise base.EnvironmentSetupError(f"environments {self._name!r}: {problem}; an exact resume needs the same data")
 
 
 def sample_digest(rows: Rows) -> str:
@@ -150,7 +137,7 @@ def sample_digest(rows: Rows) -> str:
     return hashed.hexdigest()
 
 
-def json_bytes(row: Item) -> bytes:
+def json_bytes(row: base.Item) -> bytes:
     """Return a row as JSON, to be hashed. Of a value that JSON lacks, such as an image, it has the type only, because
     its repr() may differ between processes."""
     return json.dumps(row, sort_keys=True, default=lambda value: type(value).__name__).encode()
@@ -177,13 +164,13 @@ SOLVED_KEY = "solved"
 """Key of the stream's own state, in addition to the keys of the stream that it draws from."""
 
 
-class UnsolvedItems(ItemStream):
+class UnsolvedItems(base.ItemStream):
     """The items of another stream without those that were solved in their last `after` visits.
 
     If all items of a pass are skipped, every item is visited again.
     """
 
-    def __init__(self, stream: ItemStream, name: str, config: SkipSolvedConfig) -> None:
+    def __init__(self, stream: base.ItemStream, name: str, config: SkipSolvedConfig) -> None:
         self._stream = stream
         self.max_attempts = stream.max_attempts
         self._name = name
@@ -193,7 +180,7 @@ class UnsolvedItems(ItemStream):
         self._skipped = 0
         """Items skipped since the last `record`."""
 
-    def take(self) -> Item:
+    def take(self) -> base.Item:
         for _ in range(self.max_attempts):
             item = self._stream.take()
             if self._numbers.get(key_of(item), 0) < self._config.after:
@@ -202,10 +189,10 @@ class UnsolvedItems(ItemStream):
         self._numbers.clear()
         return self._stream.take()
 
-    def reject(self, item: Item) -> None:
+    def reject(self, item: base.Item) -> None:
         self._stream.reject(item)
 
-    def record(self, groups: Sequence[Group]) -> BatchResult:
+    def record(self, groups: Sequence[Group]) -> base.BatchResult:
         for group in groups:
             key = key_of(group.prompt.item)
             number = self._numbers.pop(key, 0)
@@ -227,7 +214,7 @@ class UnsolvedItems(ItemStream):
         self._numbers, self._skipped = dict(own["numbers"]), own["skipped"]
 
 
-def key_of(item: Item) -> str:
+def key_of(item: base.Item) -> str:
     """Return a short hash of an item. Items with equal prompts but different columns have different hashes."""
     return blake2b(json_bytes(item), digest_size=8).hexdigest()
 
@@ -255,7 +242,9 @@ class Mixture:
 class PromptSource:
     """A BatchSource that draws prompts from all environments."""
 
-    def __init__(self, streams: Mapping[str, ItemStream], weights: Mapping[str, float], encoder: PromptEncoder) -> None:
+    def __init__(
+        self, streams: Mapping[str, base.ItemStream], weights: Mapping[str, float], encoder: PromptEncoder
+    ) -> None:
         self.streams = streams
         self.mixture = Mixture(weights)
         self.encoder = encoder
@@ -288,13 +277,13 @@ class PromptSource:
             self.num_dropped += 1
         raise self.encoder.no_usable_prompt(name, stream.max_attempts)
 
-    def record(self, groups: Sequence[Group]) -> BatchResult:
-        parts: list[BatchResult] = []
+    def record(self, groups: Sequence[Group]) -> base.BatchResult:
+        parts: list[base.BatchResult] = []
         for name, stream in self.streams.items():
             positions = [position for position, group in enumerate(groups) if group.prompt.source == name]
             part = stream.record([groups[position] for position in positions])
             parts.append(replace(part, trained_now=[positions[index] for index in part.trained_now]))
-        result = merge_results(parts)
+        result = base.merge_results(parts)
         result.metrics["prompts_dropped"] = float(self.num_dropped - self._num_dropped_reported)
         self._num_dropped_reported = self.num_dropped
         return result
@@ -310,7 +299,7 @@ class PromptSource:
 
     def load_state_dict(self, state: JsonObject) -> None:
         if state["counts"].keys() != self.mixture.counts.keys():
-            raise EnvironmentSetupError(
+            raise base.EnvironmentSetupError(
                 f"environments: the checkpoint has {', '.join(state['counts'])} and the config has "
                 f"{', '.join(self.mixture.counts)}; an exact resume needs the same environments"
             )

@@ -8,10 +8,11 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from decimal import Decimal
 
-from colocated_grpo.environments.rewards import answers
+from colocated_grpo.environments.rewards import builtin
 from colocated_grpo.environments.user_code.loading import load_function, one_line
 from colocated_grpo.settings.evaluation import MEAN
-from colocated_grpo.types import Group
+from colocated_grpo.summaries import mean_and_error
+from colocated_grpo.types import STDERR, Group
 
 
 def pass_at_k(samples: int, passed: int, k: int) -> float:
@@ -37,15 +38,6 @@ def majority(answers: Sequence[Hashable | None], passed: Sequence[bool]) -> floa
     return sum(leading) / len(leading) if leading else 0.0
 
 
-def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
-    """Return the mean over prompts and its standard error. With a single prompt, the error is None.
-
-    values: one per prompt, because completions of one prompt are not independent of each other.
-    """
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-    return math.fsum(values) / len(values), error
-
-
 logger = logging.getLogger(__name__)
 
 Answer = Callable[[str], Hashable | None]
@@ -56,19 +48,19 @@ LAYOUT = re.compile(r"\\(?:left|right|displaystyle|[,;:! ])|[$\s]")
 
 def final_answer(text: str) -> str | None:
     """Return the content of the last <answer>...</answer>, else the text without its thoughts; None if empty."""
-    return answers.final_answer(text) or None
+    return builtin.final_answer(text) or None
 
 
 def boxed(text: str) -> Hashable | None:
     r"""Return the content of the last \boxed{...} without TeX's layout, else the last number."""
     start = text.rfind(BOX)
     if start < 0:
-        return answers.marked_number(text)
+        return builtin.marked_number(text)
     inside = _balanced(text, start + len(BOX))
     if inside is None:
         return None
     plain = LAYOUT.sub("", inside).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").rstrip(".")
-    if answers.NUMBER.fullmatch(plain):
+    if builtin.NUMBER.fullmatch(plain):
         return Decimal(plain.replace(",", ""))  # 1.50 and 1.5 are the same answer
     return plain or None
 
@@ -83,7 +75,7 @@ def _balanced(text: str, start: int) -> str | None:
     return None
 
 
-BUILT_IN: dict[str, Answer] = {"final_answer": final_answer, "last_number": answers.marked_number, "boxed": boxed}
+BUILT_IN: dict[str, Answer] = {"final_answer": final_answer, "last_number": builtin.marked_number, "boxed": boxed}
 
 
 def answer_function(name: str, key: str) -> Answer:
@@ -102,10 +94,6 @@ def answer_function(name: str, key: str) -> Answer:
         return found
 
     return answer
-
-
-STDERR = "_stderr"
-"""Suffix of a metric's standard error over prompts."""
 
 
 def set_metrics(

@@ -24,7 +24,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.run import parse_args, run
 
 from colocated_grpo.runtime.program import stop_signals
-from colocated_grpo.runtime.stores import serve_store, wait_for_listener
+from colocated_grpo.runtime.rendezvous import serve_store, wait_for_listener
 from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, first_report, report
 
 AGENT_LOGGER = "torch.distributed.elastic.multiprocessing.api"

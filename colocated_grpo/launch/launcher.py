@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from colocated_grpo.errors import ConfigError, RunError
-from colocated_grpo.launch.arguments import read_arguments, read_launch, run_parser, visible_gpus
-from colocated_grpo.launch.cli import adapted, default_config_note
+from colocated_grpo.launch import cli
 from colocated_grpo.runtime import program
 from colocated_grpo.runtime.processes import SAVING, STOP_RANKS, StopAction, run_command, scratch_folder
 from colocated_grpo.runtime.verdict import (
@@ -39,6 +38,7 @@ COMMANDS = {
     **{name: f"colocated_grpo.tools.{name.replace('-', '_')}" for name in TOOLS},
 }
 """First argument -> the module that runs instead of a training run."""
+TITLE = "Co-located GRPO"
 # Seconds for ranks to save before a stopped torchrun kills them. torchrun's default is 30.
 SHUTDOWN_SECONDS = 600
 # Maximum characters of a folder's path. A socket's path has at most 107 characters, of which vLLM needs 37.
@@ -71,26 +71,28 @@ def _launch(arguments: Sequence[str]) -> int:
     program.prepare_streams()
     default: list[str] = []
     try:
-        options, overrides, remarks = read_arguments(arguments, run_parser())
-        launch = read_launch(options, overrides)
-        default = default_config_note(options)
+        options, overrides, remarks = cli.read_arguments(arguments, cli.run_parser())
+        launch = cli.read_launch(options, overrides)
+        default = cli.default_config_note(options)
         config, notes = read_settings(launch)
         servers = plan_servers(launch, config, os.environ)
         on_cpu = launch.gpus == 0 and not config.engine.urls
         model = model_verdict(config.model, config.policy.compute_dtype if on_cpu else None)
         missing = missing_devices(launch)
-        config, lines, problems = adapted(config, launch.resume, Path(launch.config).stem)
+        config, lines, problems = cli.adapted(config, launch.resume, Path(launch.config).stem)
         if (missing or problems) and not options.dry_run:
             raise ConfigError(*missing, *problems)
     except ConfigError as error:
         print(*default, *program.error_text(str(error).splitlines()), sep="\n", file=sys.stderr)
         return USAGE_ERROR
     command = torchrun_command(launch)
-    text = "\n".join([banner(launch, command, servers, model), *default, *remarks])
+    whole = options.dry_run or launch.log_level == "DEBUG"
+    shown = banner(launch, command, servers, model) if whole else title(launch, servers, model)
+    text = "\n".join([shown, *default, *remarks])
     if options.dry_run:
         warnings = (f"warning: {line}" for line in missing)
         print(text, *(f"note: {note}" for note in notes), *warnings, *lines, sep="\n")
-        return dry_run(config, problems, launch.log_level, on_gpu=launch.gpus > 0)
+        return dry_run(config, problems, launch)
     environment = child_environment(os.environ, launch.gpus, launch.ranks, launch.log_level)
     if launch.nodes == 1 and not config.engine.urls:
         environment.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # else ranks would listen on a network interface
@@ -127,7 +129,7 @@ def read_settings(launch: program.Launch) -> tuple[Config, list[str]]:
 
 def missing_devices(launch: program.Launch) -> list[str]:
     """Return a line if this machine has fewer GPUs than the run needs. Not fatal in a dry run."""
-    if launch.gpus <= (visible := visible_gpus(os.environ)):
+    if launch.gpus <= (visible := cli.visible_gpus(os.environ)):
         return []
     if visible == 0:
         return [f"--gpus={launch.gpus}: no GPU is visible (nvidia-smi, CUDA_VISIBLE_DEVICES); --gpus 0 uses the CPU"]
@@ -185,14 +187,22 @@ def child_environment(environment: Mapping[str, str], gpus: int, ranks: int, log
     return child
 
 
+def title(launch: program.Launch, servers: ServerPlan | None, model: str) -> str:
+    """Return the line printed before the run starts; a second line names the logs of engine servers."""
+    devices = f"{launch.ranks} x {'GPU' if launch.gpus else 'CPU'}"
+    nodes = f" on node {launch.node_rank} of {launch.nodes}" if launch.nodes > 1 else ""
+    line = f"{TITLE}: {launch.config}, {devices}{nodes}; {model}"
+    return line if servers is None else f"{line}\n  server log     {', '.join(map(str, servers.logs))}"
+
+
 def banner(launch: program.Launch, command: Sequence[str], servers: ServerPlan | None, model: str) -> str:
-    """Return the summary printed before the run starts. Secrets are masked, because the summary may be logged."""
-    from colocated_grpo.settings.secret_values import masked_arguments
+    """Return the summary that a dry run and --log-level DEBUG print. Secrets are masked, because it may be logged."""
+    from colocated_grpo.settings.errors import masked_arguments
 
     free_port = launch.master_port is None
     master = "this machine, any free port" if free_port else f"{launch.master_addr}:{launch.master_port}"
     facts = {
-        "GPUs per node": str(launch.gpus) if launch.gpus else f"0 (CPU, {launch.ranks} ranks)",
+        "GPUs per node": str(launch.gpus) if launch.gpus else "0 (CPU)",
         "Nodes": launch.nodes,
         "Total ranks": launch.ranks * launch.nodes,
         "Node rank": launch.node_rank,
@@ -210,22 +220,22 @@ def banner(launch: program.Launch, command: Sequence[str], servers: ServerPlan |
         facts["Server command"] = shlex.join(servers.commands[0])
         facts["Server log"] = ", ".join(map(str, servers.logs))
     rows = [f"  {name:<14} {value}" for name, value in facts.items()]
-    return "\n".join(["Co-located GRPO", *rows])
+    return "\n".join([TITLE, *rows])
 
 
-def dry_run(config: Config, problems: Sequence[str], log_level: str, *, on_gpu: bool) -> int:
+def dry_run(config: Config, problems: Sequence[str], launch: program.Launch) -> int:
     """Print a preview of the first prompts, and problems. Returns 2 if there are problems, else 0.
 
     problems: lines about files and names, found without running user code. The preview is made only without them.
     """
     if not problems:
-        program.prepare_libraries(log_level)
-        import torch
-
+        program.prepare_libraries(launch.log_level)
         from colocated_grpo.assembly.preview import preview
+        from colocated_grpo.settings.run_sizes import Placement
 
+        place = Placement(ranks=launch.ranks * launch.nodes, on_gpu=launch.gpus > 0, device_bytes=0, nodes=launch.nodes)
         try:
-            lines = preview(config, torch.device("cuda" if on_gpu else "cpu"), lambda line: print(f"note: {line}"))
+            lines = preview(config, place, lambda line: print(f"note: {line}"))
             print(*lines, "ok: settings, model, data, functions and the first prompts", sep="\n")
         except (ConfigError, RunError) as error:
             problems = str(error).splitlines()

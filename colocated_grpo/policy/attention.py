@@ -3,34 +3,141 @@
 Registered with transformers as attention implementations, one for each set of kernels. Models built with these
 implementations need no mask.
 
+Soft-capped scores need torch's FlexAttention on CUDA devices. A query sees an interval of keys: from the first key of
+its run, or of its window, to its own key. A block mask with two numbers per query therefore covers all runs and windows
+with one compiled kernel.
+
 Shapes: T packed tokens, U tokens of common prefixes (the first U of T), E keys that the queries see (T without common
 prefixes), R largest number of sequences with one common prefix, N runs of consecutive queries, H query heads,
-K key-value heads, D head size.
+K key-value heads, D head size; in block masks Q blocks of queries, K blocks of keys, B queries of a block.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface, PretrainedConfig
 
 from colocated_grpo.batching import PackedTokens, PrefixKeys
-from colocated_grpo.policy.attention_kernels import (
-    MIN_RUN_FOR_FA4,
-    Attend,
-    Runs,
-    attend_fa4,
-    attend_padded,
-    attend_varlen,
-    attend_with_sinks,
-    has_fa4,
-)
+from colocated_grpo.policy import attention_kernels as kernels
 from colocated_grpo.policy.context_parallel import heads_to_rows, own_heads, rows_to_heads
-from colocated_grpo.policy.softcap import Capped, attend_capped
 from colocated_grpo.settings.config_json import attention_heads
 from colocated_grpo.settings.model_support import caps_attention, has_sinks, head_sizes
+
+BLOCK = 128
+"""Queries, and keys, of one block. The kernel skips blocks of keys that no query of a block sees."""
+
+_flex_attention = torch.compile(flex_attention, dynamic=True)
+
+
+@dataclass(eq=False)
+class Capped:
+    """Inputs of all layers' attention in one micro-batch. A dataclass: FSDP would cast a tuple's tensors to 16 bits."""
+
+    softcap: Tensor
+    """[] float32. A Python number would become an input of the compiled function, and FlexAttention's lowering rejects
+    such an input (torch 2.11 to 2.13: "unbacked_bindings")."""
+    masks: dict[int | None, BlockMask]
+    """One mask per window size of the layers. The key None stands for no window."""
+
+
+def capped_attention(config: PretrainedConfig, tokens: PackedTokens) -> Capped | None:
+    """Return what `attend_capped` needs; None if the model does not cap scores or if the tokens are not on a GPU."""
+    softcap, cu_q = getattr(config, "attn_logit_softcapping", None), tokens.cu_seqlens
+    if softcap is None or not cu_q.is_cuda:
+        return None
+    keys = tokens.prefix_keys
+    cu_k, longest_k = (cu_q, tokens.max_seqlen) if keys is None else (keys.cu_seqlens, keys.max_seqlen)
+    runs = kernels.Runs(cu_q, tokens.max_seqlen, cu_k, longest_k)
+    num_keys = tokens.num_rows if keys is None else len(keys.rows_E)
+    windows = {None, getattr(config, "sliding_window", None)}
+    masks = {window: block_mask(runs, window, tokens.num_rows, num_keys) for window in windows}
+    return Capped(torch.full((), softcap, device=cu_q.device), masks)
+
+
+def block_mask(runs: kernels.Runs, window: int | None, num_queries: int, num_keys: int) -> BlockMask:
+    """Return the mask of causal attention within runs; the last query of a run sees all keys of
+    the run, or the last `window` of them.
+
+    This takes a few dozen small operations. Build the mask once per micro-batch and window, not in each layer.
+    """
+    first_T, last_T = seen_keys(runs, window, num_queries)
+    # Padding after the last query sees no key.
+    rows, columns = _list_sizes(num_queries, num_keys)
+    padding = (0, rows * BLOCK - num_queries)
+    first_QB = F.pad(first_T, padding, value=num_keys).view(-1, BLOCK)
+    last_QB = F.pad(last_T, padding, value=-1).view(-1, BLOCK)
+    start_K = torch.arange(columns, device=first_T.device) * BLOCK
+    end_K = start_K + BLOCK - 1
+    # If a block of queries has two runs, neither run sees the keys between their intervals. `sees` below hides these
+    # keys.
+    seen_QK = (first_QB.amin(1)[:, None] <= end_K) & (last_QB.amax(1)[:, None] >= start_K)
+    full_QK = (first_QB.amax(1)[:, None] <= start_K) & (last_QB.amin(1)[:, None] >= end_K)
+
+    def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (first_T[query] <= key) & (key <= last_T[query])
+
+    return BlockMask.from_kv_blocks(
+        *_ordered(seen_QK & ~full_QK),
+        *_ordered(full_QK),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=sees,
+        seq_lengths=(num_queries, num_keys),
+    )
+
+
+def seen_keys(runs: kernels.Runs, window: int | None, num_queries: int) -> tuple[Tensor, Tensor]:
+    """Return the first and the last key, both [T], that each query sees."""
+    query_T = torch.arange(num_queries, device=runs.cu_q.device, dtype=runs.cu_q.dtype)
+    run_T = torch.searchsorted(runs.cu_q[1:], query_T, right=True)
+    last_T = query_T + (runs.cu_k - runs.cu_q)[run_T + 1]
+    first_T = runs.cu_k[run_T]
+    return first_T if window is None else torch.maximum(first_T, last_T - window + 1), last_T
+
+
+def _list_sizes(num_queries: int, num_keys: int) -> tuple[int, int]:
+    """Return the sizes of lists of blocks: large enough, odd, not 1, and different from each other.
+
+    torch.compile specializes on sizes of 1 and on equal sizes, such as a size that equals the number of heads, and
+    recompiles when such a size changes. Blocks after the last token are never visited.
+    """
+    rows, columns = (max(3, -(-tokens // BLOCK) | 1) for tokens in (num_queries, num_keys))
+    return rows, columns + 2  # each query has a key, so there are at least as many columns as rows before this addition
+
+
+def _ordered(chosen_QK: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the number of chosen blocks [1, 1, Q], and the positions of all blocks [1, 1, Q, K], chosen first."""
+    order = chosen_QK.to(torch.int32).argsort(dim=1, descending=True, stable=True)
+    return chosen_QK.sum(1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
+
+
+def attend_capped(
+    query: Tensor, key: Tensor, value: Tensor, capped: Capped, scaling: float | None, window: int | None
+) -> Tensor:
+    """Attend with scores cap * tanh(score / cap). query: [T, H, D], key and value: [E, K, D]."""
+    softcap = capped.softcap
+
+    def cap(score: Tensor, _batch: Tensor, _head: Tensor, _query: Tensor, _key: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+    out = _flex_attention(
+        query,
+        key,
+        value,
+        score_mod=cap,
+        block_mask=capped.masks[window],
+        scale=scaling,
+        enable_gqa=True,
+        # By default, micro-batches of fewer than 128 tokens would compile a separate kernel.
+        kernel_options={"BACKEND": "TRITON"},
+    )
+    return out[0].transpose(0, 1)
+
 
 PACKED = "packed"
 PACKED_FA4 = "packed_fa4"
@@ -45,7 +152,7 @@ def implementation_for(
     context_parallel: ranks over which the heads are split.
     """
     text = config.get_text_config().to_dict()
-    if longest < MIN_RUN_FOR_FA4 or has_sinks(text) or caps_attention(text):
+    if longest < kernels.MIN_RUN_FOR_FA4 or has_sinks(text) or caps_attention(text):
         return PACKED
     heads = attention_heads(text)
     kv_heads = text.get("num_key_value_heads") or heads
@@ -53,7 +160,7 @@ def implementation_for(
     if not (isinstance(heads, int) and isinstance(kv_heads, int) and len(sizes) == 1):
         return PACKED
     own = heads // context_parallel, max(1, kv_heads // context_parallel)
-    return PACKED_FA4 if has_fa4(*own, sizes.pop(), dtype, device) else PACKED
+    return PACKED_FA4 if kernels.has_fa4(*own, sizes.pop(), dtype, device) else PACKED
 
 
 def packed_attention(
@@ -72,7 +179,7 @@ def packed_attention(
     s_aux: Tensor | None = None,
     capped: Capped | None = None,
     context_group: str | None = None,
-    on_cuda: Attend = attend_varlen,
+    on_cuda: kernels.Attend = kernels.attend_varlen,
     **_: object,
 ) -> tuple[Tensor, None]:
     """Attend over packed sequences. The signature is that of transformers' attention functions.
@@ -88,18 +195,18 @@ def packed_attention(
         query, key, value = rows_to_heads(query, key, value, context_group)
         s_aux = None if s_aux is None else own_heads(s_aux, context_group)
     if prefix_keys is None:
-        runs = Runs(cu_seq_lens_q, max_length_q, cu_seq_lens_q, max_length_q)
+        runs = kernels.Runs(cu_seq_lens_q, max_length_q, cu_seq_lens_q, max_length_q)
     else:
         key, value = (expand_keys(tensor, prefix_keys) for tensor in (key, value))
-        runs = Runs(cu_seq_lens_q, max_length_q, prefix_keys.cu_seqlens, prefix_keys.max_seqlen)
+        runs = kernels.Runs(cu_seq_lens_q, max_length_q, prefix_keys.cu_seqlens, prefix_keys.max_seqlen)
     if not (query.is_cuda and query.dtype.itemsize == 2):  # FlashAttention has no float32 kernels
-        attend: Attend = partial(attend_padded, sinks_H=s_aux, softcap=softcap)
+        attend: kernels.Attend = partial(kernels.attend_padded, sinks_H=s_aux, softcap=softcap)
     elif softcap is not None:
         assert s_aux is None  # no model family has both sinks and soft-capped scores
         assert capped is not None
         attend = lambda q, k, v, _, scale, window: attend_capped(q, k, v, capped, scale, window)  # noqa: E731
     elif s_aux is not None:
-        attend = partial(attend_with_sinks, sinks_H=s_aux)
+        attend = partial(kernels.attend_with_sinks, sinks_H=s_aux)
     else:
         attend = on_cuda
     out = attend(query, key, value, runs, scaling, sliding_window)
@@ -149,4 +256,4 @@ class _ExpandKeys(torch.autograd.Function):
 
 
 AttentionInterface.register(PACKED, packed_attention)
-AttentionInterface.register(PACKED_FA4, partial(packed_attention, on_cuda=attend_fa4))
+AttentionInterface.register(PACKED_FA4, partial(packed_attention, on_cuda=kernels.attend_fa4))

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from colocated_grpo.errors import in_one_line
-from colocated_grpo.policy import fa4, sinks
+from colocated_grpo.policy import flash_attention
 
 # torch 2.11 always broadcasts key-value heads and has no enable_gqa argument; later releases require it.
 _takes_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -67,7 +67,7 @@ def attend_with_sinks(
     if query.shape[-1] > MAX_VARLEN_HEAD:
         return attend_padded(query, key, value, runs, scaling, window, sinks_H=sinks_H)
     boundaries = runs.cu_q, runs.cu_k, runs.longest_q, runs.longest_k
-    return sinks.attend(query, key, value, sinks_H, *boundaries, scaling, _left(window))[0]
+    return flash_attention.fa2_with_sinks(query, key, value, sinks_H, *boundaries, scaling, _left(window))[0]
 
 
 def _left(window: int | None) -> int:
@@ -93,10 +93,16 @@ def attend_fa4(
     Requires `has_fa4` for the model's heads. min_run: smallest mean number of queries per run for which FlashAttention
     4 is used.
     """
-    if window is not None or query.shape[-1] != value.shape[-1] or query.shape[-1] not in fa4.HEAD_SIZES:
+    if (
+        window is not None
+        or query.shape[-1] != value.shape[-1]
+        or query.shape[-1] not in flash_attention.FA4_HEAD_SIZES
+    ):
         return attend_varlen(query, key, value, runs, scaling, window)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return fa4.attend(query, key, value, runs.cu_q, runs.cu_k, runs.longest_q, runs.longest_k, scale, min_run)[0]
+    return flash_attention.fa4_attention(
+        query, key, value, runs.cu_q, runs.cu_k, runs.longest_q, runs.longest_k, scale, min_run
+    )[0]
 
 
 attend_only_fa4 = partial(attend_fa4, min_run=0)
@@ -109,9 +115,9 @@ def has_fa4(heads: int, kv_heads: int, size: int, dtype: torch.dtype, device: to
 
     The first call takes seconds: it compiles FlashAttention 4 and compares both kernels on random inputs.
     """
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != fa4.HOPPER:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != flash_attention.HOPPER:
         return False
-    if size not in fa4.HEAD_SIZES or dtype not in (torch.bfloat16, torch.float16):
+    if size not in flash_attention.FA4_HEAD_SIZES or dtype not in (torch.bfloat16, torch.float16):
         return False
     try:
         difference = _fa4_difference(heads, kv_heads, size, dtype, device)

@@ -7,8 +7,6 @@ are padded with tokens that no loss and no real token sees.
 Shapes: as in `batching.micro_batch`, and S completions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import fields, is_dataclass, replace
 from math import ceil

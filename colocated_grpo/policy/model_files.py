@@ -66,7 +66,8 @@ def load_tokenizer(model: ModelConfig, folder: Path) -> PreTrainedTokenizerBase:
     except ConfigError:
         raise
     except Exception as error:  # damaged files raise many kinds of errors
-        raise ConfigError(f"model.name={model.name!r}: no usable tokenizer: {in_one_line(error)}") from error
+        fix = "copy the tokenizer's files there, or set model.tokenizer"
+        raise ConfigError(f"model.name={model.name!r}: no usable tokenizer; {fix}: {in_one_line(error)}") from error
     return tokenizer
 
 

@@ -6,12 +6,10 @@ from typing import Literal
 import torch
 from transformers import PretrainedConfig
 
-from colocated_grpo.policy import linear_attention
+from colocated_grpo.policy import linear_attention, masters
 from colocated_grpo.policy.attention import implementation_for
 from colocated_grpo.policy.blocks import blocks_of
 from colocated_grpo.policy.checkpoint_files import CheckpointReader
-from colocated_grpo.policy.load_balancing import LoadBalancing
-from colocated_grpo.policy.masters import ShardedWeights, UnshardedWeights, Weights, allocate
 from colocated_grpo.policy.model import (
     PackedLM,
     build_empty,
@@ -22,8 +20,7 @@ from colocated_grpo.policy.model import (
     shard,
     transformer_blocks,
 )
-from colocated_grpo.policy.routing import RoutingReplay
-from colocated_grpo.policy.shards import load_shards, read_from, read_parameters, stored_names
+from colocated_grpo.policy.routing import LoadBalancing, RoutingReplay
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings.generation import EngineConfig, ModelConfig
 from colocated_grpo.settings.schema import Config
@@ -56,7 +53,7 @@ def check_model(settings: ModelConfig, folder: Path) -> None:
     model = build_empty(hf_config, chunk_tokens=1, trust_remote_code=settings.trust_remote_code)
     transformer_blocks(model.lm)
     if Path(settings.name).is_dir():
-        stored_names(CheckpointReader(folder), model.hf_parameters(), model.lm.base_model_prefix)
+        masters.stored_names(CheckpointReader(folder), model.hf_parameters(), model.lm.base_model_prefix)
 
 
 class ModelLoader:
@@ -72,7 +69,7 @@ class ModelLoader:
         # One rank has nothing to gather or to reduce, and FSDP2 would hold frozen weights twice.
         self._without_fsdp = world.size == 1 and not config.policy.cpu_offload
 
-    def weights(self) -> Weights:
+    def weights(self) -> masters.Weights:
         """Return the weights that the run trains."""
         policy = self._policy
         if policy.lora is not None:
@@ -84,9 +81,9 @@ class ModelLoader:
         if coefficient := policy.load_balancing:  # not with an adapter, which freezes the routers
             model.balancing = LoadBalancing(model, model.lm.config.model_type, coefficient, self._world.device)
         if self._without_fsdp:
-            return UnshardedWeights(model, self._folder, self._world.device, self.dtype)
+            return masters.UnshardedWeights(model, self._folder, self._world.device, self.dtype)
         self._load_sharded(model, offloaded=policy.cpu_offload)
-        return ShardedWeights(model)
+        return masters.ShardedWeights(model)
 
     def model(self, *, offloaded: bool) -> PackedLM:
         """Return the model with FSDP2. offloaded: keep it in host memory between uses."""
@@ -95,12 +92,11 @@ class ModelLoader:
         self._load_sharded(model, offloaded=offloaded)
         return model
 
-    def _adapter(self, lora: LoRAConfig) -> Weights:
+    def _adapter(self, lora: LoRAConfig) -> masters.Weights:
         """Load the base with adapters. Raises ConfigError before it allocates device memory if adapters do not fit."""
         # Imported here: PEFT takes seconds to import, and only adapters need it.
         from colocated_grpo.policy.lora.files import read_factors
-        from colocated_grpo.policy.lora.targets import insert_adapters
-        from colocated_grpo.policy.lora.weights import AdapterWeights
+        from colocated_grpo.policy.lora.weights import AdapterWeights, insert_adapters
 
         device, model = self._world.device, self._empty()
         freeze(model, self.dtype)
@@ -108,8 +104,8 @@ class ModelLoader:
         factors = read_factors(lora, model)
         self._prepare_blocks(model)
         if self._without_fsdp:
-            allocate(model, device, self.dtype)
-            read_parameters(model.hf_parameters(), model.lm.base_model_prefix, self._folder)
+            masters.allocate(model, device, self.dtype)
+            masters.read_parameters(model.hf_parameters(), model.lm.base_model_prefix, self._folder)
         else:
             self._load_sharded(model, offloaded=False)
         return AdapterWeights(model, factors, device, self._seed, base_on_host=lora.base_on_host)
@@ -131,8 +127,8 @@ class ModelLoader:
         if device.type == "cuda" and not model.shares_prefixes:
             linear_attention.kernel()  # raises before device memory is allocated
         reader, prefix = CheckpointReader(self._folder), model.lm.base_model_prefix
-        stored_names(reader, model.hf_parameters(), prefix)
-        read_from(reader, model.hf_buffers(), prefix)
+        masters.stored_names(reader, model.hf_parameters(), prefix)
+        masters.read_from(reader, model.hf_buffers(), prefix)
         return model
 
     def _prepare_blocks(self, model: PackedLM) -> None:
@@ -147,4 +143,4 @@ class ModelLoader:
 
     def _load_sharded(self, model: PackedLM, *, offloaded: bool) -> None:
         shard(model, self._world.mesh, self.dtype, offloaded=offloaded)
-        load_shards(model, self._folder, self._world.device, offloaded=offloaded)
+        masters.load_shards(model, self._folder, self._world.device, offloaded=offloaded)

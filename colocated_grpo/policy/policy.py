@@ -19,12 +19,12 @@ from colocated_grpo.metrics import Metrics, Stat
 from colocated_grpo.policy.blocks import blocks_of, num_checkpointed
 from colocated_grpo.policy.context_parallel import with_group_sums
 from colocated_grpo.policy.graphs import GraphedGradient, Result, has_static_shapes
-from colocated_grpo.policy.load_balancing import LoadBalancing
 from colocated_grpo.policy.logprobs import linear_loss
 from colocated_grpo.policy.masters import Weights
 from colocated_grpo.policy.model import PackedLM, compiler_errors_in_one_line
 from colocated_grpo.policy.model_loader import ModelLoader
 from colocated_grpo.policy.optimizers import LocalShardOptimizer, OptimizerOffload, build_optimizer, learning_rate
+from colocated_grpo.policy.routing import LoadBalancing
 from colocated_grpo.runtime.distributed import World, whole
 from colocated_grpo.settings.losses import LossConfig
 from colocated_grpo.settings.schema import Config

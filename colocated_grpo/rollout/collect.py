@@ -53,10 +53,10 @@ class Collector:
         self._decode = decode
         self._world = world
         self._dispatch = dispatch
-        self._seed = seed
+        self.seed = seed
         self._stop_requested = stop_requested
         self._rewards = RewardCalls(
-            self._score, workers=reward_workers, timeout=reward_timeout, stop_requested=stop_requested
+            self._judge, workers=reward_workers, timeout=reward_timeout, stop_requested=stop_requested
         )
 
     def collect(self, job: Job) -> list[Group]:
@@ -80,12 +80,12 @@ class Collector:
 
     def _decode_prompts(self, job: Job, queue: PromptQueue) -> Callable[[], dict[int, Group] | None]:
         """Return a function that waits for the rewards and returns this rank's groups by prompt; None after a stop."""
-        batch = _Batch(job, self._seed, self._driver, self._episodes)
+        batch = _Batch(job, self.seed, self._driver, self._episodes)
         calls: dict[int, RewardCall] = {}
         while batch.admit(queue) or batch.running:
             for index in batch.advance():
                 if queue.counts:
-                    calls[index] = self._rewards.submit(job.prompts[index], batch.completions_of(index))
+                    calls[index] = self.score(job.prompts[index], batch.completions_of(index))
             if queue.may_stop and self._stop_requested():
                 self._episodes.cancel()
                 self._driver.abort()
@@ -93,28 +93,36 @@ class Collector:
         ended = time.monotonic()
 
         def groups() -> dict[int, Group] | None:
-            judged = self._judged(job, calls, ended)
-            return None if judged is None else judged | (_played(job, batch) if queue.counts else {})
+            judged = self.groups(calls, job.sampling, ended)
+            played = batch.played.items() if queue.counts else ()
+            return None if judged is None else judged | {i: Group(prompt=job.prompts[i], rollouts=r) for i, r in played}
 
         return groups
 
-    def _judged(self, job: Job, calls: Mapping[int, RewardCall], ended: float) -> dict[int, Group] | None:
-        """Return the groups of the calls; None if rewards are not ready soon after a stop request."""
-        if not self._rewards.wait(list(calls.values()), since=ended):
-            return None
-        return {index: self._group(job, call) for index, call in calls.items()}
+    def score(self, prompt: Prompt, completions: Sequence[Completion]) -> RewardCall:
+        """Start the rewards of a group."""
+        return self._rewards.submit(prompt, completions)
 
-    def _score(self, prompt: Prompt, completions: Sequence[Completion]) -> Judged:
+    def groups(self, calls: Mapping[int, RewardCall], sampling: Sampling, since: float) -> dict[int, Group] | None:
+        """Wait for the rewards, and return the group of each call. Returns None if they are late after a stop request.
+
+        sampling: settings of all completions. since: earliest start of the reward timeout, in time.monotonic().
+        """
+        if not self._rewards.wait(list(calls.values()), since=since):
+            return None
+        return {index: self._group(call, sampling) for index, call in calls.items()}
+
+    def _judge(self, prompt: Prompt, completions: Sequence[Completion]) -> Judged:
         texts = self._texts(completions)
         return texts, self._scorers[prompt.source].score(prompt, completions, texts)
 
     def _texts(self, completions: Sequence[Completion]) -> list[str]:
         return [self._decode(completion.token_ids) for completion in completions]
 
-    def _group(self, job: Job, call: RewardCall) -> Group:
+    def _group(self, call: RewardCall, sampling: Sampling) -> Group:
         texts, scores = call.judged() or self._failed(call)
         rollouts = [
-            _rollout(call.prompt, completion, score, text, job.sampling)
+            _rollout(call.prompt, completion, score, text, sampling)
             for completion, score, text in zip(call.completions, scores, texts, strict=True)
         ]
         return Group(prompt=call.prompt, rollouts=rollouts)
@@ -122,6 +130,10 @@ class Collector:
     def _failed(self, call: RewardCall) -> Judged:
         error = f"{self._rewards.timeout_error}{call.place}"
         return self._texts(call.completions), [Score(reward=None, error=error)] * len(call.completions)
+
+    def read_tail(self) -> float:
+        """Return this rank's `Driver.read_tail`."""
+        return self._driver.read_tail()
 
     def close(self) -> None:
         self._episodes.close()
@@ -204,10 +216,6 @@ class _Batch:
             self._playing -= len(rollouts)
 
 
-def _played(job: Job, batch: _Batch) -> dict[int, Group]:
-    return {index: Group(prompt=job.prompts[index], rollouts=rollouts) for index, rollouts in batch.played.items()}
-
-
 def _rollout(prompt: Prompt, completion: Completion, score: Score, text: str, sampling: Sampling) -> Rollout:
     before, sampled = len(prompt.token_ids), len(completion.token_ids)
     return Rollout(
@@ -218,6 +226,7 @@ def _rollout(prompt: Prompt, completion: Completion, score: Score, text: str, sa
         text=text,
         finish_reason=completion.finish_reason,
         policy_version=completion.policy_version,
+        newer_versions=[(before + start, version) for start, version in completion.newer_versions],
         temperature=sampling.temperature,
         score=score,
         plain=sampling.is_plain and prompt.pattern is None,

@@ -18,8 +18,7 @@ from colocated_grpo.environments.agents.sequences import AgentConversation
 from colocated_grpo.environments.base import AgentLimits, AnswerError, Playable
 from colocated_grpo.environments.chat import ChatCodec, ContextExhausted, Conversation
 from colocated_grpo.environments.rewards.scoring import as_score
-from colocated_grpo.environments.user_code.event_loops import retire_loop, start_loop
-from colocated_grpo.environments.user_code.loading import one_line
+from colocated_grpo.environments.user_code.loading import one_line, retire_loop, start_loop
 from colocated_grpo.rollout.engine import Request
 from colocated_grpo.rollout.inbox import Inbox
 from colocated_grpo.rollout.prompt_queue import Job

@@ -5,7 +5,7 @@ into an `Inbox` and wait for futures.
 """
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -146,6 +146,8 @@ class Driver:
         """Slots free for queued requests, summed over the steps that `_steps_queued` counts."""
         self.running = 0
         """Requests submitted or taken from the inbox, and not finished."""
+        self._decoded: Counter[int] = Counter()
+        """Decode steps since the last `read_tail`, by the number of running requests."""
 
     @property
     def max_num_seqs(self) -> int:
@@ -208,6 +210,7 @@ class Driver:
 
     def _decode(self) -> Finished:
         self._admit_queued()
+        self._decoded[self.running - len(self._queue)] += 1
         finished = self._engine.step()
         self.running -= len(finished)
         for key, delta in self._engine.deltas() if self._listeners else ():
@@ -221,6 +224,12 @@ class Driver:
                 self._listeners.pop(key, None)
                 settle(future, completion)
         return own
+
+    def read_tail(self) -> float:
+        """Return the fraction of decode steps, since the last call, with less than a quarter of the most requests."""
+        decoded, self._decoded = self._decoded, Counter()
+        most = max(decoded, default=0)
+        return sum(steps for running, steps in decoded.items() if 4 * running < most) / max(1, decoded.total())
 
     def abort(self) -> None:
         """Abort all requests and calls. Their futures are cancelled."""

@@ -39,6 +39,26 @@ class PromptQueue:
     """False: this rank must stay in step with the other ranks of its tensor-parallel engine."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class EnginePlace:
+    """This rank's engine among the engines of a run. The last two fields are those of `PromptQueue`."""
+
+    engine: int
+    num_engines: int
+    counts: bool = True
+    may_stop: bool = True
+
+    def parts(self, total: int) -> list[int]:
+        """Divide a number of groups among the engines."""
+        return [len(range(engine, total, self.num_engines)) for engine in range(self.num_engines)]
+
+
+def engine_place(world: World, ranks_per_engine: int) -> EnginePlace:
+    size = ranks_per_engine
+    alone, leads = size == 1, world.rank % size == 0
+    return EnginePlace(engine=world.rank // size, num_engines=world.size // size, counts=leads, may_stop=alone)
+
+
 Dispatch = Callable[[Job], PromptQueue]
 """Assigns the prompts of a job to this rank's engine."""
 

@@ -19,6 +19,9 @@ from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings.generation import RolloutConfig
 from colocated_grpo.types import Group, JsonObject, Prompt
 
+PENDING = "pending"
+"""Key of the state of partial rollouts: the unfinished groups of each engine."""
+
 Order = Callable[[], list[Group]]
 """The work of one rollout phase. Collective; the engine must be awake. Returns all groups, on every rank. Raises
 Stopped."""
@@ -91,7 +94,7 @@ class PromptSupply(Supply):
         if self.opponent is not None:
             self.opponent.refresh(step)
         self._before = None
-        prompts = self._draw(self.config.prompts_per_step)
+        prompts = self.draw(self.config.prompts_per_step)
         size = self.config.group_size
         return Job(name=f"train/{step}", prompts=prompts, group_size=size, sampling=self.sampling, routes=self.routes)
 
@@ -104,9 +107,11 @@ class PromptSupply(Supply):
         """Return the groups of this round and of further rounds."""
         if self.resampling is None:
             return groups
-        return self.resampling.complete(job, groups, self._draw, self.collector.collect)
+        return self.resampling.complete(job, groups, self.draw, self.collector.collect)
 
-    def _draw(self, count: int) -> list[Prompt]:
+    def draw(self, count: int) -> list[Prompt]:
+        """Draw the next prompts. Collective. Raises Stopped on every rank after a stop request."""
+
         def draw() -> list[Prompt] | None:
             if self.stop_requested():
                 return None
@@ -147,8 +152,14 @@ class PromptSupply(Supply):
         return self._before or (self.source.state_dict() if self.source is not None else None)
 
     def load_state_dict(self, state: JsonObject) -> None:
-        if self.source is not None:
-            self.source.load_state_dict(state)
+        if self.source is None:
+            return
+        if groups := sum(map(len, state.get(PENDING, []))):
+            raise EnvironmentSetupError(
+                f"rollout.partial=null: the checkpoint has {groups} unfinished groups; train them first with "
+                f"rollout.partial.oversample: 1 ({self.config.prompts_per_step} in each step)"
+            )
+        self.source.load_state_dict(state)
 
 
 class AheadSupply(Supply):

@@ -17,9 +17,8 @@ import psutil
 import torch.distributed as dist
 
 from colocated_grpo.errors import AlreadyReported, ConfigError, RunError, in_one_line
-from colocated_grpo.runtime.node_links import LinkAddress
 from colocated_grpo.runtime.parents_death import continue_at_parents_death
-from colocated_grpo.runtime.stores import own_address, wait_for_keys, wait_for_listener
+from colocated_grpo.runtime.rendezvous import LinkAddress, own_address, wait_for_keys, wait_for_listener
 from colocated_grpo.runtime.supervision import ProcessId, StopRequest, Watchdog, named_ranks, own_process
 
 JOIN_SECONDS = 600.0

@@ -13,8 +13,8 @@ from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from colocated_grpo.runtime.node_links import PROBE_SECONDS, PROBES, Lost, NodeLinks
 from colocated_grpo.runtime.program import reset_in_forked_children, stop_signals
+from colocated_grpo.runtime.rendezvous import PROBE_SECONDS, PROBES, Lost, NodeLinks
 from colocated_grpo.runtime.verdict import RUN_ERROR, VERDICT_VARIABLE, first_report, report
 
 T = TypeVar("T")

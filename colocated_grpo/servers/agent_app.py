@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from colocated_grpo.environments.agents.programs import PREFIX, OpenEpisode, OpenEpisodes
 from colocated_grpo.environments.agents.sequences import TooManyRequests
 from colocated_grpo.environments.chat import ContextExhausted
-from colocated_grpo.environments.rewards.tool_calls import OPEN, read_calls
+from colocated_grpo.environments.rewards.builtin import OPEN_CALL, read_calls
 from colocated_grpo.servers import app as engine_app
 from colocated_grpo.servers.app import CHAT
 from colocated_grpo.servers.request_bodies import ChatBody
@@ -24,8 +24,7 @@ from colocated_grpo.servers.sampler import CompletionPart
 from colocated_grpo.servers.text import InvalidRequest, Limits, TextCodec, TooLong, before_stop
 from colocated_grpo.types import JsonObject
 from colocated_grpo.web.bodies import BodyLimit, read_json
-from colocated_grpo.web.guards import ConcurrencyLimit, OwnRequests, error_response, key_in
-from colocated_grpo.web.server import ServerThread
+from colocated_grpo.web.server import ConcurrencyLimit, OwnRequests, ServerThread, error_response, key_in
 
 MAX_BODY_BYTES = 8 << 20
 MAX_REQUESTS = 4096
@@ -132,7 +131,7 @@ def _parse_calls(response: JsonObject, episode: OpenEpisode) -> None:
             for call in read_calls(text) or ()
         ]
         if calls:
-            content = text.partition(OPEN)[0].strip() or None
+            content = text.partition(OPEN_CALL)[0].strip() or None
             choice["message"] = {"role": "assistant", "content": content, "tool_calls": calls}
             choice["finish_reason"] = "tool_calls"
             episode.sampled.update({call["id"]: text for call in calls})

@@ -17,9 +17,8 @@ from colocated_grpo.servers.request_bodies import ChatBody, CompletionBody, Gene
 from colocated_grpo.servers.responses import ChatFormat, ClosingStream, CompletionFormat
 from colocated_grpo.servers.sampler import CompletionPart, Sampler
 from colocated_grpo.servers.text import InvalidRequest
-from colocated_grpo.web.bodies import BodyLimit, InvalidBody, read_json
-from colocated_grpo.web.guards import ConcurrencyLimit, Hosts, OwnRequests, RequireApiKey, error_response
-from colocated_grpo.web.shape import BodyShape
+from colocated_grpo.web.bodies import BodyLimit, BodyShape, InvalidBody, read_json
+from colocated_grpo.web.server import ConcurrencyLimit, Hosts, OwnRequests, RequireApiKey, error_response
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from colocated_grpo.rollout.engine import Request as EngineRequest
 from colocated_grpo.rollout.inbox import Inbox
 from colocated_grpo.servers.engine_control import EngineControl
-from colocated_grpo.servers.engine_server import CONFLICT, TRAINER_HEADER
+from colocated_grpo.servers.engine_servers import CONFLICT, TRAINER_HEADER
 from colocated_grpo.servers.rank_links import Outcome, PeerRequests, result_of
 from colocated_grpo.servers.request_bodies import MAX_LOGPROBS, SamplingParameters, StrictBody, TokenIds
 from colocated_grpo.servers.responses import ClosingStream

@@ -18,7 +18,7 @@ from colocated_grpo.errors import RunError
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.tracking.files import write_atomically
 from colocated_grpo.types import JsonObject
-from colocated_grpo.weights.shared import Adopt, SharedSync, verified_sync
+from colocated_grpo.weights.colocated import Adopt, SharedSync, verified_sync
 
 CONFIG_NAME = "vllm_bridge_config.json"
 MAPPINGS = "param_mappings"

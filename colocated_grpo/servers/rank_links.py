@@ -25,7 +25,7 @@ from typing import Any, TypeVar, cast
 from colocated_grpo.rollout.engine import Request, TokenDelta
 from colocated_grpo.rollout.inbox import Driver, Inbox, OnDelta, settle
 from colocated_grpo.runtime.distributed import World
-from colocated_grpo.runtime.stores import own_address
+from colocated_grpo.runtime.rendezvous import own_address
 from colocated_grpo.servers.text import InvalidRequest
 from colocated_grpo.types import Completion
 

@@ -15,7 +15,7 @@ from queue import Empty
 
 from colocated_grpo.errors import RunError
 from colocated_grpo.rollout.engine import Finished, Part, Request, RolloutEngine, TokenDelta
-from colocated_grpo.servers.engine_server import CONFLICT, EngineServer, Messages
+from colocated_grpo.servers.engine_servers import CONFLICT, EngineServer, Messages
 from colocated_grpo.types import Completion
 from colocated_grpo.web.client import RequestRejected, Unavailable
 

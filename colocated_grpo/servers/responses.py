@@ -18,7 +18,7 @@ from colocated_grpo.servers.request_bodies import OpenAIBody, SamplingParameters
 from colocated_grpo.servers.sampler import CompletionPart, TopLogprobs
 from colocated_grpo.servers.text import Decode, InvalidRequest
 from colocated_grpo.types import JsonObject
-from colocated_grpo.web.guards import error_body
+from colocated_grpo.web.server import error_body
 
 
 def generate_response(

@@ -20,20 +20,17 @@ from colocated_grpo.runtime.checksums import exported_digest
 from colocated_grpo.runtime.distributed import World, init_world
 from colocated_grpo.runtime.supervision import StopRequest
 from colocated_grpo.servers.app import create_app
-from colocated_grpo.servers.control_routes import add_control_routes, add_weight_routes, check_adapter
-from colocated_grpo.servers.engine_control import EngineControl
+from colocated_grpo.servers.control_routes import WeightReceiver, add_control_routes, add_weight_routes, check_adapter
+from colocated_grpo.servers.engine_control import EngineControl, MirroredEngine, join_ranks
 from colocated_grpo.servers.engine_routes import LARGE_PATHS, Sessions, add_engine_routes
 from colocated_grpo.servers.exported import export, export_folder, move_to_shared_memory
 from colocated_grpo.servers.options import RESTART, Restart, ServeOptions, model_settings
 from colocated_grpo.servers.rank_links import LoadBalancer
-from colocated_grpo.servers.ranks import MirroredEngine, join_ranks
-from colocated_grpo.servers.receiver import WeightReceiver
 from colocated_grpo.servers.sampler import Sampler
 from colocated_grpo.servers.text import limits_of
 from colocated_grpo.settings.config_json import config_json_in, shape_of
 from colocated_grpo.types import JsonObject
-from colocated_grpo.web.guards import Hosts
-from colocated_grpo.web.server import ServerThread
+from colocated_grpo.web.server import Hosts, ServerThread
 from colocated_grpo.weights.plan import checkpoint_shapes, verified_plan
 
 MAX_BODY_BYTES = 8 << 20

@@ -102,15 +102,7 @@ def _instead(folder: Path) -> str:
 
 
 def _hub_config(model: ModelConfig, section: str) -> Path:
-    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HFValidationError,
-        HTTPError,
-        RemoteEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import constants, errors, hf_hub_download, try_to_load_from_cache
 
     setting = f"{section}.name={model.name!r}"
     name = f"{setting}: no such folder"
@@ -123,18 +115,18 @@ def _hub_config(model: ModelConfig, section: str) -> Path:
         _reach(constants.ENDPOINT)
         revision, timeout = model.revision, HUB_TIMEOUT_SECONDS
         return Path(hf_hub_download(model.name, "config.json", revision=revision, etag_timeout=timeout))
-    except HFValidationError:
+    except errors.HFValidationError:
         raise ConfigError(f"{name}, and not a valid Hugging Face name") from None
-    except GatedRepoError:
+    except errors.GatedRepoError:
         raise ConfigError(f"{setting}: gated on the Hub; accept its terms there and set HF_TOKEN") from None
-    except RepositoryNotFoundError:
+    except errors.RepositoryNotFoundError:
         raise ConfigError(f"{name}, and not on the Hub (or private: set HF_TOKEN)") from None
-    except RevisionNotFoundError:
+    except errors.RevisionNotFoundError:
         unknown = f"{section}.revision={model.revision!r}: {model.name} has no such branch, tag or commit"
         raise ConfigError(unknown) from None
-    except RemoteEntryNotFoundError:
+    except errors.RemoteEntryNotFoundError:
         raise ConfigError(f"{setting}: no config.json on the Hub; expected a transformers model") from None
-    except (HTTPError, OSError) as error:
+    except (errors.HTTPError, OSError) as error:
         reason = str(error).split("\n")[0].split(". ")[0]
         raise ConfigError(f"{name}, not in the local cache, and the Hub cannot be reached ({reason})") from None
 

@@ -108,6 +108,15 @@ class SkipSolvedConfig(Section):
     """A group is solved if all its rewards are equal and at least this value."""
 
 
+class PartialConfig(Section):
+    oversample: Number = Field(1.5, ge=1, le=8)
+    """Number of groups that are sampled at the same time, as a multiple of rollout.prompts_per_step. At 1, no new
+    groups are left unfinished."""
+    max_age: Positive = 3
+    """Maximum number of steps from the one that draws a prompt to the one that trains its group. A step waits for the
+    groups that have reached this age."""
+
+
 class RolloutConfig(Section):
     prompts_per_step: Positive = 32
     """Number of prompts in one step, over all ranks. A step trains prompts_per_step * group_size completions."""
@@ -143,6 +152,10 @@ class RolloutConfig(Section):
     resample: ResampleConfig | None = None
     """Replace groups without reward variance by groups of fresh prompts in the same step (dynamic sampling). null: off.
     {}: on, with the defaults below."""
+    partial: PartialConfig | None = None
+    """End the sampling of a step when rollout.prompts_per_step groups are complete. The tokens of the other groups are
+    kept, and the next step continues them with its weights (partial rollouts, for long completions of uneven length;
+    docs/guides/long_rollouts.md). null: off. {}: on, with the defaults below."""
     skip_solved: SkipSolvedConfig | None = None
     """Skip prompts whose groups were solved in their last visits. null: off. {}: on, with the defaults below."""
     generation: Literal["sharded", "replicated"] = "sharded"
@@ -163,3 +176,18 @@ class RolloutConfig(Section):
     """Maximum fraction of a step's completions whose reward may fail. Above it, the run stops and shows the first
     error. A completion that a working scorer cannot read does not count as failed (metric `unscorable`). Its reward is
     0, or the lowest reward of the prompt's other completions if that reward is negative after weighting."""
+
+    def problems(self) -> Iterator[str]:
+        """Yield a line for each contradiction in this section."""
+        if self.partial is not None:
+            if self.partial.oversample > 1 + self.partial.max_age:
+                yield (
+                    f"rollout.partial.oversample={self.partial.oversample:g}: must be at most 1 + max_age, or complete "
+                    "groups would wait longer than max_age"
+                )
+            if self.resample is not None:
+                yield "rollout.resample: not possible with rollout.partial; its rounds need complete groups"
+            if self.generation == "replicated":
+                yield "rollout.generation=replicated: must be sharded with rollout.partial"
+            if self.stop:
+                yield "rollout.stop: must be empty with rollout.partial; a stop string may span two steps"

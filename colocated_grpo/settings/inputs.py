@@ -6,20 +6,12 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from colocated_grpo.settings import config_json, sources
+from colocated_grpo.settings import Config, config_json, schema, sources
 from colocated_grpo.settings.adapter_files import missing_adapter_files, with_adapter_settings
 from colocated_grpo.settings.base import NamedObject
 from colocated_grpo.settings.errors import ConfigError, dotted
 from colocated_grpo.settings.evaluation import EvaluationSetConfig
 from colocated_grpo.settings.model_support import check_context, check_has_experts, check_trains
-from colocated_grpo.settings.schema import (
-    AtroposSourceConfig,
-    Config,
-    HubConfig,
-    ModelConfig,
-    RolloutConfig,
-    TurnsSourceConfig,
-)
 from colocated_grpo.settings.training import PolicyConfig, layers_text
 from colocated_grpo.types import JsonObject
 
@@ -55,7 +47,7 @@ def check_inputs(config: Config) -> tuple[Config, list[str]]:
     if outside := list(_check_layers(config.policy, model, config.model.name)):
         raise ConfigError(*outside)
     for index, source in enumerate(config.environments):
-        if isinstance(source, TurnsSourceConfig) and source.opponent is not None:
+        if isinstance(source, schema.TurnsSourceConfig) and source.opponent is not None:
             opponent = config.model_of(source.opponent)
             if opponent != config.model:
                 _check_opponent(f"environments.{index}.opponent", opponent, model, config.model.name)
@@ -103,7 +95,7 @@ def _check_layers(policy: PolicyConfig, model: JsonObject, name: str) -> Iterato
             yield f"{key}={layers_text(indices)}: {rule} in {name}"
 
 
-def _check_opponent(section: str, opponent: ModelConfig, policy: JsonObject, name: str) -> None:
+def _check_opponent(section: str, opponent: schema.ModelConfig, policy: JsonObject, name: str) -> None:
     """Raise ConfigError if the opponent's shape differs from the policy's shape. Both models use the same engine."""
     ours, theirs = config_json.shape_of(policy), config_json.shape_of(config_json.read_config_json(opponent, section))
     if (key := config_json.first_difference(ours, theirs)) is not None:
@@ -113,7 +105,7 @@ def _check_opponent(section: str, opponent: ModelConfig, policy: JsonObject, nam
         )
 
 
-def _lowered_lengths(rollout: RolloutConfig, positions: int, name: str) -> tuple[dict[str, int], list[str]]:
+def _lowered_lengths(rollout: schema.RolloutConfig, positions: int, name: str) -> tuple[dict[str, int], list[str]]:
     """Return default lengths lowered to what a length that was given leaves of a model's positions, and a note."""
     lengths = {key: getattr(rollout, key) for key in ("max_prompt_tokens", "max_completion_tokens")}
     default = [key for key in lengths if key not in rollout.model_fields_set]
@@ -160,7 +152,7 @@ def _check_program(key: str, name: str) -> Iterator[str]:
 
 
 def _check_source(key: str, source: sources.EnvironmentConfig) -> Iterator[str]:
-    if isinstance(source, AtroposSourceConfig):
+    if isinstance(source, schema.AtroposSourceConfig):
         yield from _check_key(f"{key}.api_key_variable", source.api_key_variable)
         yield from _check_key(f"{key}.server.api_key_variable", source.server.api_key_variable)
         return
@@ -196,7 +188,7 @@ def _check_reward(key: str, name: str) -> Iterator[str]:
     yield from _check_code(key, name)
 
 
-def check_hub(settings: HubConfig | None) -> Iterator[str]:
+def check_hub(settings: schema.HubConfig | None) -> Iterator[str]:
     """Yield a line for each local reason why pushes would fail. Sends no request to the Hub."""
     if settings is None:
         return

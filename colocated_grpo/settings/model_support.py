@@ -43,7 +43,7 @@ SINK_TYPES = _types("gpt_oss granite_swa")
 """Models with attention sinks. config.json does not show the sinks."""
 EXPERT_TYPES = _types("dbrx dots1")
 TRAINED_EXPERT_TYPES = {family.model_type for family in FAMILIES if family.experts}
-"""Mixtures of experts whose checkpoints `policy.conversion` reads and writes."""
+"""Mixtures of experts whose checkpoints `policy.checkpoint_files` reads and writes."""
 LATENT_TYPES = {family.model_type for family in FAMILIES if family.latent}
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
 COMPOSITE = ("text_config", *OTHER_PARTS)

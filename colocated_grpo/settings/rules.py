@@ -6,14 +6,15 @@ Rules within one section are in the section's method `problems`.
 from collections.abc import Iterator, Sequence
 
 from colocated_grpo.errors import ConfigError
+from colocated_grpo.settings import sources as source_types
 from colocated_grpo.settings.atropos import AtroposSourceConfig, is_loopback
 from colocated_grpo.settings.schema import Config, EngineConfig, PolicyConfig, RolloutConfig
-from colocated_grpo.settings.sources import AgentSourceConfig, EnvironmentConfig, EpisodeSourceConfig
-from colocated_grpo.settings.turns import FROZEN, TurnsSourceConfig
 
 Lines = Iterator[str]
 
 MAX_NAME_BYTES = 255  # the limit of the usual file systems
+CONVERSATIONS = ("episode", "agent", "turns", "atropos")
+"""Types of environments whose completions also depend on processes that a checkpoint does not contain."""
 _SEQUENCE = "rollout.max_prompt_tokens + rollout.max_completion_tokens"
 
 
@@ -28,6 +29,7 @@ def check(config: Config) -> None:
         *_engines(config),
         *policy.problems(),
         *config.engine.problems(),
+        *config.rollout.problems(),
         *config.evaluation.problems(),
     )
 
@@ -103,7 +105,7 @@ def remarks(config: Config) -> list[str]:
     return [*notes, *config.evaluation.remarks(config.environments)]
 
 
-def exposures(sources: Sequence[EnvironmentConfig]) -> Lines:
+def exposures(sources: Sequence[source_types.EnvironmentConfig]) -> Lines:
     """Yield a line for each server of a run that is reachable from other machines without a key."""
     for index, source in enumerate(sources):
         if not isinstance(source, AtroposSourceConfig):
@@ -230,6 +232,15 @@ def _engines(config: Config) -> Lines:
             "rollout.max_staleness=1: must be 0 with an atropos environment, which samples on its own time; a limit "
             "on its staleness is not needed for the next batch to be ready"
         )
+    excluded = {
+        "engine.placement: server": served,
+        "policy.routing_replay": policy.routing_replay,
+        "sync_frequency above 1": config.sync_frequency > 1,
+        "loss.correction.mode: off": config.loss.correction.mode == "off" and config.loss.old_logprobs == "trainer",
+        "conversations (agents, episodes, games, atropos)": any(s.type in CONVERSATIONS for s in config.environments),
+    }
+    if config.rollout.partial is not None:
+        yield from (f"rollout.partial: not possible with {name}" for name, found in excluded.items() if found)
     if stale and (sync := config.sync_frequency) > 1:
         yield f"rollout.max_staleness=1: must be 0 with sync_frequency={sync}, whose rollouts are older than one step"
 
@@ -269,7 +280,7 @@ def _environments(config: Config) -> Lines:
     entries = {f"environments.{index}": source for index, source in enumerate(sources)}
     entries |= {f"evaluation.sets.{i}.source": entry.source for i, entry in enumerate(config.evaluation.sets)}
     for key, source in entries.items():
-        if per_engine > 1 and isinstance(source, EpisodeSourceConfig | AgentSourceConfig):
+        if per_engine > 1 and isinstance(source, source_types.EpisodeSourceConfig | source_types.AgentSourceConfig):
             yield (
                 f"{key}.type={source.type}: needs engine.tensor_parallel_size=1, not {per_engine}, because "
                 "the ranks of an engine would have to submit every turn at the same step"
@@ -293,8 +304,10 @@ def _atropos(source: AtroposSourceConfig, rollout: RolloutConfig, ranks_per_engi
         yield f"environments: atropos: server: port and more_ports repeat a port: {', '.join(map(str, ports))}"
 
 
-def _opponents(sources: Sequence[EnvironmentConfig], has_atropos: bool, served: bool) -> Lines:
-    games = {index: source for index, source in enumerate(sources) if isinstance(source, TurnsSourceConfig)}
+def _opponents(sources: Sequence[source_types.EnvironmentConfig], has_atropos: bool, served: bool) -> Lines:
+    games = {
+        index: source for index, source in enumerate(sources) if isinstance(source, source_types.TurnsSourceConfig)
+    }
     first = next((game.opponent for game in games.values() if game.opponent is not None), None)
     for index, game in games.items():
         if game.opponent is not None and has_atropos:
@@ -304,9 +317,9 @@ def _opponents(sources: Sequence[EnvironmentConfig], has_atropos: bool, served: 
         if game.opponent is not None and game.opponent != first:
             yield f"environments.{index}.opponent: must equal the opponent of the other entries; a run has only one"
         players = game.args.get("players")
-        if game.opponent is None and isinstance(players, list) and FROZEN in players:
+        if game.opponent is None and isinstance(players, list) and source_types.FROZEN in players:
             yield (
-                f"environments.{index}.args.players: {FROZEN!r} needs a model; set "
+                f"environments.{index}.args.players: {source_types.FROZEN!r} needs a model; set "
                 f"environments.{index}.opponent: {{name: initial}}"
             )
     if served and first is not None:
@@ -316,11 +329,11 @@ def _opponents(sources: Sequence[EnvironmentConfig], has_atropos: bool, served: 
         )
 
 
-def _dynamic_sampling(sources: Sequence[EnvironmentConfig], rollout: RolloutConfig) -> Lines:
+def _dynamic_sampling(sources: Sequence[source_types.EnvironmentConfig], rollout: RolloutConfig) -> Lines:
     """Yield a line for each source whose prompts the run cannot replace or skip, because the source draws its own
     prompts."""
     for index, source in enumerate(sources):
-        if not isinstance(source, AtroposSourceConfig | TurnsSourceConfig):
+        if not isinstance(source, AtroposSourceConfig | source_types.TurnsSourceConfig):
             continue
         entry, why = f"environments.{index} of type {source.type}", "where each turn continues a game;"
         if isinstance(source, AtroposSourceConfig):

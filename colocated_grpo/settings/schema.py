@@ -13,9 +13,8 @@ from colocated_grpo.settings.base import INITIAL, FileName, Integer, NonNegative
 from colocated_grpo.settings.evaluation import EvaluationConfig
 from colocated_grpo.settings.generation import EngineConfig, ModelConfig, RolloutConfig
 from colocated_grpo.settings.losses import AdvantageConfig, DAPOConfig, LossConfig
-from colocated_grpo.settings.sources import EnvironmentConfig
+from colocated_grpo.settings.sources import EnvironmentConfig, OpponentConfig, TurnsSourceConfig
 from colocated_grpo.settings.training import BatchConfig, PolicyConfig
-from colocated_grpo.settings.turns import OpponentConfig, TurnsSourceConfig
 
 
 class CheckpointConfig(Section):
@@ -55,8 +54,8 @@ class TrackingConfig(Section):
     null: none."""
     rollouts_per_step: NonNegative = 4
     """Rollouts of each step that are written to rollouts.jsonl."""
-    show_completion: bool = False
-    """Show each step's completion with the median reward on the console."""
+    show_completion: bool = True
+    """Show each step's completion with the median reward on the console, with its advantage and reference answer."""
 
 
 class HubConfig(Section):
@@ -163,11 +162,6 @@ class Config(Section):
     def final_step(self) -> int | None:
         """The step after which the final weights are exported; None if no final weights are exported."""
         return self.training_steps if self.checkpoint.final else None
-
-    @property
-    def steps_sampled_ahead(self) -> int:
-        """Steps below this number are sampled while the step before them trains; 0 if no step is sampled ahead."""
-        return self.training_steps if self.rollout.max_staleness else 0
 
     @property
     def optimizer_steps(self) -> int:

@@ -180,11 +180,11 @@ class PolicyConfig(Section):
     2,048 tokens and a vocabulary of 152,000."""
     routing_replay: bool = False
     """For mixtures of experts: train each token with the experts chosen by the engine when it sampled the token. The
-    policy's own choice can differ because of rounding (docs/models.md)."""
+    policy's own choice can differ because of rounding (docs/guides/mixtures.md)."""
     load_balancing: Number = Field(0.0, ge=0)
     """For mixtures of experts: coefficient of the load-balancing loss, for example 0.001. The loss is lowest if each
-    router uses its experts evenly (docs/models.md). 0: off. Costs a forward pass per optimizer step. Must be 0 with
-    `lora`, which does not train routers."""
+    router uses its experts evenly (docs/guides/mixtures.md). 0: off. Costs a forward pass per optimizer step. Must
+    be 0 with `lora`, which does not train routers."""
     lora: LoRAConfig | None = None
     """Train an adapter (LoRA) on frozen weights instead of all weights. null: off. {}: on, with the defaults below."""
     train_layers: Layers | None = None

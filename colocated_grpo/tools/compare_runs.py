@@ -49,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     differences = compare(a, b, ignore=(*WALL_CLOCK, *options.ignore))
     console = Console()
+    for name, run in (("A", options.a), ("B", options.b)):
+        console.print(Text(printable(f"{name}: {run}")))
     console.print(_table(differences))
     unequal = [difference for difference in differences if difference.first_step is not None]
     console.print(f"{len(differences) - len(unequal)} metrics equal, {len(unequal)} differ", highlight=False)

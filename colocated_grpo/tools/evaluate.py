@@ -22,7 +22,7 @@ from colocated_grpo.settings.config_file import load_config
 from colocated_grpo.settings.inputs import check_inputs
 from colocated_grpo.settings.rules import check_world
 from colocated_grpo.settings.schema import Config
-from colocated_grpo.types import JsonObject
+from colocated_grpo.types import STDERR, JsonObject
 
 RUN_CONFIG = "config.yaml"
 EXPORTS = ("best_model", "best_adapter", "final_model", "final_adapter")
@@ -157,8 +157,6 @@ def settings(subject: ModelSubject, config_file: str | None, overrides: Sequence
 
 def print_results(model: str, results: JsonObject) -> None:
     """Print a line for each metric, with its standard error."""
-    from colocated_grpo.evaluation.metrics import STDERR
-
     print(model)
     for name, result in results.items():
         metrics = {key.removeprefix(f"{name}/"): value for key, value in result["metrics"].items()}

@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 
-from colocated_grpo.assembly.data import Data, build_collector, listen_to_agents
+from colocated_grpo.assembly.data import Data, build_collector, evaluation_sets, listen_to_agents, read_evaluated
 from colocated_grpo.assembly.engines import engine_spec
-from colocated_grpo.assembly.evaluation import evaluation_sets, read_evaluated
 from colocated_grpo.environments.build import build_environments
 from colocated_grpo.errors import RunError
 from colocated_grpo.evaluation.evaluator import Evaluator
@@ -64,8 +63,7 @@ def prepare_evaluation(config: Config, adapter: Path | None) -> Generator[Evalua
     sequences = max(ceil(len(each.prompts) / engines) * each.samples for each in sets)
     engine = subject_engine(engine_spec(config, model.folder, world.size, world.device, sequences), adapter, world)
     inbox = Inbox()
-    collector = build_collector(config, Driver(engine, inbox), inbox, data, model, world, stop)
-    resources.callback(collector.close)
+    collector = build_collector(config, Driver(engine, inbox), inbox, data, model, world, stop, resources)
     try:
         yield Evaluation(evaluator=Evaluator(sets, collector, world), engine=engine, world=world)
     except Stopped:
@@ -95,6 +93,7 @@ def _lines(group: Group) -> list[JsonObject]:
         {
             "prompt_index": group.prompt.index,
             "prompt": group.prompt.text,
+            "answer": group.prompt.answer,
             "completion": rollout.text,
             "reward": rollout.score.reward,
             "parts": rollout.score.parts,

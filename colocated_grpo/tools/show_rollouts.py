@@ -15,7 +15,7 @@ from rich.text import Text
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.files import Row, RunFolderError, game_title, read_games
 from colocated_grpo.tracking.text import number, printable
-from colocated_grpo.tracking.transcripts import PROMPT, Passage, passages
+from colocated_grpo.tracking.transcripts import Passage, passages, question
 
 INDENT = 4
 """Columns before the policy's text."""
@@ -75,6 +75,9 @@ def select(rollouts: list[Row], options: argparse.Namespace) -> list[Row]:
 def rollout_panel(row: Row, encoding: str) -> Panel:
     """Render prompt, completion and score of one rollout. Markup and escape sequences in the texts have no effect."""
     facts = f"step {row['step']}  {row['source']}, prompt {row['prompt_index']}  {row['completion_tokens']} tokens"
+    title = f"reward {number(row['reward'])}"
+    if row.get("advantage") is not None:
+        title += f", advantage {number(row['advantage'])}"
     # Show the parts below, not in the panel's title: a title that does not fit is cut.
     parts = "  ".join(f"{name} {number(part)}" for name, part in row["parts"].items())
     below = [Text(printable(parts, encoding), style="bold")] if parts else []
@@ -84,12 +87,12 @@ def rollout_panel(row: Row, encoding: str) -> Panel:
         below.append(Text(f"finish reason: {row['finish_reason']}", style="yellow"))
     return Panel(
         Group(
-            *_shown([Passage(PROMPT, row["prompt"], sampled=False)], encoding),
+            *_shown(question(row), encoding),
             Rule(style="dim"),
             *_shown(passages(row), encoding),
             *below,
         ),
-        title=Text(f"reward {number(row['reward'])}", style="bold"),
+        title=Text(title, style="bold"),
         subtitle=Text(printable(facts, encoding), style="dim"),
         title_align="left",
         subtitle_align="left",

@@ -1,12 +1,14 @@
 """The charts of the report. Metrics that SECTIONS does not list are drawn by prefix, or in charts of their own."""
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from colocated_grpo.tracking.files import Row
 from colocated_grpo.tracking.page import Point, Series, line_chart, section
-from colocated_grpo.tracking.text import as_html, number
+from colocated_grpo.tracking.text import as_html, number, with_error
+from colocated_grpo.types import STDERR
 
 MEANINGS = {
     "reward": "mean total reward (the weighted sum of the reward functions); completions without a reward are excluded",
@@ -40,6 +42,7 @@ MEANINGS = {
     "mismatch/outside": "fraction of tokens that one side finds more than twice as likely as the other",
     "mismatch/ess": "effective sample size of the importance weights as a fraction; 1 is ideal",
     "correction/weight": "mean token weight applied by loss.correction",
+    "seconds/step": "the curves leave out a first step that takes over twice as long as any other",
     "tokens_per_second": "prompt and completion tokens of all ranks over the whole step",
     "memory/generate_gib": "memory in use on rank 0's device by all processes, at the end of the phase",
     "prefix_reuse": "fraction of tokens saved because a prompt prefix common to several completions is computed once",
@@ -58,6 +61,8 @@ TRAINER_PREFIXES = frozenset(
     ("atropos", "clip_fraction", "correction", "eval", "groups", "held_out", "hub", "logprob", "loss")
 ) | {"memory", "mismatch", "prompts_skipped", "resample", "tokens_per_second"}
 """Name prefixes of metrics that the trainer records. Other metrics come from environments."""
+CONSTANT = 1e-3
+"""Metrics that vary by at most this fraction of their largest value are listed, not drawn."""
 HUGE = 1e100
 """Larger values are not drawn: they would overflow the axis arithmetic, and flatten all other points."""
 
@@ -109,13 +114,14 @@ SECTIONS = {
             "Log-probability by sign of the advantage", {"logprob/positive": "positive", "logprob/negative": "negative"}
         ),
         Chart("Learning rate", {"lr": "lr"}),
-        Chart("Staleness", {"staleness": "mean"}, "optimizer steps"),
+        Chart("Staleness", {"staleness": "mean", "staleness/max": "oldest token"}, "optimizer steps"),
     ),
     "Speed and memory": (
         Chart(
             "Step time", {"seconds/step": "whole step", **{f"seconds/{name}": name for name in PHASES[:3]}}, "seconds"
         ),
         Chart("Tokens per second", {"tokens_per_second": "all ranks"}),
+        Chart("Decode steps in the tail", {"decode_tail": "rank 0"}, "fraction"),
         Chart("Device memory", {"memory/generate_gib": "generate", "memory/train_gib": "train"}, "GiB at phase end"),
         Chart(
             "Packing", {"prefix_reuse": "prefix reuse", "padding": "padding", "imbalance": "rank imbalance"}, "fraction"
@@ -130,14 +136,15 @@ DRAWN = frozenset(key for charts in SECTIONS.values() for chart in charts for ke
 def chart_sections(rows: list[Row]) -> Iterator[str]:
     """Yield the HTML of every section with a chart, then a list of the metrics that stayed constant."""
     points = _points(rows)
+    errors = {key: dict(points.pop(key + STDERR)) for key in list(points) if key + STDERR in points}
     sets, families = _evaluation_charts(points), list(family_charts(points))
     named = DRAWN | {key for chart in (*families, *sets) for key in chart.lines}
-    rest = [key for key in points if key not in named and not key.startswith(UNPLOTTED) and not key.endswith("_stderr")]
+    rest = [key for key in points if key not in named and not key.startswith(UNPLOTTED)]
     for title, charts in SECTIONS.items():
         if title == "Learning":
             charts = (charts[0], *families, *charts[1:], *sets)
-        yield _section(title, [_line_figure(chart, points) for chart in charts])
-    yield _section("More metrics", [_line_figure(Chart(key, {key: key}), points) for key in rest])
+        yield _section(title, [_line_figure(chart, points, errors) for chart in charts])
+    yield _section("More metrics", [_line_figure(Chart(key, {key: key}), points, errors) for key in rest])
     yield _constant_metrics(points)
 
 
@@ -197,17 +204,31 @@ def _points(rows: list[Row]) -> dict[str, list[Point]]:
         for key, value in row.items():
             if key not in NOT_A_METRIC and value is not None and abs(value) < HUGE:
                 points.setdefault(key, []).append((row["step"], value))
-    return points
+    return {key: _without_start(line) if key.startswith("seconds/") else line for key, line in points.items()}
+
+
+def _without_start(seconds: list[Point]) -> list[Point]:
+    """Leave out a first step that takes over twice as long as any other: compilation would flatten all other steps."""
+    longest = max((value for _, value in seconds[1:]), default=math.inf)
+    return seconds[1:] if seconds[0][1] > 2 * longest else seconds
 
 
 def _varies(points: list[Point]) -> bool:
-    return len({value for _, value in points}) > 1
+    """Return True if the values differ by more than CONSTANT of the largest."""
+    values = [value for _, value in points]
+    return max(values) - min(values) > CONSTANT * max(map(abs, values))
 
 
-def _line_figure(chart: Chart, points: dict[str, list[Point]]) -> str:
+def _line_figure(chart: Chart, points: dict[str, list[Point]], errors: dict[str, dict[float, float]]) -> str:
     """Return a chart as HTML; '' when all its lines are constant."""
     series = [
-        Series(name=name, points=points[key], color=index % NUM_COLORS, dots=key.startswith(("held_out/", "eval/")))
+        Series(
+            name=name,
+            points=points[key],
+            color=index % NUM_COLORS,
+            dots=key.startswith(("held_out/", "eval/")),
+            errors=errors.get(key, {}),
+        )
         for index, (key, name) in enumerate(chart.lines.items())
         if key in points
     ]
@@ -216,7 +237,10 @@ def _line_figure(chart: Chart, points: dict[str, list[Point]]) -> str:
     explained = next(filter(None, map(meaning, chart.lines)), "")
     explanation = f'<p class="meaning">{as_html(explained)}</p>' if explained else ""
     unit = f' <span class="quiet">{as_html(chart.unit)}</span>' if chart.unit else ""
-    legend = "".join(legend_entry(line.color, line.name, number(line.points[-1][1])) for line in series)
+    last = ((line, *line.points[-1]) for line in series)
+    legend = "".join(
+        legend_entry(line.color, line.name, with_error(value, line.errors.get(step))) for line, step, value in last
+    )
     caption = f"<figcaption><h3>{as_html(chart.title)}{unit}</h3>{explanation}{legend}</figcaption>"
     return f"<figure>{caption}{line_chart(series)}</figure>"
 
@@ -233,4 +257,5 @@ def legend_entry(color: int, name: str, value: str) -> str:
 def _constant_metrics(points: dict[str, list[Point]]) -> str:
     shown = {key: series for key, series in points.items() if not key.startswith(("seconds/", *UNPLOTTED))}
     constant = [f"{key} = {number(series[0][1])}" for key, series in shown.items() if not _varies(series)]
-    return f'<p class="quiet constant">Constant: {as_html(", ".join(constant))}.</p>' if constant else ""
+    title = f"<summary>{len(constant)} metrics are constant</summary>"
+    return f'<details class="quiet">{title}{as_html(", ".join(constant))}</details>' if constant else ""

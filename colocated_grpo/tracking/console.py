@@ -10,17 +10,18 @@ from dataclasses import dataclass
 from rich import box
 from rich.console import Console, Group
 from rich.live import Live
-from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from colocated_grpo.tracking.text import duration, number, printable
+from colocated_grpo.tracking.text import duration, figure, number, printable
 
 MIN_PHASE_SHARE = 0.02
 """Phases below this share of a step are omitted from its line."""
 GAP = 2
 """Characters between two columns, and at both edges of the table together."""
+
+MISMATCH = "mismatch/kl"
 
 Row = dict[str, float]
 STEPS_SHOWN = 12
@@ -42,7 +43,7 @@ LEARNING_COLUMNS = (
     Column("reward", "reward", 0),
     Column("held-out", "held_out/reward", 1),
     Column("length", "completion_tokens", 3),
-    Column("mismatch", "mismatch/kl", 5),
+    Column("mismatch", MISMATCH, 5),
     Column("clip", "clip_fraction/high", 9),
 )
 COLUMNS = (
@@ -71,7 +72,7 @@ def step_table(steps: Sequence[tuple[int, Row]], width: int) -> Table:
     columns = [column for column in COLUMNS if any(column.key in row for _, row in rows)]
     columns += [column for column in PROBLEM_COLUMNS if any(row.get(column.key) for _, row in rows)]
     cells = {"step": [str(step) for step, _ in rows]}
-    cells |= {column.title: [number(row.get(column.key)) for _, row in rows] for column in columns}
+    cells |= {column.title: [figure(row, column.key) for _, row in rows] for column in columns}
     for column in sorted(columns, key=lambda column: column.priority, reverse=True):
         if sum(max(map(len, [title, *texts])) + GAP for title, texts in cells.items()) > width:
             del cells[column.title]
@@ -93,7 +94,7 @@ def _with_other(row: Row) -> Row:
 
 def step_text(row: Row) -> str:
     """Format the metrics of one step as a single line."""
-    figures = [f"{column.title} {number(row[column.key])}" for column in LEARNING_COLUMNS if column.key in row]
+    figures = [f"{column.title} {figure(row, column.key)}" for column in LEARNING_COLUMNS if column.key in row]
     figures += [f"{column.title} {number(row[column.key])}" for column in PROBLEM_COLUMNS if row.get(column.key)]
     if "tokens_per_second" in row:
         figures.append(f"{number(row['tokens_per_second'])} tok/s")
@@ -141,7 +142,9 @@ class PlainDisplay:
             self.note(f"{name}: {seconds:.1f} s")
 
     def open(self, facts: dict[str, str], first_step: int) -> None:
-        self._show_facts(f"colocated GRPO, resumed at step {first_step}" if first_step else "colocated GRPO", facts)
+        if first_step:
+            self.note(f"resumed at step {first_step}")
+        self._show_facts(facts)
         self._finished_at = deque([time.monotonic()], maxlen=ETA_STEPS + 1)  # loading and engine start are excluded
 
     def time_left(self, step: int) -> str:
@@ -162,10 +165,10 @@ class PlainDisplay:
     def close(self) -> None:
         """Do nothing: nothing is redrawn."""
 
-    def _show_facts(self, title: str, facts: dict[str, str]) -> None:
+    def _show_facts(self, facts: dict[str, str]) -> None:
         width = max(map(len, facts), default=0)
-        for line in (title, *(f"  {name:<{width}}  {value}" for name, value in facts.items())):
-            self.note(line)
+        for name, value in facts.items():
+            self.note(f"  {name:<{width}}  {value}")
 
 
 class LiveDisplay(PlainDisplay):
@@ -216,14 +219,13 @@ class LiveDisplay(PlainDisplay):
         self._live.stop()
         atexit.unregister(self._live.stop)
 
-    def _show_facts(self, title: str, facts: dict[str, str]) -> None:
+    def _show_facts(self, facts: dict[str, str]) -> None:
         grid = Table.grid(padding=(0, 2))
         grid.add_column(style="cyan", no_wrap=True)
         grid.add_column()
         for name, value in facts.items():
             grid.add_row(Text(name), Text(printable(value)))
-        title_text = Text(title, style="bold")
-        self.console.print(Panel(grid, title=title_text, title_align="left", box=box.ROUNDED, expand=False))
+        self.console.print(grid)
 
     def _stop_spinner(self) -> None:
         if self._phase is not None:

@@ -21,8 +21,8 @@ from colocated_grpo.runtime.verdict import FAILED, KILLED, RUN_ERROR, USAGE_ERRO
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.output import LOG_FILE, RunOutput
 from colocated_grpo.tracking.report import write_report
-from colocated_grpo.tracking.text import number
-from colocated_grpo.types import JsonObject
+from colocated_grpo.tracking.text import figure
+from colocated_grpo.types import STDERR, JsonObject
 
 HELD_OUT_REWARD = "held_out/reward"
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
@@ -54,9 +54,10 @@ def write_summary(run_dir: Path, state: str, failure: Failure | None = None, *, 
     if failure is not None:
         summary |= {**asdict(failure), "step": steps if training else None}
     if (held_out := files.first_and_last(rows, HELD_OUT_REWARD)) is not None:
+        values = {"value": HELD_OUT_REWARD, "value" + STDERR: HELD_OUT_REWARD + STDERR}
         summary["held_out_reward"] = {
-            name: {"step": row["step"], "value": row[HELD_OUT_REWARD]}
-            for name, row in zip(("before", "after"), held_out, strict=True)
+            when: {"step": row["step"], **{name: row[key] for name, key in values.items() if key in row}}
+            for when, row in zip(("before", "after"), held_out, strict=True)
         }
     files.write_atomically(run_dir / files.SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
     return summary
@@ -67,7 +68,7 @@ def summary_line(summary: JsonObject) -> str:
     line = f"{summary['state']} after {summary['steps']} steps"
     if "held_out_reward" in summary:
         before, after = summary["held_out_reward"]["before"], summary["held_out_reward"]["after"]
-        line += f": held-out reward {number(before['value'])} -> {number(after['value'])}"
+        line += f": held-out reward {figure(before, 'value')} -> {figure(after, 'value')}"
         line += f" (steps {before['step']} -> {after['step']})"
     return line
 

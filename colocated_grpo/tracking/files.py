@@ -1,4 +1,4 @@
-"""The files of a run folder: their names, their readers, and atomic replacement of whole files.
+"""The files of a run folder: their names, their readers, the writer of games, and atomic replacement of whole files.
 
 Files of .jsonl have one JSON object per line and are flushed every step. A killed run loses at most the line being
 written, so readers skip an incomplete last line and reject any other damage.
@@ -7,7 +7,7 @@ written, so readers skip an incomplete last line and reject any other damage.
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from colocated_grpo.errors import RunError
-from colocated_grpo.settings.secret_values import masked
+from colocated_grpo.settings.errors import masked
 from colocated_grpo.types import JsonObject
 
 CONFIG_FILE = "config.yaml"
@@ -288,3 +288,33 @@ def read_games(run_dir: Path) -> list[Row]:
 def game_title(game: Row) -> str:
     """Return a one-line title. Example: 'town, game 12, ended in step 40: mafia'"""
     return f"{game['source']}, game {game['game']}, ended in step {game['step']}: {game['winner']}"
+
+
+class GameWriter:
+    """Append ended games. No file is created before the first game has ended.
+
+    Games of steps >= `first_step` are dropped on opening: they ended after the checkpoint that is resumed.
+    """
+
+    def __init__(self, run_dir: Path, first_step: int, note: Callable[[str], None]) -> None:
+        self._folder = run_dir
+        if (run_dir / GAMES_FILE).exists():
+            keep_before(run_dir / GAMES_FILE, first_step, GAME_ROW, note)
+        # Check the events separately: events are written before games, so a kill may leave events only.
+        if (run_dir / EVENTS_FILE).exists():
+            keep_before(run_dir / EVENTS_FILE, first_step, STEP_ROW, note)
+
+    def write(self, step: int, games: Sequence[JsonObject]) -> None:
+        """Append the games that ended in `step`. The files are closed again, so a killed run keeps every ended game."""
+        if not games:
+            return
+        events = [
+            {"step": step, "source": game["source"], **event} for game in games for event in game.get("events", ())
+        ]
+        ended = [{"step": step, **{key: value for key, value in game.items() if key != "events"}} for game in games]
+        self._append(EVENTS_FILE, events)
+        self._append(GAMES_FILE, ended)
+
+    def _append(self, name: str, rows: Sequence[Row]) -> None:
+        with (self._folder / name).open("a", encoding="utf-8") as file:
+            file.writelines(map(json_line, rows))

@@ -19,7 +19,7 @@ from colocated_grpo.settings.schema import HubConfig
 from colocated_grpo.settings.sources import DATA_SUFFIXES, TRAIN_DATASET
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.files import Row
-from colocated_grpo.tracking.text import number
+from colocated_grpo.tracking.text import figure
 from colocated_grpo.types import JsonObject
 
 STAGING = "hub"
@@ -182,7 +182,7 @@ def card(repo: str, config: JsonObject, rows: Sequence[Row], step: int, text_par
         tags=["grpo", "reinforcement-learning", "colocated_grpo", *(["lora"] if adapter else [])],
     )
     found = {key: files.first_and_last(rows, key) for row in rows for key in row if CURVES.fullmatch(key)}
-    ends = [(key, *(f"{number(row[key])} (step {row['step']})" for row in pair)) for key, pair in found.items() if pair]
+    ends = [(key, *(f"{figure(row, key)} (step {row['step']})" for row in pair)) for key, pair in found.items() if pair]
     sources = [
         (one["type"], _local_name(one["name"]), ", ".join(_local_name(r["name"]) for r in one.get("rewards", ())))
         for one in environments

@@ -1,12 +1,12 @@
 """Parts of report.html: its style, light or dark as the browser prefers, sections, and charts as SVG."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import fmean
 
-from colocated_grpo.tracking.text import as_html, number
+from colocated_grpo.tracking.text import as_html, with_error
 
 LIGHT = ("#2f6fde", "#e07b1a", "#1f9d6b", "#b04ac4", "#c9a400", "#d6456b", "#2aa6b8", "#7a8b2f", "#8a6d5c", "#9aa3af")
 DARK = ("#6ea2ff", "#f59b4a", "#45c993", "#d184e3", "#e6c94b", "#f2789a", "#5ccfe0", "#aabf56", "#bd9c88", "#6b7480")
@@ -15,7 +15,7 @@ WIDTH, HEIGHT = 560, 220
 LEFT, RIGHT, TOP, BOTTOM = 70, 12, 10, 24
 MAX_POINTS = 160
 """Longer series are averaged down to this many points; with more points, a step would be too narrow to hover over."""
-MIN_POINTS_TO_SMOOTH = 40
+MIN_POINTS_TO_SMOOTH = 12
 """Shorter series are drawn without smoothing."""
 
 MIN_RELATIVE_SPAN = 4e-3
@@ -45,7 +45,7 @@ STYLE = f"""
 body{{margin:0;background:var(--page);color:var(--ink);font:15px/1.45 system-ui,-apple-system,"Segoe UI",sans-serif}}
 main{{max-width:1240px;margin:0 auto;padding:28px 20px 60px}}
 h1{{font-size:26px;margin:0 0 2px}}h2{{font-size:18px;margin:36px 0 12px}}h3{{font-size:14px;margin:0;flex-basis:100%}}
-.quiet{{color:var(--quiet);font-weight:400}}p.quiet{{margin:0 0 18px}}p.constant{{margin-top:18px}}
+.quiet{{color:var(--quiet);font-weight:400}}p.quiet{{margin:0 0 18px}}details.quiet{{margin-top:18px}}
 .tiles{{display:grid;grid-template-columns:repeat(auto-fit,minmax(160px,1fr));gap:12px}}
 .tile,figure,.card,details{{background:var(--card);border:1px solid var(--edge);border-radius:10px}}
 .tile{{padding:12px 14px;display:flex;flex-direction:column}}
@@ -79,7 +79,7 @@ padding:12px 14px;margin:0 0 18px;overflow-wrap:anywhere}}
 .bubble{{max-width:92%;border-radius:10px;padding:6px 10px;border:1px solid var(--edge);
 background:var(--code);min-width:0}}
 .bubble span{{font-size:12px;color:var(--quiet)}}.bubble pre{{padding:0;background:none;min-height:0;max-height:260px}}
-.bubble.sampled{{align-self:flex-end;background:var(--mine);border-color:var(--mine)}}
+.bubble.sampled{{background:var(--mine);border-color:var(--mine)}}
 .sides{{align-items:start}}
 details{{padding:10px 14px;margin-bottom:10px}}summary{{cursor:pointer}}
 table{{border-collapse:collapse;margin-top:10px;font-size:13px;width:100%}}
@@ -104,6 +104,8 @@ class Series:
     """Index of the page's colour classes."""
     dots: bool = False
     """Sparse measurements: every point is marked, and the line is not smoothed."""
+    errors: Mapping[float, float] = field(default_factory=dict)
+    """Step -> standard error of the value, drawn as a bar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +127,7 @@ class Frame:
 def line_chart(series: Sequence[Series]) -> str:
     """Return one <svg>. Hovering over a step shows all its values."""
     drawn = [replace(line, points=downsample(line.points)) for line in series]
-    values = [value for line in drawn for _, value in line.points]
+    values = [end for line in drawn for step, value in line.points for end in _span(value, line.errors.get(step))]
     steps = [step for line in drawn for step, _ in line.points]
     ticks = nice_ticks(*_value_range(min(values), max(values)))
     frame = Frame(min(steps), max(steps), ticks[0], ticks[-1])
@@ -133,7 +135,7 @@ def line_chart(series: Sequence[Series]) -> str:
     hover: dict[float, list[str]] = {}
     for line in drawn:
         for step, value in line.points:
-            hover.setdefault(step, []).append(f"{line.name}: {number(value)}")
+            hover.setdefault(step, []).append(f"{line.name}: {with_error(value, line.errors.get(step))}")
     parts = "".join([*body, _hover_strips(frame, hover)])
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{parts}</svg>'
 
@@ -146,8 +148,8 @@ def downsample(points: Sequence[Point]) -> list[Point]:
 
 
 def smooth(points: Sequence[Point]) -> list[Point]:
-    """Return the centred moving mean over 1/15 of the points; the window shrinks to half at both ends."""
-    reach = len(points) // 30
+    """Return the centred moving mean over a tenth of the points, at least 5; the window halves at both ends."""
+    reach = max(2, len(points) // 20)
     windows = (points[max(index - reach, 0) : index + reach + 1] for index in range(len(points)))
     return [(step, fmean(value for _, value in window)) for (step, _), window in zip(points, windows, strict=True)]
 
@@ -177,10 +179,16 @@ def _line(frame: Frame, series: Series) -> str:
     if series.dots or len(points) == 1:
         centres = (f'cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}"' for x, y in points)
         dots = (f'<circle class="f{series.color}" {centre} r="3"/>' for centre in centres)
-        return _path(frame, points, f"l{series.color}") + "".join(dots)
+        spans = [(x, _span(y, series.errors[x])) for x, y in points if x in series.errors]
+        bars = (_path(frame, [(x, low), (x, high)], f"l{series.color} raw") for x, (low, high) in spans)
+        return "".join([_path(frame, points, f"l{series.color}"), *bars, *dots])
     if len(points) < MIN_POINTS_TO_SMOOTH:
         return _path(frame, points, f"l{series.color}")
     return _path(frame, points, f"l{series.color} raw") + _path(frame, smooth(points), f"l{series.color}")
+
+
+def _span(value: float, error: float | None) -> Point:
+    return value - (error or 0.0), value + (error or 0.0)
 
 
 def _path(frame: Frame, points: Sequence[Point], css: str) -> str:

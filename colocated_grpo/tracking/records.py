@@ -1,16 +1,35 @@
-"""Writers of a run's metrics, rollouts and ended games, which append to files of its folder."""
+"""Writers of a run's metrics and rollouts: to files of its folder, to Weights & Biases and to TensorBoard.
+
+The remote sinks use accelerate's classes. A sink that fails is disabled.
+"""
+
+from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import os
+import sys
+import uuid
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from colocated_grpo.errors import RunError
+from colocated_grpo.settings.errors import masked, masked_arguments
+from colocated_grpo.summaries import advantage_of
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.files import Row
+from colocated_grpo.tracking.text import without_middle
 from colocated_grpo.types import Group, JsonObject, Rollout
+
+if TYPE_CHECKING:
+    from accelerate.tracking import GeneralTracker
+
+    from colocated_grpo.settings.schema import TrackingConfig
 
 HELD_OUT_ROLLOUTS = 16
 """Held-out prompts with a stored rollout: the same prompts at every evaluation, so that evaluations can be compared."""
@@ -69,36 +88,6 @@ class RunWriter:
         self._metrics.flush()
 
 
-class GameWriter:
-    """Append ended games. No file is created before the first game has ended.
-
-    Games of steps >= `first_step` are dropped on opening: they ended after the checkpoint that is resumed.
-    """
-
-    def __init__(self, run_dir: Path, first_step: int, note: Callable[[str], None]) -> None:
-        self._folder = run_dir
-        if (run_dir / files.GAMES_FILE).exists():
-            files.keep_before(run_dir / files.GAMES_FILE, first_step, files.GAME_ROW, note)
-        # Check the events separately: events are written before games, so a kill may leave events only.
-        if (run_dir / files.EVENTS_FILE).exists():
-            files.keep_before(run_dir / files.EVENTS_FILE, first_step, files.STEP_ROW, note)
-
-    def write(self, step: int, games: Sequence[JsonObject]) -> None:
-        """Append the games that ended in `step`. The files are closed again, so a killed run keeps every ended game."""
-        if not games:
-            return
-        events = [
-            {"step": step, "source": game["source"], **event} for game in games for event in game.get("events", ())
-        ]
-        ended = [{"step": step, **{key: value for key, value in game.items() if key != "events"}} for game in games]
-        self._append(files.EVENTS_FILE, events)
-        self._append(files.GAMES_FILE, ended)
-
-    def _append(self, name: str, rows: Sequence[Row]) -> None:
-        with (self._folder / name).open("a", encoding="utf-8") as file:
-            file.writelines(map(files.json_line, rows))
-
-
 def finite(value: float | None) -> float | None:
     # JSON has no NaN or infinity: strict parsers (browsers, jq, other languages) would reject the whole file.
     return None if value is None or not math.isfinite(value) else value
@@ -113,8 +102,10 @@ def _rollout_row(kind: str, step: int, group: Group, sample: int, decode: Decode
         "sample": sample,
         "source": group.prompt.source,
         "prompt": group.prompt.text,
+        "answer": group.prompt.answer,
         "completion": rollout.text,
         "reward": finite(rollout.score.reward),
+        "advantage": advantage_of(group, sample),
         "parts": {name: finite(value) for name, value in rollout.score.parts.items()},
         "error": rollout.score.error,
         "finish_reason": rollout.finish_reason,
@@ -160,3 +151,190 @@ def _evenly_spaced(items: list[Item], count: int) -> list[Item]:
     if count == 1:
         return items[-1:]
     return [items[index * (len(items) - 1) // (count - 1)] for index in range(count)]
+
+
+WANDB_ID_FILE = "wandb_run_id"
+WANDB_SECONDS = 30
+"""Timeout for the W&B service at the start, and for uploads at the end."""
+TITLE = "completions"
+LONGEST_TEXT = 10_000
+"""Characters of a prompt or a completion; the middle of a longer text is left out."""
+Cell = float | int | str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sink:
+    """One external tracker. `log` takes a step and its metrics."""
+
+    log: Callable[[int, dict[str, float]], None]
+    table: Callable[[int, list[str], list[list[Cell]]], None] | None = None
+    """Send a table of completions: step, columns and rows. None: the tracker has no tables."""
+    finish: Callable[[], None]
+
+
+class Sinks:
+    """The external trackers enabled in the configuration. By default there are none, and nothing is imported."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
+        self._sinks: dict[str, Sink] = {}
+        self._tables_every = self._table_rows = 0
+
+    def open(self, settings: JsonObject, tracking: TrackingConfig, run_dir: Path, first_step: int) -> None:
+        """Start the enabled sinks and send them the settings. Not collective.
+
+        Call after the process group exists. Otherwise, accelerate would create its own process group.
+        """
+        shown = masked(settings)
+        self._tables_every, self._table_rows = tracking.completions_every, tracking.completions_rows
+        if tracking.wandb != "off":
+            self._add("tracking.wandb", lambda: _wandb(shown, tracking, run_dir, self._note))
+        if tracking.tensorboard:
+            self._add("tracking.tensorboard", lambda: _tensorboard(run_dir, first_step))
+
+    def log(self, step: int, row: dict[str, float]) -> None:
+        for name, sink in list(self._sinks.items()):
+            with self._disable_on_failure(name):
+                sink.log(step, row)
+
+    def completions(self, step: int, groups: list[Group]) -> None:
+        """If a table of completions is due, send it to the sinks that support tables."""
+        with_tables = {name: sink.table for name, sink in self._sinks.items() if sink.table is not None}
+        if not with_tables or not self._tables_every or step % self._tables_every:
+            return
+        columns, rows = completions_table(step, groups, self._table_rows)
+        for name, table in with_tables.items():
+            with self._disable_on_failure(name):
+                table(step, columns, rows)
+
+    def close(self) -> None:
+        """Finish pending uploads, at most WANDB_SECONDS, and close every sink."""
+        for name, sink in list(self._sinks.items()):
+            with self._disable_on_failure(name):
+                sink.finish()
+        self._sinks.clear()
+
+    def _add(self, name: str, open_sink: Callable[[], Sink]) -> None:
+        with self._disable_on_failure(name), _masked_command():
+            self._sinks[name] = open_sink()
+
+    @contextmanager
+    def _disable_on_failure(self, name: str) -> Generator[None]:
+        # Catch any exception: sinks are clients of external services, and training must not end because a service
+        # fails.
+        try:
+            yield
+        except Exception as error:
+            self._sinks.pop(name, None)
+            reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+            self._note(f"{name} disabled: {reason}")
+
+
+def _wandb(settings: object, tracking: TrackingConfig, run_dir: Path, note: Callable[[str], None]) -> Sink:
+    import wandb
+    from accelerate.tracking import WandBTracker
+
+    _adopt_process_group()
+    os.environ.setdefault("WANDB_DISABLE_WEAVE", "0" if "weave" in sys.modules else "1")  # else W&B advertises it
+    # prompt=False: wandb would otherwise prompt for a key while the other ranks block in a collective.
+    if tracking.wandb == "online" and not wandb.login(prompt=False, verify=False):
+        raise RuntimeError("no API key; run `wandb login`, set WANDB_API_KEY, or use --tracking.wandb offline")
+    tracker = WandBTracker(
+        tracking.wandb_project,
+        name=run_dir.name,
+        group=tracking.wandb_group,
+        id=_wandb_run_id(run_dir),
+        resume="allow",
+        dir=str(run_dir),
+        mode=tracking.wandb,
+        config=settings,
+        settings=wandb.Settings(
+            console="off",  # capturing stdout would conflict with the live display
+            silent=True,
+            init_timeout=WANDB_SECONDS,
+            finish_timeout=WANDB_SECONDS,
+        ),
+    )
+    tracker.start()
+    tracker.run.define_metric("step")
+    tracker.run.define_metric("*", step_metric="step")
+    if tracking.wandb == "online":  # an offline run has no address
+        note(f"tracking.wandb: {tracker.run.url}")
+    # The step is sent as a metric: W&B drops rows below its highest step, and a resumed run starts below that step.
+    return Sink(
+        log=lambda step, row: tracker.log({**row, "step": step}),
+        table=partial(_wandb_table, tracker),
+        finish=tracker.finish,
+    )
+
+
+def _tensorboard(run_dir: Path, first_step: int) -> Sink:
+    from accelerate.tracking import TensorBoardTracker
+
+    _adopt_process_group()
+    tracker = TensorBoardTracker("tensorboard", run_dir, purge_step=first_step)
+    tracker.start()
+    return Sink(log=lambda step, row: tracker.log(row, step=step), finish=tracker.finish)
+
+
+@contextmanager
+def _masked_command() -> Generator[None]:
+    """Mask secrets in sys.argv in this block: trackers record the command."""
+    command, sys.argv = sys.argv, masked_arguments(sys.argv)
+    try:
+        yield
+    finally:
+        sys.argv = command
+
+
+def _adopt_process_group() -> None:
+    """Create the accelerate process state that its trackers require. Not collective."""
+    import torch
+    from accelerate import PartialState
+
+    threads = torch.get_num_threads()
+    PartialState()
+    # accelerate may lower the number of threads, and would do so on rank 0 alone, which has the trackers.
+    torch.set_num_threads(threads)
+
+
+def _wandb_run_id(run_dir: Path) -> str:
+    """Return the run's W&B id, created on first use: a resumed run continues the same W&B run."""
+    path = run_dir / WANDB_ID_FILE
+    if not path.is_file():
+        path.write_text(uuid.uuid4().hex, encoding="utf-8")
+    return path.read_text(encoding="utf-8").strip()
+
+
+def completions_table(step: int, groups: list[Group], count: int) -> tuple[list[str], list[list[Cell]]]:
+    """Return columns and rows of at most `count` completions of a step, evenly spaced from the worst to the best.
+
+    Columns: step, prompt, completion, reward, the parts of the reward, environment and finish_reason.
+    """
+    chosen = [(group, group.rollouts[sample]) for group, sample in spread_by_reward(groups, count)]
+    parts = list(dict.fromkeys(name for _, rollout in chosen for name in rollout.score.parts))
+    columns = ["step", "prompt", "completion", "reward", *(f"reward/{part}" for part in parts)]
+    rows: list[list[Cell]] = [
+        [
+            step,
+            _bounded(group.prompt.text),
+            _bounded(rollout.text),
+            finite(rollout.score.reward),
+            *(finite(rollout.score.parts.get(part)) for part in parts),
+            group.prompt.source,
+            rollout.finish_reason,
+        ]
+        for group, rollout in chosen
+    ]
+    return [*columns, "environment", "finish_reason"], rows
+
+
+def _bounded(text: str) -> str:
+    # A lone surrogate cannot be sent.
+    return without_middle(text, LONGEST_TEXT).encode("utf-8", "replace").decode("utf-8")
+
+
+def _wandb_table(tracker: GeneralTracker, step: int, columns: list[str], rows: list[list[Cell]]) -> None:
+    import wandb
+
+    tracker.log({TITLE: wandb.Table(columns=[*columns], data=[*rows]), "step": step})

@@ -10,14 +10,14 @@ from pathlib import Path
 from statistics import fmean, median_high
 
 from colocated_grpo.errors import RunError
-from colocated_grpo.settings.secret_values import masked
+from colocated_grpo.settings.errors import masked
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.charts import NUM_COLORS, chart_sections, legend_entry, phase_colors, phase_names
 from colocated_grpo.tracking.files import TRAIN, Row, first_and_last
 from colocated_grpo.tracking.page import STYLE, section
-from colocated_grpo.tracking.text import as_html, duration, number
+from colocated_grpo.tracking.text import as_html, duration, figure, number
 from colocated_grpo.tracking.transcripts import before_and_after, last_training_rollouts, latest_games
-from colocated_grpo.types import JsonObject
+from colocated_grpo.types import STDERR, JsonObject
 
 REFRESH_SECONDS = 30
 """Interval at which the report of a running run is rewritten and the browser reloads it."""
@@ -35,6 +35,8 @@ CLEAR = 2.0
 """Changes above this many standard errors are called a change."""
 MOSTLY = 0.5
 """Share of groups without signal above which the sentence suggests a change."""
+OFTEN_CUT = 0.2
+"""Share of truncated completions above which the sentence names truncation."""
 
 
 class LiveReport:
@@ -156,11 +158,13 @@ def _tiles(rows: list[Row], training_steps: int | None) -> Iterator[tuple[str, s
     if held_out is not None:
         first, last = held_out
         change = f"{number(first['held_out/reward'])} -> {number(last['held_out/reward'])}"
-        yield "held-out reward", change, f"steps {first['step']} to {last['step']}"
+        errors = [number(row["held_out/reward" + STDERR]) for row in held_out if "held_out/reward" + STDERR in row]
+        yield "held-out reward", change, ", +- ".join([f"steps {first['step']} to {last['step']}", *errors])
     train = [row for row in rows if row["kind"] == TRAIN]
-    if reward := first_and_last(train, "reward"):
-        before, after = (number(row["reward"]) for row in reward)
-        yield "training reward", f"{before} -> {after}", "first and last step"
+    if rewards := _values(train, "reward"):
+        window, (before, after) = _window(rewards), map(number, _ends(rewards))
+        where = f"means of {window} steps" if window > 1 else "first and last step"
+        yield "training reward", f"{before} -> {after}", where
     yield "steps", str(len(train)), f"of {training_steps}" if training_steps else ""
     seconds = _values(train, "seconds/step")
     if seconds:
@@ -202,10 +206,20 @@ def verdict(rows: Sequence[Row]) -> str:
         return ""
     parts = [_learning(_values(train, "reward"))]
     if (held_out := first_and_last(rows, "held_out/reward")) and held_out[0]["step"] < held_out[1]["step"]:
-        before, after = (number(row["held_out/reward"]) for row in held_out)
+        before, after = (figure(row, "held_out/reward") for row in held_out)
         parts.append(f"held-out reward {before} -> {after}")
-    if shares := _values(train, "groups/constant"):
-        parts.append(_groups_without_signal(shares))
+    shares, cut = _values(train, "groups/constant"), _values(train, "truncated")
+    latest_cut, latest_constant = (_ends(values)[1] if values else 0.0 for values in (cut, shares))
+    if shares:
+        parts.append(f"{fmean(shares):.0%} of the groups had no signal (equal rewards)")
+    # Cut completions usually get equal rewards: other prompts would not help.
+    if latest_cut > OFTEN_CUT:
+        parts.append(
+            f"{latest_cut:.0%} of the completions were cut at the end: raise rollout.max_completion_tokens, or ask for "
+            "shorter answers"
+        )
+    elif latest_constant > MOSTLY:
+        parts[-1] += f", {latest_constant:.0%} at the end: prompts of another difficulty would teach more"
     return "; ".join(parts) + "."
 
 
@@ -215,8 +229,7 @@ def _learning(rewards: Sequence[float]) -> str:
         return "No completion has a reward"
     if len(rewards) < MIN_STEPS:
         return f"{len(rewards)} step{'s' * (len(rewards) > 1)}: too few to tell learning from noise"
-    window = max(2, min(MAX_WINDOW, len(rewards) // 4))
-    before, after = fmean(rewards[:window]), fmean(rewards[-window:])
+    window, (before, after) = _window(rewards), _ends(rewards)
     # Use differences of neighbours: unlike the standard deviation, their scatter does not count the trend as noise.
     variance = fmean((b - a) ** 2 for a, b in pairwise(rewards)) / 2
     error = math.sqrt(2 * variance / window)
@@ -229,9 +242,12 @@ def _learning(rewards: Sequence[float]) -> str:
     return f"{how} over {len(rewards)} steps: {moved} (means of {window} steps)"
 
 
-def _groups_without_signal(shares: Sequence[float]) -> str:
-    line = f"{fmean(shares):.0%} of the groups had no signal (equal rewards)"
-    latest = fmean(shares[-max(1, min(MAX_WINDOW, len(shares) // 4)) :])
-    if latest > MOSTLY:
-        line += f", {latest:.0%} at the end: prompts of another difficulty would teach more"
-    return line
+def _window(values: Sequence[float]) -> int:
+    """Return the number of steps that are averaged at either end."""
+    return max(1, min(MAX_WINDOW, len(values) // 4))
+
+
+def _ends(values: Sequence[float]) -> tuple[float, float]:
+    """Return the means over the first and the last steps: a single step is noisy."""
+    window = _window(values)
+    return fmean(values[:window]), fmean(values[-window:])

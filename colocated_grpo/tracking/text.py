@@ -1,9 +1,11 @@
 """Formatting of numbers, durations and untrusted text for console, report and tools."""
 
 import math
+from collections.abc import Mapping
 from html import escape
 
 from colocated_grpo.errors import visible
+from colocated_grpo.types import STDERR
 
 LEFT_OUT = "\n[...]\n"
 
@@ -22,6 +24,15 @@ def number(value: float | None) -> str:
     if size >= 0.01:
         return f"{value:.3f}"
     return f"{value:.4f}" if size >= 0.001 else f"{value:.1e}"
+
+
+def figure(row: Mapping[str, float | None], key: str) -> str:
+    """Format a metric of the row, with its standard error if the row has it. Example: '0.105 +- 0.042'."""
+    return with_error(row.get(key), row.get(key + STDERR))
+
+
+def with_error(value: float | None, error: float | None) -> str:
+    return number(value) + ("" if error is None else f" +- {number(error)}")
 
 
 def duration(seconds: float) -> str:

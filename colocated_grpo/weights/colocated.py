@@ -1,17 +1,20 @@
-"""Weight sync from FSDP2 shards into the engine of the same process.
+"""Weight sync into the engine of the same process, from FSDP2 shards or by sharing one copy of the weights.
 
-Each rank casts its shards to the engine's type, all-gathers them in buckets, and copies every gathered bucket straight
-into the engine's parameters on a side stream while the next bucket is being gathered.
+From shards, each rank casts them to the engine's type, all-gathers them in buckets, and copies every gathered bucket
+straight into the engine's parameters on a side stream while the next bucket is being gathered. With one copy, the
+policy computes with the engine's own parameters, so a sync moves nothing.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from colocated_grpo.policy.conversion import Conversion
+from colocated_grpo.errors import RunError
+from colocated_grpo.policy.checkpoint_files import Conversion
 from colocated_grpo.rollout.engine import LocalEngine
-from colocated_grpo.runtime.distributed import World, whole
+from colocated_grpo.runtime.distributed import World, local_part, whole
 from colocated_grpo.weights.buckets import (
     Bucket,
     ShardSlice,
@@ -21,7 +24,7 @@ from colocated_grpo.weights.buckets import (
     shard_slices,
     write_planned,
 )
-from colocated_grpo.weights.plan import Plan, build_plan
+from colocated_grpo.weights.plan import Plan, Target, build_plan
 from colocated_grpo.weights.transport import Due, ReloadCheck, TransportCheck, raise_if_reloading_changed
 
 
@@ -129,3 +132,115 @@ class ColocatedSync:
 
     def _gather(self, bucket: Bucket) -> Tensor:
         return gather(bucket, self._parameters, self._dtype, self._device)
+
+
+Parameters = Mapping[str, Tensor]
+
+NO_VERSION = -1
+"""policy_version of the opponent's completions."""
+
+
+class FrozenOpponent:
+    """Loads its weights into the engine between two batches, so that no second engine is needed.
+
+    Every method is collective. No request may be running when the weights change.
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        policy: Parameters,
+        into_engine: ColocatedSync,
+        weights_changed: Callable[[int], None],
+        restore_policy: Callable[[], None],
+        refresh_every: int,
+    ) -> None:
+        """parameters: the frozen weights, named and sharded like the policy's weights, in host or device memory.
+
+        into_engine: the sync of these parameters. weights_changed: `RolloutEngine.weights_changed`. restore_policy:
+        writes the policy's weights into the engine again. refresh_every: steps between refreshes; 0: never.
+        """
+        self.parameters = parameters
+        self._policy = policy
+        self._into_engine = into_engine
+        self._weights_changed = weights_changed
+        self._restore_policy = restore_policy
+        self._refresh_every = refresh_every
+
+    @contextmanager
+    def plays(self) -> Generator[None]:
+        """Sample with the opponent's weights inside the context. The engine must be awake.
+
+        The opponent's weights stay loaded after an error: restoring the policy's weights is collective, and other ranks
+        may not have failed.
+        """
+        self._into_engine.sync()
+        self._weights_changed(NO_VERSION)
+        yield
+        self._restore_policy()
+
+    @torch.no_grad()
+    def refresh(self, step: int) -> None:
+        """Copy the policy's weights if a refresh is due at `step`. A run resumed at `step` repeats the refresh."""
+        if self._refresh_every and step and step % self._refresh_every == 0:
+            own = [local_part(parameter) for parameter in self.parameters.values()]
+            torch._foreach_copy_(own, [local_part(parameter) for parameter in self._policy.values()])
+
+
+class SharedSync:
+    """A sync without copies: each optimizer step writes the engine's weights."""
+
+    def __init__(self, check: TransportCheck | None, check_every: int) -> None:
+        """check: compares the masters with the engine's tensors. None if they are the same tensors."""
+        self._check = check
+        self._check_due = Due(check_every)
+
+    def sync(self) -> None:
+        """Wait for the kernels that write the weights.
+
+        An engine in another process does not see the streams of this process. `RolloutEngine.weights_changed`, which
+        the caller runs next, drops cached prefixes. Raises RunError if the engine's tensors differ from the masters
+        cast to the engine's type.
+        """
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        if self._check_due() and self._check is not None:
+            self._check.verify()
+
+
+Adopt = Callable[[Mapping[str, Tensor]], bool]
+"""Makes the policy compute with these tensors, by checkpoint name; False if it cannot."""
+
+
+def share(
+    copies: ColocatedSync, published: Callable[[], Mapping[str, Tensor]], adopt: Adopt, world: World, check_every: int
+) -> SharedSync:
+    """Replace the policy's compute weights by views of the engine's parameters.
+
+    published: `Weights.published`.
+
+    The engine's weights must be mapped; its KV cache need not be. Raises RunError if the model has no verified plan, or
+    if the policy cannot compute with the engine's tensors.
+    """
+    copies.sync()  # builds and verifies the plan
+    plan = copies.plan
+    if plan is None or not adopt({name: target.view for name, target in plan.targets.items()}):
+        raise RunError(
+            "weights=shared: the engine stores this model's weights in another layout than the checkpoint; "
+            "set weights=copied"
+        )
+    for rows in plan.padding:
+        rows.zero_()  # once is enough: no sync writes to them later
+    return verified_sync(published(), {name: target.view for name, target in plan.targets.items()}, world, check_every)
+
+
+def verified_sync(
+    published: Mapping[str, Tensor], views: Mapping[str, Tensor], world: World, check_every: int
+) -> SharedSync:
+    """Return the sync of a policy that computes with `views`. published: `Weights.published`."""
+    masters = {name: master for name, master in published.items() if master.data_ptr() != views[name].data_ptr()}
+    if not masters:
+        return SharedSync(None, check_every)
+    targets = {name: Target(view=views[name], dim=0, start=0) for name in masters}
+    dtype = next(iter(targets.values())).view.dtype
+    return SharedSync(TransportCheck(masters, targets, dtype, world), check_every)

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVPar
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from colocated_grpo.policy.checkpoint_files import CheckpointReader
-from colocated_grpo.policy.shards import read_from
+from colocated_grpo.policy.masters import read_from
 from colocated_grpo.rollout.engine import LocalEngine
 from colocated_grpo.runtime.text_part import OUTPUT_LAYER
 

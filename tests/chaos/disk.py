@@ -13,7 +13,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from colocated_grpo.checkpoint.saved import DamagedCheckpoint, read_whole
+from colocated_grpo.checkpoint.storage import DamagedCheckpoint, read_whole
 from colocated_grpo.runtime.run_folder import CHECKPOINTS, complete_checkpoints
 from colocated_grpo.tracking import files
 from colocated_grpo.types import JsonObject

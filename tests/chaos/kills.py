@@ -15,7 +15,7 @@ from colocated_grpo.tracking import files
 from colocated_grpo.types import JsonObject
 from tests.chaos.trial import Trial
 from tests.support.serve_process import ServeProcess
-from tests.support.served_runs import SERVER_FLAGS, work, write_task
+from tests.support.served_runs import PARTIAL, SERVER_FLAGS, work, write_task
 from tests.support.training_runs import (
     ForkedRun,
     Settings,
@@ -76,6 +76,7 @@ def attack(trial: Trial) -> JsonObject:
             "full training": Kind(deterministic(**SAVING)),
             "LoRA": Kind(deterministic(**SAVING, policy={"lora": {"rank": 4}, "lr": 0.02})),
             "engine server": Kind(work(task, server, **SAVING)),
+            "partial rollouts": Kind(work(task, **SAVING, rollout=PARTIAL), ranks=(2,)),
             "two ranks": Kind(deterministic(**SAVING), ranks=(2,)),
             "2, 1, 2, ... ranks": Kind(deterministic(**SAVING, **calm), ranks=(2, 1)),
         }

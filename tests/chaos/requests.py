@@ -17,8 +17,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from colocated_grpo.atropos import api
-from colocated_grpo.atropos.origins import Origins
-from colocated_grpo.atropos.reader import GroupReader
+from colocated_grpo.atropos.reader import GroupReader, Origins
 from colocated_grpo.atropos.source import AtroposClient
 from colocated_grpo.servers import app, server
 from colocated_grpo.servers.agent_app import create_agent_app

@@ -37,14 +37,14 @@ LAYERS = [
 VLLM_FOLDER = "rollout/vllm"
 VLLM_ELSEWHERE = {
     "weights/plan.py",  # the layer classes whose parameters a plan looks into
-    "policy/fa4.py",  # FlashAttention 4, which vLLM only ships
+    "policy/flash_attention.py",  # FlashAttention 4, which vLLM only ships
 }
 NOT_IN_CONFIG = {"torch", "vllm", "transformers"}
 PURE = {"advantages", "batching", "losses"}
 NOT_IN_PURE = {"torch.distributed", "vllm", "transformers"}
 # Lower them with what is deleted; what comes in must be worth what it costs to read.
-MOST_FILES, MOST_LINES = 285, 43_810
-MOST_LOADED_FILES, MOST_LOADED_LINES = 92, 13_150
+MOST_FILES, MOST_LINES = 246, 44_100
+MOST_LOADED_FILES, MOST_LOADED_LINES = 81, 13_150
 """What `import colocated_grpo.trainer` loads."""
 MOST_WITH_CONFIG = 40
 """Functions that take the whole `Config` instead of what they use."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import importlib
+import json
 import os
 import re
 import shutil
@@ -17,6 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from colocated_grpo.settings.config_file import load_config
 from tests.support.paths import ROOT
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -34,7 +36,9 @@ FAKE_PYTHON = """#!/bin/sh
 case "$1 $2" in
     "-m venv")
         mkdir -p "$4/bin" && rm -f "$4"/.installed-* && cp "$0" "$4/bin/python" && echo "venv" >> "$FAKE_LOG";;
-    "-m pip") shift 2; echo "pip $*" >> "$FAKE_LOG";;
+    "-m pip")
+        shift 2; echo "pip $*" >> "$FAKE_LOG"
+        case "$*" in *--extra-index-url*) ;; *" torch=="*) exit "${FAKE_WITHOUT_TORCH:-0}";; esac;;
 esac
 """
 
@@ -85,10 +89,10 @@ def checkout(tmp_path):
     python.chmod(0o755)
     log = tmp_path / "log"
 
-    def install(platform: str = "cpu") -> list[str]:
+    def install(platform: str = "cpu", **environment: str) -> list[str]:
         log.write_text("")
-        venv = tmp_path / "venv"
-        result = make(folder, "install", f"VENV={venv}", f"PYTHON={python}", f"PLATFORM={platform}", FAKE_LOG=str(log))
+        variables = [f"VENV={tmp_path / 'venv'}", f"PYTHON={python}", f"PLATFORM={platform}"]
+        result = make(folder, "install", *variables, FAKE_LOG=str(log), **environment)
         assert result.returncode == 0, result.stderr
         return log.read_text().splitlines()
 
@@ -103,6 +107,14 @@ def test_the_cpu_install_installs_torch_first_and_removes_cuda_builds_last(check
     assert commands[2].endswith("-e .[cpu,dev]")
     assert commands[3].endswith("--no-deps atroposlib==0.4.0")
     assert commands[4].endswith("uninstall --yes torchvision torchaudio torchcodec")
+
+
+def test_an_index_without_the_cpu_build_of_torch_is_searched_beside_one_that_has_it(checkout):
+    """Not instead of it: the versions that an image pins of torch's own requirements may be in the first one only."""
+    _, install = checkout
+    first, second = install("cpu", FAKE_WITHOUT_TORCH="1")[1:3]
+    torch = first.split()[-1]
+    assert second.endswith(f"install --extra-index-url https://download.pytorch.org/whl/cpu {torch}")
 
 
 def test_the_cuda_install_leaves_all_versions_to_vllm(checkout):
@@ -261,35 +273,63 @@ def test_a_dockerfile_has_a_full_base_tag_and_known_instructions(platform):
     assert parsed[-1][0] == "CMD"
 
 
+def is_ignored(path: str) -> bool:
+    """True if .dockerignore leaves the file out: the last pattern that matches it or one of its folders decides."""
+    ignored = False
+    for line in (ROOT / ".dockerignore").read_text().splitlines():
+        pattern, names = line.removeprefix("!").removeprefix("**/"), path.split("/")
+        parts = names if "**/" in line else ["/".join(names[: i + 1]) for i in range(len(names))]
+        if not line.startswith("#") and any(fnmatch.fnmatchcase(part, pattern) for part in parts):
+            ignored = not line.startswith("!")
+    return ignored
+
+
 @pytest.mark.parametrize("platform", DOCKERFILES)
 def test_everything_a_dockerfile_copies_exists_and_is_not_ignored(platform):
-    ignored = (ROOT / ".dockerignore").read_text().split()
     for arguments in arguments_of(DOCKERFILES[platform], "COPY"):
         *sources, _ = arguments.split()
         for source in sources:
             assert (ROOT / source).exists(), source
-            assert source == "." or not any(fnmatch.fnmatch(source.rstrip("/"), pattern) for pattern in ignored), source
+            assert source == "." or not is_ignored(source.rstrip("/")), source
+    listed = subprocess.run(["git", "ls-files", "colocated_grpo"], cwd=ROOT, capture_output=True, text=True)
+    assert not [name for name in listed.stdout.splitlines() if is_ignored(name)]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(".env", ".netrc", ".git/config", ".venv/bin/python", "venv/bin/python", "token", "hf_token.txt", "key.pem"),
+        *("runs/a/final_model/model.safetensors", "trained_model_checkpoints/step_3/model.safetensors", "wandb/run"),
+        *("colocated_grpo/.env", "colocated_grpo/__pycache__/run.pyc", "training_configs/.env.local"),
+    ],
+)
+def test_an_image_gets_no_secrets_environments_or_runs_of_the_checkout(path):
+    assert is_ignored(path)
 
 
 @pytest.mark.parametrize("platform", DOCKERFILES)
-def test_an_image_installs_its_platform_outside_the_mounted_folder(platform):
-    environment = dict(
-        pair.split("=", 1) for line in arguments_of(DOCKERFILES[platform], "ENV") for pair in line.split()
-    )
-    (workdir,) = arguments_of(DOCKERFILES[platform], "WORKDIR")
-    assert workdir == "/app"
+def test_an_image_works_in_a_folder_whose_mount_hides_no_package_and_that_every_user_may_write(platform):
+    lines = instructions(DOCKERFILES[platform])
+    environment = dict(pair.split("=", 1) for name, line in lines if name == "ENV" for pair in line.split())
+    sources, work = arguments_of(DOCKERFILES[platform], "WORKDIR")
+    assert work == "/work"
     assert environment["PLATFORM"] == platform
-    assert not Path(environment["VENV"]).is_relative_to(workdir)
     assert environment["PATH"].startswith(environment["VENV"] + "/bin:")
+    for used in (sources, environment["VENV"]):
+        assert not {"/app", "/work"} & {used, *map(str, Path(used).parents)}
+    install, copied = arguments_of(DOCKERFILES[platform], "RUN")[1:]
+    assert install == f"PIP_CONSTRAINT={sources}/docker/constraints-{platform}.txt make install"
+    assert copied.startswith(f"{environment['VENV']}/bin/pip install --no-deps . ")
+    assert copied.endswith(f"mkdir -m 1777 {work} {environment['HOME']}")
+    assert lines[-2] == ("ENTRYPOINT", f'["sh", "{sources}/docker/entrypoint.sh"]')
 
 
 @pytest.mark.parametrize("platform", DOCKERFILES)
-def test_a_dockerfile_runs_make_targets_that_exist(platform):
-    commands = " ".join(arguments_of(DOCKERFILES[platform], "RUN") + arguments_of(DOCKERFILES[platform], "CMD"))
-    targets = re.findall(r'make"?,? "?(\w+)', commands.split("rm -rf", 1)[1])
-    assert targets == ["install", "quickstart"]
-    for target in targets:
-        assert make(ROOT, "--dry-run", target, "VENV=elsewhere", f"PLATFORM={platform}").returncode == 0
+def test_an_image_without_a_command_trains_the_quickstart(platform):
+    shell, flag, command = json.loads(arguments_of(DOCKERFILES[platform], "CMD")[0])
+    assert (shell, flag) == ("sh", "-c")
+    made, config = re.search(r"make-model (\S+) --task", command)[1], re.search(r"--config (\S+)", command)[1]
+    assert load_config(ROOT / config).model.name == f"./{made}"
 
 
 @pytest.mark.parametrize("platform", DOCKERFILES)
@@ -324,7 +364,6 @@ def test_the_image_answers_a_command_of_tossim_with_its_replacement(tmp_path, fi
 def test_the_image_runs_every_other_command_unchanged(tmp_path):
     assert run_entrypoint(tmp_path, "printf", "<%s>", "a  b", "c").stdout == "<a  b><c>"
     assert run_entrypoint(tmp_path, "sh", "-c", "exit 7").returncode == 7
-    assert arguments_of(DOCKERFILES["cuda"], "ENTRYPOINT") == ['["sh", "/usr/local/bin/entrypoint.sh"]']
 
 
 def run_entrypoint(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:

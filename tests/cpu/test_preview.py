@@ -6,9 +6,10 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from colocated_grpo import Trainer
@@ -16,6 +17,7 @@ from colocated_grpo.assembly.preview import preview
 from colocated_grpo.settings.config_json import read_config_json
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.generation import ModelConfig
+from colocated_grpo.settings.run_sizes import Placement
 from tests.support.real_models import real_model
 from tests.support.small_policy import config_of, make_small_model, policy_of
 from tests.support.training_runs import tiny_model
@@ -30,10 +32,13 @@ def of_both(completions, answer, **columns):
     texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
     return of_texts(texts, answer)
 
+def applies_nowhere(completions, **columns):
+    return [None] * len(completions)
+
 def hangs(completions, **columns):
     time.sleep(3600)
 """
-CPU = torch.device("cpu")
+CPU = Placement(ranks=1, on_gpu=False, device_bytes=0)
 
 
 def rows(folder: Path, prompt: object = "What is 17 plus 25?") -> Path:
@@ -81,10 +86,42 @@ def test_control_characters_of_a_prompt_do_not_reach_the_terminal(tmp_path):
     assert "\\x1b[2J What is 17 plus 25?" in text and "\x1b" not in text
 
 
+def test_memory_and_disk_space_are_shown_and_a_lack_of_them_is_noticed(tmp_path, monkeypatch):
+    rows(tmp_path)
+    lines, notes = shown(tmp_path)
+    needs = (
+        r"a rank needs at least \S+ GiB while training and \S+ GiB while generating; checkpoints and exports take \S+"
+    )
+    assert re.search(needs, lines[-1])
+    assert not [note for note in notes if "output_dir" in note or "a rank needs" in note]
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1 << 20))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=1 << 20))
+    memory, disk = shown(tmp_path)[1][-2:]
+    assert re.search("a rank needs at least .* generating, and has 0.000977 GiB here; use a smaller model", memory)
+    assert disk.startswith("output_dir='runs': checkpoints and exports take")
+
+
+def test_rewards_that_are_all_none_are_noticed(tmp_path):
+    rows(tmp_path)
+    assert any("no reward for '42'; return a number" in note for note in shown(tmp_path, "applies_nowhere")[1])
+
+
+def test_a_template_without_the_messages_is_noticed(tmp_path):
+    messages = [{"prompt": [{"role": "user", "content": f"Question {index}"}], "answer": "1"} for index in range(4)]
+    rows(tmp_path).write_text("".join(json.dumps(row) + "\n" for row in messages))
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in real_model("smollm2").iterdir():
+        (model / file.name).symlink_to(file)
+    (model / "chat_template.jinja").unlink()
+    (model / "chat_template.jinja").write_text("constant")
+    assert any("rendered as the same text" in note for note in shown(tmp_path, model=model)[1])
+
+
 def test_a_reward_that_hangs_ends_at_its_time_limit(tmp_path):
     rows(tmp_path)
     lines, _ = shown(tmp_path, "hangs", rollout={"reward_timeout": 1.0})
-    assert "no reward" in lines[-1] and "none" in lines[-1]
+    assert "no reward" in lines[-2] and "none" in lines[-2]
 
 
 def test_an_unknown_role_is_noticed(tmp_path):

@@ -44,7 +44,9 @@ def test_lengths_truncation_constant_groups_and_staleness_count_every_rollout():
     assert row["prompt_tokens"] == pytest.approx((2 + 2 + 4 + 4) / 4)
     assert row["truncated"] == 0.25
     assert row["groups/constant"] == 0.5
-    assert row["staleness"] == pytest.approx((2 + 0 + 2 + 2) / 4)
+    assert row["staleness"] == pytest.approx((2 * 3 + 0 * 1 + 2 * 2 + 2 * 2) / 8)
+    assert row["staleness/tokens"] == pytest.approx(7 / 8)
+    assert row["staleness/max"] == 2
 
 
 def test_each_environment_has_its_own_rewards_errors_and_lengths():
@@ -61,13 +63,16 @@ def test_each_environment_has_its_own_rewards_errors_and_lengths():
     assert (row["env/sorting/groups/constant"], row["env/gym:primes/groups/constant"]) == (0, 1)
     held_out = mixed_held_out_metrics([first, second])
     assert held_out["held_out/env/gym:primes/reward"] == 1.0
-    assert sum(name.startswith("held_out/env/") for name in held_out) == 6
+    assert {name for name in held_out if name.startswith("held_out/env/gym")} == {
+        f"held_out/env/gym:primes/{metric}" for metric in ("reward", "completion_tokens", "truncated")
+    }, "a single prompt has no standard error"
     assert held_out_metrics([first, second]).items() <= held_out.items()
 
 
 def test_held_out_numbers_carry_their_own_names():
     row = held_out_metrics(groups())
     assert row["held_out/reward"] == pytest.approx(2 / 3)
+    assert row["held_out/reward_stderr"] == pytest.approx(0.25), "of the prompts' means, 0.5 and 1"
     assert all(name.startswith("held_out/") for name in row)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from colocated_grpo.batching import build_micro_batch
-from colocated_grpo.policy.attention import expand_keys
+from colocated_grpo.policy.attention import Capped, attend_capped, block_mask, expand_keys
 from colocated_grpo.policy.attention_kernels import (
     Runs,
     attend_only_fa4,
@@ -19,7 +19,6 @@ from colocated_grpo.policy.attention_kernels import (
     attend_with_sinks,
     has_fa4,
 )
-from colocated_grpo.policy.softcap import Capped, attend_capped, block_mask
 from tests.support.small_policy import sequence_of
 
 pytestmark = pytest.mark.gpu

@@ -7,8 +7,7 @@ import threading
 from typing import Any
 from urllib.request import Request, urlopen
 
-from colocated_grpo.atropos.origins import Origins
-from colocated_grpo.atropos.reader import GroupReader, Registration
+from colocated_grpo.atropos.reader import GroupReader, Origins, Registration
 from colocated_grpo.atropos.source import AtroposClient, AtroposSource
 
 BATCH_SIZE = 4

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from colocated_grpo.policy import attention
+from colocated_grpo.policy import attention_kernels
 from colocated_grpo.policy.attention_kernels import Runs
 from colocated_grpo.policy.blocks import Block
 
@@ -21,7 +21,7 @@ def graph_counter(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
         Block, "compile", lambda block, **_: nn.Module.compile(block, backend="aot_eager", dynamic=True, fullgraph=True)
     )
     # Padded attention reads the boundaries of runs from a tensor, which is no part of a graph. Kernels of GPUs do not.
-    monkeypatch.setattr(attention, "attend_padded", attend_masked)
+    monkeypatch.setattr(attention_kernels, "attend_padded", attend_masked)
     torch._dynamo.reset()  # graphs of other tests could serve these blocks as well
     counters.clear()
     return lambda: counters["stats"]["unique_graphs"]

@@ -9,14 +9,13 @@ from typing import Any
 
 import openai
 
-from colocated_grpo.atropos.origins import Origins
+from colocated_grpo.atropos.reader import Origins
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.servers.app import create_app
 from colocated_grpo.servers.rank_links import LoadBalancer
 from colocated_grpo.servers.sampler import Sampler
 from colocated_grpo.servers.text import Limits
-from colocated_grpo.web.guards import Hosts
-from colocated_grpo.web.server import ServerThread
+from colocated_grpo.web.server import Hosts, ServerThread
 from tests.support.fakes import VOCABULARY, FakeEngine
 
 JSON_TYPE = {"Content-Type": "application/json"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from random import Random
 
 from torch import Tensor, nn
@@ -75,6 +76,16 @@ class FakeEngine:
         for key in list(self.running) if keys is None else keys:
             self.running.pop(key, None)
 
+    def interrupt(self) -> list[tuple[Hashable, Completion]]:
+        """Return the tokens that a completion of one token a step has by now."""
+        parts = [
+            (key, part_of(completion, len(completion.token_ids) - steps))
+            for key, (steps, completion) in self.running.items()
+            if steps < len(completion.token_ids)
+        ]
+        self.running.clear()
+        return parts
+
     def top_logprobs(self, token_ids: Sequence[int], k: int) -> list[dict[int, float]]:
         """Return for each token its own log-probability, -1, and k others, -2 and less."""
         self.events.append(f"top {k}")
@@ -109,6 +120,15 @@ def completion_of(request: Request, policy_version: int = 0) -> Completion:
         sampling_logprobs=[-rng.random() for _ in range(length)],
         finish_reason="length" if length == request.sampling.max_tokens else "stop",
         policy_version=policy_version,
+    )
+
+
+def part_of(completion: Completion, tokens: int) -> Completion:
+    return replace(
+        completion,
+        token_ids=completion.token_ids[:tokens],
+        sampling_logprobs=completion.sampling_logprobs[:tokens],
+        finish_reason="abort",
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from colocated_grpo.runtime import node_links, supervision
+from colocated_grpo.runtime import rendezvous, supervision
 from tests.support.paths import ROOT
 from tests.support.ranks import Ranks, run_module
 from tests.support.training_runs import TAG, ForkedRun, LaunchedRun, Settings, TrainingRun
@@ -118,5 +118,5 @@ def _run_on_node(names: list[str], arguments: list[str], stdout: Path, stderr: P
     with open(f"/run/netns/{names[int(os.environ['RANK'])]}") as namespace:
         if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), "setns")
-    node_links.PROBE_SECONDS = supervision.PROBE_SECONDS = 1
+    rendezvous.PROBE_SECONDS = supervision.PROBE_SECONDS = 1
     run_module("colocated_grpo", arguments, NODES, stdout, stderr, variables)

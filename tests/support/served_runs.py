@@ -44,6 +44,10 @@ class Work(RandomWork):
 """
 
 
+PARTIAL: Settings = {"partial": {"oversample": 2, "max_age": 2}, "group_size": 2, "max_completion_tokens": 100}
+"""Few completions of the random model reach the limit."""
+
+
 def write_task(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     task = folder / "work.py"

@@ -8,8 +8,7 @@ from typing import Any
 
 from colocated_grpo.environments.town.environment import TownEnvironment, TownSettings, TownTurn
 from colocated_grpo.environments.town.legality import WAIT, ArgumentSpec
-from colocated_grpo.environments.town.night import resolve_night
-from colocated_grpo.environments.town.phases import enter, to_act
+from colocated_grpo.environments.town.phases import enter, resolve_night, to_act
 from colocated_grpo.environments.town.players import SCRIPTED, reply, scripted_turn
 from colocated_grpo.environments.town.state import NAMES, Event, Game, Phase, Rules, Seat, new_game
 from colocated_grpo.environments.town.verdicts import Verdict, judge

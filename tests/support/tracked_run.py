@@ -41,7 +41,10 @@ def groups_of(step: int, prompts: int = 3, group_size: int = 4) -> list[Group]:
     """Groups in which every reward is different: prompt index + sample / 10."""
     return [
         Group(
-            prompt=Prompt(index=index, token_ids=[1], text=f"sort {index}", item={}, source="sort"),
+            prompt=Prompt(
+                index=index, token_ids=[1], text=f"sort {index}", item={"answer": f"{index} sorted"}, source="sort"
+            ),
+            advantages=[0.5 * (sample - 1) for sample in range(group_size)],
             rollouts=[rollout_of(index + sample / 10, f"step {step} sample {sample}") for sample in range(group_size)],
         )
         for index in range(prompts)
@@ -81,7 +84,8 @@ class TrackedRun:
 
     def train(self, first_step: int = 0, last_step: int = 6) -> "TrackedRun":
         """Record steps first_step ... last_step - 1, with an evaluation before each even step, without closing."""
-        self.tracker.start(self.config.model_dump(mode="json"), {"ranks": "2"}, first_step, None)
+        facts = {"model": "7 parameters in float32, 2 x CPU", "micro-batches": "64 tokens"}
+        self.tracker.start(self.config.model_dump(mode="json"), facts, first_step, None)
         for step in range(first_step, last_step):
             if step % 2 == 0:
                 self.evaluate(step)

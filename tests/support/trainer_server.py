@@ -13,14 +13,13 @@ from colocated_grpo.servers.app import create_app
 from colocated_grpo.servers.control_routes import add_control_routes, add_weight_routes
 from colocated_grpo.servers.engine_control import EngineControl
 from colocated_grpo.servers.engine_routes import Sessions, add_engine_routes
-from colocated_grpo.servers.engine_server import EngineServer
+from colocated_grpo.servers.engine_servers import EngineServer
 from colocated_grpo.servers.options import Restart
 from colocated_grpo.servers.rank_links import LoadBalancer
 from colocated_grpo.servers.remote import RemoteEngine, Restore
 from colocated_grpo.servers.sampler import Sampler
 from colocated_grpo.types import Completion
-from colocated_grpo.web.guards import Hosts
-from colocated_grpo.web.server import ServerThread
+from colocated_grpo.web.server import Hosts, ServerThread
 from tests.support.engine_server import LIMITS, MAX_TOKENS, MODEL, LetterTokenizer
 from tests.support.fakes import VOCABULARY, FakeEngine
 from tests.support.servers import until

@@ -1,1 +1,32 @@
-"""Adapters for environments of other libraries. A library is imported only if a config names its adapter."""
+"""Adapters for environments of other libraries, and the base class of their episodes: items built from a seed.
+
+A library is imported only if a config names its adapter.
+"""
+
+from collections.abc import Iterator
+from itertools import count
+from random import Random
+
+from colocated_grpo.environments.base import Item, Split
+from colocated_grpo.settings.base import Section
+
+
+class SeededEpisode(Section):
+    """Episode with an endless stream of items. A resumed run can start at any position.
+
+    Building an item may take a whole game or a request to a server, so earlier items are skipped rather than rebuilt.
+    """
+
+    def prompts(self, seed: int, split: Split) -> Iterator[Item]:
+        return self.prompts_from(seed, split, 0)
+
+    def prompts_from(self, seed: int, split: Split, start: int) -> Iterator[Item]:
+        return (self._item(Random(f"{seed}/{split}/{number}"), split) for number in count(start))
+
+    def _item(self, rng: Random, split: Split) -> Item:
+        raise NotImplementedError
+
+
+def draw_seed(rng: Random, split: Split) -> int:
+    """Return an even seed for training and an odd seed for held-out items, so that no run trains on held-out items."""
+    return 2 * rng.randrange(2**30) + (split == "held_out")

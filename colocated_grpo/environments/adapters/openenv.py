@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, PrivateAttr, TypeAdapter, ValidationError
 
-from colocated_grpo.environments.adapters.seeded import SeededEpisode, draw_seed
+from colocated_grpo.environments.adapters import SeededEpisode, draw_seed
 from colocated_grpo.environments.base import EnvironmentSetupError, Item, Split
 from colocated_grpo.environments.chat import ContextExhausted, Conversation
-from colocated_grpo.environments.rewards.answers import without_thoughts
+from colocated_grpo.environments.rewards.builtin import without_thoughts
 from colocated_grpo.environments.user_code.loading import import_optional
 from colocated_grpo.types import JsonObject
 from colocated_grpo.web.client import JsonClient, RequestRejected, Unavailable

@@ -14,7 +14,7 @@ from random import Random
 
 from pydantic import Field, PrivateAttr
 
-from colocated_grpo.environments.adapters.seeded import SeededEpisode, draw_seed
+from colocated_grpo.environments.adapters import SeededEpisode, draw_seed
 from colocated_grpo.environments.base import AnswerError, EnvironmentSetupError, Item, Split
 from colocated_grpo.environments.chat import ContextExhausted, Conversation
 from colocated_grpo.environments.user_code.isolation import isolated

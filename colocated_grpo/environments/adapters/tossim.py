@@ -1,28 +1,90 @@
 """Adapter that runs ToSSim's batchers (next_batch, apply_actions, get_batch_stats) as a turn environment.
 
-`next_batch()` returns `(prompts, meta)`, a list of (prompt, meta) pairs, or a list of bare prompts. Actions are applied
-by `apply_actions(meta, completions)`, or by `apply_actions(completions)` for bare prompts. Rewards are numbers or
-(number, note) pairs. A batcher cannot reward an action without applying it. Each completion is therefore scored on a
-pickled copy of the batcher and its open batch (`ToSSimTable`). Copies write to no log file. cloudpickle writes the
-copies, because ToSSim's own environment contains local functions; pickle reads them.
+`next_batch()` returns `(prompts, meta)`, a list of (prompt, meta) pairs, or a list of bare prompts. Actions are
+applied by `apply_actions(meta, completions)`, or by `apply_actions(completions)` for bare prompts. Rewards are
+numbers or (number, note) pairs. A batcher cannot reward an action without applying it. Each completion is therefore
+scored on a pickled copy of the batcher and its open batch (`ToSSimTable`). Copies write to no log file. cloudpickle
+writes the copies, because ToSSim's own environment contains local functions; pickle reads them.
+
+Pickles of a user's game in a checkpoint can run code when they are loaded, so they are signed. The key is private to
+the user. A valid signature proves that one of this user's runs wrote the state, so a run folder made by another user
+cannot run code here.
 """
 
+import hmac
+import os
 import pickle
 import random
+import secrets
 from base64 import b64decode, b64encode
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
 
-from colocated_grpo.environments.adapters.signing import TRUST_VARIABLE, is_trusted, key_file, sign
 from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.environments.turns.base import FinishedGames, Outcome
 from colocated_grpo.environments.user_code.isolation import OwnLogs, isolated
 from colocated_grpo.environments.user_code.loading import construct, load_object, one_line
 from colocated_grpo.types import JsonObject
+
+TRUST_VARIABLE = "COLOCATED_GRPO_TRUST_STATE"
+"""Environment variable that permits state without a valid signature. No run folder can set this variable."""
+_KEY_BYTES = 32
+
+
+def key_file() -> Path:
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "colocated_grpo/signing_key"
+
+
+def sign(data: bytes) -> str | None:
+    """Return the signature of `data`.
+
+    None if the key can be neither read nor created, for example in a read-only home folder.
+    """
+    try:
+        return _signature(_key(), data)
+    except (OSError, RuntimeError):  # RuntimeError: there is no home folder
+        return None
+
+
+def is_trusted(data: bytes, signature: str | None) -> bool:
+    """Return True if a run of this user signed `data`, or if TRUST_VARIABLE is set to 1."""
+    if os.environ.get(TRUST_VARIABLE) == "1":
+        return True
+    try:
+        key = key_file().read_bytes()
+    except (OSError, RuntimeError):
+        return False
+    return len(key) == _KEY_BYTES and hmac.compare_digest(_signature(key, data), str(signature))
+
+
+def _signature(key: bytes, data: bytes) -> str:
+    return hmac.digest(key, data, "sha256").hex()
+
+
+def _key() -> bytes:
+    """Return the user's key. The first call creates the key."""
+    file = key_file()
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        new = file.with_name(f"{file.name}.{secrets.token_hex(8)}")
+        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with os.fdopen(descriptor, "wb") as stream:
+                stream.write(secrets.token_bytes(_KEY_BYTES))
+            with suppress(FileExistsError):  # another run has created the key in the meantime
+                os.link(new, file)  # unlike a rename, a link never replaces a key
+        finally:
+            new.unlink()
+    key = file.read_bytes()
+    if len(key) != _KEY_BYTES:
+        raise OSError(f"{file} is not a key")
+    return key
+
 
 WAIT = "<think></think><wait/>"
 """Action of a seat without a completion."""

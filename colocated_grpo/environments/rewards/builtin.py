@@ -1,16 +1,175 @@
-"""The built-in reward functions, in TRL's signature. Each accepts text and chat completions."""
+"""The built-in reward functions, in TRL's signature. Each accepts text and chat completions.
 
+Also the extraction of answers from completions. Tool calls:
+<tool_call>{"name": ..., "arguments": {...}}</tool_call> in a completion, and partial credit for them.
+"""
+
+import json
 import logging
 import os
+import re
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from decimal import Decimal
 from importlib.util import find_spec
 from typing import Any
 
-from colocated_grpo.environments.rewards.answers import final_answer, marked_number
-from colocated_grpo.environments.rewards.tool_calls import credit, expected_calls, is_exact, read_calls
 from colocated_grpo.environments.rewards.workers import LATE, Answer, Started, WorkerPool
 from colocated_grpo.types import JsonObject
+
+OPEN, CLOSE = "<answer>", "</answer>"
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?", re.ASCII)
+
+
+def without_thoughts(text: str) -> str:
+    """Return the text after the last </think>, or all of it if there is none."""
+    return text.rpartition("</think>")[2]
+
+
+def final_answer(completion: str) -> str:
+    """Return the content of the last <answer>...</answer>, else the completion without its thoughts. Stripped."""
+    end = completion.rfind(CLOSE)
+    start = completion.rfind(OPEN, 0, end) if end >= 0 else -1
+    if start >= 0:
+        return completion[start + len(OPEN) : end].strip()
+    return without_thoughts(completion).strip()
+
+
+def tagged_parts(text: str, opening: re.Pattern[str]) -> Iterator[tuple[str, str]]:
+    """Yield name and content of each <name>content</name>, in time linear in the text.
+
+    opening: matches opening tags, with the name as its first group. A regular expression for the whole element takes
+    quadratic time on a long run of opening tags that are not closed.
+    """
+    unclosed: set[str] = set()
+    position = 0
+    while found := opening.search(text, position):
+        position, name = found.end(), found[1]
+        closing = f"</{name}>"
+        end = -1 if name in unclosed else text.find(closing, position)
+        if end < 0:
+            unclosed.add(name)
+        else:
+            yield name, text[position:end]
+            position = end + len(closing)
+
+
+def last_number(text: str) -> str | None:
+    """Return the last decimal number in the text, without thousands separators; None if there is none."""
+    numbers = NUMBER.findall(text)
+    return numbers[-1].replace(",", "") if numbers else None
+
+
+def marked_number(text: str) -> Decimal | None:
+    """Return the last number in the text, after the last #### if the text has one.
+
+    Decimal treats 72 and 72.0 as equal and parses in linear time; int() is quadratic.
+    """
+    found = last_number(text.rpartition("####")[2])
+    return None if found is None else Decimal(found)
+
+
+OPEN_CALL, CLOSE_CALL = "<tool_call>", "</tool_call>"
+PARTIAL_CREDIT = 0.5
+"""Upper bound of the credit for calls that are not exactly the expected calls."""
+
+Calls = list[JsonObject]
+
+
+def render_calls(calls: Sequence[JsonObject]) -> str:
+    """Return text that `read_calls` parses back into the same calls."""
+    return "\n".join(f"{OPEN_CALL}{json.dumps(call)}{CLOSE_CALL}" for call in calls)
+
+
+def read_calls(text: str) -> Calls | None:
+    """Return the calls of a completion in order; None if a block is malformed. Thoughts are ignored."""
+    try:
+        return [as_call(json.loads(block)) for block in _blocks(without_thoughts(text))]
+    except (ValueError, RecursionError):
+        return None
+
+
+def expected_calls(value: Any) -> Calls:
+    """Return the calls in a cell of a dataset. Raises ValueError.
+
+    The cell holds a list of calls, one call, JSON of either, or text with <tool_call> blocks.
+    """
+    if isinstance(value, str):
+        value = [json.loads(block) for block in _blocks(value)] if OPEN_CALL in value else json.loads(value)
+    calls = [as_call(call) for call in ([value] if isinstance(value, dict) else value)]
+    if not calls:
+        raise ValueError("no expected call")
+    return calls
+
+
+def as_call(value: object) -> JsonObject:
+    """Return a call as {"name", "arguments"}. Raises ValueError.
+
+    Also accepts OpenAI's form, nested under "function", and arguments as JSON text.
+    """
+    if isinstance(value, dict) and isinstance(value.get("function"), dict):
+        value = value["function"]
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        raise ValueError("a call is an object with a name")
+    arguments = value.get("arguments", {})
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    if not isinstance(arguments, dict):
+        raise ValueError("arguments are an object")
+    return {"name": value["name"], "arguments": arguments}
+
+
+def is_exact(given: Calls | None, expected: Calls) -> bool:
+    """Return whether the calls match in order. Argument order and the form of numbers (2 or 2.0) are ignored."""
+    return given is not None and _canonical(given) == _canonical(expected)
+
+
+def credit(given: Calls | None, expected: Calls) -> float:
+    """Return 1 for exact calls, else PARTIAL_CREDIT times the mean fraction of right names and arguments per call.
+
+    Calls are compared by position. Extra and missing calls and arguments count as wrong.
+    """
+    if given is None:
+        return 0.0
+    if is_exact(given, expected):
+        return 1.0
+    matches = [_match(one, other) for one, other in zip(given, expected, strict=False)]
+    return PARTIAL_CREDIT * sum(matches) / max(len(given), len(expected))
+
+
+def _match(given: JsonObject, expected: JsonObject) -> float:
+    """Return the fraction of right values among the name and all arguments; 0 for a wrong name."""
+    if given["name"] != expected["name"]:
+        return 0.0
+    arguments, wanted = given["arguments"], expected["arguments"]
+    names = arguments.keys() | wanted.keys()
+    right = sum(
+        name in arguments and name in wanted and _canonical(arguments[name]) == _canonical(wanted[name])
+        for name in names
+    )
+    return (1 + right) / (1 + len(names))
+
+
+def _canonical(value: object) -> str:
+    """Return the same text for equal JSON values. Python's == would treat true as 1."""
+    return json.dumps(_whole(value), sort_keys=True)
+
+
+def _whole(value: object) -> object:
+    """Replace whole floats such as 2.0 by integers, at any depth."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, dict):
+        return {name: _whole(inner) for name, inner in value.items()}
+    return [_whole(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _blocks(text: str) -> Iterator[str]:
+    """Yield the text between opening and closing tags; "", which is no valid call, if a closing tag is missing."""
+    for after in text.split(OPEN_CALL)[1:]:
+        block, closed, _ = after.partition(CLOSE_CALL)
+        yield block if closed else ""
+
 
 MATH_SECONDS = 5.0
 """Time limit in seconds for one comparison by math-verify. The import of the package does not count."""

@@ -13,8 +13,7 @@ from inspect import isawaitable
 from typing import Any
 
 from colocated_grpo.environments.base import AnswerError, Item, Task
-from colocated_grpo.environments.user_code.event_loops import ReusableLoop
-from colocated_grpo.environments.user_code.loading import one_line
+from colocated_grpo.environments.user_code.loading import ReusableLoop, one_line
 from colocated_grpo.types import Completion, Prompt, Score
 
 REWARD_LOOP = ReusableLoop("async-rewards")

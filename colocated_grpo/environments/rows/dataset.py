@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from colocated_grpo.environments.base import EnvironmentSetupError, Item, Items, ItemStream
-from colocated_grpo.environments.prompts import checked_prompt
-from colocated_grpo.environments.rows.readers import READERS
-from colocated_grpo.environments.rows.row_filter import AnyRows, RowFilter, column_values, select
+from colocated_grpo.environments.prompts import PLAIN, TOOLS, VARIABLES, checked_prompt, with_system_prompt
+from colocated_grpo.environments.rows.readers import READERS, AnyRows, RowFilter, column_values, select
 from colocated_grpo.environments.streams import Rows, RowStream
-from colocated_grpo.environments.templates import PLAIN, TOOLS, VARIABLES, with_system_prompt
 from colocated_grpo.environments.user_code.loading import one_line
 from colocated_grpo.settings.sources import RowsSourceConfig
 

@@ -1,11 +1,20 @@
-"""Rows of local files."""
+"""Rows of local files, and their selection by conditions on columns and by a function."""
+
+from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from colocated_grpo.environments.base import Item
+from colocated_grpo.environments.user_code.loading import load_function, one_line
+from colocated_grpo.settings.sources import ConditionConfig, RowsSourceConfig, Scalar
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 
 def read_jsonl(path: Path) -> list[Item]:
@@ -68,3 +77,104 @@ READERS: dict[str, Callable[[Path], list[Item]]] = {
     ".csv": read_csv,
     ".parquet": read_parquet,
 }
+
+
+ROWS_AT_A_TIME = 10_000
+"""Rows of a Hugging Face dataset that are decoded together."""
+SHOWN = 3
+"""Row numbers listed before '...'."""
+
+AnyRows: TypeAlias = "list[Item] | Dataset"
+
+
+class RowFilter:
+    """The conditions of an entry, `where` and `filter`, applied one after the other."""
+
+    def __init__(self, config: RowsSourceConfig, key: str) -> None:
+        """Import the function that `filter` names. Raises EnvironmentSetupError. key: position in the config."""
+        self._where = config.where
+        self._name = config.filter
+        self._keep: Any = None if config.filter is None else load_function(config.filter, f"{key}: filter")
+
+    def kept(self, rows: AnyRows) -> tuple[list[int], str | None]:
+        """Return the numbers of the rows that meet all conditions, and a log line about the dropped rows.
+
+        The log line is None if no row was dropped. Raises ValueError if a condition cannot be applied to a row.
+        """
+        left, parts = list(range(len(rows))), []
+        for name, meets in self._conditions(rows):
+            kept = [number for number in left if meets(number)]
+            if len(kept) < len(left):
+                dropped = sorted(set(left) - set(kept))
+                shown = ", ".join(map(str, dropped[:SHOWN])) + ", ..." * (len(dropped) > SHOWN)
+                parts.append(f"{len(dropped)} by {name} (rows {shown})")
+            left = kept
+        return left, f"{len(left)} of {len(rows)} rows are kept; left out: {', '.join(parts)}" if parts else None
+
+    def _conditions(self, rows: AnyRows) -> Iterator[tuple[str, Callable[[int], bool]]]:
+        """Yield the name of each condition, and a function that tests a row by its number."""
+        for column in self._where:
+            yield f"where.{column}", partial(self._meets, column, column_values(rows, column))
+        if self._keep is not None:
+            yield f"filter {self._name}", lambda number: self._is_kept(rows[number], number)
+
+    def _meets(self, column: str, values: Sequence[object], number: int) -> bool:
+        return meets_condition(values[number], self._where[column], f"row {number}: column {column!r}")
+
+    def _is_kept(self, row: Item, number: int) -> bool:
+        try:
+            kept = self._keep(dict(row))
+        except Exception as error:  # user code
+            raise ValueError(f"filter {self._name}: row {number}: {one_line(error)}") from error
+        if kept is None:
+            raise ValueError(f"filter {self._name}: row {number}: returned None, not true or false")
+        return bool(kept)
+
+
+def meets_condition(value: object, condition: ConditionConfig, where: str) -> bool:
+    """Return whether a value meets a condition; null meets none. Raises ValueError for bounds on a non-number."""
+    if value is None:
+        return False
+    if condition.any is not None:
+        return any(is_equal(value, wanted) for wanted in condition.any)
+    number = as_number(value)
+    if number is None:
+        raise ValueError(f"{where} is {repr(value)[:60]}, not a number, and where sets bounds")
+    low, high = condition.min, condition.max
+    return (low is None or number >= low) and (high is None or number <= high)
+
+
+def is_equal(value: object, wanted: Scalar) -> bool:
+    """Return whether a value of the data equals `wanted`. Text equals the number or boolean that it spells."""
+    if isinstance(wanted, bool) or isinstance(value, bool):
+        spelled = {"true": True, "false": False}.get(value.lower()) if isinstance(value, str) else value
+        return spelled is wanted
+    if isinstance(wanted, str):
+        return value == wanted
+    return as_number(value) == wanted
+
+
+def as_number(value: object) -> float | None:
+    """Return a number; text is parsed. None for NaN and any other value."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return None if number != number else number
+
+
+def column_values(rows: AnyRows, column: str) -> list[object]:
+    """Return the values of a column; None for rows without the column."""
+    if isinstance(rows, list):
+        return [row.get(column) for row in rows]
+    selected: Any = rows.select_columns([column])  # annotated as Dataset | DatasetDict, and batches as rows
+    return [value for batch in selected.iter(ROWS_AT_A_TIME) for value in batch[column]]
+
+
+def select(rows: AnyRows, numbers: Sequence[int]) -> AnyRows:
+    """Return the rows with the given numbers, in the order of `numbers`."""
+    if isinstance(rows, list) or not len(numbers):  # Dataset.select() raises for an empty range at the end
+        return [rows[number] for number in numbers]
+    return cast("Dataset", rows.select(numbers))  # annotated as Dataset | DatasetDict

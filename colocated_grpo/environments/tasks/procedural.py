@@ -1,4 +1,4 @@
-"""Procedural tasks: endless questions in two disjoint splits, and four of the built-in tasks."""
+"""Procedural tasks: endless questions in two disjoint splits, built in and from the reasoning-gym package."""
 
 import ast
 import operator
@@ -6,15 +6,18 @@ import re
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from hashlib import sha256
+from itertools import count
 from random import Random
 from string import ascii_lowercase, digits
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
-from colocated_grpo.environments.base import EnvironmentSetupError, Item, Split
-from colocated_grpo.environments.rewards.answers import final_answer
+from colocated_grpo.environments.base import AnswerError, EnvironmentSetupError, Item, Split
+from colocated_grpo.environments.rewards.builtin import final_answer
+from colocated_grpo.environments.user_code.loading import import_optional, one_line, unknown_name
 from colocated_grpo.settings.base import Section
+from colocated_grpo.types import JsonObject
 
 Template = Annotated[str, StringConstraints(pattern=r"\{question\}")]
 """Text that contains {question}. Without the placeholder every prompt would be the same."""
@@ -241,3 +244,53 @@ def _value(node: ast.expr, used: list[int]) -> Fraction:
         case ast.BinOp(left=left, op=op, right=right) if type(op) in ARITHMETIC:
             return ARITHMETIC[type(op)](_value(left, used), _value(right, used))
     raise ValueError(f"{type(node).__name__} is not allowed in an answer")
+
+
+CHUNK = 500
+"""Questions per reasoning-gym dataset object. The number is limited because some generators prepare or store all
+questions of an object at once."""
+
+
+class ReasoningGym:
+    """One reasoning-gym dataset. Args: the fields of its config, and `instruction`, which ends each prompt."""
+
+    def __init__(
+        self, dataset: str, *, instruction: str = "Give the final answer between <answer> and </answer>.", **args: Any
+    ) -> None:
+        for reserved in {"seed", "size"} & args.keys():
+            raise EnvironmentSetupError(f"reasoning_gym:{dataset}: args.{reserved} is set by the run; remove it")
+        factory = import_optional("reasoning_gym.factory", "reasoning-gym", f"reasoning_gym:{dataset}")
+        if dataset not in factory.DATASETS:
+            raise unknown_name("environments", "reasoning_gym dataset", dataset, factory.DATASETS)
+        self.dataset = dataset
+        self.template = "{question}\n" + instruction if instruction else "{question}"
+        self.args = args
+        self.judge = self._chunk(seed=0)
+
+    def prompts(self, seed: int, split: Split) -> Iterator[Item]:
+        return split_items(self._entries(seed), self.template, split)
+
+    def score(self, item: Item, completion: str) -> float:
+        """Return the dataset's own score. Raises AnswerError if this answer, but not the item's own, makes it fail."""
+        try:
+            return float(self.judge.score_answer(final_answer(completion), item))
+        except Exception as error:
+            self.judge.score_answer(item["answer"], item)  # raises if the scorer itself is broken
+            raise AnswerError(one_line(error)) from error
+
+    def _entries(self, seed: int) -> Iterator[Item]:
+        for number in count():
+            # A hashed seed: generators seed question i with seed + i, so adjacent seeds would repeat questions.
+            digest = sha256(f"{seed}:{number}".encode()).digest()
+            dataset = self._chunk(int.from_bytes(digest[:4], "big"))
+            yield from (dataset[index] for index in range(CHUNK))
+
+    def _chunk(self, seed: int) -> Any:
+        from reasoning_gym.composite import DatasetSpec
+        from reasoning_gym.factory import create_dataset
+
+        args = dict(self.args)
+        if self.dataset == "composite":
+            defaults: JsonObject = {"weight": 1.0, "config": {}}
+            args["datasets"] = [DatasetSpec(**{**defaults, **spec}) for spec in args.get("datasets", [])]
+        return create_dataset(self.dataset, seed=seed, size=CHUNK, **args)

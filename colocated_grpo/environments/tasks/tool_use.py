@@ -13,7 +13,7 @@ from pydantic import Field
 
 from colocated_grpo.environments.base import Item
 from colocated_grpo.environments.chat import ContextExhausted, Conversation
-from colocated_grpo.environments.rewards.answers import last_number, tagged_parts, without_thoughts
+from colocated_grpo.environments.rewards.builtin import last_number, tagged_parts, without_thoughts
 from colocated_grpo.environments.tasks.procedural import Procedural, Template, normal_integer
 
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}

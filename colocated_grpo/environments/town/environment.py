@@ -9,19 +9,17 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from colocated_grpo.environments.base import Item, Split
-from colocated_grpo.environments.town import rewards, state
+from colocated_grpo.environments.town import state, verdicts
 from colocated_grpo.environments.town.legality import LegalActions, reply_pattern
-from colocated_grpo.environments.town.night import seat_result
-from colocated_grpo.environments.town.observations import Observation
-from colocated_grpo.environments.town.phases import enter, to_act
+from colocated_grpo.environments.town.phases import enter, seat_result, to_act
 from colocated_grpo.environments.town.players import SCRIPTED, scripted_reply, scripted_turn, sensible_player
 from colocated_grpo.environments.town.state import Game, Phase, Rules
-from colocated_grpo.environments.town.texts import PROMPT_STYLES, Message, game_record
+from colocated_grpo.environments.town.texts import PROMPT_STYLES, Message, Observation, game_record
 from colocated_grpo.environments.town.verdicts import Status, Verdict, apply_verdict, judge
 from colocated_grpo.environments.turns.base import FinishedGames, Outcome
 from colocated_grpo.environments.user_code.loading import construct, unknown_name
 from colocated_grpo.settings.base import Section
-from colocated_grpo.settings.turns import FROZEN
+from colocated_grpo.settings.sources import FROZEN
 from colocated_grpo.types import JsonObject
 
 KEY = "environments 'town'"
@@ -41,7 +39,7 @@ class TownSettings(Section):
     seed: int = 0
     players: tuple[str, ...] = (POLICY,)
     """Labels of the players, repeated over the seats. 'sensible' and 'random' are scripts; models play the others."""
-    credit: rewards.Credit = rewards.CREDITS["phase"]
+    credit: verdicts.Credit = verdicts.CREDITS["phase"]
     rules: Rules = Rules()
     memory: int = Field(60, ge=1)
     """Number of latest events in a prompt. Older events can be looked up."""
@@ -108,7 +106,7 @@ class TownEnvironment(FinishedGames):
     def __init__(self, settings: TownSettings) -> None:
         super().__init__()
         self.settings = settings
-        self.stats = rewards.TownStats()
+        self.stats = verdicts.TownStats()
         self._started = 0
         self._games = [self._new_game() for _ in range(settings.games)]
 
@@ -156,7 +154,7 @@ class TownEnvironment(FinishedGames):
     def drain_stats(self) -> dict[str, float]:
         """Return rates since the last call. Win rates cover the latest WIN_RATE_GAMES games instead."""
         rates = self.stats.rates()
-        self.stats = rewards.TownStats(winners=self.stats.winners, won=self.stats.won)
+        self.stats = verdicts.TownStats(winners=self.stats.winners, won=self.stats.won)
         return rates
 
     def snapshot(self) -> JsonObject:
@@ -173,7 +171,7 @@ class TownEnvironment(FinishedGames):
         self._started = snapshot["started"]
         self._games = [state.restore_game(game) for game in snapshot["games"]]
         self._restore_finished(snapshot)
-        self.stats = rewards.TownStats(**deepcopy(snapshot["kpis"]))
+        self.stats = verdicts.TownStats(**deepcopy(snapshot["kpis"]))
 
     def _new_game(self) -> Game:
         settings, number = self.settings, self._started
@@ -202,7 +200,7 @@ class TownEnvironment(FinishedGames):
 
     def _finish(self, game: Game) -> Game:
         """Record an ended game and return the new game that replaces it."""
-        self._returns += rewards.outcome_returns(game, self.settings.credit)
+        self._returns += verdicts.outcome_returns(game, self.settings.credit)
         results = [(seat.player, seat_result(game, index)) for index, seat in enumerate(game.seats)]
         self.stats.add_game(game.winner or state.DRAW, game.day, results)
         self._ended.append(game_record(game))
@@ -236,7 +234,7 @@ class TownEnvironment(FinishedGames):
         legal, credit = verdict.status is Status.OK, self.settings.credit
         parts = {
             "form": float(verdict.status),
-            "shaping": rewards.shaping(game, turn.seat, verdict) if legal else 0.0,
+            "shaping": verdicts.shaping(game, turn.seat, verdict) if legal else 0.0,
             "parse_rate": float(verdict.status is not Status.MALFORMED),
             "legal_rate": float(legal),
         }
@@ -251,9 +249,9 @@ def open_town(seed: int, **args: object) -> TownEnvironment:
     """Build the environment from fields of TownSettings; `credit` may name a mode. Raises EnvironmentSetupError."""
     credit = args.get("credit")
     if isinstance(credit, str):
-        if credit not in rewards.CREDITS:
-            raise unknown_name(f"{KEY}: args.credit", "mode", credit, rewards.CREDITS)
-        args["credit"] = rewards.CREDITS[credit]
+        if credit not in verdicts.CREDITS:
+            raise unknown_name(f"{KEY}: args.credit", "mode", credit, verdicts.CREDITS)
+        args["credit"] = verdicts.CREDITS[credit]
     return TownEnvironment(construct(TownSettings, {**args, "seed": seed}, KEY))
 
 

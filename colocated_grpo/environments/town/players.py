@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from random import Random
 
 from colocated_grpo.environments.town.legality import EMPTY, LOOK_UP_TAGS, WAIT
-from colocated_grpo.environments.town.observations import Observation
 from colocated_grpo.environments.town.roles import ROLES, Faction
 from colocated_grpo.environments.town.state import NAMES, NO_SEAT, Event, Game, Phase
+from colocated_grpo.environments.town.texts import Observation
 from colocated_grpo.environments.town.verdicts import apply_verdict, judge
 
 Player = Callable[[Observation, Random], str]

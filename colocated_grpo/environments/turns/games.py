@@ -23,7 +23,7 @@ from colocated_grpo.environments.rewards.scoring import as_number, as_score
 from colocated_grpo.environments.turns.base import Turn, TurnEnvironment
 from colocated_grpo.environments.user_code.loading import construct, one_line
 from colocated_grpo.errors import RunError
-from colocated_grpo.settings.turns import TurnsSourceConfig
+from colocated_grpo.settings.sources import TurnsSourceConfig
 from colocated_grpo.types import Completion, Group, JsonObject, Prompt, Rollout, Score
 
 TURN_KEY = "turn"

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from colocated_grpo.policy.lora.dither import MIX
+from colocated_grpo.policy.lora.linear import MIX
 from colocated_grpo.runtime.triton_jit import jit
 
 BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_RANK = 64, 128, 32

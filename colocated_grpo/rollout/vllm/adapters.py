@@ -1,15 +1,23 @@
 """Adapters that vLLM applies on top of the base weights, for engine servers. Training merges its adapter instead."""
 
 import itertools
+import os
 from contextlib import suppress
 from pathlib import Path
 
+import torch
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from colocated_grpo.errors import in_one_line
 from colocated_grpo.runtime.checksums import exported_damage, exported_digest
 from colocated_grpo.types import JsonObject
+
+
+def avoid_dependent_launches(device: torch.device) -> None:
+    """Turn off dependent launches in adapter kernels on Blackwell GPUs: Triton cannot compile them (vllm#30872)."""
+    if torch.cuda.get_device_capability(device) >= (10, 0):
+        os.environ.setdefault("VLLM_LORA_DISABLE_PDL", "1")
 
 
 class VLLMAdapters:

@@ -1,5 +1,6 @@
 """Size of an engine's KV cache in the memory that the trainer's state leaves free."""
 
+from dataclasses import replace
 from math import ceil, prod
 from pathlib import Path
 
@@ -27,7 +28,8 @@ def kv_cache_arguments(spec: EngineSpec, device: torch.device) -> dict[str, obje
     """vLLM arguments that size the KV cache from free memory. Call after the trainer's resident state is allocated."""
     given = spec.kv_cache_memory_bytes
     if device.type == "cpu":
-        return {"kv_cache_memory_bytes": given or min(CPU_LIMIT, max(MIN_CACHE, useful_bytes(spec)))}
+        one = 0 if given else useful_bytes(replace(spec, max_num_seqs=1))
+        return {"kv_cache_memory_bytes": given or max(one, min(CPU_LIMIT, max(MIN_CACHE, useful_bytes(spec))))}
     if given is None and spec.gpu_memory_utilization is not None:
         return {"gpu_memory_utilization": spec.gpu_memory_utilization}
     torch.cuda.empty_cache()
@@ -111,5 +113,4 @@ def weight_bytes(spec: EngineSpec) -> int:
 
 def _count_elements(file: Path, own_name: OwnName) -> int:
     with safe_open(file, framework="pt") as tensors:
-        names = filter(own_name, tensors.keys())
-        return sum(prod(tensors.get_slice(name).get_shape()) for name in names)
+        return sum(prod(tensors.get_slice(name).get_shape()) for name in filter(own_name, tensors.keys()))

@@ -36,6 +36,9 @@ class EngineRequests(Protocol):
     def deltas(self) -> list[tuple[str, TokenDelta]]:
         """Tokens that the last step added to running requests of output kind DELTA."""
 
+    def sampled(self, policy_version: int) -> Finished:
+        """Return the tokens of the running requests without stop strings, if they have any."""
+
     def abort(self, names: Collection[str]) -> None: ...
 
 
@@ -101,6 +104,12 @@ class CoreRequests:
 
     def deltas(self) -> list[tuple[str, TokenDelta]]:
         return list(self._deltas)
+
+    def sampled(self, policy_version: int) -> Finished:
+        for chunk in self._steady.settle() if self._steady is not None else []:
+            self._append(chunk)
+        running = [request for request in self._running.values() if request.token_ids]
+        return [(request.name, request.completion("abort", policy_version)) for request in running]
 
     def abort(self, names: Collection[str]) -> None:
         aborted = [request_id for request_id, request in self._running.items() if request.name in names]
@@ -199,6 +208,9 @@ class MixedRequests:
 
     def deltas(self) -> list[tuple[str, TokenDelta]]:
         return self._core.deltas() + self._text.deltas()
+
+    def sampled(self, policy_version: int) -> Finished:
+        return self._core.sampled(policy_version)
 
     def abort(self, names: Collection[str]) -> None:
         self._core.abort(names)

@@ -68,8 +68,16 @@ class SteadyDecode:
         self._chunks.clear()  # not a new list: the batch appends to this list
         return chunks
 
+    def settle(self) -> list[Chunk]:
+        """Bring every request's record up to the last received token, and `drain`."""
+        if self._batch is not None:
+            for row in self._batch.rows():
+                self._batch.settle(row)
+        return self.drain()
+
     def schedule(self, *arguments: bool) -> SchedulerOutput:
-        if self._batch is not None and self._is_disturbed(self._batch):
+        # A waiting request can be admitted, or a running request was aborted.
+        if self._batch is not None and (self._room_for_waiting() or self._batch.size != len(self._scheduler.running)):
             self._leave(self._batch)
         if self._batch is None:
             self._batch = self._enter()
@@ -100,10 +108,6 @@ class SteadyDecode:
     def _room_for_waiting(self) -> bool:
         running, waiting = self._scheduler.get_request_counts()
         return waiting > 0 and running < self._scheduler.max_num_running_reqs
-
-    def _is_disturbed(self, batch: SteadyBatch) -> bool:
-        """True if a waiting request can be admitted, or a running request was aborted."""
-        return self._room_for_waiting() or batch.size != len(self._scheduler.running)
 
     def _enter(self) -> SteadyBatch | None:
         running, template = self._scheduler.running, self._template

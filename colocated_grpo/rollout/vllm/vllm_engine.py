@@ -13,7 +13,7 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from colocated_grpo.errors import RunError, in_one_line
 from colocated_grpo.rollout.engine import Part, Request, TokenDelta
 from colocated_grpo.rollout.vllm import patches
-from colocated_grpo.rollout.vllm.adapters import VLLMAdapters
+from colocated_grpo.rollout.vllm.adapters import VLLMAdapters, avoid_dependent_launches
 from colocated_grpo.rollout.vllm.kv_budget import check_cache
 from colocated_grpo.rollout.vllm.process import (
     asleep_bytes,
@@ -74,7 +74,9 @@ class VLLMEngine:
         self._worker = self._engine.model_executor.driver_worker.worker
         # Latent attention decodes with rearranged parts of a projection: views or copies made after loading.
         absorbs = self._engine.vllm_config.model_config.use_mla
-        self.transforms_weights = bool(arguments.get("quantization")) or absorbs or _repacks_experts(self.model)
+        # vLLM repacks experts for their kernel on the CPU, and for FlashInfer.
+        repacks = any(method.unquantized_backend.name not in AS_LOADED for method in _expert_methods(self.model))
+        self.transforms_weights = bool(arguments.get("quantization")) or absorbs or repacks
         cache_type = arguments.get("kv_cache_dtype", "auto")
         self.is_quantized = bool(arguments.get("quantization")) or cache_type not in UNQUANTIZED_CACHE
         self._requests: EngineRequests = (MixedRequests if spec.needs_text else CoreRequests)(self._engine)
@@ -128,6 +130,11 @@ class VLLMEngine:
                 # Before the abort, because slots of a partly computed prompt have no routes yet.
                 self._routes.drop(name)
         self._requests.abort(names)
+
+    def interrupt(self) -> list[tuple[Hashable, Completion]]:
+        sampled = [(self._keys[name], part) for name, part in self._requests.sampled(self._policy_version)]
+        self.abort()
+        return sampled
 
     def top_logprobs(self, token_ids: Sequence[int], k: int) -> list[dict[int, float]]:
         with _rejections_as_value_errors():
@@ -209,14 +216,12 @@ def prepare(spec: EngineSpec, device: torch.device) -> None:
     check_cache(spec)
     config_json = config_json_in(spec.folder)
     register_class(spec.folder, config_json)
+    adapters = bool(spec.args.get("enable_lora"))
     if device.type == "cpu":
-        setting, adapters = f"model.name={str(spec.folder)!r}", bool(spec.args.get("enable_lora"))
-        check_cpu_engine(config_json, setting, bfloat16=spec.dtype == torch.bfloat16, adapters=adapters)
-
-
-def _repacks_experts(model: nn.Module) -> bool:
-    """True if vLLM repacks experts for their kernel: on the CPU, and for FlashInfer."""
-    return any(method.unquantized_backend.name not in AS_LOADED for method in _expert_methods(model))
+        bfloat16 = spec.dtype == torch.bfloat16
+        check_cpu_engine(config_json, f"model.name={str(spec.folder)!r}", bfloat16=bfloat16, adapters=adapters)
+    elif adapters:
+        avoid_dependent_launches(device)
 
 
 def _expert_methods(model: nn.Module) -> list[Any]:

@@ -103,7 +103,6 @@ class Meaning:
 
 
 Translate = Callable[[Any, Command], Meaning]
-NO_SERVER_FLAG = "the server at {url} was started with its own"
 
 
 # Kinds
@@ -118,8 +117,8 @@ def server(key: str) -> Translate:
     """Return a meaning that gives the value to an engine setting, for a server that the launcher starts."""
 
     def translate(value: object, command: Command) -> Meaning:
-        running = command.server_url
-        return Meaning(settings={key: value}, note=NO_SERVER_FLAG.format(url=running) if running else "")
+        url = command.server_url
+        return Meaning(settings={key: value}, note=f"the server at {url} was started with its own" if url else "")
 
     return translate
 

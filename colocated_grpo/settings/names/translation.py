@@ -7,17 +7,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
+from colocated_grpo.settings import errors
 from colocated_grpo.settings.base import DEFAULT_INIT
-from colocated_grpo.settings.errors import (
-    ConfigError,
-    KeyPath,
-    SettingLocation,
-    SettingsTree,
-    dotted,
-    location_suffix,
-    parse_path,
-    show,
-)
 from colocated_grpo.settings.generation import EngineConfig, RolloutConfig
 from colocated_grpo.settings.names import trl
 from colocated_grpo.settings.names.trl import (
@@ -52,7 +43,8 @@ def group_size_of(completions: int) -> int:
 def _completions(_key: str, value: object, get: Lookup) -> NewSettings:
     group_size = get("rollout.group_size") or RolloutConfig().group_size
     if not isinstance(value, int) or not isinstance(group_size, int) or value % group_size:
-        raise ValueError(f"counts completions, so it must be a multiple of rollout.group_size={show(group_size)}")
+        shown = errors.show(group_size)
+        raise ValueError(f"counts completions, so it must be a multiple of rollout.group_size={shown}")
     return {"rollout.prompts_per_step": value // group_size}
 
 
@@ -155,7 +147,7 @@ _REGULAR_EXPRESSION = re.compile(r"[*+?()\[\]{}|^$\\]")
 _PLAIN = "adapters are plain LoRA, or rslora, of linear layers: docs/guides/lora.md"
 
 
-def _add_rank(tree: SettingsTree) -> None:
+def _add_rank(tree: errors.SettingsTree) -> None:
     """Add `r: null` to a `peft_config` without a rank, in place. The translation of `r` then sets PEFT's defaults."""
     if isinstance(tree.get("peft_config"), dict):
         tree["peft_config"].setdefault("r")
@@ -236,7 +228,7 @@ def new_names() -> dict[str, str]:
     return {old: alias.new_name if alias.names_a_setting else old for old, alias in ALIASES.items()}
 
 
-def translate_names(tree: SettingsTree, locations: dict[KeyPath, SettingLocation]) -> list[str]:
+def translate_names(tree: errors.SettingsTree, locations: dict[errors.KeyPath, errors.SettingLocation]) -> list[str]:
     """Replace old names in `tree` and `locations` by new names, in place, and return notes for the user.
 
     A name on the command line takes precedence over another name of the same setting in the file. Raises ConfigError
@@ -248,22 +240,22 @@ def translate_names(tree: SettingsTree, locations: dict[KeyPath, SettingLocation
             del tree[name]
     if "fsdp" in tree:
         if "fsdp_config" in tree:
-            suffix = location_suffix(("fsdp",), locations)
-            raise ConfigError(f"fsdp: the same section as fsdp_config; remove one of them{suffix}")
+            suffix = errors.location_suffix(("fsdp",), locations)
+            raise errors.ConfigError(f"fsdp: the same section as fsdp_config; remove one of them{suffix}")
         tree["fsdp_config"] = tree.pop("fsdp")
         for path in [path for path in locations if path[0] == "fsdp"]:
             locations["fsdp_config", *path[1:]] = locations.pop(path)
     problems = [
-        f"{name}={show(tree[name])}: must be a mapping of settings"
+        f"{name}={errors.show(tree[name])}: must be a mapping of settings"
         for name in _SECTIONS
         if name in tree and not isinstance(tree[name], dict)
     ]
     for name in _VERL_SECTIONS:
         if name in tree:
-            suffix = location_suffix((name,), locations)
+            suffix = errors.location_suffix((name,), locations)
             problems.append(f"{name}: a section of verl; docs/guides/from_verl.md lists the settings to use{suffix}")
     if problems:
-        raise ConfigError(*problems)
+        raise errors.ConfigError(*problems)
     plain: list[str] = []
     notes: list[str] = []
     without_effect: dict[str, list[str]] = {}
@@ -272,37 +264,38 @@ def translate_names(tree: SettingsTree, locations: dict[KeyPath, SettingLocation
             try:
                 values = _translate_one(tree, locations, path, alias)
             except ValueError as rule:
-                value, location = show(lookup(tree, path)), location_suffix(path, locations)
-                problems.append(f"{dotted(path)}={value}: {rule}{location}")
+                value, location = errors.show(lookup(tree, path)), errors.location_suffix(path, locations)
+                problems.append(f"{errors.dotted(path)}={value}: {rule}{location}")
                 continue
             if not values:
-                without_effect.setdefault(alias.remark, []).append(dotted(path))
+                without_effect.setdefault(alias.remark, []).append(errors.dotted(path))
             elif len(values) == 1 and not alias.remark:
-                plain += [f"{dotted(path)} -> {next(iter(values))}"]
+                plain += [f"{errors.dotted(path)} -> {next(iter(values))}"]
             else:
                 notes += [_note(path, values, alias)]
     for name in _SECTIONS:
         leftover = tree.pop(name, {}) if not problems else {}
         valid = ", ".join(old.split(".")[1] for old in ALIASES if old.startswith(f"{name}."))
         problems += [
-            f"{name}.{key}: unknown key; valid: {valid}{location_suffix((name, key), locations)}" for key in leftover
+            f"{name}.{key}: unknown key; valid: {valid}{errors.location_suffix((name, key), locations)}"
+            for key in leftover
         ]
     if problems:
-        raise ConfigError(*problems)
+        raise errors.ConfigError(*problems)
     notes += [f"{', '.join(names)}: nothing to set{_reason(remark)}" for remark, names in without_effect.items()]
     return ([f"translated names: {', '.join(plain)}"] if plain else []) + notes
 
 
-def _note(path: KeyPath, values: Mapping[str, object], alias: Alias) -> str:
-    settings = ", ".join(f"{name}={show(value)}" for name, value in values.items())
-    return f"{dotted(path)}: translated to {settings}{_reason(alias.remark)}"
+def _note(path: errors.KeyPath, values: Mapping[str, object], alias: Alias) -> str:
+    settings = ", ".join(f"{name}={errors.show(value)}" for name, value in values.items())
+    return f"{errors.dotted(path)}: translated to {settings}{_reason(alias.remark)}"
 
 
 def _reason(remark: str) -> str:
     return f" ({remark})" if remark else ""
 
 
-def _uses(pattern: str, tree: SettingsTree) -> list[KeyPath]:
+def _uses(pattern: str, tree: errors.SettingsTree) -> list[errors.KeyPath]:
     *section, name = pattern.split(".")
     parent = tree.get(section[0], {}) if section else tree
     names = list(parent) if name == "*" else [name] if name in parent else []
@@ -310,18 +303,23 @@ def _uses(pattern: str, tree: SettingsTree) -> list[KeyPath]:
 
 
 def _translate_one(
-    tree: SettingsTree, locations: dict[KeyPath, SettingLocation], path: KeyPath, alias: Alias
+    tree: errors.SettingsTree,
+    locations: dict[errors.KeyPath, errors.SettingLocation],
+    path: errors.KeyPath,
+    alias: Alias,
 ) -> NewSettings:
-    location = locations.get(path, SettingLocation(where="config file"))  # a key merged by a YAML anchor has no line
-    values = alias.translate(str(path[-1]), lookup(tree, path), lambda name: lookup(tree, parse_path(name)))
+    location = locations.get(
+        path, errors.SettingLocation(where="config file")
+    )  # a key merged by a YAML anchor has no line
+    values = alias.translate(str(path[-1]), lookup(tree, path), lambda name: lookup(tree, errors.parse_path(name)))
     for name, value in values.items():
-        new_path = parse_path(name)
+        new_path = errors.parse_path(name)
         existing = locations.get(new_path)
         if existing and existing.on_command_line == location.on_command_line:
             raise ValueError(f"the same setting as {name} ({existing}); remove one of them")
         if existing and existing.on_command_line:
             continue
         assign(tree, new_path, value)
-        locations[new_path] = replace(location, old_name=dotted(path))
+        locations[new_path] = replace(location, old_name=errors.dotted(path))
     remove(tree, path)
     return values

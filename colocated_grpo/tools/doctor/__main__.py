@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.text import Text
 
 from colocated_grpo.errors import ConfigError
-from colocated_grpo.launch.arguments import read_arguments, read_launch, run_parser
+from colocated_grpo.launch.cli import read_arguments, read_launch, run_parser
 from colocated_grpo.launch.launcher import read_settings
 from colocated_grpo.runtime.program import error_text, prepare_streams
 from colocated_grpo.runtime.verdict import USAGE_ERROR
-from colocated_grpo.tools.doctor import machine, memory
+from colocated_grpo.tools.doctor import machine
 from colocated_grpo.tools.doctor.subject import Finding, Subject
 from colocated_grpo.tracking.text import printable
 
@@ -35,7 +35,7 @@ MACHINE: Mapping[str, Check] = {
     "collective": machine.check_collective,
 }
 """Checks that need no config."""
-RUN: Mapping[str, Check] = {"memory": memory.check_memory, "disk": memory.check_disk}
+RUN: Mapping[str, Check] = {"memory": machine.check_memory, "disk": machine.check_disk}
 """Checks of the run that a config describes."""
 
 STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped": "dim"}

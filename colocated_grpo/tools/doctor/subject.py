@@ -14,11 +14,10 @@ from functools import cached_property, partial
 from itertools import takewhile
 from typing import Literal
 
-from colocated_grpo.launch.arguments import Launch
+from colocated_grpo.launch.cli import Launch
 from colocated_grpo.settings.schema import Config
 
 Status = Literal["ok", "warning", "failed", "skipped"]
-GIB = 1 << 30
 SMI_SECONDS = 10
 FIELDS = ("index", "name", "memory.total", "memory.used", "driver_version")
 MIB = 1 << 20
@@ -46,10 +45,6 @@ class Finding:
 
 ok, skipped = partial(Finding, "ok"), partial(Finding, "skipped")
 warning, failed = partial(Finding, "warning"), partial(Finding, "failed")
-
-
-def gib(size: float) -> str:
-    return f"{size / GIB:.3g} GiB"
 
 
 @dataclass(frozen=True, kw_only=True)

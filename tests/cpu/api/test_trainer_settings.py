@@ -10,8 +10,7 @@ import pytest
 import yaml
 
 from colocated_grpo import ConfigError, Trainer
-from colocated_grpo.environments.rewards.functions import build_rewards
-from colocated_grpo.environments.rewards.scorer import start_workers
+from colocated_grpo.environments.rewards.functions import build_rewards, start_workers
 from colocated_grpo.settings.config_file import load_config
 from colocated_grpo.settings.inputs import check_inputs
 from tests.support.paths import ROOT

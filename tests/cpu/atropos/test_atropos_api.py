@@ -12,8 +12,7 @@ import pytest
 
 from colocated_grpo.atropos import api as api_module
 from colocated_grpo.atropos.api import create_app
-from colocated_grpo.web.guards import Hosts
-from colocated_grpo.web.server import ServerThread
+from colocated_grpo.web.server import Hosts, ServerThread
 
 KEYS = {
     *("tokens", "masks", "scores", "advantages", "ref_logprobs", "messages", "generation_params"),

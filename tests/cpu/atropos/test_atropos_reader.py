@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colocated_grpo.atropos.origins import Origin, Origins
-from colocated_grpo.atropos.reader import GroupReader
+from colocated_grpo.atropos.reader import GroupReader, Origin, Origins
 
 VOCAB, MAX_TOKENS = 100, 12
 VERSION = 7

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from colocated_grpo.atropos import supply as supply_module
-from colocated_grpo.atropos.origins import Origin
+from colocated_grpo.atropos.reader import Origin
 from colocated_grpo.atropos.supply import MainSupply
 from colocated_grpo.rollout.collect import Stopped
 from colocated_grpo.rollout.inbox import Driver, Inbox

@@ -69,7 +69,8 @@ def test_the_tables_hold_the_figures_of_the_files(tmp_path: Path):
         STEPS[0],
         "",
         "| Model and GPUs | Step, ours | Step, TRL tuned | Step, TRL defaults | Generate / train / sync, ours "
-        "| Generate / score + train / sync, TRL tuned | Peak GPU memory, ours | Peak GPU memory, TRL tuned |",
+        "| Generate / score + train / sync, TRL tuned | GPU memory at a phase's end, ours "
+        "| GPU memory at a phase's end, TRL tuned |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
         "| [qwen3-0.6b, 1 x NVIDIA H200](results/step_small.json) | 6.0 s | 30.0 s (5.0 x) | 42.0 s (7.0 x) "
         "| 4.0 s / 1.5 s / 6.6 ms | 14.0 s / 15.5 s / 0.2 s | 49 GiB | 116 GiB |",

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from colocated_grpo.launch.arguments import read_arguments, read_launch, run_parser
-from colocated_grpo.launch.cli import add_run_arguments
+from colocated_grpo.launch.cli import add_run_arguments, read_arguments, read_launch, run_parser
 from colocated_grpo.launch.launcher import read_settings
 from colocated_grpo.runtime.program import Launch, OneLineParser, environment_problem, rank_environment
 from colocated_grpo.settings.config_file import read_config
@@ -49,8 +48,9 @@ def printed_arguments(script: str, **environment: str) -> list[str]:
 
 def launch_of(arguments: list[str]) -> Launch:
     """Return the launch that a command line of the launcher describes."""
-    assert arguments[:2] == ["python", "run_colocated_grpo.py"] and Path(arguments[1]).is_file()
-    options, overrides, _ = read_arguments(arguments[2:], run_parser())
+    script = arguments[0] == "python"
+    assert Path(arguments[1]).is_file() if script else arguments[0] == "colocated-grpo"
+    options, overrides, _ = read_arguments(arguments[2 if script else 1 :], run_parser())
     return read_launch(options, overrides)
 
 

@@ -6,10 +6,9 @@ import re
 
 from colocated_grpo.rollout.vllm.versions import ENGINES
 from colocated_grpo.settings.model_sizes import ENGINE_RESERVE
+from colocated_grpo.settings.run_sizes import FULL, GIB
 from colocated_grpo.tools.doctor.__main__ import MACHINE, RUN
 from colocated_grpo.tools.doctor.machine import MIN_DRIVER, MIN_SHARED_MEMORY
-from colocated_grpo.tools.doctor.memory import FULL
-from colocated_grpo.tools.doctor.subject import GIB
 from tests.support.paths import ROOT
 
 PAGE = (ROOT / "docs/troubleshooting.md").read_text()

@@ -19,10 +19,10 @@ def test_every_promise_names_test_files_that_exist():
 
 
 def test_the_environment_variable_of_the_page_is_the_one_that_is_read():
-    from colocated_grpo.environments.adapters import signing
+    from colocated_grpo.environments.adapters import tossim
 
-    assert f"{signing.TRUST_VARIABLE}=1" in PAGE
-    assert f"~/.config/{signing.key_file().parent.name}/" in PAGE
+    assert f"{tossim.TRUST_VARIABLE}=1" in PAGE
+    assert f"~/.config/{tossim.key_file().parent.name}/" in PAGE
 
 
 def test_the_cost_of_checksums_on_the_page_is_the_measured_one():

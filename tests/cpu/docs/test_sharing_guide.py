@@ -7,7 +7,7 @@ import re
 from colocated_grpo.policy.export import AdapterExport, ModelExport
 from colocated_grpo.settings.errors import parse_path, setting_names
 from colocated_grpo.settings.schema import Config
-from colocated_grpo.tracking.sinks import LONGEST_TEXT, completions_table
+from colocated_grpo.tracking.records import LONGEST_TEXT, completions_table
 from tests.support.config_text import load
 from tests.support.paths import ROOT
 from tests.support.tracked_run import groups_of

@@ -10,7 +10,7 @@ import sys
 import pytest
 from datasets import Dataset, DatasetDict
 
-from colocated_grpo.assembly.evaluation import draw_held_out
+from colocated_grpo.assembly.data import draw_held_out
 from colocated_grpo.environments import EnvironmentSetupError
 from colocated_grpo.environments.build import build_environments
 from colocated_grpo.environments.rows import dataset

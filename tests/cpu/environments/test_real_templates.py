@@ -13,8 +13,7 @@ from transformers import AutoTokenizer
 
 from colocated_grpo.environments import EnvironmentSetupError
 from colocated_grpo.environments.chat import ChatCodec
-from colocated_grpo.environments.prompts import PromptEncoder
-from colocated_grpo.environments.templates import PromptTemplate
+from colocated_grpo.environments.prompts import PromptEncoder, PromptTemplate
 from colocated_grpo.policy.model_files import stop_token_ids
 from colocated_grpo.servers.text import Limits, TextCodec
 from tests.support.real_models import real_model

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 from datasets import Dataset
 
 from colocated_grpo.assembly.data import open_source
@@ -14,6 +13,7 @@ from colocated_grpo.environments import EnvironmentSetupError
 from colocated_grpo.environments.build import build_environments
 from colocated_grpo.settings import Config
 from colocated_grpo.settings.inputs import check_inputs
+from colocated_grpo.settings.run_sizes import Placement
 from colocated_grpo.tools.make_model import build_char_tokenizer
 from tests.support.config_text import config_error, load
 from tests.support.templates import CODE
@@ -24,7 +24,7 @@ ROWS = [
     for number in range(1, 13)
 ]
 
-CPU = torch.device("cpu")
+CPU = Placement(ranks=1, on_gpu=False, device_bytes=0)
 
 
 @pytest.fixture

@@ -12,17 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colocated_grpo.environments.base import EnvironmentSetupError
-from colocated_grpo.environments.rewards.answers import marked_number
+from colocated_grpo.environments.rewards.builtin import marked_number
 from colocated_grpo.evaluation.evaluator import Best
 from colocated_grpo.evaluation.metrics import (
     answer_function,
     boxed,
     final_answer,
     majority,
-    mean_and_error,
     pass_at_k,
     set_metrics,
 )
+from colocated_grpo.summaries import mean_and_error
 from colocated_grpo.types import Group, Prompt, Rollout, Score
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from colocated_grpo.launch import launcher
+from colocated_grpo.launch import cli, launcher
 from colocated_grpo.settings.config_file import read_config
 from colocated_grpo.settings.errors import ConfigError, parse_path
 from colocated_grpo.settings.names.atropos_command import FLAGS, read_command
@@ -36,7 +36,7 @@ def words(text: str) -> list[str]:
 
 
 def resolve(text: str, environment: dict[str, str] | None = None, gpus: int = 1) -> Resolved:
-    options, overrides, lines = read_command(words(text), launcher.run_parser(), environment or {}, lambda _: gpus)
+    options, overrides, lines = read_command(words(text), cli.run_parser(), environment or {}, lambda _: gpus)
     notes = [line.removeprefix("note: ") for line in lines]
     return Resolved(options=options, config=read_config(options.config, overrides).config, notes=notes)
 

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from colocated_grpo.launch.arguments import visible_gpus
-from colocated_grpo.launch.cli import _run
+from colocated_grpo.launch.cli import _run, visible_gpus
 from colocated_grpo.launch.launcher import child_environment, main, torchrun_command
 from colocated_grpo.runtime.program import Launch
 from colocated_grpo.runtime.verdict import VERDICT_VARIABLE
@@ -108,6 +107,8 @@ def test_a_dry_run_shows_the_whole_banner(config, eight_gpus, capsys):
         "  the first prompt, 15 tokens:\n"
         "    | <|user|>sort 7425473<|end|><|assistant|>\n"
         "  sorting: the reward is 1 for '2344577', 0 for 'I do not know.'\n"
+        "  by arithmetic, a rank needs at least 0.00588 GiB while training and 6 GiB while generating; checkpoints and "
+        "exports take 0.00371 GiB\n"
         "ok: settings, model, data, functions and the first prompts\n"
         "Dry run mode - command not executed\n"
     )
@@ -405,7 +406,9 @@ def test_the_command_runs_with_its_environment_and_its_exit_code_is_returned(con
     assert command[1:3] == ["-m", "colocated_grpo.launch.elastic"]
     assert environment["COLOCATED_GRPO_LOG_LEVEL"] == "INFO"
     assert redirect is None
-    assert capfd.readouterr().out.startswith("Co-located GRPO\n")
+    assert capfd.readouterr().out == "Co-located GRPO: x.yaml, 2 x GPU; ./model: trains (Qwen 3)\n"
+    main(["--config", config, "--gpus", "2", "--log-level", "DEBUG"])
+    assert "  Master         this machine, any free port\n" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(("parent", "is_used"), [("t", True), ("t" * 80, False)])
@@ -472,7 +475,7 @@ def test_a_redirected_run_shows_nothing_on_the_console(config, eight_gpus, monke
     (tmp_path / "x.log").write_text("earlier run\n")
     assert main(["--config", config, "--gpus", "2", "--redirect-output", "x.log"]) == 7
     assert capfd.readouterr() == ("", "")
-    assert (tmp_path / "x.log").read_text().startswith("earlier run\nCo-located GRPO\n")
+    assert (tmp_path / "x.log").read_text().startswith("earlier run\nCo-located GRPO: ")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 from transformers import conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming
 
-from colocated_grpo.policy.conversion import Conversion, Piece, conversion_of
+from colocated_grpo.policy.checkpoint_files import Conversion, Piece, conversion_of
 from colocated_grpo.settings.errors import ConfigError
 
 EXPERTS, ROWS, COLUMNS = 3, 2, 4

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from transformers import AutoConfig, PretrainedConfig
 
 from colocated_grpo.batching import build_micro_batch
-from colocated_grpo.policy import attention, attention_kernels, fa2, fa4, model_loader
+from colocated_grpo.policy import attention_kernels, flash_attention, model_loader
 from colocated_grpo.policy.attention import PACKED, PACKED_FA4, implementation_for
 from colocated_grpo.policy.attention_kernels import Runs, attend_fa4, attend_padded, has_fa4
 from tests.support.small_policy import config_of, policy_of, sequence_of
@@ -63,7 +63,7 @@ def test_it_is_not_compiled_if_all_sequences_are_too_short_for_it(hopper):
 @pytest.mark.parametrize(("ranks", "heads"), [(1, (16, 8)), (4, (4, 2)), (16, (1, 1))])
 def test_it_is_compared_with_the_heads_that_a_rank_has(monkeypatch, ranks, heads):
     seen = []
-    monkeypatch.setattr(attention, "has_fa4", lambda *arguments: seen.append(arguments[:2]))
+    monkeypatch.setattr(attention_kernels, "has_fa4", lambda *arguments: seen.append(arguments[:2]))
     implementation_for(QWEN, torch.bfloat16, GPU, longest=1024, context_parallel=ranks)
     assert seen == [heads]
 
@@ -124,8 +124,12 @@ def kernels_used(monkeypatch) -> list[str]:
         return attend
 
     monkeypatch.setattr(attention_kernels, "attend_varlen", kernel("torch's function"))
-    monkeypatch.setattr(fa2, "forward", kernel("FlashAttention 2"))
-    monkeypatch.setattr(fa4, "kernels", lambda: fa4.Kernels(kernel("FlashAttention 4"), kernel("its backward pass")))
+    monkeypatch.setattr(flash_attention, "fa2_forward", kernel("FlashAttention 2"))
+    monkeypatch.setattr(
+        flash_attention,
+        "kernels",
+        lambda: flash_attention.Kernels(kernel("FlashAttention 4"), kernel("its backward pass")),
+    )
     return used
 
 
@@ -208,9 +212,9 @@ def plain_kernels(monkeypatch):
         _, *gradients = attention_by_hand(*inputs, grad, cu_q, cu_k, scale)
         return tuple(torch.empty_like(like).copy_(made) for like, made in zip(inputs, gradients, strict=True))
 
-    monkeypatch.setattr(fa4, "kernels", lambda: fa4.Kernels(forward, backward))
-    monkeypatch.setattr(fa2, "forward", forward_2)
-    monkeypatch.setattr(fa2, "backward", backward_2)
+    monkeypatch.setattr(flash_attention, "kernels", lambda: flash_attention.Kernels(forward, backward))
+    monkeypatch.setattr(flash_attention, "fa2_forward", forward_2)
+    monkeypatch.setattr(flash_attention, "fa2_backward", backward_2)
 
 
 def problem() -> tuple[list[torch.Tensor], Runs, torch.Tensor]:
@@ -228,7 +232,7 @@ def problem() -> tuple[list[torch.Tensor], Runs, torch.Tensor]:
 def test_the_operator_passes_its_kernels_the_right_arguments_for_values_and_gradients(
     plain_kernels, monkeypatch, scaling, compiled, min_run
 ):
-    monkeypatch.setattr(fa4, "HEAD_SIZES", (16,))
+    monkeypatch.setattr(flash_attention, "FA4_HEAD_SIZES", (16,))
     tensors, runs, grad = problem()
     results = []
     for attend in (attend_padded, partial(attend_fa4, min_run=min_run)):
@@ -243,8 +247,8 @@ def test_the_operator_passes_its_kernels_the_right_arguments_for_values_and_grad
 def test_the_fake_implementations_have_the_shapes_and_strides_of_the_real_ones(plain_kernels, min_run):
     tensors, runs, grad = problem()
     settings = runs.cu_q, runs.cu_k, runs.longest_q, runs.longest_k, 0.25, min_run
-    forward = torch.library.opcheck(fa4.attend, (*tensors, *settings))
+    forward = torch.library.opcheck(flash_attention.fa4_attention, (*tensors, *settings))
     tensors = [tensor.detach() for tensor in tensors]
-    made = fa4.attend(*tensors, *settings)
-    backward = torch.library.opcheck(fa4.attend_backward, (grad, *tensors, *made, *settings))
+    made = flash_attention.fa4_attention(*tensors, *settings)
+    backward = torch.library.opcheck(flash_attention.fa4_backward, (grad, *tensors, *made, *settings))
     assert {*forward.values(), *backward.values()} == {"SUCCESS"}

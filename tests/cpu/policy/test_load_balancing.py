@@ -18,7 +18,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from colocated_grpo.batching import Minibatch, build_micro_batch
 from colocated_grpo.losses import Counts
 from colocated_grpo.metrics import Metrics, Stat, reduce
-from colocated_grpo.policy import model_loader, routing
+from colocated_grpo.policy import masters, routing
 from colocated_grpo.policy.activations import StepSettings, run_trial_step
 from colocated_grpo.policy.blocks import blocks_of
 from colocated_grpo.policy.policy import Policy
@@ -26,7 +26,7 @@ from colocated_grpo.policy.routing import WEIGHTS, sigmoid_weights
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.families import FAMILIES
-from colocated_grpo.trainer import make_batch
+from colocated_grpo.trainer import make_batch, with_advantages
 from colocated_grpo.types import Group
 from tests.support.families import SETTINGS
 from tests.support.ranks import run_on_ranks
@@ -203,7 +203,8 @@ def test_groups_of_equal_rewards_are_not_dropped_because_their_tokens_have_a_gra
         policy = policy_of(config, world)
         clock = SimpleNamespace(time=lambda _phase: nullcontext())
         run = SimpleNamespace(config=config, world=world, clock=clock, policy=policy)
-        gradients.append(result_of(policy, make_batch(run, 0, [*random_groups(2, 3), equal]).minibatches[0], world)[0])
+        groups = with_advantages([*random_groups(2, 3), equal], config.advantage)
+        gradients.append(result_of(policy, make_batch(run, 0, groups).minibatches[0], world)[0])
     assert_same(*gradients, rtol=1e-5, atol=1e-7)
 
 
@@ -256,7 +257,7 @@ def test_the_padding_of_a_rank_without_work_adds_nothing(world, model_folder):
 
 def test_blocks_without_a_router_are_refused_in_one_line_before_weights_are_read(world, model_folder, monkeypatch):
     folder = model_folder("glm4_moe", edits=SETTINGS["glm4_moe"])  # its first block is dense
-    monkeypatch.setattr(model_loader, "UnshardedWeights", lambda *_: pytest.fail("weights are read"))
+    monkeypatch.setattr(masters, "UnshardedWeights", lambda *_: pytest.fail("weights are read"))
     config = config_of(folder, policy={"load_balancing": 0.5, "train_layers": [0]})
     with pytest.raises(ConfigError, match=r"^policy\.load_balancing=0\.5: no trained block has a router"):
         policy_of(config, world)

@@ -17,9 +17,8 @@ from colocated_grpo.batching import MicroBatch
 from colocated_grpo.checkpoint import Checkpoints
 from colocated_grpo.metrics import Metrics
 from colocated_grpo.policy.blocks import Block
-from colocated_grpo.policy.lora import targets
-from colocated_grpo.policy.lora.targets import insert_adapters
-from colocated_grpo.policy.lora.weights import AdapterWeights, adapted_layers, frozen_experts
+from colocated_grpo.policy.lora import weights
+from colocated_grpo.policy.lora.weights import AdapterWeights, adapted_layers, frozen_experts, insert_adapters
 from colocated_grpo.policy.model import build_empty, transformer_blocks
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.policy.reference import InitialAdapter
@@ -284,7 +283,7 @@ def test_the_first_blocks_without_adapters_keep_no_activations(world, model_fold
     ],
 )
 def test_wrong_targets_are_named_in_one_line(world, model_folder, monkeypatch, lora, line):
-    monkeypatch.setattr(targets, "REGEX_SECONDS", 1.0)
+    monkeypatch.setattr(weights, "REGEX_SECONDS", 1.0)
     with pytest.raises(ConfigError) as caught:
         policy_of(lora_config(model_folder(), **lora), world)
     assert str(caught.value).startswith(line)

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention
 
-from colocated_grpo.policy import softcap
+from colocated_grpo.policy import attention
+from colocated_grpo.policy.attention import Capped, attend_capped, block_mask
 from colocated_grpo.policy.attention_kernels import Runs, attend_padded
-from colocated_grpo.policy.softcap import Capped, attend_capped, block_mask
 
 HEADS, KV_HEADS, SIZE, SCALE, CAP = 4, 2, 16, 0.3, 1.5
 RUNS = {
@@ -28,7 +28,7 @@ def plain_implementation(monkeypatch):
     torch.compiler.reset()  # a process may compile a function eight times
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
     compiled = torch.compile(flex_attention.flex_attention, dynamic=True, backend="aot_eager")
-    monkeypatch.setattr(softcap, "_flex_attention", compiled)
+    monkeypatch.setattr(attention, "_flex_attention", compiled)
 
 
 def runs_and_tensors(kind: str) -> tuple[Runs, list[Tensor]]:

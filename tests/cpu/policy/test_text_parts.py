@@ -156,7 +156,7 @@ def test_a_damaged_tokenizer_is_one_line(composite, tmp_path, file, text):
     folder = tmp_path / "whole"
     shutil.copytree(composite("gemma3"), folder)
     (folder / file).write_text(text)
-    with pytest.raises(ConfigError, match=r"^model.name='.*': no usable tokenizer: [^\n]*$"):
+    with pytest.raises(ConfigError, match=r"^model.name='.*': no usable tokenizer; copy [^\n]*$"):
         load_tokenizer(config_of(folder).model, folder)
 
 

@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colocated_grpo.environments.base import Scorer
-from colocated_grpo.environments.rewards.functions import build_rewards
-from colocated_grpo.environments.rewards.scorer import RewardScorer
+from colocated_grpo.environments.rewards.functions import RewardScorer, build_rewards
 from colocated_grpo.environments.rewards.scoring import resolve_awaitable
-from colocated_grpo.environments.user_code import event_loops
+from colocated_grpo.environments.user_code import loading
 from colocated_grpo.rollout import reward_calls
 from colocated_grpo.rollout.collect import Collector, Stopped
 from colocated_grpo.rollout.engine import Sampling
@@ -259,7 +258,7 @@ class AsyncJudge:
 
 
 def test_an_async_reward_that_blocks_its_loop_costs_the_next_batch_nothing(never, monkeypatch):
-    monkeypatch.setattr(event_loops, "GRACE", 0.05)
+    monkeypatch.setattr(loading, "GRACE", 0.05)
     judge = AsyncJudge(lambda prompt: never.wait() if prompt.index == 100 else None)
     collector = collector_of(FakeEngine(), judge, single_rank_world(), workers=2, timeout=0.2)
     collector.collect(job_of(1))
@@ -268,11 +267,11 @@ def test_an_async_reward_that_blocks_its_loop_costs_the_next_batch_nothing(never
 
 
 def test_an_event_loop_is_kept_as_long_as_it_responds():
-    loop = event_loops.ReusableLoop("test")
+    loop = loading.ReusableLoop("test")
     first = loop.get()
     loop.retire_if_blocked()
     assert loop.get() is first
-    event_loops.retire_loop(first)
+    loading.retire_loop(first)
 
 
 def test_a_stop_ends_the_batch_and_leaves_nothing_running():

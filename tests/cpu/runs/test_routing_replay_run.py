@@ -13,7 +13,7 @@ from tests.support.training_runs import Settings, TrainingRun, assert_resumes_ex
 
 STEPS = 3
 MODEL = "qwen3_moe"
-PAGE = (ROOT / "docs/models.md").read_text()
+PAGE = (ROOT / "docs/guides/mixtures.md").read_text()
 REPLAY = yaml.safe_load(PAGE.split("## Routing replay", 1)[1].split("```yaml\n", 1)[1].split("```", 1)[0])["policy"]
 PLAIN = {"lr": 1e-3, "compute_dtype": "bfloat16", "gradient_checkpointing": True}
 

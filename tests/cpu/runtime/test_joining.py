@@ -14,10 +14,10 @@ import pytest
 
 from colocated_grpo.errors import AlreadyReported, RunError
 from colocated_grpo.launch.rank import RankProcess
-from colocated_grpo.runtime import joining, node_links
+from colocated_grpo.runtime import joining, rendezvous
 from colocated_grpo.runtime.joining import Joined, join
-from colocated_grpo.runtime.node_links import LinkAddress, NodeLinks
 from colocated_grpo.runtime.program import ANY_PORT
+from colocated_grpo.runtime.rendezvous import LinkAddress, NodeLinks
 from colocated_grpo.runtime.supervision import StopRequest, Watchdog, explain_missing_ranks
 from colocated_grpo.runtime.verdict import VERDICT_VARIABLE, read_verdicts
 from colocated_grpo.settings.training import PolicyConfig
@@ -144,7 +144,7 @@ def test_a_connection_that_ends_is_the_end_of_its_rank(listening):
 
 
 def test_a_stranger_at_the_port_is_not_a_rank(listening, monkeypatch):
-    monkeypatch.setattr(node_links, "HELLO_SECONDS", 0.1)
+    monkeypatch.setattr(rendezvous, "HELLO_SECONDS", 0.1)
     links, address = listening
     for hello in (b"", b"GET / HTTP/1.1\r\n", b"0" * len(address.token)):
         with socket.create_connection((address.host, address.port)) as stranger:

@@ -12,7 +12,7 @@ import pytest
 from colocated_grpo.errors import RunError
 from colocated_grpo.rollout.engine import Request, Sampling
 from colocated_grpo.rollout.inbox import Driver, Inbox
-from colocated_grpo.servers import engine_server
+from colocated_grpo.servers import engine_servers
 from colocated_grpo.servers.engine_control import EngineControl
 from colocated_grpo.types import Completion
 from colocated_grpo.web.client import JsonClient, RequestRejected, Unavailable
@@ -185,7 +185,7 @@ def test_a_stream_without_a_secret_attaches_no_trainer(attachable):
 
 def test_a_second_trainer_is_refused_until_the_first_has_ended(attachable, monkeypatch):
     first = Trainer(attachable)
-    monkeypatch.setattr(engine_server, "BUSY_SECONDS", SHORT)
+    monkeypatch.setattr(engine_servers, "BUSY_SECONDS", SHORT)
     with pytest.raises(
         RunError, match=rf"^engine.urls={attachable.url}: 409 another trainer is attached to this server"
     ):

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from colocated_grpo.errors import RunError
-from colocated_grpo.runtime.stores import connect_store, serve_store
+from colocated_grpo.runtime.rendezvous import connect_store, serve_store
 from colocated_grpo.servers.broadcast import BroadcastSync, JoinedGroup, MissingMembers
-from colocated_grpo.servers.engine_server import EngineServer
-from colocated_grpo.servers.receiver import Offer
+from colocated_grpo.servers.control_routes import Offer
+from colocated_grpo.servers.engine_servers import EngineServer
 from tests.support.ranks import single_rank_world
 from tests.support.servers import until
 from tests.support.trainer_server import TrainerServer

@@ -13,7 +13,7 @@ import pytest
 from colocated_grpo.rollout.engine import Request, Sampling, TokenDelta
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.runtime.distributed import World
-from colocated_grpo.runtime.stores import own_address
+from colocated_grpo.runtime.rendezvous import own_address
 from colocated_grpo.servers.rank_links import RankLink, RemoteInbox, link_ranks
 from tests.support.fakes import FakeEngine, completion_of
 from tests.support.ranks import run_on_ranks

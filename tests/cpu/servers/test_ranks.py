@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from colocated_grpo.runtime.distributed import World
-from colocated_grpo.servers.ranks import MirroredEngine
+from colocated_grpo.servers.engine_control import MirroredEngine
 from tests.support.fakes import FakeEngine
 from tests.support.ranks import run_on_ranks
 from tests.support.trainer_server import alone, completed, requests

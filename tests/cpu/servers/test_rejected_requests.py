@@ -28,7 +28,7 @@ from colocated_grpo.servers.request_bodies import (
     TokensBody,
 )
 from colocated_grpo.web.bodies import BUFFERED_BODIES, BodyLimit
-from colocated_grpo.web.guards import error_response
+from colocated_grpo.web.server import error_response
 from tests.support.engine_server import GENERATE, JSON_TYPE, MAX_BODY_BYTES, MAX_TOKENS, MODEL, EngineServer
 from tests.support.fakes import VOCABULARY
 from tests.support.servers import until

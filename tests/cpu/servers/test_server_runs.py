@@ -112,8 +112,8 @@ broadcast.gather = stale
 """
 
 READS_ANOTHER_FOLDER = """
-from colocated_grpo.servers import saved
-saved.exported_digest = lambda folder: "another"
+from colocated_grpo.servers import broadcast
+broadcast.exported_digest = lambda folder: "another"
 """
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from colocated_grpo.atropos.origins import Origin
+from colocated_grpo.atropos.reader import Origin
 from tests.support.engine_server import GENERATE, MAX_TOKENS, LetterTokenizer
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, DeepseekV3Config, GPT2Config, PreTrainedModel, Qwen3Config
 
-from colocated_grpo.policy.lora.targets import target_names
+from colocated_grpo.policy.lora.weights import target_names
 from colocated_grpo.settings.model_sizes import Sizes, sizes_of
+from colocated_grpo.settings.run_sizes import Placement, RunSizes, adapter_parameters
 from colocated_grpo.settings.training import LoRAConfig
-from colocated_grpo.tools.doctor.memory import Placement, RunSizes, adapter_parameters
 from colocated_grpo.tools.shapes import ARCHITECTURES
 from tests.support.config_text import load
 from tests.support.real_sizes import config_json, empty_model, num_parameters

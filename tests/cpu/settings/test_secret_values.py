@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from colocated_grpo.settings.secret_values import is_secret, masked, masked_arguments
+from colocated_grpo.settings.errors import is_secret, masked, masked_arguments
 
 SECRETS = (
     "environments.0.args.api_key args.openai_api_key hf_token password aws.secret_access_key apiKey key CREDENTIALS"

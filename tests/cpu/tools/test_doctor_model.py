@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from colocated_grpo.settings.model_sizes import ENGINE_RESERVE, sizes_of
-from colocated_grpo.tools.doctor.memory import Placement, RunSizes, check_disk, check_memory, judge_memory
-from colocated_grpo.tools.doctor.subject import GIB
+from colocated_grpo.settings.run_sizes import GIB, Placement, RunSizes
+from colocated_grpo.tools.doctor.machine import check_disk, check_memory, judge_memory
 from tests.support.config_text import load
 from tests.support.doctor import TWO_H200, fake_nvidia_smi, python_on_small_disk, subject_of
 from tests.support.real_sizes import config_json
@@ -149,7 +149,7 @@ def test_a_model_larger_than_memory_and_disk_fails(huge, tmp_path, monkeypatch):
 
 def test_a_disk_that_is_too_small_fails(model_folder, tmp_path):
     code = (
-        "from colocated_grpo.tools.doctor.memory import check_disk\n"
+        "from colocated_grpo.tools.doctor.machine import check_disk\n"
         "from colocated_grpo.settings.config_file import load_config\nfrom tests.support.doctor import subject_of\n"
         "config = load_config({path!r})\nprint(check_disk(subject_of(config)).status)"
     )

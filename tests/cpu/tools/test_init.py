@@ -12,11 +12,10 @@ from colocated_grpo.environments.rewards.builtin import REWARDS
 from colocated_grpo.launch import launcher
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.model_sizes import sizes_of
+from colocated_grpo.settings.run_sizes import Placement
 from colocated_grpo.settings.schema import Config
-from colocated_grpo.tools.doctor.memory import Placement
 from colocated_grpo.tools.init.__main__ import main
-from colocated_grpo.tools.init.choices import builtin_reward, prompt_column
-from colocated_grpo.tools.init.sizes import Memory, batch_of, fit_memory, lengths_of
+from colocated_grpo.tools.init.choices import Memory, batch_of, builtin_reward, fit_memory, lengths_of, prompt_column
 from tests.support.training_runs import ForkedRun, tiny_model
 
 CONVERSATION = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]

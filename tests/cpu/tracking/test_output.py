@@ -3,6 +3,7 @@
 import io
 import logging
 import threading
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from rich.console import Console
 
 from colocated_grpo.tracking.console import COLUMNS, PROBLEM_COLUMNS, LiveDisplay, PlainDisplay, step_table, step_text
 from colocated_grpo.tracking.output import LogFile, RunOutput
-from tests.support.tracked_run import TrackedRun, config_of
+from tests.support.tracked_run import TrackedRun, config_of, groups_of
 
 ROW = {column.key: 1234.5 for column in (*COLUMNS, *PROBLEM_COLUMNS)}
 
@@ -87,11 +88,25 @@ def test_a_step_line_shows_memory_in_use_and_not_what_a_sleeping_engine_has_rele
     assert line == "135.3 GiB"
 
 
-def test_one_completion_of_a_step_is_shown_on_request(tmp_path: Path) -> None:
-    assert "->" not in TrackedRun(tmp_path / "off").train(last_step=1).printed
-    printed = TrackedRun(tmp_path / "on", config_of(show_completion=True)).train(last_step=2).printed
+def test_one_completion_of_a_step_is_shown_with_its_advantage_and_the_answer(tmp_path: Path) -> None:
+    assert "->" not in TrackedRun(tmp_path / "off", config_of(show_completion=False)).train(last_step=1).printed
+    printed = TrackedRun(tmp_path / "on").train(last_step=2).printed
     lines = [line for line in printed.splitlines() if " -> " in line]
-    assert lines == [f"step {step}, reward 1.200: sort 1 -> step {step} sample 2" for step in range(2)]
+    shown = "  reward 1.200, advantage 0.500, answer 1 sorted: sort 1 -> step"
+    assert lines == [f"{shown} {step} sample 2" for step in range(2)]
+
+
+def test_a_step_without_signal_says_why_it_has_no_mismatch(tmp_path: Path) -> None:
+    run = TrackedRun(tmp_path, config_of(show_completion=False)).train(last_step=0)
+    alike = [replace(group, rollouts=group.rollouts[:1] * 4) for group in groups_of(0)]
+    for row in ({"reward": 0.0}, {"reward": 0.0, "mismatch/kl": 0.25}):
+        run.tracker.flush(0, row, alike)
+    reason = "  no mismatch in step 0: the rewards of each group are equal, so there is nothing to learn from"
+    assert run.printed.splitlines().count(reason) == 1
+
+
+def test_held_out_values_are_shown_with_their_standard_errors() -> None:
+    assert "held-out 0.500 +- 0.125" in step_text({"held_out/reward": 0.5, "held_out/reward_stderr": 0.125})
 
 
 def test_the_log_has_the_text_of_the_whole_start_and_of_every_step(tmp_path: Path) -> None:

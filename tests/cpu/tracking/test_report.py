@@ -126,6 +126,35 @@ def test_the_longest_phases_have_colours_of_their_own_and_phases_without_time_ar
     assert [colors[f"phase{index}"] for index in range(13, 13 - NUM_COLORS, -1)] == list(range(NUM_COLORS))
 
 
+def test_a_slow_first_step_and_values_that_hardly_vary_do_not_flatten_or_fill_the_charts() -> None:
+    rows = [
+        {"kind": "train", "step": step, "seconds/step": 1.0 + step / 9, "ratio": 1 + step / 1e6} for step in range(9)
+    ]
+    html = "".join(chart_sections([{**rows[0], "seconds/step": 60.0}, *rows[1:]]))
+    assert "whole step: 1.111" in html and "step: 60" not in html
+    assert "Importance ratio" not in html and "<summary>1 metrics are constant</summary>ratio = 1<" in html
+
+
+def test_a_held_out_value_is_drawn_with_its_standard_error() -> None:
+    rows = [
+        {"kind": "evaluation", "step": step, "held_out/reward": 0.1 * step, "held_out/reward_stderr": 0.25}
+        for step in range(3)
+    ]
+    html = "".join(chart_sections(rows))
+    assert "step 2\nheld-out: 0.200 +- 0.250" in html and html.count('class="l1 raw"') == 3
+    assert "stderr" not in html
+
+
+def test_a_completion_is_shown_with_its_prompt_answer_reward_and_advantage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = Page(finished_run(tmp_path) / "report.html")
+    assert page.text.count("reference answer") >= 8 and "2 sorted" in page.text and "advantage 1 |" in page.text
+    assert show_rollouts.main([str(tmp_path), "--best", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "reward 2.300, advantage 1" in printed and "sort 2" in printed and "2 sorted" in printed
+
+
 def test_a_null_metric_leaves_a_gap_and_not_a_zero() -> None:
     rows = [{"kind": "train", "step": step, "reward": value} for step, value in enumerate((0.5, None, 0.7))]
     html = "".join(chart_sections(rows))
@@ -329,7 +358,8 @@ def test_runs_that_differ_only_in_wall_clock_are_equal(tmp_path: Path, capsys: p
     run = finished_run(tmp_path / "a")
     copy = edited_copy(run, tmp_path / "b", **{"seconds/step": 9.0, "tokens_per_second": 1.0, "memory/train_gib": 2.0})
     assert compare_runs.main([str(run), str(copy), "--assert-equal"]) == 0
-    assert "0 differ" in capsys.readouterr().out
+    printed = capsys.readouterr().out.replace("\n", "")
+    assert "0 differ" in printed and f"A: {run}" in printed and f"B: {copy}" in printed
 
 
 def test_a_metric_that_differs_is_shown_with_its_first_differing_step(
@@ -360,7 +390,7 @@ def test_a_set_is_one_line_on_the_console_and_one_chart_in_the_report(tmp_path: 
             step, row | {"eval/aime/mean_stderr": 0.05 + step, "eval/aime/length": 9.0}, groups_of(0)
         )
     run.finish()
-    assert "evaluation of aime, step 0:  mean 0.250 (+-0.050)  pass@1 0.250  pass@8" in run.printed
+    assert "evaluation of aime, step 0:  mean 0.250 +- 0.050  pass@1 0.250  pass@8" in run.printed
     assert "held-out evaluation, step 6:  reward 0.800" in run.printed
     page = "".join(chart_sections(files.read_metrics(tmp_path)))
     assert page.count("Evaluation of aime") == 1

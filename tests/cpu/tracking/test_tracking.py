@@ -4,6 +4,7 @@ import errno
 import inspect
 import io
 import json
+import logging
 import math
 import os
 import pty
@@ -14,14 +15,14 @@ import sys
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import yaml
 
 from colocated_grpo.errors import RunError
 from colocated_grpo.settings import Config
-from colocated_grpo.tracking import NullTracker, RunOutput, Tracker, files, make_tracker, records, sinks
+from colocated_grpo.tracking import NullTracker, RunOutput, Tracker, files, make_tracker, records
 from colocated_grpo.tracking.text import duration, number, visible
 from colocated_grpo.types import Group
 from tests.support.paths import ROOT
@@ -64,10 +65,15 @@ def test_errors_of_scoring_are_shown_once_for_each_environment(tmp_path: Path) -
     assert sum("unscorable 2" in line for line in lines) == 2
 
 
-def test_the_banner_shows_model_ranks_loss_batch_and_folder(tmp_path: Path) -> None:
+def test_the_banner_shows_model_ranks_loss_batch_and_folder_in_five_lines(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "colocated_grpo")
     printed = TrackedRun(tmp_path).train(last_step=0).printed
-    for expected in ("tiny", "ranks", "dapo", "32 prompts x 8 completions", str(tmp_path)):
+    for expected in ("tiny: 7 parameters", "2 x CPU", "dapo", "32 prompts x 8 completions", str(tmp_path)):
         assert expected in printed
+    assert len(printed.splitlines()) == 5 and "micro-batches" not in printed
+    assert "micro-batches: 64 tokens" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -374,7 +380,7 @@ from tests.support.tracked_run import config_of, groups_of, output_of, row_of
 from colocated_grpo.tracking import make_tracker
 config = config_of(console="auto")
 tracker = make_tracker(Path({run_dir!r}), output_of(config), config.tracking, is_main=True)
-tracker.start(config_of().model_dump(mode="json"), {{}}, 0, None)
+tracker.start(config_of().model_dump(mode="json"), {{"model": ""}}, 0, None)
 tracker.flush(0, row_of(0), groups_of(0))
 tracker.note("a note [bold] between")
 raise RuntimeError("the third layer exploded")
@@ -408,13 +414,17 @@ def read_all(descriptor: int) -> str:
             return received.decode()
 
 
-def test_wandb_offline_writes_to_the_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_offline_writes_to_the_run_folder_and_nothing_to_the_console(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     clear_wandb_settings(monkeypatch, tmp_path)
+    monkeypatch.setitem(sys.modules, "openai", ModuleType("openai"))  # vLLM imports it, and W&B then names a product
     monkeypatch.setattr(sys, "argv", ["rank.py", f"--environments.1.rewards.0.args.openai_api_key={SECRET}", "--n"])
     tables = {"completions_every": 4, "completions_rows": 3}
     run = TrackedRun(tmp_path / "run", config_of(wandb="offline", **tables)).train()
     run.finish()
     assert "tracking.wandb disabled" not in run.printed
+    assert "wandb:" not in "".join(capfd.readouterr())
     (written,) = (tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")
     # W&B's own process writes the file, and may be a moment behind.
     until(lambda: b"my_own/metric" in written.read_bytes(), 30)
@@ -488,7 +498,7 @@ def test_a_failing_sink_is_reported_once_and_disabled(tmp_path: Path, monkeypatc
         if step == 1:
             raise ConnectionError("service is gone\nwith a long story")
 
-    monkeypatch.setattr(sinks, "_tensorboard", lambda run_dir, first_step: sinks.Sink(log=log, finish=lambda: None))
+    monkeypatch.setattr(records, "_tensorboard", lambda run_dir, first_step: records.Sink(log=log, finish=lambda: None))
     run = TrackedRun(tmp_path, config_of(tensorboard=True)).train().finish()
     assert calls == [0, 0, 1]
     notes = [line for line in run.printed.splitlines() if "tracking.tensorboard" in line]

@@ -43,7 +43,7 @@ def test_what_the_policy_observed_is_told_apart_from_what_it_sampled(
 ) -> None:
     observation = "<|im_start|>tool <b>4 apples</b><|im_end|><|im_start|>assistant "
     run = TrackedRun(tmp_path)
-    run.tracker.start(config_of().model_dump(mode="json"), {}, 0, decode)
+    run.tracker.start(config_of().model_dump(mode="json"), {"model": ""}, 0, decode)
     run.tracker.flush(0, row_of(0), [played(observation)])
     [row] = files.read_rollouts(tmp_path)
     assert passages(row) == [

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from colocated_grpo.tracking.charts import MEANINGS, family_charts, meaning
-from colocated_grpo.tracking.report import verdict
+from colocated_grpo.tracking.files import json_line
+from colocated_grpo.tracking.report import verdict, write_report
 from tests.support.paths import ROOT
-from tests.support.tracked_run import finished_run
+from tests.support.tracked_run import TrackedRun, finished_run
 
 GUIDE = ROOT / "docs/guides/metrics.md"
 
@@ -46,6 +47,20 @@ def test_few_steps_give_no_verdict_and_too_little_signal_gives_advice() -> None:
     assert sentence.startswith("2 steps: too few to tell learning from noise; 90% of the groups had no signal")
     assert "90% at the end: prompts of another difficulty would teach more" in sentence
     assert verdict([]) == ""
+
+
+def test_truncation_is_named_in_place_of_the_prompts() -> None:
+    cut = [{**row, "truncated": 0.1 + row["step"] / 50} for row in rows([0.0] * 40, constant=0.9)]
+    sentence = verdict(cut)
+    assert "79% of the completions were cut at the end: raise rollout.max_completion_tokens" in sentence
+    assert "difficulty" not in sentence
+
+
+def test_the_tile_of_the_reward_agrees_with_the_verdict(tmp_path: Path) -> None:
+    TrackedRun(tmp_path).train(last_step=0)
+    (tmp_path / "metrics.jsonl").write_text("".join(map(json_line, rows([0.9, *[0.1] * 19, *[0.5] * 19, 0.0]))))
+    page = write_report(tmp_path).read_text()
+    assert "0.180 -&gt; 0.450</strong><small>means of 10 steps" in page and ": 0.180 -&gt; 0.450, " in page
 
 
 def test_the_report_opens_with_the_verdict_and_the_shares_of_the_phases(tmp_path: Path) -> None:

@@ -14,8 +14,7 @@ import pytest
 
 from colocated_grpo.atropos.api import create_app
 from colocated_grpo.web.client import JsonClient, RequestRejected
-from colocated_grpo.web.guards import Hosts
-from colocated_grpo.web.server import ServerThread
+from colocated_grpo.web.server import Hosts, ServerThread
 from tests.support.engine_server import GENERATE, EngineServer
 
 FIREFOX = "Mozilla/5.0 (X11; Linux x86_64; rv:140.0) Gecko/20100101 Firefox/140.0"

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colocated_grpo.web import shape
-from colocated_grpo.web.shape import BodyShape, TooComplex
+from colocated_grpo.web import bodies
+from colocated_grpo.web.bodies import BodyShape, TooComplex
 
 JSON = st.recursive(
     st.none() | st.integers() | st.text(alphabet='"\\[]{},:a\n', max_size=6),
@@ -38,7 +38,7 @@ def test_the_structure_is_counted_exactly_and_strings_do_not_count(value, chunk)
     text = json.dumps(value).encode()
     exact = dict(zip(("values", "containers", "strings", "depth"), measures(value), strict=True))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shape, "CHUNK_BYTES", chunk)
+        patch.setattr(bodies, "CHUNK_BYTES", chunk)
         BodyShape(**exact).check(text)
         for name, count in exact.items():
             if count > 0:

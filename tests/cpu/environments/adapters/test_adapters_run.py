@@ -21,7 +21,7 @@ from tests.support.paths import ROOT
 from tests.support.training_runs import TrainingRun, settings, tiny_model, train
 
 STEPS = 3
-GUIDE = (ROOT / "docs/guides/adapters.md").read_text()
+GUIDE = (ROOT / "docs/guides/libraries.md").read_text()
 GAME, TOOLS = "textarena:TicTacToe-v0", "tool_use"
 
 

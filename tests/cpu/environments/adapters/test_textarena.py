@@ -208,7 +208,7 @@ def test_the_other_seats_may_be_played_by_a_user_function(opponents):
 
 
 def test_the_opponent_of_the_guide_takes_the_middle(tmp_path):
-    guide = (ROOT / "docs/guides/adapters.md").read_text()
+    guide = (ROOT / "docs/guides/libraries.md").read_text()
     (tmp_path / "my_players.py").write_text(guide.split("```python\n", 1)[1].split("```", 1)[0])
     episode = arena("TicTacToe-v0", seat=0, opponent=f"{tmp_path / 'my_players.py'}:clever")
     rollout = played(episode, items(episode, 1)[0], saying("[0]", "[8]"))

@@ -11,7 +11,7 @@ from base64 import b64encode
 import pytest
 
 from colocated_grpo.environments import EnvironmentSetupError
-from colocated_grpo.environments.adapters import signing, tossim
+from colocated_grpo.environments.adapters import tossim
 from colocated_grpo.environments.adapters.tossim import ToSSim
 from colocated_grpo.environments.build import build_environments
 from colocated_grpo.settings import Config
@@ -220,14 +220,14 @@ def test_a_snapshot_that_this_users_key_has_not_signed_is_not_unpickled(tmp_path
     other = batcher().snapshot()
     assert other["signature"] not in (None, own["signature"])
     assert not (tmp_path / "attacked").exists()
-    monkeypatch.setenv(signing.TRUST_VARIABLE, "1")
+    monkeypatch.setenv(tossim.TRUST_VARIABLE, "1")
     batcher().restore(own)
 
 
 def test_the_key_is_readable_by_its_user_alone_and_a_run_without_one_saves_without_a_signature(tmp_path, monkeypatch):
     batcher().snapshot()
-    assert signing.key_file().stat().st_mode & 0o777 == 0o600
-    assert [file.name for file in signing.key_file().parent.iterdir()] == ["signing_key"]
+    assert tossim.key_file().stat().st_mode & 0o777 == 0o600
+    assert [file.name for file in tossim.key_file().parent.iterdir()] == ["signing_key"]
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "file"))  # a folder cannot be created there
     snapshot = batcher().snapshot()

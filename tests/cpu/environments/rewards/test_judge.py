@@ -8,8 +8,7 @@ import time
 import pytest
 
 from colocated_grpo.environments.base import EnvironmentSetupError
-from colocated_grpo.environments.rewards.functions import build_rewards
-from colocated_grpo.environments.rewards.scorer import RewardScorer
+from colocated_grpo.environments.rewards.functions import RewardScorer, build_rewards
 from colocated_grpo.rollout.reward_calls import RewardCalls
 from colocated_grpo.settings.sources import RewardConfig
 from colocated_grpo.types import Completion, Prompt

@@ -9,8 +9,7 @@ import pytest
 
 from colocated_grpo.environments import EnvironmentSetupError
 from colocated_grpo.environments.rewards import workers
-from colocated_grpo.environments.rewards.functions import build_rewards
-from colocated_grpo.environments.rewards.scorer import RewardScorer, start_workers
+from colocated_grpo.environments.rewards.functions import RewardScorer, build_rewards, start_workers
 from colocated_grpo.settings.sources import RewardConfig
 from colocated_grpo.types import Completion, Prompt, Score
 from tests.support.servers import until

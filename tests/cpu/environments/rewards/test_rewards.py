@@ -18,8 +18,7 @@ from colocated_grpo.advantages import group_advantages
 from colocated_grpo.environments.base import AnswerError, EnvironmentSetupError
 from colocated_grpo.environments.rewards import builtin
 from colocated_grpo.environments.rewards.builtin import REWARDS, equal_math
-from colocated_grpo.environments.rewards.functions import RewardFunction, build_rewards
-from colocated_grpo.environments.rewards.scorer import RewardScorer
+from colocated_grpo.environments.rewards.functions import RewardFunction, RewardScorer, build_rewards
 from colocated_grpo.environments.rewards.scoring import MAX_REWARD, NoReward
 from colocated_grpo.environments.rewards.workers import WorkerPool
 from colocated_grpo.settings.losses import AdvantageConfig

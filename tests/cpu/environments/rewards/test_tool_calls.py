@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colocated_grpo.environments.rewards.functions import build_rewards
-from colocated_grpo.environments.rewards.scorer import RewardScorer
-from colocated_grpo.environments.rewards.tool_calls import credit, expected_calls, is_exact, read_calls, render_calls
+from colocated_grpo.environments.rewards.builtin import credit, expected_calls, is_exact, read_calls, render_calls
+from colocated_grpo.environments.rewards.functions import RewardScorer, build_rewards
 from colocated_grpo.settings.sources import RewardConfig
 from colocated_grpo.types import Completion, Prompt
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from colocated_grpo.environments.town.environment import TownSettings, TurnError
 from colocated_grpo.environments.town.players import reply
-from colocated_grpo.environments.town.rewards import CREDITS
 from colocated_grpo.environments.town.state import Phase, Rules
+from colocated_grpo.environments.town.verdicts import CREDITS
 from tests.support.town_tables import play, play_game, random_reply, small_town
 
 

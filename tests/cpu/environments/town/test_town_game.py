@@ -8,8 +8,7 @@ from random import Random
 
 import pytest
 
-from colocated_grpo.environments.town.night import eliminate, seat_result, winning_side
-from colocated_grpo.environments.town.phases import end_turn, enter, to_act
+from colocated_grpo.environments.town.phases import eliminate, end_turn, enter, seat_result, to_act, winning_side
 from colocated_grpo.environments.town.players import reply
 from colocated_grpo.environments.town.roles import ROLES, Faction
 from colocated_grpo.environments.town.state import (

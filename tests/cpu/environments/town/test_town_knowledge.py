@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colocated_grpo.environments.town.legality import look_ups
-from colocated_grpo.environments.town.observations import Observation
 from colocated_grpo.environments.town.phases import enter, to_act
 from colocated_grpo.environments.town.players import random_player, reply
 from colocated_grpo.environments.town.roles import ROLES, Faction
 from colocated_grpo.environments.town.state import Event, Game, Phase, Rules, new_game
-from colocated_grpo.environments.town.texts import full_prompt, look_up
+from colocated_grpo.environments.town.texts import Observation, full_prompt, look_up
 from colocated_grpo.environments.town.verdicts import apply_verdict, judge
 from tests.support.town_tables import argument_for, night, seat, table
 

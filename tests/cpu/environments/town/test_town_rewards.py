@@ -6,11 +6,10 @@ from random import Random
 
 import pytest
 
-from colocated_grpo.environments.town.night import seat_result
+from colocated_grpo.environments.town.phases import seat_result
 from colocated_grpo.environments.town.players import reply
-from colocated_grpo.environments.town.rewards import CREDITS, Credit, outcome_returns, shaping
 from colocated_grpo.environments.town.state import Phase
-from colocated_grpo.environments.town.verdicts import judge
+from colocated_grpo.environments.town.verdicts import CREDITS, Credit, judge, outcome_returns, shaping
 from colocated_grpo.environments.turns.games import RATES, EarlyStop
 from tests.support.town_tables import play, play_game, random_reply, small_town, table
 

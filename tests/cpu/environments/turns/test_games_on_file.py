@@ -6,8 +6,7 @@ import json
 import tracemalloc
 
 from colocated_grpo.tools import show_rollouts
-from colocated_grpo.tracking.files import EVENTS_FILE, GAMES_FILE, read_games
-from colocated_grpo.tracking.records import GameWriter
+from colocated_grpo.tracking.files import EVENTS_FILE, GAMES_FILE, GameWriter, read_games
 from tests.support.tracked_run import HOSTILE, TrackedRun
 
 

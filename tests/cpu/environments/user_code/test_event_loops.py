@@ -7,7 +7,7 @@ import threading
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
-from colocated_grpo.environments.user_code.event_loops import enter_for_loop, retire_loop, start_loop
+from colocated_grpo.environments.user_code.loading import enter_for_loop, retire_loop, start_loop
 
 
 def test_a_context_of_a_loop_is_left_when_the_loop_is_retired_and_its_tasks_have_ended():

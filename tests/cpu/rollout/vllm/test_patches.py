@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
 import tomllib
@@ -10,12 +11,14 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 import vllm
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from colocated_grpo.errors import RunError
+from colocated_grpo.rollout.vllm.adapters import avoid_dependent_launches
 from colocated_grpo.rollout.vllm.patches import (
     PATCHES,
     PRIVATE_STATE,
@@ -161,3 +164,16 @@ def test_the_report_names_each_row_with_its_hits(module):
             "versions": str(SUPPORTED),
         }
     ]
+
+
+@pytest.mark.parametrize(
+    ("capability", "given", "expected"),
+    [((9, 0), None, False), ((10, 0), None, True), ((12, 0), None, True), ((10, 0), "0", False)],
+    ids=["Hopper", "B200", "RTX 50", "the user's value"],
+)
+def test_adapter_kernels_launch_without_dependencies_on_blackwell_gpus(monkeypatch, capability, given, expected):
+    """vLLM's own switch, read back through vLLM."""
+    monkeypatch.setattr(os, "environ", {} if given is None else {"VLLM_LORA_DISABLE_PDL": given})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    avoid_dependent_launches(torch.device("cuda"))
+    assert vllm.envs.VLLM_LORA_DISABLE_PDL is expected

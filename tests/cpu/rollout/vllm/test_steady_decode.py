@@ -280,6 +280,38 @@ def test_the_real_engine_samples_the_same_completions_with_and_without_steady_st
     assert {one.finish_reason for one in fast} == {"stop", "length"}
 
 
+def interrupted(world: World, folder: Path) -> int:
+    """Interrupt the same requests after more and more steps, and return the number of unfinished completions."""
+    pair = Pair(world, folder, rollout={"max_completion_tokens": 40, "prompts_per_step": 12, "group_size": 2})
+    pair.write()
+    requests = [
+        request_of(n, n, prompt=[5 + n, 9, 11][: 1 + n % 3], max_tokens=40, stop_token_ids=tuple(STOPS))
+        for n in range(12)
+    ]
+    whole = dict(zip((request.key for request in requests), pair.generate(requests), strict=True))
+    unfinished = 0
+    for steps in (1, 2, 5, 17, 30):
+        pair.engine.submit(requests)
+        finished = dict(chain.from_iterable(pair.engine.step() for _ in range(steps)))
+        parts = dict(pair.engine.interrupt())
+        assert not finished.keys() & parts.keys()
+        for key, part in (finished | parts).items():
+            length = len(part.token_ids)
+            assert part.token_ids == whole[key].token_ids[:length]
+            assert part.sampling_logprobs == pytest.approx(whole[key].sampling_logprobs[:length], abs=1e-4)
+            assert (key in parts) == (part.finish_reason == "abort")
+        assert len(parts) + len(finished) == len(requests)
+        unfinished += len(parts)
+    assert [one.token_ids for one in pair.generate(requests)] == [one.token_ids for one in whole.values()]
+    pair.engine.close()
+    return unfinished
+
+
+def test_an_interrupted_completion_is_the_beginning_of_the_whole_one():
+    [unfinished] = run_on_ranks(interrupted, 1, tiny_model(), timeout=200.0)
+    assert unfinished > 20
+
+
 def test_stop_lists_have_rows_of_their_own_and_the_table_stays_small():
     from colocated_grpo.rollout.vllm.steady_batch import MAX_STOP_LISTS, StopTable
 

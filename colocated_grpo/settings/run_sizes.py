@@ -1,4 +1,4 @@
-"""Checks of memory and disk space by arithmetic, in bytes, from the sizes of the model and the settings.
+"""Memory and disk space of a run by arithmetic, in bytes, from the sizes of the model and the settings.
 
 Bytes per parameter with AdamW and bfloat16, over all ranks: 16 for full training (master, gradient, two moments in
 float32), 4 for an adapter (base and merged weights), and 2 on each engine while it generates. Activations are counted
@@ -8,7 +8,6 @@ fit at all.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,21 +15,15 @@ from functools import cached_property
 from math import ceil
 from pathlib import Path
 
-import psutil
-
-from colocated_grpo.errors import ConfigError
-from colocated_grpo.settings.adapter_files import with_adapter_settings
-from colocated_grpo.settings.config_json import read_config_json
-from colocated_grpo.settings.model_sizes import DTYPE_BYTES, ENGINE_RESERVE, Sizes, sizes_of
+from colocated_grpo.settings.model_sizes import DTYPE_BYTES, ENGINE_RESERVE, Sizes
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.training import LoRAConfig
-from colocated_grpo.tools.doctor.subject import Finding, Subject, failed, gib, ok, skipped, warning
 from colocated_grpo.types import JsonObject
 
+GIB = 1 << 30
 FULL = 0.9
 """Fraction of the memory above which a run that fits by arithmetic is likely to fail."""
 MOST_RANKS = 1024
-
 MASTER = GRADIENT = 4
 OPTIMIZER_STATE = {"adamw": 8, "adamw_8bit": 2, "adafactor": 0}
 """Optimizer -> bytes of state per trained parameter."""
@@ -226,29 +219,6 @@ def _adapted(lora: LoRAConfig, sizes: Sizes) -> Iterator[tuple[int, int]]:
         yield from (shape for name, shape in block.linear.items() if everything or name in targets)
 
 
-def check_memory(subject: Subject) -> Finding:
-    """Compare the memory of GPU or machine with the minimum that the run needs."""
-    run, available = _run_sizes(subject), psutil.virtual_memory().available
-    return skipped(run) if isinstance(run, str) else judge_memory(run, available, subject.launch.ranks)
-
-
-def judge_memory(run: RunSizes, host_bytes: int, ranks_per_node: int) -> Finding:
-    """host_bytes: free memory of the machine. ranks_per_node: ranks that use this memory together."""
-    need, place = run.footprint(), run.place
-    host = host_bytes // ranks_per_node
-    what = f"{run.sizes.total / 1e9:.3g} B parameters on {place.ranks} {'GPUs' if place.on_gpu else 'ranks'}"
-    device = place.device_bytes if place.on_gpu else host
-    shown = (
-        f"{what}: {gib(need.training)} while training, {gib(need.generating)} while generating, of {gib(device)} each"
-        + (f"; {gib(need.host)} of {gib(host)} host memory per rank" if need.host else "")
-    )
-    if fits(run, host, FULL):
-        return ok(shown)
-    if fits(run, host, 1.0):
-        return warning(f"{shown}: little is left", memory_fix(run, host))
-    return failed(shown, memory_fix(run, host))
-
-
 def fits(run: RunSizes, host: int, fraction: float) -> bool:
     """host: bytes of host memory for one rank, which on the CPU is also the memory of its device."""
     need, device = run.footprint(), run.place.device_bytes if run.place.on_gpu else host
@@ -267,46 +237,12 @@ def memory_fix(run: RunSizes, host: int) -> str:
     return " or ".join(fitting) if fitting else "a smaller model, shorter sequences or a GPU with more memory"
 
 
-def check_disk(subject: Subject) -> Finding:
-    """Compare the free space of output_dir with the checkpoints and exports of the run."""
-    config = subject.config
-    assert config is not None  # checks of a run have a config
-    folder = Path(config.output_dir).absolute()
+def free_disk(output_dir: str) -> tuple[Path, int]:
+    """Return the folder that exists, `output_dir` or the nearest one above it, and the free bytes on its disk."""
+    folder = Path(output_dir).absolute()
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        return failed(f"output_dir={config.output_dir!r}: {existing} is not a writable folder", "--output_dir FOLDER")
-    free, run = shutil.disk_usage(existing).free, _run_sizes(subject, device_bytes=0)
-    if isinstance(run, str):
-        return skipped(f"{gib(free)} free in {existing}; {run}")
-    need = run.run_folder_bytes()
-    shown = f"checkpoints and exports take {gib(need)}; {gib(free)} are free in {existing}"
-    if need > free:
-        fix = "--output_dir on a larger disk, --checkpoint.keep_last 1, or a larger --checkpoint.export_every"
-        return failed(f"output_dir={config.output_dir!r}: {shown}", fix)
-    return ok(shown)
+    return existing, shutil.disk_usage(existing).free
 
 
-def _run_sizes(subject: Subject, device_bytes: int | None = None) -> RunSizes | str:
-    """Return the run on its devices, or the reason why its sizes are unknown.
-
-    device_bytes: used in place of the memory of the GPUs, which may be unknown.
-    """
-    config = subject.config
-    assert config is not None  # checks of a run have a config
-    try:
-        sizes = sizes_of(read_config_json(config.model))
-        config = with_adapter_settings(config)
-    except ConfigError as error:
-        return str(error)
-    if sizes is None:
-        return "the sizes of the model are unknown"
-    gpus = subject.launch.gpus
-    if device_bytes is None and not gpus:
-        device_bytes = psutil.virtual_memory().total
-    elif device_bytes is None:
-        known = [gpu.total for gpu in subject.gpus[:gpus] if gpu.total is not None]
-        if len(known) < gpus:
-            return "the memory of the GPU cannot be read"
-        device_bytes = min(known)
-    place = Placement(ranks=subject.ranks, on_gpu=gpus > 0, device_bytes=device_bytes, nodes=subject.launch.nodes)
-    return RunSizes(config, sizes, place)
+def gib(size: float) -> str:
+    return f"{size / GIB:.3g} GiB"

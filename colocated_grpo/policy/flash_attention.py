@@ -1,0 +1,289 @@
+"""FlashAttention over packed sequences, as operators that are opaque to torch.compile: 2, 2 with sinks, and 4.
+
+FlashAttention 2 is torch's. The functions `fa2_forward` and `fa2_backward` are without autograd, for operators that
+build on them.
+
+A sink is one more score per head, in addition to the scores of the keys. The sink enters the softmax but has no value,
+so the sink only shrinks the output: with logsumexp L of the keys' scores and sink s, L' = log(exp L + exp s), out' =
+out * exp(L - L'). FlashAttention's backward kernels compute weights as exp(score - L), and the gradients of scores from
+sum(grad * out). If these kernels get L' and out' in place of L and out, they compute the exact gradients with a sink.
+The sink's own gradient is -sum(exp(s - L') * sum(grad * out')).
+
+On Hopper GPUs, FlashAttention 4 takes 0.7 x the time of torch's FlashAttention 2 for sequences of 512 tokens, and 0.5 x
+for long sequences: docs/results/attention_1xh200.json. The kernels are bundled with vLLM. The first call compiles them,
+which takes seconds. For short runs, the operator itself calls FlashAttention 2: a choice outside of the operator would
+compile each block twice.
+
+Shapes: T queries, E keys, N runs of queries, H query heads, K key-value heads, D head size. query: [T, H, D], key and
+value: [E, K, D], 16-bit. cu_q, cu_k: [N + 1] int32. left: number of earlier keys that a query sees, -1 for all. The
+last query of a run is at the position of the run's last key.
+"""
+
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Boundaries = tuple[Tensor, Tensor, int, int]
+"""Boundaries of the runs of queries and of keys, both [N + 1] int32, and the length of the longest run of each."""
+
+
+def fa2_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    runs: Boundaries,
+    scale: float | None,
+    left: int,
+) -> tuple[Tensor, Tensor]:
+    """Compute causal attention of each run. Returns [T, H, D] and the logsumexps [H, T] in float32."""
+    # As in torch.nn.attention.varlen: no dropout, no debug mask.
+    out, logsumexp, *_ = torch.ops.aten._flash_attention_forward(
+        query, key, value, *runs, 0.0, left == -1, False, **_fa2_settings(scale, left)
+    )
+    return out, logsumexp
+
+
+def fa2_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    runs: Boundaries,
+    scale: float | None,
+    left: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients of query, key and value, laid out like them; grad and out: [T, H, D]."""
+    # Required arguments of dropout, which is off.
+    random_state, unused = query.new_zeros(2, dtype=torch.uint64), query.new_empty(0)
+    return torch.ops.aten._flash_attention_backward(
+        grad,
+        query,
+        key,
+        value,
+        out,
+        logsumexp,
+        *runs,
+        0.0,
+        left == -1,
+        random_state,
+        unused,
+        **_fa2_settings(scale, left),
+    )
+
+
+def _fa2_settings(scale: float | None, left: int) -> dict[str, object]:
+    """Return the arguments common to both kernels."""
+    return {"scale": scale, "window_size_left": left, "window_size_right": 0}
+
+
+def add_sinks(out_THD: Tensor, logsumexp_HT: Tensor, sinks_H: Tensor) -> Tensor:
+    """Shrink `out_THD` in place by the sinks' weight. Returns the logsumexps with sinks."""
+    with_sinks_HT = torch.logaddexp(logsumexp_HT, sinks_H[:, None].to(logsumexp_HT.dtype))
+    out_THD.mul_((logsumexp_HT - with_sinks_HT).exp().T[:, :, None])
+    return with_sinks_HT
+
+
+def sinks_gradient(grad_THD: Tensor, out_THD: Tensor, logsumexp_HT: Tensor, sinks_H: Tensor) -> Tensor:
+    """Return the gradient of the sinks. out_THD, logsumexp_HT: results with sinks."""
+    weights_HT = (sinks_H[:, None].to(logsumexp_HT.dtype) - logsumexp_HT).exp()
+    products_TH = (grad_THD.to(logsumexp_HT.dtype) * out_THD).sum(-1)
+    return -(weights_HT * products_TH.T).sum(1).to(sinks_H.dtype)
+
+
+@torch.library.custom_op("colocated_grpo::packed_sinks", mutates_args=())
+def fa2_with_sinks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    longest_q: int,
+    longest_k: int,
+    scale: float | None,
+    left: int,
+) -> tuple[Tensor, Tensor]:
+    """Compute causal attention of each run's queries to its keys with FlashAttention 2.
+
+    query: [T, H, D], key and value: [E, K, D], 16-bit; sinks: [H]; cu_q, cu_k: [N + 1] int32. left: number of earlier
+    keys that a query sees, -1 for all; the last query of a run is at the position of the run's last key. Returns [T, H,
+    D] and the logsumexps [H, T] in float32, which have no gradient.
+    """
+    out, logsumexp = fa2_forward(query, key, value, (cu_q, cu_k, longest_q, longest_k), scale, left)
+    return out, add_sinks(out, logsumexp, sinks)
+
+
+@fa2_with_sinks.register_fake
+def _(query, key, value, sinks, cu_q, cu_k, longest_q, longest_k, scale, left):
+    tokens, heads, _ = query.shape
+    return torch.empty_like(query), query.new_empty((heads, tokens), dtype=torch.float32)
+
+
+@torch.library.custom_op("colocated_grpo::packed_sinks_backward", mutates_args=())
+def fa2_with_sinks_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    longest_q: int,
+    longest_k: int,
+    scale: float | None,
+    left: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients of query, key and value; grad and out: [T, H, D]."""
+    runs = cu_q, cu_k, longest_q, longest_k
+    return fa2_backward(grad, query, key, value, out, logsumexp, runs, scale, left)
+
+
+@fa2_with_sinks_backward.register_fake
+def _(grad, query, key, value, out, logsumexp, cu_q, cu_k, longest_q, longest_k, scale, left):
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _save_with_sinks(ctx: Any, inputs: tuple[object, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, sinks, cu_q, cu_k, *ctx.sizes = inputs
+    ctx.save_for_backward(query, key, value, sinks, *output, cu_q, cu_k)
+
+
+def _backward_with_sinks(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    query, key, value, sinks, out, logsumexp, cu_q, cu_k = ctx.saved_tensors
+    gradients = fa2_with_sinks_backward(grad, query, key, value, out, logsumexp, cu_q, cu_k, *ctx.sizes)
+    return *gradients, sinks_gradient(grad, out, logsumexp, sinks), None, None, None, None, None, None
+
+
+fa2_with_sinks.register_autograd(_backward_with_sinks, setup_context=_save_with_sinks)
+
+
+HOPPER = (9, 0)
+FA4_HEAD_SIZES = (64, 128)
+
+
+class Kernels(NamedTuple):
+    """vLLM's private entry points of FlashAttention 4."""
+
+    forward: Callable[..., tuple[Tensor | None, ...]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+@cache
+def kernels() -> Kernels:
+    """Import the kernels. Raises ImportError if vLLM lacks them, or their compiler is not installed."""
+    # nvidia-cutlass-dsl 4.6 warns once for each kernel about an argument that is not used here.
+    warnings.filterwarnings("ignore", "Argument .* cannot be converted to a JitArgument", UserWarning)
+    from vllm.vllm_flash_attn.cute import interface
+
+    return Kernels(interface._flash_attn_fwd, interface._flash_attn_bwd)
+
+
+@torch.library.custom_op("colocated_grpo::packed_fa4", mutates_args=())
+def fa4_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    longest_q: int,
+    longest_k: int,
+    scale: float,
+    min_run: int,
+) -> tuple[Tensor, Tensor]:
+    """Compute causal attention of each run's queries to its keys; the last query of a run sees all its keys.
+
+    query: [T, H, D], key and value: [E, K, D], 16-bit; cu_q, cu_k: [N + 1] int32. min_run: smallest mean number of
+    queries per run for FlashAttention 4. Returns [T, H, D] and the logsumexps [H, T] in float32. The logsumexps have no
+    gradient.
+    """
+    if _are_short(query, cu_q, min_run):
+        out, logsumexp = fa2_forward(query, key, value, (cu_q, cu_k, longest_q, longest_k), scale, -1)
+        return out.contiguous(), logsumexp
+    out, logsumexp, *_ = kernels().forward(
+        query, key, value, **_fa4_settings(cu_q, cu_k, longest_q, longest_k, scale), return_lse=True
+    )
+    assert out is not None and logsumexp is not None
+    return out, logsumexp
+
+
+@fa4_attention.register_fake
+def _(query, key, value, cu_q, cu_k, longest_q, longest_k, scale, min_run):
+    tokens, heads, _ = query.shape
+    return query.new_empty(query.shape), query.new_empty((heads, tokens), dtype=torch.float32)
+
+
+@torch.library.custom_op("colocated_grpo::packed_fa4_backward", mutates_args=())
+def fa4_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    longest_q: int,
+    longest_k: int,
+    scale: float,
+    min_run: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients of query, key and value; grad and out: [T, H, D]. min_run: as in `fa4_attention`."""
+    if _are_short(query, cu_q, min_run):
+        runs = cu_q, cu_k, longest_q, longest_k
+        dq, dk, dv = fa2_backward(grad, query, key, value, out, logsumexp, runs, scale, -1)
+        return dq.contiguous(), dk.contiguous(), dv.contiguous()
+    return kernels().backward(
+        query,
+        key,
+        value,
+        out,
+        grad,
+        logsumexp,
+        **_fa4_settings(cu_q, cu_k, longest_q, longest_k, scale),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        # By default, FlashAttention 2 and 4 lay out gradients like the inputs. The fake below declares contiguous
+        # gradients.
+        dq=query.new_empty(query.shape),
+        dk=key.new_empty(key.shape),
+        dv=value.new_empty(value.shape),
+    )
+
+
+@fa4_backward.register_fake
+def _(grad, query, key, value, out, logsumexp, cu_q, cu_k, longest_q, longest_k, scale, min_run):
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _are_short(query: Tensor, cu_q: Tensor, min_run: int) -> bool:
+    return len(query) < min_run * (len(cu_q) - 1)
+
+
+def _fa4_settings(cu_q: Tensor, cu_k: Tensor, longest_q: int, longest_k: int, scale: float) -> dict[str, object]:
+    """Return the arguments common to both kernels."""
+    return {
+        "cu_seqlens_q": cu_q,
+        "cu_seqlens_k": cu_k,
+        "max_seqlen_q": longest_q,
+        "max_seqlen_k": longest_k,
+        "softmax_scale": scale,
+        "causal": True,
+    }
+
+
+def _save_for_fa4(ctx: Any, inputs: tuple[object, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, cu_q, cu_k, *ctx.sizes = inputs
+    ctx.save_for_backward(query, key, value, *output, cu_q, cu_k)
+
+
+def _backward_of_fa4(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    return *fa4_backward(grad, *ctx.saved_tensors, *ctx.sizes), None, None, None, None, None, None
+
+
+fa4_attention.register_autograd(_backward_of_fa4, setup_context=_save_for_fa4)

@@ -1,0 +1,300 @@
+"""Partial rollouts: a step ends when enough of its groups are complete, and the next step continues the others.
+
+Each engine samples its part of a pool of pending groups, which is larger than a step. When as many groups as it trains
+are complete, its other requests are interrupted. Their tokens are kept on the host, and the next step continues them
+with its own weights. The groups of an engine stay with it, and each engine decides alone when its step ends. So no rank
+waits for another while it samples, and a resumed run repeats the uninterrupted one.
+
+Every drawn prompt is trained once: complete groups are trained in the order in which they were drawn, a step waits for
+groups that have reached `max_age`, and the last steps draw fewer prompts. Prompts with long completions are thus
+trained as often as others.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from math import ceil
+from typing import NamedTuple, cast
+
+from colocated_grpo.environments.base import BatchResult, EnvironmentSetupError
+from colocated_grpo.rollout.collect import Stopped
+from colocated_grpo.rollout.engine import Finished, Request, Sampling
+from colocated_grpo.rollout.inbox import Driver
+from colocated_grpo.rollout.prompt_queue import EnginePlace
+from colocated_grpo.rollout.reward_calls import RewardCall
+from colocated_grpo.rollout.supply import PENDING, Order, PromptSupply, Supply
+from colocated_grpo.runtime.distributed import derive_seed
+from colocated_grpo.settings.generation import PartialConfig
+from colocated_grpo.types import Completion, Group, JsonObject, Prompt
+
+UNFINISHED = "abort"
+"""finish_reason of a completion that a later step continues."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pending:
+    """A group that is not trained yet."""
+
+    prompt: Prompt
+    step: int
+    """The step that drew the prompt."""
+    completions: list[Completion]
+    """In sibling order."""
+
+    @property
+    def is_complete(self) -> bool:
+        return all(completion.finish_reason != UNFINISHED for completion in self.completions)
+
+
+class _Sampled(NamedTuple):
+    """What one rank sampled in a step."""
+
+    groups: list[Group]
+    unfinished: list[int]
+    """Tokens of each completion that is kept."""
+
+
+class PartialSupply(Supply):
+    """Supply whose steps leave unfinished groups to later steps."""
+
+    def __init__(
+        self,
+        prompts: PromptSupply,
+        config: PartialConfig,
+        driver: Driver,
+        interrupt: Callable[[], Finished],
+        place: EnginePlace,
+        num_steps: int,
+    ) -> None:
+        """interrupt: `LocalEngine.interrupt`. place: that of this rank's engine. num_steps: length of the run."""
+        self._prompts = prompts
+        self._config = config
+        self._driver = driver
+        self._interrupt = interrupt
+        self._place = place
+        self._num_steps = num_steps
+        self._pending: list[Pending] = []
+        """Groups of this rank's engine that are not trained yet, as they were when the step began."""
+        self._left: list[Pending] = []
+        """`_pending` of the next step."""
+        self._sizes = [0] * place.num_engines
+        """Number of pending groups of each engine."""
+        self._scored: dict[int, Group] = {}
+        """Complete groups that are not trained yet, by prompt index."""
+        self._metrics: dict[str, float] = {}
+
+    def order(self, step: int) -> Order:
+        """Draw the prompts that fill the pool."""
+        trained = self._place.parts(self._prompts.config.prompts_per_step)
+        pools = [min(ceil(part * self._config.oversample), part * (self._num_steps - step)) for part in trained]
+        missing = [max(0, pool - kept) for pool, kept in zip(pools, self._sizes, strict=True)]
+        drawn = dealt(self._prompts.draw(sum(missing)), missing)[self._place.engine]
+        groups = [*self._pending, *(new_group(prompt, step, self._prompts.config.group_size) for prompt in drawn)]
+        self._sizes = [kept + new - used for kept, new, used in zip(self._sizes, missing, trained, strict=True)]
+        return lambda: self._gathered(self._sample(step, groups, trained[self._place.engine]))
+
+    def _gathered(self, sampled: _Sampled | None) -> list[Group]:
+        gathered = self._prompts.world.gather_objects(sampled)
+        parts = [part for part in gathered if part is not None]
+        if len(parts) < len(gathered):
+            raise Stopped
+        kept = [tokens for part in parts for tokens in part.unfinished]
+        self._metrics = {"partial/completions": float(len(kept)), "partial/tokens": float(sum(kept))}
+        return sorted((group for part in parts for group in part.groups), key=lambda group: group.prompt.index)
+
+    def _sample(self, step: int, groups: list[Pending], wanted: int) -> _Sampled | None:
+        """Continue the groups until enough are complete, and return `wanted` of these. Returns None after a stop."""
+        batch = PartialBatch(groups, self._driver, self._prompts.sampling, self._prompts.collector.seed)
+        calls = self._score(batch, batch.complete)  # of a resumed run, whose checkpoint has no scores
+        while not batch.may_end(wanted, step, self._config.max_age):
+            calls |= self._score(batch, batch.advance())
+            if self._place.may_stop and self._prompts.stop_requested():
+                self._driver.abort()
+                return None
+        batch.add(self._interrupt())
+        self._driver.abort()  # requests that have not reached the engine
+        scored = self._prompts.collector.groups(calls, self._prompts.sampling, time.monotonic())
+        if scored is None:
+            return None
+        self._scored |= scored
+        chosen, self._left = batch.split(wanted)
+        if not self._place.counts:
+            return _Sampled([], [])
+        kept = [c for group in self._left for c in group.completions if c.finish_reason == UNFINISHED and c.token_ids]
+        trained = [self._scored.pop(group.prompt.index) for group in chosen]
+        return _Sampled(trained, [len(completion.token_ids) for completion in kept])
+
+    def _score(self, batch: PartialBatch, complete: Iterable[int]) -> dict[int, RewardCall]:
+        """Start the rewards of complete groups. Returns the calls by prompt index."""
+        score = self._prompts.collector.score
+        return {
+            group.prompt.index: score(group.prompt, group.completions)
+            for group in (batch.groups[index] for index in complete)
+            if self._place.counts and group.prompt.index not in self._scored
+        }
+
+    def settle(self, groups: list[Group]) -> BatchResult:
+        self._pending, self._left = self._left, []
+        settled = self._prompts.settle(groups)
+        return replace(settled, metrics=settled.metrics | self._metrics)
+
+    def state_dict(self) -> JsonObject:
+        """Position, and the pending groups of each engine. Collective."""
+        own = [_as_json(group) for group in self._pending] if self._place.counts else None
+        groups = [part for part in self._prompts.world.gather_objects(own) if part is not None]
+        return {**(self._prompts.state_dict() or {}), PENDING: groups}
+
+    def load_state_dict(self, state: JsonObject) -> None:
+        """Restore the position and the groups, which are dealt anew if the number of engines has changed."""
+        engines = self._place.num_engines
+        limit = self._prompts.sampling.max_tokens
+        saved = [[_from_json(group, limit) for group in part] for part in state.get(PENDING, [])]
+        if len(saved) != engines:
+            groups = sorted((group for part in saved for group in part), key=lambda group: group.prompt.index)
+            saved = [groups[engine::engines] for engine in range(engines)]
+        self._pending, self._sizes = saved[self._place.engine], [len(part) for part in saved]
+        self._prompts.load_state_dict({**state, PENDING: []})
+
+    def close(self) -> None:
+        self._prompts.close()
+
+
+class PartialBatch:
+    """The groups of one step on one engine."""
+
+    def __init__(self, groups: Sequence[Pending], driver: Driver, sampling: Sampling, seed: int) -> None:
+        """Submit the unfinished completions, those of the oldest groups first."""
+        self.groups = [replace(group, completions=list(group.completions)) for group in groups]
+        self.complete = {place for place, group in enumerate(groups) if group.is_complete}
+        self._changed = True
+        """True if groups were completed since the last `may_end`."""
+        self._driver = driver
+        driver.submit(
+            [
+                _request(group.prompt, sibling, completion, (place, sibling), sampling, seed)
+                for place, group in enumerate(groups)
+                for sibling, completion in enumerate(group.completions)
+                if completion.finish_reason == UNFINISHED
+            ]
+        )
+
+    def advance(self) -> Iterator[int]:
+        """Run one decode step. Yields the groups that it completed."""
+        for place in dict.fromkeys(self.add(self._driver.step())):  # siblings may end in the same step
+            if self.groups[place].is_complete:
+                self.complete.add(place)
+                self._changed = True
+                yield place
+
+    def split(self, wanted: int) -> tuple[list[Pending], list[Pending]]:
+        """Return the `wanted` oldest complete groups, and all others."""
+        chosen = sorted(self.complete)[:wanted]
+        left = [group for index, group in enumerate(self.groups) if index not in chosen]
+        return [self.groups[index] for index in chosen], left
+
+    def may_end(self, wanted: int, step: int, max_age: int) -> bool:
+        """True if `wanted` groups are complete, and no other would exceed `max_age` if each step trains `wanted`.
+
+        Always true if all groups are complete: a resumed run may have another `max_age`, or more groups than before.
+        """
+        if len(self.complete) == len(self.groups):
+            return True
+        if len(self.complete) < wanted or not self._changed:
+            return False
+        self._changed = False
+        last_steps = [group.step + max_age for group in self.split(wanted)[1]]
+        return all(sum(last <= step + later for last in last_steps) <= later * wanted for later in range(max_age))
+
+    def add(self, sampled: Finished) -> list[int]:
+        """Append what was sampled to the groups, and return the changed groups."""
+        changed = []
+        for key, rest in sampled:
+            place, sibling = cast(tuple[int, int], key)
+            completions = self.groups[place].completions
+            completions[sibling] = continued(completions[sibling], rest)
+            changed.append(place)
+        return changed
+
+
+def _request(
+    prompt: Prompt, sibling: int, sampled: Completion, key: tuple[int, int], sampling: Sampling, seed: int
+) -> Request:
+    """Return the request for the tokens after those already sampled."""
+    before = len(sampled.token_ids)
+    return Request(
+        key=key,
+        token_ids=prompt.token_ids + sampled.token_ids,
+        seed=derive_seed(seed, "partial", prompt.index, sibling, before),
+        sampling=replace(sampling, max_tokens=sampling.max_tokens - before),
+    )
+
+
+def continued(first: Completion, rest: Completion) -> Completion:
+    """Return a completion with the tokens of both. `rest` was sampled later, perhaps with newer weights."""
+    start = len(first.token_ids)
+    if not start:
+        return rest
+    if not rest.token_ids:
+        return replace(first, finish_reason=rest.finish_reason)
+    versions = [(0, first.policy_version), *first.newer_versions]
+    newer = [] if rest.policy_version == versions[-1][1] else [(start, rest.policy_version)]
+    return replace(
+        first,
+        token_ids=first.token_ids + rest.token_ids,
+        sampling_logprobs=first.sampling_logprobs + rest.sampling_logprobs,
+        finish_reason=rest.finish_reason,
+        newer_versions=first.newer_versions + newer,
+    )
+
+
+def new_group(prompt: Prompt, step: int, group_size: int) -> Pending:
+    """Return a group without tokens. Raises EnvironmentSetupError if a checkpoint cannot contain the prompt's item."""
+    try:
+        problem = None if json.loads(json.dumps(prompt.item)) == prompt.item else "tuples, or keys that are not text"
+    except (TypeError, ValueError) as error:
+        problem = str(error)
+    if problem is not None:
+        raise EnvironmentSetupError(
+            f"rollout.partial: an item of {prompt.source!r} cannot be stored in a checkpoint: {problem}; make it JSON"
+        )
+    empty = Completion(token_ids=[], sampling_logprobs=[], finish_reason=UNFINISHED, policy_version=0)
+    return Pending(prompt=prompt, step=step, completions=[empty] * group_size)
+
+
+def dealt(prompts: Sequence[Prompt], counts: Sequence[int]) -> list[list[Prompt]]:
+    """Deal the prompts in turn, `counts` to each engine."""
+    hands: list[list[Prompt]] = [[] for _ in counts]
+    deck = iter(prompts)
+    for _ in range(max(counts)):
+        for hand, count in zip(hands, counts, strict=True):
+            if len(hand) < count:
+                hand.append(next(deck))
+    return hands
+
+
+def _as_json(group: Pending) -> JsonObject:
+    return {**_values(group), "prompt": _values(group.prompt), "completions": list(map(_values, group.completions))}
+
+
+def _values(record: Pending | Prompt | Completion) -> JsonObject:
+    return {field.name: getattr(record, field.name) for field in fields(record)}
+
+
+def _from_json(group: JsonObject, limit: int) -> Pending:
+    """Return the group. limit: length at which a completion ends, which a resumed run may have lowered."""
+    completions = [Completion(**values) for values in group["completions"]]
+    return Pending(
+        prompt=Prompt(**group["prompt"]),
+        step=group["step"],
+        completions=[
+            replace(
+                one,
+                newer_versions=[(start, version) for start, version in one.newer_versions],
+                finish_reason="length" if len(one.token_ids) >= limit else one.finish_reason,
+            )
+            for one in completions
+        ],
+    )
