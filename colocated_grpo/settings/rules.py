@@ -231,10 +231,7 @@ def _engines(config: Config) -> Lines:
     if stale and config.deterministic:
         yield "deterministic=true: not possible with rollout.max_staleness=1: a resumed run begins with a fresh batch"
     if stale and has_atropos:
-        yield (
-            "rollout.max_staleness=1: must be 0 with an atropos environment, which samples on its own time; a limit "
-            "on its staleness is not needed for the next batch to be ready"
-        )
+        yield "rollout.max_staleness=1: must be 0 with an atropos environment, which samples on its own time"
     excluded = {
         "engine.placement: server": served,
         "policy.routing_replay": policy.routing_replay,
