@@ -144,7 +144,7 @@ def compare_operators(engine: Any, policy: Policy, options: argparse.Namespace) 
             )
             firsts += [(layer, len(rows), f"{operator} in layer {layer}, {one['first']}") for layer, one in different]
     first = min(firsts)[2] if firsts else "none"
-    return {"operators": rows, "first difference": first, "logprobs of the sequence": [differences]}
+    return {"rows": rows, "first difference": first, "logprobs of the sequence": [differences]}
 
 
 def compare(decoded: list[Tensor], packed: list[Tensor], prompt: int) -> JsonObject | None:
