@@ -31,11 +31,14 @@ moves while it trains, and under adaptive optimizers in proportion to the rate. 
 at a rate of 1e-5: 1,200 times the rate."""
 
 
-def default_limit(dtypes: Sequence[torch.dtype], *, quantized: bool) -> float:
+def default_limit(dtypes: Sequence[torch.dtype], *, quantized: bool, exact: bool = False) -> float:
     """Return the limit of the mean.
 
-    dtypes: types of policy and engine. quantized: True if the engine's weights or its KV cache are quantized.
+    dtypes: types of policy and engine. quantized: True if the engine's weights or its KV cache are quantized. exact:
+    True with `numerics: exact`, where a token that differs at all is an error.
     """
+    if exact:
+        return 0.0
     return QUANTIZED_LIMIT if quantized else max(LIMITS[dtype] for dtype in dtypes)
 
 
@@ -73,10 +76,15 @@ class SampleCheck:
                     "policy.grad_clip"
                 )
             if value > limit:
+                cause = "decoding, sampling or scheduling fails: try engine.enforce_eager=true"
+                if limit == 0:
+                    cause = (
+                        "an operator differs: `python -m benchmarks.exactness` finds the first, or set numerics=fast"
+                    )
                 raise RunError(
                     f"{name}={value:.4g}: samples have other log-probabilities in the engine than in the policy (limit "
                     f"{limit:g}, from freshness.max_mean_diff); this optimizer step was not taken. The weights passed "
-                    "their last comparison, so decoding, sampling or scheduling fails: try engine.enforce_eager=true"
+                    f"their last comparison, so {cause}"
                 )
 
 

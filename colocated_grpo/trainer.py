@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from colocated_grpo.advantages import group_advantages
-from colocated_grpo.batching import Batch, MicroBatch, pack
+from colocated_grpo.batching import Batch, MicroBatch, Minibatch, pack
 from colocated_grpo.environments.base import BatchResult
-from colocated_grpo.errors import NothingUsable
+from colocated_grpo.errors import NothingUsable, RunError
 from colocated_grpo.evaluation.evaluator import EvaluationSet
 from colocated_grpo.freshness import staleness_of
 from colocated_grpo.metrics import Metrics, reduce
@@ -228,17 +228,27 @@ def update(run: Run, batch: Batch, staleness: int) -> Metrics:
     judged = run.config.recomputes_logprobs
     if judged:
         for minibatch in batch.minibatches:
-            run.judge_samples(run.policy.mismatch(minibatch), staleness * lr)
+            judge(run, minibatch, run.policy.mismatch(minibatch), staleness * lr)
     for _ in range(run.config.batch.epochs):
         for minibatch in batch.minibatches:
             own = Metrics(run.world.device)
             run.policy.forward_backward(minibatch, own)
             if not judged:
-                run.judge_samples(own, staleness * lr)
+                judge(run, minibatch, own, staleness * lr)
             run.policy.optimizer_step(own)
             metrics.add(dict(own.ordered()))
             staleness += 1
     return metrics
+
+
+def judge(run: Run, minibatch: Minibatch, metrics: Metrics, moved: float) -> None:
+    """Raise RunError if the samples differ too much from the policy. With `numerics: exact`, name the first token."""
+    try:
+        run.judge_samples(metrics, moved)
+    except RunError as error:
+        if not run.policy.is_exact:
+            raise
+        raise RunError(f"{error}; {run.policy.first_difference(minibatch)}") from error
 
 
 def profile_folder(run: Run, step: int) -> Path | None:

@@ -104,8 +104,7 @@ def build_run(
     engines = build_engines(config, spec, servers, policy, model, folder, world, stop, resources, output)
     opponent = build_opponent(config.opponent, frozen, policy, engines, world, config.freshness.every)
     with output.phase("rehearsing a training step"):
-        # The engine sleeps, so memory that is free now is free while the policy trains.
-        config = rehearse(config, policy, engines.local, world, tracker.note)
+        config = rehearse(config, policy, engines.local, world, tracker.note)  # while the engine sleeps
     driver = Driver(engines.engine, inbox)
     collector = build_collector(config, driver, inbox, data, model, world, stop, resources)
     served = None if serving is None else serving.start(driver, start, stop.requested, lambda: policy.version)
@@ -113,6 +112,7 @@ def build_run(
     supply = build_supply(prompts, served, driver, engines.local, config.ranks_per_engine, config.training_steps)
     resources.callback(supply.close)
     resources.callback(finish_writing, checkpoints)
+    sets = evaluation_sets(config.evaluation, config.rollout, data.evaluated, model.stop_token_ids, config.is_mixed)
     best = Best(config.evaluation.keep_best, config.evaluation.patience)
     load_state(state, start, supply, best, folder)
     return Run(
@@ -129,9 +129,9 @@ def build_run(
         supply=supply,
         choreography=Choreography(policy, engines.engine, engines.sync, clock, config.sync_frequency),
         rewards=RewardCheck(config.rollout.max_reward_errors, expected=config.is_rewarded),
-        judge_samples=build_judge(config.freshness, config.rollout.temperature, policy.dtype, engines, world),
+        judge_samples=build_judge(config.freshness, config.rollout.temperature, policy, engines, world),
         clock=clock,
-        evaluator=Evaluator(evaluation_sets(config, data.evaluated, model.stop_token_ids), collector, world),
+        evaluator=Evaluator(sets, collector, world),
         best=best,
         checkpoints=checkpoints,
         exports=build_exports(config.checkpoint, config.policy.lora, config.model.name, policy, model, world),

@@ -26,6 +26,7 @@ from colocated_grpo.rollout.supply import AheadSupply, MixedSupply, Opponent, Pr
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.supervision import StopRequest
 from colocated_grpo.settings.evaluation import HELD_OUT, PREFIX, EvaluationConfig
+from colocated_grpo.settings.generation import RolloutConfig
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.summaries import held_out_metrics, mixed_held_out_metrics
 from colocated_grpo.tracking import NullTracker, Tracker
@@ -93,9 +94,17 @@ def draw_held_out(evaluation: EvaluationConfig, environments: Environments, note
     return environments.held_out(evaluation.prompts)
 
 
-def evaluation_sets(config: Config, evaluated: Evaluated, stop_tokens: tuple[int, ...]) -> list[EvaluationSet]:
-    """Return the held-out prompts and the sets of the config. Sets that this run does not evaluate have no prompts."""
-    evaluation, rollout = config.evaluation, config.rollout
+def evaluation_sets(
+    evaluation: EvaluationConfig,
+    rollout: RolloutConfig,
+    evaluated: Evaluated,
+    stop_tokens: tuple[int, ...],
+    mixed: bool,
+) -> list[EvaluationSet]:
+    """Return the held-out prompts and the sets of the config. Sets that this run does not evaluate have no prompts.
+
+    mixed: the run has several environments.
+    """
     # Training's top_p, top_k, min_p and penalties do not apply.
     sampling = partial(
         Sampling, max_tokens=rollout.max_completion_tokens, stop=tuple(rollout.stop), stop_token_ids=stop_tokens
@@ -108,7 +117,7 @@ def evaluation_sets(config: Config, evaluated: Evaluated, stop_tokens: tuple[int
             prompts=evaluated.held_out,
             samples=evaluation.samples_per_prompt,
             sampling=sampling(temperature=evaluation.temperature),
-            metrics=mixed_held_out_metrics if config.is_mixed else held_out_metrics,
+            metrics=mixed_held_out_metrics if mixed else held_out_metrics,
         ),
         *(
             EvaluationSet(

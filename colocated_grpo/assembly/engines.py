@@ -63,5 +63,6 @@ def engine_spec(
         needs_text=bool(config.rollout.stop) or has_senders or has_agents,
         structured=config.structured,
         records_routes=config.policy.routing_replay,
+        numerics=config.numerics,
         args={"tokenizer": config.model.tokenizer, **engine.args} if config.model.tokenizer else engine.args,
     )

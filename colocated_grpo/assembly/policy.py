@@ -178,8 +178,8 @@ def build_opponent(
 
 
 def build_judge(
-    freshness: FreshnessConfig, temperature: float, compute: torch.dtype, engines: Engines, world: World
+    freshness: FreshnessConfig, temperature: float, policy: Policy, engines: Engines, world: World
 ) -> Judge:
-    """temperature: temperature of training samples. compute: type of the policy's activations."""
-    limit = default_limit([compute, engines.dtype], quantized=engines.is_quantized)
+    """temperature: temperature of training samples."""
+    limit = default_limit([policy.dtype, engines.dtype], quantized=engines.is_quantized, exact=policy.is_exact)
     return make_judge(freshness, limit, temperature, (world.sum_, world.max_))

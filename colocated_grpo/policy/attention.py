@@ -180,6 +180,7 @@ def packed_attention(
     capped: Capped | None = None,
     context_group: str | None = None,
     on_cuda: kernels.Attend = kernels.attend_varlen,
+    kernel: kernels.Attend | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
     """Attend over packed sequences. The signature is that of transformers' attention functions.
@@ -187,8 +188,9 @@ def packed_attention(
     query: [1, H, T, D], key and value: [1, K, T, D], cu_seq_lens_q: [N + 1] int32. Returns [1, T, H, D].
     prefix_keys: set if the micro-batch has common prefixes. None: each run sees only its own keys. The last query of a
     run sees all of the run's keys. softcap: largest score. s_aux: [H] attention sinks. capped: needed for softcap in 16
-    bit on a GPU. context_group: name of the process group over which the micro-batch is split; T then counts this
-    rank's rows, while cu_seq_lens_q and prefix_keys index the rows of all ranks of the group.
+    bit on a GPU. kernel: used on every device, without sinks and softcap. context_group: name of the process group
+    over which the micro-batch is split; T then counts this rank's rows, while cu_seq_lens_q and prefix_keys index the
+    rows of all ranks of the group.
     """
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     if context_group is not None:
@@ -199,8 +201,10 @@ def packed_attention(
     else:
         key, value = (expand_keys(tensor, prefix_keys) for tensor in (key, value))
         runs = kernels.Runs(cu_seq_lens_q, max_length_q, prefix_keys.cu_seqlens, prefix_keys.max_seqlen)
-    if not (query.is_cuda and query.dtype.itemsize == 2):  # FlashAttention has no float32 kernels
-        attend: kernels.Attend = partial(kernels.attend_padded, sinks_H=s_aux, softcap=softcap)
+    if kernel is not None:
+        attend = kernel
+    elif not (query.is_cuda and query.dtype.itemsize == 2):  # FlashAttention has no float32 kernels
+        attend = partial(kernels.attend_padded, sinks_H=s_aux, softcap=softcap)
     elif softcap is not None:
         assert s_aux is None  # no model family has both sinks and soft-capped scores
         assert capped is not None

@@ -4,7 +4,7 @@ Shapes: N scored tokens, H hidden size, V vocabulary, C tokens of one chunk.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,15 @@ LogitGradient = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, torch.dtype, f
 """(logits_CV, targets_C, temperature_C, logsumexp_C, grad_C, dtype, softcap) -> gradient of the logits [C, V]."""
 
 
+class HeadOperators(NamedTuple):
+    """Operators on the logits of a chunk of tokens."""
+
+    logits: Callable[[Tensor, Tensor, float | None, Tensor], Tensor]
+    """(hidden_CH, weight_VH, softcap, temperature_C) -> logits_CV, which the other two operators get."""
+    statistics: RowStatistics
+    gradient: LogitGradient
+
+
 def linear_logprobs(
     hidden_NH: Tensor,
     weight_VH: Tensor,
@@ -23,14 +32,17 @@ def linear_logprobs(
     temperature_N: Tensor,
     chunk_tokens: int,
     softcap: float | None = None,
+    operators: HeadOperators | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return log p(target) and entropy of softmax(hidden @ weight.T / temperature) per token, both [N] float32.
 
     Gradients flow through the log-probabilities only; the entropy is for metrics. Logits are float32 and stored for
     `chunk_tokens` tokens at a time; the backward pass computes them again.
     softcap: final logits are softcap * tanh(logits / softcap) before the temperature (gemma2, gemma3).
+    operators: by default the fastest on the device.
     """
-    return _LinearLogprobs.apply(hidden_NH, weight_VH, targets_N, temperature_N, chunk_tokens, softcap)
+    operators = operators or operators_on(hidden_NH.device)
+    return _LinearLogprobs.apply(hidden_NH, weight_VH, targets_N, temperature_N, operators, chunk_tokens, softcap)
 
 
 def linear_loss(
@@ -42,6 +54,7 @@ def linear_loss(
     temperature_N: Tensor,
     chunk_tokens: int,
     softcap: float | None = None,
+    operators: HeadOperators | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the loss, and as constants the log-probabilities and entropies of `linear_logprobs`, both [N].
 
@@ -50,7 +63,8 @@ def linear_loss(
     then does not recompute the logits. In total, both passes take three matrix products of the logits' size instead of
     four.
     """
-    return _LinearLoss.apply(hidden_NH, weight_VH, targets_N, temperature_N, loss_of, chunk_tokens, softcap)
+    operators = operators or operators_on(hidden_NH.device)
+    return _LinearLoss.apply(hidden_NH, weight_VH, targets_N, temperature_N, loss_of, operators, chunk_tokens, softcap)
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -61,21 +75,21 @@ class _LinearLogprobs(torch.autograd.Function):
         weight_VH: Tensor,
         targets_N: Tensor,
         temperature_N: Tensor,
+        operators: HeadOperators,
         chunk_tokens: int,
         softcap: float | None,
     ) -> tuple[Tensor, Tensor]:
-        statistics, _ = _row_operations(hidden_NH.device)
         # Separate tensors instead of rows of one tensor: FSDP warns about outputs that are views.
         logprobs_N = hidden_NH.new_empty(len(hidden_NH), dtype=torch.float32)
         entropy_N, logsumexp_N = torch.empty_like(logprobs_N), torch.empty_like(logprobs_N)
         for chunk in _chunks(len(hidden_NH), chunk_tokens):
-            logits_CV = _logits(hidden_NH[chunk], weight_VH, softcap)
-            logprobs_N[chunk], entropy_N[chunk], logsumexp_N[chunk] = statistics(
+            logits_CV = operators.logits(hidden_NH[chunk], weight_VH, softcap, temperature_N[chunk])
+            logprobs_N[chunk], entropy_N[chunk], logsumexp_N[chunk] = operators.statistics(
                 logits_CV, targets_N[chunk], temperature_N[chunk]
             )
             del logits_CV  # before the next chunk's logits are allocated, or both exist at once
         ctx.save_for_backward(hidden_NH, weight_VH, targets_N, temperature_N, logsumexp_N)
-        ctx.settings = chunk_tokens, softcap
+        ctx.settings = operators, chunk_tokens, softcap
         ctx.mark_non_differentiable(entropy_N)
         return logprobs_N, entropy_N
 
@@ -83,13 +97,13 @@ class _LinearLogprobs(torch.autograd.Function):
     # pyrefly: ignore[bad-override]  (torch declares *grad_outputs, but passes one argument per output)
     def backward(ctx: Any, grad_N: Tensor, _grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, targets_N, temperature_N, logsumexp_N = ctx.saved_tensors
-        chunk_tokens, softcap = ctx.settings
-        gradients = _Gradients(hidden_NH, weight_VH, softcap, of_weight=ctx.needs_input_grad[1])
+        operators, chunk_tokens, softcap = ctx.settings
+        gradients = _Gradients(hidden_NH, weight_VH, softcap, operators, of_weight=ctx.needs_input_grad[1])
         for chunk in _chunks(len(hidden_NH), chunk_tokens):
-            logits_CV = _logits(hidden_NH[chunk], weight_VH, softcap)
+            logits_CV = operators.logits(hidden_NH[chunk], weight_VH, softcap, temperature_N[chunk])
             gradients.add(chunk, logits_CV, targets_N[chunk], temperature_N[chunk], logsumexp_N[chunk], grad_N[chunk])
             del logits_CV
-        return gradients.hidden_NH, gradients.weight(), None, None, None, None
+        return gradients.hidden_NH, gradients.weight(), None, None, None, None, None
 
 
 class _LinearLoss(torch.autograd.Function):
@@ -101,18 +115,18 @@ class _LinearLoss(torch.autograd.Function):
         targets_N: Tensor,
         temperature_N: Tensor,
         loss_of: Callable[[slice, Tensor], Tensor],
+        operators: HeadOperators,
         chunk_tokens: int,
         softcap: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        statistics, _ = _row_operations(hidden_NH.device)
         logprobs_N = hidden_NH.new_empty(len(hidden_NH), dtype=torch.float32)
         entropy_N = torch.empty_like(logprobs_N)
         loss = hidden_NH.new_zeros((), dtype=torch.float32)
-        gradients = _Gradients(hidden_NH, weight_VH, softcap, of_weight=ctx.needs_input_grad[1])
+        gradients = _Gradients(hidden_NH, weight_VH, softcap, operators, of_weight=ctx.needs_input_grad[1])
         for chunk in _chunks(len(hidden_NH), chunk_tokens):
-            logits_CV = _logits(hidden_NH[chunk], weight_VH, softcap)
             rows = targets_N[chunk], temperature_N[chunk]
-            logprobs_C, entropy_N[chunk], logsumexp_C = statistics(logits_CV, *rows)
+            logits_CV = operators.logits(hidden_NH[chunk], weight_VH, softcap, temperature_N[chunk])
+            logprobs_C, entropy_N[chunk], logsumexp_C = operators.statistics(logits_CV, *rows)
             part, grad_C = _value_and_gradient(loss_of, chunk, logprobs_C)
             loss += part
             logprobs_N[chunk] = logprobs_C
@@ -127,7 +141,7 @@ class _LinearLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, *_constants: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden_NH, grad_weight_VH = ctx.saved_tensors
         of_weight = None if grad_weight_VH is None else grad_weight_VH * grad
-        return grad_hidden_NH * grad, of_weight, None, None, None, None, None
+        return grad_hidden_NH * grad, of_weight, None, None, None, None, None, None
 
 
 def _value_and_gradient(
@@ -146,13 +160,21 @@ class _Gradients:
     `add` overwrites the logits.
     """
 
-    def __init__(self, hidden_NH: Tensor, weight_VH: Tensor, softcap: float | None, *, of_weight: bool) -> None:
+    def __init__(
+        self,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        softcap: float | None,
+        operators: HeadOperators,
+        *,
+        of_weight: bool,
+    ) -> None:
         self._inputs = hidden_NH, weight_VH
         self._softcap = softcap
         self.hidden_NH = torch.empty_like(hidden_NH)
         # Chunks accumulate in float32: a 16-bit sum would lose digits that a single matmul keeps.
         self._weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if of_weight else None
-        _, self._logit_gradient = _row_operations(hidden_NH.device)
+        self._logit_gradient = operators.gradient
 
     def add(
         self,
@@ -179,8 +201,8 @@ def _chunks(total: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, total)) for start in range(0, total, size)]
 
 
-def _logits(hidden_CH: Tensor, weight_VH: Tensor, softcap: float | None) -> Tensor:
-    """Return float32 logits [C, V], soft-capped if the model caps them."""
+def _logits(hidden_CH: Tensor, weight_VH: Tensor, softcap: float | None, _temperature_C: Tensor) -> Tensor:
+    """Return float32 logits [C, V], soft-capped if the model caps them, not divided by the temperature."""
     if hidden_CH.is_cuda and hidden_CH.dtype != torch.float32:
         logits_CV = torch.mm(hidden_CH, weight_VH.t(), out_dtype=torch.float32)
     else:
@@ -196,15 +218,15 @@ def _add_product(total_VH: Tensor, left_VC: Tensor, right_CH: Tensor) -> None:
         total_VH.addmm_(left_VC.float(), right_CH.float())
 
 
-def _row_operations(device: torch.device) -> tuple[RowStatistics, LogitGradient]:
+def operators_on(device: torch.device) -> HeadOperators:
     if device.type == "cuda":
         from colocated_grpo.policy import softmax_kernels as kernels  # CPU builds of torch may lack Triton
 
-        return kernels.row_statistics, kernels.logit_gradient
-    return _row_statistics, _logit_gradient
+        return HeadOperators(_logits, kernels.row_statistics, kernels.logit_gradient)
+    return HeadOperators(_logits, plain_row_statistics, plain_logit_gradient)
 
 
-def _row_statistics(logits_CV: Tensor, targets_C: Tensor, temperature_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def plain_row_statistics(logits_CV: Tensor, targets_C: Tensor, temperature_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The same as `softmax_kernels.row_statistics`, in plain torch."""
     scaled_CV = logits_CV / temperature_C[:, None]
     logsumexp_C = torch.logsumexp(scaled_CV, dim=-1)
@@ -213,7 +235,7 @@ def _row_statistics(logits_CV: Tensor, targets_C: Tensor, temperature_C: Tensor)
     return logprobs_C, logsumexp_C - probs_CV.mul_(scaled_CV).sum(-1), logsumexp_C
 
 
-def _logit_gradient(
+def plain_logit_gradient(
     logits_CV: Tensor,
     targets_C: Tensor,
     temperature_C: Tensor,

@@ -64,6 +64,7 @@ class ModelLoader:
         self._trust_remote_code = config.model.trust_remote_code
         self._longest = config.max_sequence_tokens
         self._seed = config.seed
+        self._exact = config.numerics == "exact"
         self._hf_config, self._folder, self._world = hf_config, folder, world
         self.dtype = compute_dtype(config.policy.compute_dtype, world.device)
         # One rank has nothing to gather or to reduce, and FSDP2 would hold frozen weights twice.
@@ -136,6 +137,12 @@ class ModelLoader:
         """Prepare the blocks for checkpointing and compilation as configured. replays: also for routing replay."""
         policy, device = self._policy, self._world.device
         compiled = device.type == "cuda" if policy.compile == "auto" else policy.compile
+        if self._exact:
+            # Imported here: other runs do not need it.
+            from colocated_grpo.policy.exact import use_exact_operators
+
+            use_exact_operators(model)
+            compiled = False  # the compiler would fuse operators, and skip the rounding between them
         prepare_blocks(model, checkpointed=policy.gradient_checkpointing is True, compiled=compiled)
         if replays:
             model.replay = RoutingReplay(blocks_of(model), model.lm.config, device)

@@ -68,6 +68,8 @@ class Policy:
         """Completed optimizer steps."""
         self.fixed_lr: float | None = None
         """Learning rate that replaces the schedule's, the same on every rank. None: use the schedule."""
+        self.is_exact = config.numerics == "exact"
+        """True if log-probabilities equal the engine's to the last bit."""
         self._config = config.policy
         self._world_size = world.size
         self._sum_over_ranks = world.sum_
@@ -120,6 +122,24 @@ class Policy:
             inputs = _on_device(with_group_sums(micro_batch).loss_inputs, self.device)
             assert inputs.old_logprobs_N is not None
             found.add(mismatch(apply_mask(inputs.old_logprobs_N, inputs)[1]))
+        return found
+
+    def first_difference(self, minibatch: Minibatch) -> str:
+        """Describe this rank's first token whose log-probability is not the sampler's; "" if there is none. Collective.
+
+        Costs a forward pass.
+        """
+        found = ""
+        for number, micro_batch in enumerate(minibatch.micro_batches):
+            inputs, logprobs_N = micro_batch.loss_inputs, self.score(micro_batch).cpu()
+            assert inputs.sampling_logprobs_N is not None
+            differing = torch.nonzero((logprobs_N != inputs.sampling_logprobs_N) & (inputs.loss_mask_N != 0))[:, 0]
+            if not found and len(differing):
+                at = int(differing[0])
+                own, sampled = logprobs_N[at].item(), inputs.sampling_logprobs_N[at].item()
+                sequence, token = int(inputs.sequence_N[at]), int(micro_batch.tokens.targets_N[at])
+                place = f"{len(differing)} of {len(logprobs_N)} in micro-batch {number}"
+                found = f"first: token {token} of sequence {sequence}, policy {own:.7g}, engine {sampled:.7g} ({place})"
         return found
 
     def with_sampling_logprobs(self, batch: Batch) -> Batch:

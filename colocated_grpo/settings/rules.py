@@ -20,13 +20,16 @@ _SEQUENCE = "rollout.max_prompt_tokens + rollout.max_completion_tokens"
 
 def check(config: Config) -> None:
     """Raise ConfigError if settings contradict each other. Needs no file, network or device."""
-    setting, policy = config.shares_weights, config.policy
+    from colocated_grpo.settings.exact import problems as exact_problems  # the loop does not need it
+
+    setting, policy, exact = config.shares_weights, config.policy, config.numerics == "exact"
     _raise_on(
         *_run_folder(config.output_dir, config.run_name or ""),
         *_sizes(config),
         *(_shared_weights(setting, policy, config.engine, config.sync_frequency) if setting is not None else ()),
         *_environments(config),
         *_engines(config),
+        *(exact_problems(policy, config.engine, config.rollout, config.structured) if exact else ()),
         *policy.problems(),
         *config.engine.problems(),
         *config.rollout.problems(),
@@ -228,10 +231,7 @@ def _engines(config: Config) -> Lines:
     if stale and config.deterministic:
         yield "deterministic=true: not possible with rollout.max_staleness=1: a resumed run begins with a fresh batch"
     if stale and has_atropos:
-        yield (
-            "rollout.max_staleness=1: must be 0 with an atropos environment, which samples on its own time; a limit "
-            "on its staleness is not needed for the next batch to be ready"
-        )
+        yield "rollout.max_staleness=1: must be 0 with an atropos environment, which samples on its own time"
     excluded = {
         "engine.placement: server": served,
         "policy.routing_replay": policy.routing_replay,

@@ -55,7 +55,7 @@ def prepare_evaluation(config: Config, adapter: Path | None) -> Generator[Evalua
     environments = build_environments(config, model.tokenizer)
     evaluated = read_evaluated(config.evaluation, environments, world, print)
     data = Data(environments=environments, source=None, evaluated=evaluated)
-    sets = evaluation_sets(config, evaluated, model.stop_token_ids)
+    sets = evaluation_sets(config.evaluation, config.rollout, evaluated, model.stop_token_ids, config.is_mixed)
     resources = ExitStack()
     listen_to_agents(config, data, model, resources)
     engines = world.size // config.engine.tensor_parallel_size

@@ -37,16 +37,18 @@ LAYERS = [
 VLLM_FOLDER = "rollout/vllm"
 VLLM_ELSEWHERE = {
     "weights/plan.py",  # the layer classes whose parameters a plan looks into
+    "policy/exact.py",  # the operators with which the engine computes
+    "runtime/cpu_rows.py",  # attention of the engine on CPUs
     "policy/flash_attention.py",  # FlashAttention 4, which vLLM only ships
 }
 NOT_IN_CONFIG = {"torch", "vllm", "transformers"}
 PURE = {"advantages", "batching", "losses"}
 NOT_IN_PURE = {"torch.distributed", "vllm", "transformers"}
 # Lower them with what is deleted; what comes in must be worth what it costs to read.
-MOST_FILES, MOST_LINES = 247, 44_399
-MOST_LOADED_FILES, MOST_LOADED_LINES = 81, 13_240
+MOST_FILES, MOST_LINES = 252, 45_250
+MOST_LOADED_FILES, MOST_LOADED_LINES = 81, 13_310
 """What `import colocated_grpo.trainer` loads."""
-MOST_WITH_CONFIG = 41
+MOST_WITH_CONFIG = 40
 """Functions that take the whole `Config` instead of what they use."""
 LONGEST_FILE, LONGEST_FUNCTION, MOST_LOOSE_FILES = 350, 80, 12
 
@@ -99,7 +101,7 @@ def test_policy_and_rollout_never_import_each_other():
     assert "policy" not in met["rollout"]
 
 
-def test_vllm_is_imported_in_one_folder_and_three_named_files():
+def test_vllm_is_imported_in_one_folder_and_five_named_files():
     users = {relative(file) for file in FILES for name in imports(file) if starts_with_any(name, {"vllm"})}
     assert {file for file in users if not file.startswith(VLLM_FOLDER)} == VLLM_ELSEWHERE
 

@@ -53,6 +53,13 @@ def test_the_line_gives_limit_setting_and_advice():
     assert "try engine.enforce_eager=true" in line and "\n" not in line
 
 
+def test_with_exact_numerics_any_difference_on_policy_ends_the_run():
+    check = check_of(limit=default_limit([torch.bfloat16], quantized=False, exact=True))
+    assert error_of(check, 0.0) is None
+    assert "benchmarks.exactness" in error_of(check, 1e-9)
+    assert error_of(check, 1e-9, staleness=1) is None  # the policy has moved since
+
+
 @pytest.mark.parametrize("values", [{"plain": math.nan}, {"plain": 0.0, "worst": math.inf}])
 def test_values_that_are_not_finite_end_the_run_without_blaming_the_engine_alone(values):
     line = error_of(check_of(), **values)

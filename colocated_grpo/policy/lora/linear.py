@@ -10,6 +10,7 @@ while the adapter is zero, weights do not jitter from step to step, and a resume
 Shapes: T tokens, I input features, O output features, R rank.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from transformers.pytorch_utils import Conv1D
 
 FACTORS = ("lora_A", "lora_B")
 """Names of the factors' parameters, as in PEFT."""
+Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""(x, weight_OI, bias_O) -> x @ weight.T + bias. Without gradients of its own."""
 
 
 class AdaptedLinear(nn.Module):
@@ -37,12 +40,13 @@ class AdaptedLinear(nn.Module):
         self.weight = layer.get_parameter("weight")
         self.bias = None if getattr(layer, "bias", None) is None else layer.get_parameter("bias")
         self.scale = scale
+        self.multiply: Multiply = functional.linear
         outputs, inputs = self.matrix().shape
         self.lora_A = nn.Parameter(torch.empty(rank, inputs, device="meta"))
         self.lora_B = nn.Parameter(torch.empty(outputs, rank, device="meta"))
 
     def forward(self, x: Tensor) -> Tensor:
-        return _merged_linear(x, self.matrix(), self.bias, self.lora_A, self.lora_B, self.scale)
+        return _merged_linear(x, self.matrix(), self.bias, self.lora_A, self.lora_B, self.scale, self.multiply)
 
     def matrix(self) -> Tensor:
         """Return the weight as [O, I]."""
@@ -77,11 +81,18 @@ def is_factor(name: str) -> bool:
 class _MergedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, a_RI: Tensor, b_OR: Tensor, scale: float
+        ctx: Any,
+        x: Tensor,
+        weight_OI: Tensor,
+        bias_O: Tensor | None,
+        a_RI: Tensor,
+        b_OR: Tensor,
+        scale: float,
+        multiply: Multiply,
     ) -> Tensor:
         ctx.save_for_backward(x, weight_OI, a_RI, b_OR)
         ctx.scale = scale
-        return functional.linear(x, weight_OI, bias_O)
+        return multiply(x, weight_OI, bias_O)
 
     @staticmethod
     # pyrefly: ignore[bad-override]  (torch declares *grad_outputs, but passes one argument per output)
@@ -94,7 +105,7 @@ class _MergedLinear(torch.autograd.Function):
         b_TR = grad_TO @ b_OR.to(x.dtype)
         grad_a_RI = (b_TR.t() @ x_TI).to(a_RI.dtype) * ctx.scale
         grad_b_OR = (grad_TO.t() @ a_TR).to(b_OR.dtype) * ctx.scale
-        return grad_x, None, None, grad_a_RI, grad_b_OR, None
+        return grad_x, None, None, grad_a_RI, grad_b_OR, None, None
 
 
 _merged_linear = _MergedLinear.apply

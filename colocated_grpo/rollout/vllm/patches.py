@@ -23,8 +23,10 @@ from packaging.version import Version
 from colocated_grpo.errors import RunError
 from colocated_grpo.rollout.vllm import process
 from colocated_grpo.rollout.vllm.versions import SUPPORTED, supported_version
+from colocated_grpo.runtime import cpu_rows
 
 Device = Literal["cpu", "cuda"]
+Numerics = Literal["fast", "exact"]
 Make = Callable[["Patch", object], Any]
 """(row, the original object) -> its replacement."""
 
@@ -43,6 +45,7 @@ class Patch:
     """Issue, pull request or source file to check before the row is changed or dropped."""
     versions: SpecifierSet = SUPPORTED
     devices: tuple[Device, ...] = ("cpu", "cuda")
+    numerics: tuple[Numerics, ...] = ("fast", "exact")
     required: bool = False
     """True: the run would be wrong without the replacement. False: the run would be slower."""
     hits: int = 0
@@ -52,12 +55,14 @@ class Patch:
     """
     status: str = "not applied"
 
-    def apply(self, device: Device, version: Version) -> None:
+    def apply(self, device: Device, version: Version, numerics: Numerics = "fast") -> None:
         """Replace the target, once for the life of the process. Raises RunError if a required target is missing."""
         if self.status == "applied" or self.make is None:
             return
         if device not in self.devices:
             self.status = f"skipped: only on {self.devices[0]}"
+        elif numerics not in self.numerics:
+            self.status = f"skipped: only with numerics: {self.numerics[0]}"
         elif not self.versions.contains(version, prereleases=True):
             self.status = f"skipped: only for vLLM {self.versions}"
         else:
@@ -164,6 +169,28 @@ FREE_REQUEST = Patch(
     upstream="vllm/v1/core/sched/scheduler.py",
 )
 
+
+def _decode_kernel(target: str, factory: str, cures: str) -> Patch:
+    """Return a row of `numerics: fast`: the kernel's results depend on the batch. factory: 'module.function'."""
+    upstream, make = f"{target.partition(':')[0].replace('.', '/')}.py", kernel(*factory.split("."))
+    return Patch(target=target, make=make, cures=cures, upstream=upstream, devices=("cuda",), numerics=("fast",))
+
+
+def _row_operator(target: str, make: Make, device: Device = "cuda") -> Patch:
+    """Return a row of `numerics: exact`."""
+    return Patch(
+        target=f"vllm.{target}",
+        make=make,
+        cures="a token's log-probability depends on the tokens computed with it, and differs from the policy's",
+        upstream="https://github.com/vllm-project/vllm/issues/27433",
+        devices=(device,),
+        numerics=("exact",),
+        required=True,
+    )
+
+
+own = partial(kernel, "row_operators")
+
 PATCHES: tuple[Patch, ...] = (
     Patch(
         target="vllm.distributed.parallel_state:destroy_distributed_environment",
@@ -235,41 +262,38 @@ PATCHES: tuple[Patch, ...] = (
         versions=SpecifierSet(">=0.26,<0.27"),
         devices=("cuda",),
     ),
-    Patch(
-        target="vllm.v1.attention.backends.flash_attn:flash_attn_varlen_func",
-        make=kernel("decode_attention", "make_attention"),
-        cures="FlashAttention 3 splits each sequence over the device, which is slow for large batches of one token",
-        upstream="vllm/v1/attention/backends/flash_attn.py",
-        devices=("cuda",),
+    _decode_kernel(
+        "vllm.v1.attention.backends.flash_attn:flash_attn_varlen_func",
+        "decode_attention.make_attention",
+        "FlashAttention 3 splits each sequence over the device, which is slow for large batches of one token",
     ),
-    Patch(
-        target="vllm.model_executor.models.qwen3:Qwen3Attention.forward",
-        make=kernel("qkv_kernel", "make_forward"),
-        cures="four kernel launches a layer between the projections and attention",
-        upstream="vllm/model_executor/models/qwen3.py",
-        devices=("cuda",),
+    *(
+        _decode_kernel(
+            f"vllm.model_executor.models.{attention}.forward",
+            "qkv_kernel.make_forward",
+            "four kernel launches a layer between the projections and attention",
+        )
+        for attention in ("qwen3:Qwen3Attention", "qwen3_moe:Qwen3MoeAttention")
     ),
-    Patch(
-        target="vllm.model_executor.models.qwen3_moe:Qwen3MoeAttention.forward",
-        make=kernel("qkv_kernel", "make_forward"),
-        cures="the same, for mixtures of experts",
-        upstream="vllm/model_executor/models/qwen3_moe.py",
-        devices=("cuda",),
+    _decode_kernel(
+        "vllm.v1.worker.gpu.sample.sampler:gumbel_sample",
+        "sampling_kernels.make_gumbel_sample",
+        "sampling reads each row of logits four times",
     ),
-    Patch(
-        target="vllm.v1.worker.gpu.sample.sampler:gumbel_sample",
-        make=kernel("sampling_kernels", "make_gumbel_sample"),
-        cures="sampling reads each row of logits four times",
-        upstream="vllm/v1/worker/gpu/sample/gumbel.py",
-        devices=("cuda",),
+    _decode_kernel(
+        "vllm.v1.worker.gpu.sample.sampler:compute_topk_scores",
+        "sampling_kernels.make_topk_scores",
+        "log-probabilities of the sampled tokens read all logits once more",
     ),
-    Patch(
-        target="vllm.v1.worker.gpu.sample.sampler:compute_topk_scores",
-        make=kernel("sampling_kernels", "make_topk_scores"),
-        cures="log-probabilities of the sampled tokens read all logits once more",
-        upstream="vllm/v1/worker/gpu/sample/logprob.py",
-        devices=("cuda",),
-    ),
+    _row_operator("model_executor.layers.utils:cpu_unquantized_gemm", counted(process.linear_by_rows), "cpu"),
+    _row_operator("_custom_ops:cpu_attention_with_kv_cache", around(cpu_rows.attend_singly), "cpu"),
+    _row_operator("model_executor.layers.linear:UnquantizedLinearMethod.apply", own("make_linear")),
+    _row_operator("model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod.apply", own("make_head")),
+    _row_operator("model_executor.layers.layernorm:RMSNorm.forward_cuda", own("make_norm")),
+    _row_operator("model_executor.layers.layernorm:GemmaRMSNorm.forward_cuda", own("make_gemma_norm")),
+    _row_operator("model_executor.layers.activation:SiluAndMul.forward_cuda", own("make_silu")),
+    _row_operator("model_executor.layers.activation:GeluAndMul.forward_cuda", own("make_gelu")),
+    _row_operator("v1.attention.backends.flash_attn:flash_attn_varlen_func", own("make_attention")),
     STEADY_SCHEDULE,
     STEADY_UPDATE,
     INITIALIZE_CACHE,
@@ -285,6 +309,7 @@ PRIVATE_STATE: dict[str, str] = {
     "vllm.device_allocator:AllocationData.handle": "holds the size of what sleep unmapped",
     "vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner._quant_method": "kernels that choose experts",
     "vllm.model_executor.model_loader.default_loader:DefaultModelLoader.get_all_weights": "renames tensors",
+    "vllm.v1.attention.backends.cpu_attn:_get_attn_isa": "the layout of a cache that the policy fills",
     "vllm.v1.attention.backends.flashinfer:FlashInferImpl.sinks": "a copy of a weight that syncs write",
     "vllm.v1.request:Request.num_computed_tokens": "counted by steady steps",
     "vllm.v1.request:Request.num_in_flight_tokens": "counted by steady steps",
@@ -303,7 +328,7 @@ PRIVATE_STATE: dict[str, str] = {
 """Private attributes that are read or written in place -> why."""
 
 
-def apply(device: Device, patches: Iterable[Patch] = PATCHES) -> None:
+def apply(device: Device, patches: Iterable[Patch] = PATCHES, numerics: Numerics = "fast") -> None:
     """Install the rows for this device and the installed version of vLLM. Later calls in a process add nothing.
 
     Raises ConfigError for versions outside SUPPORTED, and RunError if a required target is missing: a run would fail
@@ -313,18 +338,13 @@ def apply(device: Device, patches: Iterable[Patch] = PATCHES) -> None:
 
     version = supported_version(vllm.__version__)
     for patch in patches:
-        patch.apply(device, version)
+        patch.apply(device, version, numerics)
 
 
 def report(patches: Iterable[Patch] = PATCHES) -> list[dict[str, str | int]]:
     """Return one row per patch: target, status, hits, cures, versions. For benchmarks and bug reports."""
+    shown = ("target", "status", "hits", "cures", "versions")
     return [
-        {
-            "target": patch.target,
-            "status": patch.status,
-            "hits": patch.hits,
-            "cures": patch.cures,
-            "versions": str(patch.versions),
-        }
+        {name: value if isinstance(value := getattr(patch, name), int) else str(value) for name in shown}
         for patch in patches
     ]

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -47,6 +48,8 @@ class EngineSpec:
     """Requests may have patterns, whose grammars need the tokenizer."""
     records_routes: bool = False
     """Requests may ask for the experts that their tokens chose."""
+    numerics: Literal["fast", "exact"] = "fast"
+    """exact: the result of a token does not depend on the tokens computed with it."""
     args: Mapping[str, object] = field(default_factory=dict)
     """Further engine arguments of vLLM, which take precedence."""
 

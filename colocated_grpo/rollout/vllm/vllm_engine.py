@@ -34,6 +34,7 @@ from colocated_grpo.rollout.vllm.spec import EngineSpec
 from colocated_grpo.rollout.vllm.vllm_arguments import check_names, engine_arguments, register_class
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings.config_json import config_json_in
+from colocated_grpo.settings.exact import check_exact
 from colocated_grpo.settings.model_support import check_cpu_engine
 from colocated_grpo.types import Completion
 
@@ -45,6 +46,7 @@ AS_LOADED = {"TRITON", "BATCHED_TRITON"}
 
 EXPERT_STACKS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
 SINKS = ".self_attn.sinks"
+HOPPER = (9, 0)
 
 _closed: list[object] = []
 """Model runners of closed engines, kept until the process ends. Sleeping memory is already unmapped, and vLLM's
@@ -211,11 +213,15 @@ def prepare(spec: EngineSpec, device: torch.device) -> None:
     A run calls this before it reads weights. The engine's constructor calls it again, which installs nothing. Raises
     ConfigError or RunError.
     """
-    patches.apply("cuda" if device.type == "cuda" else "cpu")
+    patches.apply("cuda" if device.type == "cuda" else "cpu", numerics=spec.numerics)
     check_names(spec.args)
     check_cache(spec)
     config_json = config_json_in(spec.folder)
     register_class(spec.folder, config_json)
+    if spec.numerics == "exact":
+        on_cpu = device.type == "cpu"
+        on_hopper = not on_cpu and torch.cuda.get_device_capability(device) == HOPPER
+        check_exact(config_json, on_cpu=on_cpu, on_hopper=on_hopper, float32=spec.dtype == torch.float32)
     adapters = bool(spec.args.get("enable_lora"))
     if device.type == "cpu":
         bfloat16 = spec.dtype == torch.bfloat16

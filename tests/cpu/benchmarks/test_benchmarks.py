@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks import (
     attention,
     decode,
+    exactness,
     logprob,
     patches,
     sleep,
@@ -68,7 +69,7 @@ def measured(tmp_path) -> Callable[..., JsonObject]:
         else:
             assert benchmark.main(arguments) == 0
         result = json.loads(file.read_text())
-        assert set(result) >= ORIGIN | ({"roofline"} if benchmark is not patches else set())
+        assert set(result) >= ORIGIN | ({"roofline"} if benchmark not in (patches, exactness) else set())
         assert result["packages"]["torch"] == torch.__version__
         assert result["command"].startswith("python -m benchmarks.")
         return result
@@ -159,6 +160,14 @@ def test_decode_divides_the_time_of_a_step_among_kernels(measured):
         assert sum(kernel["ms"] for kernel in kernels) == pytest.approx(4 * row["device_ms"])
         assert {kernel["kernel"]: kernel["calls"] for kernel in kernels}["aten::mm"] == 4 * 9  # two layers and the head
         assert row["idle_share"] == pytest.approx(1 - row["device_ms"] / row["step_ms"])
+
+
+def test_exactness_compares_every_operator_of_the_engine_with_the_policys(measured):
+    work = ["--prompt", "20", "--sampled", "8", "--skip-graphs"]
+    result = measured(exactness, "--gpus", "0", "--model", str(tiny_model("llama", head_dim=64)), *work, forked=True)
+
+    assert [row["equal_layers"] for row in result["rows"]] == ["2 of 2"] * 9
+    assert result["first difference"] == "none"
 
 
 def test_a_random_adapter_has_the_format_of_peft(tmp_path):

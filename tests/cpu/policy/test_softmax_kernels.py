@@ -23,13 +23,13 @@ targets = torch.tensor([7, 300, 0, vocabulary - 1, 64])
 temperatures = torch.tensor([0.7, 1.0, 1.3, 1.0, 2.0])
 gradients = torch.randn(rows)
 
-plain = logprobs._row_statistics(logits, targets, temperatures)
+plain = logprobs.plain_row_statistics(logits, targets, temperatures)
 fast = softmax_kernels.row_statistics(logits, targets, temperatures)
 for expected, actual in zip(plain, fast, strict=True):
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 for softcap in (None, 70.0):
     arguments = targets, temperatures, plain[2], gradients, torch.float32, softcap
-    expected = logprobs._logit_gradient(logits, *arguments)
+    expected = logprobs.plain_logit_gradient(logits, *arguments)
     actual = softmax_kernels.logit_gradient(logits.clone(), *arguments)  # it overwrites the logits
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 print("equal")

@@ -1,0 +1,312 @@
+"""Operators of `numerics: exact`: the policy's forward pass computes the bits that the engine computed while decoding.
+
+Both call the kernels of `runtime/row_kernels.py`, and vLLM's own for rotation, attention and log-probabilities.
+transformers' modules keep their parameters and structure; `use_exact_operators` replaces the functions that compute.
+Backward passes use the same matrix products and attention kernels as with `numerics: fast`.
+
+On CPUs, in float32, `runtime/cpu_rows.py` has those of matrix products and attention, the two that depend on the number
+of rows there; the others are plain torch, which computes what the engine's operators compute.
+
+Shapes: T tokens, E keys, N runs, H query heads, K key-value heads, D head size, I input features, O output features,
+C tokens of one chunk, V vocabulary.
+"""
+
+from collections.abc import Callable
+from functools import cache, partial
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from colocated_grpo.policy.attention import packed_attention
+from colocated_grpo.policy.attention_kernels import MIN_RUN_FOR_FA4, Runs, attend_padded, has_fa4
+from colocated_grpo.policy.flash_attention import fa2_backward, fa4_backward
+from colocated_grpo.policy.logprobs import HeadOperators, operators_on
+from colocated_grpo.policy.lora.linear import AdaptedLinear
+from colocated_grpo.policy.model import PackedLM
+from colocated_grpo.runtime import cpu_rows
+
+
+def use_exact_operators(model: PackedLM) -> None:
+    """Replace the operators of a model of one of the `EXACT_TYPES`, in place."""
+    config = model.lm.config
+    gelu = getattr(config, "hidden_activation", None) == "gelu_pytorch_tanh"
+    # Gemma stores the weights of its norms minus one.
+    offset = 1.0 if config.model_type == "gemma3_text" else 0.0
+    for name, module in model.lm.named_modules():
+        kind = type(module).__name__
+        if isinstance(module, AdaptedLinear):
+            module.multiply = matmul
+        elif isinstance(module, nn.Linear):
+            module.forward = partial(_linear, module)
+        elif kind.endswith("RMSNorm"):
+            module.forward = partial(_norm, module, offset, name.endswith(("q_norm", "k_norm")))
+        elif kind.endswith("MLP"):
+            module.forward = partial(_mlp, module, gelu)
+        elif kind.endswith("RotaryEmbedding"):
+            module.forward = RotaryTables(config)
+        elif name.endswith(".self_attn"):
+            module.forward = partial(_attention, module)
+    model.head_operators = HeadOperators(_scaled_logits, _row_statistics, _logit_gradient)
+
+
+def matmul(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    return _kernels().matmul(x, weight_OI, bias_O) if x.is_cuda else cpu_rows.linear(x, weight_OI, bias_O)
+
+
+@cache
+def _kernels() -> ModuleType:
+    from colocated_grpo.runtime import row_kernels  # CPU builds of torch may lack Triton
+
+    return row_kernels
+
+
+def _linear(module: nn.Linear, x: Tensor) -> Tensor:
+    return _Linear.apply(x, module.weight, module.bias)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight_OI)
+        return matmul(x, weight_OI, bias_O)
+
+    @staticmethod
+    # pyrefly: ignore[bad-override]  (torch declares *grad_outputs, but passes one argument per output)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight_OI = ctx.saved_tensors
+        of_x, of_weight, of_bias = ctx.needs_input_grad
+        grad_TO = grad.flatten(0, -2)
+        return (
+            grad @ weight_OI if of_x else None,
+            grad_TO.t() @ x.flatten(0, -2) if of_weight else None,
+            grad_TO.sum(0) if of_bias else None,
+        )
+
+
+class _ByKernel(torch.autograd.Function):
+    """Computes with a kernel, and differentiates the same formula in plain torch."""
+
+    @staticmethod
+    def forward(ctx: Any, kernel: Callable[..., Tensor], plain: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        ctx.plain = plain
+        return kernel(*tensors)
+
+    @staticmethod
+    # pyrefly: ignore[bad-override]  (torch declares *grad_outputs, but passes one argument per output)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[2:]
+        with torch.enable_grad():
+            inputs = [
+                saved.detach().requires_grad_(need) for saved, need in zip(ctx.saved_tensors, needed, strict=True)
+            ]
+            out = ctx.plain(*inputs)
+        gradients = iter(torch.autograd.grad(out, [tensor for tensor in inputs if tensor.requires_grad], grad))
+        return None, None, *(next(gradients) if need else None for need in needed)
+
+
+@cache
+def _compiled(function: Any) -> Any:
+    """Return the function as few kernels: without a compiler, each operation would read and write all activations."""
+    return torch.compile(function, dynamic=True)
+
+
+def _norm(module: Any, offset: float, of_heads: bool, x: Tensor) -> Tensor:
+    """Normalise hidden states [1, T, I], or heads [T, H, D], in the shapes in which the engine's kernel gets them."""
+    settings = {"epsilon": module.eps if hasattr(module, "eps") else module.variance_epsilon, "offset": offset}
+    if not x.is_cuda:
+        return plain_norm(x, module.weight, **settings)
+    plain, kernel = (partial(each, **settings) for each in (_compiled(plain_norm), _kernels().rms_norm))
+    return _ByKernel.apply(kernel, plain, x if of_heads else x[0], module.weight).view(x.shape)
+
+
+def plain_norm(x: Tensor, weight: Tensor, epsilon: float, offset: float) -> Tensor:
+    exact = torch.promote_types(x.dtype, torch.float32)
+    return (F.rms_norm(x.to(exact), x.shape[-1:], eps=epsilon) * (weight.to(exact) + offset)).to(x.dtype)
+
+
+def _mlp(module: Any, gelu: bool, x: Tensor) -> Tensor:
+    gate, up = module.gate_proj(x), module.up_proj(x)
+    if not x.is_cuda:
+        return module.down_proj(plain_gated(gate, up, gelu=gelu))
+    plain, kernel = (partial(each, gelu=gelu) for each in (_compiled(plain_gated), _kernels().gated))
+    return module.down_proj(_ByKernel.apply(kernel, plain, gate[0], up[0])[None])
+
+
+def plain_gated(gate: Tensor, up: Tensor, *, gelu: bool) -> Tensor:
+    exact = torch.promote_types(gate.dtype, torch.float32)
+    activated = F.gelu(gate.to(exact), approximate="tanh") if gelu else F.silu(gate.to(exact))
+    return (activated * up.to(exact)).to(gate.dtype)
+
+
+class RotaryTables:
+    """Replaces the rotary module's forward: returns positions, and the engine's table of cosines and sines.
+
+    transformers computes the frequencies on the CPU, vLLM on the GPU, and the results differ in the last bit.
+    """
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        self._config = config
+        self._tables: dict[str | None, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, ...]:
+        """Return positions [T], the table, and the table of the inverse rotation, both [positions, D]."""
+        if layer_type not in self._tables:
+            cos, sin = rotary_table(self._config, layer_type, x.device, x.dtype).chunk(2, dim=-1)
+            self._tables[layer_type] = torch.cat([cos, sin], -1), torch.cat([cos, -sin], -1)
+        return position_ids[0], *self._tables[layer_type]
+
+
+@torch.inference_mode(False)
+def rotary_table(config: PretrainedConfig, layer_type: str | None, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return the table that vLLM builds for the layers of this type, [positions, D]."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rope = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
+    # vLLM returns one object for equal arguments, but the engine's table is unmapped while the engine sleeps.
+    rope = {**rope, "owner": "policy"}
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")  # as in vLLM's worker; the table is an outer product
+    try:
+        with set_current_vllm_config(VllmConfig()), device:
+            return get_rope(size, config.max_position_embeddings, rope_parameters=rope, dtype=dtype).cos_sin_cache
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
+class _Rotation(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query_THD: Tensor, key_TKD: Tensor, positions_T: Tensor, table: Tensor, inverse: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(positions_T, inverse)
+        return _rotated(query_THD, key_TKD, positions_T, table)
+
+    @staticmethod
+    # pyrefly: ignore[bad-override]  (torch declares *grad_outputs, but passes one argument per output)
+    def backward(ctx: Any, grad_query: Tensor, grad_key: Tensor) -> tuple[Tensor | None, ...]:
+        positions_T, inverse = ctx.saved_tensors
+        return *_rotated(grad_query, grad_key, positions_T, inverse), None, None, None
+
+
+def _rotated(query_THD: Tensor, key_TKD: Tensor, positions_T: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    from vllm import _custom_ops as ops
+
+    query_THD, key_TKD = (heads.clone(memory_format=torch.contiguous_format) for heads in (query_THD, key_TKD))
+    size = query_THD.shape[-1]
+    ops.rotary_embedding(positions_T, query_THD.flatten(1), key_TKD.flatten(1), size, table, True)  # in place
+    return query_THD, key_TKD
+
+
+def _attention(
+    module: Any,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor, Tensor],
+    attention_mask: None = None,
+    past_key_values: None = None,
+    **arguments: Any,
+) -> tuple[Tensor, None]:
+    """Replaces the forward of transformers' attention modules; the arguments are theirs."""
+    query, key, value = (
+        project(hidden_states)[0].unflatten(-1, (-1, module.head_dim))
+        for project in (module.q_proj, module.k_proj, module.v_proj)
+    )
+    if hasattr(module, "q_norm"):
+        query, key = module.q_norm(query), module.k_norm(key)
+    query, key = _Rotation.apply(query, key, *position_embeddings)
+    window = getattr(module, "sliding_window", getattr(module.config, "sliding_window", None))
+    query, key, value = (rows.transpose(0, 1)[None] for rows in (query, key, value))
+    settings = {"scaling": module.scaling, "sliding_window": window, "kernel": _attend}
+    out, _ = packed_attention(module, query, key, value, None, **arguments, **settings)
+    return module.o_proj(out.flatten(-2)), None
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scaling: float | None, window: int | None) -> Tensor:
+    """Attend with the engine's kernel. On GPUs this is FlashAttention 3, whose order of summation is the same with and
+    without pages for heads of 64, 128 and 256."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if not query.is_cuda:
+        kernel = partial(cpu_rows.attend_packed, cu_q=runs.cu_q, cu_k=runs.cu_k, scale=scale, window=window)
+        return _ByKernel.apply(
+            kernel, partial(attend_padded, runs=runs, scaling=scale, window=window), query, key, value
+        )
+    return _Attention.apply(query, key, value, runs, scale, -1 if window is None else window - 1)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, runs: Runs, scale: float, left: int) -> Tensor:
+        from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+        out, logsumexp = flash_attn_varlen_func(
+            query,
+            key,
+            value,
+            cu_seqlens_q=runs.cu_q,
+            cu_seqlens_k=runs.cu_k,
+            softmax_scale=scale,
+            causal=True,
+            window_size=[-1, -1] if left < 0 else [left, 0],
+            return_softmax_lse=True,
+            fa_version=3,
+            **_kernels().fixed_tiles(runs.longest_q, runs.longest_k, left),
+        )
+        ctx.save_for_backward(query, key, value, out, logsumexp, runs.cu_q, runs.cu_k)
+        ctx.settings = runs.longest_q, runs.longest_k, scale, left
+        heads = query.shape[1], key.shape[1], query.shape[2]
+        ctx.uses_fa4 = left < 0 and runs.longest_q >= MIN_RUN_FOR_FA4 and has_fa4(*heads, query.dtype, query.device)
+        return out
+
+    @staticmethod
+    # pyrefly: ignore[bad-override]  (torch declares *grad_outputs, but passes one argument per output)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, logsumexp, *runs = ctx.saved_tensors
+        *longest, scale, left = ctx.settings
+        tensors = grad.contiguous(), query, key, value, out, logsumexp
+        if ctx.uses_fa4:
+            gradients = fa4_backward(*tensors, *runs, *longest, scale, MIN_RUN_FOR_FA4)
+        else:
+            gradients = fa2_backward(*tensors, (*runs, *longest), scale, left)
+        return *gradients, None, None, None
+
+
+def _scaled_logits(hidden_CH: Tensor, weight_VH: Tensor, softcap: float | None, temperature_C: Tensor) -> Tensor:
+    """Return float32 logits [C, V], divided by the temperature with the engine's kernel."""
+    assert softcap is None  # no model of EXACT_TYPES caps its logits
+    if not hidden_CH.is_cuda:
+        return cpu_rows.linear(hidden_CH, weight_VH).div_(temperature_C[:, None])
+    from vllm.v1.worker.gpu.sample.gumbel import apply_temperature
+
+    logits_CV = _kernels().matmul(hidden_CH, weight_VH, dtype=torch.float32)
+    rows_C = torch.arange(len(logits_CV), dtype=torch.int32, device=logits_CV.device)
+    apply_temperature(logits_CV, rows_C, temperature_C)  # in place
+    return logits_CV
+
+
+def _row_statistics(scaled_CV: Tensor, targets_C: Tensor, temperature_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    statistics = operators_on(scaled_CV.device).statistics(scaled_CV, targets_C, torch.ones_like(temperature_C))
+    if not scaled_CV.is_cuda:  # as in vLLM's sampler
+        return scaled_CV.log_softmax(-1).gather(1, targets_C[:, None])[:, 0], *statistics[1:]
+    from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
+
+    return compute_token_logprobs(scaled_CV, targets_C[:, None])[:, 0], *statistics[1:]
+
+
+def _logit_gradient(
+    scaled_CV: Tensor,
+    targets_C: Tensor,
+    temperature_C: Tensor,
+    logsumexp_C: Tensor,
+    grad_C: Tensor,
+    dtype: torch.dtype,
+    softcap: float | None,
+) -> Tensor:
+    """Return the gradient of the logits before their division by the temperature, [C, V] in `dtype`."""
+    gradient, ones_C = operators_on(scaled_CV.device).gradient, torch.ones_like(temperature_C)
+    return gradient(scaled_CV, targets_C, ones_C, logsumexp_C, grad_C / temperature_C, dtype, softcap)

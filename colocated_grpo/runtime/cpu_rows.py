@@ -1,0 +1,102 @@
+"""Operators on CPUs whose rows do not depend on each other, for `numerics: exact` in float32.
+
+With the same operators, engine and policy compute the same bits. Other operators of the CPU already compute each row
+by itself.
+
+Shapes: T tokens, I input features, O output features, E keys, N runs, H query heads, K key-value heads, D head size.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ROWS = 16
+"""Rows of one matrix product: torch picks the kernel by their number."""
+BLOCK = 64
+"""Keys in a block of the cache. Any multiple of 32 gives the same bits."""
+
+
+def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """Return F.linear(x, weight, bias), `ROWS` rows at a time."""
+    x_TI = x.reshape(-1, x.shape[-1])
+    padded = F.pad(x_TI, (0, 0, 0, -len(x_TI) % ROWS))
+    out_TO = torch.cat([F.linear(rows, weight_OI, bias_O) for rows in padded.split(ROWS)])
+    return out_TO[: len(x_TI)].view(*x.shape[:-1], len(weight_OI))
+
+
+def attend_singly(attend: Callable[..., None], **arguments: Any) -> None:
+    """Call vLLM's `cpu_attention_with_kv_cache` with each query as a request of its own.
+
+    The kernel sums over tiles of keys, whose size depends on the number of queries of a request. To split the keys
+    between threads, which changes the sum too, is left out.
+    """
+    from vllm import _custom_ops as ops
+
+    query_THD, cache, starts = (arguments[name] for name in ("query", "key_cache", "query_start_loc"))
+    run_T = torch.repeat_interleave(starts.diff())
+    later_T = starts[1:][run_T] - 1 - torch.arange(len(run_T))
+    singles = torch.arange(len(run_T) + 1, dtype=torch.int32)
+    seen_T = (arguments["seq_lens"][run_T] - later_T).int()
+    metadata = ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=len(run_T),
+        num_heads=query_THD.shape[1],
+        num_kv_heads=cache.shape[1],
+        head_dim=query_THD.shape[2],
+        seq_lens=seen_T,
+        dtype=query_THD.dtype,
+        query_start_loc=singles,
+        causal=True,
+        sliding_window_size=arguments["sliding_window"],
+        isa=_instructions(cache),
+        enable_kv_split=False,
+    )
+    changed = {
+        "query_start_loc": singles,
+        "seq_lens": seen_T,
+        "block_table": arguments["block_table"][run_T],
+        "scheduler_metadata": metadata,
+    }
+    attend(**arguments | changed)
+
+
+def attend_packed(
+    query_THD: Tensor, key_EKD: Tensor, value_EKD: Tensor, cu_q: Tensor, cu_k: Tensor, scale: float, window: int | None
+) -> Tensor:
+    """Attend with the engine's kernel. The last query of a run sees all keys of the run. cu_q, cu_k: [N + 1] int32."""
+    from vllm import _custom_ops as ops
+
+    keys_N = cu_k.diff()
+    blocks = -(-int(keys_N.max()) // BLOCK)
+    run_E = torch.repeat_interleave(keys_N)
+    slots_E = run_E * blocks * BLOCK + torch.arange(len(key_EKD)) - cu_k[run_E]
+    cache = key_EKD.new_zeros(len(keys_N) * blocks, key_EKD.shape[1], 2 * BLOCK, key_EKD.shape[2])
+    keys, values = cache.chunk(2, dim=2)
+    ops.cpu_attn_reshape_and_cache(key_EKD, value_EKD, keys, values, slots_E, _instructions(keys))
+    out = torch.empty(query_THD.shape)
+    attend_singly(
+        ops.cpu_attention_with_kv_cache,
+        query=query_THD.contiguous(),
+        key_cache=keys,
+        value_cache=values,
+        output=out,
+        query_start_loc=cu_q,
+        seq_lens=keys_N,
+        scale=scale,
+        causal=True,
+        alibi_slopes=None,
+        sliding_window=-1 if window is None else window,
+        block_table=torch.arange(len(cache), dtype=torch.int32).view(-1, blocks),
+        softcap=0.0,
+        s_aux=None,
+    )
+    return out
+
+
+def _instructions(key_cache: Tensor) -> str:
+    """Return vLLM's name of the instruction set, which decides the cache's layout. key_cache: [blocks, K, keys, D]."""
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    return _get_attn_isa(key_cache.dtype, key_cache.shape[2], key_cache.shape[3])

@@ -1,0 +1,171 @@
+"""Operators whose rows do not depend on each other: matrix product, RMS norm and gated activation, as Triton kernels.
+
+With `numerics: exact`, engine and policy call these kernels. The result of a row then has the same bits in a decode
+step of one token and in a training batch of many thousand: each row is reduced in an order that only the number of its
+columns decides. Launch settings must therefore never depend on the number of rows.
+
+Shapes: T rows, I input features, O output features, H hidden size.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from colocated_grpo.runtime.triton_jit import jit
+
+WIDEST_WARP = 1024
+"""Columns of a row that one warp reduces."""
+
+
+class Tile(NamedTuple):
+    """Launch settings of the matrix product. `depth` decides the order of summation."""
+
+    rows: int = 128
+    columns: int = 128
+    depth: int = 64
+    warps: int = 8
+    stages: int = 3
+
+
+TILE = Tile()
+GROUP = 8
+"""Tiles of rows that share the weights in the L2 cache."""
+
+
+def fixed_tiles(longest_q: int, longest_k: int, left: int) -> dict[str, int]:
+    """Return arguments of `flash_attn_varlen_func` with which FlashAttention 3 sums over keys in the same order always.
+
+    longest_q, longest_k: most queries and keys of a sequence. left: earlier keys in the sliding window, -1 for all.
+    For at most 64 queries, times the query heads of a key-value head, the kernel takes other tiles: with heads of 64
+    they have 192 keys instead of 128. It drops a window that no sequence exceeds, and tiles without a window differ.
+    """
+    return {"max_seqlen_q": max(longest_q, 65), "max_seqlen_k": max(longest_k, left + 2), "num_splits": 1}
+
+
+def matmul(
+    x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, dtype: torch.dtype | None = None, tile: Tile = TILE
+) -> Tensor:
+    """Return x @ weight.T + bias, accumulated in float32 and rounded once, to `dtype` or else that of x.
+
+    x: [..., I], with contiguous features like the weight.
+    """
+    x_TI = x.reshape(-1, x.shape[-1])
+    rows, depth, columns = len(x_TI), x_TI.shape[1], len(weight_OI)
+    assert x_TI.stride(1) == weight_OI.stride(1) == 1
+    out_TO = torch.empty(rows, columns, dtype=dtype or x.dtype, device=x.device)
+    if rows:
+        _matmul[(triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns),)](
+            x_TI, weight_OI, weight_OI if bias_O is None else bias_O, out_TO,
+            rows, columns, depth, x_TI.stride(0), weight_OI.stride(0),
+            ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, GROUP=GROUP,
+            EVEN=depth % tile.depth == 0, HAS_BIAS=bias_O is not None, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+    return out_TO.view(*x.shape[:-1], columns)
+
+
+# Otherwise one row, or a multiple of 16 rows, would be compiled separately.
+@partial(jit, do_not_specialize=["rows"])
+def _matmul(
+    x, weight, bias, out, rows, columns, depth, x_row, weight_row,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+    EVEN: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    across = tl.cdiv(columns, COLUMNS)
+    tile = tl.program_id(0)
+    first = tile // (GROUP * across) * GROUP
+    height = tl.minimum(tl.cdiv(rows, ROWS) - first, GROUP)
+    row = (first + tile % (GROUP * across) % height) * ROWS + tl.arange(0, ROWS)
+    column = tile % (GROUP * across) // height * COLUMNS + tl.arange(0, COLUMNS)
+    step = tl.arange(0, DEPTH)
+    # Rows past the end read the first row, and are not stored.
+    left = x + tl.where(row < rows, row, 0).to(tl.int64)[:, None] * x_row + step[None, :]
+    right = weight + tl.where(column < columns, column, 0).to(tl.int64)[None, :] * weight_row + step[:, None]
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for start in range(0, depth, DEPTH):
+        if EVEN:
+            a, b = tl.load(left), tl.load(right)
+        else:
+            a = tl.load(left, mask=step[None, :] < depth - start, other=0.0)
+            b = tl.load(right, mask=step[:, None] < depth - start, other=0.0)
+        total = tl.dot(a, b, total, input_precision="ieee")
+        left += DEPTH
+        right += DEPTH
+    if HAS_BIAS:
+        total += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
+    at = out + row.to(tl.int64)[:, None] * columns + column[None, :]
+    tl.store(at, total.to(out.dtype.element_ty), mask=(row < rows)[:, None] & (column < columns)[None, :])
+
+
+def rms_norm(x: Tensor, weight_H: Tensor, epsilon: float, offset: float, residual: Tensor | None = None) -> Tensor:
+    """Return x / rms(x) * (weight + offset), computed in float32 and rounded once.
+
+    x: [..., H], or [T, heads, H] with any strides but for the last. residual: like x and contiguous; it is added to x
+    before the norm, and overwritten with the rounded sum.
+    """
+    heads = x.shape[-2] if x.dim() == 3 else 1
+    if x.dim() != 3:
+        x = x.reshape(-1, x.shape[-1])
+    assert x.stride(-1) == 1 and (residual is None or residual.is_contiguous())
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if out.numel():
+        width = triton.next_power_of_2(x.shape[-1])
+        _rms_norm[(out.numel() // x.shape[-1],)](
+            x, out if residual is None else residual, weight_H, out, x.shape[-1], x.stride(0),
+            x.stride(-2), epsilon, offset, HEADS=heads, WIDTH=width, ADD=residual is not None,
+            num_warps=max(1, min(16, width // WIDEST_WARP)),
+        )  # fmt: skip
+    return out
+
+
+@jit
+def _rms_norm(
+    x, residual, weight, out, columns, token_stride, head_stride, epsilon, offset,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, WIDTH)
+    real = column < columns
+    source = x + row // HEADS * token_stride
+    if HEADS > 1:
+        source += row % HEADS * head_stride
+    value = tl.load(source + column, mask=real, other=0.0).to(tl.float32)
+    own = row * columns + column
+    if ADD:
+        value += tl.load(residual + own, mask=real, other=0.0).to(tl.float32)
+        value = value.to(residual.dtype.element_ty).to(tl.float32)
+        tl.store(residual + own, value.to(residual.dtype.element_ty), mask=real)
+    scale = tl.rsqrt(tl.sum(value * value, 0) / columns + epsilon)
+    factor = tl.load(weight + column, mask=real, other=0.0).to(tl.float32) + offset
+    tl.store(out + own, (value * scale * factor).to(out.dtype.element_ty), mask=real)
+
+
+def gated(gate: Tensor, up: Tensor, *, gelu: bool) -> Tensor:
+    """Return silu(gate) * up, or with the tanh approximation of GELU, in float32 and rounded once.
+
+    gate, up: [..., I], which may be the two halves of one tensor.
+    """
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    width = gate.shape[-1]
+    rows, block = out.numel() // width, 1024
+    assert gate.stride(-1) == up.stride(-1) == 1 and gate.stride() == up.stride()
+    if rows:
+        _gated[(rows, triton.cdiv(width, block))](
+            gate, up, out, width, gate.stride(-2), GELU=gelu, BLOCK=block, num_warps=4
+        )
+    return out
+
+
+@jit
+def _gated(gate, up, out, width, stride, GELU: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    real = column < width
+    g = tl.load(gate + row * stride + column, mask=real, other=0.0).to(tl.float32)
+    u = tl.load(up + row * stride + column, mask=real, other=0.0).to(tl.float32)
+    # (1 + tanh(z)) / 2 is the sigmoid of 2z.
+    z = 1.5957691216057308 * (g + 0.044715 * g * g * g) if GELU else g
+    tl.store(out + row * width + column, (g / (1.0 + tl.exp(-z)) * u).to(out.dtype.element_ty), mask=real)

@@ -1,0 +1,59 @@
+"""Rules of `numerics: exact`: the devices, models and settings that it supports."""
+
+from collections.abc import Iterator
+
+from colocated_grpo.errors import ConfigError
+from colocated_grpo.settings.config_json import text_part
+from colocated_grpo.settings.model_support import head_sizes
+from colocated_grpo.settings.schema import EngineConfig, PolicyConfig, RolloutConfig
+from colocated_grpo.types import JsonObject
+
+EXACT_TYPES = frozenset(("gemma3_text", "llama", "mistral", "qwen2", "qwen3"))
+"""Model types that `numerics: exact` supports."""
+HEADS, ROTATIONS = {64, 128, 256}, {"default", "linear", "llama3"}
+
+
+def problems(policy: PolicyConfig, engine: EngineConfig, rollout: RolloutConfig, structured: bool) -> Iterator[str]:
+    """Yield a line for each setting with which engine and policy compute different log-probabilities."""
+    needed = {
+        "engine.placement": (engine.placement, "colocated"),
+        "engine.tensor_parallel_size": (engine.tensor_parallel_size, 1),
+        "engine.dtype": (engine.dtype, "auto"),
+        "engine.args.quantization": (engine.args.get("quantization"), None),
+        "engine.args.kv_cache_dtype": (engine.args.get("kv_cache_dtype"), None),
+        "engine.args.compilation_config": (engine.args.get("compilation_config"), None),
+        "policy.compile": (policy.compile or "auto", "auto"),
+        "policy.context_parallel": (policy.context_parallel, 1),
+        "rollout.partial": (None if rollout.partial is None else "...", None),
+        "rollout.top_p": (rollout.top_p, 1.0),
+        "rollout.top_k": (rollout.top_k, 0),
+        "rollout.min_p": (rollout.min_p, 0.0),
+        "rollout.repetition_penalty": (rollout.repetition_penalty, 1.0),
+    }
+    for key, (value, wanted) in needed.items():
+        if value != wanted:
+            yield f"{key}={value}: must be {'unset' if wanted is None else wanted} with numerics: exact"
+    if structured:
+        yield "numerics=exact: not possible with structured: true, where the engine skips tokens; leave it out"
+
+
+def check_exact(config_json: JsonObject, *, on_cpu: bool, on_hopper: bool, float32: bool) -> None:
+    """Raise ConfigError with one line if `numerics: exact` does not support the device, the type or the model."""
+    text, setting = text_part(config_json), "numerics=exact"
+    if not (on_cpu or on_hopper):
+        raise ConfigError(f"{setting}: needs a Hopper GPU (H100, H200), for FlashAttention 3; set it to fast")
+    if on_hopper and float32:
+        raise ConfigError(f"{setting}: FlashAttention 3 has no float32; set policy.compute_dtype: bfloat16")
+    if on_cpu and not float32:
+        raise ConfigError(
+            f"{setting}: 16-bit norms of vLLM's engine for CPUs round differently from the policy's; set "
+            "policy.compute_dtype: float32"
+        )
+    if (kind := text.get("model_type")) not in EXACT_TYPES:
+        raise ConfigError(f"{setting}: model type {kind!r} is not supported, only {', '.join(sorted(EXACT_TYPES))}")
+    if not head_sizes(config_json) <= HEADS:
+        raise ConfigError(f"{setting}: heads of {max(head_sizes(config_json))}; attention needs 64, 128 or 256")
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    for each in [rope, *(part for part in rope.values() if isinstance(part, dict))]:
+        if (rotation := each.get("rope_type", each.get("type", "default"))) not in ROTATIONS:
+            raise ConfigError(f"{setting}: rotary embedding {rotation!r}; supported: {', '.join(ROTATIONS)}")
