@@ -217,7 +217,7 @@ def test_patches_lists_every_replacement_inside_vllm_with_its_hits(measured):
     result = measured(patches, "--gpus", "0", "--shape", "tiny", *work, forked=True)
 
     rows = {row["target"]: (row["status"], row["hits"]) for row in result["rows"]}
-    assert list(rows) == [row["target"] for row in result["patches"]]
+    assert [row["target"] for row in result["rows"]] == [row["target"] for row in result["patches"]]
     assert rows["vllm.v1.sample.sampler:batched_count_greater_than"][0] == "applied"
     status, linear_layers = rows["vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm"]
     assert status == "applied"

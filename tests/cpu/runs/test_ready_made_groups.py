@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from colocated_grpo.policy.policy import fill_missing
-from colocated_grpo.trainer import make_batch, update
+from colocated_grpo.trainer import make_batch, update, with_advantages
 from colocated_grpo.types import Group
 from tests.support.small_policy import config_of, group_of, pack_for, policy_of, random_groups, rollout_of
 
@@ -75,7 +75,8 @@ def test_a_group_of_equal_rewards_with_its_own_advantages_is_trained(world, mode
     policy = SimpleNamespace(version=0, model=SimpleNamespace(shares_prefixes=True))
     run = SimpleNamespace(config=config, world=world, clock=clock, policy=policy)
     plain = group_of(0, [rollout_of([1], [2, 3], reward=1.0)] * 2)
-    with_advantages = group_of(1, [replace(rollout_of([1], [4, 5], reward=1.0), advantages=[0.5, -0.5])] * 2)
-    (micro_batch,) = make_batch(run, 0, [plain, with_advantages]).minibatches[0].micro_batches
+    judged = group_of(1, [replace(rollout_of([1], [4, 5], reward=1.0), advantages=[0.5, -0.5])] * 2)
+    groups = with_advantages([plain, judged], config.advantage)
+    (micro_batch,) = make_batch(run, 0, groups).minibatches[0].micro_batches
     assert micro_batch.tokens.targets_N.tolist() == [4, 5, 4, 5]
     assert micro_batch.loss_inputs.advantages_N.tolist() == [0.5, -0.5, 0.5, -0.5]
