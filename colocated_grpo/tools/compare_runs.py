@@ -16,7 +16,7 @@ from colocated_grpo.tracking import files
 from colocated_grpo.tracking.files import Row, RunFolderError
 from colocated_grpo.tracking.text import number, printable
 
-WALL_CLOCK = ("seconds/*", "tokens_per_second*", "memory/*")
+WALL_CLOCK = ("seconds/*", "tokens_per_second*", "decode_tail", "memory/*")
 """Metrics that differ between two runs of the same computation."""
 
 Values = dict[int, float | None]

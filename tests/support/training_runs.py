@@ -329,10 +329,8 @@ def assert_on_policy(run: TrainingRun, steps: int) -> None:
 
 def without_wall_clock(rows: Iterator[Row] | list[Row]) -> list[Row]:
     """Return metric rows without times, rates and memory, which differ between equal runs."""
-    return [
-        {key: value for key, value in row.items() if not key.startswith(("seconds/", "memory/", "tokens_per_second"))}
-        for row in rows
-    ]
+    varying = ("seconds/", "memory/", "tokens_per_second", "decode_tail")
+    return [{key: value for key, value in row.items() if not key.startswith(varying)} for row in rows]
 
 
 @cache

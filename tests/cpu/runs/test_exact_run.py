@@ -13,7 +13,7 @@ from itertools import count
 import torch
 from vllm.model_executor.layers.activation import SiluAndMul
 exactly = SiluAndMul.forward_native
-SiluAndMul.forward_native = lambda self, x: torch.nextafter(exactly(self, x), torch.tensor(torch.inf))
+SiluAndMul.forward_native = staticmethod(lambda x: torch.nextafter(exactly(x), torch.tensor(torch.inf)))
 judge = count().__next__
 """
 
