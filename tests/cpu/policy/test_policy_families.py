@@ -53,8 +53,8 @@ def upstream_of(micro_batch: MicroBatch) -> torch.Tensor:
 
 def packed_forward(world: World, folder: Path, micro_batch: MicroBatch, **policy) -> tuple[torch.Tensor, dict]:
     """Return log-probabilities of the scored tokens, and the gradient of their sum weighted by `upstream_of`."""
-    config = config_of(folder, policy=policy)
-    model = ModelLoader(config, read_model_config(config.model, folder), folder, world).model(offloaded=False)
+    config = config_of(folder, policy={"cpu_offload": True, **policy})  # one rank uses FSDP2 only with cpu_offload
+    model = ModelLoader(config, read_model_config(config.model, folder), folder, world).weights().model
     logprobs, _ = model(micro_batch.tokens)
     (logprobs * upstream_of(micro_batch)).sum().backward()
     reshard(model)  # gradients are on the sharded parameters

@@ -29,8 +29,9 @@ ARCHITECTURES = [family.architecture for family in FAMILIES if family.experts]
 
 
 def model_of(world: World, folder: Path, **policy: Any) -> PackedLM:
-    config = config_of(folder, policy={"routing_replay": True, **policy})
-    return ModelLoader(config, read_model_config(config.model, folder), folder, world).model(offloaded=False)
+    # One rank uses FSDP2 only with cpu_offload.
+    config = config_of(folder, policy={"routing_replay": True, "cpu_offload": True, **policy})
+    return ModelLoader(config, read_model_config(config.model, folder), folder, world).weights().model
 
 
 def batch_of(world: World, folder: Path) -> MicroBatch:
