@@ -84,7 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config_file = scratch / "step.yaml"
         config_file.write_text(yaml.safe_dump(settings(options, model, scratch / "runs")))
         try:
-            lora, size, rates = prepare(options, load_config(config_file, overrides).policy, model, scratch)
+            policy = load_config(config_file, overrides).policy
+            lora, size, rates = prepare(options, policy, model, scratch, options.mean_completion)
         except ConfigError as error:
             print(*(f"error: {line}" for line in str(error).splitlines()), sep="\n", file=sys.stderr)
             return USAGE_ERROR
@@ -115,14 +116,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def prepare(
-    options: argparse.Namespace, policy: PolicyConfig, model: Path, scratch: Path
+    options: argparse.Namespace,
+    policy: PolicyConfig,
+    model: Path,
+    scratch: Path,
+    mean_completion: float = 1 / STOP_PROBABILITY,
 ) -> tuple[JsonObject | None, ModelSize, Roofline]:
     """Make the model if it is missing. Return PEFT's arguments for the adapter, sizes, and the devices' rates.
 
     Raises ConfigError if TRL is to run work that it cannot.
     """
     peer_options.check_possible(options, policy)
-    make_missing(model, options.shape, 1 / options.mean_completion)
+    make_missing(model, options.shape, 1 / mean_completion)
     lora = peer_options.adapter(options, policy, model)
     size = model_size(model, 2 if options.gpus else 4, policy)
     return lora, size, measured_rates(scratch / "rates.json", gpus=options.gpus, nproc=options.nproc)
