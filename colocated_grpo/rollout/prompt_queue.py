@@ -45,8 +45,9 @@ class EnginePlace:
 
     engine: int
     num_engines: int
-    counts: bool = True
-    may_stop: bool = True
+    counts: bool
+    """True on the first rank of the engine."""
+    may_stop: bool
 
     def parts(self, total: int) -> list[int]:
         """Divide a number of groups among the engines."""
@@ -96,30 +97,28 @@ def build_dispatch(world: World, *, ranks_per_engine: int, replicated: bool, det
     All ranks of one engine take the prompts that its first rank takes: vLLM needs the same requests in the same order
     on each of these ranks.
     """
-    size = ranks_per_engine
-    engine, num_engines = world.rank // size, world.size // size
+    size, place = ranks_per_engine, engine_place(world, ranks_per_engine)
     if replicated:
-        dispatch = static_dispatch(0, 1, counts=engine == 0)  # every engine completes every prompt
+        dispatch = static_dispatch(0, 1, counts=place.engine == 0)  # every engine completes every prompt
     elif deterministic:
-        dispatch = static_dispatch(engine, num_engines)
+        dispatch = static_dispatch(place.engine, place.num_engines)
     else:
-        dispatch = dynamic_dispatch(world.store, num_engines)
+        dispatch = dynamic_dispatch(world.store, place.num_engines)
     if size == 1:
         return dispatch
     members = [list(range(first, first + size)) for first in range(0, world.size, size)]
     groups = [dist.new_group(ranks, timeout=COLLECTIVE_TIMEOUT, backend="gloo") for ranks in members]
-    group, leader = groups[engine], engine * size
+    group, leader = groups[place.engine], place.engine * size
     assert isinstance(group, dist.ProcessGroup)  # this rank is a member
-    leads = world.rank == leader
 
     def of_one_engine(job: Job) -> PromptQueue:
         queue = dispatch(job)
 
         def take() -> int | None:
-            box = [queue.take() if leads else None]
+            box = [queue.take() if place.counts else None]
             dist.broadcast_object_list(box, src=leader, group=group)
             return box[0]
 
-        return replace(queue, take=take, counts=queue.counts and leads, may_stop=False)
+        return replace(queue, take=take, counts=queue.counts and place.counts, may_stop=place.may_stop)
 
     return of_one_engine
