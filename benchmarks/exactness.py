@@ -62,7 +62,7 @@ PARTS = {
 """The policy's modules -> the engine's module that computes them together."""
 INPUTS = {"self_attn.o_proj": "self_attn.attn", "mlp.down_proj": "mlp.act_fn"}
 """Modules whose input is the output of an operator that is no module of the policy."""
-ROWS = (64, 256, 4096, 16384)
+ROWS = (16, 64, 256, 4096, 16384)
 CACHE = 4 << 30
 Outputs = dict[tuple[int, str], list[Tensor]]
 """(layer, operator) -> outputs of its calls, [rows, features]."""
@@ -166,7 +166,7 @@ def record_engine(model: nn.Module, outputs: Outputs) -> list[Any]:
     for name, module in model.named_modules():
         place = layer_and_operator(name)
         if place is not None and place[1] in OPERATORS:
-            hooks.append(module.register_forward_hook(partial(keep_output, outputs[place])))
+            hooks.append(module.register_forward_hook(partial(keep_decoded, outputs[place])))
             if place[1] == "self_attn.attn":
                 rotated = outputs[place[0], "self_attn.rotation"]
                 hooks.append(module.register_forward_pre_hook(partial(keep_inputs, rotated, 2)))
@@ -213,8 +213,13 @@ def layer_and_operator(name: str) -> tuple[int, str] | None:
     return (int(number), operator) if found and number.isdigit() else None
 
 
+def keep_decoded(kept: list[Tensor], _module: nn.Module, _inputs: object, output: Any) -> None:
+    output = output[0] if isinstance(output, tuple) else output
+    kept.append(output.flatten(1).clone())  # [rows, features] or [rows, heads, size], also of one row
+
+
 def keep_output(kept: list[Tensor], _module: nn.Module, _inputs: object, output: Any) -> None:
-    kept.append(rows_of(output[0] if isinstance(output, tuple) else output))
+    kept.append(rows_of(output))
 
 
 def keep_inputs(kept: list[Tensor], count: int, _module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -284,14 +289,14 @@ def generate(engine: RolloutEngine, asked: Sequence[list[int]], tokens: int, tem
 
 
 def time_matmuls(hidden: int, intermediate: int, device: torch.device) -> list[JsonObject]:
-    """Return TFLOP/s of the matrix product by tile and number of rows, beside cuBLAS.
+    """Return TFLOP/s of the matrix product by tile and number of rows, beside cuBLAS. `chosen` is what a run uses.
 
-    rows_equal: the first rows have the bits of 64 rows alone. tile_equal: all have the bits of the default tile.
+    rows_equal: the first rows have the bits of 64 rows alone. tile_equal: all have the bits of the chosen tiles.
     """
-    from colocated_grpo.runtime.row_kernels import TILE, Tile, matmul
+    from colocated_grpo.runtime.row_kernels import SMALLEST_TILE, TILES, matmul
 
-    tiles = [TILE, Tile(128, 256), Tile(128, 256, stages=4), Tile(64, 128, warps=4), Tile(64, 256, warps=4)]
-    ways: dict[str, Callable[[Tensor, Tensor], Tensor]] = {str(tuple(t)): partial(matmul, tile=t) for t in tiles}
+    ways: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"chosen": matmul}
+    ways |= {f"{tile.rows} x {tile.columns}": partial(matmul, tile=tile) for tile in (*TILES, SMALLEST_TILE)}
     ways["cuBLAS"] = torch.nn.functional.linear
     generator = torch.Generator(device).manual_seed(0)
     rows = []
@@ -300,10 +305,10 @@ def time_matmuls(hidden: int, intermediate: int, device: torch.device) -> list[J
         plain = matmul(x, weight)
         for name, way in ways.items():
             few = way(x[:64], weight)
-            row: JsonObject = {"columns": columns, "depth": depth, "tile": name, "tflops": {}}
+            row: JsonObject = {"columns": columns, "depth": depth, "tile": name}
             for count in ROWS:
                 seconds = median_seconds(partial(way, x[:count], weight), device, repeats=10)
-                row["tflops"][count] = round(2 * count * columns * depth / seconds / 1e12)
+                row[f"{count} rows"] = round(2 * count * columns * depth / seconds / 1e12)
             outputs = [way(x[:count], weight) for count in ROWS]
             row["rows_equal"] = all(torch.equal(out[:64], few) for out in outputs)
             row["tile_equal"] = all(torch.equal(out, plain[: len(out)]) for out in outputs)

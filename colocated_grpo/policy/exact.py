@@ -283,7 +283,7 @@ def _scaled_logits(hidden_CH: Tensor, weight_VH: Tensor, softcap: float | None, 
         return cpu_rows.linear(hidden_CH, weight_VH).div_(temperature_C[:, None])
     from vllm.v1.worker.gpu.sample.gumbel import apply_temperature
 
-    logits_CV = _kernels().matmul(hidden_CH, weight_VH, dtype=torch.float32)
+    logits_CV = _kernels().logits(hidden_CH, weight_VH)
     rows_C = torch.arange(len(logits_CV), dtype=torch.int32, device=logits_CV.device)
     apply_temperature(logits_CV, rows_C, temperature_C)  # in place
     return logits_CV

@@ -2,18 +2,19 @@
 
 With `numerics: exact`, engine and policy call these kernels. The result of a row then has the same bits in a decode
 step of one token and in a training batch of many thousand: each row is reduced in an order that only the number of its
-columns decides. Launch settings must therefore never depend on the number of rows.
+columns decides. Launch settings that change this order must therefore never depend on the number of rows.
 
 Shapes: T rows, I input features, O output features, H hidden size.
 """
 
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from colocated_grpo.runtime.triton_jit import jit
 
@@ -22,16 +23,24 @@ WIDEST_WARP = 1024
 
 
 class Tile(NamedTuple):
-    """Launch settings of the matrix product. `depth` decides the order of summation."""
+    """Launch settings of the matrix product. All give the same bits: each sum adds 16 products after another."""
 
-    rows: int = 128
-    columns: int = 128
-    depth: int = 64
-    warps: int = 8
-    stages: int = 3
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
 
 
-TILE = Tile()
+TILES = (Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 4), Tile(64, 128, 64, 4, 5), Tile(64, 64, 64, 4, 6))
+SMALLEST_TILE = Tile(64, 32, 128, 4, 4)
+BUSY = 0.9
+"""Least share of the processors for which a tile is chosen."""
+FEW_ROWS = 16
+FOR_FEW_ROWS = Tile(FEW_ROWS, 32, 128, 4, 4)
+FOR_UNALIGNED = Tile(128, 128, 64, 8, 3)
+PADDING = 64
+"""vLLM's output layer has a multiple of this number of rows."""
 GROUP = 8
 """Tiles of rows that share the weights in the L2 cache."""
 
@@ -46,31 +55,104 @@ def fixed_tiles(longest_q: int, longest_k: int, left: int) -> dict[str, int]:
     return {"max_seqlen_q": max(longest_q, 65), "max_seqlen_k": max(longest_k, left + 2), "num_splits": 1}
 
 
-def matmul(
-    x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, dtype: torch.dtype | None = None, tile: Tile = TILE
-) -> Tensor:
-    """Return x @ weight.T + bias, accumulated in float32 and rounded once, to `dtype` or else that of x.
+def matmul(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, tile: Tile | None = None) -> Tensor:
+    """Return x @ weight.T + bias, accumulated in float32 and rounded once.
 
-    x: [..., I], with contiguous features like the weight.
+    x: [..., I], with contiguous features like the weight. tile: default: chosen by the number of rows and columns.
     """
     x_TI = x.reshape(-1, x.shape[-1])
-    rows, depth, columns = len(x_TI), x_TI.shape[1], len(weight_OI)
-    assert x_TI.stride(1) == weight_OI.stride(1) == 1
-    out_TO = torch.empty(rows, columns, dtype=dtype or x.dtype, device=x.device)
-    if rows:
-        _matmul[(triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns),)](
-            x_TI, weight_OI, weight_OI if bias_O is None else bias_O, out_TO,
-            rows, columns, depth, x_TI.stride(0), weight_OI.stride(0),
+    out_TO = torch.empty(len(x_TI), len(weight_OI), dtype=x.dtype, device=x.device)
+    _launch(x_TI, weight_OI, bias_O, out_TO, tile)
+    return out_TO.view(*x.shape[:-1], -1)
+
+
+def logits(x_TI: Tensor, weight_VI: Tensor, bias_V: Tensor | None = None) -> Tensor:
+    """Return x @ weight.T + bias in float32, [T, V], in rows as long as those of the engine's output layer.
+
+    Triton compiles the sampler's kernels for the alignment of the rows, and their order of summation depends on it.
+    """
+    columns = len(weight_VI)
+    out_TV = torch.empty(len(x_TI), -(-columns // PADDING) * PADDING, device=x_TI.device)[:, :columns]
+    _launch(x_TI, weight_VI, bias_V, out_TV, None)
+    return out_TV
+
+
+def _launch(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, out_TO: Tensor, tile: Tile | None) -> None:
+    rows, columns, depth = *out_TO.shape, x_TI.shape[1]
+    assert x_TI.stride(1) == weight_OI.stride(1) == out_TO.stride(1) == 1
+    if not rows:
+        return
+    bias = weight_OI if bias_O is None else bias_O
+    matrices = x_TI, weight_OI, out_TO
+    if rows <= FEW_ROWS or not all(map(_is_aligned, matrices)):
+        tile = tile or (FOR_FEW_ROWS if rows <= FEW_ROWS else FOR_UNALIGNED)
+        _matmul[(_count(rows, columns, tile),)](
+            x_TI, weight_OI, bias, out_TO, rows, columns, depth, *(matrix.stride(0) for matrix in matrices),
             ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, GROUP=GROUP,
             EVEN=depth % tile.depth == 0, HAS_BIAS=bias_O is not None, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
-    return out_TO.view(*x.shape[:-1], columns)
+        return
+    processors = _processors(x_TI.device)
+    tile = tile or _largest_tile(rows, columns, processors)
+    parts = 2 if tile.columns == 256 else 1  # of the output tile, which is as large as the operands of two stages
+    blocks = [tile.rows, tile.depth], [tile.columns, tile.depth], [tile.rows, tile.columns // parts]
+    _matmul_by_descriptors[(min(processors, _count(rows, columns, tile)),)](
+        *map(TensorDescriptor.from_tensor, matrices, blocks), bias, rows, columns, depth,
+        ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, GROUP=GROUP, PROCESSORS=processors,
+        PARTS=parts, HAS_BIAS=bias_O is not None, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+def _is_aligned(matrix: Tensor) -> bool:
+    """Return True if the GPU can copy tiles of the matrix by descriptors."""
+    return matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.element_size() % 16 == 0
+
+
+def _count(rows: int, columns: int, tile: Tile) -> int:
+    return triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
+
+
+def _largest_tile(rows: int, columns: int, processors: int) -> Tile:
+    """Return the largest tile with which nearly all processors have work. Large tiles read operands less often."""
+    busy = (tile for tile in TILES if _count(rows, columns, tile) > BUSY * processors)
+    return next(busy, SMALLEST_TILE)
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@partial(jit, do_not_specialize=["rows"])
+def _matmul_by_descriptors(
+    x, weight, out, bias, rows, columns, depth,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, PROCESSORS: tl.constexpr,
+    PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    across, down = tl.cdiv(columns, COLUMNS), tl.cdiv(rows, ROWS)
+    for tile in tl.range(tl.program_id(0), across * down, PROCESSORS, flatten=True):
+        first = tile // (GROUP * across) * GROUP
+        height = tl.minimum(down - first, GROUP)
+        row = (first + tile % (GROUP * across) % height) * ROWS
+        column = tile % (GROUP * across) // height * COLUMNS
+        total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        for start in range(0, depth, DEPTH):
+            total = tl.dot(x.load([row, start]), weight.load([column, start]).T, total, input_precision="ieee")
+        if HAS_BIAS:
+            place = column + tl.arange(0, COLUMNS)
+            total += tl.load(bias + place, mask=place < columns, other=0.0).to(tl.float32)[None, :]
+        if PARTS == 1:
+            out.store([row, column], total.to(out.dtype))
+        else:
+            left, right = tl.split(tl.permute(tl.reshape(total, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+            out.store([row, column], left.to(out.dtype))
+            out.store([row, column + COLUMNS // 2], right.to(out.dtype))
 
 
 # Otherwise one row, or a multiple of 16 rows, would be compiled separately.
 @partial(jit, do_not_specialize=["rows"])
 def _matmul(
-    x, weight, bias, out, rows, columns, depth, x_row, weight_row,
+    x, weight, bias, out, rows, columns, depth, x_row, weight_row, out_row,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
     EVEN: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
@@ -96,7 +178,7 @@ def _matmul(
         right += DEPTH
     if HAS_BIAS:
         total += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
-    at = out + row.to(tl.int64)[:, None] * columns + column[None, :]
+    at = out + row.to(tl.int64)[:, None] * out_row + column[None, :]
     tl.store(at, total.to(out.dtype.element_ty), mask=(row < rows)[:, None] & (column < columns)[None, :])
 
 

@@ -9,24 +9,22 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from colocated_grpo.runtime.row_kernels import fixed_tiles, gated, matmul, rms_norm
+from colocated_grpo.runtime.row_kernels import fixed_tiles, gated, logits, matmul, rms_norm
 
 Count = Callable[[], None]
 
 
-def _make_linear(dtype: torch.dtype | None, _original: object, count_use: Count) -> Callable[..., Tensor]:
+def _make_linear(product: Callable[..., Tensor], _original: object, count_use: Count) -> Callable[..., Tensor]:
     def apply(_method: object, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         count_use()
-        return matmul(x, layer.weight, bias, dtype)
+        return product(x, layer.weight, bias)
 
     return apply
 
 
-make_linear = partial(_make_linear, None)
-make_head = partial(_make_linear, torch.float32)
+make_linear, make_head = partial(_make_linear, matmul), partial(_make_linear, logits)
 """The output layer in float32: vLLM 0.26 would divide 16-bit logits by the temperature in place, later releases convert
 them to float32 first."""
 

@@ -133,21 +133,25 @@ def test_released_models_of_the_supported_families_are_accepted():
 
 
 KERNELS = """
+from itertools import product
+
 import torch
 from colocated_grpo.policy import exact
-from colocated_grpo.runtime.row_kernels import Tile, gated, matmul, rms_norm
+from colocated_grpo.runtime.row_kernels import Tile, gated, logits, matmul, rms_norm
 
 torch.manual_seed(0)
-tile = Tile(16, 16, 32, 4, 2)
+tiles = Tile(16, 16, 32, 4, 2), Tile(16, 256, 32, 4, 2), None
 for dtype, error in ((torch.float32, 1e-5), (torch.float16, 2e-2)):  # the interpreter multiplies no bfloat16
     close = lambda actual, expected: torch.testing.assert_close(actual, expected, rtol=error, atol=10 * error)
     make = lambda *shape: torch.randn(shape, dtype=dtype)
-    x, weight, bias = make(37, 80), make(50, 80), make(50)
-    for some in (None, bias):
+    weight, bias = make(56, 80), make(56)
+    unaligned = make(37, 81)[:, :80]
+    for x, some, tile in product((unaligned, unaligned.contiguous()), (None, bias), tiles):
         together = matmul(x, weight, some, tile=tile)
         close(together, torch.nn.functional.linear(x, weight, some))
-        assert torch.equal(together[5:6], matmul(x[5:6], weight, some, tile=tile))
-    assert matmul(x, weight, dtype=torch.float32, tile=tile).dtype == torch.float32
+        # Some rows, but more than those for which another kernel is chosen: here it calls numpy, which sums otherwise.
+        assert torch.equal(together[5:25], matmul(x[5:25], weight, some, tile=tile))
+    assert logits(x, weight).dtype == torch.float32
 
     heads, norm = make(9, 6, 36), make(36)
     normalised = rms_norm(heads, norm, 1e-5, 1.0)
