@@ -244,18 +244,22 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, runs: Runs, scale: float, left: int) -> Tensor:
         from vllm.vllm_flash_attn import flash_attn_varlen_func
 
+        kernels = _kernels()
+        if kernels.exceeds(runs.longest_k, left):
+            *pages, table = kernels.in_pages(key, value, runs.cu_k, runs.longest_k)
+            sequences = kernels.single_queries(runs.cu_q, runs.cu_k.diff(), table, len(query))
+        else:
+            pages, sequences = [key, value], {"cu_seqlens_q": runs.cu_q, "cu_seqlens_k": runs.cu_k}
         out, logsumexp = flash_attn_varlen_func(
             query,
-            key,
-            value,
-            cu_seqlens_q=runs.cu_q,
-            cu_seqlens_k=runs.cu_k,
+            *pages,
+            **sequences,
             softmax_scale=scale,
             causal=True,
             window_size=[-1, -1] if left < 0 else [left, 0],
             return_softmax_lse=True,
             fa_version=3,
-            **_kernels().fixed_tiles(runs.longest_q, runs.longest_k, left),
+            **kernels.fixed_tiles(runs.longest_q, runs.longest_k, left),
         )
         ctx.save_for_backward(query, key, value, out, logsumexp, runs.cu_q, runs.cu_k)
         ctx.settings = runs.longest_q, runs.longest_k, scale, left

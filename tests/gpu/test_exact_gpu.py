@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,11 @@ import pytest
 import torch
 
 from colocated_grpo.metrics import Metrics
+from colocated_grpo.policy import exact
+from colocated_grpo.policy.attention_kernels import Runs
+from colocated_grpo.rollout.vllm.row_operators import make_attention
 from colocated_grpo.runtime.distributed import World
-from colocated_grpo.runtime.row_kernels import matmul, rms_norm
+from colocated_grpo.runtime.row_kernels import in_pages, matmul, rms_norm
 from colocated_grpo.settings.exact import EXACT_TYPES
 from colocated_grpo.tools.make_model import make_model
 from colocated_grpo.tracking import files
@@ -95,7 +99,53 @@ def test_a_row_of_a_product_or_a_norm_does_not_depend_on_the_other_rows(depth):
     residual = torch.randn(x.shape, device="cuda", generator=generator).bfloat16()
     total = x + residual
     product, norm = matmul(x, weight), rms_norm(total, weight[0], 1e-6, 0.0)
-    for rows in (1, 3, 16, 64, 257, 4096):
+    for rows in (1, 3, 16, 17, 64, 257, 1025, 4096):
         assert torch.equal(matmul(x[:rows], weight), product[:rows])
         assert torch.equal(matmul(x[:rows], weight[128:400]), product[:rows, 128:400])
         assert torch.equal(rms_norm(x[:rows], weight[0], 1e-6, 0.0, residual[:rows].clone()), norm[:rows])
+
+
+@pytest.mark.parametrize("window", [3, 100, 1000])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 1, 256), (8, 2, 128), (9, 3, 64)])
+def test_attention_while_training_has_the_bits_of_decoding_one_token_at_a_time(heads, kv_heads, size, window):
+    lengths = [1, 40, 129, 300]
+    generator = torch.Generator("cuda").manual_seed(0)
+    ends = torch.tensor([0, *lengths], device="cuda").cumsum(0, dtype=torch.int32)
+    query, key, value = (
+        torch.randn(sum(lengths), count, size, device="cuda", generator=generator).bfloat16()
+        for count in (heads, kv_heads, kv_heads)
+    )
+    packed = exact._attend(query, key, value, Runs(ends, max(lengths), ends, max(lengths)), None, window)
+    *pages, table = in_pages(key, value, ends, max(lengths))
+    for run, length in enumerate(lengths):
+        rows = slice(int(ends[run]), int(ends[run + 1]))
+        decoded = by_steps(query[rows], pages, table[run : run + 1].contiguous(), min(33, length), window)
+        assert torch.equal(decoded, packed[rows])
+
+
+def by_steps(
+    query: torch.Tensor, pages: Sequence[torch.Tensor], table: torch.Tensor, prompt: int, window: int
+) -> torch.Tensor:
+    """Attend as the engine does for one sequence: the prompt in one step, then one token in each step."""
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    attend = make_attention(flash_attn_varlen_func, lambda: None)
+    steps = []
+    for begin, end in [(0, prompt), *((place, place + 1) for place in range(prompt, len(query)))]:
+        boundaries, seen = (torch.tensor(n, dtype=torch.int32, device="cuda") for n in ([0, end - begin], [end]))
+        out = attend(
+            q=query[begin:end].contiguous(),
+            k=pages[0],
+            v=pages[1],
+            cu_seqlens_q=boundaries,
+            seqused_k=seen,
+            block_table=table,
+            max_seqlen_q=end - begin,
+            max_seqlen_k=end,
+            causal=True,
+            window_size=[window - 1, 0],
+            softmax_scale=query.shape[-1] ** -0.5,
+            fa_version=3,
+        )
+        steps.append(out)
+    return torch.cat(steps)

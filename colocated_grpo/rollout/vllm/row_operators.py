@@ -11,7 +11,15 @@ from typing import Any
 
 from torch import Tensor
 
-from colocated_grpo.runtime.row_kernels import fixed_tiles, gated, logits, matmul, rms_norm
+from colocated_grpo.runtime.row_kernels import (
+    exceeds,
+    fixed_tiles,
+    gated,
+    logits,
+    matmul,
+    rms_norm,
+    single_queries,
+)
 
 Count = Callable[[], None]
 
@@ -59,8 +67,12 @@ def make_attention(vllm_attention: Callable[..., object], count_use: Count) -> C
     def attend(**arguments: Any) -> object:
         count_use()
         left, _ = arguments.get("window_size") or (-1, -1)
-        fixed = fixed_tiles(arguments["max_seqlen_q"], arguments["max_seqlen_k"], left)
-        # The schedule was made for other lengths.
-        return vllm_attention(**{**arguments, **fixed, "scheduler_metadata": None})
+        longest_q, longest_k = arguments["max_seqlen_q"], arguments["max_seqlen_k"]
+        if longest_q > 1 and exceeds(longest_k, left):
+            lengths = (arguments[name] for name in ("cu_seqlens_q", "seqused_k", "block_table"))
+            arguments |= single_queries(*lengths, len(arguments["q"]))
+        # The schedule was made for other lengths. Scales are those of an fp8 cache, which exact numerics exclude.
+        unused = dict.fromkeys(("scheduler_metadata", "q_descale", "k_descale", "v_descale"))
+        return vllm_attention(**{**arguments, **unused, **fixed_tiles(longest_q, longest_k, left)})
 
     return attend
