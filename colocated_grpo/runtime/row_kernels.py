@@ -84,9 +84,12 @@ def in_pages(key: Tensor, value: Tensor, cu_k: Tensor, longest_k: int) -> tuple[
     owner_E = torch.searchsorted(cu_k[1:], row_E, right=True)
     place_E = first_N[owner_E] * PAGE + row_E - cu_k[owner_E]
     pages = rows // PAGE + runs  # at least as many as are used, without waiting for the device
-    paged = [x.new_zeros(pages * PAGE, *x.shape[1:]).index_copy_(0, place_E.long(), x) for x in (key, value)]
+    key, value = (
+        x.new_zeros(pages * PAGE, *x.shape[1:]).index_copy_(0, place_E.long(), x).unflatten(0, (pages, PAGE))
+        for x in (key, value)
+    )
     table_NB = first_N[:, None] + torch.arange(-(-longest_k // PAGE), dtype=torch.int32, device=cu_k.device)
-    return *(x.unflatten(0, (pages, PAGE)) for x in paged), table_NB.clamp_(max=pages - 1)
+    return key, value, table_NB.clamp_(max=pages - 1)
 
 
 def matmul(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, tile: Tile | None = None) -> Tensor:

@@ -69,8 +69,8 @@ def make_attention(vllm_attention: Callable[..., object], count_use: Count) -> C
         left, _ = arguments.get("window_size") or (-1, -1)
         longest_q, longest_k = arguments["max_seqlen_q"], arguments["max_seqlen_k"]
         if longest_q > 1 and exceeds(longest_k, left):
-            lengths = (arguments[name] for name in ("cu_seqlens_q", "seqused_k", "block_table"))
-            arguments |= single_queries(*lengths, len(arguments["q"]))
+            sequences = arguments["cu_seqlens_q"], arguments["seqused_k"], arguments["block_table"]
+            arguments |= single_queries(*sequences, len(arguments["q"]))
         # The schedule was made for other lengths. Scales are those of an fp8 cache, which exact numerics exclude.
         unused = dict.fromkeys(("scheduler_metadata", "q_descale", "k_descale", "v_descale"))
         return vllm_attention(**{**arguments, **unused, **fixed_tiles(longest_q, longest_k, left)})
