@@ -37,9 +37,9 @@ TILES = (Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 4), Tile(64, 128, 64, 4
 SMALLEST_TILE = Tile(64, 32, 128, 4, 4)
 BUSY = 0.9
 """Least share of the processors for which a tile is chosen."""
-FEW_ROWS = 16
-FOR_FEW_ROWS = Tile(FEW_ROWS, 32, 128, 4, 4)
-FOR_UNALIGNED = Tile(128, 128, 64, 8, 3)
+FOR_FEW_ROWS = Tile(16, 32, 128, 4, 4)
+LARGE = 2**33
+"""Multiplications of a product whose tiles are copied by descriptors in any case."""
 PADDING = 64
 """vLLM's output layer has a multiple of this number of rows."""
 PAGE = 16
@@ -120,17 +120,17 @@ def _launch(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, out_TO: Tens
     if not rows:
         return
     bias = weight_OI if bias_O is None else bias_O
-    matrices = x_TI, weight_OI, out_TO
-    if rows <= FEW_ROWS or not all(map(_is_aligned, matrices)):
-        tile = tile or (FOR_FEW_ROWS if rows <= FEW_ROWS else FOR_UNALIGNED)
+    matrices, processors = (x_TI, weight_OI, out_TO), _processors(x_TI.device)
+    tile = tile or _largest_tile(rows, columns, processors)
+    # The host needs 0.1 ms to make descriptors. In a CUDA graph they are made once.
+    is_worth_it = rows * columns * depth > LARGE or (x_TI.is_cuda and torch.cuda.is_current_stream_capturing())
+    if not is_worth_it or rows <= FOR_FEW_ROWS.rows or not all(map(_is_aligned, matrices)):
         _matmul[(_count(rows, columns, tile),)](
             x_TI, weight_OI, bias, out_TO, rows, columns, depth, *(matrix.stride(0) for matrix in matrices),
             ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, GROUP=GROUP,
             EVEN=depth % tile.depth == 0, HAS_BIAS=bias_O is not None, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         return
-    processors = _processors(x_TI.device)
-    tile = tile or _largest_tile(rows, columns, processors)
     parts = 2 if tile.columns == 256 else 1  # of the output tile, which is as large as the operands of two stages
     blocks = [tile.rows, tile.depth], [tile.columns, tile.depth], [tile.rows, tile.columns // parts]
     _matmul_by_descriptors[(min(processors, _count(rows, columns, tile)),)](
@@ -151,6 +151,8 @@ def _count(rows: int, columns: int, tile: Tile) -> int:
 
 def _largest_tile(rows: int, columns: int, processors: int) -> Tile:
     """Return the largest tile with which nearly all processors have work. Large tiles read operands less often."""
+    if rows <= FOR_FEW_ROWS.rows:
+        return FOR_FEW_ROWS
     busy = (tile for tile in TILES if _count(rows, columns, tile) > BUSY * processors)
     return next(busy, SMALLEST_TILE)
 

@@ -137,6 +137,7 @@ from itertools import product
 
 import torch
 from colocated_grpo.policy import exact
+from colocated_grpo.runtime import row_kernels
 from colocated_grpo.runtime.row_kernels import Tile, gated, logits, matmul, rms_norm
 
 torch.manual_seed(0)
@@ -146,7 +147,7 @@ for dtype, error in ((torch.float32, 1e-5), (torch.float16, 2e-2)):  # the inter
     make = lambda *shape: torch.randn(shape, dtype=dtype)
     weight, bias = make(56, 80), make(56)
     unaligned = make(37, 81)[:, :80]
-    for x, some, tile in product((unaligned, unaligned.contiguous()), (None, bias), tiles):
+    for x, some, tile, row_kernels.LARGE in product((unaligned, unaligned.contiguous()), (None, bias), tiles, (0, 1e9)):
         together = matmul(x, weight, some, tile=tile)
         close(together, torch.nn.functional.linear(x, weight, some))
         # Some rows, but more than those for which another kernel is chosen: here it calls numpy, which sums otherwise.
