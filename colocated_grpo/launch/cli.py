@@ -12,7 +12,6 @@ import faulthandler
 import logging
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING
 from colocated_grpo.errors import AlreadyReported, ConfigError
 from colocated_grpo.runtime import program
 from colocated_grpo.runtime.program import LAST_PORT, Launch, OneLineParser
-from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, leave, report
+from colocated_grpo.runtime.verdict import RUN_ERROR, leave, report
 
 if TYPE_CHECKING:
     from colocated_grpo.runtime.joining import Joined
@@ -235,9 +234,7 @@ def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         name = Path(file).stem
         config, lines = checked(read_config(file, overrides), options.resume, name)
     except ConfigError as error:
-        if os.environ["RANK"] == "0":  # all ranks read the same settings
-            print(*default, *program.error_text(str(error).splitlines()), sep="\n", file=sys.stderr, flush=True)
-        return USAGE_ERROR
+        return program.exit_code(error, *default, shown=os.environ["RANK"] == "0")  # all ranks read the same settings
     output = make_output(config.tracking.console, config.training_steps, is_main=os.environ["RANK"] == "0")
     program.exit_on_stop_signals(partial(leave_start, output))
     for line in [*default, *lines]:
