@@ -52,7 +52,7 @@ from colocated_grpo.runtime.supervision import StopRequest
 from colocated_grpo.settings.config_json import has_text_part, read_config_json
 from colocated_grpo.settings.schema import Config, HubConfig, ModelConfig
 from colocated_grpo.summaries import RewardCheck
-from colocated_grpo.tracking import RunOutput, files, make_tracker
+from colocated_grpo.tracking import RunOutput, make_tracker
 from colocated_grpo.tracking.hub import Hub
 from colocated_grpo.types import JsonObject
 
@@ -195,13 +195,9 @@ def build_serving(config: Config, folder: Path, inbox: Inbox, model: ModelFiles,
     from colocated_grpo.atropos.source import trainer_of
     from colocated_grpo.servers.text import limits_of
 
-    keep = partial(files.write_atropos_batch, folder) if config.atropos.keep_last_batch else lambda items: None
     limits = limits_of(model, config.max_sequence_tokens, config.seed)
     registration = trainer_of(config, folder)
-    world, tokenizer = site.world, model.tokenizer
-    serving = Serving(config.atropos, config.model, registration, inbox, tokenizer, limits, world, site.note, keep)
-    site.resources.callback(serving.close)
-    return serving
+    return Serving(config.atropos, config.model, registration, limits, model.tokenizer, inbox, folder, site)
 
 
 def build_hub(
