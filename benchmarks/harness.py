@@ -27,8 +27,8 @@ from colocated_grpo.errors import RunError
 from colocated_grpo.launch.launcher import child_environment
 from colocated_grpo.runtime.distributed import World, init_world
 from colocated_grpo.runtime.processes import run_command
-from colocated_grpo.runtime.program import rank_environment
-from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR
+from colocated_grpo.runtime.program import exit_code, rank_environment
+from colocated_grpo.runtime.verdict import RUN_ERROR
 from colocated_grpo.settings import Config
 from colocated_grpo.settings.config_file import load_config
 from colocated_grpo.settings.errors import ConfigError
@@ -79,8 +79,7 @@ def main_in_ranks(
         dist.destroy_process_group()
         code = 0
     except (ConfigError, RunError) as error:
-        print(*(f"error: {line}" for line in str(error).splitlines()), sep="\n", file=sys.stderr)
-        code = USAGE_ERROR if isinstance(error, ConfigError) else RUN_ERROR
+        code = exit_code(error)
     except BaseException:
         traceback.print_exc()
         code = RUN_ERROR

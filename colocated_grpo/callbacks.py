@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from colocated_grpo.environments.user_code.loading import one_line
+from colocated_grpo.errors import ConfigError
 from colocated_grpo.runtime.run_folder import CHECKPOINTS, complete_checkpoints
-from colocated_grpo.settings.errors import ConfigError
 
 if TYPE_CHECKING:
     from colocated_grpo.runtime.distributed import World

@@ -54,6 +54,11 @@ def _shown(character: str) -> str:
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
+def shortened(text: str, limit: int) -> str:
+    """Cut a text to `limit` characters, of which the last three are dots."""
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
 def write_failed(what: str, folder: Path, cause: str) -> RunError:
     """Return the error for a failed write. Its line includes the free disk space: a full disk is the usual reason."""
     free = shutil.disk_usage(folder).free / 2**30

@@ -45,12 +45,7 @@ def default_limit(dtypes: Sequence[torch.dtype], *, quantized: bool, exact: bool
 class SampleCheck:
     """Compares sampling log-probabilities with the policy's, for each minibatch."""
 
-    def __init__(
-        self,
-        limit: float,
-        temperature: float,
-        all_reduce: tuple[AllReduce, AllReduce],
-    ) -> None:
+    def __init__(self, limit: float, temperature: float, all_reduce: tuple[AllReduce, AllReduce]) -> None:
         """limit: limit of the mean. all_reduce: one for sums, one for maxima.
 
         temperature: temperature of training samples. Differences of log-probabilities grow with the inverse of the
@@ -95,10 +90,7 @@ def staleness_of(groups: Sequence[Group], policy_version: int) -> int:
 
 
 def make_judge(
-    config: FreshnessConfig,
-    limit: float,
-    temperature: float,
-    all_reduce: tuple[AllReduce, AllReduce],
+    config: FreshnessConfig, limit: float, temperature: float, all_reduce: tuple[AllReduce, AllReduce]
 ) -> Judge:
     """Return `SampleCheck.judge` with the configured limit, or with `limit` by default; a no-op with `every: 0`."""
     if config.every == 0:

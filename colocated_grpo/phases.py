@@ -5,6 +5,7 @@ import time
 from collections import defaultdict
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -67,56 +68,49 @@ class WeightSync(Protocol):
     def sync(self) -> None: ...
 
 
+@dataclass(eq=False)
 class Choreography:
     """Switches GPU memory between the policy and the engine. Collective: all ranks enter and leave together."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        engine: RolloutEngine,
-        sync: WeightSync,
-        clock: Clock,
-        sync_frequency: int,
-    ) -> None:
-        self._policy = policy
-        self._engine = engine
-        self._sync = sync
-        self._clock = clock
-        self._sync_frequency = sync_frequency
-        self._never_synced = True
+    policy: Policy
+    engine: RolloutEngine
+    weight_sync: WeightSync
+    clock: Clock
+    sync_frequency: int
+    _never_synced: bool = field(default=True, init=False)
 
     @contextmanager
     def rollout_phase(self, step: int, *, sync: bool = False) -> Generator[None]:
         """Wake the engine, and sync the weights if due at `step` or if `sync` is set. On exit, the engine sleeps."""
-        self._wake(sync=sync or self._never_synced or step % self._sync_frequency == 0)
+        self._wake(sync=sync or self._never_synced or step % self.sync_frequency == 0)
         self._never_synced = False
         try:
             yield
-            self._clock.note_memory("generate")
+            self.clock.note_memory("generate")
         finally:
-            with self._clock.time("sleep"):
-                self._engine.sleep()
-                if self._policy.offload is not None:
-                    self._policy.offload.to_device()
+            with self.clock.time("sleep"):
+                self.engine.sleep()
+                if self.policy.offload is not None:
+                    self.policy.offload.to_device()
 
     def _wake(self, *, sync: bool) -> None:
-        with self._clock.time("wake"):
-            self._engine.wake("weights")
+        with self.clock.time("wake"):
+            self.engine.wake("weights")
         if sync:
-            with self._clock.time("sync"):
-                self._sync.sync()
-                self._engine.weights_changed(self._policy.version)
-        with self._clock.time("wake"):
+            with self.clock.time("sync"):
+                self.weight_sync.sync()
+                self.engine.weights_changed(self.policy.version)
+        with self.clock.time("wake"):
             # Offload after the sync, which reads the masters, and before mapping the cache, or both peaks add up.
-            if self._policy.offload is not None:
-                self._policy.offload.to_host()
-            self._engine.wake("kv_cache")
+            if self.policy.offload is not None:
+                self.policy.offload.to_host()
+            self.engine.wake("kv_cache")
 
     @contextmanager
     def training_phase(self) -> Generator[None]:
-        with self._clock.time("train"):
+        with self.clock.time("train"):
             yield
-        self._clock.note_memory("train")
+        self.clock.note_memory("train")
 
 
 TABLE_ROWS = 40

@@ -267,7 +267,7 @@ def throughput(run: Run, groups: list[Group], batch: Batch) -> dict[str, float]:
     row["prefix_reuse"] = 1 - batch.computed_tokens / batch.num_tokens if batch.num_tokens else 0.0
     row["imbalance"] = batch.imbalance
     row["padding"] = batch.padding
-    row["decode_tail"] = run.collector.read_tail()
+    row["decode_tail"] = run.collector.driver.read_tail()
     return row
 
 

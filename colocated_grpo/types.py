@@ -5,7 +5,7 @@ Lists are aligned token by token unless a field says otherwise.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
@@ -159,3 +159,8 @@ class Group:
     rollouts: list[Rollout]
     advantages: list[float] = field(default_factory=list)
     """One for each rollout, computed from their rewards; empty if the group is not trained."""
+
+
+def shallow(record: Any) -> JsonObject:
+    """Return the fields of a record by name. asdict() would also copy every token in them."""
+    return {each.name: getattr(record, each.name) for each in fields(record)}

@@ -12,8 +12,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, TypeGuard, cast
 
+from colocated_grpo.errors import ConfigError
 from colocated_grpo.settings.config_file import LoadedConfig
-from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.generation import ModelConfig
 from colocated_grpo.settings.sources import EVAL_DATASETS, TRAIN_DATASET, reward_name
 

@@ -13,12 +13,11 @@ from colocated_grpo.api.ported import FollowingCallback, TrainedModel
 from colocated_grpo.api.process import process_of, program_name, quiet_libraries, rank_variables, set_library_variables
 from colocated_grpo.callbacks import RunState, check_callbacks
 from colocated_grpo.environments.registry import check_names
-from colocated_grpo.errors import AlreadyReported, RunError
+from colocated_grpo.errors import AlreadyReported, ConfigError, RunError
 from colocated_grpo.launch.cli import AUTO, checked
 from colocated_grpo.runtime.program import raise_descriptor_limit
 from colocated_grpo.runtime.run_folder import CHECKPOINTS, complete_checkpoints
 from colocated_grpo.runtime.verdict import RUN_ERROR
-from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.ending import explain_os_error, record_ending

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from colocated_grpo.assembly.data import (
     evaluation_sets,
     listen_to_agents,
 )
-from colocated_grpo.assembly.engines import Engines, engine_spec
+from colocated_grpo.assembly.engines import Engines, Site, engine_spec
 from colocated_grpo.assembly.policy import (
     build_colocated,
     build_judge,
@@ -52,7 +52,7 @@ from colocated_grpo.runtime.supervision import StopRequest
 from colocated_grpo.settings.config_json import has_text_part, read_config_json
 from colocated_grpo.settings.schema import Config, HubConfig, ModelConfig
 from colocated_grpo.summaries import RewardCheck
-from colocated_grpo.tracking import RunOutput, files, make_tracker
+from colocated_grpo.tracking import RunOutput, make_tracker
 from colocated_grpo.tracking.hub import Hub
 from colocated_grpo.types import JsonObject
 
@@ -75,6 +75,7 @@ def build_run(
     Steps that can fail for outside reasons come first. resources: collects everything to close, also after a failure.
     """
     tracker = make_tracker(folder, output, config.tracking, is_main=world.is_main)
+    site = Site(world=world, stop=stop, note=tracker.note, resources=resources)
     with output.phase("reading the model's settings and tokenizer"):
         model = read_model_files(config.model, world, config.policy.lora)
         scored_by = read_reference(config.reference_model, model, world)
@@ -84,10 +85,10 @@ def build_run(
         if spec is not None:
             prepare(spec, world.device)
     with output.phase("reading data, rewards and environments"):
-        data = build_data(config, model, world, tracker, resources)
+        data = build_data(config, model, site)
     inbox = Inbox()
-    serving = build_serving(config, folder, inbox, model, world, tracker.note, resources)
-    listen_to_agents(config, data, model, resources)
+    serving = build_serving(config, folder, inbox, model, site)
+    listen_to_agents(config, data, model, site)
     with output.phase("waiting for the engine servers"):
         servers = [] if in_rank else connect_servers(config, world, stop)
     with output.phase("reading the weights"):
@@ -96,19 +97,18 @@ def build_run(
         reference = build_reference(config.loss.kl, policy, scoring, offloaded=config.policy.cpu_offload)
         load_opponent = partial(ModelLoader, config, model.hf_config, world=world)
         frozen = read_opponent(None if opponent_folder is None else load_opponent(opponent_folder), world.device)
-        others = opponent_state(config.opponent, frozen)
-        checkpoints = Checkpoints(folder, config.checkpoint, world, others, tracker.note)
+        checkpoints = Checkpoints(folder, config.checkpoint, world, opponent_state(config.opponent, frozen), site.note)
         start, state = checkpoints.restore(policy)
     policy.fixed_lr = state.get(LEARNING_RATE)
     clock = Clock(world.device)
-    engines = build_engines(config, spec, servers, policy, model, folder, world, stop, resources, output)
+    engines = build_engines(config, spec, servers, policy, model, folder, site, output)
     opponent = build_opponent(config.opponent, frozen, policy, engines, world, config.freshness.every)
     with output.phase("rehearsing a training step"):
         config = rehearse(config, policy, engines.local, world, tracker.note)  # while the engine sleeps
     driver = Driver(engines.engine, inbox)
-    collector = build_collector(config, driver, inbox, data, model, world, stop, resources)
+    collector = build_collector(config, driver, inbox, data, model, site)
     served = None if serving is None else serving.start(driver, start, stop.requested, lambda: policy.version)
-    prompts = build_prompt_supply(config, data, model, collector, world, stop, opponent, tracker.note)
+    prompts = build_prompt_supply(config, data, model, collector, opponent, site)
     supply = build_supply(prompts, served, driver, engines.local, config.ranks_per_engine, config.training_steps)
     resources.callback(supply.close)
     resources.callback(finish_writing, checkpoints)
@@ -135,7 +135,7 @@ def build_run(
         best=best,
         checkpoints=checkpoints,
         exports=build_exports(config.checkpoint, config.policy.lora, config.model.name, policy, model, world),
-        hub=build_hub(config.hub, config.final_step, config.model, folder, world, tracker.note, resources),
+        hub=build_hub(config.hub, config.final_step, config.model, folder, site),
         tracker=tracker,
         callbacks=Callbacks(callbacks, config.training_steps, folder, world, tracker.note, policy.fixed_lr),
         start=start,
@@ -166,9 +166,7 @@ def build_engines(
     policy: Policy,
     model: ModelFiles,
     folder: Path,
-    world: World,
-    stop: StopRequest,
-    resources: ExitStack,
+    site: Site,
     output: RunOutput,
 ) -> Engines:
     """Build the engines in the ranks, or connect to engine servers. Collective.
@@ -177,26 +175,18 @@ def build_engines(
     """
     if spec is not None:
         shared, every = config.weights == "shared", config.freshness.every
-        graphs = world.device.type == "cuda" and not spec.enforce_eager
+        graphs = site.world.device.type == "cuda" and not spec.enforce_eager
         with output.phase("building the engine" + (" and capturing its CUDA graphs" if graphs else "")):
-            return build_colocated(spec, policy, world, resources, shared=shared, check_every=every)
+            return build_colocated(spec, policy, site.world, site.resources, shared=shared, check_every=every)
     from colocated_grpo.assembly.servers import build_remote
 
     with output.phase("connecting to the engines"):
-        engines = build_remote(config, servers, policy, model, folder, world, stop)
-        resources.callback(engines.engine.close)
+        engines = build_remote(config, servers, policy, model, folder, site.world, site.stop)
+        site.resources.callback(engines.engine.close)
         return engines
 
 
-def build_serving(
-    config: Config,
-    folder: Path,
-    inbox: Inbox,
-    model: ModelFiles,
-    world: World,
-    note: Callable[[str], None],
-    resources: ExitStack,
-) -> Serving | None:
+def build_serving(config: Config, folder: Path, inbox: Inbox, model: ModelFiles, site: Site) -> Serving | None:
     """Serve the engines over HTTP to environments in other processes; None without an atropos entry. Collective."""
     if config.atropos is None:
         return None
@@ -205,29 +195,20 @@ def build_serving(
     from colocated_grpo.atropos.source import trainer_of
     from colocated_grpo.servers.text import limits_of
 
-    keep = partial(files.write_atropos_batch, folder) if config.atropos.keep_last_batch else lambda items: None
     limits = limits_of(model, config.max_sequence_tokens, config.seed)
     registration = trainer_of(config, folder)
-    serving = Serving(config.atropos, config.model, registration, inbox, model.tokenizer, limits, world, note, keep)
-    resources.callback(serving.close)
-    return serving
+    return Serving(config.atropos, config.model, registration, limits, model.tokenizer, inbox, folder, site)
 
 
 def build_hub(
-    settings: HubConfig | None,
-    final_step: int | None,
-    model: ModelConfig,
-    folder: Path,
-    world: World,
-    note: Callable[[str], None],
-    resources: ExitStack,
+    settings: HubConfig | None, final_step: int | None, model: ModelConfig, folder: Path, site: Site
 ) -> Hub | None:
     """Return the run's Hub; None without settings. final_step: see `Config`."""
     if settings is None:
         return None
-    hub = Hub(settings, folder, final_step, has_text_part(read_config_json(model)), note)
-    if world.is_main:
-        resources.callback(hub.close)
+    hub = Hub(settings, folder, final_step, has_text_part(read_config_json(model)), site.note)
+    if site.world.is_main:
+        site.resources.callback(hub.close)
     return hub
 
 

@@ -4,10 +4,10 @@ Of evaluation too: prompts, sampling and metrics of held-out prompts and evaluat
 """
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
+from colocated_grpo.assembly.engines import Site
 from colocated_grpo.environments.build import Environments, build_environments
 from colocated_grpo.environments.chat import ChatCodec
 from colocated_grpo.environments.rewards.workers import end_idle_workers
@@ -24,12 +24,10 @@ from colocated_grpo.rollout.prompt_queue import build_dispatch, engine_place
 from colocated_grpo.rollout.resample import Resampling
 from colocated_grpo.rollout.supply import AheadSupply, MixedSupply, Opponent, PromptSupply, Supply
 from colocated_grpo.runtime.distributed import World
-from colocated_grpo.runtime.supervision import StopRequest
 from colocated_grpo.settings.evaluation import HELD_OUT, PREFIX, EvaluationConfig
 from colocated_grpo.settings.generation import RolloutConfig
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.summaries import held_out_metrics, mixed_held_out_metrics
-from colocated_grpo.tracking import NullTracker, Tracker
 from colocated_grpo.types import Prompt
 
 Note = Callable[[str], None]
@@ -143,17 +141,12 @@ class Data:
     evaluated: Evaluated
 
 
-def build_data(
-    config: Config, model: ModelFiles, world: World, tracker: Tracker | NullTracker, resources: ExitStack
-) -> Data:
-    """Collective. User code is imported on every rank; datasets are read on rank 0 only.
-
-    resources: ends the processes of reward functions.
-    """
-    resources.callback(end_idle_workers)
+def build_data(config: Config, model: ModelFiles, site: Site) -> Data:
+    """Collective. User code is imported on every rank; datasets are read on rank 0 only."""
+    site.resources.callback(end_idle_workers)
     environments = build_environments(config, model.tokenizer)
-    source = open_source(environments, tracker.note) if world.is_main and environments.trained else None
-    evaluated = read_evaluated(config.evaluation, environments, world, tracker.note)
+    source = open_source(environments, site.note) if site.world.is_main and environments.trained else None
+    evaluated = read_evaluated(config.evaluation, environments, site.world, site.note)
     return Data(environments=environments, source=source, evaluated=evaluated)
 
 
@@ -166,8 +159,8 @@ def open_source(environments: Environments, note: Callable[[str], None]) -> Long
     return LongestFirst(source)
 
 
-def listen_to_agents(config: Config, data: Data, model: ModelFiles, resources: ExitStack) -> None:
-    """Open the address at which agents sample from this rank's engine, if there are agents. resources: closes it."""
+def listen_to_agents(config: Config, data: Data, model: ModelFiles, site: Site) -> None:
+    """Open the address at which agents sample from this rank's engine, if there are agents."""
     if data.environments.open_episodes is None:
         return
     # Imported here: the web framework would delay the start of every other run.
@@ -182,20 +175,13 @@ def listen_to_agents(config: Config, data: Data, model: ModelFiles, resources: E
         config.model.chat_template_kwargs,
         config.rollout.stop,
     )
-    resources.callback(server.close)
+    site.resources.callback(server.close)
 
 
 def build_collector(
-    config: Config,
-    driver: Driver,
-    inbox: Inbox,
-    data: Data,
-    model: ModelFiles,
-    world: World,
-    stop: StopRequest,
-    resources: ExitStack,
+    config: Config, driver: Driver, inbox: Inbox, data: Data, model: ModelFiles, site: Site
 ) -> Collector:
-    """resources: closes the collector."""
+    """Return the collector of the groups of training and of evaluation."""
     rollout, codec = config.rollout, ChatCodec(model.tokenizer)
     environments = data.environments
     episodes = EpisodeRunner(
@@ -211,9 +197,9 @@ def build_collector(
         episodes,
         environments.scorers,
         codec.message_text,
-        world,
+        site.world,
         build_dispatch(
-            world,
+            site.world,
             ranks_per_engine=config.ranks_per_engine,
             replicated=config.rollout.generation == "replicated",
             deterministic=config.deterministic,
@@ -221,21 +207,14 @@ def build_collector(
         seed=config.seed,
         reward_workers=rollout.reward_workers,
         reward_timeout=rollout.reward_timeout,
-        stop_requested=stop.requested,
+        stop_requested=site.stop.requested,
     )
-    resources.callback(collector.close)
+    site.resources.callback(collector.close)
     return collector
 
 
 def build_prompt_supply(
-    config: Config,
-    data: Data,
-    model: ModelFiles,
-    collector: Collector,
-    world: World,
-    stop: StopRequest,
-    opponent: Opponent | None,
-    note: Callable[[str], None],
+    config: Config, data: Data, model: ModelFiles, collector: Collector, opponent: Opponent | None, site: Site
 ) -> PromptSupply | None:
     """Return the supply of prompts that this run samples itself; None if other processes supply all groups."""
     if not data.environments.trained:
@@ -252,10 +231,10 @@ def build_prompt_supply(
         stop=tuple(rollout.stop),
         stop_token_ids=model.stop_token_ids,
     )
-    resampling = None if rollout.resample is None else Resampling(rollout.resample.max_rounds, prompts, note)
-    routes = config.policy.routing_replay
+    resampling = None if rollout.resample is None else Resampling(rollout.resample.max_rounds, prompts, site.note)
+    routes, stopped = config.policy.routing_replay, site.stop.requested
     return PromptSupply(
-        data.source, collector, world, stop.requested, rollout, sampling, opponent, resampling, routes=routes
+        data.source, collector, site.world, stopped, rollout, sampling, opponent, resampling, routes=routes
     )
 
 

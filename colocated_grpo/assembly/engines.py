@@ -1,5 +1,7 @@
 """The engines of a run, in its own or in other processes, and their build parameters."""
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
@@ -10,8 +12,22 @@ from colocated_grpo.phases import WeightSync
 from colocated_grpo.policy.model_loader import engine_dtype
 from colocated_grpo.rollout.engine import LocalEngine, RolloutEngine
 from colocated_grpo.rollout.vllm.spec import SERVER_NUM_SEQS, EngineSpec, num_seqs_for
+from colocated_grpo.runtime.distributed import World
+from colocated_grpo.runtime.supervision import StopRequest
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.sources import AgentSourceConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """What every part of a run may need while it is built."""
+
+    world: World
+    stop: StopRequest
+    note: Callable[[str], None]
+    """Shows one line to the user."""
+    resources: ExitStack
+    """Receives everything to close, also after a failure."""
 
 
 @dataclass(frozen=True, kw_only=True)

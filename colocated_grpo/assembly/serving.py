@@ -7,29 +7,29 @@ start.
 import copy
 import os
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from colocated_grpo.assembly.engines import Site
 from colocated_grpo.atropos.reader import GroupReader, Origins, Registration
 from colocated_grpo.atropos.source import AtroposClient, AtroposSource
 from colocated_grpo.atropos.supply import AtroposSupply, MainSupply, WorkerSupply
 from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.environments.chat import ChatCodec
 from colocated_grpo.rollout.inbox import Driver, Inbox
-from colocated_grpo.runtime.distributed import World
 from colocated_grpo.servers.app import create_app
 from colocated_grpo.servers.rank_links import LoadBalancer, link_ranks
 from colocated_grpo.servers.sampler import Sampler
 from colocated_grpo.servers.text import Limits
 from colocated_grpo.settings.atropos import AtroposSourceConfig, ServerConfig
 from colocated_grpo.settings.schema import ModelConfig
+from colocated_grpo.tracking import files
 from colocated_grpo.web.server import Hosts, ServerThread
 
 REMEMBERED_COMPLETIONS = 1 << 17
 """Limit of remembered completions: several batches of the largest size."""
-
-Keep = Callable[[list[object]], None]
-"""Called with each batch as it was received."""
 
 
 class Serving:
@@ -40,20 +40,17 @@ class Serving:
         atropos: AtroposSourceConfig,
         model: ModelConfig,
         registration: Registration,
-        inbox: Inbox,
-        tokenizer: PreTrainedTokenizerBase,
         limits: Limits,
-        world: World,
-        note: Callable[[str], None],
-        keep: Keep,
+        tokenizer: PreTrainedTokenizerBase,
+        inbox: Inbox,
+        folder: Path,
+        site: Site,
     ) -> None:
-        """Collective. Raises EnvironmentSetupError with one line, on every rank."""
-        self._world = world
-        self._note = note
-        self._limits = limits
+        """Collective. Raises EnvironmentSetupError with one line, on every rank. folder: the run folder."""
+        self._world, self._note = site.world, site.note
         self._inbox = inbox
-        self._links, self._end = link_ranks(self._inbox, world)
-        self._engines = LoadBalancer(self._inbox, self._links)
+        self._links, self._end = link_ranks(inbox, site.world)
+        self._engines = LoadBalancer(inbox, self._links)
         self._servers: list[ServerThread] = []
         self.source: AtroposSource | None = None
         """Source of batches; None on all ranks except rank 0."""
@@ -67,8 +64,8 @@ class Serving:
                 client,
                 GroupReader(
                     source=atropos.name,
-                    vocab_size=self._limits.vocab_size,
-                    max_tokens=self._limits.max_tokens,
+                    vocab_size=limits.vocab_size,
+                    max_tokens=limits.max_tokens,
                     recompute_logprobs=atropos.missing_logprobs == "recompute",
                     origins=origins,
                     decode=ChatCodec(copy.deepcopy(tokenizer)).message_text,
@@ -76,23 +73,24 @@ class Serving:
                 connect_timeout=atropos.connect_timeout,
                 unusable_timeout=atropos.unusable_timeout,
                 note=self._note,
-                keep=keep,
+                keep=partial(files.write_atropos_batch, folder) if atropos.keep_last_batch else lambda items: None,
             )
             self.source.connect()
             sampler = Sampler(
                 self._engines,
                 copy.deepcopy(tokenizer),
-                self._limits,
+                limits,
                 self._note,
                 template_variables=model.chat_template_kwargs,
                 on_sampled=origins.record,
             )
-            self._servers.append(listen(sampler, model.name, atropos.server, self._limits))
+            self._servers.append(listen(sampler, model.name, atropos.server, limits))
             ports = ", ".join(map(str, self._servers[0].ports))
             at = f"environments sample at {atropos.server.host}, port {ports}"
             self._note(f"atropos: batches from {atropos.url}; {at}")
 
-        world.from_main(open_ports)
+        site.resources.callback(self.close)
+        self._world.from_main(open_ports)
 
     def close(self) -> None:
         """Close ports and links. Call only if `start` was not called: the supply then closes both, once its requests

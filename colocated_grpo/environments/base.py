@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from colocated_grpo.environments.chat import Conversation
-from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.errors import ConfigError
 from colocated_grpo.types import Completion, Group, JsonObject, Prompt, Score
 
 Split = Literal["train", "held_out"]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from colocated_grpo.environments.base import EnvironmentSetupError, Episode, Task
 from colocated_grpo.environments.user_code.loading import construct, load_object, unknown_name
-from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.errors import ConfigError
 from colocated_grpo.settings.sources import EnvironmentConfig
 from colocated_grpo.types import JsonObject
 

@@ -12,7 +12,7 @@ from typing import Protocol
 from colocated_grpo.environments import base
 from colocated_grpo.environments.prompts import PromptEncoder
 from colocated_grpo.environments.user_code.loading import one_line
-from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.errors import ConfigError
 from colocated_grpo.settings.generation import SkipSolvedConfig
 from colocated_grpo.types import Group, JsonObject, Prompt
 

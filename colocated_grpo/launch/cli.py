@@ -12,7 +12,6 @@ import faulthandler
 import logging
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING
 from colocated_grpo.errors import AlreadyReported, ConfigError
 from colocated_grpo.runtime import program
 from colocated_grpo.runtime.program import LAST_PORT, Launch, OneLineParser
-from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, leave, report
+from colocated_grpo.runtime.verdict import RUN_ERROR, leave, report
 
 if TYPE_CHECKING:
     from colocated_grpo.runtime.joining import Joined
@@ -104,18 +103,15 @@ def read_launch(options: argparse.Namespace, overrides: Sequence[str]) -> Launch
         raise ConfigError("--redirect-output: must be absent with --log-dir, which contains trainer.log")
     if options.nproc is not None and gpus > 0:
         raise ConfigError(f"--nproc={options.nproc}: valid with --gpus 0 only; a GPU run has one process per GPU")
-    if options.nproc is not None and options.nproc < 1:
-        raise ConfigError(f"--nproc={options.nproc}: must be at least 1")
-    if nodes < 1:
-        raise ConfigError(f"--nodes={nodes}: must be at least 1")
+    for flag, number in (("nproc", options.nproc), ("nodes", nodes), ("join-timeout", options.join_timeout)):
+        if number is not None and number < 1:
+            raise ConfigError(f"--{flag}={number}: must be at least 1")
     if not 0 <= options.node_rank < nodes:
         raise ConfigError(f"--node-rank={options.node_rank}: must be at least 0 and less than --nodes={nodes}")
     if nodes > 1 and options.master_addr is None:
         raise ConfigError(f"--master-addr: required with --nodes={nodes}; it is the address of node 0")
     if port is not None and not 0 < port <= LAST_PORT:
         raise ConfigError(f"--master-port={port}: must be between 1 and {LAST_PORT}")
-    if options.join_timeout < 1:
-        raise ConfigError(f"--join-timeout={options.join_timeout}: must be at least 1")
     return Launch(
         gpus=gpus,
         engine_gpus=engine_gpus,
@@ -235,9 +231,7 @@ def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         name = Path(file).stem
         config, lines = checked(read_config(file, overrides), options.resume, name)
     except ConfigError as error:
-        if os.environ["RANK"] == "0":  # all ranks read the same settings
-            print(*default, *program.error_text(str(error).splitlines()), sep="\n", file=sys.stderr, flush=True)
-        return USAGE_ERROR
+        return program.exit_code(error, *default, shown=os.environ["RANK"] == "0")  # all ranks read the same settings
     output = make_output(config.tracking.console, config.training_steps, is_main=os.environ["RANK"] == "0")
     program.exit_on_stop_signals(partial(leave_start, output))
     for line in [*default, *lines]:

@@ -83,8 +83,7 @@ def _launch(arguments: Sequence[str]) -> int:
         if (missing or problems) and not options.dry_run:
             raise ConfigError(*missing, *problems)
     except ConfigError as error:
-        print(*default, *program.error_text(str(error).splitlines()), sep="\n", file=sys.stderr)
-        return USAGE_ERROR
+        return program.exit_code(error, *default)
     command = torchrun_command(launch)
     whole = options.dry_run or launch.log_level == "DEBUG"
     shown = banner(launch, command, servers, model) if whole else title(launch, servers, model)

@@ -144,49 +144,19 @@ def _mean_minibatch_tokens(counts: Counts, max_completion_tokens: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class _Recipe:
-    ratio: parts.Ratio
-    surrogate: Callable[..., parts.Surrogate]
-    """Called with the objective's own config."""
-    token_weights: Callable[[LossInputs], Tensor]
-    """Weight of each token in the sum; zero at masked positions."""
     denominator: Callable[[Counts, int], float]
+    ratio: parts.Ratio = parts.token_ratio
+    surrogate: Callable[..., parts.Surrogate] = parts.make_clipped
+    """Called with the objective's own config."""
+    token_weights: Callable[[LossInputs], Tensor] = parts.token_sum
+    """Weight of each token in the sum; zero at masked positions."""
 
 
 _RECIPES = {
-    "grpo": _Recipe(
-        ratio=parts.token_ratio,
-        surrogate=parts.make_clipped,
-        token_weights=parts.completion_mean,
-        denominator=_sequences,
-    ),
-    "dr_grpo": _Recipe(
-        ratio=parts.token_ratio,
-        surrogate=parts.make_clipped,
-        token_weights=parts.token_sum,
-        denominator=_max_tokens,
-    ),
-    "bnpo": _Recipe(
-        ratio=parts.token_ratio,
-        surrogate=parts.make_clipped,
-        token_weights=parts.token_sum,
-        denominator=_minibatch_tokens,
-    ),
-    "dapo": _Recipe(
-        ratio=parts.token_ratio,
-        surrogate=parts.make_clipped,
-        token_weights=parts.token_sum,
-        denominator=_mean_minibatch_tokens,
-    ),
-    "cispo": _Recipe(
-        ratio=parts.token_ratio,
-        surrogate=parts.make_cispo,
-        token_weights=parts.token_sum,
-        denominator=_mean_minibatch_tokens,
-    ),
-    "gspo": _Recipe(
-        ratio=parts.sequence_ratio,
-        surrogate=parts.make_clipped,
-        token_weights=parts.completion_mean,
-        denominator=_sequences,
-    ),
+    "grpo": _Recipe(denominator=_sequences, token_weights=parts.completion_mean),
+    "dr_grpo": _Recipe(denominator=_max_tokens),
+    "bnpo": _Recipe(denominator=_minibatch_tokens),
+    "dapo": _Recipe(denominator=_mean_minibatch_tokens),
+    "cispo": _Recipe(denominator=_mean_minibatch_tokens, surrogate=parts.make_cispo),
+    "gspo": _Recipe(denominator=_sequences, token_weights=parts.completion_mean, ratio=parts.sequence_ratio),
 }

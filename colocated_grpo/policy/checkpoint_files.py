@@ -24,12 +24,11 @@ from torch import Tensor
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, PrefixChange, WeightConverter, WeightRenaming
 
-from colocated_grpo.errors import RunError, in_one_line
+from colocated_grpo.errors import ConfigError, RunError, in_one_line
 from colocated_grpo.runtime.checksums import CHECKSUMS_FILE, exported_damage
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.text_part import UNWANTED_FILES, OwnName, own_names, weight_files
 from colocated_grpo.settings.config_json import config_json_in, text_part
-from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.generation import ModelConfig
 
 _MERGES = ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])

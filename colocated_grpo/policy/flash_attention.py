@@ -32,12 +32,7 @@ Boundaries = tuple[Tensor, Tensor, int, int]
 
 
 def fa2_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    runs: Boundaries,
-    scale: float | None,
-    left: int,
+    query: Tensor, key: Tensor, value: Tensor, runs: Boundaries, scale: float | None, left: int
 ) -> tuple[Tensor, Tensor]:
     """Compute causal attention of each run. Returns [T, H, D] and the logsumexps [H, T] in float32."""
     # As in torch.nn.attention.varlen: no dropout, no debug mask.

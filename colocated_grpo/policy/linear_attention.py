@@ -24,10 +24,9 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from colocated_grpo.batching import PrefixKeys
-from colocated_grpo.errors import in_one_line
+from colocated_grpo.errors import ConfigError, in_one_line
 from colocated_grpo.policy.attention_kernels import padded_runs
 from colocated_grpo.policy.flash_attention import HOPPER
-from colocated_grpo.settings.errors import ConfigError
 
 CONVOLUTION, DELTA_RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
 """Functions of transformers' modules (since 5.16) that layers of linear attention call by these names."""

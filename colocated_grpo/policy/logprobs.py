@@ -161,13 +161,7 @@ class _Gradients:
     """
 
     def __init__(
-        self,
-        hidden_NH: Tensor,
-        weight_VH: Tensor,
-        softcap: float | None,
-        operators: HeadOperators,
-        *,
-        of_weight: bool,
+        self, hidden_NH: Tensor, weight_VH: Tensor, softcap: float | None, operators: HeadOperators, *, of_weight: bool
     ) -> None:
         self._inputs = hidden_NH, weight_VH
         self._softcap = softcap

@@ -14,11 +14,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from colocated_grpo.errors import ConfigError
 from colocated_grpo.policy.checkpoint_files import CheckpointReader
 from colocated_grpo.policy.lora.linear import is_factor
 from colocated_grpo.policy.model import PackedLM, reshard
 from colocated_grpo.runtime.distributed import local_part
-from colocated_grpo.settings.errors import ConfigError
 
 
 class Weights(Protocol):

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from colocated_grpo.batching import PackedTokens
-from colocated_grpo.errors import RunError, in_one_line
+from colocated_grpo.errors import ConfigError, RunError, in_one_line
 from colocated_grpo.policy.attention import PACKED, capped_attention, with_own_keys
 from colocated_grpo.policy.blocks import Block, blocks_of
 from colocated_grpo.policy.checkpoint_files import conversion_of
@@ -31,7 +31,6 @@ from colocated_grpo.policy.logprobs import HeadOperators, linear_logprobs
 from colocated_grpo.policy.lora.linear import is_factor
 from colocated_grpo.policy.routing import LoadBalancing, RoutingReplay
 from colocated_grpo.runtime.text_part import read_text_config
-from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.generation import ModelConfig
 from colocated_grpo.settings.model_support import check_trains
 

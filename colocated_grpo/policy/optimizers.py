@@ -167,9 +167,7 @@ class LocalShardOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        build: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+        self, parameters: Sequence[nn.Parameter], build: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
     ) -> None:
         self._parameters = parameters
         self.shards = [nn.Parameter(local_part(p).detach()) for p in parameters]

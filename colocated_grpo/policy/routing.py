@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from colocated_grpo.batching import PackedRoutes, PackedTokens
+from colocated_grpo.errors import ConfigError
 from colocated_grpo.metrics import Stat
 from colocated_grpo.policy.blocks import blocks_of
-from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.types import MAX_UINT8_EXPERTS
 
 

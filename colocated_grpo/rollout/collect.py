@@ -7,6 +7,7 @@ other. Finished groups are gathered once, at the end.
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import cast
 
 from colocated_grpo.environments.base import Scorer
@@ -30,48 +31,39 @@ class Stopped(Exception):
     """A stop was requested while the batch was being generated. The groups of this batch are discarded."""
 
 
+@dataclass(eq=False)
 class Collector:
     """Runs jobs on this rank's engine. Built once; all ranks call `collect` in lockstep."""
 
-    def __init__(
-        self,
-        driver: Driver,
-        episodes: EpisodeRunner,
-        scorers: Mapping[str, Scorer],
-        decode: Decode,
-        world: World,
-        dispatch: Dispatch,
-        *,
-        seed: int,
-        reward_workers: int,
-        reward_timeout: float,
-        stop_requested: Callable[[], bool],
-    ) -> None:
-        self._driver = driver
-        self._episodes = episodes
-        self._scorers = scorers
-        self._decode = decode
-        self._world = world
-        self._dispatch = dispatch
-        self.seed = seed
-        self._stop_requested = stop_requested
-        self._rewards = RewardCalls(
-            self._judge, workers=reward_workers, timeout=reward_timeout, stop_requested=stop_requested
-        )
+    driver: Driver
+    episodes: EpisodeRunner
+    scorers: Mapping[str, Scorer]
+    decode: Decode
+    world: World
+    dispatch: Dispatch
+    _: KW_ONLY
+    seed: int
+    reward_workers: int
+    reward_timeout: float
+    stop_requested: Callable[[], bool]
+
+    def __post_init__(self) -> None:
+        workers, timeout = self.reward_workers, self.reward_timeout
+        self._rewards = RewardCalls(self._judge, workers=workers, timeout=timeout, stop_requested=self.stop_requested)
 
     def collect(self, job: Job) -> list[Group]:
         """Return all groups of the job on every rank, in prompt order. Raises Stopped on all ranks if a rank stops."""
         gather = self.sample(job)
-        self._driver.drain()
+        self.driver.drain()
         return gather()
 
     def sample(self, job: Job) -> Gather:
         """Decode this rank's prompts without waiting for other ranks or for inbox requests."""
-        done = self._decode_prompts(job, self._dispatch(job))
+        done = self._decode_prompts(job, self.dispatch(job))
         return lambda: self._gather(job, done())
 
     def _gather(self, job: Job, done: dict[int, Group] | None) -> list[Group]:
-        gathered = self._world.gather_objects(done)
+        gathered = self.world.gather_objects(done)
         finished = [part for part in gathered if part is not None]
         if len(finished) < len(gathered):
             raise Stopped
@@ -80,15 +72,15 @@ class Collector:
 
     def _decode_prompts(self, job: Job, queue: PromptQueue) -> Callable[[], dict[int, Group] | None]:
         """Return a function that waits for the rewards and returns this rank's groups by prompt; None after a stop."""
-        batch = _Batch(job, self.seed, self._driver, self._episodes)
+        batch = _Batch(job, self.seed, self.driver, self.episodes)
         calls: dict[int, RewardCall] = {}
         while batch.admit(queue) or batch.running:
             for index in batch.advance():
                 if queue.counts:
                     calls[index] = self.score(job.prompts[index], batch.completions_of(index))
-            if queue.may_stop and self._stop_requested():
-                self._episodes.cancel()
-                self._driver.abort()
+            if queue.may_stop and self.stop_requested():
+                self.episodes.cancel()
+                self.driver.abort()
                 return lambda: None
         ended = time.monotonic()
 
@@ -114,10 +106,10 @@ class Collector:
 
     def _judge(self, prompt: Prompt, completions: Sequence[Completion]) -> Judged:
         texts = self._texts(completions)
-        return texts, self._scorers[prompt.source].score(prompt, completions, texts)
+        return texts, self.scorers[prompt.source].score(prompt, completions, texts)
 
     def _texts(self, completions: Sequence[Completion]) -> list[str]:
-        return [self._decode(completion.token_ids) for completion in completions]
+        return [self.decode(completion.token_ids) for completion in completions]
 
     def _group(self, call: RewardCall, sampling: Sampling) -> Group:
         texts, scores = call.judged() or self._failed(call)
@@ -131,12 +123,8 @@ class Collector:
         error = f"{self._rewards.timeout_error}{call.place}"
         return self._texts(call.completions), [Score(reward=None, error=error)] * len(call.completions)
 
-    def read_tail(self) -> float:
-        """Return this rank's `Driver.read_tail`."""
-        return self._driver.read_tail()
-
     def close(self) -> None:
-        self._episodes.close()
+        self.episodes.close()
         self._rewards.close()
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import NamedTuple, cast
 
@@ -28,7 +28,7 @@ from colocated_grpo.rollout.reward_calls import RewardCall
 from colocated_grpo.rollout.supply import PENDING, Order, PromptSupply, Supply
 from colocated_grpo.runtime.distributed import derive_seed
 from colocated_grpo.settings.generation import PartialConfig
-from colocated_grpo.types import Completion, Group, JsonObject, Prompt
+from colocated_grpo.types import Completion, Group, JsonObject, Prompt, shallow
 
 UNFINISHED = "abort"
 """finish_reason of a completion that a later step continues."""
@@ -57,30 +57,26 @@ class _Sampled(NamedTuple):
     """Tokens of each completion that is kept."""
 
 
+@dataclass(eq=False)
 class PartialSupply(Supply):
     """Supply whose steps leave unfinished groups to later steps."""
 
-    def __init__(
-        self,
-        prompts: PromptSupply,
-        config: PartialConfig,
-        driver: Driver,
-        interrupt: Callable[[], Finished],
-        place: EnginePlace,
-        num_steps: int,
-    ) -> None:
-        """interrupt: `LocalEngine.interrupt`. place: that of this rank's engine. num_steps: length of the run."""
-        self._prompts = prompts
-        self._config = config
-        self._driver = driver
-        self._interrupt = interrupt
-        self._place = place
-        self._num_steps = num_steps
+    prompts: PromptSupply
+    config: PartialConfig
+    driver: Driver
+    interrupt: Callable[[], Finished]
+    """`LocalEngine.interrupt`."""
+    place: EnginePlace
+    """That of this rank's engine."""
+    num_steps: int
+    """Length of the run."""
+
+    def __post_init__(self) -> None:
         self._pending: list[Pending] = []
         """Groups of this rank's engine that are not trained yet, as they were when the step began."""
         self._left: list[Pending] = []
         """`_pending` of the next step."""
-        self._sizes = [0] * place.num_engines
+        self._sizes = [0] * self.place.num_engines
         """Number of pending groups of each engine."""
         self._scored: dict[int, Group] = {}
         """Complete groups that are not trained yet, by prompt index."""
@@ -88,16 +84,16 @@ class PartialSupply(Supply):
 
     def order(self, step: int) -> Order:
         """Draw the prompts that fill the pool."""
-        trained = self._place.parts(self._prompts.config.prompts_per_step)
-        pools = [min(ceil(part * self._config.oversample), part * (self._num_steps - step)) for part in trained]
+        trained = self.place.parts(self.prompts.config.prompts_per_step)
+        pools = [min(ceil(part * self.config.oversample), part * (self.num_steps - step)) for part in trained]
         missing = [max(0, pool - kept) for pool, kept in zip(pools, self._sizes, strict=True)]
-        drawn = dealt(self._prompts.draw(sum(missing)), missing)[self._place.engine]
-        groups = [*self._pending, *(new_group(prompt, step, self._prompts.config.group_size) for prompt in drawn)]
+        drawn = dealt(self.prompts.draw(sum(missing)), missing)[self.place.engine]
+        groups = [*self._pending, *(new_group(prompt, step, self.prompts.config.group_size) for prompt in drawn)]
         self._sizes = [kept + new - used for kept, new, used in zip(self._sizes, missing, trained, strict=True)]
-        return lambda: self._gathered(self._sample(step, groups, trained[self._place.engine]))
+        return lambda: self._gathered(self._sample(step, groups, trained[self.place.engine]))
 
     def _gathered(self, sampled: _Sampled | None) -> list[Group]:
-        gathered = self._prompts.world.gather_objects(sampled)
+        gathered = self.prompts.world.gather_objects(sampled)
         parts = [part for part in gathered if part is not None]
         if len(parts) < len(gathered):
             raise Stopped
@@ -107,21 +103,21 @@ class PartialSupply(Supply):
 
     def _sample(self, step: int, groups: list[Pending], wanted: int) -> _Sampled | None:
         """Continue the groups until enough are complete, and return `wanted` of these. Returns None after a stop."""
-        batch = PartialBatch(groups, self._driver, self._prompts.sampling, self._prompts.collector.seed)
+        batch = PartialBatch(groups, self.driver, self.prompts.sampling, self.prompts.collector.seed)
         calls = self._score(batch, batch.complete)  # of a resumed run, whose checkpoint has no scores
-        while not batch.may_end(wanted, step, self._config.max_age):
+        while not batch.may_end(wanted, step, self.config.max_age):
             calls |= self._score(batch, batch.advance())
-            if self._place.may_stop and self._prompts.stop_requested():
-                self._driver.abort()
+            if self.place.may_stop and self.prompts.stop_requested():
+                self.driver.abort()
                 return None
-        batch.add(self._interrupt())
-        self._driver.abort()  # requests that have not reached the engine
-        scored = self._prompts.collector.groups(calls, self._prompts.sampling, time.monotonic())
+        batch.add(self.interrupt())
+        self.driver.abort()  # requests that have not reached the engine
+        scored = self.prompts.collector.groups(calls, self.prompts.sampling, time.monotonic())
         if scored is None:
             return None
         self._scored |= scored
         chosen, self._left = batch.split(wanted)
-        if not self._place.counts:
+        if not self.place.counts:
             return _Sampled([], [])
         kept = [c for group in self._left for c in group.completions if c.finish_reason == UNFINISHED and c.token_ids]
         trained = [self._scored.pop(group.prompt.index) for group in chosen]
@@ -129,37 +125,37 @@ class PartialSupply(Supply):
 
     def _score(self, batch: PartialBatch, complete: Iterable[int]) -> dict[int, RewardCall]:
         """Start the rewards of complete groups. Returns the calls by prompt index."""
-        score = self._prompts.collector.score
+        score = self.prompts.collector.score
         return {
             group.prompt.index: score(group.prompt, group.completions)
             for group in (batch.groups[index] for index in complete)
-            if self._place.counts and group.prompt.index not in self._scored
+            if self.place.counts and group.prompt.index not in self._scored
         }
 
     def settle(self, groups: list[Group]) -> BatchResult:
         self._pending, self._left = self._left, []
-        settled = self._prompts.settle(groups)
+        settled = self.prompts.settle(groups)
         return replace(settled, metrics=settled.metrics | self._metrics)
 
     def state_dict(self) -> JsonObject:
         """Position, and the pending groups of each engine. Collective."""
-        own = [_as_json(group) for group in self._pending] if self._place.counts else None
-        groups = [part for part in self._prompts.world.gather_objects(own) if part is not None]
-        return {**(self._prompts.state_dict() or {}), PENDING: groups}
+        own = [_as_json(group) for group in self._pending] if self.place.counts else None
+        groups = [part for part in self.prompts.world.gather_objects(own) if part is not None]
+        return {**(self.prompts.state_dict() or {}), PENDING: groups}
 
     def load_state_dict(self, state: JsonObject) -> None:
         """Restore the position and the groups, which are dealt anew if the number of engines has changed."""
-        engines = self._place.num_engines
-        limit = self._prompts.sampling.max_tokens
+        engines = self.place.num_engines
+        limit = self.prompts.sampling.max_tokens
         saved = [[_from_json(group, limit) for group in part] for part in state.get(PENDING, [])]
         if len(saved) != engines:
             groups = sorted((group for part in saved for group in part), key=lambda group: group.prompt.index)
             saved = [groups[engine::engines] for engine in range(engines)]
-        self._pending, self._sizes = saved[self._place.engine], [len(part) for part in saved]
-        self._prompts.load_state_dict({**state, PENDING: []})
+        self._pending, self._sizes = saved[self.place.engine], [len(part) for part in saved]
+        self.prompts.load_state_dict({**state, PENDING: []})
 
     def close(self) -> None:
-        self._prompts.close()
+        self.prompts.close()
 
 
 class PartialBatch:
@@ -276,11 +272,7 @@ def dealt(prompts: Sequence[Prompt], counts: Sequence[int]) -> list[list[Prompt]
 
 
 def _as_json(group: Pending) -> JsonObject:
-    return {**_values(group), "prompt": _values(group.prompt), "completions": list(map(_values, group.completions))}
-
-
-def _values(record: Pending | Prompt | Completion) -> JsonObject:
-    return {field.name: getattr(record, field.name) for field in fields(record)}
+    return {**shallow(group), "prompt": shallow(group.prompt), "completions": list(map(shallow, group.completions))}
 
 
 def _from_json(group: JsonObject, limit: int) -> Pending:

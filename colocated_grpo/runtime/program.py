@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from colocated_grpo.runtime.verdict import USAGE_ERROR, first_report, report
+from colocated_grpo.errors import ConfigError
+from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, first_report, report
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 LOG_LEVEL_VARIABLE = "COLOCATED_GRPO_LOG_LEVEL"
@@ -164,6 +165,16 @@ def frozen_imports() -> Generator[None]:
 def error_text(lines: Sequence[str]) -> list[str]:
     """Return the lines with the prefix "error: ". Indented lines belong to the line above and get no prefix."""
     return [line if line.startswith("  ") else f"error: {line}" for line in lines]
+
+
+def exit_code(error: Exception, *above: str, shown: bool = True) -> int:
+    """Return the exit code of a program that an error ends: 2 for settings and arguments, 1 for all others.
+
+    The error is printed below the lines `above`. shown: False on all ranks but one if every rank has the same error.
+    """
+    if shown:
+        print(*above, *error_text(str(error).splitlines()), sep="\n", file=sys.stderr, flush=True)
+    return USAGE_ERROR if isinstance(error, ConfigError) else RUN_ERROR
 
 
 def raise_descriptor_limit() -> None:

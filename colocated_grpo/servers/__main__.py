@@ -12,9 +12,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from colocated_grpo.errors import ConfigError, RunError
+from colocated_grpo.runtime import program
 from colocated_grpo.runtime.processes import StopAction, run_command, scratch_folder
-from colocated_grpo.runtime.program import frozen_imports, prepare_libraries, prepare_streams, python_path, stop_signals
-from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, run_program
+from colocated_grpo.runtime.verdict import USAGE_ERROR, run_program
 from colocated_grpo.servers import options as serving
 from colocated_grpo.servers.options import RESTART, STATE_VARIABLE, ServeOptions, parse
 from colocated_grpo.settings.atropos import is_loopback
@@ -30,7 +31,7 @@ STOP_ENGINE = StopAction(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT. Returns the exit code: 2 for invalid arguments, 1 if serving fails."""
-    prepare_streams()
+    program.prepare_streams()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options = parse(arguments)
     if (problem := _problem(options)) is not None:
@@ -44,8 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(command: Sequence[str], state: Path) -> int:
-    environment = {**os.environ, "PYTHONPATH": python_path(os.environ), STATE_VARIABLE: str(state)}
-    stopped = {128 + number for number in stop_signals()}
+    environment = {**os.environ, "PYTHONPATH": program.python_path(os.environ), STATE_VARIABLE: str(state)}
+    stopped = {128 + number for number in program.stop_signals()}
     crashes = 0
     while True:
         started = time.monotonic()
@@ -86,22 +87,17 @@ def _problem(options: ServeOptions) -> str | None:
 
 def serve_engine() -> int:
     """Serve from this process until SIGTERM, SIGINT or a restart. Returns the exit code."""
-    prepare_streams()
+    program.prepare_streams()
     options = serving.resumed(parse(None))
-    prepare_libraries(options.log_level)
-    from colocated_grpo.errors import RunError
-    from colocated_grpo.settings.errors import ConfigError
-
+    program.prepare_libraries(options.log_level)
     try:
         options = serving.within_model(options)
-        with frozen_imports():
+        with program.frozen_imports():
             from colocated_grpo.servers.server import serve
 
         return serve(options)
     except (ConfigError, RunError) as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-        return USAGE_ERROR if isinstance(error, ConfigError) else RUN_ERROR
+        return program.exit_code(error)
 
 
 if __name__ == "__main__":

@@ -1,24 +1,20 @@
 """Command line of the engine server, and the state that survives its restarts. Imports no slow library."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, Json, TypeAdapter, ValidationError
 
 from colocated_grpo.runtime.program import LAST_PORT, LOG_LEVEL_VARIABLE, LOG_LEVELS, OneLineParser
 from colocated_grpo.servers.engine_servers import LORA_RANKS
+from colocated_grpo.settings.generation import ModelConfig
 from colocated_grpo.tracking.files import write_atomically
 from colocated_grpo.types import JsonObject
-
-if TYPE_CHECKING:
-    from colocated_grpo.settings.generation import ModelConfig
 
 DEFAULT_PORT = 9001
 DEFAULT_LENGTH = 4096

@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
 from colocated_grpo.errors import ConfigError as ConfigError
+from colocated_grpo.errors import shortened
 from colocated_grpo.types import JsonObject
 
 MASK = "***"
@@ -131,7 +132,7 @@ def parse_path(name: str) -> KeyPath:
 def show(value: object) -> str:
     """Return a value as written in YAML, cut to `MAX_VALUE_CHARACTERS`."""
     text = next((word for constant, word in _YAML_CONSTANTS if value is constant), repr(value))
-    return text if len(text) <= MAX_VALUE_CHARACTERS else text[: MAX_VALUE_CHARACTERS - 3] + "..."
+    return shortened(text, MAX_VALUE_CHARACTERS)
 
 
 _RULES = {

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from colocated_grpo.errors import ConfigError, RunError, in_one_line, visible
 from colocated_grpo.runtime import program
-from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, run_program
+from colocated_grpo.runtime.verdict import run_program
 from colocated_grpo.settings.config_file import build_config, parse_overrides
 from colocated_grpo.settings.config_json import longest_sequence, read_config_json, text_part
 from colocated_grpo.settings.schema import Config
@@ -59,8 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ConfigError, RunError, OSError) as error:
         if isinstance(error, BrokenPipeError):  # the reader of the replies has exited
             return 0
-        print(*program.error_text(str(error).splitlines()), sep="\n", file=sys.stderr)
-        return USAGE_ERROR if isinstance(error, ConfigError) else RUN_ERROR
+        return program.exit_code(error)
     except KeyboardInterrupt:
         print()
     return 0

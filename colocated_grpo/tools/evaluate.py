@@ -8,14 +8,13 @@ import argparse
 import json
 import os
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from colocated_grpo.errors import ConfigError, RunError
 from colocated_grpo.runtime import program
-from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, run_program
+from colocated_grpo.runtime.verdict import run_program
 from colocated_grpo.servers.engine_servers import LORA_RANKS
 from colocated_grpo.settings.adapter_files import CONFIG_FILE as ADAPTER_CONFIG
 from colocated_grpo.settings.config_file import load_config
@@ -118,9 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 text = json.dumps({"model": options.model, "evaluations": results}, indent=1)
                 Path(options.output).write_text(text, encoding="utf-8")
     except (ConfigError, RunError, OSError) as error:
-        if os.environ["RANK"] == "0":
-            print(*program.error_text(str(error).splitlines()), sep="\n", file=sys.stderr)
-        return USAGE_ERROR if isinstance(error, ConfigError) else RUN_ERROR
+        return program.exit_code(error, shown=os.environ["RANK"] == "0")
     return 0
 
 

@@ -7,7 +7,7 @@ from math import ceil
 from pathlib import Path
 
 from colocated_grpo.assembly.data import Data, build_collector, evaluation_sets, listen_to_agents, read_evaluated
-from colocated_grpo.assembly.engines import engine_spec
+from colocated_grpo.assembly.engines import Site, engine_spec
 from colocated_grpo.environments.build import build_environments
 from colocated_grpo.errors import RunError
 from colocated_grpo.evaluation.evaluator import Evaluator
@@ -51,24 +51,24 @@ def prepare_evaluation(config: Config, adapter: Path | None) -> Generator[Evalua
     joined = join()
     world, stop = init_world(joined.store), joined.stop
     stop.listen()
+    site = Site(world=world, stop=stop, note=print, resources=ExitStack())
     model = read_model_files(config.model, world)
     environments = build_environments(config, model.tokenizer)
-    evaluated = read_evaluated(config.evaluation, environments, world, print)
+    evaluated = read_evaluated(config.evaluation, environments, world, site.note)
     data = Data(environments=environments, source=None, evaluated=evaluated)
     sets = evaluation_sets(config.evaluation, config.rollout, evaluated, model.stop_token_ids, config.is_mixed)
-    resources = ExitStack()
-    listen_to_agents(config, data, model, resources)
+    listen_to_agents(config, data, model, site)
     engines = world.size // config.engine.tensor_parallel_size
     # One engine's part of the completions of the largest set.
     sequences = max(ceil(len(each.prompts) / engines) * each.samples for each in sets)
     engine = subject_engine(engine_spec(config, model.folder, world.size, world.device, sequences), adapter, world)
     inbox = Inbox()
-    collector = build_collector(config, Driver(engine, inbox), inbox, data, model, world, stop, resources)
+    collector = build_collector(config, Driver(engine, inbox), inbox, data, model, site)
     try:
         yield Evaluation(evaluator=Evaluator(sets, collector, world), engine=engine, world=world)
     except Stopped:
         raise RunError("stopped by a signal") from None
-    resources.close()
+    site.resources.close()
     joined.watchdog.close()
     world.barrier()
 

@@ -6,7 +6,6 @@ The loss is the mean of -log p over the tokens of the completions. Further argum
 
 import argparse
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from math import ceil
 from pathlib import Path
@@ -16,7 +15,7 @@ from colocated_grpo.batching import pack
 from colocated_grpo.environments.base import Item
 from colocated_grpo.environments.chat import ChatCodec, Tokens
 from colocated_grpo.environments.prompts import VARIABLES, PromptEncoder
-from colocated_grpo.environments.rows.readers import READERS
+from colocated_grpo.environments.rows.readers import READERS, read_file
 from colocated_grpo.errors import ConfigError, RunError
 from colocated_grpo.metrics import Metrics, reduce
 from colocated_grpo.policy.activations import StepSettings, choose_micro_batch_size
@@ -26,7 +25,7 @@ from colocated_grpo.policy.policy import Policy
 from colocated_grpo.runtime import program
 from colocated_grpo.runtime.distributed import World, derive_seed, init_world, with_context
 from colocated_grpo.runtime.joining import join
-from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, run_program
+from colocated_grpo.runtime.verdict import run_program
 from colocated_grpo.settings.config_file import build_config, parse_overrides
 from colocated_grpo.settings.inputs import check_inputs
 from colocated_grpo.settings.rules import check_world
@@ -52,9 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         joined.watchdog.close()
         world.barrier()
     except (ConfigError, RunError) as error:
-        if os.environ["RANK"] == "0":
-            print(*program.error_text(str(error).splitlines()), sep="\n", file=sys.stderr)
-        return USAGE_ERROR if isinstance(error, ConfigError) else RUN_ERROR
+        return program.exit_code(error, shown=os.environ["RANK"] == "0")
     return 0
 
 
@@ -93,11 +90,9 @@ def read_settings(options: argparse.Namespace, overrides: Sequence[str]) -> Conf
 
 
 def read_rows(file: Path) -> list[Item]:
-    if file.suffix.lower() not in READERS:
-        raise ConfigError(f"ROWS={str(file)!r}: unsupported format; supported: {', '.join(READERS)}")
     try:
-        return READERS[file.suffix.lower()](file)
-    except (OSError, ValueError) as error:
+        return read_file(file)
+    except ValueError as error:
         raise ConfigError(f"ROWS={str(file)!r}: {error}") from error
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from colocated_grpo.errors import RunError
 from colocated_grpo.settings.errors import masked, masked_arguments
+from colocated_grpo.settings.schema import TrackingConfig
 from colocated_grpo.summaries import advantage_of
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.files import Row
@@ -28,8 +29,6 @@ from colocated_grpo.types import Group, JsonObject, Rollout
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
-
-    from colocated_grpo.settings.schema import TrackingConfig
 
 HELD_OUT_ROLLOUTS = 16
 """Held-out prompts with a stored rollout: the same prompts at every evaluation, so that evaluations can be compared."""

@@ -1,7 +1,5 @@
 """Record a run: console, run folder, W&B, TensorBoard, and the report at the end. Rank 0 only."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os
@@ -15,10 +13,10 @@ from datetime import UTC, datetime
 from importlib import metadata
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from colocated_grpo.runtime.verdict import STOPPED
 from colocated_grpo.settings.errors import masked, masked_arguments
+from colocated_grpo.settings.schema import TrackingConfig
 from colocated_grpo.summaries import advantage_of, lack_of_signal
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.console import MISMATCH
@@ -29,9 +27,6 @@ from colocated_grpo.tracking.report import LiveReport, write_report
 from colocated_grpo.tracking.text import figure, number
 from colocated_grpo.tracking.transcripts import one_line
 from colocated_grpo.types import STDERR, Group, JsonObject, Score
-
-if TYPE_CHECKING:
-    from colocated_grpo.settings.schema import TrackingConfig
 
 PROMPT_CHARACTERS, COMPLETION_CHARACTERS, ANSWER_CHARACTERS = 120, 240, 40
 LOWEST_LOSS = -10.0

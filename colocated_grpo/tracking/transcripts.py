@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from colocated_grpo.errors import shortened
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.files import Row, game_title
 from colocated_grpo.tracking.page import section
@@ -42,8 +43,7 @@ def question(row: Row) -> list[Passage]:
 
 def one_line(text: str, limit: int) -> str:
     """Return text on one line of at most `limit` characters."""
-    text = " ".join(text.split())
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    return shortened(" ".join(text.split()), limit)
 
 
 def before_and_after(rollouts: Sequence[Row]) -> str:

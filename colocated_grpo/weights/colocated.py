@@ -7,6 +7,7 @@ policy computes with the engine's own parameters, so a sync moves nothing.
 
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -134,38 +135,28 @@ class ColocatedSync:
         return gather(bucket, self._parameters, self._dtype, self._device)
 
 
-Parameters = Mapping[str, Tensor]
-
 NO_VERSION = -1
 """policy_version of the opponent's completions."""
 
 
+@dataclass(eq=False)
 class FrozenOpponent:
     """Loads its weights into the engine between two batches, so that no second engine is needed.
 
     Every method is collective. No request may be running when the weights change.
     """
 
-    def __init__(
-        self,
-        parameters: Parameters,
-        policy: Parameters,
-        into_engine: ColocatedSync,
-        weights_changed: Callable[[int], None],
-        restore_policy: Callable[[], None],
-        refresh_every: int,
-    ) -> None:
-        """parameters: the frozen weights, named and sharded like the policy's weights, in host or device memory.
-
-        into_engine: the sync of these parameters. weights_changed: `RolloutEngine.weights_changed`. restore_policy:
-        writes the policy's weights into the engine again. refresh_every: steps between refreshes; 0: never.
-        """
-        self.parameters = parameters
-        self._policy = policy
-        self._into_engine = into_engine
-        self._weights_changed = weights_changed
-        self._restore_policy = restore_policy
-        self._refresh_every = refresh_every
+    parameters: Mapping[str, Tensor]
+    """The frozen weights, named and sharded like the policy's weights, in host or device memory."""
+    policy: Mapping[str, Tensor]
+    into_engine: ColocatedSync
+    """The sync of `parameters`."""
+    weights_changed: Callable[[int], None]
+    """`RolloutEngine.weights_changed`."""
+    restore_policy: Callable[[], None]
+    """Writes the policy's weights into the engine again."""
+    refresh_every: int
+    """Steps between refreshes; 0: never."""
 
     @contextmanager
     def plays(self) -> Generator[None]:
@@ -174,17 +165,17 @@ class FrozenOpponent:
         The opponent's weights stay loaded after an error: restoring the policy's weights is collective, and other ranks
         may not have failed.
         """
-        self._into_engine.sync()
-        self._weights_changed(NO_VERSION)
+        self.into_engine.sync()
+        self.weights_changed(NO_VERSION)
         yield
-        self._restore_policy()
+        self.restore_policy()
 
     @torch.no_grad()
     def refresh(self, step: int) -> None:
         """Copy the policy's weights if a refresh is due at `step`. A run resumed at `step` repeats the refresh."""
-        if self._refresh_every and step and step % self._refresh_every == 0:
+        if self.refresh_every and step and step % self.refresh_every == 0:
             own = [local_part(parameter) for parameter in self.parameters.values()]
-            torch._foreach_copy_(own, [local_part(parameter) for parameter in self._policy.values()])
+            torch._foreach_copy_(own, [local_part(parameter) for parameter in self.policy.values()])
 
 
 class SharedSync:

@@ -18,7 +18,8 @@ from typing import IO
 
 from colocated_grpo.environments.agents.sequences import AgentConversation
 from colocated_grpo.environments.base import EnvironmentSetupError, Item
-from colocated_grpo.environments.user_code.loading import load_object, shortened
+from colocated_grpo.environments.user_code.loading import load_object
+from colocated_grpo.errors import shortened
 from colocated_grpo.runtime import parents_death
 from colocated_grpo.runtime.program import KEY_VARIABLE, URLS_VARIABLE
 from colocated_grpo.types import Completion

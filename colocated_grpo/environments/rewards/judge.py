@@ -20,7 +20,7 @@ from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from colocated_grpo.environments.rewards.builtin import Completions, completion_texts
 from colocated_grpo.environments.rewards.scoring import NoReward
-from colocated_grpo.environments.user_code.loading import shortened
+from colocated_grpo.errors import shortened
 from colocated_grpo.settings.base import FileName, NonNegative, Positive, Section
 from colocated_grpo.types import JsonObject
 from colocated_grpo.web.client import JsonClient, RequestRejected, Unavailable

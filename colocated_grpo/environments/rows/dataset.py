@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from colocated_grpo.environments.base import EnvironmentSetupError, Item, Items, ItemStream
 from colocated_grpo.environments.prompts import PLAIN, TOOLS, VARIABLES, checked_prompt, with_system_prompt
-from colocated_grpo.environments.rows.readers import READERS, AnyRows, RowFilter, column_values, select
+from colocated_grpo.environments.rows.readers import READERS, AnyRows, RowFilter, column_values, read_file, select
 from colocated_grpo.environments.streams import Rows, RowStream
 from colocated_grpo.environments.user_code.loading import one_line
 from colocated_grpo.settings.sources import RowsSourceConfig
@@ -195,12 +194,11 @@ class RowItems(Items):
             )
         if not path.is_file():
             raise self._error(f"no such file: {path}")
-        reader = READERS.get(path.suffix.lower())
-        if reader is None:
+        if path.suffix.lower() not in READERS:
             raise self._error(f"eval_split={split!r}: `name` is a file, so this must be one too: {', '.join(READERS)}")
         try:
-            return reader(path)
-        except (ValueError, OSError, csv.Error, ImportError) as error:
+            return read_file(path)
+        except ValueError as error:
             raise self._error(f"cannot read {path}: {one_line(error)}") from error
 
     def _load_hub(self, split: str) -> Dataset:

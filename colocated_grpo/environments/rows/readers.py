@@ -49,13 +49,16 @@ def read_csv(path: Path) -> list[Item]:
     """Read rows. The header names the columns. Values stay text: an answer '007' must not become 7."""
     with path.open(encoding="utf-8-sig", newline="") as lines:
         reader = csv.reader(lines, strict=True)
-        header = next(reader, [])
         rows = []
-        for cells in filter(None, reader):
-            if len(cells) != len(header):
-                amount = "more" if len(cells) > len(header) else "fewer"
-                raise ValueError(f"line {reader.line_num}: {amount} cells than the header's {len(header)}")
-            rows.append(dict(zip(header, cells, strict=True)))
+        try:
+            header = next(reader, [])
+            for cells in filter(None, reader):
+                if len(cells) != len(header):
+                    amount = "more" if len(cells) > len(header) else "fewer"
+                    raise ValueError(f"{amount} cells than the header's {len(header)}")
+                rows.append(dict(zip(header, cells, strict=True)))
+        except (ValueError, csv.Error) as error:
+            raise ValueError(f"line {reader.line_num}: {error}") from None
         return rows
 
 
@@ -77,6 +80,19 @@ READERS: dict[str, Callable[[Path], list[Item]]] = {
     ".csv": read_csv,
     ".parquet": read_parquet,
 }
+
+
+def read_file(path: Path) -> list[Item]:
+    """Return the rows of a file of any type in READERS. Raises ValueError with one line."""
+    reader = READERS.get(path.suffix.lower())
+    if reader is None:
+        raise ValueError(f"must be a file of one of these types: {', '.join(READERS)}")
+    if not path.is_file():
+        raise ValueError("no such file")
+    try:
+        return reader(path)
+    except (OSError, ImportError) as error:
+        raise ValueError(str(error)) from error
 
 
 ROWS_AT_A_TIME = 10_000

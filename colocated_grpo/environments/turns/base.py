@@ -1,16 +1,12 @@
 """Interfaces of `type: turns`: multi-player games trained turn by turn."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
+from colocated_grpo.environments.chat import Message
 from colocated_grpo.types import JsonObject
-
-if TYPE_CHECKING:
-    from colocated_grpo.environments.chat import Message
 
 
 class Turn(Protocol):

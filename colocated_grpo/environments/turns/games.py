@@ -11,7 +11,7 @@ import math
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 from typing import NamedTuple
@@ -24,7 +24,7 @@ from colocated_grpo.environments.turns.base import Turn, TurnEnvironment
 from colocated_grpo.environments.user_code.loading import construct, one_line
 from colocated_grpo.errors import RunError
 from colocated_grpo.settings.sources import TurnsSourceConfig
-from colocated_grpo.types import Completion, Group, JsonObject, Prompt, Rollout, Score
+from colocated_grpo.types import Completion, Group, JsonObject, Prompt, Rollout, Score, shallow
 
 TURN_KEY = "turn"
 """Item key of the turn."""
@@ -140,9 +140,8 @@ class PendingGroups:
     def state_dict(self) -> JsonObject:
         pending: JsonObject = {}
         for turn_id, (group, committed, since) in self._pending.items():
-            # Shallow: asdict() would copy every token of every pending rollout before each step.
-            rollouts = [{**_fields(rollout), "score": _fields(rollout.score)} for rollout in group.rollouts]
-            pending[turn_id] = [{"prompt": _fields(group.prompt), "rollouts": rollouts}, committed, since]
+            rollouts = [{**shallow(rollout), "score": shallow(rollout.score)} for rollout in group.rollouts]
+            pending[turn_id] = [{"prompt": shallow(group.prompt), "rollouts": rollouts}, committed, since]
         return {"step": self._step, "pending": pending}
 
     def load_state_dict(self, state: JsonObject) -> None:
@@ -162,10 +161,6 @@ def _with_return(pending: _PendingGroup, value: float) -> Group:
         score = replace(score, reward=score.reward + value, parts={**score.parts, "return": value})
     rollouts[pending.committed] = replace(rollout, score=score)
     return replace(pending.group, rollouts=rollouts)
-
-
-def _fields(record: Prompt | Rollout | Score) -> JsonObject:
-    return {each.name: getattr(record, each.name) for each in fields(record)}
 
 
 @dataclass(slots=True)

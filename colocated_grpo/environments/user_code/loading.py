@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 from pydantic import ValidationError
 
 from colocated_grpo.environments.base import EnvironmentSetupError
-from colocated_grpo.errors import in_one_line
+from colocated_grpo.errors import in_one_line, shortened
 from colocated_grpo.runtime.user_code import innermost, lines_of_error
 from colocated_grpo.settings.errors import masked
 from colocated_grpo.types import JsonObject
@@ -41,10 +41,6 @@ def one_line(error: BaseException) -> str:
     shown = shortened(in_one_line(error), MAX_ERROR_CHARACTERS)
     own = innermost(lines_of_error(error))
     return shown if own is None else f"{shown} ({own.place})"
-
-
-def shortened(text: str, limit: int) -> str:
-    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def load_object(path: str, key: str) -> Any:

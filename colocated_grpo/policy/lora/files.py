@@ -11,12 +11,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from colocated_grpo.errors import ConfigError
 from colocated_grpo.policy.checkpoint_files import check_export
 from colocated_grpo.policy.lora.weights import adapted_layers, factors_of
 from colocated_grpo.policy.model import PackedLM, checkpoint_name
 from colocated_grpo.settings.adapter_files import WEIGHTS_FILE
 from colocated_grpo.settings.base import DEFAULT_INIT
-from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.training import LoRAConfig
 
 

@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from colocated_grpo.errors import ConfigError
 from colocated_grpo.policy.lora.linear import ADAPTED, FACTORS, AdaptedLinear, dithered
 from colocated_grpo.policy.model import PackedLM, checkpoint_name, reshard
 from colocated_grpo.runtime.distributed import derive_seed, first_row, local_part
 from colocated_grpo.settings.base import DEFAULT_INIT
-from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.training import ALL_LINEAR, LoRAConfig
 
 FULL_MATCHES = """\

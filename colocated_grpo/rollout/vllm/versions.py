@@ -6,7 +6,7 @@ from importlib import metadata
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.errors import ConfigError
 
 SUPPORTED = SpecifierSet(">=0.26,<0.34")
 """Versions that the rows of `rollout.vllm.patches` were written against, as in pyproject.toml."""

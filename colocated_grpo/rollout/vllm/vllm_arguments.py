@@ -27,13 +27,13 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
+from colocated_grpo.errors import ConfigError
 from colocated_grpo.rollout.vllm.kv_budget import kv_cache_arguments
 from colocated_grpo.rollout.vllm.routes import RECORD_ROUTES
 from colocated_grpo.rollout.vllm.spec import EngineSpec
 from colocated_grpo.runtime.distributed import World, derive_seed
 from colocated_grpo.runtime.text_part import read_text_config
 from colocated_grpo.settings.config_json import MODULES, config_json_in, has_text_part, text_name, text_part
-from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.model_support import has_latent_attention, has_linear_attention
 from colocated_grpo.types import JsonObject
 

@@ -15,8 +15,7 @@ from rich.text import Text
 from colocated_grpo.errors import ConfigError
 from colocated_grpo.launch.cli import read_arguments, read_launch, run_parser
 from colocated_grpo.launch.launcher import read_settings
-from colocated_grpo.runtime.program import error_text, prepare_streams
-from colocated_grpo.runtime.verdict import USAGE_ERROR
+from colocated_grpo.runtime.program import exit_code, prepare_streams
 from colocated_grpo.tools.doctor import machine
 from colocated_grpo.tools.doctor.subject import Finding, Subject
 from colocated_grpo.tracking.text import printable
@@ -56,8 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ConfigError(f"{overrides[0]}: a setting needs a config; add --config FILE")
         config = read_settings(launch)[0] if has_config else None
     except ConfigError as error:
-        print(*error_text(str(error).splitlines()), sep="\n", file=sys.stderr)
-        return USAGE_ERROR
+        return exit_code(error)
     subject = Subject(launch=launch, config=config, environment=dict(os.environ))
     checks = {**MACHINE, **(RUN if has_config else {})}
     findings = print_report(((name, check(subject)) for name, check in checks.items()), Console())

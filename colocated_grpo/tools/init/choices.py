@@ -18,7 +18,7 @@ from colocated_grpo.environments.base import Item
 from colocated_grpo.environments.prompts import with_system_prompt
 from colocated_grpo.environments.rewards.builtin import NUMBER
 from colocated_grpo.environments.rewards.functions import load_reward
-from colocated_grpo.environments.rows.readers import READERS
+from colocated_grpo.environments.rows.readers import read_file
 from colocated_grpo.errors import ConfigError
 from colocated_grpo.settings.config_json import attention_heads, longest_sequence, read_config_json, text_part
 from colocated_grpo.settings.model_sizes import Sizes, sizes_of
@@ -293,17 +293,12 @@ def make_plan(data: Path, model_name: str, reward_name: str | None, place: Place
 
 
 def _read(file: Path) -> list[Item]:
-    reader, name = READERS.get(file.suffix.lower()), str(file)
-    if reader is None:
-        raise ConfigError(f"{name!r}: must be a file of one of these types: {', '.join(READERS)}")
-    if not file.is_file():
-        raise ConfigError(f"{name!r}: no such file")
     try:
-        rows = reader(file)
+        rows = read_file(file)
     except ValueError as error:
-        raise ConfigError(f"{name!r}: {error}") from None
+        raise ConfigError(f"{str(file)!r}: {error}") from None
     if len(rows) < 2:
-        raise ConfigError(f"{name!r}: number of rows: {len(rows)}; at least 2 are needed")
+        raise ConfigError(f"{str(file)!r}: number of rows: {len(rows)}; at least 2 are needed")
     return rows
 
 

@@ -277,11 +277,18 @@ def test_a_hugging_face_row_with_a_null_prompt_is_named_before_training_starts(t
         environments(tmp_path).open_source()
 
 
-@pytest.mark.parametrize(("line", "amount"), [("b,2,hard,x", "more"), ("b,2", "fewer")])
-def test_a_csv_row_with_more_or_fewer_cells_than_the_header_is_named_with_its_line(tmp_path, line, amount):
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("b,2,hard,x", "more cells than the header's 3"),
+        ("b,2", "fewer cells than the header's 3"),
+        ('"b"!,2,hard', "',' expected after '\"'"),
+    ],
+)
+def test_a_csv_row_that_cannot_be_read_is_named_with_its_line(tmp_path, line, problem):
     path = tmp_path / "rows.csv"
     path.write_text(f"question,answer,level\na,1,easy\n{line}\nc,3,easy\n")
-    with pytest.raises(EnvironmentSetupError, match=f"line 3: {amount} cells than the header's 3"):
+    with pytest.raises(EnvironmentSetupError, match=f"line 3: {problem}"):
         environments(path, held_out=0).open_source()
 
 

@@ -551,7 +551,7 @@ def test_requests_of_abandoned_episodes_never_reach_the_engine(never, monkeypatc
     collector.collect(job_of(1, group_size=1))
     never.set()
     assert passed.wait(10)
-    collector._driver.step()
-    collector._driver.step()
+    collector.driver.step()
+    collector.driver.step()
     assert engine.submitted == []
     collector.close()

@@ -148,7 +148,7 @@ def test_no_group_is_trained_later_than_max_age():
         run = partial_run(oversample=1 + max_age, max_age=max_age)
         drawn: dict[int, int] = {}
         for step, groups in enumerate(run.steps()):
-            drawn |= {index: step for index in range(run.supply._prompts.source.given) if index not in drawn}
+            drawn |= {index: step for index in range(run.supply.prompts.source.given) if index not in drawn}
             ages = [step - drawn[group.prompt.index] for group in groups]
             assert max(ages) <= max_age
             assert step < max_age or max(ages) == max_age

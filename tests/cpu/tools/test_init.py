@@ -173,6 +173,7 @@ def test_a_file_is_never_overwritten(written, capsys):
     [
         (["nope.jsonl", "--gpus", "0"], "error: 'nope.jsonl': no such file"),
         (["rows.txt", "--gpus", "0"], "error: 'rows.txt': must be a file of one of these types: .jsonl, "),
+        (["open.csv", "--gpus", "0"], "error: 'open.csv': line 2: unexpected end of data"),
         (["rows.jsonl", "--gpus", "1"], "error: --gpus=1: no GPU is visible here; add --gpu-memory 80 for the machine"),
         (["rows.jsonl", "--gpus", "0", "--reward", "gsm9k"], "error: --reward: unknown reward 'gsm9k'; did you mean"),
         (
@@ -185,6 +186,7 @@ def test_what_is_missing_is_a_line(tmp_path, monkeypatch, capsys, flags, line):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", "")
     Path("rows.jsonl").write_text('{"prompt": "1?", "answer": "1"}\n' * 2)
+    Path("open.csv").write_text('prompt,answer\n"1?,1\n')
     assert main([*flags, "--model", "some/model"]) == 2
     errors = capsys.readouterr().err
     assert errors.startswith(line) and errors.count("\n") == 1

@@ -69,6 +69,20 @@ def test_a_row_without_a_completion_is_one_line(row):
         texts(row)
 
 
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("open.csv", "line 2: unexpected end of data"),
+        ("gone.csv", "no such file"),
+        ("rows.txt", "must be a file of one of these types: .jsonl, "),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_one_line(tmp_path, name, problem):
+    (tmp_path / "open.csv").write_text('prompt,completion\n"3+4=,7\n')
+    with pytest.raises(ConfigError, match=f"^ROWS='.*{name}': {problem}"):
+        sft.read_rows(tmp_path / name)
+
+
 def tuned(world: World, folder: Path, *flags: str) -> list[float]:
     """Fine-tune as the command line does, and return the losses."""
     options, overrides = sft.parser().parse_known_args([str(folder / "rows.jsonl"), "--batch-size", "3", *flags])
