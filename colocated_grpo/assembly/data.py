@@ -154,6 +154,7 @@ def build_data(
     environments = build_environments(config, model.tokenizer)
     source = open_source(environments, tracker.note) if world.is_main and environments.trained else None
     evaluated = read_evaluated(config.evaluation, environments, world, tracker.note)
+    environments.load_reward_models(world.device)
     return Data(environments=environments, source=source, evaluated=evaluated)
 
 
