@@ -31,7 +31,7 @@ Settings = dict[KeyPath, object]
 _ENTRY: KeyPath = ("environments", 0)
 """The environment entry that is set by arguments for data and rewards, and by TRL's names."""
 _FOREIGN = {
-    "reward_processing_classes": "a reward is a function: docs/guides/from_trl.md",
+    "reward_processing_classes": "a reward model is given by its folder or name, and read with its own tokenizer",
     "optimizers": "see policy.optimizer and policy.schedule",
     "quantization_config": "base weights are 16-bit; see policy.lora.base_on_host",
     "tools": "an episode calls tools (docs/guides/episodes.md); environments.0.tools describes them to the model",

@@ -58,7 +58,7 @@ def _take_reward(entry: object, key: str, objects: ObjectsByName) -> dict[str, o
     if not callable(function):
         raise ConfigError(f"{key}={function!r}: must be a function, or the name of one")
     if hasattr(function, "state_dict") and hasattr(function, "forward"):
-        raise ConfigError(f"{key}: a {type(function).__name__} is a model; write a function that scores with it")
+        raise ConfigError(f"{key}: a {type(function).__name__} is a model; give its folder or name, as './folder'")
     if settings.get("run_in") == "process":
         raise ConfigError(f"{key}.run_in='process': an object runs in threads; give the function's name instead")
     return settings | {"name": name_object(function, object_name(function), objects)}

@@ -85,12 +85,12 @@ class Trainer(TrainedModel):
         """Read and check the settings. Raises ConfigError with one line per problem.
 
         model: folder, name, or an unchanged model of transformers. reward_funcs: functions in TRL's signature, or names
-        of functions. train_dataset, eval_datasets: a datasets.Dataset, a list of dictionaries, or a name. A dictionary
-        of such values defines one evaluation set per entry, with the entry's key as its name. processing_class: a
-        tokenizer. callbacks: objects with methods of `colocated_grpo.callbacks.EVENTS`, or TrainerCallbacks of
-        transformers. config: YAML file, whose settings the arguments override. args: a mapping of settings, or TRL's
-        GRPOConfig. peft_config: a mapping, or PEFT's LoraConfig. settings: sections and names of the config file, or
-        fields of GRPOConfig.
+        of functions or reward models. train_dataset, eval_datasets: a datasets.Dataset, a list of dictionaries, or a
+        name. A dictionary of such values defines one evaluation set per entry, with the entry's key as its name.
+        processing_class: a tokenizer. callbacks: objects with methods of `colocated_grpo.callbacks.EVENTS`, or
+        TrainerCallbacks of transformers. config: YAML file, whose settings the arguments override. args: a mapping of
+        settings, or TRL's GRPOConfig. peft_config: a mapping, or PEFT's LoraConfig. settings: sections and names of the
+        config file, or fields of GRPOConfig.
         """
         self.args = args
         if processing_class is not None:

@@ -147,6 +147,7 @@ def build_data(config: Config, model: ModelFiles, site: Site) -> Data:
     environments = build_environments(config, model.tokenizer)
     source = open_source(environments, site.note) if site.world.is_main and environments.trained else None
     evaluated = read_evaluated(config.evaluation, environments, site.world, site.note)
+    environments.load_reward_models(site.world.device)
     return Data(environments=environments, source=source, evaluated=evaluated)
 
 

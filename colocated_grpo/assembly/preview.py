@@ -140,7 +140,7 @@ def show_rewards(
         shown = [f"{_reward(score)} for {text[:60]!r}" for text, score in zip(texts, scores, strict=True)]
         yield f"  {source}: the reward is {', '.join(shown)}"
         rewards = [score.reward for score in scores if score.reward is not None]
-        if not rewards:
+        if not rewards and scores[0].error is None:
             note(f"environments {source!r}: no reward for {texts[0]!r:.60}; return a number where the reward applies")
         elif len(rewards) == 2 and rewards[0] <= rewards[1]:
             note(
@@ -166,5 +166,7 @@ def scores_of(scorer: Scorer, prompt: Prompt, texts: Sequence[str], timeout: flo
 
 def _reward(score: Score) -> str:
     if score.reward is None:
-        return "none" if score.error is None else f"none ({score.error})"
+        parts = [f"{name}: {value:.4g}" for name, value in score.parts.items() if score.error is not None]
+        reasons = [*([score.error] if score.error else []), *parts]
+        return f"none ({'; '.join(reasons)})" if reasons else "none"
     return f"{score.reward:.4g}"

@@ -25,6 +25,7 @@ from colocated_grpo.settings.sources import TurnsSourceConfig
 from colocated_grpo.types import Prompt
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedTokenizerBase
 
     from colocated_grpo.environments.agents.programs import OpenEpisodes
@@ -65,6 +66,15 @@ class Environments:
     @property
     def _all(self) -> list[base.Environment]:
         return [*self.trained, *self.sets]
+
+    def load_reward_models(self, device: torch.device) -> None:
+        """Load the weights of reward models. Call before an engine's cache is sized. Raises EnvironmentSetupError."""
+        from colocated_grpo.environments.rewards.reward_model import RewardModel  # imports torch
+
+        for scorer in self.scorers.values():
+            for one in scorer.functions if isinstance(scorer, RewardScorer) else ():
+                if isinstance(one.function, RewardModel):
+                    one.function.load(device)
 
     def open_source(self) -> base.BatchSource:
         """Return the source of training prompts. Like all methods below it reads data, so it is for rank 0 only."""

@@ -181,7 +181,8 @@ def _check_source(key: str, source: sources.EnvironmentConfig) -> Iterator[str]:
     if isinstance(source, sources.DatasetSourceConfig):
         for number, reward in enumerate(source.rewards):
             if reward.given is None:
-                yield from _check_reward(f"{key}.rewards.{number}", reward.name)
+                check = _check_reward_model if sources.names_model(reward.name) else _check_reward
+                yield from check(f"{key}.rewards.{number}", reward.name)
     if source.given is not None:
         return
     if source.name == sources.TRAIN_DATASET or source.name.startswith(f"{sources.EVAL_DATASETS}["):
@@ -192,6 +193,19 @@ def _check_source(key: str, source: sources.EnvironmentConfig) -> Iterator[str]:
         yield f"{key}.name={source.name!r}: no such file (in {os.getcwd()}, or beside the config)"
     if there and not readable:
         yield f"{key}.name={source.name!r}: unsupported format; supported: {', '.join(sources.DATA_SUFFIXES)}"
+
+
+def _check_reward_model(key: str, name: str) -> Iterator[str]:
+    """Yield a line if the folder or name is not that of a sequence classification model with one label."""
+    try:
+        model = config_json.read_config_json(schema.ModelConfig(name=name), key)
+    except ConfigError as error:
+        yield str(error)
+        return
+    kind, labels = str(model.get("architectures")), model.get("num_labels") or len(model.get("id2label") or "01")
+    if "ForSequenceClassification" not in kind or labels != 1:
+        found = f"architectures={kind}, number of labels: {labels}"
+        yield f"{key}={name!r}: {found}; a reward model is a ...ForSequenceClassification with one label"
 
 
 def _check_reward(key: str, name: str) -> Iterator[str]:

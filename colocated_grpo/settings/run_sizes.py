@@ -18,7 +18,8 @@ from pathlib import Path
 from colocated_grpo.errors import ConfigError
 from colocated_grpo.settings.config_json import read_config_json
 from colocated_grpo.settings.model_sizes import DTYPE_BYTES, ENGINE_RESERVE, Sizes, sizes_of
-from colocated_grpo.settings.schema import Config
+from colocated_grpo.settings.schema import Config, ModelConfig
+from colocated_grpo.settings.sources import names_model
 from colocated_grpo.settings.training import LoRAConfig
 from colocated_grpo.types import JsonObject
 
@@ -84,6 +85,7 @@ class RunSizes:
             host += base // shards
         else:
             resident += base // shards
+        resident += self._reward_models()
         if self.config.opponent is not None:
             host += compute * sizes.total // shards
         away = moments if policy.offload_optimizer and not policy.cpu_offload else 0
@@ -126,11 +128,13 @@ class RunSizes:
         kl, other = self.config.loss.kl, self.config.reference_model
         if not kl.has_reference or (other is None and self.config.policy.lora is not None):
             return 0
-        try:
-            sizes = self.sizes if other is None else sizes_of(read_config_json(other, "loss.kl.model"))
-        except ConfigError:  # reported by `check_inputs`
-            sizes = None
-        return 0 if sizes is None else self.compute_bytes * sizes.total
+        return self.compute_bytes * (self.sizes.total if other is None else _parameters(other))
+
+    def _reward_models(self) -> int:
+        """Return the bytes of the reward models. Each rank holds every model whole."""
+        rewards = {reward.name for source in self.config.sources for reward in getattr(source, "rewards", ())}
+        models = [ModelConfig(name=name) for name in rewards if names_model(name)]
+        return (2 if self.place.on_gpu else 4) * sum(map(_parameters, models))
 
     def _gathered(self) -> int:
         """Return the bytes of weights in the compute type beside the masters.
@@ -215,6 +219,15 @@ class RunSizes:
     def _with(self, section: str, change: JsonObject) -> RunSizes:
         changed = getattr(self.config, section).model_copy(update=change)
         return replace(self, config=self.config.model_copy(update={section: changed}))
+
+
+def _parameters(model: ModelConfig) -> int:
+    """Return the parameters of another model than the policy's; 0 if they are unknown."""
+    try:
+        sizes = sizes_of(read_config_json(model))
+    except ConfigError:  # reported by `check_inputs`
+        sizes = None
+    return 0 if sizes is None else sizes.total
 
 
 def adapter_parameters(lora: LoRAConfig | None, sizes: Sizes) -> int:

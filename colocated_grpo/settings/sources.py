@@ -153,15 +153,21 @@ class ConditionConfig(Section):
         return self
 
 
+def names_model(reward: str) -> bool:
+    """Return True for the folder or Hugging Face name of a reward model, which contains a slash."""
+    return "/" in reward and ":" not in reward and not reward.endswith(".py")
+
+
 class RewardConfig(NamedObject):
     """One reward function of a dataset. Functions have TRL's signature: docs/guides/from_trl.md."""
 
-    name: CodeName
+    name: Annotated[CodeName, AfterValidator(lambda name, info: find_file(name, info) if names_model(name) else name)]
     """A built-in reward, 'trl.rewards:accuracy_reward', or your own 'package.module:function' or
-    'path/to/file.py:function'."""
+    'path/to/file.py:function'. With a slash and no colon, the Hugging Face name or the folder of a reward model:
+    'organization/name' or './folder' (docs/guides/rewards.md)."""
     args: JsonObject | None = None
     """If set, even to {}, `name` is a class or factory that is called with these keyword arguments and returns the
-    reward function."""
+    reward function. For a reward model: revision and trust_remote_code, as in `model`."""
     run_in: Literal["auto", "process", "thread"] = "auto"
     """process: the function runs in worker processes without access to GPUs (rollout.reward_workers per rank). A call
     that exceeds rollout.reward_timeout is killed, even in native code. thread: the function runs in threads of the
@@ -175,6 +181,12 @@ class RewardConfig(NamedObject):
     """Factor of this reward in the sum of a completion's rewards. 0: the reward is only logged, as reward/<name>; its
     values and exceptions do not affect the sum."""
 
+    @model_validator(mode="after")
+    def _runs_where_it_can(self) -> Self:
+        if self.run_in == "process" and names_model(self.name):
+            raise ValueError("run_in=process: a reward model runs in the rank; worker processes see no GPU")
+        return self
+
 
 def reward_by_name(value: object) -> object:
     return {"name": value} if isinstance(value, str) else value
@@ -184,7 +196,7 @@ def reward_name(name: object) -> object:
     """Convert a reward's name from the form of TRL's script to the form of a config. Other values are unchanged."""
     if name in ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward"):
         return f"trl.rewards:{name}"
-    if not isinstance(name, str) or ":" in name:
+    if not isinstance(name, str) or ":" in name or names_model(name):
         return name
     module, _, function = name.rpartition(".")
     return f"{module}:{function}" if module else name

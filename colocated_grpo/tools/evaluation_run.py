@@ -55,6 +55,7 @@ def prepare_evaluation(config: Config, adapter: Path | None) -> Generator[Evalua
     model = read_model_files(config.model, world)
     environments = build_environments(config, model.tokenizer)
     evaluated = read_evaluated(config.evaluation, environments, world, site.note)
+    environments.load_reward_models(world.device)
     data = Data(environments=environments, source=None, evaluated=evaluated)
     sets = evaluation_sets(config.evaluation, config.rollout, evaluated, model.stop_token_ids, config.is_mixed)
     listen_to_agents(config, data, model, site)

@@ -19,6 +19,7 @@ from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.generation import ModelConfig
 from colocated_grpo.settings.run_sizes import Placement
 from tests.support.real_models import real_model
+from tests.support.reward_models import make_reward_model
 from tests.support.small_policy import config_of, make_small_model, policy_of
 from tests.support.training_runs import tiny_model
 
@@ -209,3 +210,16 @@ def test_a_program_checks_its_run_in_the_same_way(tmp_path, capsys):
     environment = {"type": "dataset", "name": str(rows(tmp_path)), "rewards": [f"{tmp_path}/my_rewards.py:of_both"]}
     Trainer(str(tiny_model()), environments=[environment]).check()
     assert "the reward is 0.3333 for '42'" in capsys.readouterr().out
+
+
+def test_a_reward_model_is_not_run_and_the_other_rewards_are_shown(tmp_path):
+    rows(tmp_path)
+    reward_model = make_reward_model(tmp_path / "judging")
+    (reward_model / "model.safetensors").write_bytes(b"not read")
+    names = [str(reward_model), f"{tmp_path}/my_rewards.py:of_both"]
+    entry = {"type": "dataset", "name": str(tmp_path / "rows.jsonl"), "rewards": names}
+    notes: list[str] = []
+    lines = preview(Trainer(str(tiny_model()), environments=[entry]).config, CPU, notes.append)
+    unread = "none (judging: a dry run reads no weights; of_both:"
+    assert any(f"the reward is {unread} 0.3333) for '42', {unread} 0) for" in line for line in lines)
+    assert not [note for note in notes if "no reward for" in note]

@@ -266,3 +266,16 @@ def ported(model: Path, output: Path) -> dict[str, Any]:
         "eos": trainer.processing_class.eos_token,
         "trained": type(trainer.model).__name__,
     }
+
+
+def scored_by_a_model(model: Path, reward_model: Path, output: Path) -> Result:
+    """Train for two steps with the rewards of a script of TRL: a reward model, by its folder, and a function."""
+    given = arguments(model, output) | {"training_steps": 2, "args": {"reward_weights": [1.0, 0.5]}}
+    messages = [row | {"prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROWS]
+    given |= {"train_dataset": messages, "eval_datasets": None}
+
+    def short(completions: list[Any], **columns: Any) -> list[float]:
+        return [float(len(completion[0]["content"]) < 6) for completion in completions]
+
+    with without_launcher():
+        return Trainer(reward_funcs=[str(reward_model), short], **given).train()

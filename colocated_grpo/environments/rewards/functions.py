@@ -22,7 +22,7 @@ from colocated_grpo.environments.rewards.workers import Answer, Started, WorkerP
 from colocated_grpo.environments.user_code import loading
 from colocated_grpo.environments.user_code.loading import one_line
 from colocated_grpo.runtime.user_code import is_user_code
-from colocated_grpo.settings.sources import RewardConfig
+from colocated_grpo.settings.sources import RewardConfig, names_model
 from colocated_grpo.types import Completion, Prompt, Score
 
 NOT_COLUMNS = {"prompt", "completion", "completion_ids"}
@@ -171,25 +171,32 @@ def _arguments(inputs: RewardInputs) -> dict[str, object]:
 
 def build_rewards(configs: Sequence[RewardConfig], key: str) -> list[RewardFunction]:
     """Build the functions of a dataset's `rewards`, under unique names."""
-    # Last part of "module:outer.<locals>.function"
-    short = [config.name.rpartition(":")[2].rpartition(".")[2] for config in configs]
+    # Last part of "organization/model" or of "module:outer.<locals>.function"
+    given = [config.name for config in configs]
+    short = [Path(n).name if names_model(n) else n.rpartition(":")[2].rpartition(".")[2] for n in given]
     names = loading.unique_names(short, "_")
     return [load_reward(name, config, key) for name, config in zip(names, configs, strict=True)]
 
 
 def check_reward_name(name: str, key: str) -> None:
-    """Raise EnvironmentSetupError unless `name` is built in or has the form of user code."""
-    if name not in BUILT_IN and ":" not in name:
-        raise loading.unknown_name(key, "reward", name, [*BUILT_IN, "module:function", "path/to/file.py:function"])
+    """Raise EnvironmentSetupError unless `name` is built in or has the form of user code or of a reward model."""
+    if name not in BUILT_IN and ":" not in name and not names_model(name):
+        forms = ("module:function", "path/to/file.py:function", "organization/reward-model")
+        raise loading.unknown_name(key, "reward", name, [*BUILT_IN, *forms])
 
 
 def load_reward(name: str, config: RewardConfig, key: str) -> RewardFunction:
-    found = config.given
-    if found is None:
+    found, args = config.given, config.args
+    if found is None and names_model(config.name):
+        # Imported here: it imports torch, which takes half a gigabyte in each worker process.
+        from colocated_grpo.environments.rewards.reward_model import RewardModel
+
+        found, args = RewardModel, {**(args or {}), "name": config.name}
+    elif found is None:
         check_reward_name(config.name, key)
         found = BUILT_IN[config.name] if config.name in BUILT_IN else loading.load_object(config.name, key)
-    if config.args is not None or isinstance(found, type):
-        found = loading.construct(found, config.args or {}, f"{key}: {config.name}")
+    if args is not None or isinstance(found, type):
+        found = loading.construct(found, args or {}, f"{key}: {config.name}")
     return RewardFunction(
         name, config.weight, loading.check_callable(found, config.name, key), relative=config.relative
     )

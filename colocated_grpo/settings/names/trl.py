@@ -146,9 +146,10 @@ def _dataset_name(_key: str, value: object, _get: Lookup) -> NewSettings:
     return {"environments.0.type": "dataset", "environments.0.name": value}
 
 
-def _reward_funcs(_key: str, value: object, _get: Lookup) -> NewSettings:
-    """Convert reward_funcs of TRL's script (dotted paths or short names) to environments.0.rewards."""
-    entries = value if isinstance(value, list) else [value]
+def _reward_funcs(_key: str, value: object, get: Lookup) -> NewSettings:
+    """Convert reward_funcs of TRL's script (dotted paths or short names), after a reward model, to its `rewards`."""
+    model = get("environments.0.rewards.0")
+    entries = [*([model] if model else []), *(value if isinstance(value, list) else [value])]
     rewards = [entry if isinstance(entry, dict) else {"name": entry} for entry in entries]
     return {"environments.0.rewards": [{**reward, "name": reward_name(reward.get("name"))} for reward in rewards]}
 
@@ -272,6 +273,7 @@ TRL: dict[str, Alias] = {
     "dataset_train_split": renamed("environments.0.split"),
     "dataset_test_split": renamed("environments.0.eval_split"),
     "shuffle_dataset": renamed("environments.0.shuffle"),
+    "reward_model_name_or_path": renamed("environments.0.rewards.0.name"),
     "reward_funcs": Alias(_reward_funcs, "environments.0.rewards"),
     "reward_weights": Alias(_reward_weights, "environments.0.rewards.0.weight"),
     # Not translated
@@ -285,7 +287,6 @@ TRL: dict[str, Alias] = {
     "generation_kwargs": not_supported("see rollout: temperature, top_p, top_k, min_p, repetition_penalty, stop"),
     "resume_from_checkpoint": not_supported("start with --resume RUN"),
     "load_best_model_at_end": not_supported("set evaluation.keep_best, which exports best_model/"),
-    "reward_model_name_or_path": not_supported("a reward is a function: docs/guides/from_trl.md"),
     **each(
         "dtype torch_dtype",
         one_of("policy.compute_dtype", {"bfloat16": None}, "of the forward pass on CUDA; master weights are fp32"),

@@ -10,6 +10,7 @@ import pytest
 from colocated_grpo.environments.rewards.functions import BUILT_IN, build_rewards
 from colocated_grpo.environments.rewards.judge import Judge
 from colocated_grpo.environments.rewards.run_code import RunCode, cases_of
+from colocated_grpo.settings.sources import names_model
 from tests.support.config_text import load
 from tests.support.paths import ROOT
 
@@ -28,7 +29,8 @@ def table(heading: str) -> dict[str, str]:
 @pytest.mark.parametrize("text", YAML)
 def test_the_rewards_of_every_yaml_are_built(text):
     [source] = load(text, alone=True).environments
-    assert len(build_rewards(source.rewards, "guide")) == len(source.rewards)
+    offline = [reward for reward in source.rewards if not names_model(reward.name)]
+    assert len(build_rewards(offline, "guide")) == len(offline) > 0
 
 
 def test_the_table_names_every_built_in_reward():
