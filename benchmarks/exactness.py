@@ -61,7 +61,8 @@ PARTS = {
 }
 """The policy's modules -> the engine's module that computes them together."""
 INPUTS = {"self_attn.o_proj": "self_attn.attn", "mlp.down_proj": "mlp.act_fn"}
-"""Modules whose input is the output of an operator that is no module of the policy."""
+"""Modules whose input is the output of an operator that is no module of the policy, or one for all layers of the engine:
+vLLM builds each gated activation once."""
 ROWS = (16, 64, 256, 4096, 16384)
 CACHE = 4 << 30
 Outputs = dict[tuple[int, str], list[Tensor]]
@@ -164,12 +165,15 @@ def compare(decoded: list[Tensor], packed: list[Tensor], prompt: int) -> JsonObj
 def record_engine(model: nn.Module, outputs: Outputs) -> list[Any]:
     hooks = []
     for name, module in model.named_modules():
-        place = layer_and_operator(name)
-        if place is not None and place[1] in OPERATORS:
-            hooks.append(module.register_forward_hook(partial(keep_decoded, outputs[place])))
-            if place[1] == "self_attn.attn":
-                rotated = outputs[place[0], "self_attn.rotation"]
-                hooks.append(module.register_forward_pre_hook(partial(keep_inputs, rotated, 2)))
+        layer, operator = layer_and_operator(name) or (0, "")
+        if operator not in OPERATORS or operator == "mlp.act_fn":
+            continue
+        hooks.append(module.register_forward_hook(partial(keep_decoded, outputs[layer, operator])))
+        if operator == "self_attn.attn":
+            rotated = outputs[layer, "self_attn.rotation"]
+            hooks.append(module.register_forward_pre_hook(partial(keep_inputs, rotated, 2)))
+        if operator == "mlp.down_proj":
+            hooks.append(module.register_forward_pre_hook(partial(keep_inputs, outputs[layer, INPUTS[operator]], 1)))
     return hooks
 
 
