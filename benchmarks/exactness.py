@@ -61,8 +61,8 @@ PARTS = {
 }
 """The policy's modules -> the engine's module that computes them together."""
 INPUTS = {"self_attn.o_proj": "self_attn.attn", "mlp.down_proj": "mlp.act_fn"}
-"""Modules whose input is the output of an operator that is no module of the policy, or one for all layers of the engine:
-vLLM builds each gated activation once."""
+"""Modules whose input is the output of an operator that is no module of the policy. The engine has one gated activation
+for all layers."""
 ROWS = (16, 64, 256, 4096, 16384)
 CACHE = 4 << 30
 Outputs = dict[tuple[int, str], list[Tensor]]

@@ -1,10 +1,12 @@
-"""Operators whose rows do not depend on each other: matrix product, RMS norm and gated activation, as Triton kernels.
+"""Operators whose rows do not depend on each other: matrix product, RMS norm and gated activation, as Triton kernels,
+and arguments with which FlashAttention 3 is one.
 
 With `numerics: exact`, engine and policy call these kernels. The result of a row then has the same bits in a decode
 step of one token and in a training batch of many thousand: each row is reduced in an order that only the number of its
 columns decides. Launch settings that change this order must therefore never depend on the number of rows.
 
-Shapes: T rows, I input features, O output features, H hidden size.
+Shapes: T rows, I input features, O output features, H hidden size, V vocabulary; in attention T queries, E keys,
+N sequences, B pages of a sequence.
 """
 
 from functools import cache, partial
@@ -39,7 +41,7 @@ BUSY = 0.9
 """Least share of the processors for which a tile is chosen."""
 FOR_FEW_ROWS = Tile(16, 32, 128, 4, 4)
 LARGE = 2**33
-"""Multiplications of a product whose tiles are copied by descriptors in any case."""
+"""Multiplications from which the time to make descriptors does not matter."""
 PADDING = 64
 """vLLM's output layer has a multiple of this number of rows."""
 PAGE = 16
@@ -122,7 +124,7 @@ def _launch(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, out_TO: Tens
     bias = weight_OI if bias_O is None else bias_O
     matrices, processors = (x_TI, weight_OI, out_TO), _processors(x_TI.device)
     tile = tile or _largest_tile(rows, columns, processors)
-    # The host needs 0.1 ms to make descriptors. In a CUDA graph they are made once.
+    # The host makes descriptors in more time than a small product takes. In a CUDA graph they are made once.
     is_worth_it = rows * columns * depth > LARGE or (x_TI.is_cuda and torch.cuda.is_current_stream_capturing())
     if not is_worth_it or rows <= FOR_FEW_ROWS.rows or not all(map(_is_aligned, matrices)):
         _matmul[(_count(rows, columns, tile),)](

@@ -177,3 +177,18 @@ def test_the_kernels_compute_each_row_by_itself_and_equal_plain_torch():
     done = subprocess.run([sys.executable, "-c", KERNELS], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "equal"
+
+
+def test_in_windowed_attention_each_query_is_a_sequence_that_ends_with_its_own_key():
+    from colocated_grpo.runtime.row_kernels import in_pages, single_queries  # CPU builds of torch may lack Triton
+
+    cu_q, cu_k = (torch.tensor(ends, dtype=torch.int32) for ends in ([0, 3, 8, 9], [0, 3, 20, 53]))
+    keys = torch.arange(53)[:, None, None].expand(53, 2, 4)
+    pages, _, table = in_pages(keys, keys, cu_k, longest_k=33)
+    sequences = single_queries(cu_q, cu_k.diff(), table, queries=9)
+    assert sequences["cu_seqlens_q"].tolist() == [*range(10)]
+    own = [0, 1, 2, 15, 16, 17, 18, 19, 52]  # the last queries of a run see its last keys
+    first = [0, 0, 0, 3, 3, 3, 3, 3, 20]
+    for query, count in enumerate(sequences["seqused_k"].tolist()):
+        seen = pages[sequences["block_table"][query]].flatten(0, 1)[:count, 0, 0]
+        assert seen.tolist() == [*range(first[query], own[query] + 1)]
