@@ -58,7 +58,8 @@ class RewardCalls:
         return call
 
     def wait(self, calls: Sequence[RewardCall], since: float) -> bool:
-        """Wait until each call is done or has timed out. The timeout starts at `since`, or later when the call begins.
+        """Wait until each call is done or has timed out. The timeout starts at `since`, or later when a call begins or
+        ends: calls of a reward model wait for each other.
 
         The timeout does not include the start of a worker process, which imports the user's modules.
 
@@ -69,10 +70,11 @@ class RewardCalls:
         Returns False if a stop was requested and the rewards are not ready soon after the request.
         """
         done_before: int | None = None
-        ended = 0
+        ended = left = 0
         stopping: float | None = None
         while late := [call for call in calls if not call.future.done()]:
             now = time.monotonic()
+            left, since = len(late), now if len(late) < left else since
             begins = [call.began for call in late if call.began is not None]
             due = max([since, last_ready(), *begins]) + self._timeout
             if self._stop_requested():

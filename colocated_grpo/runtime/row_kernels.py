@@ -102,7 +102,7 @@ def matmul(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, tile: Til
     x_TI = x.reshape(-1, x.shape[-1])
     out_TO = torch.empty(len(x_TI), len(weight_OI), dtype=x.dtype, device=x.device)
     _launch(x_TI, weight_OI, bias_O, out_TO, tile)
-    return out_TO.view(*x.shape[:-1], -1)
+    return out_TO.view(*x.shape[:-1], len(weight_OI))
 
 
 def logits(x_TI: Tensor, weight_VI: Tensor, bias_V: Tensor | None = None) -> Tensor:

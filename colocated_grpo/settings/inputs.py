@@ -181,8 +181,8 @@ def _check_source(key: str, source: sources.EnvironmentConfig) -> Iterator[str]:
     if isinstance(source, sources.DatasetSourceConfig):
         for number, reward in enumerate(source.rewards):
             if reward.given is None:
-                check = _check_reward_model if sources.names_model(reward.name) else _check_reward
-                yield from check(f"{key}.rewards.{number}", reward.name)
+                place, model = f"{key}.rewards.{number}", reward.model
+                yield from _check_reward_model(place, model) if model else _check_reward(place, reward.name)
     if source.given is not None:
         return
     if source.name == sources.TRAIN_DATASET or source.name.startswith(f"{sources.EVAL_DATASETS}["):
@@ -195,17 +195,17 @@ def _check_source(key: str, source: sources.EnvironmentConfig) -> Iterator[str]:
         yield f"{key}.name={source.name!r}: unsupported format; supported: {', '.join(sources.DATA_SUFFIXES)}"
 
 
-def _check_reward_model(key: str, name: str) -> Iterator[str]:
+def _check_reward_model(key: str, settings: schema.ModelConfig) -> Iterator[str]:
     """Yield a line if the folder or name is not that of a sequence classification model with one label."""
     try:
-        model = config_json.read_config_json(schema.ModelConfig(name=name), key)
+        model = config_json.read_config_json(settings, key)
     except ConfigError as error:
         yield str(error)
         return
     kind, labels = str(model.get("architectures")), model.get("num_labels") or len(model.get("id2label") or "01")
     if "ForSequenceClassification" not in kind or labels != 1:
         found = f"architectures={kind}, number of labels: {labels}"
-        yield f"{key}={name!r}: {found}; a reward model is a ...ForSequenceClassification with one label"
+        yield f"{key}={settings.name!r}: {found}; a reward model is a ...ForSequenceClassification with one label"
 
 
 def _check_reward(key: str, name: str) -> Iterator[str]:

@@ -19,7 +19,6 @@ from colocated_grpo.errors import ConfigError
 from colocated_grpo.settings.config_json import read_config_json
 from colocated_grpo.settings.model_sizes import DTYPE_BYTES, ENGINE_RESERVE, Sizes, sizes_of
 from colocated_grpo.settings.schema import Config, ModelConfig
-from colocated_grpo.settings.sources import names_model
 from colocated_grpo.settings.training import LoRAConfig
 from colocated_grpo.types import JsonObject
 
@@ -132,9 +131,9 @@ class RunSizes:
 
     def _reward_models(self) -> int:
         """Return the bytes of the reward models. Each rank holds every model whole."""
-        rewards = {reward.name for source in self.config.sources for reward in getattr(source, "rewards", ())}
-        models = [ModelConfig(name=name) for name in rewards if names_model(name)]
-        return (2 if self.place.on_gpu else 4) * sum(map(_parameters, models))
+        rewards = [reward for source in self.config.sources for reward in getattr(source, "rewards", ())]
+        models = {str(reward.model): reward.model for reward in rewards}.values()
+        return (2 if self.place.on_gpu else 4) * sum(_parameters(model) for model in models if model is not None)
 
     def _gathered(self) -> int:
         """Return the bytes of weights in the compute type beside the masters.

@@ -21,6 +21,7 @@ from colocated_grpo.settings.base import (
     find_file,
 )
 from colocated_grpo.settings.errors import KeyPath
+from colocated_grpo.settings.generation import ModelConfig
 from colocated_grpo.types import JsonObject
 
 FROZEN = "frozen"
@@ -180,6 +181,12 @@ class RewardConfig(NamedObject):
     weight: Number = Field(1.0, ge=-1e6, le=1e6)
     """Factor of this reward in the sum of a completion's rewards. 0: the reward is only logged, as reward/<name>; its
     values and exceptions do not affect the sum."""
+
+    @property
+    def model(self) -> ModelConfig | None:
+        """The reward model; None for a function."""
+        revision = (self.args or {}).get("revision")
+        return ModelConfig(name=self.name, revision=revision) if names_model(self.name) else None
 
     @model_validator(mode="after")
     def _runs_where_it_can(self) -> Self:

@@ -89,7 +89,8 @@ class Classifier:
         config = self._model.config.get_text_config()
         config.pad_token_id, config.use_cache = tokenizer.pad_token_id, False
         self._tokenizer = tokenizer
-        self._longest = longest_sequence(config.to_dict()) or MAX_SIZE
+        # RoBERTa numbers positions from 2, so it reads less than its configuration says.
+        self._longest = min(longest_sequence(config.to_dict()) or MAX_SIZE, tokenizer.model_max_length)
         # One thread: tokenizers are not safe in several, and each thread would have a cuBLAS workspace.
         prepare = partial(torch.cuda.set_device, device) if on_gpu else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward model", initializer=prepare)

@@ -57,6 +57,8 @@ def read_csv(path: Path) -> list[Item]:
                     amount = "more" if len(cells) > len(header) else "fewer"
                     raise ValueError(f"{amount} cells than the header's {len(header)}")
                 rows.append(dict(zip(header, cells, strict=True)))
+        except UnicodeDecodeError:
+            raise  # text is decoded in blocks, so the line is not known
         except (ValueError, csv.Error) as error:
             raise ValueError(f"line {reader.line_num}: {error}") from None
         return rows
@@ -87,9 +89,9 @@ def read_file(path: Path) -> list[Item]:
     reader = READERS.get(path.suffix.lower())
     if reader is None:
         raise ValueError(f"must be a file of one of these types: {', '.join(READERS)}")
-    if not path.is_file():
-        raise ValueError("no such file")
     try:
+        if not path.is_file():
+            raise ValueError("no such file")
         return reader(path)
     except (OSError, ImportError) as error:
         raise ValueError(str(error)) from error

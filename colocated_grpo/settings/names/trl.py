@@ -146,12 +146,22 @@ def _dataset_name(_key: str, value: object, _get: Lookup) -> NewSettings:
     return {"environments.0.type": "dataset", "environments.0.name": value}
 
 
+_REWARD_MODEL = "reward_model_name_or_path"
+
+
 def _reward_funcs(_key: str, value: object, get: Lookup) -> NewSettings:
     """Convert reward_funcs of TRL's script (dotted paths or short names), after a reward model, to its `rewards`."""
-    model = get("environments.0.rewards.0")
+    model = get(_REWARD_MODEL)
     entries = [*([model] if model else []), *(value if isinstance(value, list) else [value])]
     rewards = [entry if isinstance(entry, dict) else {"name": entry} for entry in entries]
     return {"environments.0.rewards": [{**reward, "name": reward_name(reward.get("name"))} for reward in rewards]}
+
+
+@unless_null
+def _reward_model(_key: str, value: object, get: Lookup) -> NewSettings:
+    """Set the only reward, unless the translation of `reward_funcs`, which comes first, has the model."""
+    rewards, reward = get("environments.0.rewards"), {"name": value}
+    return {} if isinstance(rewards, list) and reward in rewards else {"environments.0.rewards": [reward]}
 
 
 @unless_null
@@ -273,8 +283,8 @@ TRL: dict[str, Alias] = {
     "dataset_train_split": renamed("environments.0.split"),
     "dataset_test_split": renamed("environments.0.eval_split"),
     "shuffle_dataset": renamed("environments.0.shuffle"),
-    "reward_model_name_or_path": renamed("environments.0.rewards.0.name"),
     "reward_funcs": Alias(_reward_funcs, "environments.0.rewards"),
+    _REWARD_MODEL: Alias(_reward_model, "environments.0.rewards", "the first of the rewards"),
     "reward_weights": Alias(_reward_weights, "environments.0.rewards.0.weight"),
     # Not translated
     **each(

@@ -73,12 +73,15 @@ def test_a_row_without_a_completion_is_one_line(row):
     ("name", "problem"),
     [
         ("open.csv", "line 2: unexpected end of data"),
+        ("latin.csv", "'utf-8' codec can't decode byte 0xe9"),
         ("gone.csv", "no such file"),
+        ("g" * 300 + ".csv", r"\[Errno 36\] File name too long"),
         ("rows.txt", "must be a file of one of these types: .jsonl, "),
     ],
 )
 def test_a_file_that_cannot_be_read_is_one_line(tmp_path, name, problem):
     (tmp_path / "open.csv").write_text('prompt,completion\n"3+4=,7\n')
+    (tmp_path / "latin.csv").write_bytes(b"prompt,completion\ncaf\xe9,7\n")
     with pytest.raises(ConfigError, match=f"^ROWS='.*{name}': {problem}"):
         sft.read_rows(tmp_path / name)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import shutil
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.environments.build import build_environments
 from colocated_grpo.environments.rewards import reward_model
 from colocated_grpo.environments.rewards.functions import RewardScorer, build_rewards
+from colocated_grpo.rollout.reward_calls import RewardCalls
 from colocated_grpo.settings.config_file import load_config
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.inputs import check_inputs
@@ -173,6 +176,21 @@ def test_a_model_object_of_a_script_is_one_line(folder):
         Trainer("some/model", [model], train_dataset=[{"prompt": "sort 1"}] * 20)
 
 
+def test_prompts_that_wait_for_the_model_while_it_scores_others_do_not_time_out():
+    model, busy = threading.Lock(), threading.Event()
+
+    def judge(_prompt: Prompt, _completions: object) -> tuple[list[str], list[Score]]:
+        with model:
+            busy.wait(0.2)  # never set: the time of a forward pass
+        return [], []
+
+    calls = RewardCalls(judge, workers=4, timeout=0.6)
+    waiting = [calls.submit(Prompt(index=index, token_ids=[1], text="", item={}, source=""), []) for index in range(6)]
+    assert calls.wait(waiting, since=time.monotonic())
+    calls.close()
+    assert [call.judged() for call in waiting] == [([], [])] * 6
+
+
 def test_a_reward_model_does_not_run_in_worker_processes(folder):
     with pytest.raises(ValueError, match="run_in=process: a reward model runs in the rank"):
         RewardConfig(name=str(folder), run_in="process")
@@ -196,6 +214,12 @@ def test_the_reward_model_of_trls_script_comes_before_its_functions():
     ):
         [source] = load(text + names, alone=True).environments
         assert [(reward.name, reward.weight) for reward in source.rewards] == expected
+
+
+def test_functions_of_trls_script_on_the_command_line_replace_the_rewards_of_the_file():
+    text = "model: a\nenvironments: [{type: dataset, name: d, rewards: [{name: gsm8k, weight: 2}, format_think]}]"
+    [source] = load(text, "--reward_funcs", "[accuracy_reward]", alone=True).environments
+    assert [(reward.name, reward.weight) for reward in source.rewards] == [("trl.rewards:accuracy_reward", 1)]
 
 
 def test_the_arithmetic_of_memory_counts_each_model_once_on_every_rank(folder):
