@@ -114,7 +114,8 @@ def _server(options: argparse.Namespace, overrides: Sequence[str]) -> Generator[
         config = with_subject(build_config(None, {("model", "name"): subject.model, **given}).config, subject)
     read_config_json(config.model)  # raises ConfigError for a model that does not exist
     print(f"loading {subject.adapter or subject.model}", file=sys.stderr, flush=True)
-    engine = config.engine.model_copy(update={"max_num_seqs": 1, "tensor_parallel_size": 1})
+    one = {"max_num_seqs": 1, "tensor_parallel_size": 1, "bridge": "broadcast"}  # which exports no weights
+    engine = config.engine.model_copy(update=one)
     with scratch_folder() as folder:
         plan = local_servers(serve_command(config.model, engine, config.policy, options.context), folder)
         with EngineServers(plan, os.environ) as running:

@@ -153,6 +153,16 @@ def test_a_system_message_without_a_chat_template_is_rejected(plain, capsys):
     assert capsys.readouterr().err.splitlines() == [line]
 
 
+def test_the_server_of_a_chat_exports_no_weights_and_decodes_one_sequence(monkeypatch):
+    commands: list[list[str]] = []
+    monkeypatch.setattr(chat, "local_servers", lambda command, folder: sys.exit(commands.append(command)))
+    with pytest.raises(SystemExit):
+        chat.main([str(tiny_model()), "--engine.placement", "server", "--engine.bridge", "shared"])
+    [command] = commands
+    assert "--share-weights" not in command
+    assert command[command.index("--max-num-seqs") + 1] == "1"
+
+
 def test_a_server_that_ends_at_its_start_is_shown_with_the_end_of_its_log(capsys, monkeypatch):
     failing = [sys.executable, "-c", "import sys; sys.exit('error: no room for the weights')"]
     monkeypatch.setattr(chat, "serve_command", lambda *_: failing)
