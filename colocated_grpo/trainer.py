@@ -301,12 +301,13 @@ def maybe_push(run: Run, step: int) -> None:
 
 
 def push_final(run: Run, steps: int) -> None:
-    """Push the final export, and wait until the push ends, has failed, or a stop is requested. Collective."""
+    """Push the final export after the push before it. Both end, fail, or are ended by a stop. Collective."""
     hub = run.hub
     if hub is not None:
-        run.world.from_main(lambda: hub.push(run.folder / run.exports[0].final_name, steps))
-        while run.world.from_main(lambda: hub.pending(PUSH_SECONDS, stopped=run.stop.requested())):
-            pass
+        for begin in (lambda: None, lambda: hub.push(run.folder / run.exports[0].final_name, steps)):
+            run.world.from_main(begin)
+            while run.world.from_main(lambda: hub.pending(PUSH_SECONDS, stopped=run.stop.requested())):
+                pass
 
 
 def all_exported(run: Run, step: int) -> bool:

@@ -1,5 +1,6 @@
 """What a dry run shows: the first prompts as the model reads them, and the rewards of a right and a useless answer."""
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -21,7 +22,7 @@ from colocated_grpo.rollout.reward_calls import RewardCalls
 from colocated_grpo.rollout.vllm.kv_budget import check_cache
 from colocated_grpo.settings.config_json import read_config_json, text_part
 from colocated_grpo.settings.model_sizes import sizes_of
-from colocated_grpo.settings.run_sizes import Placement, RunSizes, fits, free_disk, gib, memory_fix
+from colocated_grpo.settings.run_sizes import FULL, Placement, RunSizes, fits, free_disk, gib, memory_fix
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.tracking.text import without_middle
 from colocated_grpo.types import Completion, Prompt, Score
@@ -85,8 +86,10 @@ def show_needs(run: RunSizes, note: Callable[[str], None]) -> str:
     run = replace(run, place=replace(place, device_bytes=memory))
     need, space, (folder, free) = run.footprint(), run.run_folder_bytes(), free_disk(output_dir)
     each = f"{gib(need.training)} while training and {gib(need.generating)} while generating"
-    if has_gpu == place.on_gpu and not fits(run, host, 1.0):
+    if has_gpu == place.on_gpu and not fits(run, host, FULL):
         note(f"a rank needs at least {each}, and has {gib(memory)} here; use {memory_fix(run, host)}")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        note(f"output_dir={output_dir!r}: {folder} is not a writable folder here")
     if free < space:
         note(f"output_dir={output_dir!r}: checkpoints and exports take {gib(space)}; {gib(free)} are free in {folder}")
     return f"  by arithmetic, a rank needs at least {each}; checkpoints and exports take {gib(space)}"

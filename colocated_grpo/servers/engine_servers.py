@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -188,13 +188,19 @@ def plan_servers(launch: Launch, config: Config, environment: Mapping[str, str])
             "engine.urls: empty; with several nodes start servers with colocated-grpo serve and name them"
         )
     devices, trainer_devices = _divide_gpus(launch, engine, environment)
-    folder = launch.log_dir or Path(config.output_dir)
+    command = serve_command(config.model, engine, config.policy, engine.max_model_len or config.max_sequence_tokens)
+    return local_servers(command, launch.log_dir or Path(config.output_dir), devices, trainer_devices)
+
+
+def local_servers(
+    command: list[str], folder: Path, devices: Sequence[str | None] = (None,), trainer_devices: str | None = None
+) -> ServerPlan:
+    """Return the plan of servers with the same command on free ports, whose logs are in `folder`."""
     names = ["server.log"] if len(devices) == 1 else [f"server_{index}.log" for index in range(len(devices))]
     ports = free_ports(len(devices))
-    command = _serve_command(config.model, engine, config.policy, engine.max_model_len or config.max_sequence_tokens)
     return ServerPlan(
         commands=[[*command, "--port", str(port)] for port in ports],
-        devices=devices,
+        devices=list(devices),
         urls=[f"http://127.0.0.1:{port}" for port in ports],
         trainer_devices=trainer_devices,
         logs=[folder / name for name in names],
@@ -228,7 +234,7 @@ def _divide_gpus(
     return [",".join(theirs[first : first + size]) for first in range(0, len(theirs), size)], ",".join(ours)
 
 
-def _serve_command(model: ModelConfig, engine: EngineConfig, policy: PolicyConfig, max_tokens: int) -> list[str]:
+def serve_command(model: ModelConfig, engine: EngineConfig, policy: PolicyConfig, max_tokens: int) -> list[str]:
     """Return the command of a server, without its port."""
     rank = policy.lora.rank if engine.bridge == "adapter" and policy.lora is not None else None
     if rank is not None and rank > LORA_RANKS[-1]:
@@ -242,6 +248,9 @@ def _serve_command(model: ModelConfig, engine: EngineConfig, policy: PolicyConfi
         "--tensor-parallel-size": engine.tensor_parallel_size,
         "--api-key-variable": KEY_VARIABLE,
         "--revision": model.revision,
+        "--tokenizer": model.tokenizer,
+        "--chat-template": model.chat_template,
+        "--chat-template-kwargs": json.dumps(model.chat_template_kwargs) if model.chat_template_kwargs else None,
         "--max-num-seqs": engine.max_num_seqs,
         "--gpu-memory-utilization": engine.gpu_memory_utilization,
         "--kv-cache-memory-bytes": engine.kv_cache_memory_bytes,

@@ -28,7 +28,7 @@ RESTART = 75
 """Exit code that requests a restart of the engine process (EX_TEMPFAIL)."""
 
 
-def _checked(kind: Any, rule: str) -> Callable[[str], object]:
+def checked(kind: Any, rule: str) -> Callable[[str], object]:
     """Return an argparse type for values that pydantic parses as `kind`. rule: completes the message "must be ..."."""
     adapter = TypeAdapter(kind)
 
@@ -41,11 +41,11 @@ def _checked(kind: Any, rule: str) -> Callable[[str], object]:
     return read
 
 
-_port = _checked(Annotated[int, Field(ge=0, le=LAST_PORT)], f"a port, 0-{LAST_PORT}; 0 is any free one")
-_fraction = _checked(Annotated[float, Field(gt=0, le=1)], "above 0 and at most 1")
-_positive = _checked(Annotated[int, Field(gt=0)], "a positive whole number")
-_length = _checked(Annotated[int, Field(ge=2)], "at least 2, a token of prompt and one sampled")
-_object = _checked(Json[JsonObject], "a JSON object")
+_port = checked(Annotated[int, Field(ge=0, le=LAST_PORT)], f"a port, 0-{LAST_PORT}; 0 is any free one")
+_fraction = checked(Annotated[float, Field(gt=0, le=1)], "above 0 and at most 1")
+positive = checked(Annotated[int, Field(gt=0)], "a positive whole number")
+_length = checked(Annotated[int, Field(ge=2)], "at least 2, a token of prompt and one sampled")
+_object = checked(Json[JsonObject], "a JSON object")
 
 
 def _flag(help: str, **settings: Any) -> Any:
@@ -62,6 +62,11 @@ class ServeOptions:
     model: str
     revision: str | None = _flag("branch, tag or commit on the Hub")
     trust_remote_code: bool = _switch("run Python code of the checkpoint")
+    tokenizer: str | None = _flag("folder or Hugging Face name of another tokenizer", metavar="NAME")
+    chat_template: str | None = _flag("Jinja text, or a file with it (default: the tokenizer's)", metavar="TEMPLATE")
+    chat_template_kwargs: JsonObject = _flag(  # noqa: RUF009
+        "variables of the chat template that requests do not set", type=_object, default={}, metavar="JSON"
+    )
     host: str = _flag("address to listen on (default: 127.0.0.1)", default="127.0.0.1")
     port: int = _flag(f"port (default: {DEFAULT_PORT})", type=_port, default=DEFAULT_PORT)
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = _flag(
@@ -75,7 +80,7 @@ class ServeOptions:
         metavar="FRACTION",
     )
     kv_cache_memory_bytes: int | None = _flag(
-        "exact size of the KV cache (default: see above)", type=_positive, metavar="N"
+        "exact size of the KV cache (default: see above)", type=positive, metavar="N"
     )
     max_model_len: int = _flag(
         f"longest prompt plus completion in tokens (default: {DEFAULT_LENGTH}, or the model's own limit)",
@@ -83,10 +88,8 @@ class ServeOptions:
         default=DEFAULT_LENGTH,
         metavar="N",
     )
-    max_num_seqs: int = _flag("sequences decoded together (default: 256)", type=_positive, default=256, metavar="N")
-    tensor_parallel_size: int = _flag(
-        "GPUs that share the weights (default: 1)", type=_positive, default=1, metavar="N"
-    )
+    max_num_seqs: int = _flag("sequences decoded together (default: 256)", type=positive, default=256, metavar="N")
+    tensor_parallel_size: int = _flag("GPUs that share the weights (default: 1)", type=positive, default=1, metavar="N")
     enforce_eager: bool = _switch("decode without CUDA graphs")
     engine_args: JsonObject = _flag(  # noqa: RUF009
         'further vLLM engine arguments, such as {"quantization": "fp8"}', type=_object, default={}, metavar="JSON"
@@ -133,9 +136,14 @@ def parse(arguments: Sequence[str] | None) -> ServeOptions:
 
 
 def model_settings(options: ServeOptions) -> ModelConfig:
-    from colocated_grpo.settings.generation import ModelConfig
-
-    return ModelConfig(name=options.model, revision=options.revision, trust_remote_code=options.trust_remote_code)
+    return ModelConfig(
+        name=options.model,
+        revision=options.revision,
+        trust_remote_code=options.trust_remote_code,
+        tokenizer=options.tokenizer,
+        chat_template=options.chat_template,
+        chat_template_kwargs=options.chat_template_kwargs,
+    )
 
 
 def within_model(options: ServeOptions) -> ServeOptions:

@@ -137,7 +137,7 @@ def _lead(
         add_weight_routes(app, control, sessions, whole.call, engine.adapters.status, restart)
 
     app = create_app(
-        Sampler(LoadBalancer(inbox), model.tokenizer, limits, note),
+        Sampler(LoadBalancer(inbox), model.tokenizer, limits, note, options.chat_template_kwargs),
         options.model,
         limits.max_tokens,
         hosts=Hosts(options.host, options.allow_host),
@@ -175,6 +175,7 @@ def describe(options: ServeOptions, model: ModelFiles, engine: VLLMEngine, world
         "instance": secrets.token_hex(8),
         "dtype": str(parameters[0].dtype).removeprefix("torch."),
         "is_quantized": engine.is_quantized,
+        "chat_template": bool(model.tokenizer.chat_template),
         "device": world.device.type,
         "tensor_parallel_size": world.size,
         "max_model_len": options.max_model_len,

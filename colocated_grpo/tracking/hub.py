@@ -6,10 +6,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import ModelCardData
@@ -33,15 +31,6 @@ SETTINGS = (
 """Settings that the card shows, if the run has them."""
 
 
-@dataclass(frozen=True)
-class _Job:
-    title: str
-    command: list[str]
-    """Arguments of `hf`."""
-    folder: Path | None = None
-    """Files to push; None: the repository is created."""
-
-
 class Hub:
     """The run's repository. Every rank has a Hub, to know when a push is `due`; only rank 0 pushes.
 
@@ -58,9 +47,11 @@ class Hub:
         self._text_part = text_part
         self._note = note
         self._private = ["--private"] if settings.private else []
-        self._waiting: deque[_Job] = deque()
-        self._job: _Job | None = None
         self._process: subprocess.Popen[str] | None = None
+        self._command: list[str] = []
+        """Arguments of `hf` in the process."""
+        self._folder: Path | None = None
+        """Files that the process pushes; None: it creates the repository."""
         self._deadline = 0.0
         self._failed = 0
 
@@ -71,16 +62,13 @@ class Hub:
 
     def start(self) -> None:
         """Create the repository, so that a wrong token is noted at the start of the run."""
-        shutil.rmtree(self._run_dir / STAGING, ignore_errors=True)  # left by a killed run
-        command = ["repos", "create", self._settings.repo, *self._private, "--exist-ok"]
-        self._add(_Job(f"repository {self._settings.repo}", command))
+        self._begin(["repos", "create", self._settings.repo, *self._private, "--exist-ok"], None)
 
     def free(self, step: int) -> bool:
         """Return whether a push can begin; False, with a note, while the previous push is incomplete."""
-        self._advance()
-        busy = [job for job in (self._job, *self._waiting) if job is not None and job.folder is not None]
+        busy = self.pending(0.0, stopped=False) and self._folder is not None
         if busy:
-            self._note(f"hub: step {step} is not pushed, as {busy[0].title} is still being pushed")
+            self._note(f"hub: step {step} is not pushed, as {self._title} is still being pushed")
         return not busy
 
     def staging(self, step: int) -> Path:
@@ -88,84 +76,79 @@ class Hub:
         return self._run_dir / STAGING / f"step_{step}"
 
     def push(self, folder: Path, step: int) -> None:
-        """Push an export of the weights after `step` steps in the background, with a card."""
-        repo, title = self._settings.repo, folder.name
+        """Push an export of the weights after `step` steps in the background, with a card. No push may be pending."""
+        repo = self._settings.repo
         try:
             config, rows = files.read_config(self._run_dir), files.read_metrics(self._run_dir, may_be_empty=True)
             text = card(repo, config, [row for row in rows if row["step"] <= step], step, self._text_part)
             (folder / "README.md").write_text(text, encoding="utf-8")
         except (OSError, RunError, ValueError, LookupError, TypeError) as error:  # a user may have changed these files
-            self._note(f"hub: {title} is pushed without a card: {error}")
+            self._note(f"hub: {folder.name} is pushed without a card: {error}")
         command = ["upload", repo, str(folder), ".", *self._private, "--exclude", "checksums.json"]
-        self._add(_Job(title, [*command, "--commit-message", f"{title} of {self._run_dir.name}"], folder))
+        self._begin([*command, "--commit-message", f"{folder.name} of {self._run_dir.name}"], folder)
 
     def pending(self, seconds: float, *, stopped: bool) -> bool:
         """Wait up to `seconds`, and return whether a push is not complete yet. stopped: end the push instead."""
-        if stopped:
-            self.close()
-        self._advance()
         if self._process is not None:
+            left = self._deadline - time.monotonic()
             with suppress(subprocess.TimeoutExpired):
-                self._process.wait(max(0.0, min(seconds, self._deadline - time.monotonic())))
-            self._advance()
+                self._process.wait(0.0 if stopped else max(0.0, min(seconds, left)))
+            if stopped or left <= 0 or self._process.returncode is not None:
+                self._end("the run ended first" if stopped else f"longer than hub.timeout={self._settings.timeout:g} s")
         return self._process is not None
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of a step; collects the result of a push that has completed."""
-        self._advance()
+        self.pending(0.0, stopped=False)
         return {"hub/failed": float(self._failed)}
 
     def close(self) -> None:
-        """Drop waiting pushes and end the running push."""
-        self._waiting.clear()
+        """End the running push."""
+        self.pending(0.0, stopped=True)
+
+    @property
+    def _title(self) -> str:
+        return f"repository {self._settings.repo}" if self._folder is None else self._folder.name
+
+    def _begin(self, command: list[str], folder: Path | None) -> None:
         if self._process is not None:
-            self._end("the run ended first")
+            assert self._folder is None, "the push before has ended"
+            self._process.kill()  # the push creates the repository too
+            self._process.communicate()
+        self._command, self._folder = command, folder
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "huggingface_hub.cli.hf", *command, "--quiet"],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,  # Ctrl-C is for the run, which then ends the push
+            )
+            self._deadline = time.monotonic() + self._settings.timeout
+        except OSError as error:  # no memory for a process
+            self._process = None
+            self._fail(str(error))
+
+    def _end(self, late: str) -> None:
+        """Record the result of the process. late: cause of the failure, if the process must be killed."""
+        assert self._process is not None
+        killed = self._process.poll() is None
+        self._process.kill()
+        printed, errors = self._process.communicate()
+        code, self._process = self._process.returncode, None
+        if code:
+            cause = " ".join(errors.rpartition("Error: ")[2].split()) or f"exit code {code}"
+            self._fail(late if killed else cause[:LONGEST_ERROR])
+        elif self._folder is not None:
+            self._note(f"hub: pushed {self._title}: {printed.strip()}")
         shutil.rmtree(self._run_dir / STAGING, ignore_errors=True)
 
-    def _add(self, job: _Job) -> None:
-        self._waiting.append(job)
-        self._advance()
-
-    def _advance(self) -> None:
-        """Record the result of a process that has ended, end a process that is late, and begin the next job."""
-        if self._process is not None and (self._process.poll() is not None or time.monotonic() > self._deadline):
-            self._end(f"longer than hub.timeout={self._settings.timeout:g} s")
-        while self._waiting and self._process is None:
-            self._job = self._waiting.popleft()
-            try:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "huggingface_hub.cli.hf", *self._job.command, "--quiet"],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                    start_new_session=True,  # Ctrl-C is for the run, which then ends the push
-                )
-                self._deadline = time.monotonic() + self._settings.timeout
-            except OSError as error:  # no memory for a process
-                self._fail(self._job, str(error))
-
-    def _end(self, reason: str) -> None:
-        """Record the result of the process. reason: cause of the failure, if the process must be killed."""
-        assert self._process is not None and self._job is not None
-        job, process = self._job, self._process
-        killed = process.poll() is None
-        process.kill()
-        printed, errors = process.communicate()
-        self._process = self._job = None
-        if process.returncode:
-            cause = " ".join(errors.rpartition("Error: ")[2].split()) or f"exit code {process.returncode}"
-            self._fail(job, reason if killed else cause[:LONGEST_ERROR])
-        elif job.folder is not None:
-            self._note(f"hub: pushed {job.title}: {printed.strip()}")
-        if not self._waiting:
-            shutil.rmtree(self._run_dir / STAGING, ignore_errors=True)
-
-    def _fail(self, job: _Job, reason: str) -> None:
+    def _fail(self, reason: str) -> None:
         self._failed += 1
-        final = job.folder is not None and job.folder.parent == self._run_dir  # other folders are temporary
-        by_hand = f"; push it with: {shlex.join(['hf', *job.command])}" if final else ""
-        self._note(f"warning: hub: {job.title}: failed, number {self._failed} in this run: {reason}{by_hand}")
+        final = self._folder is not None and self._folder.parent == self._run_dir  # other folders are temporary
+        by_hand = f"; push it with: {shlex.join(['hf', *self._command])}" if final else ""
+        self._note(f"warning: hub: {self._title}: failed, number {self._failed} in this run: {reason}{by_hand}")
 
 
 def card(repo: str, config: JsonObject, rows: Sequence[Row], step: int, text_part: bool) -> str:

@@ -67,12 +67,13 @@ class JsonClient:
     def post(self, path: str, body: object, timeout: float | None = None) -> object:
         return self._call(Request(self._url + path, json.dumps(body).encode(), self._headers), timeout or self._timeout)
 
-    def lines(self, path: str, silence: float) -> Iterator[str]:
+    def lines(self, path: str, silence: float, body: object = None) -> Iterator[str]:
         """Yield the lines of a streamed response, without empty lines. Raises Unavailable at the end.
 
-        silence: seconds without data after which the connection counts as lost.
+        silence: seconds without data after which the connection counts as lost. body: of a POST; None: a GET.
         """
-        with _failures(), _opener.open(Request(self._url + path, headers=self._headers), timeout=silence) as response:
+        request = Request(self._url + path, None if body is None else json.dumps(body).encode(), self._headers)
+        with _failures(), _opener.open(request, timeout=silence) as response:
             for line in response:
                 if text := line.decode().strip():
                     yield text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -97,7 +98,9 @@ def test_memory_and_disk_space_are_shown_and_a_lack_of_them_is_noticed(tmp_path,
     assert not [note for note in notes if "output_dir" in note or "a rank needs" in note]
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1 << 20))
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=1 << 20))
-    memory, disk = shown(tmp_path)[1][-2:]
+    monkeypatch.setattr(os, "access", lambda folder, mode: mode == os.R_OK)
+    memory, folder, disk = shown(tmp_path)[1][-3:]
+    assert folder.endswith(" is not a writable folder here")
     assert re.search("a rank needs at least .* generating, and has 0.000977 GiB here; use a smaller model", memory)
     assert disk.startswith("output_dir='runs': checkpoints and exports take")
 

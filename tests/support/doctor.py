@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from colocated_grpo.runtime.program import Launch
-from colocated_grpo.settings.schema import Config
 from colocated_grpo.tools.doctor.subject import Subject
 from tests.support.paths import ROOT
 
@@ -41,13 +40,9 @@ def launch_of(**changes: Any) -> Launch:
     return Launch(**(values | changes))
 
 
-def subject_of(
-    config: Config | None = None,
-    environment: dict[str, str] | None = None,
-    **launch: Any,
-) -> Subject:
+def subject_of(environment: dict[str, str] | None = None, **launch: Any) -> Subject:
     """Return a subject with this machine's environment, changed by `environment`."""
-    return Subject(launch=launch_of(**launch), config=config, environment={**os.environ, **(environment or {})})
+    return Subject(launch=launch_of(**launch), environment={**os.environ, **(environment or {})})
 
 
 def fake_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, output: str, code: int = 0) -> None:

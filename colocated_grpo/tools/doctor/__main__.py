@@ -1,7 +1,4 @@
-"""Check a machine and the memory of a run: colocated-grpo doctor [--config FILE] [flags and settings]
-
-`--dry-run` of the same command line checks what this leaves out: settings, model, files, data and code.
-"""
+"""Check a machine, then a run by a dry run: colocated-grpo doctor [--config FILE] [flags and settings]"""
 
 import argparse
 import os
@@ -14,6 +11,7 @@ from rich.text import Text
 
 from colocated_grpo.errors import ConfigError
 from colocated_grpo.launch.cli import read_arguments, read_launch, run_parser
+from colocated_grpo.launch.launcher import main as launch_run
 from colocated_grpo.launch.launcher import read_settings
 from colocated_grpo.runtime.program import exit_code, prepare_streams
 from colocated_grpo.tools.doctor import machine
@@ -22,7 +20,7 @@ from colocated_grpo.tracking.text import printable
 
 Check = Callable[[Subject], Finding]
 
-MACHINE: Mapping[str, Check] = {
+CHECKS: Mapping[str, Check] = {
     "gpus": machine.check_gpus,
     "gpu_memory": machine.check_gpu_memory,
     "torch": machine.check_torch,
@@ -33,41 +31,43 @@ MACHINE: Mapping[str, Check] = {
     "hostnames": machine.check_hostnames,
     "collective": machine.check_collective,
 }
-"""Checks that need no config."""
-RUN: Mapping[str, Check] = {"memory": machine.check_memory, "disk": machine.check_disk}
-"""Checks of the run that a config describes."""
 
 STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped": "dim"}
 STATUS_WIDTH = max(map(len, STYLES))
-NAME_WIDTH = max(map(len, (*MACHINE, *RUN)))
+NAME_WIDTH = max(map(len, CHECKS))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the results. Returns 0, 1 if a check failed, or 2 if the command line or the config is invalid."""
+    """Print the results. Returns 0, 1 if a check failed, or 2 if the command line, the config or the run is invalid."""
     prepare_streams()
+    arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        options, overrides, _ = read_arguments(sys.argv[1:] if arguments is None else arguments, doctor_parser())
+        options, overrides, _ = read_arguments(arguments, doctor_parser())
         has_config = options.config is not None or options.resume is not None
         if not has_config:
             options.config = "none"  # not read
         launch = read_launch(options, overrides)
         if overrides and not has_config:
             raise ConfigError(f"{overrides[0]}: a setting needs a config; add --config FILE")
-        config = read_settings(launch)[0] if has_config else None
+        if has_config:
+            read_settings(launch)
     except ConfigError as error:
         return exit_code(error)
-    subject = Subject(launch=launch, config=config, environment=dict(os.environ))
-    checks = {**MACHINE, **(RUN if has_config else {})}
-    findings = print_report(((name, check(subject)) for name, check in checks.items()), Console())
-    return 1 if any(finding.status == "failed" for finding in findings) else 0
+    subject = Subject(launch=launch, environment=dict(os.environ))
+    findings = print_report(((name, check(subject)) for name, check in CHECKS.items()), Console())
+    code = 1 if any(finding.status == "failed" for finding in findings) else 0
+    if not has_config or subject.imports.transformers is None:  # which a dry run needs
+        return code
+    print(flush=True)
+    return launch_run([*arguments, "--dry-run"]) or code
 
 
 def doctor_parser() -> argparse.ArgumentParser:
     parser = run_parser()
     parser.prog = "colocated-grpo doctor"
     parser.description = (
-        "Check this machine and, with --config, --resume or atropos, memory and disk space of the run that the same "
-        "command line starts."
+        "Check this machine and, with --config, --resume or atropos, make a dry run of the run that the same command "
+        "line starts."
     )
     return parser
 

@@ -1,4 +1,4 @@
-"""The subject of all checks (this machine, and the run that a command line describes), and their findings.
+"""The subject of all checks (this machine, and the flags of a run), and their findings.
 
 The GPUs are taken from nvidia-smi. torch and transformers are imported in a process of their own, because a broken
 build must not end the doctor.
@@ -15,7 +15,6 @@ from itertools import takewhile
 from typing import Literal
 
 from colocated_grpo.launch.cli import Launch
-from colocated_grpo.settings.schema import Config
 
 Status = Literal["ok", "warning", "failed", "skipped"]
 SMI_SECONDS = 10
@@ -147,11 +146,9 @@ def root_cause(log: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """Machine and run under check. Slow facts are computed once, by the first check that needs them."""
+    """Machine under check, and the flags of a run. Slow facts are computed once, by the first check that needs them."""
 
     launch: Launch
-    config: Config | None
-    """None without --config."""
     environment: Mapping[str, str] = field(repr=False)
 
     @cached_property
@@ -165,8 +162,3 @@ class Subject:
     @cached_property
     def imports(self) -> Imports:
         return import_libraries(self.environment)
-
-    @property
-    def ranks(self) -> int:
-        """Ranks of the run, on all nodes."""
-        return self.launch.ranks * self.launch.nodes

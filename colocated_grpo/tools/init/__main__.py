@@ -136,7 +136,7 @@ def config_text(plan: Choices, heading: Sequence[str], folder: Path) -> str:
 def _model(plan: Choices, folder: Path) -> Setting:
     name, place = _beside(plan.model, folder) if Path(plan.model).is_dir() else plan.model, plan.place
     if plan.sizes is None or plan.memory is None:
-        return Setting("model", name, "the sizes are unknown: colocated-grpo doctor cannot check the memory either")
+        return Setting("model", name, "the sizes are unknown: a dry run cannot compare the memory either")
     total, need = plan.sizes.total, plan.memory.need
     count = f"{total / 1e9:.3g} B" if total >= 1e9 else f"{total / 1e6:.3g} M"
     host = f", and {gib(need.host)} of host memory" if need.host else ""

@@ -7,7 +7,7 @@ import re
 from colocated_grpo.rollout.vllm.versions import ENGINES
 from colocated_grpo.settings.model_sizes import ENGINE_RESERVE
 from colocated_grpo.settings.run_sizes import FULL, GIB
-from colocated_grpo.tools.doctor.__main__ import MACHINE, RUN
+from colocated_grpo.tools.doctor.__main__ import CHECKS
 from colocated_grpo.tools.doctor.machine import MIN_DRIVER, MIN_SHARED_MEMORY
 from tests.support.paths import ROOT
 
@@ -17,7 +17,7 @@ TABLE = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", DOCTOR, re.MULTILINE))
 
 
 def test_the_table_has_all_checks_in_their_order():
-    assert list(TABLE) == [*MACHINE, *RUN]
+    assert list(TABLE) == [*CHECKS]
 
 
 def test_the_entries_name_checks_that_exist():
@@ -34,4 +34,4 @@ def test_the_numbers_of_the_page_are_those_of_the_checks():
     assert f"{MIN_SHARED_MEMORY // GIB} GiB" in TABLE["shared_memory"]
     assert all(name in TABLE["vllm"] for name in ENGINES)
     assert f"a reserve of {ENGINE_RESERVE // GIB} GiB" in DOCTOR
-    assert f"above {FULL * 100:.0f} % of the memory" in DOCTOR
+    assert f"Above {FULL * 100:.0f} % of the memory" in DOCTOR

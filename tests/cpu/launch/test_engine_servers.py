@@ -87,6 +87,8 @@ def test_settings_of_the_run_are_the_servers_flags(planned):
         "engine.enforce_eager": "true",
         "engine.args": '{"block_size": 32}',
         "model.revision": "main",
+        "model.chat_template": '"{{ a }}"',
+        "model.chat_template_kwargs": "{a: 1}",
         "rollout.max_prompt_tokens": "100",
         "rollout.max_completion_tokens": "28",
     }
@@ -102,6 +104,8 @@ def test_settings_of_the_run_are_the_servers_flags(planned):
         "--kv-cache-memory-bytes": "1000",
         "--engine-args": '{"block_size": 32}',
         "--revision": "main",
+        "--chat-template": "{{ a }}",
+        "--chat-template-kwargs": '{"a": 1}',
         "--port": plan.urls[0].rpartition(":")[2],
         "--api-key-variable": KEY_VARIABLE,
     }.items():

@@ -5,6 +5,7 @@ The tests use two servers. The guarded one is ended by a test, after all others 
 
 from __future__ import annotations
 
+import io
 import math
 import re
 import shutil
@@ -27,7 +28,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from colocated_grpo.runtime.checksums import write_checksums
+from colocated_grpo.runtime.program import KEY_VARIABLE
 from colocated_grpo.servers.options import parse
+from colocated_grpo.tools import chat
 from tests.support.paths import ROOT
 from tests.support.saved_runs import invert
 from tests.support.serve_process import MAX_TOKENS, START_SECONDS, ServeProcess
@@ -49,10 +52,11 @@ class Generating(ServeProcess):
 
 
 class Guarded(Generating):
-    """A server that accepts adapters, and only requests with a key."""
+    """A server that accepts adapters, and only requests with a key. It has a chat template of its own."""
 
     def __init__(self) -> None:
-        flags = ("--enable-lora", "--max-lora-rank", "16", "--api-key-variable", "KEY")
+        template = ("--chat-template", "{{ start }}{{ messages[0].content }}", "--chat-template-kwargs", '{"start": 1}')
+        flags = ("--enable-lora", "--max-lora-rank", "16", "--api-key-variable", "KEY", *template)
         super().__init__(tiny_model(), *flags, environment={"KEY": KEY})
 
     def call(self, method: str, path: str, body: Any = None, key: str | None = KEY) -> tuple[int, Any]:
@@ -106,6 +110,14 @@ def test_openai_clients_are_served(server):
     messages: Any = [{"role": "user", "content": "12"}]
     reply = client.chat.completions.create(model="any", messages=messages, max_tokens=4, seed=1)
     assert reply.usage.completion_tokens <= 4
+
+
+def test_a_chat_with_its_address_uses_its_chat_template(guarded, monkeypatch, capsys):
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+    monkeypatch.setattr("sys.stdin", io.StringIO("23\n"))
+    assert chat.main([guarded.url, "--temperature", "0", "--max-tokens", "5"]) == 0
+    plain = guarded.done("/v1/completions", {"prompt": "123", "temperature": 0, "max_tokens": 5})
+    assert capsys.readouterr().out == plain["choices"][0]["text"] + "\n"
 
 
 def test_facts_are_those_of_the_engine(server):

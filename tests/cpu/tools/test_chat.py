@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
-import os
-import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from colocated_grpo.environments.chat import render_tokens
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.tools import chat
 from colocated_grpo.tools.evaluate import subject_of
+from colocated_grpo.types import JsonObject
 from tests.support.chat_process import ChatProcess
 from tests.support.training_runs import tiny_model
 
@@ -81,8 +84,9 @@ def test_a_conversation_continues_until_its_context_is_full_and_reset_begins_aga
     assert heard["after reset"] == heard["first"]
     loading, full = heard["errors"].splitlines()
     assert loading.startswith("loading ")
-    assert full.startswith("error: the conversation has ")
-    assert full.endswith(f" of {CONTEXT} tokens; /reset begins a new one")
+    assert full.startswith("error: 400 the prompt has ")
+    assert f" the maximum context length of {CONTEXT} " in full
+    assert full.endswith("; /reset begins a new conversation")
 
 
 def test_ctrl_c_ends_a_reply_and_without_one_the_chat(heard):
@@ -110,28 +114,85 @@ def test_a_run_stands_for_its_best_export_else_its_final_one_else_its_newest(tmp
         assert subject_of(str(run)).model == str(run / name)
 
 
-def test_a_system_message_without_a_chat_template_is_rejected_before_the_model_is_loaded(tmp_path, capsys, monkeypatch):
-    model = shutil.copytree(tiny_model(), tmp_path / "model")
-    (model / "chat_template.jinja").unlink()
-    monkeypatch.setattr(chat.program, "exit_on_stop_signals", lambda ending: None)
-    monkeypatch.setattr(os, "environ", os.environ.copy())  # `main` sets the variables of a rank
-    capsys.readouterr()
-    assert chat.main([str(model), "--system", "be brief"]) == 2
+class PlainServer:
+    """Serves a model without a chat template."""
+
+    def __init__(self) -> None:
+        self.bodies: list[JsonObject] = []
+
+    def get(self, path: str) -> JsonObject:
+        return {"chat_template": False}
+
+    def lines(self, path: str, silence: float, body: JsonObject) -> Iterator[str]:
+        self.bodies.append({"path": path, **body})
+        yield f"data: {json.dumps({'choices': [{'text': 'and '}]})}"
+        yield f"data: {json.dumps({'choices': [{'text': 'so on'}]})}"
+        yield "data: [DONE]"
+
+
+@pytest.fixture
+def plain(monkeypatch) -> PlainServer:
+    server = PlainServer()
+    monkeypatch.setattr(chat, "_server", lambda options, overrides: nullcontext(server))
+    return server
+
+
+def test_a_model_without_a_chat_template_continues_each_line_by_itself(plain, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\n\ntwo\n/quit\nthree\n"))
+    assert chat.main(["some/model", "--temperature", "0", "--max-tokens", "7"]) == 0
+    assert capsys.readouterr().out.splitlines() == ["and so on"] * 2
+    assert [body["prompt"] for body in plain.bodies] == ["one", "two"]
+    assert {(body["path"], body["temperature"], body["max_tokens"]) for body in plain.bodies} == {
+        ("/v1/completions", 0, 7)
+    }
+
+
+def test_a_system_message_without_a_chat_template_is_rejected(plain, capsys):
+    assert chat.main(["some/model", "--system", "be brief"]) == 2
     line = "error: --system: this model has no chat template; set one with --model.chat_template FILE"
-    assert capsys.readouterr().err.splitlines() == [line], "and nothing about loading"
+    assert capsys.readouterr().err.splitlines() == [line]
+
+
+def test_the_server_of_a_chat_exports_no_weights_and_decodes_one_sequence(monkeypatch):
+    commands: list[list[str]] = []
+    monkeypatch.setattr(chat, "local_servers", lambda command, folder: sys.exit(commands.append(command)))
+    with pytest.raises(SystemExit):
+        chat.main([str(tiny_model()), "--engine.placement", "server", "--engine.bridge", "shared"])
+    [command] = commands
+    assert "--share-weights" not in command
+    assert command[command.index("--max-num-seqs") + 1] == "1"
+
+
+def test_a_server_that_ends_at_its_start_is_shown_with_the_end_of_its_log(capsys, monkeypatch):
+    failing = [sys.executable, "-c", "import sys; sys.exit('error: no room for the weights')"]
+    monkeypatch.setattr(chat, "serve_command", lambda *_: failing)
+    assert chat.main([str(tiny_model())]) == 1
+    loading, ended, cause = capsys.readouterr().err.splitlines()
+    assert loading.startswith("loading ")
+    assert ended.startswith("error: an engine server ended with exit code 1; the end of ")
+    assert cause == "  error: no room for the weights"
 
 
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
         (["nowhere/at/all"], "model.name='nowhere/at/all': no such folder"),
-        (["some/model", "--temperature", "3"], "--temperature=3: must be from 0 (greedy) to 2"),
-        (["some/model", "--context", "0"], "--context=0: must be at least 1"),
         (["some/model", "--policy.lerning_rate", "1"], "policy.lerning_rate: unknown key; did you mean policy.lr?"),
+        (["http://localhost:1", "--seed", "1"], "--seed: a server has its settings already; start it with others"),
+        (["http://127.0.0.1:1"], "the server does not answer: "),
     ],
 )
-def test_what_cannot_be_loaded_is_one_line(arguments, line, capsys, monkeypatch):
-    monkeypatch.setattr(chat.program, "exit_on_stop_signals", lambda ending: None)
-    monkeypatch.setattr(os, "environ", os.environ.copy())  # `main` sets the variables of a rank
-    assert chat.main(arguments) == 2
-    assert capsys.readouterr().err.startswith(f"error: {line}")
+def test_what_cannot_be_loaded_is_one_line(arguments, line, capsys):
+    assert chat.main(arguments) > 0
+    [printed] = capsys.readouterr().err.splitlines()
+    assert printed.startswith(f"error: {line}")
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "rule"),
+    [("--temperature", "3", "from 0 (greedy) to 2"), ("--context", "0", "a positive whole number")],
+)
+def test_a_flag_out_of_its_bounds_is_one_line(flag, value, rule, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        chat.main(["some/model", flag, value])
+    assert capsys.readouterr().err == f"error: {flag}: '{value}': must be {rule}\n"

@@ -81,8 +81,9 @@ def test_steps_and_the_final_model_are_pushed_one_after_the_other(run_dir, serve
     pushes.push(2)
     assert not pushes.hub.free(4)
     assert pushes.lines == ["hub: step 4 is not pushed, as step_2 is still being pushed"]
-    pushes.push_final()
     server.block.set()
+    assert pushes.finish() == 0
+    pushes.push_final()
     assert pushes.finish() == 0
     assert server.messages == ["step_2 of run", "final_model of run"]
     assert server.private == {"me/taught": True}
@@ -147,7 +148,7 @@ def test_what_cannot_be_started_or_is_killed_is_a_line_and_later_pushes_go_on(ru
         broken.setattr("sys.executable", "/nowhere/python")
         pushes.push(2)
         pushes.push_final()
-        assert pushes.finish() == 2, "both have failed, and nothing waits"
+        assert pushes.finish() == 2, "both have failed"
     with monkeypatch.context() as broken:
         program = run_dir / "program"
         program.write_text("#!/bin/sh\nkill -9 $$\n")
