@@ -1,9 +1,9 @@
 """Operators whose rows do not depend on each other: matrix product, RMS norm and gated activation, as Triton kernels,
-and arguments with which FlashAttention 3 is one.
+and the arguments with which the rows of FlashAttention 3 do not either.
 
-With `numerics: exact`, engine and policy call these kernels. The result of a row then has the same bits in a decode
-step of one token and in a training batch of many thousand: each row is reduced in an order that only the number of its
-columns decides. Launch settings that change this order must therefore never depend on the number of rows.
+With `numerics: exact` on GPUs, engine and policy call these kernels. The result of a row then has the same bits in a
+decode step of one token and in a training batch of many thousand: each row is reduced in an order that only the number
+of its columns decides. Launch settings that change this order must therefore never depend on the number of rows.
 
 Shapes: T rows, I input features, O output features, H hidden size, V vocabulary; in attention T queries, E keys,
 N sequences, B pages of a sequence.
@@ -26,7 +26,7 @@ WIDEST_WARP = 1024
 
 
 class Tile(NamedTuple):
-    """Launch settings of the matrix product. All give the same bits: each sum adds 16 products after another."""
+    """Launch settings of the matrix product. All give the same bits: each sum adds 16 products at a time, in order."""
 
     rows: int
     columns: int
@@ -41,9 +41,9 @@ BUSY = 0.9
 """Least share of the processors for which a tile is chosen."""
 FOR_FEW_ROWS = Tile(16, 32, 128, 4, 4)
 LARGE = 2**33
-"""Multiplications from which the time to make descriptors does not matter."""
+"""Multiplications of a product that takes longer than making its descriptors."""
 PADDING = 64
-"""vLLM's output layer has a multiple of this number of rows."""
+"""vLLM pads the vocabulary to a multiple of this."""
 PAGE = 16
 """Keys of a page of `in_pages`."""
 GROUP = 8
@@ -54,8 +54,8 @@ def fixed_tiles(longest_q: int, longest_k: int, left: int) -> dict[str, int]:
     """Return arguments of `flash_attn_varlen_func` with which FlashAttention 3 sums over keys in the same order always.
 
     longest_q, longest_k: most queries and keys of a sequence. left: earlier keys in the sliding window, -1 for all.
-    For at most 64 queries, times the query heads of a key-value head, the kernel takes other tiles: with heads of 64
-    they have 192 keys instead of 128. It drops a window that no sequence exceeds, and tiles without a window differ.
+    If queries times query heads per key-value head are at most 64, the kernel takes other tiles: with heads of 64, they
+    have 192 keys instead of 128. It also ignores a window that no sequence exceeds, and then takes other tiles.
     """
     return {"max_seqlen_q": max(longest_q, 65), "max_seqlen_k": max(longest_k, left + 2), "num_splits": 1}
 
@@ -124,7 +124,7 @@ def _launch(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, out_TO: Tens
     bias = weight_OI if bias_O is None else bias_O
     matrices, processors = (x_TI, weight_OI, out_TO), _processors(x_TI.device)
     tile = tile or _largest_tile(rows, columns, processors)
-    # The host makes descriptors in more time than a small product takes. In a CUDA graph they are made once.
+    # Making descriptors takes the host longer than a small product. A CUDA graph makes them once.
     is_worth_it = rows * columns * depth > LARGE or (x_TI.is_cuda and torch.cuda.is_current_stream_capturing())
     if not is_worth_it or rows <= FOR_FEW_ROWS.rows or not all(map(_is_aligned, matrices)):
         _matmul[(_count(rows, columns, tile),)](
@@ -133,7 +133,7 @@ def _launch(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, out_TO: Tens
             EVEN=depth % tile.depth == 0, HAS_BIAS=bias_O is not None, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         return
-    parts = 2 if tile.columns == 256 else 1  # of the output tile, which is as large as the operands of two stages
+    parts = 2 if tile.columns == 256 else 1  # the widest output tile is stored in halves, to save shared memory
     blocks = [tile.rows, tile.depth], [tile.columns, tile.depth], [tile.rows, tile.columns // parts]
     _matmul_by_descriptors[(min(processors, _count(rows, columns, tile)),)](
         *map(TensorDescriptor.from_tensor, matrices, blocks), bias, rows, columns, depth,
@@ -190,7 +190,7 @@ def _matmul_by_descriptors(
             out.store([row, column + COLUMNS // 2], right.to(out.dtype))
 
 
-# Otherwise one row, or a multiple of 16 rows, would be compiled separately.
+# Triton would compile one row, and multiples of 16 rows, separately.
 @partial(jit, do_not_specialize=["rows"])
 def _matmul(
     x, weight, bias, out, rows, columns, depth, x_row, weight_row, out_row,

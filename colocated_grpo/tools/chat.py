@@ -61,7 +61,7 @@ def converse(server: JsonClient, options: argparse.Namespace) -> None:
     if not has_template:
         if options.system is not None:
             raise ConfigError("--system: this model has no chat template; set one with --model.chat_template FILE")
-        print("this model has no chat template: it continues each line by itself", file=sys.stderr, flush=True)
+        print("this model has no chat template: each line is continued alone", file=sys.stderr, flush=True)
     first = [] if options.system is None else [{"role": "system", "content": options.system}]
     body: JsonObject = {"temperature": options.temperature, "max_tokens": options.max_tokens, "stream": True}
     messages = first
@@ -103,7 +103,7 @@ def _server(options: argparse.Namespace, overrides: Sequence[str]) -> Generator[
     """Yield a client of the named server, or of one that serves the named model. Raises ConfigError or RunError."""
     if options.model.startswith(("http://", "https://")):
         if overrides:
-            raise ConfigError(f"{overrides[0]}: a server has its settings already; start it with others")
+            raise ConfigError(f"{overrides[0]}: a server is running with its settings; start it with this one")
         yield JsonClient(options.model, timeout=SECONDS, api_key=os.environ.get(program.KEY_VARIABLE))
         return
     subject = subject_of(options.model)
@@ -139,7 +139,7 @@ def _lines() -> Iterator[str]:
     if prompt:
         import readline  # noqa: F401  # lets input() edit lines and recall earlier ones
 
-        print(f"{RESET} begins again, Ctrl-C ends a reply, Ctrl-D the chat", file=sys.stderr, flush=True)
+        print(f"{RESET} begins a new conversation, Ctrl-C ends a reply, Ctrl-D the chat", file=sys.stderr, flush=True)
     with suppress(EOFError):
         while True:
             if line := input(prompt).strip():

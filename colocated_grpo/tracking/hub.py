@@ -1,4 +1,5 @@
-"""Background pushes of a run's exports, with a model card, to the Hugging Face Hub. Failures never end the run."""
+"""Background pushes of a run's exports, with a model card, to the Hugging Face Hub. A failed push never
+ends the run."""
 
 import re
 import shlex
@@ -198,10 +199,7 @@ def _local_name(name: str) -> str:
 
 def _use(repo: str, base: str, adapter: bool, text_part: bool) -> str:
     if adapter and text_part:
-        return (
-            f"The adapter's layers are named as in the text part of {base} alone. The page of models of colocated_grpo "
-            "(docs/models.md) shows how to load it beside that part."
-        )
+        return f"This adapter fits the text-only model in {base}: docs/models.md of colocated_grpo shows how to load it."
     serve = f"{base} --enable-lora --lora-modules adapter={repo}" if adapter else repo
     load = f'AutoModelForCausalLM.from_pretrained("{base if adapter else repo}")'
     load = f'PeftModel.from_pretrained({load}, "{repo}")' if adapter else load

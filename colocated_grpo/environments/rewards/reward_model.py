@@ -23,7 +23,7 @@ from colocated_grpo.settings.config_json import MAX_SIZE, longest_sequence
 from colocated_grpo.types import JsonObject
 
 MAX_TOKENS = 4096
-"""Tokens of a forward pass with several texts, padding included. Its activations fit into what an engine keeps free:
+"""Tokens of a forward pass with several texts, padding included. Its activations fit into the engine's reserve:
 by arithmetic, they take 0.6 GiB in a model of 8 billion parameters."""
 
 
@@ -43,9 +43,9 @@ class RewardModel(Section):
         tokenizer: Any = AutoTokenizer.from_pretrained(self.name, **self.model_dump(exclude={"name"}))
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token  # as in TRL
-        # Without its files, transformers (5.19) returns a tokenizer without a vocabulary.
+        # If its files are missing, transformers (5.19) returns a tokenizer without a vocabulary.
         if tokenizer.pad_token_id is None or not tokenizer.encode("a", add_special_tokens=False):
-            raise ValueError("no usable tokenizer; copy the tokenizer's files there")
+            raise ValueError("no usable tokenizer; copy the tokenizer's files to the model's folder")
         self._tokenizer = tokenizer
 
     def load(self, device: torch.device) -> None:
