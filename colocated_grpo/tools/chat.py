@@ -103,7 +103,7 @@ def _server(options: argparse.Namespace, overrides: Sequence[str]) -> Generator[
     """Yield a client of the named server, or of one that serves the named model. Raises ConfigError or RunError."""
     if options.model.startswith(("http://", "https://")):
         if overrides:
-            raise ConfigError(f"{overrides[0]}: a server is running with its settings; start it with this one")
+            raise ConfigError(f"{overrides[0]}: a server is running with its settings; restart it")
         yield JsonClient(options.model, timeout=SECONDS, api_key=os.environ.get(program.KEY_VARIABLE))
         return
     subject = subject_of(options.model)

@@ -199,7 +199,7 @@ def _local_name(name: str) -> str:
 
 def _use(repo: str, base: str, adapter: bool, text_part: bool) -> str:
     if adapter and text_part:
-        return f"This adapter fits the text-only model in {base}: docs/models.md of colocated_grpo shows how to load it."
+        return f"This adapter fits the text-only model in {base}: docs/models.md of colocated_grpo says how to load it."
     serve = f"{base} --enable-lora --lora-modules adapter={repo}" if adapter else repo
     load = f'AutoModelForCausalLM.from_pretrained("{base if adapter else repo}")'
     load = f'PeftModel.from_pretrained({load}, "{repo}")' if adapter else load
