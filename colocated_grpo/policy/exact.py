@@ -4,7 +4,7 @@ Both call the kernels of `runtime/row_kernels.py`, and vLLM's own for rotation, 
 transformers' modules keep their parameters and structure; `use_exact_operators` replaces the functions that compute.
 Backward passes use the same matrix products and attention kernels as with `numerics: fast`.
 
-On CPUs, in float32, `runtime/cpu_rows.py` has those of matrix products and attention, the two that depend on the number
+On CPUs, in float32, `runtime/rows.py` has those of matrix products and attention, the two that depend on the number
 of rows there; the others are plain torch, which computes what the engine's operators compute.
 
 Shapes: T tokens, E keys, N runs, H query heads, K key-value heads, D head size, I input features, O output features,
@@ -27,7 +27,10 @@ from colocated_grpo.policy.flash_attention import fa2_backward, fa4_backward
 from colocated_grpo.policy.logprobs import HeadOperators, operators_on
 from colocated_grpo.policy.lora.linear import AdaptedLinear
 from colocated_grpo.policy.model import PackedLM
-from colocated_grpo.runtime import cpu_rows
+from colocated_grpo.runtime import rows
+
+PAGE = 16
+"""Keys of a page in windowed layers."""
 
 
 def use_exact_operators(model: PackedLM) -> None:
@@ -54,7 +57,7 @@ def use_exact_operators(model: PackedLM) -> None:
 
 
 def matmul(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    return _kernels().matmul(x, weight_OI, bias_O) if x.is_cuda else cpu_rows.linear(x, weight_OI, bias_O)
+    return _kernels().matmul(x, weight_OI, bias_O) if x.is_cuda else rows.linear(x, weight_OI, bias_O)
 
 
 @cache
@@ -221,7 +224,7 @@ def _attention(
         query, key = module.q_norm(query), module.k_norm(key)
     query, key = _Rotation.apply(query, key, *position_embeddings)
     window = getattr(module, "sliding_window", getattr(module.config, "sliding_window", None))
-    query, key, value = (rows.transpose(0, 1)[None] for rows in (query, key, value))
+    query, key, value = (heads.transpose(0, 1)[None] for heads in (query, key, value))
     settings = {"scaling": module.scaling, "sliding_window": window, "kernel": _attend}
     out, _ = packed_attention(module, query, key, value, None, **arguments, **settings)
     return module.o_proj(out.flatten(-2)), None
@@ -232,11 +235,22 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scaling: floa
     without pages for heads of 64, 128 and 256."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if not query.is_cuda:
-        kernel = partial(cpu_rows.attend_packed, cu_q=runs.cu_q, cu_k=runs.cu_k, scale=scale, window=window)
+        kernel = partial(rows.attend_packed, cu_q=runs.cu_q, cu_k=runs.cu_k, scale=scale, window=window)
         return _ByKernel.apply(
             kernel, partial(attend_padded, runs=runs, scaling=scale, window=window), query, key, value
         )
     return _Attention.apply(query, key, value, runs, scale, -1 if window is None else window - 1)
+
+
+def _single_queries(key: Tensor, value: Tensor, runs: Runs, queries: int) -> dict[str, Tensor]:
+    """Return arguments of `flash_attn_varlen_func` for queries that are a run of their own each; keys are in pages."""
+    slot_E, table_NB, pages = rows.page_slots(runs.cu_k, len(key), runs.longest_k, PAGE)
+    key, value = (
+        x.new_zeros(pages * PAGE, *x.shape[1:]).index_copy_(0, slot_E, x).unflatten(0, (pages, PAGE))
+        for x in (key, value)
+    )
+    singles = rows.single_queries(runs.cu_q, runs.cu_k.diff(), table_NB, queries)
+    return {"k": key, "v": value, **dict(zip(rows.SEQUENCES, singles, strict=True))}
 
 
 class _Attention(torch.autograd.Function):
@@ -244,22 +258,19 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, runs: Runs, scale: float, left: int) -> Tensor:
         from vllm.vllm_flash_attn import flash_attn_varlen_func
 
-        kernels = _kernels()
-        if kernels.exceeds(runs.longest_k, left):
-            *pages, table = kernels.in_pages(key, value, runs.cu_k, runs.longest_k)
-            sequences = kernels.single_queries(runs.cu_q, runs.cu_k.diff(), table, len(query))
+        if rows.exceeds(runs.longest_k, left):
+            sequences = _single_queries(key, value, runs, len(query))
         else:
-            pages, sequences = [key, value], {"cu_seqlens_q": runs.cu_q, "cu_seqlens_k": runs.cu_k}
+            sequences = {"k": key, "v": value, "cu_seqlens_q": runs.cu_q, "cu_seqlens_k": runs.cu_k}
         out, logsumexp = flash_attn_varlen_func(
             query,
-            *pages,
             **sequences,
             softmax_scale=scale,
             causal=True,
             window_size=[-1, -1] if left < 0 else [left, 0],
             return_softmax_lse=True,
             fa_version=3,
-            **kernels.fixed_tiles(runs.longest_q, runs.longest_k, left),
+            **rows.fixed_tiles(runs.longest_q, runs.longest_k, left),
         )
         ctx.save_for_backward(query, key, value, out, logsumexp, runs.cu_q, runs.cu_k)
         ctx.settings = runs.longest_q, runs.longest_k, scale, left
@@ -284,7 +295,7 @@ def _scaled_logits(hidden_CH: Tensor, weight_VH: Tensor, softcap: float | None, 
     """Return float32 logits [C, V], divided by the temperature with the engine's kernel."""
     assert softcap is None  # no model of EXACT_TYPES caps its logits
     if not hidden_CH.is_cuda:
-        return cpu_rows.linear(hidden_CH, weight_VH).div_(temperature_C[:, None])
+        return rows.linear(hidden_CH, weight_VH).div_(temperature_C[:, None])
     from vllm.v1.worker.gpu.sample.gumbel import apply_temperature
 
     logits_CV = _kernels().logits(hidden_CH, weight_VH)

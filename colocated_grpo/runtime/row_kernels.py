@@ -1,19 +1,16 @@
-"""Operators whose rows do not depend on each other: matrix product, RMS norm and gated activation, as Triton kernels,
-and the arguments with which the rows of FlashAttention 3 do not either.
+"""Operators whose rows do not depend on each other: matrix product, RMS norm and gated activation, as Triton kernels.
 
 With `numerics: exact` on GPUs, engine and policy call these kernels. The result of a row then has the same bits in a
 decode step of one token and in a training batch of many thousand: each row is reduced in an order that only the number
 of its columns decides. Launch settings that change this order must therefore never depend on the number of rows.
 
-Shapes: T rows, I input features, O output features, H hidden size, V vocabulary; in attention T queries, E keys,
-N sequences, B pages of a sequence.
+Shapes: T rows, I input features, O output features, H hidden size, V vocabulary.
 """
 
 from functools import cache, partial
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -44,54 +41,8 @@ LARGE = 2**33
 """Multiplications of a product that takes longer than making its descriptors."""
 PADDING = 64
 """vLLM pads the vocabulary to a multiple of this."""
-PAGE = 16
-"""Keys of a page of `in_pages`."""
 GROUP = 8
 """Tiles of rows that share the weights in the L2 cache."""
-
-
-def fixed_tiles(longest_q: int, longest_k: int, left: int) -> dict[str, int]:
-    """Return arguments of `flash_attn_varlen_func` with which FlashAttention 3 sums over keys in the same order always.
-
-    longest_q, longest_k: most queries and keys of a sequence. left: earlier keys in the sliding window, -1 for all.
-    If queries times query heads per key-value head are at most 64, the kernel takes other tiles: with heads of 64, they
-    have 192 keys instead of 128. It also ignores a window that no sequence exceeds, and then takes other tiles.
-    """
-    return {"max_seqlen_q": max(longest_q, 65), "max_seqlen_k": max(longest_k, left + 2), "num_splits": 1}
-
-
-def exceeds(longest_k: int, left: int) -> bool:
-    """Return True if a sequence of so many keys is longer than the window. Then `single_queries` is needed."""
-    return 0 <= left < longest_k - 1
-
-
-def single_queries(cu_q: Tensor, keys_N: Tensor, table_NB: Tensor, queries: int) -> dict[str, Tensor]:
-    """Return arguments of `flash_attn_varlen_func` with which each query is a sequence of its own.
-
-    FlashAttention 3 processes tiles of queries, and begins the tiles of keys where the window of the first query
-    begins: the order of summation would depend on the queries before. cu_q: [N + 1] int32. keys_N: keys of each
-    sequence. table_NB: its pages.
-    """
-    query_T = torch.arange(queries + 1, dtype=torch.int32, device=cu_q.device)
-    owner_T = torch.searchsorted(cu_q[1:], query_T[:-1], right=True)
-    later_T = cu_q[1:][owner_T] - 1 - query_T[:-1]
-    return {"cu_seqlens_q": query_T, "seqused_k": keys_N[owner_T] - later_T, "block_table": table_NB[owner_T]}
-
-
-def in_pages(key: Tensor, value: Tensor, cu_k: Tensor, longest_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Copy packed keys and values, [E, heads, D], to pages, [pages, PAGE, heads, D]. The third is the table [N, B]."""
-    rows, runs = len(key), len(cu_k) - 1
-    first_N = F.pad((cu_k.diff() + PAGE - 1) // PAGE, (1, 0)).cumsum(0, dtype=torch.int32)[:-1]
-    row_E = torch.arange(rows, dtype=torch.int32, device=cu_k.device)
-    owner_E = torch.searchsorted(cu_k[1:], row_E, right=True)
-    place_E = first_N[owner_E] * PAGE + row_E - cu_k[owner_E]
-    pages = rows // PAGE + runs  # at least as many as are used, without waiting for the device
-    key, value = (
-        x.new_zeros(pages * PAGE, *x.shape[1:]).index_copy_(0, place_E.long(), x).unflatten(0, (pages, PAGE))
-        for x in (key, value)
-    )
-    table_NB = first_N[:, None] + torch.arange(-(-longest_k // PAGE), dtype=torch.int32, device=cu_k.device)
-    return key, value, table_NB.clamp_(max=pages - 1)
 
 
 def matmul(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, tile: Tile | None = None) -> Tensor:

@@ -1,5 +1,4 @@
-"""Background pushes of a run's exports, with a model card, to the Hugging Face Hub. A failed push never
-ends the run."""
+"""Background pushes of a run's exports, with a model card, to the Hugging Face Hub. A failed push ends no run."""
 
 import re
 import shlex

@@ -38,7 +38,7 @@ VLLM_FOLDER = "rollout/vllm"
 VLLM_ELSEWHERE = {
     "weights/plan.py",  # the layer classes whose parameters a plan looks into
     "policy/exact.py",  # the operators with which the engine computes
-    "runtime/cpu_rows.py",  # attention of the engine on CPUs
+    "runtime/rows.py",  # attention of the engine on CPUs
     "policy/flash_attention.py",  # FlashAttention 4, which vLLM only ships
 }
 NOT_IN_CONFIG = {"torch", "vllm", "transformers"}

@@ -15,7 +15,7 @@ from colocated_grpo.policy import exact
 from colocated_grpo.policy.attention_kernels import Runs
 from colocated_grpo.rollout.vllm.row_operators import make_attention
 from colocated_grpo.runtime.distributed import World
-from colocated_grpo.runtime.row_kernels import in_pages, matmul, rms_norm
+from colocated_grpo.runtime.row_kernels import matmul, rms_norm
 from colocated_grpo.settings.exact import EXACT_TYPES
 from colocated_grpo.tools.make_model import make_model
 from colocated_grpo.tracking import files
@@ -116,7 +116,8 @@ def test_attention_while_training_has_the_bits_of_decoding_one_token_at_a_time(h
         for count in (heads, kv_heads, kv_heads)
     )
     packed = exact._attend(query, key, value, Runs(ends, max(lengths), ends, max(lengths)), None, window)
-    *pages, table = in_pages(key, value, ends, max(lengths))
+    paged = exact._single_queries(key, value, Runs(ends, 1, ends, max(lengths)), sum(lengths))
+    pages, table = (paged["k"], paged["v"]), paged["block_table"][(ends[1:] - 1).long()]
     for run, length in enumerate(lengths):
         rows = slice(int(ends[run]), int(ends[run + 1]))
         decoded = by_steps(query[rows], pages, table[run : run + 1].contiguous(), min(33, length), window)

@@ -23,7 +23,7 @@ from packaging.version import Version
 from colocated_grpo.errors import RunError
 from colocated_grpo.rollout.vllm import process
 from colocated_grpo.rollout.vllm.versions import SUPPORTED, supported_version
-from colocated_grpo.runtime import cpu_rows
+from colocated_grpo.runtime import rows
 
 Device = Literal["cpu", "cuda"]
 Numerics = Literal["fast", "exact"]
@@ -286,7 +286,7 @@ PATCHES: tuple[Patch, ...] = (
         "log-probabilities of the sampled tokens read all logits once more",
     ),
     _row_operator("model_executor.layers.utils:cpu_unquantized_gemm", counted(process.linear_by_rows), "cpu"),
-    _row_operator("_custom_ops:cpu_attention_with_kv_cache", around(cpu_rows.attend_singly), "cpu"),
+    _row_operator("_custom_ops:cpu_attention_with_kv_cache", around(rows.attend_singly), "cpu"),
     _row_operator("model_executor.layers.linear:UnquantizedLinearMethod.apply", own("make_linear")),
     _row_operator("model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod.apply", own("make_head")),
     _row_operator("model_executor.layers.layernorm:RMSNorm.forward_cuda", own("make_norm")),

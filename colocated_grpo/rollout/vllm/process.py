@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from vllm.platforms import current_platform
 
 from colocated_grpo.rollout.engine import Part
-from colocated_grpo.runtime import cpu_rows
+from colocated_grpo.runtime import rows
 from colocated_grpo.runtime.distributed import World
 
 _run_token = ""
@@ -54,7 +54,7 @@ def plain_cpu_linear(layer: nn.Module, remove_weight: bool) -> None:
 
 
 def linear_by_rows(_layer: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return cpu_rows.linear(x, weight, bias)
+    return rows.linear(x, weight, bias)
 
 
 def convolve_unpacked(original: Callable[..., Tensor], *, weight: Tensor, **arguments: object) -> Tensor:

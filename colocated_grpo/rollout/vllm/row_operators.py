@@ -11,15 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from colocated_grpo.runtime.row_kernels import (
-    exceeds,
-    fixed_tiles,
-    gated,
-    logits,
-    matmul,
-    rms_norm,
-    single_queries,
-)
+from colocated_grpo.runtime.row_kernels import gated, logits, matmul, rms_norm
+from colocated_grpo.runtime.rows import SEQUENCES, exceeds, fixed_tiles, single_queries
 
 Count = Callable[[], None]
 
@@ -69,8 +62,8 @@ def make_attention(vllm_attention: Callable[..., object], count_use: Count) -> C
         left, _ = arguments.get("window_size") or (-1, -1)
         longest_q, longest_k = arguments["max_seqlen_q"], arguments["max_seqlen_k"]
         if longest_q > 1 and exceeds(longest_k, left):
-            sequences = arguments["cu_seqlens_q"], arguments["seqused_k"], arguments["block_table"]
-            arguments |= single_queries(*sequences, len(arguments["q"]))
+            singles = single_queries(*(arguments[name] for name in SEQUENCES), len(arguments["q"]))
+            arguments |= dict(zip(SEQUENCES, singles, strict=True))
         # The schedule was made for other lengths. Scales are those of an fp8 cache, which exact numerics exclude.
         unused = dict.fromkeys(("scheduler_metadata", "q_descale", "k_descale", "v_descale"))
         return vllm_attention(**{**arguments, **unused, **fixed_tiles(longest_q, longest_k, left)})

@@ -18,6 +18,7 @@ import torch
 from colocated_grpo.errors import ConfigError
 from colocated_grpo.metrics import Metrics
 from colocated_grpo.runtime.distributed import World
+from colocated_grpo.runtime.rows import page_slots, single_queries
 from colocated_grpo.settings import rules
 from colocated_grpo.settings.exact import EXACT_TYPES, check_exact
 from colocated_grpo.types import Rollout
@@ -180,15 +181,12 @@ def test_the_kernels_compute_each_row_by_itself_and_equal_plain_torch():
 
 
 def test_in_windowed_attention_each_query_is_a_sequence_that_ends_with_its_own_key():
-    from colocated_grpo.runtime.row_kernels import in_pages, single_queries  # CPU builds of torch may lack Triton
-
     cu_q, cu_k = (torch.tensor(ends, dtype=torch.int32) for ends in ([0, 3, 8, 9], [0, 3, 20, 53]))
-    keys = torch.arange(53)[:, None, None].expand(53, 2, 4)
-    pages, _, table = in_pages(keys, keys, cu_k, longest_k=33)
-    sequences = single_queries(cu_q, cu_k.diff(), table, queries=9)
-    assert sequences["cu_seqlens_q"].tolist() == [*range(10)]
+    slots, table, count = page_slots(cu_k, keys=53, longest_k=33, page=16)
+    pages = torch.zeros(count * 16, dtype=torch.int64).index_copy_(0, slots, torch.arange(53)).view(count, 16)
+    starts, seen, tables = single_queries(cu_q, cu_k.diff(), table, queries=9)
+    assert starts.tolist() == [*range(10)]
     own = [0, 1, 2, 15, 16, 17, 18, 19, 52]  # the last queries of a run see its last keys
     first = [0, 0, 0, 3, 3, 3, 3, 3, 20]
-    for query, count in enumerate(sequences["seqused_k"].tolist()):
-        seen = pages[sequences["block_table"][query]].flatten(0, 1)[:count, 0, 0]
-        assert seen.tolist() == [*range(first[query], own[query] + 1)]
+    for query, keys in enumerate(seen.tolist()):
+        assert pages[tables[query]].flatten()[:keys].tolist() == [*range(first[query], own[query] + 1)]
