@@ -62,7 +62,7 @@ def make_attention(vllm_attention: Callable[..., object], count_use: Count) -> C
         left, _ = arguments.get("window_size") or (-1, -1)
         longest_q, longest_k = arguments["max_seqlen_q"], arguments["max_seqlen_k"]
         if longest_q > 1 and exceeds(longest_k, left):
-            singles = single_queries(*(arguments[name] for name in SEQUENCES), len(arguments["q"]))
+            singles = single_queries(*(arguments[name] for name in SEQUENCES), queries=len(arguments["q"]))
             arguments |= dict(zip(SEQUENCES, singles, strict=True))
         # The schedule was made for other lengths. Scales are those of an fp8 cache, which exact numerics exclude.
         unused = dict.fromkeys(("scheduler_metadata", "q_descale", "k_descale", "v_descale"))
