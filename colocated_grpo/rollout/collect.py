@@ -179,7 +179,7 @@ class _Batch:
         )
 
     def advance(self) -> Iterator[int]:
-        """Run one decode step. Yields the prompts whose last completion finished in this step."""
+        """Run one step of the engine. Yields the prompts whose last completion finished in this step."""
         for key, completion in self._driver.step():
             index, sibling = cast(tuple[int, int], key)
             self._completions[index][sibling] = completion

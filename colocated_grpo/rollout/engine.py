@@ -64,13 +64,13 @@ class RolloutEngine(Protocol):
     max_num_seqs: int
     """Completions that decode together."""
     admission_cost: int
-    """Cost of admitting requests, in decode steps lost by each running request."""
+    """Cost of admitting requests, in steps lost by each running request."""
 
     def submit(self, requests: Iterable[Request]) -> None:
         """Raises ValueError for a request that the engine cannot serve."""
 
     def step(self) -> Finished:
-        """Decode one token for every running request. Returns the finished requests."""
+        """Decode a few tokens of every running request, at least one. Returns the finished requests."""
 
     def deltas(self) -> list[tuple[Hashable, TokenDelta]]:
         """Tokens that the last step added to running requests with `stream`.

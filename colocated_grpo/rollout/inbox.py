@@ -147,7 +147,7 @@ class Driver:
         self.running = 0
         """Requests submitted or taken from the inbox, and not finished."""
         self._decoded: Counter[int] = Counter()
-        """Decode steps since the last `read_tail`, by the number of running requests."""
+        """Engine steps since the last `read_tail`, by the number of running requests."""
 
     @property
     def max_num_seqs(self) -> int:
@@ -159,7 +159,7 @@ class Driver:
         self.running += len(requests)
 
     def step(self) -> Finished:
-        """Serve the inbox, waiting if idle, and decode one token of each request. Returns finished ones of `submit`."""
+        """Serve the inbox, waiting if idle, and take one step of the engine. Returns finished ones of `submit`."""
         finished = self.drain() if self._inbox.calls else []
         if self._inbox:
             self._drop_cancelled()
@@ -226,7 +226,7 @@ class Driver:
         return own
 
     def read_tail(self) -> float:
-        """Return the fraction of decode steps, since the last call, with less than a quarter of the most requests."""
+        """Return the fraction of engine steps, since the last call, with less than a quarter of the most requests."""
         decoded, self._decoded = self._decoded, Counter()
         most = max(decoded, default=0)
         return sum(steps for running, steps in decoded.items() if 4 * running < most) / max(1, decoded.total())

@@ -178,7 +178,7 @@ class PartialBatch:
         )
 
     def advance(self) -> Iterator[int]:
-        """Run one decode step. Yields the groups that it completed."""
+        """Run one step of the engine. Yields the groups that it completed."""
         for place in dict.fromkeys(self.add(self._driver.step())):  # siblings may end in the same step
             if self.groups[place].is_complete:
                 self.complete.add(place)

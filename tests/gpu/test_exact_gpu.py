@@ -19,8 +19,11 @@ from colocated_grpo.runtime.row_kernels import matmul, rms_norm
 from colocated_grpo.settings.exact import EXACT_TYPES
 from colocated_grpo.tools.make_model import make_model
 from colocated_grpo.tracking import files
+from colocated_grpo.types import Completion
 from tests.support import sums
+from tests.support.engines import Pair, request_of
 from tests.support.families import SETTINGS
+from tests.support.ranks import run_on_ranks
 from tests.support.real_models import real_model
 from tests.support.small_policy import INIT_STD, SHAPE, config_of, pack_for, policy_of, random_groups
 from tests.support.training_runs import Row, launch, settings, tiny_model
@@ -60,6 +63,35 @@ def test_a_pretrained_model_agrees_to_the_last_bit(model, chat, tmp_path):
         "run_name": "run",
     }
     assert_exact(launch(tmp_path, config, gpus=1).rows(files.TRAIN), 5)
+
+
+def by_tokens_at_once(world: World, folder: Path) -> tuple[list[list[Completion]], list[int]]:
+    """Return the completions, and the steps that sampled several tokens, for each number of tokens at once."""
+    from colocated_grpo.rollout.vllm import patches, steady_decode  # import vLLM, which the ranks alone need
+
+    pair = Pair(world, folder, numerics="exact", engine={"enforce_eager": False, "max_num_seqs": 16})
+    pair.engine.wake("weights")
+    pair.write()
+    pair.engine.wake("kv_cache")
+    requests = [
+        request_of(n, n, prompt=[5 + n, 9, 11][: 1 + n % 3], max_tokens=7 + 2 * n, stop_token_ids=(3, 7))
+        for n in range(24)
+    ]
+    completions, hits = [], []
+    for tokens in (1, 3, steady_decode.STEPS):
+        steady_decode.STEPS = tokens
+        completions.append(pair.generate(requests))
+        hits.append(patches.STEADY_SAMPLE.hits)
+    pair.engine.close()
+    return completions, hits
+
+
+def test_completions_do_not_depend_on_how_many_tokens_are_decoded_at_once():
+    [(completions, hits)] = run_on_ranks(by_tokens_at_once, 1, tiny_model("llama", head_dim=64), timeout=300.0)
+    one_by_one, *several = completions
+    assert all(each == one_by_one for each in several)
+    assert {one.finish_reason for one in one_by_one} == {"stop", "length"}
+    assert 0 == hits[0] < hits[1] < hits[2]
 
 
 def small_model(folder: Path) -> Path:

@@ -57,7 +57,7 @@ class Patch:
 
     def apply(self, device: Device, version: Version, numerics: Numerics = "fast") -> None:
         """Replace the target, once for the life of the process. Raises RunError if a required target is missing."""
-        if self.status == "applied" or self.make is None:
+        if self.status == "applied":
             return
         if device not in self.devices:
             self.status = f"skipped: only on {self.devices[0]}"
@@ -65,7 +65,7 @@ class Patch:
             self.status = f"skipped: only with numerics: {self.numerics[0]}"
         elif not self.versions.contains(version, prereleases=True):
             self.status = f"skipped: only for vLLM {self.versions}"
-        else:
+        elif self.make is not None:
             self._replace(self.make, version)
 
     def _replace(self, make: Make, version: Version) -> None:
@@ -153,6 +153,20 @@ STEADY_UPDATE = Patch(
     make=None,
     cures="the same, for the outputs of a step",
     upstream="vllm/v1/core/sched/scheduler.py",
+)
+STEADY_SAMPLE = Patch(
+    target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens",
+    make=None,
+    cures="2 to 4 ms of Python work for each decode step, so that a small model waits for the host",
+    upstream="vllm/v1/worker/gpu/model_runner.py",
+    devices=("cuda",),
+)
+STEADY_REPLAY = Patch(
+    target="vllm.v1.worker.gpu.cudagraph_utils:ModelCudaGraphManager.run_fullgraph",
+    make=None,
+    cures="the same: names the CUDA graph of the batch",
+    upstream="vllm/v1/worker/gpu/cudagraph_utils.py",
+    devices=("cuda",),
 )
 
 INITIALIZE_CACHE = Patch(
@@ -296,6 +310,8 @@ PATCHES: tuple[Patch, ...] = (
     _row_operator("v1.attention.backends.flash_attn:flash_attn_varlen_func", own("make_attention")),
     STEADY_SCHEDULE,
     STEADY_UPDATE,
+    STEADY_SAMPLE,
+    STEADY_REPLAY,
     INITIALIZE_CACHE,
     FREE_REQUEST,
 )
@@ -312,8 +328,10 @@ PRIVATE_STATE: dict[str, str] = {
     "vllm.v1.attention.backends.cpu_attn:_get_attn_isa": "the layout of a cache that the policy fills",
     "vllm.v1.attention.backends.flashinfer:FlashInferImpl.sinks": "a copy of a weight that syncs write",
     "vllm.v1.request:Request.num_computed_tokens": "counted by steady steps",
-    "vllm.v1.request:Request.num_in_flight_tokens": "counted by steady steps",
     "vllm.v1.request:Request.num_output_placeholders": "counted by steady steps",
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.execute_model_state": "steady steps take it over",
+    "vllm.v1.worker.gpu.states:RequestState.last_sampled_tokens": "steady steps read it",
+    "vllm.v1.worker.gpu.states:RequestState.num_computed_tokens": "steady steps read it",
     "vllm.v1.core.sched.scheduler:Scheduler._free_request": "steady steps end requests",
     "vllm.v1.core.sched.scheduler:Scheduler._get_new_block_ids_to_zero": "steady steps allocate cache blocks",
     "vllm.v1.core.sched.scheduler:Scheduler.running": "steady steps read and end requests",

@@ -17,7 +17,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from colocated_grpo.rollout.engine import TokenDelta
 from colocated_grpo.rollout.vllm.steady_batch import Chunk
-from colocated_grpo.rollout.vllm.steady_decode import SteadyDecode, is_supported
+from colocated_grpo.rollout.vllm.steady_decode import DeviceSteps, SteadyDecode, is_supported
 from colocated_grpo.types import Completion, FinishReason
 
 Finished = list[tuple[str, Completion]]
@@ -31,7 +31,7 @@ class EngineRequests(Protocol):
         """Start a request and return vLLM's id of it. adapter: None for the engine's own weights."""
 
     def step(self, policy_version: int) -> Finished:
-        """Run one decode step and return the completions that finished in it, stamped with `policy_version`."""
+        """Run one step and return the completions that finished in it, stamped with `policy_version`."""
 
     def deltas(self) -> list[tuple[str, TokenDelta]]:
         """Tokens that the last step added to running requests of output kind DELTA."""
@@ -47,6 +47,12 @@ def scheduler_of(engine: LLMEngine) -> Scheduler:
     return engine.engine_core.engine_core.scheduler  # pyrefly: ignore[missing-attribute]
 
 
+def _device_steps(engine: LLMEngine) -> DeviceSteps | None:
+    """Return None if the model runner neither keeps the requests' state on the device nor replays CUDA graphs."""
+    runner = engine.model_executor.driver_worker.worker.model_runner  # pyrefly: ignore[missing-attribute]
+    return None if getattr(runner, "cudagraph_manager", None) is None else DeviceSteps(runner)
+
+
 class CoreRequests:
     """Requests that bypass vLLM's output processor: token ids in, token ids out.
 
@@ -60,7 +66,7 @@ class CoreRequests:
         self._running: dict[str, _RunningRequest] = {}
         self._deltas: list[tuple[str, TokenDelta]] = []
         scheduler = scheduler_of(engine)
-        self._steady = SteadyDecode(scheduler) if is_supported(scheduler) else None
+        self._steady = SteadyDecode(scheduler, _device_steps(engine)) if is_supported(scheduler) else None
 
     def add(self, name: str, token_ids: list[int], params: SamplingParams, adapter: LoRARequest | None) -> str:
         prompt = TokensInput(type="token", prompt_token_ids=token_ids)

@@ -4,7 +4,7 @@ vLLM's own record of a request is updated (`settle`) once for each cache block i
 created with the batch; later they are only removed.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -12,7 +12,6 @@ import numpy as np
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from colocated_grpo.types import FinishReason
@@ -23,11 +22,22 @@ MAX_STOP_LISTS = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """A decode step in flight: one token for each of `rows`."""
+    """Decode steps in flight: `tokens` tokens for each of `rows`."""
 
     output: SchedulerOutput
     rows: np.ndarray
     names: list[str]
+    tokens: int
+
+
+class Sampled(NamedTuple):
+    """What a `Step` sampled."""
+
+    names: list[str]
+    """Requests in the order of the rows, which is the model's."""
+    token_ids_RS: np.ndarray
+    """[requests, steps]"""
+    logprobs_RS: np.ndarray
 
 
 class Chunk(NamedTuple):
@@ -102,11 +112,20 @@ def is_plain(request: Request) -> bool:
 class SteadyBatch:
     """Rows of running requests, and the steps built from them."""
 
-    def __init__(self, scheduler: Scheduler, template: SchedulerOutput, stops: StopTable, chunks: list[Chunk]) -> None:
-        """template: a step of vLLM's scheduler that `decodes_only`. chunks: the list to append settled tokens to."""
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        template: SchedulerOutput,
+        stops: StopTable,
+        chunks: list[Chunk],
+        most_tokens: Callable[[int, int], int],
+    ) -> None:
+        """template: a step of vLLM's scheduler that `decodes_only`. chunks: the list to append settled tokens to.
+        most_tokens: (requests of a `Step`, tokens in their caches) -> most tokens of each request."""
         self._scheduler = scheduler
         self._template = template
         self._chunks = chunks
+        self._most_tokens = most_tokens
         self.requests: list[Request] = list(scheduler.running)
         self._names = [request.request_id for request in self.requests]
         self._block = scheduler.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
@@ -132,9 +151,9 @@ class SteadyBatch:
         self._steps = 0
         self._received = np.zeros(rows, dtype=np.int64)
         self._unsettled = np.zeros(rows, dtype=np.int64)
-        """Tokens received and not yet settled: at most a block and the tokens in flight."""
-        self._tokens = np.zeros((rows, self._block + 2), dtype=np.int64)
-        self._logprobs = np.zeros((rows, self._block + 2), dtype=np.float32)
+        """Tokens received and not yet settled: at most a block and two steps."""
+        self._tokens = np.zeros((rows, 3 * self._block), dtype=np.int64)
+        self._logprobs = np.zeros(self._tokens.shape, dtype=np.float32)
         self._select_rows()
 
     @property
@@ -143,10 +162,6 @@ class SteadyBatch:
 
     def rows(self) -> list[int]:
         return np.flatnonzero(self._alive).tolist()
-
-    def in_flight(self, row: int) -> int:
-        """Tokens of the row that are scheduled and not yet received."""
-        return int(min(self._steps, self._limit[row]) - self._received[row])
 
     def drop(self, row: int) -> None:
         self._alive[row] = False
@@ -167,12 +182,15 @@ class SteadyBatch:
         self._stale = False
 
     def next_step(self) -> Step | None:
-        """Return a step with one token per unfinished row. None if all rows have finished or no cache block is free."""
+        """Return the next tokens of each unfinished row. None if all rows have finished or no cache block is free."""
         if self._stale or self._steps >= self._until:
             self._select_rows()
         scheduler, active = self._scheduler, self._active
         computed = self._computed[active] + self._steps
-        full = np.flatnonzero(computed >= self._capacity[active])
+        # At most a block, so that a row needs at most one new block.
+        most = self._most_tokens(len(active), int(computed.sum()))
+        tokens = min(most, self._block, self._until - self._steps)
+        full = np.flatnonzero(computed + tokens > self._capacity[active])
         if not len(active) or len(full) > scheduler.kv_cache_manager.block_pool.get_num_free_blocks():
             return None
         scheduler.current_step += 1
@@ -181,7 +199,7 @@ class SteadyBatch:
         if len(full):
             blocks = list(blocks)
             for position in full.tolist():
-                blocks[position] = self._new_block(int(active[position]))
+                blocks[position] = self._new_block(int(active[position]), tokens)
         cached = replace(
             self._template.scheduled_cached_reqs,
             req_ids=self._active_names,
@@ -198,42 +216,48 @@ class SteadyBatch:
             new_block_ids_to_zero=scheduler._get_new_block_ids_to_zero(),
         )
         scheduler.finished_req_ids = set()
-        self._steps += 1
-        return Step(output=output, rows=active, names=self._active_names)
+        self._steps += tokens
+        return Step(output=output, rows=active, names=self._active_names, tokens=tokens)
 
-    def _new_block(self, row: int) -> tuple[list[int], ...] | None:
-        """Allocate the cache block for the row's next token. Returns its ids, by cache group."""
+    def _new_block(self, row: int, tokens: int) -> tuple[list[int], ...] | None:
+        """Allocate the cache block for the row's next tokens. Returns its ids, by cache group."""
         self.settle(row)
         request = self.requests[row]
-        wanted = int(self._computed[row]) + self._steps + 1
+        wanted = int(self._computed[row]) + self._steps + tokens
         blocks = self._scheduler.kv_cache_manager.allocate_slots(request, wanted - request.num_computed_tokens)
         assert blocks is not None  # next_step has checked that enough blocks are free
         self._capacity[row] = -(-wanted // self._block) * self._block
         return blocks.get_block_ids(allow_none=True)
 
-    def settle(self, row: int) -> None:
-        """Append the row's received tokens to its request's record and to `chunks`, ignoring steps in flight."""
-        count = int(self._unsettled[row])
+    def settle(self, row: int, without: int = 0) -> None:
+        """Append the row's received tokens, except the last `without`, to its request's record and to `chunks`."""
+        count = int(self._unsettled[row]) - without
         if count:
             request, tokens = self.requests[row], self._tokens[row, :count].tolist()
             request.append_output_token_ids(tokens)
             request.num_computed_tokens += count
             self._chunks.append(Chunk(request.request_id, tokens, self._logprobs[row, :count].copy(), None))
-            self._unsettled[row] = 0
+            for kept in (self._tokens, self._logprobs):
+                kept[row, :without] = kept[row, count : count + without].copy()
+            self._unsettled[row] = without
 
-    def receive(self, step: Step, output: ModelRunnerOutput) -> list[int]:
-        """Store a step's tokens. Returns the rows that may end with this token; dropped rows may be among them."""
-        assert output.logprobs is not None
-        tokens = np.array(output.sampled_token_ids, dtype=np.int64)[:, 0]
-        logprobs = output.logprobs.logprobs[:, 0]
-        if output.req_ids != step.names:
-            order = [output.req_id_to_index[name] for name in step.names]
-            tokens, logprobs = tokens[order], logprobs[order]
-        rows = step.rows
-        column = self._unsettled[rows]
-        self._tokens[rows, column] = tokens
-        self._logprobs[rows, column] = logprobs
-        self._unsettled[rows] += 1
-        self._received[rows] += 1
-        last = self._stop_table[self._stop_row[rows], tokens] | (self._received[rows] == self._limit[rows])
-        return rows[last].tolist()
+    def receive(self, step: Step, sampled: Sampled) -> list[tuple[int, int]]:
+        """Store a step's tokens. Returns (row, tokens after it) of each token that may be the last of its row.
+
+        Dropped rows may be among them.
+        """
+        tokens_RS, logprobs_RS = sampled.token_ids_RS, sampled.logprobs_RS
+        if sampled.names != step.names:
+            position = {name: index for index, name in enumerate(sampled.names)}
+            order = [position[name] for name in step.names]
+            tokens_RS, logprobs_RS = tokens_RS[order], logprobs_RS[order]
+        rows, count = step.rows, step.tokens
+        places = rows[:, None], self._unsettled[rows, None] + np.arange(count)
+        self._tokens[places] = tokens_RS
+        self._logprobs[places] = logprobs_RS
+        self._unsettled[rows] += count
+        self._received[rows] += count
+        ends_RS = self._stop_table[self._stop_row[rows, None], tokens_RS]
+        ends_RS[:, -1] |= self._received[rows] == self._limit[rows]
+        found, at = np.nonzero(ends_RS)
+        return list(zip(rows[found].tolist(), (count - 1 - at).tolist(), strict=True))

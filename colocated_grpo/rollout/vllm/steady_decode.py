@@ -3,26 +3,49 @@
 vLLM's scheduler runs Python code for each token of each request; with hundreds of requests the GPU waits for the host.
 While a batch only decodes, consecutive steps differ only in counters. `SteadyDecode` replaces the scheduler's two
 methods: it builds such steps from arrays (`SteadyBatch`) and passes everything else to vLLM, such as prompts,
-preemption and new requests.
+preemption and new requests. On a GPU, `DeviceSteps` decodes several tokens of each request in one such step: their
+inputs are on the device already.
 """
 
+from __future__ import annotations
+
 from collections import deque
-from typing import cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.output import SchedulerOutput
+import torch
+from torch import Tensor
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.sched.utils import check_stop
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
-from colocated_grpo.rollout.vllm.patches import STEADY_SCHEDULE, STEADY_UPDATE
-from colocated_grpo.rollout.vllm.steady_batch import Chunk, SteadyBatch, Step, StopTable, decodes_only, is_plain
+from colocated_grpo.rollout.vllm.patches import STEADY_REPLAY, STEADY_SAMPLE, STEADY_SCHEDULE, STEADY_UPDATE
+from colocated_grpo.rollout.vllm.steady_batch import (
+    Chunk,
+    Sampled,
+    SteadyBatch,
+    Step,
+    StopTable,
+    decodes_only,
+    is_plain,
+)
 from colocated_grpo.types import FinishReason
 
+if TYPE_CHECKING:  # these modules need Triton, which is installed only with CUDA
+    from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
 NOTHING = np.empty(0, dtype=np.float32)
+STEPS = 4
+"""Decode steps that the device takes in one step of the scheduler, where it would otherwise wait for the host."""
+HOST_BYTES = 8 << 30
+"""Bytes that a device reads while the host prepares one step: 2.5 ms at 3.35 TB/s."""
 
 
 def is_supported(scheduler: Scheduler) -> bool:
@@ -50,11 +73,12 @@ class SteadyDecode:
     Tokens of steady steps are returned by `drain`, not by vLLM's step.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, device: DeviceSteps | None = None) -> None:
+        """device: runs several decode steps in one step of the scheduler. None: one token at a time."""
         self._scheduler = scheduler
+        self._device = device
         self._vllm_schedule = STEADY_SCHEDULE.bind(scheduler, self.schedule)
         self._vllm_update = STEADY_UPDATE.bind(scheduler, self.update_from_output)
-        self._is_async = isinstance(scheduler, AsyncScheduler)
         self._stops = StopTable(scheduler.vllm_config.model_config.get_vocab_size())
         self._template: SchedulerOutput | None = None
         """vLLM's last step, if it `decodes_only`."""
@@ -76,64 +100,70 @@ class SteadyDecode:
         return self.drain()
 
     def schedule(self, *arguments: bool) -> SchedulerOutput:
-        # A waiting request can be admitted, or a running request was aborted.
-        if self._batch is not None and (self._room_for_waiting() or self._batch.size != len(self._scheduler.running)):
-            self._leave(self._batch)
-        if self._batch is None:
-            self._batch = self._enter()
-        if self._batch is not None:
-            step = self._batch.next_step()
-            if step is not None:
-                STEADY_SCHEDULE.hits += 1
-                self._in_flight.append(step)
-                return step.output
-            self._leave(self._batch)
+        step = None if self._changed() else self._next_step()
+        if step is not None:
+            STEADY_SCHEDULE.hits += 1
+            self._in_flight.append(step)
+            self._announce(step.tokens)
+            return step.output
+        if self._in_flight:
+            # vLLM can receive only one token of a request, so a batch ends after its last step was received.
+            return SchedulerOutput.make_empty()
+        self._leave()
+        self._announce(1)
         output = self._vllm_schedule(*arguments)
         self._template = output if decodes_only(output) else None
         return output
 
-    def update_from_output(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
+    def update_from_output(
+        self, scheduled: SchedulerOutput, output: ModelRunnerOutput | Sampled
+    ) -> dict[int, EngineCoreOutputs]:
         if self._in_flight and self._in_flight[0].output is scheduled:
             STEADY_UPDATE.hits += 1
             step = self._in_flight.popleft()
-            assert self._batch is not None  # leaving a batch clears the steps in flight
-            for row in self._batch.receive(step, output):
-                self._maybe_finish(self._batch, row)
+            assert self._batch is not None  # a batch ends when no step is in flight
+            for row, after in self._batch.receive(step, _sampled(output)):
+                self._maybe_finish(self._batch, row, after)
             return {}
         outputs = self._vllm_update(scheduled, output)
         if self._batch is not None:
             self._batch.drop_finished()  # vLLM's last step was in flight when steady steps began
         return outputs
 
-    def _room_for_waiting(self) -> bool:
+    def _announce(self, tokens: int) -> None:
+        if self._device is not None:
+            self._device.tokens = tokens
+
+    def _most_tokens(self, requests: int, cached: int) -> int:
+        return 1 if self._device is None else self._device.most_tokens(requests, cached)
+
+    def _changed(self) -> bool:
+        """True if a waiting request can be admitted, or a request of the batch was aborted."""
         running, waiting = self._scheduler.get_request_counts()
-        return waiting > 0 and running < self._scheduler.max_num_running_reqs
+        can_admit = waiting > 0 and running < self._scheduler.max_num_running_reqs
+        return can_admit or (self._batch is not None and self._batch.size != running)
 
-    def _enter(self) -> SteadyBatch | None:
+    def _next_step(self) -> Step | None:
+        """Return the next step of the batch, which begins if the requests only decode; None if there is none."""
         running, template = self._scheduler.running, self._template
-        if template is None or self._room_for_waiting() or not all(map(is_plain, running)):
-            return None
-        return SteadyBatch(self._scheduler, template, self._stops, self._chunks)
+        if self._batch is None and template is not None and all(map(is_plain, running)):
+            self._batch = SteadyBatch(self._scheduler, template, self._stops, self._chunks, self._most_tokens)
+        return None if self._batch is None else self._batch.next_step()
 
-    def _leave(self, batch: SteadyBatch) -> None:
-        """Bring every request's record up to date, so that vLLM can receive the steps in flight."""
-        for row in batch.rows():
-            batch.settle(row)
-            request, in_flight = batch.requests[row], batch.in_flight(row)
-            request.num_computed_tokens += in_flight
-            request.num_in_flight_tokens += in_flight
-            if self._is_async:
-                request.num_output_placeholders += in_flight
-        self._batch = None
-        self._in_flight.clear()
+    def _leave(self) -> None:
+        """Bring every request's record up to date."""
+        if self._batch is not None:
+            for row in self._batch.rows():
+                self._batch.settle(row)
+            self._batch = None
 
-    def _maybe_finish(self, batch: SteadyBatch, row: int) -> None:
-        """End the row's request if vLLM's own stop rule applies to its newest token."""
+    def _maybe_finish(self, batch: SteadyBatch, row: int, after: int) -> None:
+        """End the row's request if vLLM's own stop rule applies to the token before its newest `after` tokens."""
         request = batch.requests[row]
         # An earlier token ended the request while this step was in flight, or the request was aborted.
         if request.is_finished():
             return
-        batch.settle(row)
+        batch.settle(row, without=after)
         if check_stop(request, self._scheduler.max_model_len):
             finish_reason = cast(FinishReason, str(request.get_finished_reason()))
             self._chunks.append(Chunk(request.request_id, [], NOTHING, finish_reason))
@@ -141,3 +171,100 @@ class SteadyDecode:
             self._scheduler._free_request(request)
             self._scheduler.running.remove(request)
             batch.drop(row)
+
+
+def _sampled(output: ModelRunnerOutput | Sampled) -> Sampled:
+    if isinstance(output, Sampled):
+        return output
+    assert output.logprobs is not None
+    return Sampled(output.req_ids, np.array(output.sampled_token_ids, dtype=np.int64), output.logprobs.logprobs[:, :1])
+
+
+class DeviceSteps:
+    """Replaces `sample_tokens` of one model runner, to take several decode steps in one step of the scheduler.
+
+    For the first step vLLM has prepared the inputs on the host and run the model. The inputs of each further step are
+    the tokens that the former step sampled, at the next position: they need no work on the host but launches. A request
+    that ends within these steps is computed to their end; the tokens after its end are dropped.
+    """
+
+    def __init__(self, runner: GPUModelRunner) -> None:
+        self.tokens = 1
+        """Tokens of each request in the step that is executed next."""
+        self._runner = runner
+        self._vllm_sample = STEADY_SAMPLE.bind(runner, self.sample_tokens)
+        self._replay = STEADY_REPLAY.bind(runner.cudagraph_manager, self._note_graph)
+        self._graph: BatchExecutionDescriptor | None = None
+        compilation = runner.compilation_config
+        is_captured = compilation.cudagraph_mode.decode_mode() is CUDAGraphMode.FULL and runner.lora_config is None
+        self._largest = compilation.max_cudagraph_capture_size if is_captured else 0
+        (group,) = runner.kv_cache_config.kv_cache_groups
+        self._token_bytes = (
+            len(group.layer_names) * group.kv_cache_spec.page_size_bytes / group.kv_cache_spec.block_size
+        )
+        self._weight_bytes = sum(weight.nbytes for weight in runner.get_model().parameters())
+
+    def most_tokens(self, requests: int, cached: int) -> int:
+        """Return how many tokens of each request one step may have. cached: tokens in the caches of all requests.
+
+        The choice follows no clock: with `deterministic: true` it is the same in each run.
+        """
+        waits_for_host = self._weight_bytes + cached * self._token_bytes < HOST_BYTES
+        return STEPS if waits_for_host and requests <= self._largest else 1
+
+    def _note_graph(self, graph: BatchExecutionDescriptor) -> Tensor:
+        self._graph = graph
+        return self._replay(graph)
+
+    @torch.inference_mode()
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> AsyncModelRunnerOutput | ModelRunnerOutput | None:
+        state = self._runner.execute_model_state
+        if self.tokens == 1 or state is None:
+            return self._vllm_sample(grammar_output)
+        STEADY_SAMPLE.hits += 1
+        self._runner.execute_model_state = None
+        batch, hidden = state.input_batch, state.hidden_states
+        assert hidden is not None  # there is one pipeline stage
+        sampled = [self._sample(hidden, batch)]
+        while len(sampled) < self.tokens:
+            sampled.append(self._sample(self._forward(batch), batch))
+        return SampledLater(batch.req_ids, sampled)
+
+    def _sample(self, hidden: Tensor, batch: InputBatch) -> tuple[Tensor, Tensor]:
+        """Sample a token of each request. Returns ids and log-probabilities, both [requests, 1]."""
+        output, num_sampled, num_rejected = self._runner.sample(hidden, batch, None)
+        ids, logprobs = output.sampled_token_ids, output.logprobs_tensors
+        assert logprobs is not None  # all requests ask for them
+        self._runner.postprocess_sampled(batch.idx_mapping, ids, num_sampled, num_rejected, batch.query_start_loc)
+        return ids, logprobs.logprobs[:, :1]
+
+    def _forward(self, batch: InputBatch) -> Tensor:
+        """Run the model on the tokens that were just sampled. Returns the hidden states."""
+        runner, requests = self._runner, batch.num_reqs
+        computed = runner.req_states.num_computed_tokens.gpu[batch.idx_mapping]
+        batch.input_ids[:requests] = runner.req_states.last_sampled_tokens[batch.idx_mapping, 0]
+        batch.positions[:requests] = computed
+        torch.add(computed, 1, out=batch.seq_lens[:requests])
+        batch.seq_lens_cpu_upper_bound[:requests] += 1
+        tables, slots = runner.prepare_attn(batch)
+        groups, cache = runner.attn_groups, runner.kv_cache_config
+        runner.model_state.prepare_attn(batch, CUDAGraphMode.FULL, tables, slots, groups, cache)
+        assert self._graph is not None  # `most_tokens`: the first step replayed it
+        return self._replay(self._graph)
+
+
+class SampledLater(AsyncModelRunnerOutput):
+    """`Sampled`, while it is copied to the host."""
+
+    def __init__(self, names: list[str], sampled: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """sampled: ids and log-probabilities of each step, [requests, 1] on the device."""
+        ids, logprobs = zip(*sampled, strict=True)
+        self._names = names
+        self._ids_RS = torch.cat(ids, 1).to("cpu", non_blocking=True)
+        self._logprobs_RS = torch.cat(logprobs, 1).to("cpu", non_blocking=True)
+        self._copied = torch.cuda.Event(blocking=True)
+        self._copied.record()
+
+    def get_output(self) -> Sampled:  # pyrefly: ignore[bad-override]: only `SteadyDecode` reads it
+        self._copied.synchronize()
+        return Sampled(self._names, self._ids_RS.numpy(), self._logprobs_RS.numpy())

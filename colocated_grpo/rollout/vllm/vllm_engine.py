@@ -56,7 +56,7 @@ allocator would unmap it again if the tensors were freed."""
 class VLLMEngine:
     """`LocalEngine` over `vllm.LLM`. Construction is collective over all ranks."""
 
-    admission_cost = 3  # in decode steps: a step with prompts runs without a CUDA graph
+    admission_cost = 3  # a step with prompts runs without a CUDA graph
 
     def __init__(self, spec: EngineSpec, world: World) -> None:
         prepare(spec, world.device)
