@@ -16,6 +16,7 @@ from colocated_grpo.types import JsonObject
 
 Row = Mapping[str, Any]
 """One line of a table: column name -> value. Column names include the unit."""
+RESULTS = Path(__file__).parent.parent / "docs" / "results"
 PEER_PACKAGES = ("liger-kernel",)
 """Packages that only the peer uses; their versions are recorded as well."""
 
@@ -61,8 +62,39 @@ def publish(result: Mapping[str, Any], file: Path | None) -> None:
             print(f"{name} {number(value)}")
     print(*(table(result[name]) for name in ("rows", "kernels") if name in result), sep="\n", flush=True)
     if file is not None:
+        print(*since_kept(result, RESULTS / file.name), sep="\n", flush=True)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(result, indent=1, default=str) + "\n")
+
+
+def since_kept(result: Mapping[str, Any], kept: Path) -> list[str]:
+    """Return one line for each row that was measured before on the same devices. kept: the result in docs/results.
+
+    The git history of `kept` has the earlier ones.
+    """
+    if not kept.exists():
+        return []
+    former = json.loads(kept.read_text())
+    if (former.get("gpu"), former.get("ranks")) != (result["gpu"], result["ranks"]):
+        return []
+    pairs = zip(former.get("rows", ()), result.get("rows", ()), strict=False)
+    return [
+        f"{label(row)}: {number(now)} s, {now / then - 1:+.1%} since commit {str(former['commit'])[:8]}"
+        for before, row in pairs
+        if label(before) == label(row) and (now := seconds_of(row)) and (then := seconds_of(before))
+    ]
+
+
+def label(row: Row) -> str:
+    """Return the row's texts, which say what was measured."""
+    return " ".join(value for value in row.values() if isinstance(value, str))
+
+
+def seconds_of(row: Row) -> float | None:
+    """Return what the row took; None if it has no such figure. Rows of `benchmarks.step` compare one figure each."""
+    if str(row.get("figure", "")).startswith("seconds"):
+        return row["ours"]
+    return row.get("seconds")
 
 
 def versions(result: Mapping[str, Any]) -> str:

@@ -29,7 +29,7 @@ from benchmarks import (
 )
 from benchmarks.adapters import arguments_for, write_random_adapter
 from benchmarks.harness import config_of as config_of_benchmark
-from benchmarks.results import number, table
+from benchmarks.results import number, since_kept, table
 from benchmarks.roofline import Roofline, measure_roofline, seconds_of
 from benchmarks.throughput import model_size
 from benchmarks.workload import STOP_PROBABILITY
@@ -391,3 +391,14 @@ def test_a_single_row_is_transposed():
 )
 def test_numbers_have_four_significant_digits(value, text):
     assert number(value) == text
+
+
+def test_a_result_is_compared_with_the_kept_one_of_the_same_devices(tmp_path):
+    kept = tmp_path / "train.json"
+    rows = [{"shape": "tiny", "hidden": 64, "seconds": 2.0}, {"shape": "tiny", "hidden": 128, "seconds": 4.0}]
+    former = {"gpu": "H100", "ranks": 1, "commit": "0123456789", "rows": rows}
+    assert since_kept(former, kept) == []
+    kept.write_text(json.dumps(former))
+    now = former | {"rows": [rows[0] | {"seconds": 2.5}, rows[1] | {"shape": "small"}]}
+    assert since_kept(now, kept) == ["tiny: 2.5 s, +25.0% since commit 01234567"]
+    assert since_kept(now | {"gpu": "H200"}, kept) == []
