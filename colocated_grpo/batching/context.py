@@ -77,7 +77,8 @@ def _with_keys(keys: PrefixKeys | None, first: int, count: int) -> PrefixKeys | 
     added = torch.arange(count)
     return keys._replace(
         rows_E=torch.cat([keys.rows_E, first + added]),
-        keys_of_T=torch.cat([keys.keys_of_T, len(keys.rows_E) + added]),
+        keys_E=torch.cat([keys.keys_E, len(keys.rows_E) + added]),
+        starts_T=torch.cat([keys.starts_T, len(keys.rows_E) + added]),
         cu_seqlens=_with_run(keys.cu_seqlens, count),
         max_seqlen=max(keys.max_seqlen, count),
     )

@@ -179,7 +179,7 @@ def rows_of(micro_batch: MicroBatch) -> list[Tensor]:
     if keys is None:
         return [torch.arange(start, end) for start, end in pairwise(tokens.cu_seqlens.tolist())]
     runs = [keys.rows_E[start:end] for start, end in pairwise(keys.cu_seqlens.tolist())]
-    return runs[-micro_batch.loss_inputs.num_sequences :]
+    return runs[: micro_batch.loss_inputs.num_sequences]
 
 
 def with_old_logprobs(micro_batch: MicroBatch) -> MicroBatch:

@@ -331,22 +331,63 @@ def test_a_common_prefix_is_packed_once_and_seen_by_each_sibling():
     tokens = micro_batch.tokens
     assert tokens.input_ids_T.tolist() == [1, 2, 50, 50, 50, 51]
     assert tokens.position_ids_T.tolist() == [0, 1, 2, 3, 4, 2]
-    assert tokens.cu_seqlens.tolist() == [0, 2, 5, 6]
+    assert tokens.cu_seqlens.tolist() == [0, 5, 6]
     assert tokens.source_N.tolist() == [1, 2, 3, 1], "both first sampled tokens follow the last prompt token"
     keys = tokens.prefix_keys
-    assert keys.rows_E.tolist() == [0, 1, 0, 1, 2, 3, 4, 0, 1, 5]
-    assert keys.cu_seqlens.tolist() == [0, 2, 7, 10]
-    assert keys.keys_of_T.tolist() == [0, 1, 4, 5, 6, 9]
-    assert keys.copies_UR.tolist() == [[2, 7], [3, 8]]
+    assert keys.rows_E.tolist() == [0, 1, 2, 3, 4, 0, 1, 5]
+    assert keys.cu_seqlens.tolist() == [0, 5, 8]
+    assert keys.keys_E.tolist() == [0, 5, 1, 6, 2, 3, 4, 7], "two keys of each prompt token, one of each other"
+    assert keys.starts_T.tolist() == [0, 2, 4, 5, 6, 7]
     assert (batch.num_tokens, batch.computed_tokens) == (8, 6)
 
 
-def test_a_common_prefix_is_common_to_all_siblings_and_contains_no_sampled_token():
-    longer = rollout_of([1, 2, 9], [7, 7, 7, 7])
-    groups = [group_of(0, [rollout_of([1, 2, 3], [7, 7, 7]), rollout_of([1, 2], [3, 7, 7]), longer])]
-    (batch,) = pack_on_all_ranks(groups, BatchConfig(max_tokens_per_micro_batch=BUDGET), 1)
+def packed_siblings(*rollouts: Rollout) -> MicroBatch:
+    """Return the micro-batch of one group."""
+    (batch,) = pack_on_all_ranks([group_of(0, rollouts)], BatchConfig(max_tokens_per_micro_batch=4 * BUDGET), 1)
     (micro_batch,) = batch.minibatches[0].micro_batches
-    assert micro_batch.tokens.input_ids_T.tolist() == [1, 2, 9, 7, 7, 7, 7, 3, 7, 7, 7, 3, 7, 7]
+    return micro_batch
+
+
+def test_each_turn_is_packed_behind_the_turn_that_its_prompt_continues():
+    first = replace(rollout_of([1, 2], [7, 8]), further=[rollout_of([1, 2, 3, 4], [9])])
+    second = replace(rollout_of([1, 2], [6]), further=[rollout_of([1, 2, 3, 5], [6, 6])])
+    micro_batch = packed_siblings(first, second)
+    tokens, keys = micro_batch.tokens, micro_batch.tokens.prefix_keys
+    assert tokens.input_ids_T.tolist() == [1, 2, 7, 8, *[6], *[3, 4, 9], *[5, 6, 6]]
+    assert tokens.position_ids_T.tolist() == [0, 1, 2, 3, *[2], *[2, 3, 4], *[3, 4, 5]]
+    assert tokens.cu_seqlens.tolist() == [0, 4, 5, 8, 11]
+    seen = [[0, 1, 2, 3], [0, 1, 4], [0, 1, 5, 6, 7], [0, 1, 5, 8, 9, 10]]
+    assert [rows.tolist() for rows in rows_of(micro_batch)] == seen
+    assert keys.cu_seqlens.tolist() == [0, 4, 7, 12, 18]
+    assert tokens.source_N.tolist() == [1, 2, *[1], *[6], *[8, 9]]
+    assert tokens.targets_N.tolist() == [7, 8, *[6], *[9], *[6, 6]]
+
+
+def test_a_branch_is_packed_behind_the_sampled_tokens_that_it_continues():
+    whole, branch = rollout_of([1], [2, 3, 4, 5]), rollout_of([1, 2, 3, 6], [7])
+    micro_batch = packed_siblings(branch, whole, rollout_of([1], [8]))
+    assert micro_batch.tokens.input_ids_T.tolist() == [1, 8, *[2, 3, 4, 5], *[6, 7]]
+    assert Counter(unpack(micro_batch)) == Counter(
+        expected_sequence(rollout, value, False)
+        for rollout, value in [(branch, 0.0), (whole, 1 / 8), (rollout_of([1], [8]), 2 / 8)]
+    )
+
+
+def test_siblings_without_a_longer_prefix_have_the_shorter_one_in_common():
+    rollouts = [rollout_of([1, 2, 3], [7, 7, 7]), rollout_of([1, 2], [3, 7, 7]), rollout_of([1, 2, 9], [7] * 4)]
+    assert packed_siblings(*rollouts).tokens.input_ids_T.tolist() == [1, 2, 3, 7, 7, 7, 7, 7, 9, 7, 7, 7, 7]
+
+
+def test_equal_rollouts_and_rollouts_that_end_where_another_prompt_goes_on_have_a_token_of_their_own():
+    again = rollout_of([1, 2], [3])
+    micro_batch = packed_siblings(again, again, rollout_of([1, 2, 3, 4], [5]))
+    assert micro_batch.tokens.input_ids_T.tolist() == [1, 2, 3, 3, 4, 5]
+    assert micro_batch.tokens.cu_seqlens.tolist() == [0, 3, 4, 6]
+
+
+def test_a_rollout_that_is_not_packed_hides_no_prefix():
+    micro_batch = packed_siblings(rollout_of([1, 2, 3, 4], [5]), rollout_of([1, 2, 9], []), rollout_of([1, 2, 3], [6]))
+    assert micro_batch.tokens.input_ids_T.tolist() == [1, 2, 3, 6, 4, 5]
 
 
 def outlines_of_groups(groups: int, siblings: int, prefix: int, own: Callable[[], int]) -> list[Outline]:
