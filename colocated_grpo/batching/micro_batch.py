@@ -70,8 +70,9 @@ class PrefixKeys(NamedTuple):
     """Row of T that each key is computed from."""
     keys_E: Tensor
     """Indices in E of all keys, in the order of their rows."""
-    starts_T: Tensor
-    """Where the keys of each row start in keys_E."""
+    starts_E: Tensor
+    """Where the keys of each row start in keys_E: T numbers, then E in all other places. A padded graph needs more than
+    T, and torch.compile takes equal sizes for one."""
     cu_seqlens: Tensor
     """Boundaries in E of the keys of each run in `PackedTokens.cu_seqlens`."""
     max_seqlen: int
@@ -194,7 +195,7 @@ def _prefix_keys(rows: Sequence[np.ndarray]) -> PrefixKeys:
     return PrefixKeys(
         rows_E=torch.from_numpy(rows_E),
         keys_E=torch.from_numpy(keys_E),
-        starts_T=torch.from_numpy(np.searchsorted(rows_E[keys_E], np.arange(rows_E.max() + 1))),
+        starts_E=torch.from_numpy(np.searchsorted(rows_E[keys_E], np.arange(len(rows_E)))),
         cu_seqlens=torch.from_numpy(np.cumsum([0, *lengths]).astype(np.int32)),
         max_seqlen=max(lengths),
     )

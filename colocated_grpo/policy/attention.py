@@ -231,7 +231,7 @@ def with_own_keys(tokens: PackedTokens) -> PackedTokens:
 
 def expand_keys(keys_TKD: Tensor, prefix_keys: PrefixKeys) -> Tensor:
     """Return keys, or values, [E, K, D] with a copy of the prefix for each sequence."""
-    return _ExpandKeys.apply(keys_TKD, prefix_keys.rows_E, prefix_keys.keys_E, prefix_keys.starts_T)
+    return _ExpandKeys.apply(keys_TKD, prefix_keys.rows_E, prefix_keys.keys_E, prefix_keys.starts_E)
 
 
 class _ExpandKeys(torch.autograd.Function):
@@ -241,17 +241,16 @@ class _ExpandKeys(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, keys_TKD: Tensor, rows_E: Tensor, keys_E: Tensor, starts_T: Tensor) -> Tensor:
-        ctx.save_for_backward(keys_E, starts_T)
+    def forward(ctx: Any, keys_TKD: Tensor, rows_E: Tensor, keys_E: Tensor, starts_E: Tensor) -> Tensor:
+        ctx.save_for_backward(keys_E, starts_E)
         ctx.shape = keys_TKD.shape
         return keys_TKD[rows_E]
 
     @staticmethod
     # pyrefly: ignore[bad-override]  (torch declares *grad_outputs, but passes one argument per output)
     def backward(ctx: Any, grad_EKD: Tensor) -> tuple[Tensor | None, ...]:
-        keys_E, starts_T = ctx.saved_tensors
-        sums = F.embedding_bag(keys_E, grad_EKD.flatten(1), starts_T, mode="sum")
-        # In a graph, keys that fill up E are summed after those of the rows.
+        keys_E, starts_E = ctx.saved_tensors
+        sums = F.embedding_bag(keys_E, grad_EKD.flatten(1), starts_E, mode="sum")
         return sums[: ctx.shape[0]].view(ctx.shape), None, None, None
 
 

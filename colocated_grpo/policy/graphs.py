@@ -162,7 +162,7 @@ def _padded_rows(tokens: PackedTokens, shape: GraphShape) -> PackedTokens:
     row_of_key = np.zeros(spare, np.int64)  # a filler copies the key of row 0
     row_of_key[own_keys] = tokens.num_tokens + np.arange(rows)
     positions = np.concatenate([np.arange(count) for count in own])
-    # The gradients of fillers are summed last, each by itself, and never read: see `expand_keys`.
+    # The gradients of fillers are summed last, each by itself, and never read: `expand_keys` returns those of rows.
     by_row = len(keys.rows_E) + np.concatenate([own_keys, np.setdiff1d(np.arange(spare), own_keys)])
     starts = len(keys.rows_E) + np.arange(shape.keys - tokens.num_tokens).clip(max=spare)
     return replace(
@@ -174,7 +174,7 @@ def _padded_rows(tokens: PackedTokens, shape: GraphShape) -> PackedTokens:
         prefix_keys=PrefixKeys(
             rows_E=torch.cat([keys.rows_E, torch.from_numpy(row_of_key)]),
             keys_E=torch.cat([keys.keys_E, torch.from_numpy(by_row)]),
-            starts_T=torch.cat([keys.starts_T, torch.from_numpy(starts)]),
+            starts_E=torch.cat([keys.starts_E[: tokens.num_tokens], torch.from_numpy(starts)]),
             cu_seqlens=_extended(keys.cu_seqlens, own + fillers),
             max_seqlen=shape.longest,
         ),

@@ -13,11 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colocated_grpo.batching import PADDING_TOKENS, MicroBatch, build_micro_batch, pack
-from colocated_grpo.batching.plan import Outline, computed_tokens, plan
+from colocated_grpo.batching.plan import COPIED_KEY_COST, Outline, computed_tokens, plan
 from colocated_grpo.errors import RunError
 from colocated_grpo.settings.training import BatchConfig
 from colocated_grpo.types import ContextGroup, Group, Rollout
-from tests.support.small_policy import group_of, positions_of, random_groups, rollout_of, rows_of, sequence_of
+from tests.support.small_policy import (
+    group_of,
+    positions_of,
+    random_groups,
+    random_trees,
+    rollout_of,
+    rows_of,
+    sequence_of,
+)
 
 BUDGET = 32
 LONGEST = 24
@@ -337,7 +345,7 @@ def test_a_common_prefix_is_packed_once_and_seen_by_each_sibling():
     assert keys.rows_E.tolist() == [0, 1, 2, 3, 4, 0, 1, 5]
     assert keys.cu_seqlens.tolist() == [0, 5, 8]
     assert keys.keys_E.tolist() == [0, 5, 1, 6, 2, 3, 4, 7], "two keys of each prompt token, one of each other"
-    assert keys.starts_T.tolist() == [0, 2, 4, 5, 6, 7]
+    assert keys.starts_E.tolist() == [0, 2, 4, 5, 6, 7, *[8, 8]]
     assert (batch.num_tokens, batch.computed_tokens) == (8, 6)
 
 
@@ -409,6 +417,53 @@ def test_work_with_common_prompts_is_balanced_over_ranks_and_close_to_the_minimu
         assert max(loads) <= 1.01 * sum(loads) / world_size
         assert len(assignment[0]) <= 1.1 * least / 16_384 / world_size + 1
         assert sorted(o for bins in assignment for bin in bins for o in bin) == outlines
+
+
+@given(st.integers(1, 4), st.integers(0, 999), st.sampled_from([32, 64, 128, 4096]), world_sizes)
+def test_trees_are_packed_whole_within_the_budget_and_each_prompt_token_once_where_they_fit(
+    count, seed, budget, world_size
+):
+    groups = random_trees(count, seed)
+    batches = pack_on_all_ranks(groups, BatchConfig(max_tokens_per_micro_batch=budget), world_size)
+    by_rank = [list(batch.minibatches[0].micro_batches) for batch in batches]
+    parts = [part for own in by_rank for part in own if not is_padding(part)]
+    assert Counter(sequence for part in parts for sequence in unpack(part)) == Counter(
+        expected_sequence(rollout, value, False)
+        for group, values in zip(groups, values_of(groups), strict=True)
+        for rollout, value in zip(group.rollouts, values, strict=True)
+    )
+    for part in parts:
+        rows, keys = part.tokens.num_tokens, part.tokens.prefix_keys
+        copies = 0 if keys is None else len(keys.rows_E) - rows
+        assert rows + COPIED_KEY_COST * copies <= budget or len(rows_of(part)) == 1
+    assert len({len(own) for own in by_rank}) == 1
+    computed = batches[0].computed_tokens
+    assert computed == sum(part.tokens.num_tokens for part in parts)
+    if len(parts) == 1:
+        rollouts = [(group.prompt.index, one) for group in groups for one in group.rollouts]
+        prompts = {(index, *one.token_ids[: n + 1]) for index, one in rollouts for n in range(one.prompt_length)}
+        assert computed <= len(prompts) + sum(len(one.token_ids) - one.prompt_length for _, one in rollouts)
+
+
+def test_work_with_the_trees_of_agents_is_balanced_over_ranks_and_close_to_the_minimum():
+    """Each of six turns adds a message to the prompt, without what was sampled before."""
+    lengths = random.Random(0)
+    groups = []
+    for index in range(16):
+        root, rollouts = [index] * 300, []
+        for episode in range(8):
+            messages = list(root)
+            for _ in range(6):
+                rollouts.append(rollout_of(messages, [1] * lengths.randint(30, 60)))
+                messages = messages + [100 + episode] * lengths.randint(100, 200)
+        groups.append(group_of(index, rollouts))
+    least = pack_on_all_ranks(groups, BatchConfig(max_tokens_per_micro_batch=1 << 20), 1)[0]
+    assert len(least.minibatches[0].micro_batches) == 1
+    assert least.computed_tokens < 0.25 * least.num_tokens
+    for world_size in (1, 2, 4, 8):
+        batch = pack_on_all_ranks(groups, BatchConfig(max_tokens_per_micro_batch=16_384), world_size)[0]
+        assert batch.computed_tokens <= 1.05 * least.computed_tokens
+        assert batch.imbalance <= 0.03
 
 
 def test_a_short_common_prefix_is_not_used():

@@ -237,7 +237,7 @@ def test_settings_of_the_command_line_override_those_of_the_benchmark():
 
 
 def test_a_packed_long_tail_trains_faster_than_one_padded_to_its_longest(world):
-    work = Namespace(prompts=4, group_size=8, max_completion=384, mean_completion=64)
+    work = Namespace(prompts=4, group_size=8, turns=1, max_completion=384, mean_completion=64)
     config = config_of(
         tiny_model(),
         rollout={"max_completion_tokens": 384, "max_prompt_tokens": 128},
@@ -324,7 +324,7 @@ def test_all_three_operators_compute_the_same_gradients():
 
 
 def test_completions_have_the_long_tail_of_random_stops():
-    options = Namespace(prompts=200, group_size=16, max_completion=1024, mean_completion=1 / STOP_PROBABILITY)
+    options = Namespace(prompts=200, group_size=16, turns=1, max_completion=1024, mean_completion=1 / STOP_PROBABILITY)
     groups = train.make_groups(options, vocabulary=100)
     lengths = [sum(rollout.loss_mask) for group in groups for rollout in group.rollouts]
 
