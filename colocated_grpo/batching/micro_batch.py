@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -144,10 +143,8 @@ def build_micro_batch(sequences: Sequence[TrainSequence]) -> MicroBatch:
     """
     if not sequences:
         return _padding_micro_batch()
-    prefixes = [
-        seq.prefix_length if before is not None and before.group == seq.group else 0
-        for before, seq in pairwise([None, *sequences])
-    ]
+    before = [None, *(seq.group for seq in sequences[:-1])]
+    prefixes = [seq.prefix_length if group == seq.group else 0 for seq, group in zip(sequences, before, strict=True)]
     rows = _rows(sequences, prefixes)
     lengths = np.array([seq.length - prefix for seq, prefix in zip(sequences, prefixes, strict=True)])
     scored = [len(seq.scored) for seq in sequences]
