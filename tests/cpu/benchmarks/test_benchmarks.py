@@ -241,7 +241,7 @@ def test_a_packed_long_tail_trains_faster_than_one_padded_to_its_longest(world):
     config = config_of(
         tiny_model(),
         rollout={"max_completion_tokens": 384, "max_prompt_tokens": 128},
-        batch={"max_tokens_per_micro_batch": 512},  # attention on CPU pads: a small budget leaves it little to pad
+        batch={"max_tokens_per_micro_batch": 512},
     )
     policy = policy_of(config, world)
     groups = train.make_groups(work, vocabulary=96)
@@ -265,7 +265,7 @@ def test_completions_of_a_long_prompt_train_faster_when_its_forward_pass_is_reus
     assert apart.computed_tokens == apart.num_tokens == together.num_tokens > 4 * together.computed_tokens
     slow, fast = (partial(train.train, policy, batch) for batch in (apart, together))
     ratios = [once(slow) / once(fast) for _ in range(3)]
-    assert statistics.median(ratios) >= 1.15  # attention on CPU pads completions to the length of the prompt
+    assert statistics.median(ratios) >= 1.15
 
 
 def once(work: Callable[[], object]) -> float:
