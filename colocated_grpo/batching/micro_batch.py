@@ -144,21 +144,19 @@ def build_micro_batch(sequences: Sequence[TrainSequence]) -> MicroBatch:
     if not sequences:
         return _padding_micro_batch()
     before = [None, *(seq.group for seq in sequences[:-1])]
-    prefixes = [seq.prefix_length if group == seq.group else 0 for seq, group in zip(sequences, before, strict=True)]
-    rows = _rows(sequences, prefixes)
-    lengths = np.array([seq.length - prefix for seq, prefix in zip(sequences, prefixes, strict=True)])
+    pairs = [(s, s.prefix_length if group == s.group else 0) for s, group in zip(sequences, before, strict=True)]
+    rows = _rows(pairs)
+    lengths = np.array([seq.length - prefix for seq, prefix in pairs])
     scored = [len(seq.scored) for seq in sequences]
     tokens = PackedTokens(
-        input_ids_T=_concatenated([seq.token_ids[prefix:] for seq, prefix in zip(sequences, prefixes, strict=True)]),
-        position_ids_T=_concatenated(
-            [np.arange(prefix, seq.length) for seq, prefix in zip(sequences, prefixes, strict=True)]
-        ),
+        input_ids_T=_concatenated([seq.token_ids[prefix:] for seq, prefix in pairs]),
+        position_ids_T=_concatenated([np.arange(prefix, seq.length) for seq, prefix in pairs]),
         cu_seqlens=torch.from_numpy(np.cumsum([0, *lengths]).astype(np.int32)),
         max_seqlen=int(lengths.max()),
         source_N=_concatenated([own[seq.scored - 1] for seq, own in zip(sequences, rows, strict=True)]),
         targets_N=_concatenated([seq.token_ids[seq.scored] for seq in sequences]),
         temperature_N=_repeated(np.array([seq.temperature for seq in sequences], np.float32), scored),
-        prefix_keys=_prefix_keys(rows) if any(prefixes) else None,
+        prefix_keys=_prefix_keys(rows) if any(prefix for _, prefix in pairs) else None,
         routes=_packed_routes(sequences, rows, int(lengths.sum())),
     )
     loss_inputs = LossInputs(
@@ -173,11 +171,11 @@ def build_micro_batch(sequences: Sequence[TrainSequence]) -> MicroBatch:
     return MicroBatch(tokens=tokens, loss_inputs=loss_inputs)
 
 
-def _rows(sequences: Sequence[TrainSequence], prefixes: Sequence[int]) -> list[np.ndarray]:
-    """Return the rows of each sequence's tokens. Those of its prefix are rows of the sequence before it."""
+def _rows(pairs: Sequence[tuple[TrainSequence, int]]) -> list[np.ndarray]:
+    """Return the rows of each sequence's tokens. Those of its prefix, of this length, belong to the one before it."""
     rows: list[np.ndarray] = [np.arange(0)]
     start = 0
-    for seq, prefix in zip(sequences, prefixes, strict=True):
+    for seq, prefix in pairs:
         end = start + seq.length - prefix
         rows.append(np.concatenate([rows[-1][:prefix], np.arange(start, end)]))
         start = end
@@ -198,16 +196,14 @@ def _prefix_keys(rows: Sequence[np.ndarray]) -> PrefixKeys:
     )
 
 
-def _packed_routes(
-    sequences: Sequence[TrainSequence], rows: Sequence[np.ndarray], num_rows: int
-) -> PackedRoutes | None:
+def _packed_routes(sequences: Sequence[TrainSequence], rows: Sequence[np.ndarray], total: int) -> PackedRoutes | None:
     """Return the routes of all rows; None if no sequence has any. Rows of a common prefix have one sibling's routes."""
     known = [(seq.routes, own) for seq, own in zip(sequences, rows, strict=True) if seq.routes is not None]
     if not known:
         return None
     first, _ = known[0]
-    experts_TLK = np.zeros((num_rows, *first.shape[1:]), first.dtype)
-    recorded_T = np.zeros(num_rows, bool)
+    experts_TLK = np.zeros((total, *first.shape[1:]), first.dtype)
+    recorded_T = np.zeros(total, bool)
     for routes, own in known:
         target = own[: len(routes)]
         experts_TLK[target], recorded_T[target] = routes, True

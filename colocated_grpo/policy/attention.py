@@ -225,8 +225,8 @@ def with_own_keys(tokens: PackedTokens) -> PackedTokens:
         return tokens
     rows_T = torch.arange(tokens.num_rows, device=tokens.cu_seqlens.device)
     # Use clones, because torch.compile specializes on repeated tensor objects.
-    keys = PrefixKeys(rows_T, rows_T.clone(), rows_T.clone(), tokens.cu_seqlens.clone(), tokens.max_seqlen)
-    return replace(tokens, prefix_keys=keys)
+    copies = rows_T.clone(), rows_T.clone(), tokens.cu_seqlens.clone()
+    return replace(tokens, prefix_keys=PrefixKeys(rows_T, *copies, tokens.max_seqlen))
 
 
 def expand_keys(keys_TKD: Tensor, prefix_keys: PrefixKeys) -> Tensor:
