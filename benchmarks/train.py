@@ -12,6 +12,8 @@ import random
 import statistics
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -35,6 +37,8 @@ from colocated_grpo.summaries import group_rewards
 from colocated_grpo.types import Group, JsonObject, Prompt, Rollout, Score
 
 GIB = 1 << 30
+SHORTEST_MESSAGE, LONGEST_MESSAGE = 100, 200
+"""Tokens that a turn of an agent adds to its prompt: an answer without its thoughts, and the output of a tool."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,6 +56,7 @@ def add_work(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the flags that `make_groups` reads."""
     parser.add_argument("--prompts", type=int, default=32, help="prompts per batch, over all ranks")
     parser.add_argument("--group-size", type=int, default=16)
+    parser.add_argument("--turns", type=int, default=1, help="sequences of each episode, of an agent if more than one")
     parser.add_argument("--max-completion", type=int, default=1024)
     parser.add_argument(
         "--mean-completion",
@@ -116,7 +121,7 @@ def sections(options: argparse.Namespace) -> JsonObject:
         "rollout": {
             "prompts_per_step": options.prompts,
             "group_size": options.group_size,
-            "max_prompt_tokens": LONGEST_PROMPT,
+            "max_prompt_tokens": LONGEST_PROMPT + LONGEST_MESSAGE * (options.turns - 1),
             "max_completion_tokens": options.max_completion,
         }
     }
@@ -130,12 +135,22 @@ def make_groups(options: argparse.Namespace, vocabulary: int) -> list[Group]:
 
 def _group(index: int, rng: random.Random, options: argparse.Namespace, vocabulary: int) -> Group:
     prompt = rng.choices(range(vocabulary), k=rng.randint(SHORTEST_PROMPT, LONGEST_PROMPT))
-    lengths = [_geometric(rng, options.mean_completion, options.max_completion) for _ in range(options.group_size)]
-    rollouts = [
-        _rollout(prompt, rng.choices(range(vocabulary), k=length), float(sibling % 2), vocabulary)
-        for sibling, length in enumerate(lengths)
-    ]
+    length = partial(_geometric, rng, options.mean_completion, options.max_completion)
+    lengths = [[length() for _ in range(options.turns)] for _ in range(options.group_size)]
+    rollouts = [_episode(prompt, own, float(sibling % 2), rng, vocabulary) for sibling, own in enumerate(lengths)]
     return Group(prompt=Prompt(index=index, token_ids=prompt, text="", item={}, source="synthetic"), rollouts=rollouts)
+
+
+def _episode(prompt: list[int], lengths: list[int], reward: float, rng: random.Random, vocabulary: int) -> Rollout:
+    """Return turns whose completions have these lengths. Each adds a message to the prompt, without what was sampled:
+    its chat template strips thoughts."""
+    tokens = lambda count: rng.choices(range(vocabulary), k=count)  # noqa: E731
+    first = _rollout(prompt, tokens(lengths[0]), reward, vocabulary)
+    further = []
+    for length in lengths[1:]:
+        prompt = prompt + tokens(rng.randint(SHORTEST_MESSAGE, LONGEST_MESSAGE))
+        further.append(_rollout(prompt, tokens(length), reward, vocabulary))
+    return replace(first, further=further)
 
 
 def _geometric(rng: random.Random, mean: float, longest: int) -> int:

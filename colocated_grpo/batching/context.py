@@ -74,10 +74,12 @@ def _with_keys(keys: PrefixKeys | None, first: int, count: int) -> PrefixKeys | 
     """Append the keys of `count` rows from row `first` on."""
     if keys is None:
         return None
-    added = torch.arange(count)
+    added, total = torch.arange(count), len(keys.rows_E)
+    starts = torch.cat([keys.starts_E[:first], total + added])
     return keys._replace(
         rows_E=torch.cat([keys.rows_E, first + added]),
-        keys_of_T=torch.cat([keys.keys_of_T, len(keys.rows_E) + added]),
+        keys_E=torch.cat([keys.keys_E, total + added]),
+        starts_E=F.pad(starts, (0, total - first), value=total + count),
         cu_seqlens=_with_run(keys.cu_seqlens, count),
         max_seqlen=max(keys.max_seqlen, count),
     )

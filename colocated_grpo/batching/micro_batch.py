@@ -1,11 +1,10 @@
-"""Micro-batches: sequences packed side by side without padding, the common prefix of siblings stored once.
+"""Micro-batches: sequences packed side by side without padding, each common prefix of siblings stored once.
 
 Only attention mixes tokens, and a token's hidden state does not depend on the tokens after it. The keys and values of a
-prompt can therefore serve all of its completions.
+prefix can therefore serve all sequences that begin with it: the completions of a prompt, the turns of an episode.
 
-Shapes: T packed tokens, U tokens of common prefixes (the first U of T), E keys that the queries see (T, plus the copies
-of the prefix keys), R the largest number of sequences with one common prefix, N scored tokens (the tokens that the
-policy sampled), L layers with experts, K experts per token.
+Shapes: T packed tokens, E keys that the queries see (T, plus the copies of the prefix keys), N scored tokens (the
+tokens that the policy sampled), L layers with experts, K experts per token.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +23,7 @@ from colocated_grpo.types import ContextGroup, Routes
 
 PADDING_TOKENS = [0] * 4
 """Tokens of a padding micro-batch, one of them scored and masked out. With fewer tokens, another graph would be
-compiled: torch.compile specializes on sizes below two, and `with_own_keys` takes two rows as a prefix."""
+compiled: torch.compile specializes on sizes below two."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +51,7 @@ class TrainSequence:
     """One per scored token, from the environment. None: the environment gives none."""
     group: int = 0
     prefix_length: int = 0
-    """Number of leading tokens, all unscored, that are equal in all sequences of this group in the micro-batch."""
+    """Number of leading tokens that equal those of the sequence before it in the micro-batch, if of the same group."""
 
     @property
     def length(self) -> int:
@@ -63,17 +61,17 @@ class TrainSequence:
 class PrefixKeys(NamedTuple):
     """Keys that the queries see in a micro-batch with common prefixes.
 
-    There are E keys for T packed rows: the keys of each prefix, followed by the keys of each whole sequence, which
-    repeat the keys of its prefix.
-    Example: two sequences of 5 and 3 tokens with the first 2 in common give T = 6 and E = 2 + 5 + 3.
+    There are E keys for T packed rows: those of each whole sequence, which repeat the keys of its prefix.
+    Example: two sequences of 5 and 3 tokens with the first 2 in common give T = 6 and E = 5 + 3.
     """
 
     rows_E: Tensor
     """Row of T that each key is computed from."""
-    keys_of_T: Tensor
-    """Index in E of each row's original key; all other keys are copies."""
-    copies_UR: Tensor
-    """Indices in E of the copies of each prefix row's key; -1 pads rows with fewer copies."""
+    keys_E: Tensor
+    """Indices in E of all keys, in the order of their rows."""
+    starts_E: Tensor
+    """Where the keys of each row start in keys_E: T numbers, then E in all other places. A padded graph needs more than
+    T, and torch.compile takes equal sizes for one."""
     cu_seqlens: Tensor
     """Boundaries in E of the keys of each run in `PackedTokens.cu_seqlens`."""
     max_seqlen: int
@@ -93,13 +91,13 @@ class PackedTokens:
     """Input of one forward pass: the model predicts `targets_N` at rows `source_N`.
 
     Example: two rollouts of 5 and 3 tokens give T = 8 and cu_seqlens = [0, 5, 8]. With their first 2 tokens in common,
-    T = 6 and cu_seqlens = [0, 2, 5, 6].
+    T = 6 and cu_seqlens = [0, 5, 6].
     """
 
     input_ids_T: Tensor
     position_ids_T: Tensor
     cu_seqlens: Tensor
-    """int32 boundaries of the runs of consecutive tokens: common prefixes, then sequences without their prefixes."""
+    """int32 boundaries of the runs of consecutive tokens: each sequence without the prefix that is packed before it."""
     max_seqlen: int
     """Tokens of the longest run."""
     source_N: Tensor
@@ -139,31 +137,27 @@ class MicroBatch:
 
 
 def build_micro_batch(sequences: Sequence[TrainSequence]) -> MicroBatch:
-    """Concatenate sequences. Sequences of one group must be adjacent.
+    """Concatenate sequences. Sequences with a common prefix must be adjacent.
 
     An empty list yields a padding micro-batch, so that a rank without work still joins the collectives.
     """
     if not sequences:
         return _padding_micro_batch()
-    places = _place(sequences)
-    pairs = list(zip(sequences, places, strict=True))
-    prefixes = {place.prefix: seq.token_ids[: place.prefix_length] for seq, place in pairs if place.prefix_length}
-    runs = [*prefixes.values(), *(seq.token_ids[place.prefix_length :] for seq, place in pairs)]
-    first_positions = [0] * len(prefixes) + [place.prefix_length for place in places]
-    lengths = np.array([len(run) for run in runs])
+    before = [None, *(seq.group for seq in sequences[:-1])]
+    pairs = [(s, s.prefix_length if group == s.group else 0) for s, group in zip(sequences, before, strict=True)]
+    rows = _rows(pairs)
+    lengths = np.array([seq.length - prefix for seq, prefix in pairs])
     scored = [len(seq.scored) for seq in sequences]
     tokens = PackedTokens(
-        input_ids_T=_concatenated(runs),
-        position_ids_T=_concatenated(
-            [np.arange(first, first + n) for first, n in zip(first_positions, lengths, strict=True)]
-        ),
+        input_ids_T=_concatenated([seq.token_ids[prefix:] for seq, prefix in pairs]),
+        position_ids_T=_concatenated([np.arange(prefix, seq.length) for seq, prefix in pairs]),
         cu_seqlens=torch.from_numpy(np.cumsum([0, *lengths]).astype(np.int32)),
         max_seqlen=int(lengths.max()),
-        source_N=_concatenated([place.rows(seq.scored - 1) for seq, place in pairs]),
+        source_N=_concatenated([own[seq.scored - 1] for seq, own in zip(sequences, rows, strict=True)]),
         targets_N=_concatenated([seq.token_ids[seq.scored] for seq in sequences]),
         temperature_N=_repeated(np.array([seq.temperature for seq in sequences], np.float32), scored),
-        prefix_keys=_prefix_keys(places, [*map(len, prefixes.values())]) if prefixes else None,
-        routes=_packed_routes(pairs, int(lengths.sum())),
+        prefix_keys=_prefix_keys(rows) if any(prefix for _, prefix in pairs) else None,
+        routes=_packed_routes(sequences, rows, int(lengths.sum())),
     )
     loss_inputs = LossInputs(
         sequence_N=_repeated(np.arange(len(sequences)), scored),
@@ -177,68 +171,41 @@ def build_micro_batch(sequences: Sequence[TrainSequence]) -> MicroBatch:
     return MicroBatch(tokens=tokens, loss_inputs=loss_inputs)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Place:
-    """Rows of one sequence: its prefix starts at row `prefix`, the tokens after it at row `start`."""
-
-    prefix: int
-    prefix_length: int
-    start: int
-    length: int
-
-    def rows(self, positions: np.ndarray) -> np.ndarray:
-        return np.where(positions < self.prefix_length, self.prefix, self.start - self.prefix_length) + positions
+def _rows(pairs: Sequence[tuple[TrainSequence, int]]) -> list[np.ndarray]:
+    """Return the rows of each sequence's tokens. Those of its prefix, of this length, belong to the one before it."""
+    rows: list[np.ndarray] = [np.arange(0)]
+    start = 0
+    for seq, prefix in pairs:
+        end = start + seq.length - prefix
+        rows.append(np.concatenate([rows[-1][:prefix], np.arange(start, end)]))
+        start = end
+    return rows[1:]
 
 
-def _place(sequences: Sequence[TrainSequence]) -> list[_Place]:
-    """Put common prefixes first, then the rest of each sequence.
-
-    A sequence without siblings in the micro-batch has no prefix.
-    """
-    groups = [list(members) for _, members in groupby(sequences, key=lambda seq: seq.group)]
-    lengths = [members[0].prefix_length if len(members) > 1 else 0 for members in groups]
-    prefixes = np.cumsum([0, *lengths]).tolist()
-    start, places = prefixes[-1], []
-    for members, prefix, length in zip(groups, prefixes, lengths, strict=False):
-        for seq in members:
-            places.append(_Place(prefix=prefix, prefix_length=length, start=start, length=seq.length))
-            start += seq.length - length
-    return places
-
-
-def _prefix_keys(places: Sequence[_Place], prefix_lengths: Sequence[int]) -> PrefixKeys:
-    """Return the keys that each run sees. prefix_lengths: lengths of the prefixes, in the order of their rows."""
-    lengths = [*prefix_lengths, *(place.length for place in places)]
-    boundaries = np.cumsum([0, *lengths])
-    num_prefix_rows = sum(prefix_lengths)
-    rows = np.concatenate([np.arange(num_prefix_rows), *(place.rows(np.arange(place.length)) for place in places)])
-    _, original_keys = np.unique(rows, return_index=True)  # the first key of each row: copies come after it
-    copies_of: dict[int, list[int]] = {}  # first row of a prefix -> where each copy of its keys starts in E
-    for place, start in zip(places, boundaries[len(prefix_lengths) :].tolist(), strict=False):
-        if place.prefix_length:
-            copies_of.setdefault(place.prefix, []).append(start)
-    copies = np.full((num_prefix_rows, max(map(len, copies_of.values()))), -1)
-    for length, (prefix, starts) in zip(prefix_lengths, copies_of.items(), strict=True):
-        copies[prefix : prefix + length, : len(starts)] = np.arange(length)[:, None] + starts
+def _prefix_keys(rows: Sequence[np.ndarray]) -> PrefixKeys:
+    """Return the keys that each run sees: those of its whole sequence. rows: of each sequence."""
+    lengths = [len(own) for own in rows]
+    rows_E = np.concatenate(rows)
+    keys_E = np.argsort(rows_E, kind="stable")
     return PrefixKeys(
-        rows_E=torch.from_numpy(rows),
-        keys_of_T=torch.from_numpy(original_keys),
-        copies_UR=torch.from_numpy(copies),
-        cu_seqlens=torch.from_numpy(boundaries.astype(np.int32)),
+        rows_E=torch.from_numpy(rows_E),
+        keys_E=torch.from_numpy(keys_E),
+        starts_E=torch.from_numpy(np.searchsorted(rows_E[keys_E], np.arange(len(rows_E)))),
+        cu_seqlens=torch.from_numpy(np.cumsum([0, *lengths]).astype(np.int32)),
         max_seqlen=max(lengths),
     )
 
 
-def _packed_routes(pairs: Sequence[tuple[TrainSequence, _Place]], rows: int) -> PackedRoutes | None:
+def _packed_routes(sequences: Sequence[TrainSequence], rows: Sequence[np.ndarray], total: int) -> PackedRoutes | None:
     """Return the routes of all rows; None if no sequence has any. Rows of a common prefix have one sibling's routes."""
-    known = [(seq.routes, place) for seq, place in pairs if seq.routes is not None]
+    known = [(seq.routes, own) for seq, own in zip(sequences, rows, strict=True) if seq.routes is not None]
     if not known:
         return None
     first, _ = known[0]
-    experts_TLK = np.zeros((rows, *first.shape[1:]), first.dtype)
-    recorded_T = np.zeros(rows, bool)
-    for routes, place in known:
-        target = place.rows(np.arange(len(routes)))
+    experts_TLK = np.zeros((total, *first.shape[1:]), first.dtype)
+    recorded_T = np.zeros(total, bool)
+    for routes, own in known:
+        target = own[: len(routes)]
         experts_TLK[target], recorded_T[target] = routes, True
     experts_LTK = np.ascontiguousarray(experts_TLK.swapaxes(0, 1))
     return PackedRoutes(torch.from_numpy(experts_LTK), torch.from_numpy(recorded_T))

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 import random
+from bisect import bisect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from typing import overload
 
 import numpy as np
@@ -21,7 +23,7 @@ from colocated_grpo.errors import RunError
 from colocated_grpo.losses import Counts
 from colocated_grpo.metrics import Stat
 from colocated_grpo.settings.training import BatchConfig
-from colocated_grpo.types import ContextGroup, Group
+from colocated_grpo.types import ContextGroup, Group, Rollout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +121,7 @@ def pack(
     without_gradient: [group], True where no token has a gradient; config.drop_constant_groups drops these groups.
     config: its max_tokens_per_micro_batch is a number, not 'auto'.
     context: group of consecutive ranks that each micro-batch is split over; None: every rank has its own micro-batches.
-    share_prefixes: compute a common prefix of siblings once per micro-batch.
+    share_prefixes: compute each common prefix of siblings once per micro-batch.
     Siblings stay in one minibatch; groups are shuffled over minibatches by `shuffle_seed`.
     An episode of several sequences counts as that many siblings, each with the episode's advantage.
     """
@@ -194,25 +196,46 @@ def _all_sequences(
 
 
 def _outlines(index: int, group: Group, config: BatchConfig, share_prefixes: bool) -> list[Outline]:
-    prefix_length = _common_prefix_length(group) if share_prefixes else 0
+    rollouts = group.rollouts
+    order = _tree(rollouts) if share_prefixes else [(sibling, 0) for sibling in range(len(rollouts))]
     return [
         Outline(
             group=index,
             sibling=sibling,
-            length=len(rollout.token_ids),
-            scored=rollout.loss_mask.count(True),
-            trained=not (config.mask_truncated and rollout.finish_reason == "length"),
+            length=len(rollouts[sibling].token_ids),
+            scored=rollouts[sibling].loss_mask.count(True),
+            trained=not (config.mask_truncated and rollouts[sibling].finish_reason == "length"),
             prefix_length=prefix_length,
         )
-        for sibling, rollout in enumerate(group.rollouts)
+        for sibling, prefix_length in order
     ]
 
 
-def _common_prefix_length(group: Group) -> int:
-    """Length of the longest common prefix of all rollouts, at most up to the first sampled token of each."""
-    prompts = [rollout.token_ids[: rollout.prompt_length] for rollout in group.rollouts]
-    first, last = min(prompts), max(prompts)  # lexicographic order: a common prefix of these two is common to all
-    return next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
+def _tree(rollouts: Sequence[Rollout]) -> list[tuple[int, int]]:
+    """Return the siblings depth first in the tree of their tokens, each with the length of its prefix.
+
+    The prefix is in common with the sibling before, which is the one with the longest. The tree has all prompts, and
+    the sampled tokens with which another prompt continues; rollouts of one prompt come longest first. Those that have
+    no sampled token are not packed and come last.
+    """
+    whole = [np.array(rollout.token_ids, ">i4").tobytes() for rollout in rollouts]  # in the order of their tokens
+    prompts = sorted(own[: 4 * rollout.prompt_length] for own, rollout in zip(whole, rollouts, strict=True))
+    paths = []
+    for own in whole:
+        place = bisect(prompts, own)  # after its own prompt
+        paths.append(own[: 4 * max(_common_length(own, prompt) for prompt in prompts[place - 1 : place + 1])])
+    unsampled = [True not in rollout.loss_mask for rollout in rollouts]
+    order = sorted(range(len(rollouts)), key=lambda i: (unsampled[i], paths[i], -len(whole[i])))
+    prefixes = [_common_length(paths[before], paths[after]) for before, after in pairwise([*order[:1], *order])]
+    # At least one token of each sequence is computed.
+    return [(i, min(prefix, len(rollouts[i].token_ids) - 1)) for i, prefix in zip(order, prefixes, strict=True)]
+
+
+def _common_length(first: bytes, second: bytes) -> int:
+    """Return the number of leading tokens, of 4 bytes each, that are equal."""
+    shorter = min(len(first), len(second)) // 4
+    equal = np.frombuffer(first, np.int32, shorter) == np.frombuffer(second, np.int32, shorter)
+    return shorter if equal.all() else int(equal.argmin())
 
 
 def _sequence(outline: Outline, groups: Sequence[Group], advantages: Sequence[Sequence[float]]) -> TrainSequence:

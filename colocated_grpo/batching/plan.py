@@ -3,7 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 COPIED_KEY_COST = 0.25
@@ -29,7 +29,7 @@ class Outline(NamedTuple):
     trained: bool
     """False: the tokens are scored but carry no loss, because the completion is truncated and masked."""
     prefix_length: int = 0
-    """Leading tokens that all siblings have in common. They are computed once for the siblings in one micro-batch."""
+    """Leading tokens in common with the sibling before it. If both are in one micro-batch, they are computed once."""
 
     @property
     def loss_tokens(self) -> int:
@@ -43,9 +43,9 @@ Assignment = list[list[list[Outline]]]
 def plan(outlines: Sequence[Outline], budget: int, world_size: int) -> Assignment:
     """Assign rollouts to ranks and micro-batches of at most `budget` tokens, equally many per rank, loads balanced.
 
-    Siblings go into the same micro-batch where computing their common prefix once takes less work than balancing
-    rollouts one by one. Each rank gets at least one micro-batch, possibly empty, because every rank must join the
-    collectives.
+    outlines: siblings in the order of `Outline.prefix_length`. They go into the same micro-batch where computing their
+    common prefixes once takes less work than balancing rollouts one by one. Each rank gets at least one micro-batch,
+    possibly empty, because every rank must join the collectives.
     No rollout may be longer than the budget.
     """
     individually = _plan_individually([outline._replace(prefix_length=0) for outline in outlines], budget, world_size)
@@ -55,8 +55,8 @@ def plan(outlines: Sequence[Outline], budget: int, world_size: int) -> Assignmen
 
 def computed_tokens(micro_batch: Sequence[Outline]) -> int:
     """Return the number of rows in the forward pass: common prefixes count once."""
-    prefixes = {outline.group: outline.prefix_length for outline in micro_batch}
-    return sum(outline.length - outline.prefix_length for outline in micro_batch) + sum(prefixes.values())
+    shared = (after.prefix_length for before, after in pairwise(micro_batch) if before.group == after.group)
+    return sum(outline.length for outline in micro_batch) - sum(shared)
 
 
 def _work(assignment: Assignment) -> int:
@@ -108,8 +108,7 @@ def _distribute(bins: list[list[Outline]], world_size: int) -> Assignment:
 
 def _plan_by_group(outlines: Sequence[Outline], budget: int, world_size: int) -> Assignment:
     """Keep siblings adjacent and cut the list of groups into parts of equal work, give or take one rollout."""
-    longest_first = sorted(outlines, key=lambda outline: (outline.group, -outline.length, outline.sibling))
-    groups = [list(siblings) for _, siblings in groupby(longest_first, key=lambda outline: outline.group)]
+    groups = [list(siblings) for _, siblings in groupby(outlines, key=lambda outline: outline.group)]
     per_rank = _min_per_rank(computed_tokens(outlines), budget, world_size)
     while (bins := _cut(groups, budget, per_rank * world_size)) is None:
         per_rank += 1
@@ -127,18 +126,20 @@ def _cut(groups: Sequence[list[Outline]], budget: int, count: int) -> list[list[
     queue = deque(groups)
     bins: list[list[Outline]] = []
     # Most cuts fall between siblings, whose prefix is then computed once more.
-    expected_repeat = sum(siblings[0].prefix_length for siblings in groups) / max(1, len(groups))
+    prefixes = [outline.prefix_length for siblings in groups for outline in siblings[1:]]
+    expected_repeat = sum(prefixes) / max(1, len(prefixes))
     remaining_work = sum(map(computed_tokens, groups)) + expected_repeat * (count - 1)
     for remaining in range(count, 0, -1):
         bin = _Bin(target_load=remaining_work / remaining if remaining > 1 else math.inf, budget=budget)
         postponed: list[Outline] = []
+        before = 0
         while queue and not postponed:
             siblings = queue.popleft()
-            postponed = [outline for outline in siblings if not bin.try_add(outline)]
+            before += computed_tokens(siblings)
+            postponed = bin.fill(siblings)
         if postponed:
             queue.appendleft(postponed)
-        repeated = postponed[0].prefix_length if postponed and bin.has_siblings_of(postponed[0]) else 0
-        remaining_work += repeated - expected_repeat - bin.load
+        remaining_work += computed_tokens(postponed) - before - expected_repeat
         bins.append(bin.outlines)
     return None if queue else bins
 
@@ -155,12 +156,26 @@ class _Bin:
         self._target_load = target_load
         self._budget = budget
 
-    def has_siblings_of(self, outline: Outline) -> bool:
-        return bool(self.outlines) and self.outlines[-1].group == outline.group
+    def fill(self, siblings: Sequence[Outline]) -> list[Outline]:
+        """Add the siblings that fit, and return the others.
 
-    def try_add(self, outline: Outline) -> bool:
+        Two siblings with others between them have the shortest of the prefixes in common.
+        """
+        postponed: list[Outline] = []
+        with_added = with_postponed = siblings[0].length
+        for outline in siblings:
+            with_added, with_postponed = (min(n, outline.prefix_length) for n in (with_added, with_postponed))
+            if self._try_add(outline._replace(prefix_length=with_added)):
+                with_added = outline.length
+            else:
+                postponed.append(outline._replace(prefix_length=with_postponed))
+                with_postponed = outline.length
+        return postponed
+
+    def _try_add(self, outline: Outline) -> bool:
         """Add a rollout if it fits or the micro-batch is empty. Return True if it was added."""
-        copied = outline.prefix_length if self.has_siblings_of(outline) else 0
+        has_siblings = self.outlines and self.outlines[-1].group == outline.group
+        copied = outline.prefix_length if has_siblings else 0
         added = outline.length - copied
         load, memory = self.load + added, self._memory + added + COPIED_KEY_COST * copied
         if self.outlines and (load > self._target_load or memory > self._budget):

@@ -7,9 +7,8 @@ Soft-capped scores need torch's FlexAttention on CUDA devices. A query sees an i
 its run, or of its window, to its own key. A block mask with two numbers per query therefore covers all runs and windows
 with one compiled kernel.
 
-Shapes: T packed tokens, U tokens of common prefixes (the first U of T), E keys that the queries see (T without common
-prefixes), R largest number of sequences with one common prefix, N runs of consecutive queries, H query heads,
-K key-value heads, D head size; in block masks Q blocks of queries, K blocks of keys, B queries of a block.
+Shapes: T packed tokens, E keys that the queries see (T without common prefixes), N runs of consecutive queries, H query
+heads, K key-value heads, D head size; in block masks Q blocks of queries, K blocks of keys, B queries of a block.
 """
 
 from dataclasses import dataclass, replace
@@ -225,38 +224,34 @@ def with_own_keys(tokens: PackedTokens) -> PackedTokens:
     if tokens.prefix_keys is not None:
         return tokens
     rows_T = torch.arange(tokens.num_rows, device=tokens.cu_seqlens.device)
-    # Use clones and a [2, 2] tensor, because torch.compile specializes on repeated tensor objects and on sizes of 0 and
-    # 1.
-    no_copies_22 = rows_T.new_full((2, 2), -1)
-    keys = PrefixKeys(rows_T, rows_T.clone(), no_copies_22, tokens.cu_seqlens.clone(), tokens.max_seqlen)
-    return replace(tokens, prefix_keys=keys)
+    # Use clones, because torch.compile specializes on repeated tensor objects.
+    copies = rows_T.clone(), rows_T.clone(), tokens.cu_seqlens.clone()
+    return replace(tokens, prefix_keys=PrefixKeys(rows_T, *copies, tokens.max_seqlen))
 
 
 def expand_keys(keys_TKD: Tensor, prefix_keys: PrefixKeys) -> Tensor:
     """Return keys, or values, [E, K, D] with a copy of the prefix for each sequence."""
-    return _ExpandKeys.apply(keys_TKD, prefix_keys.rows_E, prefix_keys.keys_of_T, prefix_keys.copies_UR)
+    return _ExpandKeys.apply(keys_TKD, prefix_keys.rows_E, prefix_keys.keys_E, prefix_keys.starts_E)
 
 
 class _ExpandKeys(torch.autograd.Function):
-    """Gather rows; backward adds the gradients of all copies of a row in float32 and in a fixed order.
+    """Gather rows; backward adds the gradients of all keys of a row in float32 and in a fixed order.
 
     The backward of plain indexing uses atomic additions, whose order changes the bits of the result.
     """
 
     @staticmethod
-    def forward(ctx: Any, keys_TKD: Tensor, rows_E: Tensor, keys_of_T: Tensor, copies_UR: Tensor) -> Tensor:
-        ctx.save_for_backward(keys_of_T, copies_UR)
+    def forward(ctx: Any, keys_TKD: Tensor, rows_E: Tensor, keys_E: Tensor, starts_E: Tensor) -> Tensor:
+        ctx.save_for_backward(keys_E, starts_E)
+        ctx.shape = keys_TKD.shape
         return keys_TKD[rows_E]
 
     @staticmethod
     # pyrefly: ignore[bad-override]  (torch declares *grad_outputs, but passes one argument per output)
     def backward(ctx: Any, grad_EKD: Tensor) -> tuple[Tensor | None, ...]:
-        keys_of_T, copies_UR = ctx.saved_tensors
-        own_TKD, num_prefix_rows = grad_EKD[keys_of_T], len(copies_UR)
-        exact = torch.promote_types(grad_EKD.dtype, torch.float32)
-        copies_URKD = torch.where((copies_UR >= 0)[:, :, None, None], grad_EKD[copies_UR.clamp(min=0)], 0)
-        prefix_UKD = own_TKD[:num_prefix_rows].to(exact) + copies_URKD.sum(1, dtype=exact)
-        return torch.cat([prefix_UKD.to(own_TKD.dtype), own_TKD[num_prefix_rows:]]), None, None, None
+        keys_E, starts_E = ctx.saved_tensors
+        sums = F.embedding_bag(keys_E, grad_EKD.flatten(1), starts_E, mode="sum")
+        return sums[: ctx.shape[0]].view(ctx.shape), None, None, None
 
 
 AttentionInterface.register(PACKED, packed_attention)

@@ -167,7 +167,15 @@ def attend_padded(
     sinks_H: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Attend over padded runs, on any device. Padding comes after all real keys, so the causal mask hides it."""
+    """Attend over padded runs. Padding comes after all real keys, so the causal mask hides it.
+
+    A CPU attends to one run after the other: padding takes longer than these calls. A graph cannot read the lengths.
+    """
+    if not (query.is_cuda or len(runs.cu_q) == 2 or torch.compiler.is_compiling()):
+        lengths_q, lengths_k = (cu.diff().tolist() for cu in (runs.cu_q, runs.cu_k))
+        parts = zip(query.split(lengths_q), key.split(lengths_k), value.split(lengths_k), strict=True)
+        attend = partial(attend_padded, scaling=scaling, window=window, sinks_H=sinks_H, softcap=softcap)
+        return torch.cat([attend(q, k, v, _one_run(len(q), len(k))) for q, k, v in parts])
     query, valid_NL = padded_runs(query, runs.cu_q, runs.longest_q)
     (key, valid_NM), (value, _) = (padded_runs(tensor, runs.cu_k, runs.longest_k) for tensor in (key, value))
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
@@ -184,6 +192,11 @@ def attend_padded(
         else:
             out = _attend_masked(query, key, value, mask, scaling, sinks_H, softcap)
     return out.transpose(1, 2)[valid_NL]
+
+
+def _one_run(queries: int, keys: int) -> Runs:
+    cu_q = torch.tensor([0, queries], dtype=torch.int32)
+    return Runs(cu_q, queries, cu_q if keys == queries else torch.tensor([0, keys], dtype=torch.int32), keys)
 
 
 def _attend_masked(
@@ -212,5 +225,7 @@ def _attend_masked(
 def padded_runs(packed: Tensor, cu: Tensor, longest: int) -> tuple[Tensor, Tensor]:
     """Return the runs of [rows, ...] as [N, longest, ...], and the mask [N, longest] of real tokens."""
     steps_L = torch.arange(longest, device=cu.device)
+    if len(cu) == 2 and len(packed) == longest:
+        return packed[None], steps_L[None] >= 0
     rows_NL = (cu[:-1, None] + steps_L).clamp(max=len(packed) - 1)
     return packed[rows_NL], steps_L < (cu[1:] - cu[:-1])[:, None]

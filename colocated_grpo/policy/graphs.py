@@ -79,10 +79,6 @@ class GraphShape(NamedTuple):
     keys: int
     """E."""
     runs: int
-    prefix_rows: int
-    """U."""
-    copies: int
-    """R."""
     scored: int
     """N."""
     completions: int
@@ -93,7 +89,7 @@ class GraphShape(NamedTuple):
     """Inputs of the loss that are not None."""
 
 
-def shape_for(micro_batch: MicroBatch, group_size: int) -> GraphShape:
+def shape_for(micro_batch: MicroBatch) -> GraphShape:
     """Return the shape that a micro-batch with `prefix_keys` is padded to.
 
     For usual micro-batches it depends on the numbers of tokens and keys only. Spare runs and completions are empty and
@@ -112,8 +108,6 @@ def shape_for(micro_batch: MicroBatch, group_size: int) -> GraphShape:
         rows=rows,
         keys=all_keys,
         runs=max(completions * 3 // 2, _power_of_two(len(tokens.cu_seqlens) - 1 + padding_runs)),
-        prefix_rows=max(rows // 2, min(_power_of_two(len(keys.copies_UR)), rows)),
-        copies=_power_of_two(max(group_size, keys.copies_UR.shape[1])),
         scored=rows + completions,  # siblings may share the row that predicts their first token
         completions=completions,
         longest=longest,
@@ -165,10 +159,12 @@ def _padded_rows(tokens: PackedTokens, shape: GraphShape) -> PackedTokens:
     ends = np.cumsum(own + fillers)
     # Keys are numbered within the padding; a run's own keys are its last ones.
     own_keys = np.concatenate([np.arange(end - count, end) for count, end in zip(own, ends, strict=True)])
-    row_of_key = np.zeros(spare, np.int64)  # a filler copies the key of row 0; the gradient of the copy is never read
+    row_of_key = np.zeros(spare, np.int64)  # a filler copies the key of row 0
     row_of_key[own_keys] = tokens.num_tokens + np.arange(rows)
     positions = np.concatenate([np.arange(count) for count in own])
-    copies = keys.copies_UR
+    # The gradients of fillers are summed last, each by itself, and never read: `expand_keys` returns those of rows.
+    by_row = len(keys.rows_E) + np.concatenate([own_keys, np.setdiff1d(np.arange(spare), own_keys)])
+    starts = len(keys.rows_E) + np.arange(shape.keys - tokens.num_tokens).clip(max=spare)
     return replace(
         tokens,
         input_ids_T=F.pad(tokens.input_ids_T, (0, rows)),
@@ -177,8 +173,8 @@ def _padded_rows(tokens: PackedTokens, shape: GraphShape) -> PackedTokens:
         max_seqlen=shape.longest,
         prefix_keys=PrefixKeys(
             rows_E=torch.cat([keys.rows_E, torch.from_numpy(row_of_key)]),
-            keys_of_T=torch.cat([keys.keys_of_T, torch.from_numpy(len(keys.rows_E) + own_keys)]),
-            copies_UR=F.pad(copies, (0, shape.copies - copies.shape[1], 0, shape.prefix_rows - len(copies)), value=-1),
+            keys_E=torch.cat([keys.keys_E, torch.from_numpy(by_row)]),
+            starts_E=torch.cat([keys.starts_E[: tokens.num_tokens], torch.from_numpy(starts)]),
             cu_seqlens=_extended(keys.cu_seqlens, own + fillers),
             max_seqlen=shape.longest,
         ),
@@ -213,17 +209,12 @@ class GraphedGradient:
         *,
         model_parameters: int,
         blocks: int,
-        group_size: int,
     ) -> None:
-        """to_device: copies a micro-batch to the device. model_parameters, blocks: size of the model.
-
-        group_size: usual number of siblings.
-        """
+        """to_device: copies a micro-batch to the device. model_parameters, blocks: size of the model."""
         self._gradient = gradient
         self._parameters = parameters
         self._to_device = to_device
         self._size = model_parameters, blocks
-        self._group_size = group_size
         self._graphs: dict[GraphShape, _Graph | None] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._kept: dict[nn.Parameter, Tensor] = {}
@@ -234,7 +225,7 @@ class GraphedGradient:
         self._restore_gradients()
         tokens = with_own_keys(micro_batch.tokens)
         micro_batch = replace(micro_batch, tokens=tokens)
-        shape = shape_for(micro_batch, self._group_size)
+        shape = shape_for(micro_batch)
         known = shape in self._graphs
         if not pays_off(*self._size, shape.rows) or (not known and len(self._graphs) == MAX_GRAPHS):
             return self._gradient(micro_batch, denominator)

@@ -75,7 +75,6 @@ class Policy:
         self._sum_over_ranks = world.sum_
         self._total_steps = config.optimizer_steps
         self._objective = make_objective(config.loss)
-        self._group_size = config.rollout.group_size
         self._gradient: Callable[[MicroBatch, float], Result] = self._plain_gradient
         self._denominator = make_denominator(config.loss, config.rollout.max_completion_tokens)
         offloads = config.policy.offload_optimizer and self.device.type == "cuda"
@@ -200,7 +199,6 @@ class Policy:
             partial(_on_device, device=self.device),
             model_parameters=self.num_parameters(),
             blocks=len(blocks_of(model)),
-            group_size=self._group_size,
         )
         return True
 

@@ -308,11 +308,10 @@ def sequences_per_row(tokens: PackedTokens) -> Tensor:
     device = tokens.input_ids_T.device
     if tokens.padding:
         return torch.zeros(tokens.num_tokens, device=device)
-    sequences_T = torch.ones(tokens.num_tokens, device=device)
-    if tokens.prefix_keys is not None:
-        copies_UR = tokens.prefix_keys.copies_UR
-        sequences_T[: len(copies_UR)] = (copies_UR >= 0).sum(1).float()
-    return sequences_T
+    if tokens.prefix_keys is None:
+        return torch.ones(tokens.num_tokens, device=device)
+    rows_E = tokens.prefix_keys.rows_E
+    return torch.zeros(tokens.num_rows, device=device).index_add_(0, rows_E, torch.ones(len(rows_E), device=device))
 
 
 def softmax(logits_TE: Tensor) -> Tensor:

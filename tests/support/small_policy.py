@@ -106,6 +106,26 @@ def random_groups(count: int, group_size: int, seed: int = 0) -> list[Group]:
     return groups
 
 
+def random_trees(count: int, seed: int) -> list[Group]:
+    """Groups of agents whose prompts grow from turn to turn without what was sampled, or branch within it."""
+    rng = random.Random(seed)
+    tokens = lambda least, most: [rng.randrange(3) for _ in range(rng.randint(least, most))]  # noqa: E731
+    groups = []
+    for index in range(count):
+        root, rollouts = tokens(3, 8), []
+        for _ in range(3):
+            history = list(root)
+            for _ in range(rng.randint(1, 4)):
+                completion = tokens(1, 6)
+                prompts = [history, *rng.choice([[], [history], [history + completion[:3] + tokens(1, 2)]])]
+                rollouts += [rollout_of(p, tokens(1, 6), logprob=-rng.randint(2, 6)) for p in prompts[1:]]
+                rollouts.append(rollout_of(history, completion, logprob=-rng.randint(2, 6)))
+                history = history + tokens(1, 5)
+        rng.shuffle(rollouts)
+        groups.append(group_of(index, rollouts))
+    return groups
+
+
 def with_own_advantages(groups: Sequence[Group], seed: int = 1) -> list[Group]:
     """Return the groups with a random advantage for each sampled token."""
     rng = random.Random(seed)
@@ -179,7 +199,7 @@ def rows_of(micro_batch: MicroBatch) -> list[Tensor]:
     if keys is None:
         return [torch.arange(start, end) for start, end in pairwise(tokens.cu_seqlens.tolist())]
     runs = [keys.rows_E[start:end] for start, end in pairwise(keys.cu_seqlens.tolist())]
-    return runs[-micro_batch.loss_inputs.num_sequences :]
+    return runs[: micro_batch.loss_inputs.num_sequences]
 
 
 def with_old_logprobs(micro_batch: MicroBatch) -> MicroBatch:

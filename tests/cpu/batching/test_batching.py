@@ -13,11 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colocated_grpo.batching import PADDING_TOKENS, MicroBatch, build_micro_batch, pack
-from colocated_grpo.batching.plan import Outline, computed_tokens, plan
+from colocated_grpo.batching.plan import COPIED_KEY_COST, Outline, computed_tokens, plan
 from colocated_grpo.errors import RunError
 from colocated_grpo.settings.training import BatchConfig
 from colocated_grpo.types import ContextGroup, Group, Rollout
-from tests.support.small_policy import group_of, positions_of, random_groups, rollout_of, rows_of, sequence_of
+from tests.support.small_policy import (
+    group_of,
+    positions_of,
+    random_groups,
+    random_trees,
+    rollout_of,
+    rows_of,
+    sequence_of,
+)
 
 BUDGET = 32
 LONGEST = 24
@@ -331,22 +339,63 @@ def test_a_common_prefix_is_packed_once_and_seen_by_each_sibling():
     tokens = micro_batch.tokens
     assert tokens.input_ids_T.tolist() == [1, 2, 50, 50, 50, 51]
     assert tokens.position_ids_T.tolist() == [0, 1, 2, 3, 4, 2]
-    assert tokens.cu_seqlens.tolist() == [0, 2, 5, 6]
+    assert tokens.cu_seqlens.tolist() == [0, 5, 6]
     assert tokens.source_N.tolist() == [1, 2, 3, 1], "both first sampled tokens follow the last prompt token"
     keys = tokens.prefix_keys
-    assert keys.rows_E.tolist() == [0, 1, 0, 1, 2, 3, 4, 0, 1, 5]
-    assert keys.cu_seqlens.tolist() == [0, 2, 7, 10]
-    assert keys.keys_of_T.tolist() == [0, 1, 4, 5, 6, 9]
-    assert keys.copies_UR.tolist() == [[2, 7], [3, 8]]
+    assert keys.rows_E.tolist() == [0, 1, 2, 3, 4, 0, 1, 5]
+    assert keys.cu_seqlens.tolist() == [0, 5, 8]
+    assert keys.keys_E.tolist() == [0, 5, 1, 6, 2, 3, 4, 7], "two keys of each prompt token, one of each other"
+    assert keys.starts_E.tolist() == [0, 2, 4, 5, 6, 7, *[8, 8]]
     assert (batch.num_tokens, batch.computed_tokens) == (8, 6)
 
 
-def test_a_common_prefix_is_common_to_all_siblings_and_contains_no_sampled_token():
-    longer = rollout_of([1, 2, 9], [7, 7, 7, 7])
-    groups = [group_of(0, [rollout_of([1, 2, 3], [7, 7, 7]), rollout_of([1, 2], [3, 7, 7]), longer])]
-    (batch,) = pack_on_all_ranks(groups, BatchConfig(max_tokens_per_micro_batch=BUDGET), 1)
+def packed_siblings(*rollouts: Rollout) -> MicroBatch:
+    """Return the micro-batch of one group."""
+    (batch,) = pack_on_all_ranks([group_of(0, rollouts)], BatchConfig(max_tokens_per_micro_batch=4 * BUDGET), 1)
     (micro_batch,) = batch.minibatches[0].micro_batches
-    assert micro_batch.tokens.input_ids_T.tolist() == [1, 2, 9, 7, 7, 7, 7, 3, 7, 7, 7, 3, 7, 7]
+    return micro_batch
+
+
+def test_each_turn_is_packed_behind_the_turn_that_its_prompt_continues():
+    first = replace(rollout_of([1, 2], [7, 8]), further=[rollout_of([1, 2, 3, 4], [9])])
+    second = replace(rollout_of([1, 2], [6]), further=[rollout_of([1, 2, 3, 5], [6, 6])])
+    micro_batch = packed_siblings(first, second)
+    tokens, keys = micro_batch.tokens, micro_batch.tokens.prefix_keys
+    assert tokens.input_ids_T.tolist() == [1, 2, 7, 8, *[6], *[3, 4, 9], *[5, 6, 6]]
+    assert tokens.position_ids_T.tolist() == [0, 1, 2, 3, *[2], *[2, 3, 4], *[3, 4, 5]]
+    assert tokens.cu_seqlens.tolist() == [0, 4, 5, 8, 11]
+    seen = [[0, 1, 2, 3], [0, 1, 4], [0, 1, 5, 6, 7], [0, 1, 5, 8, 9, 10]]
+    assert [rows.tolist() for rows in rows_of(micro_batch)] == seen
+    assert keys.cu_seqlens.tolist() == [0, 4, 7, 12, 18]
+    assert tokens.source_N.tolist() == [1, 2, *[1], *[6], *[8, 9]]
+    assert tokens.targets_N.tolist() == [7, 8, *[6], *[9], *[6, 6]]
+
+
+def test_a_branch_is_packed_behind_the_sampled_tokens_that_it_continues():
+    whole, branch = rollout_of([1], [2, 3, 4, 5]), rollout_of([1, 2, 3, 6], [7])
+    micro_batch = packed_siblings(branch, whole, rollout_of([1], [8]))
+    assert micro_batch.tokens.input_ids_T.tolist() == [1, 8, *[2, 3, 4, 5], *[6, 7]]
+    assert Counter(unpack(micro_batch)) == Counter(
+        expected_sequence(rollout, value, False)
+        for rollout, value in [(branch, 0.0), (whole, 1 / 8), (rollout_of([1], [8]), 2 / 8)]
+    )
+
+
+def test_siblings_without_a_longer_prefix_have_the_shorter_one_in_common():
+    rollouts = [rollout_of([1, 2, 3], [7, 7, 7]), rollout_of([1, 2], [3, 7, 7]), rollout_of([1, 2, 9], [7] * 4)]
+    assert packed_siblings(*rollouts).tokens.input_ids_T.tolist() == [1, 2, 3, 7, 7, 7, 7, 7, 9, 7, 7, 7, 7]
+
+
+def test_equal_rollouts_and_rollouts_that_end_where_another_prompt_goes_on_have_a_token_of_their_own():
+    again = rollout_of([1, 2], [3])
+    micro_batch = packed_siblings(again, again, rollout_of([1, 2, 3, 4], [5]))
+    assert micro_batch.tokens.input_ids_T.tolist() == [1, 2, 3, 3, 4, 5]
+    assert micro_batch.tokens.cu_seqlens.tolist() == [0, 3, 4, 6]
+
+
+def test_a_rollout_that_is_not_packed_hides_no_prefix():
+    micro_batch = packed_siblings(rollout_of([1, 2, 3, 4], [5]), rollout_of([1, 2, 9], []), rollout_of([1, 2, 3], [6]))
+    assert micro_batch.tokens.input_ids_T.tolist() == [1, 2, 3, 6, 4, 5]
 
 
 def outlines_of_groups(groups: int, siblings: int, prefix: int, own: Callable[[], int]) -> list[Outline]:
@@ -368,6 +417,53 @@ def test_work_with_common_prompts_is_balanced_over_ranks_and_close_to_the_minimu
         assert max(loads) <= 1.01 * sum(loads) / world_size
         assert len(assignment[0]) <= 1.1 * least / 16_384 / world_size + 1
         assert sorted(o for bins in assignment for bin in bins for o in bin) == outlines
+
+
+@given(st.integers(1, 4), st.integers(0, 999), st.sampled_from([32, 64, 128, 4096]), world_sizes)
+def test_trees_are_packed_whole_within_the_budget_and_each_prompt_token_once_where_they_fit(
+    count, seed, budget, world_size
+):
+    groups = random_trees(count, seed)
+    batches = pack_on_all_ranks(groups, BatchConfig(max_tokens_per_micro_batch=budget), world_size)
+    by_rank = [list(batch.minibatches[0].micro_batches) for batch in batches]
+    parts = [part for own in by_rank for part in own if not is_padding(part)]
+    assert Counter(sequence for part in parts for sequence in unpack(part)) == Counter(
+        expected_sequence(rollout, value, False)
+        for group, values in zip(groups, values_of(groups), strict=True)
+        for rollout, value in zip(group.rollouts, values, strict=True)
+    )
+    for part in parts:
+        rows, keys = part.tokens.num_tokens, part.tokens.prefix_keys
+        copies = 0 if keys is None else len(keys.rows_E) - rows
+        assert rows + COPIED_KEY_COST * copies <= budget or len(rows_of(part)) == 1
+    assert len({len(own) for own in by_rank}) == 1
+    computed = batches[0].computed_tokens
+    assert computed == sum(part.tokens.num_tokens for part in parts)
+    if len(parts) == 1:
+        rollouts = [(group.prompt.index, one) for group in groups for one in group.rollouts]
+        prompts = {(index, *one.token_ids[: n + 1]) for index, one in rollouts for n in range(one.prompt_length)}
+        assert computed <= len(prompts) + sum(len(one.token_ids) - one.prompt_length for _, one in rollouts)
+
+
+def test_work_with_the_trees_of_agents_is_balanced_over_ranks_and_close_to_the_minimum():
+    """Each of six turns adds a message to the prompt, without what was sampled before."""
+    lengths = random.Random(0)
+    groups = []
+    for index in range(16):
+        root, rollouts = [index] * 300, []
+        for episode in range(8):
+            messages = list(root)
+            for _ in range(6):
+                rollouts.append(rollout_of(messages, [1] * lengths.randint(30, 60)))
+                messages = messages + [100 + episode] * lengths.randint(100, 200)
+        groups.append(group_of(index, rollouts))
+    least = pack_on_all_ranks(groups, BatchConfig(max_tokens_per_micro_batch=1 << 20), 1)[0]
+    assert len(least.minibatches[0].micro_batches) == 1
+    assert least.computed_tokens < 0.25 * least.num_tokens
+    for world_size in (1, 2, 4, 8):
+        batch = pack_on_all_ranks(groups, BatchConfig(max_tokens_per_micro_batch=16_384), world_size)[0]
+        assert batch.computed_tokens <= 1.05 * least.computed_tokens
+        assert batch.imbalance <= 0.03
 
 
 def test_a_short_common_prefix_is_not_used():

@@ -21,9 +21,10 @@ from tests.support.compiled_blocks import graph_counter
 from tests.support.families import SETTINGS
 from tests.support.small_policy import config_of, gradients_of, pack_for, policy_of, random_groups, with_old_logprobs
 
-EXPERTS, CHOSEN = 4, 2
-SIZES = {"hidden_size": 32, "layer_types": None}
-"""Rows of whole 16 bytes, which products of experts need in bfloat16."""
+EXPERTS, CHOSEN = 6, 2
+SIZES = {"hidden_size": 32, "layer_types": None, "num_experts": EXPERTS, "n_routed_experts": EXPERTS}
+"""Rows of whole 16 bytes, which products of experts need in bfloat16. The compiler takes equal sizes for one: a trial
+has 3 sequences and 4 boundaries, so there are other numbers of experts and of layers with experts."""
 
 
 def computed(world: World, folder: Path, *, compiled: bool, checkpointed: bool) -> tuple[dict[str, Tensor], list[Any]]:
@@ -66,8 +67,7 @@ def test_layers_with_replay_and_load_balancing_share_one_graph_of_either_gradien
     world, model_folder, monkeypatch, architecture, checkpointed, kinds
 ):
     """kinds: of layers; GLM-4.5 has dense ones as well. The experts' use is counted without gradients."""
-    # Four layers with experts: the compiler takes equal sizes for one, and a trial has 3 sequences and 5 boundaries.
-    folder = model_folder(architecture, edits=SETTINGS[architecture] | SIZES | {"num_hidden_layers": 3 + kinds})
+    folder = model_folder(architecture, edits=SETTINGS[architecture] | SIZES | {"num_hidden_layers": 4 + kinds})
     num_graphs = graph_counter(monkeypatch)
     expected, expected_metrics = computed(world, folder, compiled=False, checkpointed=checkpointed)
     assert num_graphs() == 0

@@ -56,8 +56,8 @@ def test_padding_changes_neither_gradients_nor_statistics(tmp_path, world, loss,
     policy = policy_of(config, world)
     [minibatch] = pack_for(world, random_groups(6, 4 if shares else 1), config).minibatches
     plain = [with_ref_logprobs(with_keys(each)) for each in minibatch.micro_batches]
-    fixed = [padded(each, shape_for(each, 4)) for each in plain]
-    assert all(each.tokens.num_tokens == shape_for(each, 4).rows for each in fixed)
+    fixed = [padded(each, shape_for(each)) for each in plain]
+    assert all(each.tokens.num_tokens == shape_for(each).rows for each in fixed)
     (expected, wanted), (found, metrics) = (
         results(policy, Minibatch(micro_batches=parts, counts=minibatch.counts)) for parts in (plain, fixed)
     )
@@ -73,9 +73,9 @@ def test_a_padded_micro_batch_has_at_most_half_as_many_tokens_again_and_a_few_sh
     for groups in range(8, 40):
         [minibatch] = pack_for(world, random_groups(groups, 4, seed=groups), config).minibatches
         for micro_batch in map(with_keys, minibatch.micro_batches):
-            shapes.add(shape := shape_for(micro_batch, 4))
+            shapes.add(shape := shape_for(micro_batch))
             assert shape.rows <= max(64, 1.5 * micro_batch.tokens.num_tokens + 64)
-            assert shape_for(padded(micro_batch, shape), 4)[:2] == shape[:2]
+            assert shape_for(padded(micro_batch, shape))[:2] == shape[:2]
     assert len(shapes) <= 12
 
 

@@ -172,7 +172,7 @@ def test_packing_puts_each_record_beside_its_token():
     siblings = [sequence(5, 2, 4, 10), sequence(4, 2, None, 0), sequence(6, 2, 5, 20)]
     routes = build_micro_batch(siblings).tokens.routes
     assert routes is not None
-    # The common prefix first, then what follows it in each sequence. The last token of each has no record.
+    # The first sequence, then what follows the common prefix in the others. The last token of each has no record.
     assert routes.experts_LTK[:, :, 0].tolist() == [
         [20, 20, 10, 10, 0, 0, 0, 20, 20, 20, 0],
         [21, 21, 11, 11, 0, 0, 0, 21, 21, 21, 0],
