@@ -187,7 +187,8 @@ class Callbacks:
             raise
         except BaseException as error:  # SystemExit too: a rank that exits looks finished to the other ranks
             self._errors += 1
-            line = f"callback {type(callback).__name__}.{event}: {one_line(error)}"
+            name = getattr(callback, "name", type(callback).__name__)
+            line = f"callback {name}.{event}: {one_line(error)}"
             if line != self._last_error:
                 self._note(f"{line}; the run goes on")
             self._last_error = line

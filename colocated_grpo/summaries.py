@@ -185,7 +185,7 @@ def lack_of_signal(groups: Sequence[Group]) -> str | None:
     if any(rollout.advantages is not None for rollout in rollouts):
         return None
     if all(rollout.score.reward is None for rollout in rollouts):
-        return f"none of {len(rollouts)} completions has a reward (None or NaN), so there is nothing to learn from"
+        return f"no reward: each of {len(rollouts)} completions got None or NaN, so there is nothing to learn from"
     if all(len(group.rollouts) > 1 and is_constant(group_rewards(group)) for group in groups):
         return "the rewards of each group are equal, so there is nothing to learn from"
     return None

@@ -123,7 +123,8 @@ class Trainer(TrainedModel):
         if theirs is not None and isinstance(callback, theirs.TrainerCallback):
             name, callback = type(callback).__name__, FollowingCallback(callback, self)
             if unavailable := callback.unavailable():
-                self._loaded.notes.append(f"{name}: never called, or None, here: {', '.join(unavailable)}")
+                unused = ", ".join(unavailable)
+                self._loaded.notes.append(f"callback {name}: here these are never called, or None: {unused}")
         self._callbacks.append(callback)
         check_callbacks(self._callbacks)
 

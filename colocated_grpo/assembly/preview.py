@@ -13,6 +13,7 @@ from colocated_grpo.assembly.engines import engine_spec
 from colocated_grpo.assembly.policy import check_same_vocabulary
 from colocated_grpo.environments.base import Scorer
 from colocated_grpo.environments.build import build_environments
+from colocated_grpo.environments.rewards.scoring import NOT_RUN
 from colocated_grpo.environments.rewards.workers import end_idle_workers
 from colocated_grpo.errors import ConfigError, visible
 from colocated_grpo.policy.checkpoint_files import fetch_tokenizer
@@ -145,6 +146,8 @@ def show_rewards(
         rewards = [score.reward for score in scores if score.reward is not None]
         if not rewards and scores[0].error is None:
             note(f"environments {source!r}: no reward for {texts[0]!r:.60}; return a number where the reward applies")
+        elif not rewards and not any(NOT_RUN in str(score.error) for score in scores):
+            note(f"environments {source!r}: the reward fails for {' and for '.join(map(repr, texts))}; mend it first")
         elif len(rewards) == 2 and rewards[0] <= rewards[1]:
             note(
                 f"environments {source!r}: the row's own answer gets no more reward than {USELESS!r}; does the reward "

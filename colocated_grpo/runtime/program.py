@@ -45,7 +45,8 @@ class OneLineParser(argparse.ArgumentParser):
     """An argument parser that reports an error in one line, without the usage text."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(USAGE_ERROR, f"error: {message.removeprefix('argument ')}\n")
+        message = message.removeprefix("argument ").replace("invalid int value:", "not a whole number:")
+        self.exit(USAGE_ERROR, f"error: {message}\n")
 
 
 @dataclass(frozen=True, kw_only=True)

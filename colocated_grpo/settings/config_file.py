@@ -101,6 +101,8 @@ def _complete(
         if key == MODEL_NAME[:1] and isinstance(value, str):
             key = MODEL_NAME
         assign(tree, key, deepcopy(value))  # translation changes `tree`
+        for path in [path for path in locations if path[: len(key)] == key]:
+            del locations[path]
         locations[key] = location
     notes: list[str] = []
     if not tree.keys() <= Config.model_fields.keys():  # names of other trainers: only then their tables are read
@@ -133,7 +135,10 @@ def parse_overrides(arguments: Sequence[str]) -> list[tuple[KeyPath, str]]:
         argument = remaining.pop(0)
         name, has_value, text = argument.removeprefix("--").partition("=")
         if not argument.startswith("--") or not all(name.split(".")):
-            raise ConfigError(f"{argument!r}: expected --section.key VALUE")
+            rule = "expected --section.key VALUE"
+            if argument is arguments[0] and argument.isalpha():
+                rule = "not a command (--help lists them); to train, give only flags and settings"
+            raise ConfigError(f"{argument!r}: {rule}")
         # `--training-steps` means `--training_steps`. Hyphens after the first dot are kept: keys of `args` may contain
         # hyphens.
         section, dot, rest = name.partition(".")

@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         a, b = (files.read_metrics(files.run_folder(run)) for run in (options.a, options.b))
     except RunFolderError as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     differences = compare(a, b, ignore=(*WALL_CLOCK, *options.ignore))
     console = Console()

@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = run_folder(options.run)
         print(write_report(folder, running=is_locked(folder)))
     except RunFolderError as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 

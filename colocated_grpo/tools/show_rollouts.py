@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             step = "" if options.step is None else f" at step {options.step}"
             raise RunFolderError(f"{run_dir}: no {kind} rollouts stored{step}")
     except RunFolderError as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     console = Console()
     for row in rows:

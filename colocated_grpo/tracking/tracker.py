@@ -207,7 +207,7 @@ class Tracker:
         self._sinks.completions(step, groups)
         self._output.step(step, {**self._held_out, **row})
         if MISMATCH not in row and (lack := lack_of_signal(groups)):
-            self.note(f"  no mismatch in step {step}: {lack}")
+            self.note(f"  step {step}: {lack}, and no mismatch to measure")
         if self._tracking.show_completion and (text := typical_completion(groups)):
             self.note(f"  {text}")
         for line in self._scoring_errors.check(step, groups):

@@ -124,8 +124,9 @@ def test_a_template_without_the_messages_is_noticed(tmp_path):
 
 def test_a_reward_that_hangs_ends_at_its_time_limit(tmp_path):
     rows(tmp_path)
-    lines, _ = shown(tmp_path, "hangs", rollout={"reward_timeout": 1.0})
+    lines, notes = shown(tmp_path, "hangs", rollout={"reward_timeout": 1.0})
     assert "no reward" in lines[-2] and "none" in lines[-2]
+    assert any("the reward fails for '42' and for 'I do not know.'; mend it first" in note for note in notes)
 
 
 def test_an_unknown_role_is_noticed(tmp_path):

@@ -141,7 +141,7 @@ def test_a_rollout_that_sampled_nothing_has_no_staleness():
     [
         (
             [[None, None], [None, None]],
-            "none of 4 completions has a reward (None or NaN), so there is nothing to learn from",
+            "no reward: each of 4 completions got None or NaN, so there is nothing to learn from",
         ),
         ([[1.0, 1.0], [0.0, 0.0]], "the rewards of each group are equal, so there is nothing to learn from"),
         ([[1.0, 1.0], [0.0, 1.0]], None),

@@ -69,7 +69,7 @@ def by_tokens_at_once(world: World, folder: Path) -> tuple[list[list[Completion]
     """Return the completions, and the steps that sampled several tokens, for each number of tokens at once."""
     from colocated_grpo.rollout.vllm import patches, steady_decode  # import vLLM, which the ranks alone need
 
-    pair = Pair(world, folder, numerics="exact", engine={"enforce_eager": False, "max_num_seqs": 16})
+    pair = Pair(world, folder, numerics="exact", engine={"enforce_eager": False, "max_num_seqs": 20})
     pair.engine.wake("weights")
     pair.write()
     pair.engine.wake("kv_cache")

@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from colocated_grpo.environments.base import EnvironmentSetupError
-from colocated_grpo.environments.rewards.scoring import NoReward
+from colocated_grpo.environments.rewards.scoring import NOT_RUN, NoReward
 from colocated_grpo.environments.user_code.loading import one_line
 from colocated_grpo.settings.base import Section
 from colocated_grpo.settings.config_json import MAX_SIZE, longest_sequence
@@ -58,7 +58,7 @@ class RewardModel(Section):
     ) -> Sequence[float | NoReward]:
         texts = [self._text(*pair) for pair in zip(prompts, completions, strict=True)]
         if self._classifier is None:
-            return [NoReward("a dry run reads no weights")] * len(texts)
+            return [NoReward(NOT_RUN)] * len(texts)
         return self._classifier.scores(texts)
 
     def _text(self, prompt: str | list[JsonObject], completion: str | list[JsonObject]) -> str:

@@ -39,6 +39,10 @@ Worst = Callable[[Sequence[float]], float]
 """Chooses the worst reward: min, or max for a function of negative weight."""
 
 
+NOT_RUN = "a dry run reads no weights"
+"""Reason of a reward model in a dry run."""
+
+
 class NoReward(Exception):
     """The reason why a completion has no reward. A reward function returns a NoReward in place of a number.
 

@@ -176,7 +176,7 @@ class RowItems(Items):
     def _check_columns(self, rows: Rows, split: str) -> None:
         """Raise if a split has no rows, or if row 0 lacks a column that the config names for this split."""
         if not len(rows):
-            raise self._error(f"no rows in {split!r}")
+            raise self._error(f"no rows (split {split!r})")
         first = rows[0]
         named = [("prompt_column", self._config.prompt_column)]
         named += [("columns", column) for column in self._config.columns]

@@ -328,6 +328,7 @@ PRIVATE_STATE: dict[str, str] = {
     "vllm.v1.attention.backends.cpu_attn:_get_attn_isa": "the layout of a cache that the policy fills",
     "vllm.v1.attention.backends.flashinfer:FlashInferImpl.sinks": "a copy of a weight that syncs write",
     "vllm.v1.request:Request.num_computed_tokens": "counted by steady steps",
+    "vllm.v1.request:Request.num_in_flight_tokens": "counted by steady steps",
     "vllm.v1.request:Request.num_output_placeholders": "counted by steady steps",
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.execute_model_state": "steady steps take it over",
     "vllm.v1.worker.gpu.states:RequestState.last_sampled_tokens": "steady steps read it",

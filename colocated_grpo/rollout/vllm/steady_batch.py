@@ -163,6 +163,10 @@ class SteadyBatch:
     def rows(self) -> list[int]:
         return np.flatnonzero(self._alive).tolist()
 
+    def in_flight(self, row: int) -> int:
+        """Tokens of the row that are scheduled and not yet received."""
+        return int(min(self._steps, self._limit[row]) - self._received[row])
+
     def drop(self, row: int) -> None:
         self._alive[row] = False
         self._stale = True
@@ -187,11 +191,14 @@ class SteadyBatch:
             self._select_rows()
         scheduler, active = self._scheduler, self._active
         computed = self._computed[active] + self._steps
+        free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         # At most a block, so that a row needs at most one new block.
-        most = self._most_tokens(len(active), int(computed.sum()))
-        tokens = min(most, self._block, self._until - self._steps)
-        full = np.flatnonzero(computed + tokens > self._capacity[active])
-        if not len(active) or len(full) > scheduler.kv_cache_manager.block_pool.get_num_free_blocks():
+        most = min(self._most_tokens(len(active), int(computed.sum())), self._block, self._until - self._steps)
+        for tokens in (most, 1):
+            full = np.flatnonzero(computed + tokens > self._capacity[active])
+            if len(full) <= free:
+                break
+        if not len(active) or len(full) > free:
             return None
         scheduler.current_step += 1
         scheduler.kv_cache_manager.new_step_starts()
@@ -214,6 +221,8 @@ class SteadyBatch:
             total_num_scheduled_tokens=len(active),
             finished_req_ids=scheduler.finished_req_ids,
             new_block_ids_to_zero=scheduler._get_new_block_ids_to_zero(),
+            has_structured_output_requests=False,
+            pending_structured_output_tokens=False,
         )
         scheduler.finished_req_ids = set()
         self._steps += tokens

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.sched.utils import check_stop
@@ -79,6 +80,7 @@ class SteadyDecode:
         self._device = device
         self._vllm_schedule = STEADY_SCHEDULE.bind(scheduler, self.schedule)
         self._vllm_update = STEADY_UPDATE.bind(scheduler, self.update_from_output)
+        self._is_async = isinstance(scheduler, AsyncScheduler)
         self._stops = StopTable(scheduler.vllm_config.model_config.get_vocab_size())
         self._template: SchedulerOutput | None = None
         """vLLM's last step, if it `decodes_only`."""
@@ -106,8 +108,8 @@ class SteadyDecode:
             self._in_flight.append(step)
             self._announce(step.tokens)
             return step.output
-        if self._in_flight:
-            # vLLM can receive only one token of a request, so a batch ends after its last step was received.
+        if any(step.tokens > 1 for step in self._in_flight):
+            # vLLM can receive only one token of a request: first these steps must be received.
             return SchedulerOutput.make_empty()
         self._leave()
         self._announce(1)
@@ -121,7 +123,7 @@ class SteadyDecode:
         if self._in_flight and self._in_flight[0].output is scheduled:
             STEADY_UPDATE.hits += 1
             step = self._in_flight.popleft()
-            assert self._batch is not None  # a batch ends when no step is in flight
+            assert self._batch is not None  # leaving a batch clears the steps in flight
             for row, after in self._batch.receive(step, _sampled(output)):
                 self._maybe_finish(self._batch, row, after)
             return {}
@@ -151,11 +153,19 @@ class SteadyDecode:
         return None if self._batch is None else self._batch.next_step()
 
     def _leave(self) -> None:
-        """Bring every request's record up to date."""
-        if self._batch is not None:
-            for row in self._batch.rows():
-                self._batch.settle(row)
-            self._batch = None
+        """Bring every request's record up to date, so that vLLM can receive the steps in flight."""
+        batch = self._batch
+        if batch is None:
+            return
+        for row in batch.rows():
+            batch.settle(row)
+            request, in_flight = batch.requests[row], batch.in_flight(row)
+            request.num_computed_tokens += in_flight
+            request.num_in_flight_tokens += in_flight
+            if self._is_async:
+                request.num_output_placeholders += in_flight
+        self._batch = None
+        self._in_flight.clear()
 
     def _maybe_finish(self, batch: SteadyBatch, row: int, after: int) -> None:
         """End the row's request if vLLM's own stop rule applies to the token before its newest `after` tokens."""
@@ -195,9 +205,7 @@ class DeviceSteps:
         self._vllm_sample = STEADY_SAMPLE.bind(runner, self.sample_tokens)
         self._replay = STEADY_REPLAY.bind(runner.cudagraph_manager, self._note_graph)
         self._graph: BatchExecutionDescriptor | None = None
-        compilation = runner.compilation_config
-        is_captured = compilation.cudagraph_mode.decode_mode() is CUDAGraphMode.FULL and runner.lora_config is None
-        self._largest = compilation.max_cudagraph_capture_size if is_captured else 0
+        self._largest = largest_batch(runner)
         (group,) = runner.kv_cache_config.kv_cache_groups
         self._token_bytes = (
             len(group.layer_names) * group.kv_cache_spec.page_size_bytes / group.kv_cache_spec.block_size
@@ -228,6 +236,7 @@ class DeviceSteps:
         sampled = [self._sample(hidden, batch)]
         while len(sampled) < self.tokens:
             sampled.append(self._sample(self._forward(batch), batch))
+        self._graph = None
         return SampledLater(batch.req_ids, sampled)
 
     def _sample(self, hidden: Tensor, batch: InputBatch) -> tuple[Tensor, Tensor]:
@@ -251,6 +260,24 @@ class DeviceSteps:
         runner.model_state.prepare_attn(batch, CUDAGraphMode.FULL, tables, slots, groups, cache)
         assert self._graph is not None  # `most_tokens`: the first step replayed it
         return self._replay(self._graph)
+
+
+def largest_batch(runner: GPUModelRunner) -> int:
+    """Return the most requests whose decode step is one CUDA graph, without further inputs that change; 0 for none."""
+    backends = {group.backend.get_name() for groups in runner.attn_groups for group in groups}
+    parallel, manager = runner.vllm_config.parallel_config, runner.cudagraph_manager
+    if (
+        manager is None
+        or backends != {"FLASH_ATTN"}  # others were not tried: FlashInfer plans each step in one host buffer
+        or runner.lora_config is not None
+        or runner.supports_mm_inputs
+        or getattr(runner.model_state, "rope_state", None) is not None
+        or parallel.data_parallel_size > 1
+        or parallel.enable_expert_parallel  # ranks have different weights, and would choose different steps
+    ):
+        return 0
+    graphs = [graph for graph in manager.graphs if graph.cg_mode is CUDAGraphMode.FULL]
+    return max((graph.num_reqs or 0 for graph in graphs if graph.uniform_token_count in (None, 1)), default=0)
 
 
 class SampledLater(AsyncModelRunnerOutput):

@@ -198,7 +198,7 @@ def test_what_a_callback_cannot_have_here_is_noted_before_the_run():
         def on_step_end(self, args, state, control, processing_class=None, **others): ...
 
     notes = trainer(callbacks=[Curious])._loaded.notes
-    assert "Curious: never called, or None, here: on_epoch_end, model" in notes
+    assert "callback Curious: here these are never called, or None: on_epoch_end, model" in notes
 
 
 def test_a_request_that_has_no_effect_is_noted(tmp_path, capsys):

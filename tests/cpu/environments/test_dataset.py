@@ -191,7 +191,7 @@ def test_settings_that_do_not_match_the_data_raise_one_line(file, fields, messag
     [
         ("x.jsonl", '{"question": "a"}\n{"question": \n', "line 2: Expecting value"),
         ("x.jsonl", '["question"]\n', "line 1: a row must be an object"),
-        ("x.jsonl", "\n", "no rows in 'train'"),
+        ("x.jsonl", "\n", "no rows (split 'train')"),
         ("x.jsonl", '{"question": 7, "answer": "a"}\n' * 9, "row 0': a prompt must be text or a list of messages"),
         ("x.json", '{"rows": []}', "must hold a list of objects, this one holds a dict"),
         ("x.json", "[", "cannot read"),

@@ -101,7 +101,8 @@ def test_a_step_without_signal_says_why_it_has_no_mismatch(tmp_path: Path) -> No
     alike = [replace(group, rollouts=group.rollouts[:1] * 4) for group in groups_of(0)]
     for row in ({"reward": 0.0}, {"reward": 0.0, "mismatch/kl": 0.25}):
         run.tracker.flush(0, row, alike)
-    reason = "  no mismatch in step 0: the rewards of each group are equal, so there is nothing to learn from"
+    equal = "the rewards of each group are equal, so there is nothing to learn from"
+    reason = f"  step 0: {equal}, and no mismatch to measure"
     assert run.printed.splitlines().count(reason) == 1
 
 

@@ -41,6 +41,9 @@ class Runner:
         self.computed: dict[str, int] = {}
         self.length: dict[str, int] = {}
         self.log: list[dict[str, int]] = []
+        self.former: set[str] | None = None
+        """Requests of the former step, if a request that was not in it must come with its tokens: vLLM's first model
+        runner keeps only these, and with async scheduling gets no tokens of the others."""
 
     def run_many(self, step: Any, count: int) -> Any:
         """Sample `count` tokens of each request, as `DeviceSteps` does."""
@@ -67,6 +70,9 @@ class Runner:
             self.computed[new.req_id] = new.num_computed_tokens
             self.length.setdefault(new.req_id, len(new.prompt_token_ids))
         cached = step.scheduled_cached_reqs
+        if self.former is not None:
+            assert set(cached.req_ids) <= self.former | cached.all_token_ids.keys()
+            self.former = set(step.num_scheduled_tokens)
         for name, blocks, computed in zip(
             cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
         ):
@@ -154,6 +160,7 @@ def serve(
     from vllm.v1.request import RequestStatus
 
     runner, queue = Runner(), deque()
+    runner.former = set() if is_async and device.most == 1 else None
     completions: dict[str, list[Any]] = {}
 
     def deliver(name: str, tokens: list[int], logprobs: Any, reason: str | None) -> None:
@@ -173,7 +180,7 @@ def serve(
             step = scheduler.schedule()
             many = device.tokens > 1 and step.total_num_scheduled_tokens
             run = partial(runner.run_many, count=device.tokens) if many else runner.run
-            queue.append((step, run(step) if step.total_num_scheduled_tokens else None))
+            queue.append((step, run(step)))
             if is_async and len(queue) < 2:
                 continue
         if not queue:
