@@ -147,7 +147,7 @@ def show_rewards(
         if not rewards and scores[0].error is None:
             note(f"environments {source!r}: no reward for {texts[0]!r:.60}; return a number where the reward applies")
         elif not rewards and not any(NOT_RUN in str(score.error) for score in scores):
-            note(f"environments {source!r}: the reward fails for {' and for '.join(map(repr, texts))}; mend it first")
+            note(f"environments {source!r}: the reward fails for every text that was tried; mend it before a run")
         elif len(rewards) == 2 and rewards[0] <= rewards[1]:
             note(
                 f"environments {source!r}: the row's own answer gets no more reward than {USELESS!r}; does the reward "
