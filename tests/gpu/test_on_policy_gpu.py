@@ -43,9 +43,9 @@ SCHEDULING = """
 import numpy as np
 from colocated_grpo.rollout.vllm.steady_batch import SteadyBatch
 settle = SteadyBatch.settle
-def broken(self, row):
+def broken(self, row, without=0):
     self._logprobs[row, : self._unsettled[row]] = np.roll(self._logprobs[row, : self._unsettled[row]], 1)
-    settle(self, row)
+    settle(self, row, without)
 SteadyBatch.settle = broken
 """
 
