@@ -455,20 +455,14 @@ def test_wandb_online_without_an_api_key_is_one_line_and_the_run_continues(
 
 
 def test_the_link_of_a_wandb_run_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Service:
-        """Stands for the client of W&B's service."""
-
-        def __init__(self, *_: object, **settings: object) -> None:
-            self.run = SimpleNamespace(url="https://wandb.example/run", define_metric=lambda *_, **__: None)
-
-        def start(self) -> None: ...
-
-        def log(self, row: object) -> None: ...
-
-        def finish(self) -> None: ...
-
+    run = SimpleNamespace(
+        url="https://wandb.example/run",
+        define_metric=lambda *_, **__: None,
+        log=lambda row: None,
+        finish=lambda: None,
+    )
     monkeypatch.setattr("wandb.login", lambda **_: True)
-    monkeypatch.setattr("accelerate.tracking.WandBTracker", Service)
+    monkeypatch.setattr("wandb.init", lambda **_: run)
     printed = TrackedRun(tmp_path / "run", config_of(wandb="online")).train().finish().printed
     assert "tracking.wandb: https://wandb.example/run\n" in printed
 
