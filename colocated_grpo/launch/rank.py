@@ -12,7 +12,7 @@ from colocated_grpo.environments.chat import ChatCodec
 from colocated_grpo.errors import RunError
 from colocated_grpo.runtime import distributed
 from colocated_grpo.runtime.joining import Joined
-from colocated_grpo.runtime.run_folder import choose_run_folder, lock_folder, removed_if_unused
+from colocated_grpo.runtime.run_folder import choose_run_folder, lock_folder, remove_if_unused
 from colocated_grpo.runtime.user_code import UserCodeWatch
 from colocated_grpo.runtime.verdict import FAILED, STOPPED, leave, stacks_file
 from colocated_grpo.settings.schema import Config, PolicyConfig, RolloutConfig
@@ -126,10 +126,13 @@ def train_on(
         distributed.seed_everything(distributed.derive_seed(config.seed, "build"))
         output_dir = Path(config.output_dir)
         folder = world.from_main(lambda: lock_folder(choose_run_folder(output_dir, config.run_name, resume, name)))
-        with removed_if_unused(folder):
-            output.folder = folder
-            leave(folder=str(folder))
+        output.folder = folder
+        leave(folder=str(folder))
+        try:
             run = build_run(config, folder, world, process.stop, output, process.resources, callbacks)
+        except BaseException:
+            remove_if_unused(folder)
+            raise
         settings, transcript = run.config.model_dump(mode="json"), ChatCodec(run.tokenizer).transcript
         run.tracker.start(settings, describe(run), run.start, transcript)
         if resume is not None:

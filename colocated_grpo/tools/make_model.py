@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.utils.logging import disable_progress_bar
 
 from colocated_grpo.environments.registry import EPISODES, build_episode, build_task
-from colocated_grpo.tools.shapes import ARCHITECTURES, SHAPES, TINY, Shape
+from colocated_grpo.tools.shapes import ARCHITECTURES, SHAPES, Shape
 from colocated_grpo.tools.warm_start import (
     EVAL_PROMPTS,
     EpisodeTeacher,
@@ -192,29 +192,6 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, out: 
         partial.rename(out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def make_model(
-    out: str | Path,
-    *,
-    architecture: str | None = None,
-    shape: Shape = TINY,
-    seed: int = 0,
-    init_std: float = 0.02,
-    dtype: torch.dtype = torch.float32,
-    settings: Mapping[str, object] | None = None,
-) -> Path:
-    """Write a model with random weights and its tokenizer to the new folder `out`, and return the path.
-
-    architecture: replaces the architecture of `shape`. settings: as in `model_config`.
-    """
-    out = Path(out)
-    check_writable(out, force=False)
-    shape = shape if architecture is None else replace(shape, architecture=architecture)
-    tokenizer = build_char_tokenizer(shape.vocab, shape.max_positions)
-    model = build_model(shape, tokenizer, seed=seed, init_std=init_std, dtype=dtype, settings=settings)
-    save_model(model, tokenizer, out)
-    return out
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -19,7 +19,6 @@ from colocated_grpo.tools.make_model import (
     build_char_tokenizer,
     build_model,
     main,
-    make_model,
     model_config,
 )
 from colocated_grpo.tools.shapes import SHAPES, SMALL, TINY
@@ -34,6 +33,7 @@ from colocated_grpo.tools.warm_start import (
     warm_start,
     with_slips,
 )
+from tests.support.random_models import make_model
 
 TOKENIZER = build_char_tokenizer()
 
