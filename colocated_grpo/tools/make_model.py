@@ -170,25 +170,21 @@ def _size_arguments(shape: Shape) -> dict[str, object]:
     return sizes
 
 
-def check_writable(out: Path, force: bool) -> None:
-    """Raise FileExistsError if `out` exists. With `force`, a model folder may be replaced, but nothing else."""
-    if not out.exists():
-        return
-    if not force:
-        raise FileExistsError(f"{out}: already exists; choose another folder or pass --force")
-    if not (out / "config.json").is_file():
-        raise FileExistsError(f"{out}: not a model folder (it has no config.json); --force does not replace it")
+def check_absent(out: Path) -> None:
+    if out.exists():
+        raise FileExistsError(f"{out}: already exists; choose another folder")
 
 
-def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, out: Path, *, force: bool = False) -> None:
-    """Write a folder that from_pretrained and vLLM load offline. The folder is renamed into place when complete."""
-    check_writable(out, force)
+def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
+    """Write a folder that from_pretrained and vLLM load offline. The folder is renamed into place when complete.
+
+    Raises FileExistsError if `out` exists.
+    """
+    check_absent(out)
     partial = out.with_name(f"{out.name}.partial-{os.getpid()}")
     try:
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
-        if out.exists():
-            shutil.rmtree(out)
         partial.rename(out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -208,7 +204,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.add_argument(flag, type=int, metavar="N", default=argparse.SUPPRESS, help=f"override {size} of --shape")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the weights")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--force", action="store_true", help="replace OUT if it is a model folder")
     parser.add_argument(
         "--task",
         help="task to warm-start on: a built-in task or episode, or a module:object whose items have an 'answer'",
@@ -250,7 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     disable_progress_bar()
     shape = replace(SHAPES[options.shape], **{name: getattr(options, name) for name in OVERRIDES if name in options})
     try:
-        check_writable(options.out, options.force)
+        check_absent(options.out)
         tokenizer = build_char_tokenizer(shape.vocab, shape.max_positions)
         dtype = getattr(torch, options.dtype)
         model = build_model(shape, tokenizer, seed=options.seed, dtype=dtype)
@@ -259,7 +254,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (FileExistsError, ValueError) as error:
         print(f"make_model: {error}", file=sys.stderr)
         return 2
-    save_model(model, tokenizer, options.out, force=options.force)
+    save_model(model, tokenizer, options.out)
     print(f"{options.out}: {shape.architecture}, {model.num_parameters():,} parameters, vocabulary of {len(tokenizer)}")
     return 0
 

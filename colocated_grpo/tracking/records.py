@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from colocated_grpo.errors import RunError
 from colocated_grpo.settings.errors import masked, masked_arguments
@@ -175,7 +175,7 @@ class Sinks:
 
     def open(self, settings: JsonObject, tracking: TrackingConfig, run_dir: Path, first_step: int) -> None:
         """Start the enabled sinks and send them the settings. Not collective."""
-        shown = masked(settings)
+        shown = cast("JsonObject", masked(settings))
         self._tables_every, self._table_rows = tracking.completions_every, tracking.completions_rows
         if tracking.wandb != "off":
             self._add("tracking.wandb", lambda: _wandb(shown, tracking, run_dir, self._note))
@@ -220,7 +220,7 @@ class Sinks:
             self._note(f"{name} disabled: {reason}")
 
 
-def _wandb(settings: object, tracking: TrackingConfig, run_dir: Path, note: Callable[[str], None]) -> Sink:
+def _wandb(settings: JsonObject, tracking: TrackingConfig, run_dir: Path, note: Callable[[str], None]) -> Sink:
     import wandb
 
     os.environ.setdefault("WANDB_DISABLE_WEAVE", "0" if "weave" in sys.modules else "1")  # else W&B advertises it
@@ -234,7 +234,7 @@ def _wandb(settings: object, tracking: TrackingConfig, run_dir: Path, note: Call
         id=_wandb_run_id(run_dir),
         resume="allow",
         dir=str(run_dir),
-        mode=tracking.wandb,
+        mode="online" if tracking.wandb == "online" else "offline",
         config=settings,
         settings=wandb.Settings(
             console="off",  # capturing stdout would conflict with the live display

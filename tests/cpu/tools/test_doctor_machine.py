@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from colocated_grpo.runtime.processes import Gpu, GpuListing, list_gpus, parse_listing, visible
 from colocated_grpo.tools.doctor.machine import (
     check_collective,
     check_gpu_memory,
@@ -17,7 +18,6 @@ from colocated_grpo.tools.doctor.machine import (
     judge_shared_memory,
     missing_interfaces,
 )
-from colocated_grpo.tools.doctor.subject import Gpu, GpuListing, list_gpus, parse_listing, visible
 from tests.support.doctor import TWO_H200, fake_nvidia_smi, python_on_small_disk, subject_of
 
 NO_DRIVER = (
