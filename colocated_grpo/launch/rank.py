@@ -49,12 +49,10 @@ class RankProcess:
             world = distributed.init_world(joined.store, replicate_nodes=policy.replicate == "nodes")
             self.world = distributed.with_context(world, policy.context_parallel)
         except Exception as error:
-            if (shown := joined.failure(error)) is error:
-                raise
-            raise shown from error
+            joined.fail(error)
         self.stop = joined.stop
-        self.failure = joined.failure
-        """Makes the other ranks exit, and returns the exception to raise for an error of this rank."""
+        self.fail = joined.fail
+        """Makes the other ranks exit, and raises the error of this rank."""
         self._watchdog = joined.watchdog
         warn = logging.getLogger(__name__).warning
         self._user_code = UserCodeWatch(user_code_seconds, setting, warn, stacks=stacks_file())
@@ -156,7 +154,5 @@ def train_on(
         if outcome == STOPPED:
             leave(stopped=True)
     except BaseException as error:
-        if (shown := process.failure(error)) is error:
-            raise
-        raise shown from error
+        process.fail(error)
     return folder

@@ -17,20 +17,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.utils.logging import disable_progress_bar
 
 from colocated_grpo.environments.registry import EPISODES, build_episode, build_task
+from colocated_grpo.tools import warm_start as supervised
 from colocated_grpo.tools.shapes import ARCHITECTURES, SHAPES, Shape
-from colocated_grpo.tools.warm_start import (
-    EVAL_PROMPTS,
-    EpisodeTeacher,
-    TaskTeacher,
-    TeachableEpisode,
-    Teacher,
-    WarmStart,
-    warm_start,
-)
 
 SIZES = ("hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "max_positions")
 OVERRIDES = ("architecture", *SIZES)
-DEFAULTS = WarmStart()
+DEFAULTS = supervised.WarmStart()
 WARM_START_FLAGS = (
     ("--warm-start-target", "target", "REWARD", "mean sampled reward at which the warm start ends"),
     ("--slips", "slips", "FRACTION", "fraction of characters that the teacher gets wrong"),
@@ -221,17 +213,17 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def warm_start_on_task(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, options: argparse.Namespace) -> None:
     """Train on the train split, then print the mean sampled reward on the held-out split. Raises ValueError."""
     fields = {field: getattr(options, field) for _, field, _, _ in WARM_START_FLAGS}
-    settings, arguments = WarmStart(seed=options.seed, **fields), yaml.safe_load(options.task_args)
+    settings, arguments = supervised.WarmStart(seed=options.seed, **fields), yaml.safe_load(options.task_args)
     if options.task in EPISODES:
         episode = build_episode(options.task, arguments)
-        assert isinstance(episode, TeachableEpisode), "every built-in episode has a teacher"
-        teacher: Teacher = EpisodeTeacher(episode, tokenizer, settings)
+        assert isinstance(episode, supervised.TeachableEpisode), "every built-in episode has a teacher"
+        teacher: supervised.Teacher = supervised.EpisodeTeacher(episode, tokenizer, settings)
     else:
-        teacher = TaskTeacher(build_task(options.task, arguments), tokenizer, settings)
+        teacher = supervised.TaskTeacher(build_task(options.task, arguments), tokenizer, settings)
     started = time.monotonic()
-    steps = warm_start(model, tokenizer, teacher, settings, print_progress)
+    steps = supervised.warm_start(model, tokenizer, teacher, settings, print_progress)
     seconds = time.monotonic() - started
-    reward = teacher.sampled_reward(model, "held_out", 2 * EVAL_PROMPTS)
+    reward = teacher.sampled_reward(model, "held_out", 2 * supervised.EVAL_PROMPTS)
     print(f"warm start on {options.task}: {steps} steps in {seconds:.0f} s, held-out sampled reward {reward:.2f}")
 
 
