@@ -161,7 +161,7 @@ def resized(run: Run, size: Size, start: int, steps: int, vocabulary: int) -> Ru
     return replace(
         run,
         config=run.config.model_copy(update={"rollout": rollout, "training_steps": start + steps}),
-        supply=run.supply.resized(rollout, sampling),
+        supply=replace(run.supply, config=rollout, sampling=sampling),
         start=start,
     )
 

@@ -123,7 +123,7 @@ def model_folder(options: argparse.Namespace, world: World) -> Generator[Path]:
     # Imported here because transformers takes seconds to import, and neither --help nor the starting process needs it.
     from transformers.utils.logging import disable_progress_bar
 
-    from colocated_grpo.tools.make_model import make_model
+    from colocated_grpo.tools.make_model import build_char_tokenizer, build_model, save_model
 
     disable_progress_bar()
     with tempfile.TemporaryDirectory(prefix="benchmark-model-") as scratch:
@@ -131,7 +131,9 @@ def model_folder(options: argparse.Namespace, world: World) -> Generator[Path]:
 
         def make() -> None:
             if not folder.exists():
-                make_model(folder, shape=SHAPES[options.shape], dtype=torch.bfloat16)
+                shape = SHAPES[options.shape]
+                tokenizer = build_char_tokenizer(shape.vocab, shape.max_positions)
+                save_model(build_model(shape, tokenizer, dtype=torch.bfloat16), tokenizer, folder)
 
         world.from_main(make)
         if world.device.type == "cuda":

@@ -32,7 +32,6 @@ from colocated_grpo.policy.policy import Policy
 from colocated_grpo.runtime.distributed import World, with_context
 from colocated_grpo.settings import Config
 from colocated_grpo.settings.errors import ConfigError
-from colocated_grpo.settings.rules import context_divides_world
 from colocated_grpo.summaries import group_rewards
 from colocated_grpo.types import Group, JsonObject, Prompt, Rollout, Score
 
@@ -71,8 +70,8 @@ def measure(world: World, options: argparse.Namespace) -> JsonObject:
     roofline = measure_roofline(world.device)
     with model_folder(options, world) as folder:
         config = config_of(folder, options, **sections(options))
-        if lines := [*context_divides_world(config.policy.context_parallel, world.size)]:
-            raise ConfigError(*lines)
+        if world.size % (size := config.policy.context_parallel):
+            raise ConfigError(f"policy.context_parallel={size}: must divide the number of ranks, {world.size}")
         hf_config = read_model_config(config.model, folder)
         world = with_context(world, config.policy.context_parallel)
         policy = Policy(config, hf_config, folder, world)

@@ -4,7 +4,7 @@ import resource
 import time
 from collections import defaultdict
 from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -113,21 +113,17 @@ class Choreography:
         self.clock.note_memory("train")
 
 
-TABLE_ROWS = 40
-
-
-def profiled(folder: Path | None) -> AbstractContextManager[None]:
-    """Profile the block and write trace.json.gz and kernels.txt into `folder`. If `folder` is None, do nothing."""
-    return nullcontext() if folder is None else _profile(folder)
-
-
 @contextmanager
-def _profile(folder: Path) -> Generator[None]:
+def profiled(folder: Path | None) -> Generator[None]:
+    """Profile the block and write trace.json.gz and kernels.txt into `folder`. If `folder` is None, do nothing."""
+    if folder is None:
+        yield
+        return
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
     with profile(activities=activities) as recorded:
         yield
     folder.mkdir(parents=True, exist_ok=True)
     order = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
     averages = recorded.key_averages()
-    (folder / "kernels.txt").write_text(averages.table(sort_by=order, row_limit=TABLE_ROWS, max_name_column_width=90))
+    (folder / "kernels.txt").write_text(averages.table(sort_by=order, row_limit=40, max_name_column_width=90))
     recorded.export_chrome_trace(str(folder / "trace.json.gz"))

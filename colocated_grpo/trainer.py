@@ -26,12 +26,7 @@ from colocated_grpo.runtime.distributed import derive_seed, seed_everything
 from colocated_grpo.runtime.run_folder import MODEL_SHAPE
 from colocated_grpo.runtime.verdict import FINISHED, STOPPED
 from colocated_grpo.settings.losses import AdvantageConfig
-from colocated_grpo.summaries import (
-    environment_metrics,
-    group_rewards,
-    is_informative,
-    rollout_metrics,
-)
+from colocated_grpo.summaries import environment_metrics, group_rewards, is_informative, rollout_metrics
 from colocated_grpo.types import Group
 
 PUSH_SECONDS = 5.0
@@ -60,7 +55,8 @@ def train(run: Run) -> str:
     goal_reached = run.goal_reached
     if run.hub is not None and run.world.is_main:
         run.hub.start()
-    if run.start and not run.world.from_main(lambda: all_exported(run, run.start)):
+    exported = [run.folder / export.name_at(run.start) for export in run.exports]
+    if run.start and not run.world.from_main(lambda: all(folder.exists() for folder in exported)):
         maybe_export(run, run.start)  # the run was killed after this step's checkpoint and before its export
     for step in range(run.start, steps):
         with run.clock.time("step"):
@@ -308,10 +304,6 @@ def push_final(run: Run, steps: int) -> None:
             run.world.from_main(begin)
             while run.world.from_main(lambda: hub.pending(PUSH_SECONDS, stopped=run.stop.requested())):
                 pass
-
-
-def all_exported(run: Run, step: int) -> bool:
-    return all((run.folder / export.name_at(step)).exists() for export in run.exports)
 
 
 def export_to(run: Run, export: Export, name: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,7 +51,7 @@ from colocated_grpo.runtime.supervision import StopRequest
 from colocated_grpo.settings.config_json import has_text_part, read_config_json
 from colocated_grpo.settings.schema import Config, HubConfig, ModelConfig
 from colocated_grpo.summaries import RewardCheck
-from colocated_grpo.tracking import RunOutput, make_tracker
+from colocated_grpo.tracking import NullTracker, RunOutput, Tracker
 from colocated_grpo.tracking.hub import Hub
 from colocated_grpo.types import JsonObject
 
@@ -74,7 +73,7 @@ def build_run(
 
     Steps that can fail for outside reasons come first. resources: collects everything to close, also after a failure.
     """
-    tracker = make_tracker(folder, output, config.tracking, is_main=world.is_main)
+    tracker = Tracker(folder, output, config.tracking) if world.is_main else NullTracker()
     site = Site(world=world, stop=stop, note=tracker.note, resources=resources)
     with output.phase("reading the model's settings and tokenizer"):
         model = read_model_files(config.model, world, config.policy.lora)
@@ -95,8 +94,8 @@ def build_run(
         policy = Policy(config, model.hf_config, model.folder, world)
         scoring = ModelLoader(config, scored_by.hf_config, scored_by.folder, world)
         reference = build_reference(config.loss.kl, policy, scoring, offloaded=config.policy.cpu_offload)
-        load_opponent = partial(ModelLoader, config, model.hf_config, world=world)
-        frozen = read_opponent(None if opponent_folder is None else load_opponent(opponent_folder), world.device)
+        playing = None if opponent_folder is None else ModelLoader(config, model.hf_config, opponent_folder, world)
+        frozen = read_opponent(playing, world.device)
         checkpoints = Checkpoints(folder, config.checkpoint, world, opponent_state(config.opponent, frozen), site.note)
         start, state = checkpoints.restore(policy)
     policy.fixed_lr = state.get(LEARNING_RATE)

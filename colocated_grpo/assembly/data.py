@@ -62,7 +62,12 @@ def draw_evaluated(
     evaluation: EvaluationConfig, environments: Environments, note: Note
 ) -> tuple[list[Prompt], list[list[Prompt]]]:
     """Return the held-out prompts, and the prompts of the sets that this run evaluates. Rank 0 only: reads data."""
-    held_out = draw_held_out(evaluation, environments, note)
+    held_out: list[Prompt] = []
+    if evaluation.every:
+        for environment in environments.trained:
+            if (line := environment.items.held_out_note) is not None:
+                note(line)
+        held_out = environments.held_out(evaluation.prompts)
     sets: list[list[Prompt]] = []
     first_index = len(held_out)  # prompts of different sets have different indices in rollouts.jsonl
     for entry, environment in zip(evaluation.sets, environments.sets, strict=True):
@@ -80,16 +85,6 @@ def draw_evaluated(
                 f"rollout.max_prompt_tokens={environments.encoder.max_prompt_tokens}"
             )
     return held_out, sets
-
-
-def draw_held_out(evaluation: EvaluationConfig, environments: Environments, note: Note) -> list[Prompt]:
-    """Prompts of the training environments that are never trained on; none if they are not evaluated. Rank 0 only."""
-    if not evaluation.every:
-        return []
-    for environment in environments.trained:
-        if (line := environment.items.held_out_note) is not None:
-            note(line)
-    return environments.held_out(evaluation.prompts)
 
 
 def evaluation_sets(

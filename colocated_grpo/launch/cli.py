@@ -1,8 +1,8 @@
 """Entry point of a rank: `python -m colocated_grpo [--config FILE]`, under torchrun, under srun, or alone. Also
 the launcher's flags, parsed into a `Launch`.
 
-Only the standard library is imported at the top, because environment variables that torch and vLLM read on import
-must be set first, and so that --help takes less than 0.3 s of CPU time.
+Only the standard library and psutil are imported at the top, because environment variables that torch and vLLM read on
+import must be set first, and so that --help takes less than 0.3 s of CPU time.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import argparse
 import faulthandler
 import logging
 import os
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from colocated_grpo.errors import AlreadyReported, ConfigError
 from colocated_grpo.runtime import program
+from colocated_grpo.runtime.processes import list_gpus, visible
 from colocated_grpo.runtime.program import LAST_PORT, Launch, OneLineParser
 from colocated_grpo.runtime.verdict import RUN_ERROR, leave, report
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 DEFAULT_MASTER_PORT = 29500
 DEFAULT_JOIN_TIMEOUT = 900
-PROBE_SECONDS = 10
 
 
 def run_parser() -> argparse.ArgumentParser:
@@ -130,21 +129,8 @@ def read_launch(options: argparse.Namespace, overrides: Sequence[str]) -> Launch
 
 
 def visible_gpus(environment: Mapping[str, str]) -> int:
-    """Return the number of GPUs visible to CUDA. Runs nvidia-smi, because importing torch takes seconds."""
-    try:
-        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=PROBE_SECONDS).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return 0
-    installed = sum(line.startswith("GPU ") for line in listing.splitlines())
-    chosen = environment.get("CUDA_VISIBLE_DEVICES")
-    if chosen is None or installed == 0:
-        return installed
-    count = 0
-    for device in filter(None, map(str.strip, chosen.split(","))):
-        if device.lstrip("-").isdigit() and not 0 <= int(device) < installed:
-            break  # CUDA ignores an invalid entry and all entries after it
-        count += 1
-    return count
+    """Return the number of GPUs visible to CUDA."""
+    return len(visible(list_gpus().gpus, environment))
 
 
 AUTO = "auto"

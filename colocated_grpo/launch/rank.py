@@ -12,7 +12,7 @@ from colocated_grpo.environments.chat import ChatCodec
 from colocated_grpo.errors import RunError
 from colocated_grpo.runtime import distributed
 from colocated_grpo.runtime.joining import Joined
-from colocated_grpo.runtime.run_folder import choose_run_folder, lock_folder, removed_if_unused
+from colocated_grpo.runtime.run_folder import choose_run_folder, lock_folder, remove_if_unused
 from colocated_grpo.runtime.user_code import UserCodeWatch
 from colocated_grpo.runtime.verdict import FAILED, STOPPED, leave, stacks_file
 from colocated_grpo.settings.schema import Config, PolicyConfig, RolloutConfig
@@ -49,12 +49,10 @@ class RankProcess:
             world = distributed.init_world(joined.store, replicate_nodes=policy.replicate == "nodes")
             self.world = distributed.with_context(world, policy.context_parallel)
         except Exception as error:
-            if (shown := joined.failure(error)) is error:
-                raise
-            raise shown from error
+            joined.fail(error)
         self.stop = joined.stop
-        self.failure = joined.failure
-        """Makes the other ranks exit, and returns the exception to raise for an error of this rank."""
+        self.fail = joined.fail
+        """Makes the other ranks exit, and raises the error of this rank."""
         self._watchdog = joined.watchdog
         warn = logging.getLogger(__name__).warning
         self._user_code = UserCodeWatch(user_code_seconds, setting, warn, stacks=stacks_file())
@@ -126,10 +124,13 @@ def train_on(
         distributed.seed_everything(distributed.derive_seed(config.seed, "build"))
         output_dir = Path(config.output_dir)
         folder = world.from_main(lambda: lock_folder(choose_run_folder(output_dir, config.run_name, resume, name)))
-        with removed_if_unused(folder):
-            output.folder = folder
-            leave(folder=str(folder))
+        output.folder = folder
+        leave(folder=str(folder))
+        try:
             run = build_run(config, folder, world, process.stop, output, process.resources, callbacks)
+        except BaseException:
+            remove_if_unused(folder)
+            raise
         settings, transcript = run.config.model_dump(mode="json"), ChatCodec(run.tokenizer).transcript
         run.tracker.start(settings, describe(run), run.start, transcript)
         if resume is not None:
@@ -153,7 +154,5 @@ def train_on(
         if outcome == STOPPED:
             leave(stopped=True)
     except BaseException as error:
-        if (shown := process.failure(error)) is error:
-            raise
-        raise shown from error
+        process.fail(error)
     return folder

@@ -127,10 +127,6 @@ def _max_tokens(counts: Counts, max_completion_tokens: int) -> float:
     return counts.sequences * max_completion_tokens
 
 
-def _minibatch_tokens(counts: Counts, max_completion_tokens: int) -> float:
-    return counts.tokens
-
-
 def _mean_minibatch_tokens(counts: Counts, max_completion_tokens: int) -> float:
     """DAPO: the batch's tokens, spread evenly over its minibatches.
 
@@ -155,7 +151,7 @@ class _Recipe:
 _RECIPES = {
     "grpo": _Recipe(denominator=_sequences, token_weights=parts.completion_mean),
     "dr_grpo": _Recipe(denominator=_max_tokens),
-    "bnpo": _Recipe(denominator=_minibatch_tokens),
+    "bnpo": _Recipe(denominator=lambda counts, _: counts.tokens),
     "dapo": _Recipe(denominator=_mean_minibatch_tokens),
     "cispo": _Recipe(denominator=_mean_minibatch_tokens, surrogate=parts.make_cispo),
     "gspo": _Recipe(denominator=_sequences, token_weights=parts.completion_mean, ratio=parts.sequence_ratio),

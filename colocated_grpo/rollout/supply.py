@@ -81,10 +81,6 @@ class PromptSupply(Supply):
     _before: JsonObject | None = field(default=None, init=False)
     """The source's state before it drew the prompts that are not settled yet."""
 
-    def resized(self, config: RolloutConfig, sampling: Sampling) -> PromptSupply:
-        """Return the same supply with other batch sizes and sampling settings, for benchmarks."""
-        return replace(self, config=config, sampling=sampling)
-
     def order(self, step: int) -> Order:
         job = self.job(step)
         return lambda: self._collect(job)
@@ -139,10 +135,6 @@ class PromptSupply(Supply):
         self._before = None
         settled = self.world.from_main(lambda: self._main_source().record(groups))
         return settled if self.resampling is None else self.resampling.choose(groups, settled)
-
-    def wait_for_ranks(self) -> None:
-        """Wait until every rank has called this. Collective."""
-        self.world.barrier()
 
     def _main_source(self) -> LongestFirst:
         assert self.source is not None  # on rank 0
@@ -219,7 +211,7 @@ class AheadSupply(Supply):
             self._ahead.result()
             self._ahead = None
             # A server may still be sampling for another rank, and a server that receives weights serves no requests.
-            self._supply.wait_for_ranks()
+            self._supply.world.barrier()
 
     def state_dict(self) -> JsonObject | None:
         """Position before the prompts being sampled ahead. A resumed run draws them again."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
-from typing import NamedTuple, Self
+from typing import NamedTuple, NoReturn, Self
 
 import psutil
 import torch.distributed as dist
@@ -51,8 +51,8 @@ class Joined:
     stop: StopRequest
     watchdog: Watchdog
 
-    def failure(self, error: BaseException) -> BaseException:
-        """Make the other ranks exit, and return the exception to raise for an error of this rank."""
+    def fail(self, error: BaseException) -> NoReturn:
+        """Make the other ranks exit, and raise this rank's error, or what shows its cause. Call while handling it."""
         self.watchdog.stop_watching()
         # The error of a broken collective does not show the cause, so name the lost ranks. Any other error is this
         # rank's own.
@@ -62,8 +62,10 @@ class Joined:
         one_line = isinstance(shown, RunError | ConfigError)
         if not self.watchdog.report_failure(str(shown) if one_line else in_one_line(shown)):
             # Not reported: it only repeats the error of the rank that failed first, or follows from its exit.
-            return AlreadyReported()
-        return shown
+            raise AlreadyReported from error
+        if shown is error:
+            raise
+        raise shown from error
 
 
 def join(before_exit: Callable[[str | None], None] = lambda line: None) -> Joined:
@@ -87,9 +89,7 @@ def join(before_exit: Callable[[str | None], None] = lambda line: None) -> Joine
     try:
         _meet(own, watchdog, rank, size, deadline)
     except Exception as error:
-        if (shown := joined.failure(error)) is error:
-            raise
-        raise shown from error
+        joined.fail(error)
     return joined
 
 

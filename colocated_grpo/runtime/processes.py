@@ -1,6 +1,6 @@
 """Runs a command, forwards the first stop signal so that ranks can save, and leaves no process behind.
 
-Also manages the launcher's temporary folder: each start removes the folders of killed launchers.
+Also manages the launcher's temporary folder: each start removes the folders of killed launchers. Lists the GPUs.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from itertools import cycle, islice, takewhile
 from pathlib import Path
 
 import psutil
@@ -189,3 +190,71 @@ def _remove_abandoned() -> None:
                 shutil.rmtree(folder)
             finally:
                 os.close(descriptor)
+
+
+SMI_SECONDS = 10
+FIELDS = ("index", "name", "memory.total", "memory.used", "driver_version")
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    index: int
+    name: str
+    total: int | None
+    """Bytes. None if nvidia-smi cannot read it, as in some containers with a part of a GPU (MIG)."""
+    used: int | None
+    """Bytes, of all processes."""
+    driver: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuListing:
+    """The GPUs of this machine, or the reason why they cannot be listed."""
+
+    gpus: tuple[Gpu, ...] = ()
+    error: str | None = None
+    """The message of nvidia-smi. None if nvidia-smi works or is not installed."""
+
+
+def list_gpus() -> GpuListing:
+    """Ask nvidia-smi, because importing torch takes seconds."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_SECONDS)
+    except FileNotFoundError:
+        return GpuListing()
+    except subprocess.TimeoutExpired:
+        return GpuListing(error=f"nvidia-smi did not answer within {SMI_SECONDS} s")
+    except OSError as error:
+        return GpuListing(error=f"nvidia-smi cannot be started ({error.strerror})")
+    return parse_listing(done.returncode, done.stdout.strip() or done.stderr.strip())
+
+
+def parse_listing(code: int, output: str) -> GpuListing:
+    """Parse the exit code and the output of nvidia-smi for `FIELDS`."""
+    rows = [[cell.strip() for cell in line.split(",")] for line in output.splitlines()]
+    if code or not all(len(row) == len(FIELDS) and row[0].isdigit() for row in rows):
+        return GpuListing(error=" ".join(output.split()) or f"nvidia-smi exited with code {code}")
+    return GpuListing(
+        gpus=tuple(
+            Gpu(index=int(index), name=name, total=_bytes(total), used=_bytes(used), driver=driver)
+            for index, name, total, used, driver in rows
+        )
+    )
+
+
+def _bytes(text: str) -> int | None:
+    return int(text) * MIB if text.isdigit() else None
+
+
+def visible(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> tuple[Gpu, ...]:
+    """Return the GPUs that CUDA_VISIBLE_DEVICES selects by number. If it has ids, return as many GPUs as ids."""
+    setting, by_number = environment.get("CUDA_VISIBLE_DEVICES"), {str(gpu.index): gpu for gpu in gpus}
+    if setting is None:
+        return tuple(gpus)
+    chosen = [device.strip() for device in setting.split(",") if device.strip()]
+    if any(device.startswith(("GPU-", "MIG-")) for device in chosen):
+        return tuple(islice(cycle(gpus), len(chosen)))  # several parts (MIG) may be of one GPU
+    # CUDA ignores an invalid number and everything after it.
+    return tuple(by_number[device] for device in takewhile(by_number.__contains__, chosen))

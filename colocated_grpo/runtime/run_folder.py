@@ -8,8 +8,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -138,16 +137,6 @@ def is_locked(folder: Path) -> bool:
     except OSError:  # no lock file, or a file system without locks
         return False
     return False
-
-
-@contextmanager
-def removed_if_unused(folder: Path) -> Generator[None]:
-    """Remove a locked folder if the block raises before anything is written, such as for an invalid setting."""
-    try:
-        yield
-    except BaseException:
-        remove_if_unused(folder)
-        raise
 
 
 def remove_if_unused(folder: Path) -> None:

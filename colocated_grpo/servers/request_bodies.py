@@ -47,19 +47,12 @@ HARMLESS: dict[str, tuple[object, ...]] = {
 }
 """Values without effect, in addition to null. For keys not listed here: false, 0, and empty lists and objects."""
 
-IGNORED = frozenset(
-    {
-        *("cache_salt", "metadata", "priority", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
-        *("request_id", "safety_identifier", "service_tier", "session_id", "store", "user"),  # bookkeeping
-        *("ec_transfer_params", "kv_transfer_params", "prediction", "stream_interval"),  # speed
-        *("include_reasoning", "parallel_tool_calls"),  # responses have no reasoning and no parsed calls
-    }
-)
-"""Keys without effect on tokens and text. Keys unknown to both OpenAI and vLLM are also ignored, as by OpenAI."""
-
 
 def check_keys(content: JsonObject, supported: frozenset[str]) -> None:
-    """Raise ValueError with one line for the first key that is not supported and has an effect."""
+    """Raise ValueError with one line for the first key that is not supported and has an effect.
+
+    Other keys, known to OpenAI or not, are ignored, as by OpenAI.
+    """
     for key in REJECTED.keys() & content.keys() - supported:
         value = content[key]
         harmless = HARMLESS.get(key, (False, 0, [], {}))

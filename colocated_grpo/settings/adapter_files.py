@@ -73,7 +73,7 @@ def with_adapter_settings(config: Config) -> Config:
         )
     nullable = {"exclude_modules", "layers"}
     found = {new: saved.get(old) for old, new in _KEYS.items() if new in nullable or saved.get(old) is not None}
-    given = lora.set_by_user()
+    given = lora.model_dump(exclude_unset=True)
     try:
         # Validation parses "20-31" into a list of numbers, so the text and the list compare equal.
         resolved = LoRAConfig.model_validate({**given, **found})

@@ -41,7 +41,9 @@ def check_world(config: Config, ranks: int, ranks_per_node: int | None = None) -
     """Raise ConfigError if the settings do not fit this number of ranks. ranks_per_node: None if unknown."""
     per_engine, prompts, replicate = config.ranks_per_engine, config.rollout.prompts_per_step, config.policy.replicate
     engines, sharded = ranks // per_engine, config.rollout.generation == "sharded"
-    lines = [*context_divides_world(config.policy.context_parallel, ranks)]
+    lines: list[str] = []
+    if ranks % (size := config.policy.context_parallel):
+        lines.append(f"policy.context_parallel={size}: must divide the number of ranks, {ranks}")
     if ranks % per_engine:
         lines.append(f"engine.tensor_parallel_size={per_engine}: must divide the number of ranks, {ranks}")
     if sharded and prompts < engines:
@@ -68,11 +70,6 @@ def check_world(config: Config, ranks: int, ranks_per_node: int | None = None) -
             f"of {ranks_per_node}"
         )
     _raise_on(*lines)
-
-
-def context_divides_world(size: int, ranks: int) -> Lines:
-    if ranks % size:
-        yield f"policy.context_parallel={size}: must divide the number of ranks, {ranks}"
 
 
 def remarks(config: Config) -> list[str]:

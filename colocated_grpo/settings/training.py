@@ -11,7 +11,6 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from colocated_grpo.settings.base import DEFAULT_INIT, Fraction, InputFile, NonNegative, Number, Positive, Section
-from colocated_grpo.types import JsonObject
 
 _RANGE = re.compile(r"(\d+)(?:\s*-\s*(\d+))?")
 
@@ -102,10 +101,6 @@ class LoRAConfig(Section):
     def scale(self) -> float:
         """Factor of the product B @ A."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
-
-    def set_by_user(self) -> JsonObject:
-        """Return the settings that were given, without defaults."""
-        return {name: getattr(self, name) for name in self.model_fields_set}
 
 
 _BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}

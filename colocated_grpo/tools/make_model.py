@@ -17,20 +17,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.utils.logging import disable_progress_bar
 
 from colocated_grpo.environments.registry import EPISODES, build_episode, build_task
-from colocated_grpo.tools.shapes import ARCHITECTURES, SHAPES, TINY, Shape
-from colocated_grpo.tools.warm_start import (
-    EVAL_PROMPTS,
-    EpisodeTeacher,
-    TaskTeacher,
-    TeachableEpisode,
-    Teacher,
-    WarmStart,
-    warm_start,
-)
+from colocated_grpo.tools import warm_start as supervised
+from colocated_grpo.tools.shapes import ARCHITECTURES, SHAPES, Shape
 
 SIZES = ("hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "max_positions")
 OVERRIDES = ("architecture", *SIZES)
-DEFAULTS = WarmStart()
+DEFAULTS = supervised.WarmStart()
 WARM_START_FLAGS = (
     ("--warm-start-target", "target", "REWARD", "mean sampled reward at which the warm start ends"),
     ("--slips", "slips", "FRACTION", "fraction of characters that the teacher gets wrong"),
@@ -170,51 +162,24 @@ def _size_arguments(shape: Shape) -> dict[str, object]:
     return sizes
 
 
-def check_writable(out: Path, force: bool) -> None:
-    """Raise FileExistsError if `out` exists. With `force`, a model folder may be replaced, but nothing else."""
-    if not out.exists():
-        return
-    if not force:
-        raise FileExistsError(f"{out}: already exists; choose another folder or pass --force")
-    if not (out / "config.json").is_file():
-        raise FileExistsError(f"{out}: not a model folder (it has no config.json); --force does not replace it")
+def check_absent(out: Path) -> None:
+    if out.exists():
+        raise FileExistsError(f"{out}: already exists; choose another folder")
 
 
-def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, out: Path, *, force: bool = False) -> None:
-    """Write a folder that from_pretrained and vLLM load offline. The folder is renamed into place when complete."""
-    check_writable(out, force)
+def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
+    """Write a folder that from_pretrained and vLLM load offline. The folder is renamed into place when complete.
+
+    Raises FileExistsError if `out` exists.
+    """
+    check_absent(out)
     partial = out.with_name(f"{out.name}.partial-{os.getpid()}")
     try:
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
-        if out.exists():
-            shutil.rmtree(out)
         partial.rename(out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def make_model(
-    out: str | Path,
-    *,
-    architecture: str | None = None,
-    shape: Shape = TINY,
-    seed: int = 0,
-    init_std: float = 0.02,
-    dtype: torch.dtype = torch.float32,
-    settings: Mapping[str, object] | None = None,
-) -> Path:
-    """Write a model with random weights and its tokenizer to the new folder `out`, and return the path.
-
-    architecture: replaces the architecture of `shape`. settings: as in `model_config`.
-    """
-    out = Path(out)
-    check_writable(out, force=False)
-    shape = shape if architecture is None else replace(shape, architecture=architecture)
-    tokenizer = build_char_tokenizer(shape.vocab, shape.max_positions)
-    model = build_model(shape, tokenizer, seed=seed, init_std=init_std, dtype=dtype, settings=settings)
-    save_model(model, tokenizer, out)
-    return out
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -231,7 +196,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.add_argument(flag, type=int, metavar="N", default=argparse.SUPPRESS, help=f"override {size} of --shape")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the weights")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--force", action="store_true", help="replace OUT if it is a model folder")
     parser.add_argument(
         "--task",
         help="task to warm-start on: a built-in task or episode, or a module:object whose items have an 'answer'",
@@ -249,17 +213,17 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def warm_start_on_task(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, options: argparse.Namespace) -> None:
     """Train on the train split, then print the mean sampled reward on the held-out split. Raises ValueError."""
     fields = {field: getattr(options, field) for _, field, _, _ in WARM_START_FLAGS}
-    settings, arguments = WarmStart(seed=options.seed, **fields), yaml.safe_load(options.task_args)
+    settings, arguments = supervised.WarmStart(seed=options.seed, **fields), yaml.safe_load(options.task_args)
     if options.task in EPISODES:
         episode = build_episode(options.task, arguments)
-        assert isinstance(episode, TeachableEpisode), "every built-in episode has a teacher"
-        teacher: Teacher = EpisodeTeacher(episode, tokenizer, settings)
+        assert isinstance(episode, supervised.TeachableEpisode), "every built-in episode has a teacher"
+        teacher: supervised.Teacher = supervised.EpisodeTeacher(episode, tokenizer, settings)
     else:
-        teacher = TaskTeacher(build_task(options.task, arguments), tokenizer, settings)
+        teacher = supervised.TaskTeacher(build_task(options.task, arguments), tokenizer, settings)
     started = time.monotonic()
-    steps = warm_start(model, tokenizer, teacher, settings, print_progress)
+    steps = supervised.warm_start(model, tokenizer, teacher, settings, print_progress)
     seconds = time.monotonic() - started
-    reward = teacher.sampled_reward(model, "held_out", 2 * EVAL_PROMPTS)
+    reward = teacher.sampled_reward(model, "held_out", 2 * supervised.EVAL_PROMPTS)
     print(f"warm start on {options.task}: {steps} steps in {seconds:.0f} s, held-out sampled reward {reward:.2f}")
 
 
@@ -273,7 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     disable_progress_bar()
     shape = replace(SHAPES[options.shape], **{name: getattr(options, name) for name in OVERRIDES if name in options})
     try:
-        check_writable(options.out, options.force)
+        check_absent(options.out)
         tokenizer = build_char_tokenizer(shape.vocab, shape.max_positions)
         dtype = getattr(torch, options.dtype)
         model = build_model(shape, tokenizer, seed=options.seed, dtype=dtype)
@@ -282,7 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (FileExistsError, ValueError) as error:
         print(f"make_model: {error}", file=sys.stderr)
         return 2
-    save_model(model, tokenizer, options.out, force=options.force)
+    save_model(model, tokenizer, options.out)
     print(f"{options.out}: {shape.architecture}, {model.num_parameters():,} parameters, vocabulary of {len(tokenizer)}")
     return 0
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from colocated_grpo.environments.base import Episode, Split, Task
 from colocated_grpo.environments.chat import ChatCodec, ContextExhausted, Conversation, Message, plain_text
 from colocated_grpo.environments.prompts import PromptEncoder
-from colocated_grpo.environments.rewards.scoring import as_score, score_text
+from colocated_grpo.environments.rewards.scoring import as_score, score_texts
 from colocated_grpo.types import Completion, FinishReason, JsonObject, Prompt, Score
 
 NO_SCORE = Score(reward=None)
@@ -120,7 +120,7 @@ class TaskTeacher:
         prompts = eval_prompts(self._task, self._tokenizer, self._settings.seed, split, count)
         answers = sample(model, self._tokenizer, [p.token_ids for p in prompts], self._settings.max_completion_tokens)
         texts = self._tokenizer.batch_decode(answers, skip_special_tokens=True)
-        scores = [score_text(self._task, prompt.item, text) for prompt, text in zip(prompts, texts, strict=True)]
+        scores = [score_texts(self._task, prompt.item, [text])[0] for prompt, text in zip(prompts, texts, strict=True)]
         return sum(score.reward or 0.0 for score in scores) / len(scores)
 
 

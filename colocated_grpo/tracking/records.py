@@ -1,9 +1,7 @@
 """Writers of a run's metrics and rollouts: to files of its folder, to Weights & Biases and to TensorBoard.
 
-The remote sinks use accelerate's classes. A sink that fails is disabled.
+A sink that fails is disabled.
 """
-
-from __future__ import annotations
 
 import math
 import os
@@ -12,11 +10,10 @@ import uuid
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar, cast
 
 from colocated_grpo.errors import RunError
 from colocated_grpo.settings.errors import masked, masked_arguments
@@ -26,9 +23,6 @@ from colocated_grpo.tracking import files
 from colocated_grpo.tracking.files import Row
 from colocated_grpo.tracking.text import without_middle
 from colocated_grpo.types import Group, JsonObject, Rollout
-
-if TYPE_CHECKING:
-    from accelerate.tracking import GeneralTracker
 
 HELD_OUT_ROLLOUTS = 16
 """Held-out prompts with a stored rollout: the same prompts at every evaluation, so that evaluations can be compared."""
@@ -180,11 +174,8 @@ class Sinks:
         self._tables_every = self._table_rows = 0
 
     def open(self, settings: JsonObject, tracking: TrackingConfig, run_dir: Path, first_step: int) -> None:
-        """Start the enabled sinks and send them the settings. Not collective.
-
-        Call after the process group exists. Otherwise, accelerate would create its own process group.
-        """
-        shown = masked(settings)
+        """Start the enabled sinks and send them the settings. Not collective."""
+        shown = cast("JsonObject", masked(settings))
         self._tables_every, self._table_rows = tracking.completions_every, tracking.completions_rows
         if tracking.wandb != "off":
             self._add("tracking.wandb", lambda: _wandb(shown, tracking, run_dir, self._note))
@@ -229,23 +220,21 @@ class Sinks:
             self._note(f"{name} disabled: {reason}")
 
 
-def _wandb(settings: object, tracking: TrackingConfig, run_dir: Path, note: Callable[[str], None]) -> Sink:
+def _wandb(settings: JsonObject, tracking: TrackingConfig, run_dir: Path, note: Callable[[str], None]) -> Sink:
     import wandb
-    from accelerate.tracking import WandBTracker
 
-    _adopt_process_group()
     os.environ.setdefault("WANDB_DISABLE_WEAVE", "0" if "weave" in sys.modules else "1")  # else W&B advertises it
     # prompt=False: wandb would otherwise prompt for a key while the other ranks block in a collective.
     if tracking.wandb == "online" and not wandb.login(prompt=False, verify=False):
         raise RuntimeError("no API key; run `wandb login`, set WANDB_API_KEY, or use --tracking.wandb offline")
-    tracker = WandBTracker(
-        tracking.wandb_project,
+    run = wandb.init(
+        project=tracking.wandb_project,
         name=run_dir.name,
         group=tracking.wandb_group,
         id=_wandb_run_id(run_dir),
         resume="allow",
         dir=str(run_dir),
-        mode=tracking.wandb,
+        mode="online" if tracking.wandb == "online" else "offline",
         config=settings,
         settings=wandb.Settings(
             console="off",  # capturing stdout would conflict with the live display
@@ -254,26 +243,29 @@ def _wandb(settings: object, tracking: TrackingConfig, run_dir: Path, note: Call
             finish_timeout=WANDB_SECONDS,
         ),
     )
-    tracker.start()
-    tracker.run.define_metric("step")
-    tracker.run.define_metric("*", step_metric="step")
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
     if tracking.wandb == "online":  # an offline run has no address
-        note(f"tracking.wandb: {tracker.run.url}")
+        note(f"tracking.wandb: {run.url}")
+
+    def table(step: int, columns: list[str], rows: list[list[Cell]]) -> None:
+        run.log({TITLE: wandb.Table(columns=[*columns], data=[*rows]), "step": step})
+
     # The step is sent as a metric: W&B drops rows below its highest step, and a resumed run starts below that step.
-    return Sink(
-        log=lambda step, row: tracker.log({**row, "step": step}),
-        table=partial(_wandb_table, tracker),
-        finish=tracker.finish,
-    )
+    return Sink(log=lambda step, row: run.log({**row, "step": step}), table=table, finish=run.finish)
 
 
 def _tensorboard(run_dir: Path, first_step: int) -> Sink:
-    from accelerate.tracking import TensorBoardTracker
+    from torch.utils.tensorboard import SummaryWriter
 
-    _adopt_process_group()
-    tracker = TensorBoardTracker("tensorboard", run_dir, purge_step=first_step)
-    tracker.start()
-    return Sink(log=lambda step, row: tracker.log(row, step=step), finish=tracker.finish)
+    writer = SummaryWriter(run_dir / "tensorboard", purge_step=first_step)
+
+    def log(step: int, row: dict[str, float]) -> None:
+        for name, value in row.items():
+            writer.add_scalar(name, value, step)
+        writer.flush()
+
+    return Sink(log=log, finish=writer.close)
 
 
 @contextmanager
@@ -284,17 +276,6 @@ def _masked_command() -> Generator[None]:
         yield
     finally:
         sys.argv = command
-
-
-def _adopt_process_group() -> None:
-    """Create the accelerate process state that its trackers require. Not collective."""
-    import torch
-    from accelerate import PartialState
-
-    threads = torch.get_num_threads()
-    PartialState()
-    # accelerate may lower the number of threads, and would do so on rank 0 alone, which has the trackers.
-    torch.set_num_threads(threads)
 
 
 def _wandb_run_id(run_dir: Path) -> str:
@@ -331,9 +312,3 @@ def completions_table(step: int, groups: list[Group], count: int) -> tuple[list[
 def _bounded(text: str) -> str:
     # A lone surrogate cannot be sent.
     return without_middle(text, LONGEST_TEXT).encode("utf-8", "replace").decode("utf-8")
-
-
-def _wandb_table(tracker: GeneralTracker, step: int, columns: list[str], rows: list[list[Cell]]) -> None:
-    import wandb
-
-    tracker.log({TITLE: wandb.Table(columns=[*columns], data=[*rows]), "step": step})

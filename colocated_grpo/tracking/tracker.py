@@ -271,11 +271,6 @@ class NullTracker:
     def abandon(self) -> None: ...
 
 
-def make_tracker(run_dir: Path, output: RunOutput, tracking: TrackingConfig, *, is_main: bool) -> Tracker | NullTracker:
-    """Return a Tracker on rank 0 (`is_main`) and a NullTracker elsewhere."""
-    return Tracker(run_dir, output, tracking) if is_main else NullTracker()
-
-
 def describe_start(first_step: int) -> JsonObject:
     """Return one entry of environment.json. `first_step` is 0, or the step that a resume starts from."""
     return {

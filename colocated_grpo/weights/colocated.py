@@ -16,17 +16,9 @@ from colocated_grpo.errors import RunError
 from colocated_grpo.policy.checkpoint_files import Conversion
 from colocated_grpo.rollout.engine import LocalEngine
 from colocated_grpo.runtime.distributed import World, local_part, whole
-from colocated_grpo.weights.buckets import (
-    Bucket,
-    ShardSlice,
-    count_shards,
-    gather,
-    make_buckets,
-    shard_slices,
-    write_planned,
-)
+from colocated_grpo.weights import buckets
 from colocated_grpo.weights.plan import Plan, Target, build_plan
-from colocated_grpo.weights.transport import Due, ReloadCheck, TransportCheck, raise_if_reloading_changed
+from colocated_grpo.weights.transport import Due, ReloadCheck, TransportCheck
 
 
 class ColocatedSync:
@@ -67,20 +59,15 @@ class ColocatedSync:
         self._reload = ReloadCheck(lambda: engine.model, [*parameters, *self._constants], world.device)
         self.plan: Plan | None = None
         """Destination of each parameter. None until the plan is verified, and for models without a valid plan."""
-        self._buckets: list[tuple[Bucket, list[ShardSlice]]] = []
+        self._buckets: list[tuple[buckets.Bucket, list[buckets.ShardSlice]]] = []
         self._loaded_once = False
-
-    @property
-    def path(self) -> str:
-        """'views' (planned copies) or 'load_weights' (the engine's loader)."""
-        return "views" if self.plan is not None else "load_weights"
 
     @torch.no_grad()
     def sync(self) -> None:
         """Write the policy's weights into the engine. Raises RunError on every rank if the weights have not arrived."""
         if self.plan is not None:
             gathered = ((slices, self._gather(bucket)) for bucket, slices in self._buckets)
-            write_planned(gathered, self.plan, self._device)
+            buckets.write_planned(gathered, self.plan, self._device)
         else:
             self._engine.load_weights(self._full_tensors())
             if not self._loaded_once:
@@ -93,7 +80,13 @@ class ColocatedSync:
         if self.plan is None:
             block = self._reload.next_block()
             changed = self._reload.changes(lambda: self._engine.load_weights(self._full_tensors(block)))
-            raise_if_reloading_changed(self._world.gather_objects(changed))
+            for rank, names in enumerate(self._world.gather_objects(changed)):
+                if names:
+                    raise RunError(
+                        f"weight sync: loading a block a second time changes {names[0]} in the engine of rank {rank}: "
+                        "its first load has not arrived, in this sync or an earlier one. Report it with this line; "
+                        "freshness.every=0 turns the check off"
+                    )
             return
         if self._transport is None:
             self._transport = TransportCheck(
@@ -121,18 +114,18 @@ class ColocatedSync:
             plan = build_plan(self._engine.model, shapes, self._engine.tensor_parallel_rank)
         if not self._agree(plan is not None) or plan is None:
             return
-        buckets = make_buckets(shapes, count_shards(self._parameters), self._dtype)
-        self._buckets = [(bucket, shard_slices(bucket, plan)) for bucket in buckets]
+        made = buckets.make_buckets(shapes, buckets.count_shards(self._parameters), self._dtype)
+        self._buckets = [(bucket, buckets.shard_slices(bucket, plan)) for bucket in made]
         loaded = [self._is_loaded(*entry) for entry in self._buckets]  # checks every bucket: all ranks join all gathers
         if self._agree(all(loaded)):
             self.plan = plan
 
-    def _is_loaded(self, bucket: Bucket, slices: Sequence[ShardSlice]) -> bool:
+    def _is_loaded(self, bucket: buckets.Bucket, slices: Sequence[buckets.ShardSlice]) -> bool:
         gathered = self._gather(bucket)
         return all(torch.equal(part.destination, part.source(gathered)) for part in slices)
 
-    def _gather(self, bucket: Bucket) -> Tensor:
-        return gather(bucket, self._parameters, self._dtype, self._device)
+    def _gather(self, bucket: buckets.Bucket) -> Tensor:
+        return buckets.gather(bucket, self._parameters, self._dtype, self._device)
 
 
 NO_VERSION = -1

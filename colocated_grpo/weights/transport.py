@@ -182,17 +182,6 @@ def raise_if_any(different_P: Tensor, names: Sequence[str], where: str = "the en
         )
 
 
-def raise_if_reloading_changed(changed: Sequence[Sequence[str]]) -> None:
-    """Raise RunError with one line if a rank reports changed tensors. changed: the engine's tensor names, by rank."""
-    for rank, names in enumerate(changed):
-        if names:
-            raise RunError(
-                f"weight sync: loading a block a second time changes {names[0]} in the engine of rank {rank}: its "
-                "first load has not arrived, in this sync or an earlier one. Report it with this line; "
-                "freshness.every=0 turns the check off"
-            )
-
-
 class ReloadCheck:
     """Loads one block of the weights a second time and expects that no byte of the engine changes.
 

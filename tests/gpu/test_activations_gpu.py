@@ -23,8 +23,8 @@ from colocated_grpo.policy.activations import (
     run_trial_step,
 )
 from colocated_grpo.policy.blocks import num_checkpointed, set_checkpointed
-from colocated_grpo.tools.make_model import make_model
 from colocated_grpo.tools.shapes import Shape
+from tests.support.random_models import make_model
 from tests.support.small_policy import config_of, policy_of
 
 pytestmark = pytest.mark.gpu

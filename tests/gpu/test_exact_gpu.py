@@ -17,12 +17,12 @@ from colocated_grpo.rollout.vllm.row_operators import make_attention
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.row_kernels import matmul, rms_norm
 from colocated_grpo.settings.exact import EXACT_TYPES
-from colocated_grpo.tools.make_model import make_model
 from colocated_grpo.tracking import files
 from colocated_grpo.types import Completion
 from tests.support import sums
 from tests.support.engines import Pair, request_of
 from tests.support.families import SETTINGS
+from tests.support.random_models import make_model
 from tests.support.ranks import run_on_ranks
 from tests.support.real_models import real_model
 from tests.support.small_policy import INIT_STD, SHAPE, config_of, pack_for, policy_of, random_groups

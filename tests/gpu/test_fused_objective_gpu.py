@@ -9,8 +9,8 @@ import pytest
 from colocated_grpo.losses import make_chunked_loss, make_loss
 from colocated_grpo.metrics import Metrics, reduce
 from colocated_grpo.policy.policy import _on_device, fused_objective, unfused_objective
-from colocated_grpo.tools.make_model import make_model
 from colocated_grpo.tools.shapes import TINY
+from tests.support.random_models import make_model
 from tests.support.small_policy import SHAPE, config_of, gradients_of, pack_for, policy_of, random_groups
 
 pytestmark = pytest.mark.gpu

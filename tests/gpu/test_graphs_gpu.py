@@ -10,8 +10,8 @@ import pytest
 from colocated_grpo.metrics import Metrics, reduce
 from colocated_grpo.policy.graphs import GraphedGradient
 from colocated_grpo.policy.policy import Policy
-from colocated_grpo.tools.make_model import make_model
 from colocated_grpo.tools.shapes import TINY
+from tests.support.random_models import make_model
 from tests.support.small_policy import SHAPE, config_of, pack_for, policy_of, random_groups, weights_of
 
 pytestmark = pytest.mark.gpu

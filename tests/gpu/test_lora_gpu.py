@@ -11,7 +11,7 @@ from benchmarks.workload import MAX_PROMPT_TOKENS, TASK
 from colocated_grpo.metrics import Metrics
 from colocated_grpo.policy.lora.linear import dithered, random_16_bits
 from colocated_grpo.policy.lora.weights import merge
-from colocated_grpo.tools.make_model import make_model
+from tests.support.random_models import make_model
 from tests.support.small_policy import INIT_STD, SHAPE, config_of, pack_for, policy_of, random_groups
 from tests.support.training_runs import launch, settings, tiny_model
 

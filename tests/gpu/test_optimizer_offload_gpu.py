@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from colocated_grpo.tools.make_model import make_model
 from colocated_grpo.tools.shapes import TINY
+from tests.support.random_models import make_model
 from tests.support.small_policy import (
     SHAPE,
     assert_same,

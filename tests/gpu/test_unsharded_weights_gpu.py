@@ -10,8 +10,8 @@ from torch import Tensor
 
 from colocated_grpo.metrics import Metrics
 from colocated_grpo.runtime.distributed import World
-from colocated_grpo.tools.make_model import make_model
 from colocated_grpo.tools.shapes import TINY
+from tests.support.random_models import make_model
 from tests.support.small_policy import SHAPE, config_of, gradients_of, pack_for, policy_of, random_groups
 
 pytestmark = pytest.mark.gpu

@@ -22,7 +22,7 @@ CLOSE = 0.15
 
 def followed(world: World, folder: Path, engine: dict[str, Any]) -> dict[str, Any]:
     pair = Pair(world, folder, engine=ENGINE | engine)
-    return {**three_phases(pair), "path": pair.sync.path}
+    return {**three_phases(pair), "path": "views" if pair.sync.plan is not None else "load_weights"}
 
 
 def shared(world: World, folder: Path) -> dict[str, Any]:

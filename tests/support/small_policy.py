@@ -22,9 +22,9 @@ from colocated_grpo.policy.policy import Policy
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings import Config
 from colocated_grpo.settings.config_json import text_part
-from colocated_grpo.tools.make_model import make_model
 from colocated_grpo.tools.shapes import TINY
 from colocated_grpo.types import Group, JsonObject, Prompt, Rollout, Score
+from tests.support.random_models import make_model
 
 # Odd sizes: the rows of most parameters do not divide evenly over two ranks.
 SHAPE = replace(TINY, hidden=36, heads=2, kv_heads=1, head_dim=18, intermediate=45, vocab=151, max_positions=64)

@@ -30,11 +30,11 @@ import yaml
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from colocated_grpo.tools.make_model import make_model
 from colocated_grpo.tools.shapes import TINY
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.files import Row
 from tests.support.paths import ROOT
+from tests.support.random_models import make_model
 from tests.support.ranks import start_module
 
 TIMEOUT = 180.0

@@ -27,8 +27,8 @@ from typing import Any
 from colocated_grpo.environments.adapters.textarena import MOVE, VARIANT_SUFFIXES
 from colocated_grpo.environments.base import AnswerError, Task
 from colocated_grpo.environments.registry import build_episode, build_task
-from colocated_grpo.environments.rewards.scoring import score_text
 from colocated_grpo.environments.user_code.loading import one_line
+from tests.support.scores import score_text
 
 ITEMS = 3
 """Questions of each dataset."""

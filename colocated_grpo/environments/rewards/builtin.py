@@ -76,11 +76,6 @@ PARTIAL_CREDIT = 0.5
 Calls = list[JsonObject]
 
 
-def render_calls(calls: Sequence[JsonObject]) -> str:
-    """Return text that `read_calls` parses back into the same calls."""
-    return "\n".join(f"{OPEN_CALL}{json.dumps(call)}{CLOSE_CALL}" for call in calls)
-
-
 def read_calls(text: str) -> Calls | None:
     """Return the calls of a completion in order; None if a block is malformed. Thoughts are ignored."""
     try:

@@ -236,20 +236,17 @@ class ScoreCache:
         if self._file is not None:
             self._append((json.dumps([key, score]) + "\n").encode())
 
+    def _append(self, line: bytes) -> None:
+        assert self._file is not None
+        # One unbuffered write to a file opened for appending, so that lines of several processes do not mix.
+        with self._file.open("ab", buffering=0) as file:
+            file.write(line)
+
     def _remember(self, key: str, score: float) -> None:
         self._scores[key] = score
         self._scores.move_to_end(key)
         if len(self._scores) > self._size:
             self._scores.popitem(last=False)
-
-    def _append(self, line: bytes) -> None:
-        assert self._file is not None
-        # One write to a file opened for appending, so that lines of several processes do not mix.
-        descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            os.write(descriptor, line)
-        finally:
-            os.close(descriptor)
 
 
 def places(template: str) -> set[str]:

@@ -61,11 +61,6 @@ class TaskScorer:
         return score_texts(self.task, prompt.item, texts)
 
 
-def score_text(task: Task, item: Item, text: str) -> Score:
-    """Score one completion. An exception becomes Score.error."""
-    return score_texts(task, item, [text])[0]
-
-
 def score_texts(task: Task, item: Item, texts: Sequence[str]) -> list[Score]:
     """Score the completions of one prompt. An exception becomes Score.error."""
     return score_each([lambda text=text: as_score(resolve_awaitable(task.score(item, text))) for text in texts])

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from random import Random
 from typing import Literal, Self
 
@@ -219,7 +219,7 @@ class TownEnvironment(FinishedGames):
                 messages=PROMPT_STYLES[self.settings.prompts](view, self.settings.memory),
                 legal=view.legal,
                 max_speech=view.max_speech,
-                state=state.frozen_state(game),
+                state=state.snapshot_game(replace(game, events=[], turns=[])),  # no score depends on the past
             )
             for view in views
         ]

@@ -1,7 +1,7 @@
 """State of one game, and its snapshot as plain data. Field names are keys of checkpoints."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from random import Random
 from typing import NamedTuple
@@ -237,11 +237,6 @@ _GAME = TypeAdapter(Game)
 def snapshot_game(game: Game) -> JsonObject:
     """Return plain data that json can write and that later turns do not change."""
     return _GAME.dump_python(game, mode="json")
-
-
-def frozen_state(game: Game) -> JsonObject:
-    """Return a snapshot without the past events and turns, which no score depends on."""
-    return snapshot_game(replace(game, events=[], turns=[]))
 
 
 def restore_game(data: JsonObject) -> Game:

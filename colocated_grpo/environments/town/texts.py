@@ -6,14 +6,7 @@ Prompts, look-ups and scripted players read the game only through this view, so 
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from colocated_grpo.environments.town.legality import (
-    EMPTY,
-    LOOK_UP_TAGS,
-    ArgumentSpec,
-    legal_actions,
-    look_ups,
-    nominations_needed,
-)
+from colocated_grpo.environments.town import legality
 from colocated_grpo.environments.town.phases import seat_result
 from colocated_grpo.environments.town.roles import ROLES, Faction
 from colocated_grpo.environments.town.state import NO_SEAT, Event, Game, Phase
@@ -50,14 +43,14 @@ class Observation:
         # The deciding nomination sets game.accused before the trial makes the accused public.
         on_trial = game.phase in (Phase.DEFENCE, Phase.JUDGEMENT, Phase.LAST_WORDS)
         self.accused = game.accused if on_trial else NO_SEAT
-        self.nominations_needed = nominations_needed(game)
+        self.nominations_needed = legality.nominations_needed(game)
         """Nominations of one player that start a trial."""
         dead = [(index, other) for index, other in enumerate(game.seats) if not other.alive]
         self.graves = tuple(Grave(index, other.name, other.role_name, other.will) for index, other in dead)
         self.events = tuple(event for event in game.events if event.audience is None or seat in event.audience)
         """Events that the seat saw, oldest first."""
-        self.legal = legal_actions(game, seat)
-        self.look_ups = look_ups(game, seat)
+        self.legal = legality.legal_actions(game, seat)
+        self.look_ups = legality.look_ups(game, seat)
         """Look-ups of the phase, listed even if none is left in this turn."""
         self.dialog = tuple(holder.dialog)
         """(completion, observation) of each look-up of this turn so far."""
@@ -227,7 +220,7 @@ def _people(view: Observation, roles: dict[int, str]) -> str:
 
 def _situation(view: Observation, memory: int) -> str:
     events = [event for event in view.events[:-memory] if event.kind in _LASTING] + list(view.events[-memory:])
-    actions = [_usage(tag, spec) for tag, spec in view.legal.items() if tag not in LOOK_UP_TAGS]
+    actions = [_usage(tag, spec) for tag, spec in view.legal.items() if tag not in legality.LOOK_UP_TAGS]
     text = [
         *event_lines(events, view.names),
         "",
@@ -243,9 +236,9 @@ def _situation(view: Observation, memory: int) -> str:
     return "\n".join(text)
 
 
-def _usage(tag: str, spec: ArgumentSpec) -> str:
+def _usage(tag: str, spec: legality.ArgumentSpec) -> str:
     """Return the syntax of the action. Example: <vote>guilty|innocent|abstain</vote>"""
-    if spec == EMPTY:
+    if spec == legality.EMPTY:
         return f"<{tag}/>"
     options = "role" if tag == "get_role" else "|".join(spec.options)
     inside = options if not spec.text else "name: text" if spec.options else "text"

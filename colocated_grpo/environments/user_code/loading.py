@@ -12,14 +12,13 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
+from contextlib import suppress
 from difflib import get_close_matches
 from hashlib import sha256
 from inspect import signature
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 from pydantic import ValidationError
 
@@ -156,8 +155,6 @@ def _nearest(name: str, valid: Iterable[str]) -> str:
     return (f"did you mean {near[0]!r}? " if near else "") + f"valid: {', '.join(valid) or 'none'}"
 
 
-Entered = TypeVar("Entered")
-
 GRACE = 2.0
 """A loop that runs no callback for this many seconds counts as blocked."""
 
@@ -172,15 +169,6 @@ def start_loop(name: str) -> asyncio.AbstractEventLoop:
 def retire_loop(loop: asyncio.AbstractEventLoop) -> None:
     """Stop the loop and its thread once its last task has ended, so that a long run does not accumulate threads."""
     asyncio.run_coroutine_threadsafe(_stop_when_idle(), loop)
-
-
-_entered: WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncExitStack] = WeakKeyDictionary()
-
-
-async def enter_for_loop(context: AbstractAsyncContextManager[Entered]) -> Entered:
-    """Enter a context on the running loop of `start_loop`. It is exited when the loop is retired."""
-    stack = _entered.setdefault(asyncio.get_running_loop(), AsyncExitStack())
-    return await stack.enter_async_context(context)
 
 
 class ReusableLoop:
@@ -226,10 +214,6 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 
 async def _stop_when_idle() -> None:
     """Stop the running loop when no other task is left."""
-    loop = asyncio.get_running_loop()
     while others := asyncio.all_tasks() - {asyncio.current_task()}:
         await asyncio.wait(others)
-    try:
-        await _entered.pop(loop, AsyncExitStack()).aclose()
-    finally:
-        loop.stop()
+    asyncio.get_running_loop().stop()

@@ -80,17 +80,13 @@ def check_gpu_memory(subject: Subject) -> Finding:
     )
 
 
-def check_shared_memory(subject: Subject) -> Finding:
-    return judge_shared_memory(SHARED_MEMORY, subject.launch.ranks)
-
-
-def judge_shared_memory(folder: Path, ranks: int) -> Finding:
+def check_shared_memory(subject: Subject, folder: Path = SHARED_MEMORY) -> Finding:
     if not folder.is_dir():
         return skipped(f"no {folder}")
     usage = shutil.disk_usage(folder)
     fix = "docker run --ipc host, or --shm-size 8g"
     if usage.total < MIN_SHARED_MEMORY:
-        status = failed if ranks > 1 else warning
+        status = failed if subject.launch.ranks > 1 else warning
         return status(f"{folder} has {gib(usage.total)}; ranks need {gib(MIN_SHARED_MEMORY)} or more", fix)
     if usage.free < MIN_SHARED_MEMORY / 4:
         return warning(

@@ -1,25 +1,21 @@
 """The subject of all checks (this machine, and the flags of a run), and their findings.
 
-The GPUs are taken from nvidia-smi. torch and transformers are imported in a process of their own, because a broken
-build must not end the doctor.
+torch and transformers are imported in a process of their own, because a broken build must not end the doctor.
 """
 
 import json
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import takewhile
 from typing import Literal
 
 from colocated_grpo.launch.cli import Launch
+from colocated_grpo.runtime.processes import Gpu, GpuListing, list_gpus, visible
 
 Status = Literal["ok", "warning", "failed", "skipped"]
-SMI_SECONDS = 10
-FIELDS = ("index", "name", "memory.total", "memory.used", "driver_version")
-MIB = 1 << 20
 IMPORT_SECONDS = 60
 # Prints one line of JSON for each import that succeeds; a crash loses only the later lines.
 IMPORTS = """
@@ -44,68 +40,6 @@ class Finding:
 
 ok, skipped = partial(Finding, "ok"), partial(Finding, "skipped")
 warning, failed = partial(Finding, "warning"), partial(Finding, "failed")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gpu:
-    index: int
-    name: str
-    total: int | None
-    """Bytes. None if nvidia-smi cannot read it, as in some containers with a part of a GPU (MIG)."""
-    used: int | None
-    """Bytes, of all processes."""
-    driver: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class GpuListing:
-    """The GPUs of this machine, or the reason why they cannot be listed."""
-
-    gpus: tuple[Gpu, ...] = ()
-    error: str | None = None
-    """The message of nvidia-smi. None if nvidia-smi works or is not installed."""
-
-
-def list_gpus() -> GpuListing:
-    command = ["nvidia-smi", f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_SECONDS)
-    except FileNotFoundError:
-        return GpuListing()
-    except subprocess.TimeoutExpired:
-        return GpuListing(error=f"nvidia-smi did not answer within {SMI_SECONDS} s")
-    except OSError as error:
-        return GpuListing(error=f"nvidia-smi cannot be started ({error.strerror})")
-    return parse_listing(done.returncode, done.stdout.strip() or done.stderr.strip())
-
-
-def parse_listing(code: int, output: str) -> GpuListing:
-    """Parse the exit code and the output of nvidia-smi for `FIELDS`."""
-    rows = [[cell.strip() for cell in line.split(",")] for line in output.splitlines()]
-    if code or not all(len(row) == len(FIELDS) and row[0].isdigit() for row in rows):
-        return GpuListing(error=" ".join(output.split()) or f"nvidia-smi exited with code {code}")
-    return GpuListing(
-        gpus=tuple(
-            Gpu(index=int(index), name=name, total=_bytes(total), used=_bytes(used), driver=driver)
-            for index, name, total, used, driver in rows
-        )
-    )
-
-
-def _bytes(text: str) -> int | None:
-    return int(text) * MIB if text.isdigit() else None
-
-
-def visible(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> tuple[Gpu, ...]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES selects by number. If it has ids, return as many GPUs as ids."""
-    setting, by_number = environment.get("CUDA_VISIBLE_DEVICES"), {str(gpu.index): gpu for gpu in gpus}
-    if setting is None:
-        return tuple(gpus)
-    chosen = [device.strip() for device in setting.split(",") if device.strip()]
-    if any(device.startswith(("GPU-", "MIG-")) for device in chosen):
-        return tuple(gpus[: len(chosen)])
-    # CUDA ignores an invalid number and everything after it.
-    return tuple(by_number[device] for device in takewhile(by_number.__contains__, chosen))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,12 +16,12 @@ import yaml
 from colocated_grpo.environments.rows.readers import READERS
 from colocated_grpo.errors import ConfigError, RunError
 from colocated_grpo.launch.cli import visible_gpus
+from colocated_grpo.runtime.processes import list_gpus, visible
 from colocated_grpo.runtime.program import OneLineParser, prepare_streams, set_up_logging
 from colocated_grpo.runtime.verdict import USAGE_ERROR
 from colocated_grpo.settings.config_file import read_config
 from colocated_grpo.settings.inputs import check_inputs
 from colocated_grpo.settings.run_sizes import GIB, Placement, gib
-from colocated_grpo.tools.doctor.subject import list_gpus, visible
 from colocated_grpo.tools.init.choices import Choices, learning_rate, make_plan
 from colocated_grpo.types import JsonObject
 

@@ -48,10 +48,10 @@ from benchmarks.workload import LONGEST_PROMPT, MAX_PROMPT_TOKENS, RandomWork, a
 from colocated_grpo.environments.prompts import PromptEncoder
 from colocated_grpo.errors import RunError
 from colocated_grpo.settings.training import LoRAConfig, PolicyConfig
-from colocated_grpo.tools.make_model import make_model
 from colocated_grpo.tools.shapes import TINY
 from colocated_grpo.types import JsonObject
 from tests.support.paths import ROOT
+from tests.support.random_models import make_model
 
 TUNED = PeerSetup(name="tuned", micro_batch=4, checkpointing=False, liger=True, engine_fraction=0.5)
 DEFAULTS = PeerSetup(name="defaults", micro_batch=8)

@@ -22,9 +22,9 @@ from benchmarks.throughput import (
 )
 from benchmarks.workload import add_stop_tokens
 from colocated_grpo.settings.training import LoRAConfig, PolicyConfig
-from colocated_grpo.tools.make_model import make_model
 from colocated_grpo.tools.shapes import TINY
 from tests.support.families import SETTINGS as FAMILIES
+from tests.support.random_models import make_model
 from tests.support.ranks import TIMEOUT, start_module
 
 RATES = Roofline(

@@ -22,7 +22,7 @@ from colocated_grpo.errors import RunError
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.run_folder import CHECKPOINTS, STATE_FILE, complete_checkpoints
 from colocated_grpo.settings.schema import CheckpointConfig
-from colocated_grpo.tools.make_model import make_model
+from tests.support.random_models import make_model
 from tests.support.ranks import run_on_ranks
 from tests.support.small_policy import (
     SHAPE,

@@ -10,7 +10,7 @@ import sys
 import pytest
 from datasets import Dataset, DatasetDict
 
-from colocated_grpo.assembly.data import draw_held_out
+from colocated_grpo.assembly.data import draw_evaluated
 from colocated_grpo.environments import EnvironmentSetupError
 from colocated_grpo.environments.build import build_environments
 from colocated_grpo.environments.rows import dataset
@@ -86,7 +86,7 @@ def test_a_tenth_of_the_rows_is_held_out_by_default(tmp_path, rows, held_out):
 def test_a_note_says_if_too_few_rows_leave_none_held_out(tmp_path, rows, fields, every, noted):
     path = write(tmp_path / "rows.jsonl", ROWS[:rows])
     lines = []
-    draw_held_out(EvaluationConfig(every=every), environments(path, **{"held_out": None} | fields), lines.append)
+    draw_evaluated(EvaluationConfig(every=every), environments(path, **{"held_out": None} | fields), lines.append)
     line = f"environments '{path}': none of 9 rows is held out for evaluation; set held_out or eval_split"
     assert lines == [line] * noted
 

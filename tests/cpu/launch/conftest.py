@@ -24,7 +24,7 @@ def eight_gpus(tmp_path, monkeypatch) -> None:
     """An nvidia-smi that lists eight GPUs."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    lines = "".join(f"GPU {number}: NVIDIA (UUID: GPU-{number})\\n" for number in range(8))
+    lines = "".join(f"{number}, NVIDIA H100, 81559, 0, 580.65.06\\n" for number in range(8))
     (folder / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{lines}'\n")
     (folder / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")

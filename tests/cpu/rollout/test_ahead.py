@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ class Prompts:
         self.sampled.set()
         self.error: Exception | None = None
         self._before: int | None = None
+        self.world = SimpleNamespace(barrier=lambda: self.events.append("ranks"))
 
     def job(self, step: int) -> Job:
         if self.stopped:
@@ -55,9 +57,6 @@ class Prompts:
     def order(self, step: int) -> Order:
         job = self.job(step)
         return lambda: self.sample(job)()
-
-    def wait_for_ranks(self) -> None:
-        self.events.append("ranks")
 
     def settle(self, groups: list[Group]) -> BatchResult:
         self._before = None

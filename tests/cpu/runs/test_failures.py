@@ -90,12 +90,12 @@ def test_an_interrupt_during_the_start_is_one_line_and_leaves_no_run_folder(tmp_
 
 CORRUPTS_RANK_1 = """
 from colocated_grpo.weights import colocated
-write = colocated.write_planned
+write = colocated.buckets.write_planned
 def corrupted(gathered, plan, device):
     write(gathered, plan, device)
     if RANK == "1":
         plan.targets["model.layers.0.mlp.down_proj.weight"].view[3, 4] += 0.001
-colocated.write_planned = corrupted
+colocated.buckets.write_planned = corrupted
 """
 
 

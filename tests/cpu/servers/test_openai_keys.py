@@ -10,9 +10,18 @@ import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
-from colocated_grpo.servers.request_bodies import IGNORED, REJECTED, SAMPLED, ChatBody, CompletionBody
+from colocated_grpo.servers.request_bodies import REJECTED, SAMPLED, ChatBody, CompletionBody
 from tests.support.engine_server import CHAT, MODEL
 
+IGNORED = frozenset(
+    {
+        *("cache_salt", "metadata", "priority", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+        *("request_id", "safety_identifier", "service_tier", "session_id", "store", "user"),  # bookkeeping
+        *("ec_transfer_params", "kv_transfer_params", "prediction", "stream_interval"),  # speed
+        *("include_reasoning", "parallel_tool_calls"),  # responses have no reasoning and no parsed calls
+    }
+)
+"""Keys of OpenAI and vLLM without effect on tokens and text."""
 BODIES = {"ChatCompletionRequest": ChatBody, "CompletionRequest": CompletionBody}
 OPENAI = {
     "ChatCompletionRequest": chat_create_params.CompletionCreateParamsBase,

@@ -18,7 +18,7 @@ PEFTS = {"rank": 8, "alpha": 8.0, "target_modules": ["q_proj", "v_proj"]}
 def adapter(text: str = "", flags: str = "") -> dict[str, Any] | None:
     """Return the settings of the adapter that were given or translated; None without an adapter."""
     lora = load(text, *shlex.split(flags)).policy.lora
-    return None if lora is None else lora.set_by_user()
+    return None if lora is None else lora.model_dump(exclude_unset=True)
 
 
 # Defaults of the other trainers

@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 
+from colocated_grpo.runtime.processes import Gpu, GpuListing, list_gpus, parse_listing, visible
 from colocated_grpo.tools.doctor.machine import (
     check_collective,
     check_gpu_memory,
     check_gpus,
     check_hostnames,
+    check_shared_memory,
     check_variables,
     collective_fix,
     driver_fix,
-    judge_shared_memory,
     missing_interfaces,
 )
-from colocated_grpo.tools.doctor.subject import Gpu, GpuListing, list_gpus, parse_listing, visible
 from tests.support.doctor import TWO_H200, fake_nvidia_smi, python_on_small_disk, subject_of
 
 NO_DRIVER = (
@@ -108,12 +108,14 @@ def test_a_driver_that_is_too_old_for_the_cuda_of_torch_is_named(driver, cuda, o
 
 def test_docker_s_default_shared_memory_is_too_small(tmp_path):
     code = (
-        "from pathlib import Path; from colocated_grpo.tools.doctor.machine import judge_shared_memory as judge\n"
-        f"print([judge(Path({str(tmp_path)!r}), ranks).status for ranks in (1, 2)])"
+        "from pathlib import Path; from types import SimpleNamespace as Subject\n"
+        "from colocated_grpo.tools.doctor.machine import check_shared_memory as check\n"
+        "subjects = [Subject(launch=Subject(ranks=ranks)) for ranks in (1, 2)]\n"
+        f"print([check(subject, Path({str(tmp_path)!r})).status for subject in subjects])"
     )
     assert python_on_small_disk(code, tmp_path, "64m").strip() == "['warning', 'failed']"
     assert python_on_small_disk(code, tmp_path, "2g").strip() == "['ok', 'ok']"
-    assert judge_shared_memory(Path("/nowhere"), 2).status == "skipped"
+    assert check_shared_memory(subject_of(), Path("/nowhere")).status == "skipped"
 
 
 @pytest.mark.parametrize(

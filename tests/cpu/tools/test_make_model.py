@@ -19,7 +19,6 @@ from colocated_grpo.tools.make_model import (
     build_char_tokenizer,
     build_model,
     main,
-    make_model,
     model_config,
 )
 from colocated_grpo.tools.shapes import SHAPES, SMALL, TINY
@@ -34,6 +33,7 @@ from colocated_grpo.tools.warm_start import (
     warm_start,
     with_slips,
 )
+from tests.support.random_models import make_model
 
 TOKENIZER = build_char_tokenizer()
 
@@ -135,20 +135,13 @@ def test_the_quickstart_model_has_one_to_three_million_parameters():
     assert 1e6 <= round(build_model(SMALL, TOKENIZER).num_parameters(), -5) <= 3e6
 
 
-def test_an_existing_folder_is_replaced_only_with_force_and_only_if_it_is_a_model(tmp_path, capsys):
-    out = tmp_path / "model"
-    small = [str(out), "--shape", "tiny"]
+def test_an_existing_folder_is_never_replaced(tmp_path, capsys):
+    small = [str(tmp_path / "model"), "--shape", "tiny"]
     assert main(small) == 0
-    assert main(small) == 2
-    assert "--force" in capsys.readouterr().err
-    assert main([*small, "--force", "--layers", "1"]) == 0
-    assert AutoModelForCausalLM.from_pretrained(out).config.num_hidden_layers == 1
-
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "notes" / "thesis.tex").write_text("years of work")
-    assert main([str(tmp_path / "notes"), "--shape", "tiny", "--force"]) == 2
-    assert (tmp_path / "notes" / "thesis.tex").exists()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "notes"]
+    assert main([*small, "--layers", "1"]) == 2
+    assert "already exists" in capsys.readouterr().err
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.num_hidden_layers == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_an_unknown_task_is_a_one_line_error_and_leaves_no_folder(tmp_path, capsys):

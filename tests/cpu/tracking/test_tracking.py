@@ -22,7 +22,7 @@ import yaml
 
 from colocated_grpo.errors import RunError
 from colocated_grpo.settings import Config
-from colocated_grpo.tracking import NullTracker, RunOutput, Tracker, files, make_tracker, records
+from colocated_grpo.tracking import NullTracker, Tracker, files, records
 from colocated_grpo.tracking.text import duration, number, visible
 from colocated_grpo.types import Group
 from tests.support.paths import ROOT
@@ -327,7 +327,7 @@ def test_a_run_continues_after_its_terminal_or_pipe_closes(
     monkeypatch.setattr(sys, "stdout", FailingOutput())
     config = config_of(console=mode)
     run = TrackedRun(tmp_path, config)
-    run.tracker = make_tracker(tmp_path, output_of(config), config.tracking, is_main=True)
+    run.tracker = Tracker(tmp_path, output_of(config), config.tracking)
     run.train().finish()
     assert len(files.read_metrics(tmp_path)) == 10
     assert files.read_summary(tmp_path)["state"] == "finished"
@@ -338,7 +338,7 @@ def test_a_run_continues_after_user_code_closes_standard_output(
 ) -> None:
     run = TrackedRun(tmp_path)
     monkeypatch.setattr(sys, "stdout", io.StringIO())
-    run.tracker = make_tracker(tmp_path, output_of(config_of()), config_of().tracking, is_main=True)
+    run.tracker = Tracker(tmp_path, output_of(config_of()), config_of().tracking)
     run.train(last_step=2)
     sys.stdout.close()
     run.train(first_step=3).finish()
@@ -347,7 +347,7 @@ def test_a_run_continues_after_user_code_closes_standard_output(
 
 def test_steps_are_shown_even_if_user_code_redirects_standard_output(tmp_path: Path, capsys) -> None:
     run = TrackedRun(tmp_path)
-    run.tracker = make_tracker(tmp_path, output_of(config_of()), config_of().tracking, is_main=True)
+    run.tracker = Tracker(tmp_path, output_of(config_of()), config_of().tracking)
     with redirect_stdout(io.StringIO()):
         run.train()
     assert "step 5/6" in capsys.readouterr().out
@@ -358,7 +358,6 @@ def test_the_null_tracker_has_the_same_methods() -> None:
         return {name: str(inspect.signature(f)) for name, f in vars(cls).items() if callable(f) and name[0] != "_"}
 
     assert methods(Tracker) == methods(NullTracker)
-    assert isinstance(make_tracker(Path("unused"), RunOutput(), config_of().tracking, is_main=False), NullTracker)
 
 
 def test_tracking_and_its_tools_import_no_torch() -> None:
@@ -377,9 +376,9 @@ from dataclasses import replace
 from pathlib import Path
 sys.path[:0] = {paths!r}
 from tests.support.tracked_run import config_of, groups_of, output_of, row_of
-from colocated_grpo.tracking import make_tracker
+from colocated_grpo.tracking import Tracker
 config = config_of(console="auto")
-tracker = make_tracker(Path({run_dir!r}), output_of(config), config.tracking, is_main=True)
+tracker = Tracker(Path({run_dir!r}), output_of(config), config.tracking)
 tracker.start(config_of().model_dump(mode="json"), {{"model": ""}}, 0, None)
 tracker.flush(0, row_of(0), groups_of(0))
 tracker.note("a note [bold] between")
@@ -455,20 +454,14 @@ def test_wandb_online_without_an_api_key_is_one_line_and_the_run_continues(
 
 
 def test_the_link_of_a_wandb_run_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Service:
-        """Stands for the client of W&B's service."""
-
-        def __init__(self, *_: object, **settings: object) -> None:
-            self.run = SimpleNamespace(url="https://wandb.example/run", define_metric=lambda *_, **__: None)
-
-        def start(self) -> None: ...
-
-        def log(self, row: object) -> None: ...
-
-        def finish(self) -> None: ...
-
+    run = SimpleNamespace(
+        url="https://wandb.example/run",
+        define_metric=lambda *_, **__: None,
+        log=lambda row: None,
+        finish=lambda: None,
+    )
     monkeypatch.setattr("wandb.login", lambda **_: True)
-    monkeypatch.setattr("accelerate.tracking.WandBTracker", Service)
+    monkeypatch.setattr("wandb.init", lambda **_: run)
     printed = TrackedRun(tmp_path / "run", config_of(wandb="online")).train().finish().printed
     assert "tracking.wandb: https://wandb.example/run\n" in printed
 

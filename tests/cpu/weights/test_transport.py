@@ -38,19 +38,19 @@ def with_former(pair: Pair, restore: Callable[[dict[str, torch.Tensor], dict[str
     from colocated_grpo.weights import colocated
 
     former = {name: weight.clone() for name, weight in engine_weights(pair).items()}
-    write = colocated.write_planned
+    write = colocated.buckets.write_planned
 
     def faulty(*arguments: Any) -> None:
         write(*arguments)
         restore(engine_weights(pair), former)
 
-    colocated.write_planned = faulty
+    colocated.buckets.write_planned = faulty
 
 
 def stale_engine(pair: Pair) -> None:
     from colocated_grpo.weights import colocated
 
-    colocated.write_planned = lambda gathered, plan, device: [None for _ in gathered]
+    colocated.buckets.write_planned = lambda gathered, plan, device: [None for _ in gathered]
 
 
 def stale_layer(pair: Pair) -> None:
@@ -79,7 +79,7 @@ def stale_shard(pair: Pair) -> None:
 
     if pair.world.rank == pair.world.size - 1:
         former = {name: local_part(p).detach().clone() for name, p in pair.policy.weights.published().items()}
-        gather = colocated.gather
+        gather = colocated.buckets.gather
 
         def faulty(bucket: Any, parameters: Any, *rest: Any) -> Any:
             current = {name: local_part(parameter).detach().clone() for name, parameter in parameters.items()}
@@ -91,14 +91,14 @@ def stale_shard(pair: Pair) -> None:
                     local_part(parameter).copy_(current[name])
             return gathered
 
-        colocated.gather = faulty
+        colocated.buckets.gather = faulty
 
 
 def swapped_views(pair: Pair) -> None:
     """Keys are written where values belong."""
     from colocated_grpo.weights import colocated
 
-    write = colocated.write_planned
+    write = colocated.buckets.write_planned
 
     def faulty(gathered: Any, plan: Any, device: Any) -> None:
         write(gathered, plan, device)
@@ -107,7 +107,7 @@ def swapped_views(pair: Pair) -> None:
         keys.copy_(values)
         values.copy_(former)
 
-    colocated.write_planned = faulty
+    colocated.buckets.write_planned = faulty
 
 
 def replaced_parameter(pair: Pair) -> None:
@@ -132,11 +132,11 @@ def errors_of(world: World, folder: Path, tensor_parallel: int) -> dict[str, str
     """Return the error of the first sync after each fault, by fault; of healthy syncs before, between and after too."""
     from colocated_grpo.weights import colocated
 
-    healthy = colocated.write_planned, colocated.gather
+    healthy = colocated.buckets.write_planned, colocated.buckets.gather
     policy, engine = {"lr": 1e-6, "compute_dtype": "bfloat16"}, {"tensor_parallel_size": tensor_parallel}
     pair = Pair(world, folder, policy=policy, engine=engine)
     pair.write()
-    assert pair.sync.path == "views"
+    assert pair.sync.plan is not None
     found: dict[str, str] = {}
     for fault, (inject, _) in FAULTS.items():
         if fault == "stale shard" and world.size == 1:
@@ -147,7 +147,7 @@ def errors_of(world: World, folder: Path, tensor_parallel: int) -> dict[str, str
             pair.write()
         except RunError as error:
             found[fault] = str(error)
-        colocated.write_planned, colocated.gather = healthy
+        colocated.buckets.write_planned, colocated.buckets.gather = healthy
         if fault != "replaced parameter":  # the last one, which stays
             pair.write()
     pair.engine.close()
@@ -168,7 +168,7 @@ def loaded(world: World, folder: Path) -> dict[str, Any]:
     """Faults of an engine that takes weights through its own loader."""
     pair = Pair(world, folder)
     pair.write()
-    assert pair.sync.path == "load_weights"
+    assert pair.sync.plan is None
     load, found = pair.engine.load_weights, {}
 
     def drops(chosen: Callable[[str], bool]) -> None:

@@ -29,7 +29,10 @@ def synced_twice(world: World, folder: Path, bucket_bytes: int | None = None, **
     buckets.BUCKET_BYTES = bucket_bytes or buckets.BUCKET_BYTES
     pair = Pair(world, folder, **changes)
     pair.write()
-    facts: dict[str, Any] = {"start": pair.disagreement(), "path": pair.sync.path}
+    facts: dict[str, Any] = {
+        "start": pair.disagreement(),
+        "path": "views" if pair.sync.plan is not None else "load_weights",
+    }
     moved, after = [], []
     for _ in range(2):
         pair.change_weights()

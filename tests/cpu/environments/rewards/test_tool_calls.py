@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colocated_grpo.environments.rewards.builtin import credit, expected_calls, is_exact, read_calls, render_calls
+from colocated_grpo.environments.rewards.builtin import credit, expected_calls, is_exact, read_calls
 from colocated_grpo.environments.rewards.functions import RewardScorer, build_rewards
 from colocated_grpo.settings.sources import RewardConfig
 from colocated_grpo.types import Completion, Prompt
@@ -26,6 +26,10 @@ calls = st.lists(
     min_size=1,
     max_size=3,
 ).filter(lambda made: not any(tag in json.dumps(made) for tag in ("tool_call>", "</think>")))
+
+
+def render_calls(made):
+    return "\n".join(f"<tool_call>{json.dumps(call)}</tool_call>" for call in made)
 
 
 @given(calls)

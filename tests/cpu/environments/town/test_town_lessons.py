@@ -9,9 +9,9 @@ import pytest
 
 from colocated_grpo.environments import EnvironmentSetupError
 from colocated_grpo.environments.registry import build_task
-from colocated_grpo.environments.rewards.scoring import score_text
 from colocated_grpo.tools.make_model import build_char_tokenizer
 from colocated_grpo.tools.warm_start import encoded_prompts
+from tests.support.scores import score_text
 
 BRIEF = {"prompts": "brief", "memory": 4, "games": 2, "rules": {"tool_calls": 0}}
 

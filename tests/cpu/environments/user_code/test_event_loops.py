@@ -1,33 +1,26 @@
-"""Contexts that live as long as an event loop of user code."""
+"""Event loops of user code."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
 
-from colocated_grpo.environments.user_code.loading import enter_for_loop, retire_loop, start_loop
+from colocated_grpo.environments.user_code.loading import retire_loop, start_loop
 
 
-def test_a_context_of_a_loop_is_left_when_the_loop_is_retired_and_its_tasks_have_ended():
-    events, left, may_end = [], threading.Event(), threading.Event()
-
-    @asynccontextmanager
-    async def server() -> AsyncGenerator[str]:
-        yield "address"
-        events.append("left")
-        left.set()
+def test_a_retired_loop_ends_with_its_thread_once_its_tasks_have_ended():
+    may_end, events = threading.Event(), []
 
     async def work() -> None:
-        events.append(await enter_for_loop(server()))
+        thread = threading.current_thread()
         await asyncio.to_thread(may_end.wait)
-        events.append("worked")
+        events.append(thread)
 
     loop = start_loop("test")
     done = asyncio.run_coroutine_threadsafe(work(), loop)
     retire_loop(loop)
     may_end.set()
     done.result(10)
-    assert left.wait(10)
-    assert events == ["address", "worked", "left"]
+    [thread] = events
+    thread.join(10)
+    assert loop.is_closed() and not thread.is_alive()
