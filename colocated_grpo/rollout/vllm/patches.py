@@ -37,12 +37,12 @@ class Patch:
 
     target: str
     """'module:attribute' or 'module:Class.attribute'."""
-    make: Make | None
+    make: Make | None = None
     """None: an instance's method, replaced by `bind` when the instance exists."""
     cures: str
     """The failure or the cost without this replacement."""
-    upstream: str
-    """Issue, pull request or source file to check before the row is changed or dropped."""
+    upstream: str | None = None
+    """Issue, pull request or source file to check before the row is changed or dropped. None: the target's file."""
     versions: SpecifierSet = SUPPORTED
     devices: tuple[Device, ...] = ("cpu", "cuda")
     numerics: tuple[Numerics, ...] = ("fast", "exact")
@@ -123,10 +123,6 @@ def around(replacement: Callable[..., object]) -> Make:
     return lambda patch, original: counted(partial(replacement, original))(patch, original)
 
 
-def _no_shapes(_patch: Patch, _original: object) -> tuple[()]:
-    return ()
-
-
 def kernel(module: str, factory: str) -> Make:
     """Return a row's `make` that calls `factory(original, count_use)` from `module`, another file of this folder.
 
@@ -144,28 +140,20 @@ def kernel(module: str, factory: str) -> Make:
 
 STEADY_SCHEDULE = Patch(
     target="vllm.v1.core.sched.scheduler:Scheduler.schedule",
-    make=None,
     cures="Python work for each request and step: 10 us, so that the GPU waits for the host at 512 sequences",
-    upstream="vllm/v1/core/sched/scheduler.py",
 )
 STEADY_UPDATE = Patch(
     target="vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
-    make=None,
     cures="the same, for the outputs of a step",
-    upstream="vllm/v1/core/sched/scheduler.py",
 )
 STEADY_SAMPLE = Patch(
     target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens",
-    make=None,
     cures="2 to 4 ms of Python work for each decode step, so that a small model waits for the host",
-    upstream="vllm/v1/worker/gpu/model_runner.py",
     devices=("cuda",),
 )
 STEADY_REPLAY = Patch(
     target="vllm.v1.worker.gpu.cudagraph_utils:ModelCudaGraphManager.run_fullgraph",
-    make=None,
     cures="the same: names the CUDA graph of the batch",
-    upstream="vllm/v1/worker/gpu/cudagraph_utils.py",
     devices=("cuda",),
 )
 
@@ -178,16 +166,14 @@ INITIALIZE_CACHE = Patch(
 )
 FREE_REQUEST = Patch(
     target="vllm.v1.core.sched.scheduler:Scheduler._free_request",
-    make=None,
     cures="the record of the chosen experts ends with the request's cache blocks",
-    upstream="vllm/v1/core/sched/scheduler.py",
 )
 
 
 def _decode_kernel(target: str, factory: str, cures: str) -> Patch:
     """Return a row of `numerics: fast`: the kernel's results depend on the batch. factory: 'module.function'."""
-    upstream, make = f"{target.partition(':')[0].replace('.', '/')}.py", kernel(*factory.split("."))
-    return Patch(target=target, make=make, cures=cures, upstream=upstream, devices=("cuda",), numerics=("fast",))
+    make = kernel(*factory.split("."))
+    return Patch(target=target, make=make, cures=cures, devices=("cuda",), numerics=("fast",))
 
 
 def _row_operator(target: str, make: Make, device: Device = "cuda") -> Patch:
@@ -229,7 +215,6 @@ PATCHES: tuple[Patch, ...] = (
         target="vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
         make=counted(process.plain_cpu_linear),
         cures="the CPU backend repacks linear weights after loading, which leaves nothing to write new weights into",
-        upstream="vllm/model_executor/layers/utils.py",
         devices=("cpu",),
         required=True,
     ),
@@ -238,7 +223,6 @@ PATCHES: tuple[Patch, ...] = (
             target=f"vllm.model_executor.layers.mamba.ops.cpu.gdn_attention:{function}",
             make=around(process.convolve_unpacked),
             cures="linear attention reads convolution weights that the CPU backend has packed after loading",
-            upstream="vllm/model_executor/layers/mamba/ops/cpu/gdn_attention.py",
             versions=SpecifierSet(">=0.32,<0.34"),
             devices=("cpu",),
             required=True,
@@ -257,7 +241,6 @@ PATCHES: tuple[Patch, ...] = (
         target="vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed.make_group_name",
         make=counted(process.unique_group_name),
         cures="under an external launcher all engines of a host get one shared-memory name, killed runs included",
-        upstream="vllm/distributed/device_communicators/cpu_communicator.py",
         devices=("cpu",),
         required=True,
     ),
@@ -265,14 +248,12 @@ PATCHES: tuple[Patch, ...] = (
         target="vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed._init_cpu_shm",
         make=around(process.join_shared_memory),
         cures="the shared memory of a killed run stays in /dev/shm",
-        upstream="vllm/distributed/device_communicators/cpu_communicator.py",
         devices=("cpu",),
     ),
     Patch(
         target="vllm.model_executor.warmup.kernel_warmup:_LL_BF16_WARMUP_MODEL_SHAPES",
-        make=_no_shapes,
+        make=lambda _patch, _original: (),
         cures="on Hopper the routers of three large models are compiled at each start, whatever model is loaded",
-        upstream="vllm/model_executor/warmup/kernel_warmup.py",
         versions=SpecifierSet(">=0.26,<0.27"),
         devices=("cuda",),
     ),
