@@ -45,7 +45,7 @@ MEANINGS = {
     "seconds/step": "the curves leave out a first step that takes over twice as long as any other",
     "tokens_per_second": "prompt and completion tokens of all ranks over the whole step",
     "memory/generate_gib": "memory in use on rank 0's device by all processes, at the end of the phase",
-    "prefix_reuse": "fraction of tokens saved because a prompt prefix common to several completions is computed once",
+    "prefix_reuse": "fraction of tokens saved because a prefix common to several sequences is computed once",
 }
 NUM_COLORS = 9
 """Number of page colours for named series; the next colour is for "other"."""

@@ -103,7 +103,8 @@ def engine_scores(world: World, folder: Path) -> dict[str, Any]:
     pair.change_weights()
     moved = pair.disagreement()
     pair.write()
-    facts = {"read": scores, "parameters": built, "moved": moved, "after": pair.disagreement(), "path": pair.sync.path}
+    path = "views" if pair.sync.plan is not None else "load_weights"
+    facts = {"read": scores, "parameters": built, "moved": moved, "after": pair.disagreement(), "path": path}
     pair.engine.close()
     return facts
 

@@ -221,9 +221,9 @@ def test_a_folder_that_is_not_a_run_is_a_one_line_error(
     tool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert tool([str(tmp_path / "nowhere")]) == 2
-    assert capsys.readouterr().err == f"{tmp_path / 'nowhere'}: no such run folder\n"
+    assert capsys.readouterr().err == f"error: {tmp_path / 'nowhere'}: no such run folder\n"
     assert tool([str(tmp_path)]) == 2
-    assert capsys.readouterr().err == f"{tmp_path}: not a run folder (it has no metrics.jsonl)\n"
+    assert capsys.readouterr().err == f"error: {tmp_path}: not a run folder (it has no metrics.jsonl)\n"
 
 
 @pytest.mark.parametrize("tool", [report.main, lambda runs: compare_runs.main(runs * 2)])
@@ -250,7 +250,7 @@ def test_metrics_of_another_program_are_a_one_line_error(
 ) -> None:
     (tmp_path / "metrics.jsonl").write_text(f"{line}\n")
     assert tool([str(tmp_path)]) == 2
-    assert capsys.readouterr().err == f"{tmp_path / 'metrics.jsonl'}{message}\n"
+    assert capsys.readouterr().err == f"error: {tmp_path / 'metrics.jsonl'}{message}\n"
 
 
 ROLLOUT = {"kind": "train", "step": 0, "prompt_index": 0, "source": "sort", "prompt": "a", "completion": "b"}
@@ -272,7 +272,7 @@ def test_rollouts_of_another_program_are_a_one_line_error(
     (tmp_path / "metrics.jsonl").touch()
     (tmp_path / "rollouts.jsonl").write_text(json.dumps(row) + "\n")
     assert show_rollouts.main([str(tmp_path)]) == 2
-    assert capsys.readouterr().err == f"{tmp_path / 'rollouts.jsonl'}{message}\n"
+    assert capsys.readouterr().err == f"error: {tmp_path / 'rollouts.jsonl'}{message}\n"
 
 
 @pytest.mark.parametrize(
@@ -294,7 +294,7 @@ def test_other_files_of_another_program_are_a_one_line_error(
     (tmp_path / name).write_text(text)
     assert report.main([str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(str(tmp_path / name)) and message in line
+    assert line.startswith(f"error: {tmp_path / name}") and message in line
 
 
 @pytest.mark.parametrize(
@@ -342,7 +342,7 @@ def test_a_step_without_rollouts_is_a_one_line_error(tmp_path: Path, capsys: pyt
     finished_run(tmp_path)
     capsys.readouterr()
     assert show_rollouts.main([str(tmp_path), "--step", "99"]) == 2
-    assert capsys.readouterr().err == f"{tmp_path}: no training rollouts stored at step 99\n"
+    assert capsys.readouterr().err == f"error: {tmp_path}: no training rollouts stored at step 99\n"
 
 
 def edited_copy(run_dir: Path, copy: Path, **changes: float) -> Path:
