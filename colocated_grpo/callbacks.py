@@ -187,7 +187,7 @@ class Callbacks:
             raise
         except BaseException as error:  # SystemExit too: a rank that exits looks finished to the other ranks
             self._errors += 1
-            name = getattr(callback, "name", type(callback).__name__)
+            name = getattr(callback, "callback_name", type(callback).__name__)
             line = f"callback {name}.{event}: {one_line(error)}"
             if line != self._last_error:
                 self._note(f"{line}; the run goes on")

@@ -49,7 +49,7 @@ class FollowingCallback:
 
     def __init__(self, callback: Any, trainer: Any) -> None:
         self._callback = callback
-        self.name = type(callback).__name__
+        self.callback_name = type(callback).__name__
         args = trainer.args
         self._args = args if hasattr(args, "output_dir") else SimpleNamespace(**(args or {}))
         self._trainer = trainer

@@ -121,10 +121,12 @@ class Trainer(TrainedModel):
         callback = callback() if isinstance(callback, type) else callback
         theirs = sys.modules.get("transformers.trainer_callback")  # imported if this is a TrainerCallback
         if theirs is not None and isinstance(callback, theirs.TrainerCallback):
-            name, callback = type(callback).__name__, FollowingCallback(callback, self)
+            callback = FollowingCallback(callback, self)
             if unavailable := callback.unavailable():
                 unused = ", ".join(unavailable)
-                self._loaded.notes.append(f"callback {name}: here these are never called, or None: {unused}")
+                self._loaded.notes.append(
+                    f"callback {callback.callback_name}: here these are never called, or None: {unused}"
+                )
         self._callbacks.append(callback)
         check_callbacks(self._callbacks)
 

@@ -218,14 +218,16 @@ def _tree(rollouts: Sequence[Rollout]) -> list[tuple[int, int]]:
     the sampled tokens with which another prompt continues; rollouts of one prompt come longest first. Those that have
     no sampled token are not packed and come last.
     """
-    whole = [np.array(rollout.token_ids, ">i4").tobytes() for rollout in rollouts]  # in the order of their tokens
-    prompts = sorted(own[: 4 * rollout.prompt_length] for own, rollout in zip(whole, rollouts, strict=True))
+    # No prefix is longer than the longest prompt. Bytes, big-endian, have the order of their tokens.
+    longest = max(rollout.prompt_length for rollout in rollouts)
+    leading = [np.array(rollout.token_ids[:longest], ">i4").tobytes() for rollout in rollouts]
+    prompts = sorted(own[: 4 * rollout.prompt_length] for own, rollout in zip(leading, rollouts, strict=True))
     paths = []
-    for own in whole:
+    for own in leading:
         place = bisect(prompts, own)  # after its own prompt
         paths.append(own[: 4 * max(_common_length(own, prompt) for prompt in prompts[place - 1 : place + 1])])
     unsampled = [True not in rollout.loss_mask for rollout in rollouts]
-    order = sorted(range(len(rollouts)), key=lambda i: (unsampled[i], paths[i], -len(whole[i])))
+    order = sorted(range(len(rollouts)), key=lambda i: (unsampled[i], paths[i], -len(rollouts[i].token_ids)))
     prefixes = [_common_length(paths[before], paths[after]) for before, after in pairwise([*order[:1], *order])]
     # At least one token of each sequence is computed.
     return [(i, min(prefix, len(rollouts[i].token_ids) - 1)) for i, prefix in zip(order, prefixes, strict=True)]
