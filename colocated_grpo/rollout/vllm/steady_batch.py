@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
@@ -80,18 +80,6 @@ def _stop_tokens(request: Request) -> tuple[int, ...]:
     return tuple(own) if params.eos_token_id is None else (params.eos_token_id, *own)
 
 
-def decodes_only(step: SchedulerOutput) -> bool:
-    """True if the step only decodes one token for each request of the previous step."""
-    return (
-        0 < step.total_num_scheduled_tokens == len(step.num_scheduled_tokens)
-        and not step.scheduled_new_reqs
-        and not step.scheduled_cached_reqs.resumed_req_ids
-        and not step.scheduled_cached_reqs.all_token_ids
-        and not step.preempted_req_ids
-        and not step.kv_cache_block_copies
-    )
-
-
 def is_plain(request: Request) -> bool:
     """True if the request needs only its next token and that token's log-probability, and does not stream."""
     params = request.sampling_params
@@ -115,15 +103,13 @@ class SteadyBatch:
     def __init__(
         self,
         scheduler: Scheduler,
-        template: SchedulerOutput,
         stops: StopTable,
         chunks: list[Chunk],
         most_tokens: Callable[[int, int], int],
     ) -> None:
-        """template: a step of vLLM's scheduler that `decodes_only`. chunks: the list to append settled tokens to.
+        """chunks: the list to append settled tokens to.
         most_tokens: (requests of a `Step`, tokens in their caches) -> most tokens of each request."""
         self._scheduler = scheduler
-        self._template = template
         self._chunks = chunks
         self._most_tokens = most_tokens
         self.requests: list[Request] = list(scheduler.running)
@@ -208,21 +194,19 @@ class SteadyBatch:
             for position in full.tolist():
                 blocks[position] = self._new_block(int(active[position]), tokens)
         cached = replace(
-            self._template.scheduled_cached_reqs,
+            CachedRequestData.make_empty(),
             req_ids=self._active_names,
             new_block_ids=blocks,
             num_computed_tokens=computed.tolist(),
             num_output_tokens=(self._sampled[active] + self._steps).tolist(),
         )
         output = replace(
-            self._template,
+            SchedulerOutput.make_empty(),
             scheduled_cached_reqs=cached,
             num_scheduled_tokens=self._one_each,
             total_num_scheduled_tokens=len(active),
             finished_req_ids=scheduler.finished_req_ids,
             new_block_ids_to_zero=scheduler._get_new_block_ids_to_zero(),
-            has_structured_output_requests=False,
-            pending_structured_output_tokens=False,
         )
         scheduler.finished_req_ids = set()
         self._steps += tokens

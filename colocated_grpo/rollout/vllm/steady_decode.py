@@ -32,7 +32,6 @@ from colocated_grpo.rollout.vllm.steady_batch import (
     SteadyBatch,
     Step,
     StopTable,
-    decodes_only,
     is_plain,
 )
 from colocated_grpo.types import FinishReason
@@ -82,8 +81,8 @@ class SteadyDecode:
         self._vllm_update = STEADY_UPDATE.bind(scheduler, self.update_from_output)
         self._is_async = isinstance(scheduler, AsyncScheduler)
         self._stops = StopTable(scheduler.vllm_config.model_config.get_vocab_size())
-        self._template: SchedulerOutput | None = None
-        """vLLM's last step, if it `decodes_only`."""
+        self._all_ran = False
+        """vLLM's last step computed tokens of every running request: its first model runner forgets the others."""
         self._batch: SteadyBatch | None = None
         self._in_flight: deque[Step] = deque()
         self._chunks: list[Chunk] = []
@@ -114,7 +113,7 @@ class SteadyDecode:
         self._leave()
         self._announce(1)
         output = self._vllm_schedule(*arguments)
-        self._template = output if decodes_only(output) else None
+        self._all_ran = len(output.num_scheduled_tokens) == len(self._scheduler.running)
         return output
 
     def update_from_output(
@@ -147,9 +146,8 @@ class SteadyDecode:
 
     def _next_step(self) -> Step | None:
         """Return the next step of the batch, which begins if the requests only decode; None if there is none."""
-        running, template = self._scheduler.running, self._template
-        if self._batch is None and template is not None and all(map(is_plain, running)):
-            self._batch = SteadyBatch(self._scheduler, template, self._stops, self._chunks, self._most_tokens)
+        if self._batch is None and self._all_ran and all(map(is_plain, self._scheduler.running)):
+            self._batch = SteadyBatch(self._scheduler, self._stops, self._chunks, self._most_tokens)
         return None if self._batch is None else self._batch.next_step()
 
     def _leave(self) -> None:

@@ -75,8 +75,6 @@ def engine_arguments(spec: EngineSpec, world: World) -> dict[str, Any]:
         # Cached prefixes would need the state after each block. vLLM's support for this is experimental, and absent on
         # the CPU.
         arguments["enable_prefix_caching"] = False
-    if spec.numerics == "exact" and vllm.__version__ < "0.32":
-        arguments["disable_cascade_attn"] = True  # it attends to a common prefix separately; later versions have none
     if on_gpu:
         arguments["enable_sleep_mode"] = spec.sleep
         if not spec.enforce_eager:
