@@ -79,7 +79,7 @@ def _with_keys(keys: PrefixKeys | None, first: int, count: int) -> PrefixKeys | 
     return keys._replace(
         rows_E=torch.cat([keys.rows_E, first + added]),
         keys_E=torch.cat([keys.keys_E, total + added]),
-        starts_E=F.pad(starts, (0, total - first), value=total + count),
+        starts_E=F.pad(starts, (0, total - first + 1), value=total + count),
         cu_seqlens=_with_run(keys.cu_seqlens, count),
         max_seqlen=max(keys.max_seqlen, count),
     )

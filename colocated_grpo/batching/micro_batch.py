@@ -70,8 +70,8 @@ class PrefixKeys(NamedTuple):
     keys_E: Tensor
     """Indices in E of all keys, in the order of their rows."""
     starts_E: Tensor
-    """Where the keys of each row start in keys_E: T numbers, then E in all other places. A padded graph needs more than
-    T, and torch.compile takes equal sizes for one."""
+    """[E + 1] Where the keys of each row start in keys_E: T numbers, then where the last row's keys end. Its size follows
+    from E, as torch.compile takes sizes that are equal once for one."""
     cu_seqlens: Tensor
     """Boundaries in E of the keys of each run in `PackedTokens.cu_seqlens`."""
     max_seqlen: int
@@ -190,7 +190,7 @@ def _prefix_keys(rows: Sequence[np.ndarray]) -> PrefixKeys:
     return PrefixKeys(
         rows_E=torch.from_numpy(rows_E),
         keys_E=torch.from_numpy(keys_E),
-        starts_E=torch.from_numpy(np.searchsorted(rows_E[keys_E], np.arange(len(rows_E)))),
+        starts_E=torch.from_numpy(np.searchsorted(rows_E[keys_E], np.arange(len(rows_E) + 1))),
         cu_seqlens=torch.from_numpy(np.cumsum([0, *lengths]).astype(np.int32)),
         max_seqlen=max(lengths),
     )

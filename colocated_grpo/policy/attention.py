@@ -225,7 +225,7 @@ def with_own_keys(tokens: PackedTokens) -> PackedTokens:
         return tokens
     rows_T = torch.arange(tokens.num_rows, device=tokens.cu_seqlens.device)
     # Use clones, because torch.compile specializes on repeated tensor objects.
-    copies = rows_T.clone(), rows_T.clone(), tokens.cu_seqlens.clone()
+    copies = rows_T.clone(), torch.arange(len(rows_T) + 1, device=rows_T.device), tokens.cu_seqlens.clone()
     return replace(tokens, prefix_keys=PrefixKeys(rows_T, *copies, tokens.max_seqlen))
 
 
@@ -250,8 +250,9 @@ class _ExpandKeys(torch.autograd.Function):
     # pyrefly: ignore[bad-override]  (torch declares *grad_outputs, but passes one argument per output)
     def backward(ctx: Any, grad_EKD: Tensor) -> tuple[Tensor | None, ...]:
         keys_E, starts_E = ctx.saved_tensors
-        sums = F.embedding_bag(keys_E, grad_EKD.flatten(1), starts_E, mode="sum")
-        return sums[: ctx.shape[0]].view(ctx.shape), None, None, None
+        bounds = starts_E[: ctx.shape[0] + 1]
+        sums = F.embedding_bag(keys_E, grad_EKD.flatten(1), bounds, mode="sum", include_last_offset=True)
+        return sums.view(ctx.shape), None, None, None
 
 
 AttentionInterface.register(PACKED, packed_attention)

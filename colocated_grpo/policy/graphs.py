@@ -162,9 +162,9 @@ def _padded_rows(tokens: PackedTokens, shape: GraphShape) -> PackedTokens:
     row_of_key = np.zeros(spare, np.int64)  # a filler copies the key of row 0
     row_of_key[own_keys] = tokens.num_tokens + np.arange(rows)
     positions = np.concatenate([np.arange(count) for count in own])
-    # The gradients of fillers are summed last, each by itself, and never read: `expand_keys` returns those of rows.
+    # Fillers come last: `expand_keys` reads the gradients of rows, up to the start of the row that would follow.
     by_row = len(keys.rows_E) + np.concatenate([own_keys, np.setdiff1d(np.arange(spare), own_keys)])
-    starts = len(keys.rows_E) + np.arange(shape.keys - tokens.num_tokens).clip(max=spare)
+    starts = len(keys.rows_E) + np.arange(shape.keys + 1 - tokens.num_tokens).clip(max=spare)
     return replace(
         tokens,
         input_ids_T=F.pad(tokens.input_ids_T, (0, rows)),

@@ -345,7 +345,7 @@ def test_a_common_prefix_is_packed_once_and_seen_by_each_sibling():
     assert keys.rows_E.tolist() == [0, 1, 2, 3, 4, 0, 1, 5]
     assert keys.cu_seqlens.tolist() == [0, 5, 8]
     assert keys.keys_E.tolist() == [0, 5, 1, 6, 2, 3, 4, 7], "two keys of each prompt token, one of each other"
-    assert keys.starts_E.tolist() == [0, 2, 4, 5, 6, 7, *[8, 8]]
+    assert keys.starts_E.tolist() == [0, 2, 4, 5, 6, 7, 8, *[8, 8]]
     assert (batch.num_tokens, batch.computed_tokens) == (8, 6)
 
 
