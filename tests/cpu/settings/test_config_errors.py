@@ -347,6 +347,10 @@ def test_a_yaml_document_of_exponential_size_is_read_quickly():
             "engine: {args: {max_num_seqs: 3}}",
             "engine.args.max_num_seqs: has a setting of its own; write engine.max_num_seqs",
         ),
+        (
+            "engine: {args: {speculative_config: {method: ngram}}}",
+            "engine.args.speculative_config: not supported: vLLM's samples did not follow the model with it",
+        ),
     ],
 )
 def test_settings_that_contradict_each_other_are_rejected(text, line):
