@@ -269,6 +269,7 @@ def adapted(config: Config, resume: str | None, name: str) -> tuple[Config, list
         except ConfigError as error:
             problems += str(error).splitlines()
     lines = [f"note: {note}" for note in notes] + [f"warning: {line}" for line in exposures(config.environments)]
+    notes += passed_over(Path(config.output_dir), config.run_name, resume, name)
     return config, lines, list(dict.fromkeys(problems))  # two checks read the model and may report the same problem
 
 
@@ -299,6 +300,19 @@ def _run(config: Config, resume: str | None, name: str, output: RunOutput) -> in
         if not lines:
             raise
         report(code, lines)
+def passed_over(output: Path, run_name: str | None, resume: str | None, name: str) -> list[str]:
+    """Return a line about runs without a checkpoint that began after the run which `--resume auto` continues."""
+    from colocated_grpo.runtime.run_folder import CHECKPOINTS, newest_run, runs_of
+
+    if resume != AUTO or run_name is not None:
+        return []
+    newest = newest_run(output, None, name)
+    names = [run.name for run in runs_of(output, name) if not (run / CHECKPOINTS).is_dir()]
+    newer = sorted(each for each in names if newest is None or each > newest.name)  # a name ends with the start time
+    line = "--resume auto: passes over newer runs without a checkpoint: {}, the newest {}"
+    return [line.format(len(newer), newer[-1])] if newer else []
+
+
         return code
     leave(finished=True)
     return 0
