@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, overrides = program.parse_rank_arguments(parser(), arguments)
     program.prepare_libraries("WARNING", prefix=f"[rank {os.environ['RANK']}] ")
     try:
-        config, rows = read_settings(options, overrides), read_rows(options.rows)
+        config, rows = read_settings(options, overrides), read_file(options.rows)
         joined = join()
         world = with_context(init_world(joined.store), config.policy.context_parallel)
         fine_tune(config, rows, options, world)
@@ -87,13 +87,6 @@ def read_settings(options: argparse.Namespace, overrides: Sequence[str]) -> Conf
     config = build_config(None, given).config
     check_world(config, int(os.environ["WORLD_SIZE"]))
     return check_inputs(config)[0]
-
-
-def read_rows(file: Path) -> list[Item]:
-    try:
-        return read_file(file)
-    except ValueError as error:
-        raise ConfigError(f"ROWS={str(file)!r}: {error}") from error
 
 
 def encode(rows: Sequence[Item], model: ModelFiles, variables: JsonObject, limit: int) -> Iterator[Group]:
