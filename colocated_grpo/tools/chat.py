@@ -150,7 +150,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = program.OneLineParser(
         prog="colocated-grpo chat",
         description="Chat with a model, or with the best or newest one of a run. Settings override the run's own.",
-        allow_abbrev=False,
     )
     named = "folder of a run, a model or an adapter, a Hub name, or http://... of a server"
     parser.add_argument("model", metavar="RUN_OR_MODEL", help=named)

@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from colocated_grpo.launch.cli import parse_rank_arguments
 
 from colocated_grpo.errors import ConfigError, RunError
 from colocated_grpo.runtime import program
@@ -50,6 +51,7 @@ def subject_of(name: str) -> ModelSubject:
     folder = Path(name)
     run_config = folder / RUN_CONFIG
     if run_config.is_file() and not (folder / "config.json").exists():
+        Path(options.output or ".").parent.mkdir(parents=True, exist_ok=True)  # else the results would be lost
         return replace(subject_of(str(_exported(folder))), run_config=run_config)
     if not (folder / ADAPTER_CONFIG).is_file():
         return ModelSubject(model=name)
@@ -101,7 +103,7 @@ def with_subject(config: Config, subject: ModelSubject) -> Config:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Evaluate and print the metrics. Returns exit code 0, 2 for wrong settings, 1 if the evaluation fails."""
-    options, overrides = program.parse_rank_arguments(_parser(), arguments)
+    options, overrides = parse_rank_arguments(_parser(), arguments)
     program.prepare_libraries("WARNING", prefix=f"[rank {os.environ['RANK']}] ")
     try:
         subject = subject_of(options.model)
@@ -125,7 +127,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = program.OneLineParser(
         prog="colocated-grpo evaluate",
         description="Evaluate a model on the evaluation sets of a config, or else on its held-out prompts.",
-        allow_abbrev=False,
     )
     parser.add_argument("model", metavar="MODEL", help="folder of a model, an adapter or a run, or a name on the Hub")
     parser.add_argument("--config", metavar="FILE", help="YAML file with evaluation.sets (default: the run's own)")
