@@ -22,11 +22,11 @@ from colocated_grpo.runtime import program
 from colocated_grpo.runtime.processes import scratch_folder
 from colocated_grpo.runtime.verdict import run_program
 from colocated_grpo.servers.engine_servers import EngineServers, local_servers, serve_command
-from colocated_grpo.servers.options import checked, positive
+from colocated_grpo.servers.options import checked, positive, subject_of
 from colocated_grpo.settings.config_file import build_config, parse_overrides
 from colocated_grpo.settings.config_json import read_config_json
 from colocated_grpo.settings.tree import parse_value
-from colocated_grpo.tools.evaluate import read_settings, subject_of, with_subject
+from colocated_grpo.tools.evaluate import read_settings, with_subject
 from colocated_grpo.types import JsonObject
 from colocated_grpo.web.client import JsonClient, RequestRejected, Unavailable
 
