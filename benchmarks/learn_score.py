@@ -15,8 +15,9 @@ from benchmarks.harness import config_of
 from benchmarks.learn_tasks import LearnTask
 from colocated_grpo.evaluation.evaluator import EvaluationSet
 from colocated_grpo.runtime.text_part import weight_files
+from colocated_grpo.servers.options import ModelSubject
 from colocated_grpo.settings.schema import Config
-from colocated_grpo.tools.evaluate import ModelSubject, with_subject
+from colocated_grpo.tools.evaluate import with_subject
 from colocated_grpo.tools.evaluation_run import Evaluation, prepare_evaluation
 from colocated_grpo.types import JsonObject
 

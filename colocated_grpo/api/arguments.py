@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from enum import Enum
 from os import PathLike, fspath
 from pathlib import Path
@@ -39,6 +40,12 @@ _FOREIGN = {
     "environment_factory": "write an episode: docs/guides/episodes.md",
 }
 """Unsupported argument of TRL's GRPOTrainer -> alternative."""
+_ARGUMENTS = ("reward_funcs", "train_dataset", "eval_dataset", "eval_datasets", "processing_class", "peft_config")
+_MISSING = {
+    "environments.0.name: required, but not given": "train_dataset: required, but not given",
+    "environments.0.rewards: required, but not given": "reward_funcs: required, but not given",
+}
+"""Error line about a setting -> line about the argument that sets it."""
 _GEOMETRY = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
 _DEVICE = ("use_cpu", "bf16")
 """Fields of GRPOConfig that have no effect here. On some machines, GRPOConfig itself rejects their defaults."""
@@ -77,12 +84,17 @@ def read_arguments(
         given["model"] = model
     if "environments" in given:
         given["environments"] = take_environments(given["environments"], objects)
-    held_out = _held_out(eval_datasets, given)
+    held_out = given.pop("eval_dataset", None)  # TRL's name
+    if held_out is not None and eval_datasets is not None:
+        raise ConfigError("eval_dataset: the same setting as eval_datasets; remove one of them")
+    held_out = eval_datasets if held_out is None else held_out
     by_path = dict(_flat(plain(given)))
     several = held_out if isinstance(held_out, Mapping) else None
     by_path |= _data(train_dataset, held_out if several is None else None, objects)
     if reward_funcs is not None:
         by_path[*_ENTRY, "rewards"] = take_rewards(reward_funcs, "reward_funcs", objects)
+        if config is None and ("environments",) not in by_path:
+            by_path[*_ENTRY, "type"] = "dataset"  # so that a missing dataset is what the error names
     epochs = take_epochs(by_path, getattr(args, "num_train_epochs", None))
     length = {} if epochs is None else {"training_steps": UNCOUNTED}
     if several is not None:
@@ -108,7 +120,10 @@ def read_arguments(
 def _loaded(
     config: str | Path | None, settings: Settings, objects: ObjectsByName, defaults: Mapping[str, object]
 ) -> LoadedConfig:
-    loaded = build_config(config, settings, defaults)
+    try:
+        loaded = build_config(config, settings, defaults)
+    except ConfigError as error:
+        raise ConfigError(*(_MISSING.get(line, line) for line in str(error).splitlines())) from None
     sources.give_objects(loaded.config.environments, objects)
     sources.give_objects([entry.source for entry in loaded.config.evaluation.sets], objects)
     return loaded
@@ -118,15 +133,10 @@ def _without_foreign(settings: Mapping[str, object]) -> dict[str, object]:
     unset = (None, [], {}, (), [None], (None, None))
     if wrong := [f"{name}: {rule}" for name, rule in _FOREIGN.items() if settings.get(name) not in unset]:
         raise ConfigError(*wrong)
+    for name in settings.keys() - {*_ARGUMENTS}:
+        if near := get_close_matches(name, _ARGUMENTS, n=1, cutoff=0.85):
+            raise ConfigError(f"{name}: unknown argument; did you mean {near[0]}?")
     return {name: value for name, value in settings.items() if name not in _FOREIGN}
-
-
-def _held_out(eval_datasets: object, given: dict[str, object]) -> object:
-    """Return the held-out rows. TRL's name `eval_dataset` is also accepted, and is removed from `given`."""
-    rows = given.pop("eval_dataset", None)
-    if rows is not None and eval_datasets is not None:
-        raise ConfigError("eval_dataset: the same setting as eval_datasets; remove one of them")
-    return eval_datasets if rows is None else rows
 
 
 def _data(train: object, held_out: object, objects: ObjectsByName) -> Settings:

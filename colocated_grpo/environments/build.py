@@ -13,7 +13,7 @@ from colocated_grpo.environments.prompts import PromptEncoder, build_template, c
 from colocated_grpo.environments.registry import build_episode, build_task
 from colocated_grpo.environments.rewards.functions import RewardScorer, build_rewards, start_workers
 from colocated_grpo.environments.rewards.scoring import TaskScorer
-from colocated_grpo.environments.streams import GeneratedItems, Mixture, PromptSource, UnsolvedItems
+from colocated_grpo.environments.streams import GeneratedItems, Mixture, PromptSource, SequenceStream, UnsolvedItems
 from colocated_grpo.environments.user_code.loading import unique_names
 from colocated_grpo.settings import sources
 from colocated_grpo.settings.atropos import AtroposSourceConfig
@@ -79,6 +79,10 @@ class Environments:
     def open_source(self) -> base.BatchSource:
         """Return the source of training prompts. Like all methods below it reads data, so it is for rank 0 only."""
         streams = {each.name: each.items.open_stream(self.seed) for each in self.trained}
+        for each in self.trained:
+            # Raises without a usable prompt: later, an engine would have been started. A game would begin for nothing.
+            if isinstance(streams[each.name], SequenceStream):
+                PromptSource({each.name: each.items.open_stream(self.seed)}, {each.name: 1.0}, self.encoder).next(1)
         if self.skip_solved is not None:
             streams = {name: UnsolvedItems(stream, name, self.skip_solved) for name, stream in streams.items()}
         return PromptSource(streams, self.weights, self.encoder)

@@ -11,12 +11,12 @@ import argparse
 import faulthandler
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from colocated_grpo import __version__
 from colocated_grpo.errors import AlreadyReported, ConfigError
 from colocated_grpo.runtime import program
 from colocated_grpo.runtime.processes import list_gpus, visible
@@ -37,12 +37,12 @@ def run_parser() -> argparse.ArgumentParser:
     """Return the parser of the launcher's flags. All unknown flags are setting overrides."""
     parser = OneLineParser(
         prog="colocated-grpo",
-        allow_abbrev=False,
         description="Train with GRPO, one process per GPU. Each has a vLLM engine, unless engine.placement is server.",
         epilog="Settings override the file: --policy.lr 2e-6 --environments.0.args.max_digits 3 --engine.sleep=false. "
         "Further commands, each with --help: init (write a config), doctor, evaluate, chat, serve, show-rollouts, "
         "compare-runs, report, make-model, sft, atropos (command lines of Atropos' example trainer).",
     )
+    parser.add_argument("--version", action="version", version=__version__)
     integer = partial(parser.add_argument, type=int, metavar="N")
     integer("--gpus", help="GPUs of this node; 0 trains on the CPU (default: all visible)")
     engines = "with engine.placement: server, how many of the GPUs serve engines only (default: 0, the ranks' own)"
@@ -75,13 +75,6 @@ def read_arguments(
     options, overrides = parser.parse_known_args(arguments)
     if overrides and overrides[0].endswith((".yaml", ".yml")) and not overrides[0].startswith("--"):
         raise ConfigError(f"{overrides[0]!r}: unexpected argument; write --config {overrides[0]}")
-    # `--gpu 4` would otherwise be reported as an unknown setting.
-    flags = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
-    for argument in overrides:
-        name = argument.partition("=")[0]
-        near = get_close_matches(name.replace("_", "-"), flags, n=1, cutoff=0.85)
-        if near and name.startswith("--") and "." not in name:
-            raise ConfigError(f"{name}: unknown flag; did you mean {near[0]}?")
     return options, overrides, []
 
 
@@ -184,8 +177,19 @@ def default_config_note(options: argparse.Namespace) -> list[str]:
     ]
 
 
-LAUNCHER_FLAGS = {"--dry-run", "--engine-gpus", "--gpus", "--log-dir", "--nodes", "--nproc", "--redirect-output"}
-"""Flags that users may add to the command of a rank."""
+def parse_rank_arguments(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None
+) -> tuple[argparse.Namespace, list[str]]:
+    """Parse a rank's command line (under torchrun, srun or alone). Return its flags and the overrides of settings.
+
+    Sets torchrun's variables. Exits with one line if these variables or the arguments are invalid.
+    """
+    program.prepare_streams()
+    options, overrides = parser.parse_known_args(arguments)
+    os.environ.update(program.rank_environment(os.environ))
+    if problem := program.environment_problem(os.environ):
+        parser.error(problem)
+    return options, overrides
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -193,12 +197,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = program.OneLineParser(
         prog="python -m colocated_grpo",
         description="Train on this rank. Started by torchrun, by srun, or alone; settings override the file.",
-        allow_abbrev=False,
     )
     add_run_arguments(parser)
-    options, overrides = program.parse_rank_arguments(parser, arguments)
-    if misplaced := {argument.partition("=")[0] for argument in overrides} & LAUNCHER_FLAGS:
-        parser.error(f"{min(misplaced)}: a flag of the launcher; write colocated-grpo instead of {parser.prog}")
+    options, overrides = parse_rank_arguments(parser, arguments)
     program.prepare_libraries(options.log_level, prefix=f"[rank {os.environ['RANK']}] ")
     program.raise_descriptor_limit()
     faulthandler.enable()
@@ -268,14 +269,9 @@ def adapted(config: Config, resume: str | None, name: str) -> tuple[Config, list
             check()
         except ConfigError as error:
             problems += str(error).splitlines()
+    notes += passed_over(Path(config.output_dir), config.run_name, resume, name)
     lines = [f"note: {note}" for note in notes] + [f"warning: {line}" for line in exposures(config.environments)]
     return config, lines, list(dict.fromkeys(problems))  # two checks read the model and may report the same problem
-
-
-def _import_trainer() -> Callable[..., None]:
-    with program.frozen_imports():
-        from colocated_grpo.launch.rank import main
-    return main
 
 
 def _run(config: Config, resume: str | None, name: str, output: RunOutput) -> int:
@@ -284,8 +280,8 @@ def _run(config: Config, resume: str | None, name: str, output: RunOutput) -> in
 
     try:
         joined = join_ranks(output)
-        with output.phase("importing torch, transformers and vLLM"):
-            train = _import_trainer()
+        with output.phase("importing torch, transformers and vLLM"), program.frozen_imports():
+            from colocated_grpo.launch.rank import main as train
         train(config, joined, resume=resume, name=name, output=output)
     except AlreadyReported:
         output.close()
@@ -302,6 +298,19 @@ def _run(config: Config, resume: str | None, name: str, output: RunOutput) -> in
         return code
     leave(finished=True)
     return 0
+
+
+def passed_over(output: Path, run_name: str | None, resume: str | None, name: str) -> list[str]:
+    """Return a line about runs without a checkpoint that began after the run which `--resume auto` continues."""
+    from colocated_grpo.runtime.run_folder import CHECKPOINTS, newest_run, runs_of
+
+    if resume != AUTO or run_name is not None:
+        return []
+    newest = newest_run(output, None, name)
+    names = [run.name for run in runs_of(output, name) if not (run / CHECKPOINTS).is_dir()]
+    newer = sorted(each for each in names if newest is None or each > newest.name)  # a name ends with the start time
+    line = "--resume auto: passes over newer runs without a checkpoint: {}, the newest {}"
+    return [line.format(len(newer), newer[-1])] if newer else []
 
 
 def join_ranks(output: RunOutput) -> Joined:

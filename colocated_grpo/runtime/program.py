@@ -17,8 +17,9 @@ import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from colocated_grpo.errors import ConfigError
 from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, first_report, report
@@ -39,10 +40,26 @@ KEY_VARIABLE = "COLOCATED_GRPO_ENGINE_API_KEY"
 """API key of the engine servers. Each launch has a new key, because other users of the machine can reach the ports."""
 DESCRIPTORS = 65_536
 """Requested soft limit: more than all connections and files of one run."""
+LAUNCHER_FLAGS = {"--dry-run", "--engine-gpus", "--gpus", "--log-dir", "--nodes", "--nproc", "--redirect-output"}
+"""Flags that users may add to the command of a rank, or of a tool, which use the GPUs that they see."""
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An argument parser that reports an error in one line, without the usage text."""
+    """An argument parser that reports an error in one line, without the usage text, and knows no abbreviations."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Exit if an unknown flag resembles one: it would become an unknown setting, or a required flag be missing."""
+        self.allow_abbrev = False
+        flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
+        for argument in sys.argv[1:] if args is None else args:
+            name = argument.partition("=")[0]
+            if not name.startswith("--") or "." in name or name in flags:
+                continue
+            if name in LAUNCHER_FLAGS:
+                self.error(f"{name}: a flag of the launcher, colocated-grpo; {self.prog} uses the GPU that it sees")
+            if near := get_close_matches(name.replace("_", "-"), flags, n=1, cutoff=0.85):
+                self.error(f"{name}: unknown flag; did you mean {near[0]}?")
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         message = message.removeprefix("argument ").replace("invalid int value:", "not a whole number:")
@@ -107,21 +124,6 @@ def prepare_libraries(log_level: str, *, prefix: str = "") -> None:
     for name, value in library_environment(log_level).items():
         os.environ.setdefault(name, value)
     set_up_logging(log_level, prefix=prefix)
-
-
-def parse_rank_arguments(
-    parser: argparse.ArgumentParser, arguments: Sequence[str] | None
-) -> tuple[argparse.Namespace, list[str]]:
-    """Parse a rank's command line (under torchrun, srun or alone). Return its flags and the overrides of settings.
-
-    Sets torchrun's variables. Exits with one line if these variables or the arguments are invalid.
-    """
-    prepare_streams()
-    options, overrides = parser.parse_known_args(arguments)
-    os.environ.update(rank_environment(os.environ))
-    if problem := environment_problem(os.environ):
-        parser.error(problem)
-    return options, overrides
 
 
 def library_environment(log_level: str) -> dict[str, str]:

@@ -49,7 +49,7 @@ def choose_run_folder(output: Path, run_name: str | None, resume: str | None, pr
     Raises ConfigError if the run to resume does not exist, or if a new run would overwrite an existing one.
     """
     if resume == AUTO:
-        newest = _newest_run(output, run_name, prefix)
+        newest = newest_run(output, run_name, prefix)
         if newest is not None:
             return _without_links(newest)
     elif resume is not None:
@@ -195,11 +195,15 @@ def _without_links(folder: Path) -> Path:
     return folder
 
 
-def _newest_run(output: Path, run_name: str | None, name: str) -> Path | None:
+def runs_of(output: Path, name: str) -> list[Path]:
+    """Return the runs whose names were made from `name`. grpo-large-20260101-000000 is not a run of grpo.yaml."""
+    pattern = re.compile(re.escape(name) + r"-\d{8}-\d{6}")
+    return [run for run in output.glob("*") if pattern.fullmatch(run.name)]
+
+
+def newest_run(output: Path, run_name: str | None, name: str) -> Path | None:
+    """Return the run with the newest checkpoints. A run folder's own time changes when its report is rebuilt."""
     if run_name is not None:
         return output / run_name
-    pattern = re.compile(re.escape(name) + r"-\d{8}-\d{6}")  # grpo-large-20260101-000000 is not a run of grpo.yaml
-    runs = [run for run in output.glob("*") if pattern.fullmatch(run.name) and (run / CHECKPOINTS).is_dir()]
-    # Compare the modification times of the checkpoint folders. A run folder's own time changes when its report is
-    # rebuilt.
+    runs = [run for run in runs_of(output, name) if (run / CHECKPOINTS).is_dir()]
     return max(runs, key=lambda run: (run / CHECKPOINTS).stat().st_mtime, default=None)

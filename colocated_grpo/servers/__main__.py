@@ -91,7 +91,7 @@ def serve_engine() -> int:
     options = serving.resumed(parse(None))
     program.prepare_libraries(options.log_level)
     try:
-        options = serving.within_model(options)
+        options = serving.with_model(options)
         with program.frozen_imports():
             from colocated_grpo.servers.server import serve
 

@@ -234,14 +234,17 @@ def _divide_gpus(
     return [",".join(theirs[first : first + size]) for first in range(0, len(theirs), size)], ",".join(ours)
 
 
+def lora_limit(rank: int) -> int:
+    """Return vLLM's smallest limit for an adapter of this rank. Raises ConfigError if there is none."""
+    if rank > LORA_RANKS[-1]:
+        merged = "train with engine.bridge: broadcast, or export merged weights (checkpoint.export_merged)"
+        raise ConfigError(f"policy.lora.rank={rank}: engines load adapters up to rank {LORA_RANKS[-1]}; {merged}")
+    return min(limit for limit in LORA_RANKS if limit >= rank)
+
+
 def serve_command(model: ModelConfig, engine: EngineConfig, policy: PolicyConfig, max_tokens: int) -> list[str]:
     """Return the command of a server, without its port."""
     rank = policy.lora.rank if engine.bridge == "adapter" and policy.lora is not None else None
-    if rank is not None and rank > LORA_RANKS[-1]:
-        raise ConfigError(
-            f"policy.lora.rank={rank}: engine servers load adapters up to rank {LORA_RANKS[-1]}; use engine.bridge: "
-            "broadcast, which sends merged weights"
-        )
     flags = {
         "--dtype": policy.compute_dtype if engine.dtype == "auto" else engine.dtype,
         "--max-model-len": max_tokens,
@@ -255,7 +258,7 @@ def serve_command(model: ModelConfig, engine: EngineConfig, policy: PolicyConfig
         "--gpu-memory-utilization": engine.gpu_memory_utilization,
         "--kv-cache-memory-bytes": engine.kv_cache_memory_bytes,
         "--engine-args": json.dumps(engine.args) if engine.args else None,
-        "--max-lora-rank": None if rank is None else min(allowed for allowed in LORA_RANKS if allowed >= rank),
+        "--max-lora-rank": None if rank is None else lora_limit(rank),
     }
     switches = {
         "--trust-remote-code": model.trust_remote_code,

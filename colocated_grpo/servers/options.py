@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Json, TypeAdapter, ValidationError
 
+from colocated_grpo.errors import ConfigError
 from colocated_grpo.runtime.program import LAST_PORT, LOG_LEVEL_VARIABLE, LOG_LEVELS, OneLineParser
-from colocated_grpo.servers.engine_servers import LORA_RANKS
+from colocated_grpo.servers.engine_servers import LORA_RANKS, lora_limit
+from colocated_grpo.settings.adapter_files import CONFIG_FILE as ADAPTER_CONFIG
 from colocated_grpo.settings.generation import ModelConfig
 from colocated_grpo.tracking.files import write_atomically
 from colocated_grpo.types import JsonObject
@@ -60,6 +63,9 @@ def _switch(help: str) -> Any:
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
     model: str
+    named: str = ""
+    adapter: Path | None = None
+    """The adapter to load, if `named`, the MODEL that was asked for, is an adapter or a run with one."""
     revision: str | None = _flag("branch, tag or commit on the Hub")
     trust_remote_code: bool = _switch("run Python code of the checkpoint")
     tokenizer: str | None = _flag("folder or Hugging Face name of another tokenizer", metavar="NAME")
@@ -113,11 +119,10 @@ def parse(arguments: Sequence[str] | None) -> ServeOptions:
     """Parse the arguments. Exits with code 2 and one line if an argument is invalid."""
     parser = OneLineParser(
         prog="colocated-grpo serve",
-        allow_abbrev=False,
         description="Serve a model over HTTP: /generate, the OpenAI API, and routes that pause the engine.",
     )
     parser.add_argument(
-        "model", nargs="?", metavar="MODEL", help="folder or Hugging Face name of a causal language model"
+        "model", nargs="?", metavar="MODEL", help="folder of a model, a run or an adapter, or a name on the Hub"
     )
     parser.add_argument("--model", dest="named_model", metavar="MODEL", help="the same, as a flag")
     for option in fields(ServeOptions):
@@ -135,21 +140,78 @@ def parse(arguments: Sequence[str] | None) -> ServeOptions:
     return replace(options, share_weights=options.share_weights or wanted)
 
 
+OF_MODEL = ("revision", "trust_remote_code", "tokenizer", "chat_template", "chat_template_kwargs")
+
+
 def model_settings(options: ServeOptions) -> ModelConfig:
-    return ModelConfig(
-        name=options.model,
-        revision=options.revision,
-        trust_remote_code=options.trust_remote_code,
-        tokenizer=options.tokenizer,
-        chat_template=options.chat_template,
-        chat_template_kwargs=options.chat_template_kwargs,
-    )
+    return ModelConfig(name=options.model, **{name: getattr(options, name) for name in OF_MODEL})
 
 
-def within_model(options: ServeOptions) -> ServeOptions:
-    """Lower max_model_len to the model's own limit. Raises ConfigError if the model does not exist."""
+EXPORTS = ("best_model", "best_adapter", "final_model", "final_adapter")
+"""Export folders of a run, in order of preference."""
+_EXPORT_OF_STEP = re.compile(r"(?:adapter_)?step_(\d+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSubject:
+    """A model, and the settings that come with it."""
+
+    model: str
+    """Folder or Hub name of the weights; for an adapter, of its base."""
+    adapter: Path | None = None
+    rank: int = 0
+    """Rank of the adapter."""
+    run_config: Path | None = None
+    """Config of the run that exported the model."""
+
+
+def subject_of(name: str) -> ModelSubject:
+    """Return the subject called `name`. A run folder stands for its best, else final, else newest export.
+
+    Raises ConfigError.
+    """
+    folder = Path(name)
+    run_config = folder / "config.yaml"
+    if run_config.is_file() and not (folder / "config.json").exists():
+        return replace(subject_of(str(_exported(folder))), run_config=run_config)
+    if not (folder / ADAPTER_CONFIG).is_file():
+        return ModelSubject(model=name)
+    try:
+        saved = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        return ModelSubject(model=saved["base_model_name_or_path"], adapter=folder.absolute(), rank=saved["r"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"MODEL={name!r}: {ADAPTER_CONFIG} names no base model and rank ({error!r})") from None
+
+
+def _exported(run: Path) -> Path:
+    for name in EXPORTS:
+        if (run / name).is_dir():
+            return run / name
+    steps = {int(found[1]): path for path in run.iterdir() if (found := _EXPORT_OF_STEP.fullmatch(path.name))}
+    if not steps:
+        raise ConfigError(
+            f"MODEL={str(run)!r}: this run has exported no model yet ({', '.join(EXPORTS)}, step_N); it does so at its "
+            "end, and every checkpoint.export_every steps"
+        )
+    return steps[max(steps)]
+
+
+def with_model(options: ServeOptions) -> ServeOptions:
+    """Replace a run or an adapter by its model, and lower max_model_len to the model's own limit. Raises ConfigError.
+
+    A run's settings of its model are the defaults of the flags with these names.
+    """
+    from colocated_grpo.settings.config_file import load_config
     from colocated_grpo.settings.config_json import longest_sequence, read_config_json, text_part
 
+    subject = subject_of(options.model)
+    found: JsonObject = {"model": subject.model, "adapter": subject.adapter}
+    if subject.adapter is not None:
+        found |= {"enable_lora": True, "max_lora_rank": max(options.max_lora_rank, lora_limit(subject.rank))}
+    if subject.run_config is not None:
+        saved = load_config(subject.run_config, ["--model.name", subject.model]).model
+        found |= {name: getattr(saved, name) for name in OF_MODEL if not getattr(options, name)}
+    options = replace(options, named=options.model, **found)
     own_limit = longest_sequence(text_part(read_config_json(model_settings(options))))
     return replace(options, max_model_len=min(options.max_model_len, own_limit or options.max_model_len))
 
@@ -185,15 +247,14 @@ class Restart:
 
     def ready(self, model: str, port: int) -> None:
         """Record the model and port to use for a restart after a crash."""
-        self._state = {"model": model, "port": port, REQUESTED: None}
-        self._save()
+        self._save(model=model, port=port, requested=None)
 
     def request(self, model: str) -> None:
         """End this process and request a restart with `model`."""
-        self._state[REQUESTED] = model
-        self._save()
+        self._save(requested=model)
         self.requested = True
 
-    def _save(self) -> None:
+    def _save(self, **changes: object) -> None:
+        self._state |= changes
         if (file := _file()) is not None:
             write_atomically(file, json.dumps(self._state))

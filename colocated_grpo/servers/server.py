@@ -60,6 +60,11 @@ def serve(options: ServeOptions) -> int:
         check_adapter(model.folder, path)
         return engine.adapters.load(name, path)
 
+    if options.adapter is not None:
+        try:
+            load_adapter(options.adapter.name, str(options.adapter))
+        except ValueError as error:
+            raise RunError(str(error)) from None
     commands = {
         "load_adapter": load_adapter,
         "unload_adapter": engine.adapters.unload,
@@ -153,9 +158,9 @@ def _lead(
             server = ServerThread(app, options.host, [options.port])
         except OSError as error:  # the port was taken while the engine was built
             raise RunError(f"--port={options.port}: cannot listen on {error.strerror}") from None
-        restart.ready(options.model, server.ports[0])
+        restart.ready(options.named, server.ports[0])
         host = f"[{options.host}]" if ":" in options.host else options.host
-        print(f"serving {options.model} at http://{host}:{server.ports[0]}", flush=True)
+        print(f"serving {options.named} at http://{host}:{server.ports[0]}", flush=True)
         try:
             control.run(lambda: stop.requested() or restart.requested)
         finally:

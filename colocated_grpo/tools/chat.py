@@ -22,11 +22,11 @@ from colocated_grpo.runtime import program
 from colocated_grpo.runtime.processes import scratch_folder
 from colocated_grpo.runtime.verdict import run_program
 from colocated_grpo.servers.engine_servers import EngineServers, local_servers, serve_command
-from colocated_grpo.servers.options import checked, positive
+from colocated_grpo.servers.options import checked, positive, subject_of
 from colocated_grpo.settings.config_file import build_config, parse_overrides
 from colocated_grpo.settings.config_json import read_config_json
 from colocated_grpo.settings.tree import parse_value
-from colocated_grpo.tools.evaluate import read_settings, subject_of, with_subject
+from colocated_grpo.tools.evaluate import read_settings, with_subject
 from colocated_grpo.types import JsonObject
 from colocated_grpo.web.client import JsonClient, RequestRejected, Unavailable
 
@@ -150,7 +150,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = program.OneLineParser(
         prog="colocated-grpo chat",
         description="Chat with a model, or with the best or newest one of a run. Settings override the run's own.",
-        allow_abbrev=False,
     )
     named = "folder of a run, a model or an adapter, a Hub name, or http://... of a server"
     parser.add_argument("model", metavar="RUN_OR_MODEL", help=named)

@@ -1,6 +1,5 @@
 """Compare two runs metric by metric: colocated-grpo compare-runs A B [--assert-equal]"""
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from colocated_grpo.runtime.program import OneLineParser
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.files import Row, RunFolderError
 from colocated_grpo.tracking.text import number, printable
@@ -98,10 +98,8 @@ def _last_and_mean(values: Values) -> tuple[float | None, float | None]:
     return values[max(values)] if values else None, fmean(finite) if finite else None
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="colocated-grpo compare-runs", description="Compare two runs metric by metric."
-    )
+def _parser() -> OneLineParser:
+    parser = OneLineParser(prog="colocated-grpo compare-runs", description="Compare two runs metric by metric.")
     parser.add_argument("a", metavar="A", help="run folder")
     parser.add_argument("b", metavar="B", help="run folder")
     ignored = "metrics to ignore besides the wall-clock ones, for example 'mismatch/*'; may be repeated"

@@ -7,70 +7,20 @@ engine and completes a part of the prompts.
 import argparse
 import json
 import os
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 from colocated_grpo.errors import ConfigError, RunError
+from colocated_grpo.launch.cli import parse_rank_arguments
 from colocated_grpo.runtime import program
 from colocated_grpo.runtime.verdict import run_program
-from colocated_grpo.servers.engine_servers import LORA_RANKS
-from colocated_grpo.settings.adapter_files import CONFIG_FILE as ADAPTER_CONFIG
+from colocated_grpo.servers.engine_servers import lora_limit
+from colocated_grpo.servers.options import ModelSubject, subject_of
 from colocated_grpo.settings.config_file import load_config
 from colocated_grpo.settings.inputs import check_inputs
 from colocated_grpo.settings.rules import check_world
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.types import STDERR, JsonObject
-
-RUN_CONFIG = "config.yaml"
-EXPORTS = ("best_model", "best_adapter", "final_model", "final_adapter")
-"""Export folders of a run, in order of preference."""
-_EXPORT_OF_STEP = re.compile(r"(?:adapter_)?step_(\d+)")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelSubject:
-    """A model, and the settings that come with it."""
-
-    model: str
-    """Folder or Hub name of the weights; for an adapter, of its base."""
-    adapter: Path | None = None
-    rank: int = 0
-    """Rank of the adapter."""
-    run_config: Path | None = None
-    """Config of the run that exported the model."""
-
-
-def subject_of(name: str) -> ModelSubject:
-    """Return the subject called `name`. A run folder stands for its best, else final, else newest export.
-
-    Raises ConfigError.
-    """
-    folder = Path(name)
-    run_config = folder / RUN_CONFIG
-    if run_config.is_file() and not (folder / "config.json").exists():
-        return replace(subject_of(str(_exported(folder))), run_config=run_config)
-    if not (folder / ADAPTER_CONFIG).is_file():
-        return ModelSubject(model=name)
-    try:
-        saved = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-        return ModelSubject(model=saved["base_model_name_or_path"], adapter=folder.absolute(), rank=saved["r"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"MODEL={name!r}: {ADAPTER_CONFIG} names no base model and rank ({error!r})") from None
-
-
-def _exported(run: Path) -> Path:
-    for name in EXPORTS:
-        if (run / name).is_dir():
-            return run / name
-    steps = {int(found[1]): path for path in run.iterdir() if (found := _EXPORT_OF_STEP.fullmatch(path.name))}
-    if not steps:
-        raise ConfigError(
-            f"MODEL={str(run)!r}: this run has exported no model yet ({', '.join(EXPORTS)}, step_N); it does so at its "
-            "end, and every checkpoint.export_every steps"
-        )
-    return steps[max(steps)]
 
 
 def read_settings(subject: ModelSubject, path: str | Path, overrides: Sequence[str]) -> Config:
@@ -86,10 +36,7 @@ def with_subject(config: Config, subject: ModelSubject) -> Config:
     """Return the config for engines of the subject in this process, without a policy. Raises ConfigError."""
     arguments: JsonObject = {"use_tqdm_on_load": False, **config.engine.args}
     if subject.adapter is not None:
-        fitting = [rank for rank in LORA_RANKS if rank >= subject.rank]
-        if not fitting:
-            raise ConfigError(f"MODEL: the adapter's rank {subject.rank} is above {LORA_RANKS[-1]}, vLLM's largest")
-        arguments |= {"enable_lora": True, "max_lora_rank": fitting[0]}
+        arguments |= {"enable_lora": True, "max_lora_rank": lora_limit(subject.rank)}
     return config.model_copy(
         update={
             "engine": config.engine.model_copy(update={"placement": "colocated", "args": arguments}),
@@ -101,9 +48,10 @@ def with_subject(config: Config, subject: ModelSubject) -> Config:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Evaluate and print the metrics. Returns exit code 0, 2 for wrong settings, 1 if the evaluation fails."""
-    options, overrides = program.parse_rank_arguments(_parser(), arguments)
+    options, overrides = parse_rank_arguments(_parser(), arguments)
     program.prepare_libraries("WARNING", prefix=f"[rank {os.environ['RANK']}] ")
     try:
+        Path(options.output or ".").parent.mkdir(parents=True, exist_ok=True)  # else the results would be lost
         subject = subject_of(options.model)
         config = settings(subject, options.config, overrides)
         with program.frozen_imports():
@@ -125,7 +73,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = program.OneLineParser(
         prog="colocated-grpo evaluate",
         description="Evaluate a model on the evaluation sets of a config, or else on its held-out prompts.",
-        allow_abbrev=False,
     )
     parser.add_argument("model", metavar="MODEL", help="folder of a model, an adapter or a run, or a name on the Hub")
     parser.add_argument("--config", metavar="FILE", help="YAML file with evaluation.sets (default: the run's own)")

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.utils.logging import disable_progress_bar
 
 from colocated_grpo.environments.registry import EPISODES, build_episode, build_task
+from colocated_grpo.runtime.program import OneLineParser
 from colocated_grpo.tools import warm_start as supervised
 from colocated_grpo.tools.shapes import ARCHITECTURES, SHAPES, Shape
 
@@ -184,7 +185,7 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, out: 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line. Sizes that are not given are absent from the namespace."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="colocated-grpo make-model",
         description="Make a model with random weights and a character tokenizer, with a warm start on --task if given.",
     )

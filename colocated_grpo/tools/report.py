@@ -1,9 +1,9 @@
 """Rebuild report.html of a finished, killed or still training run: colocated-grpo report RUN"""
 
-import argparse
 import sys
 from collections.abc import Sequence
 
+from colocated_grpo.runtime.program import OneLineParser
 from colocated_grpo.runtime.run_folder import is_locked
 from colocated_grpo.tracking.files import RunFolderError, run_folder
 from colocated_grpo.tracking.report import write_report
@@ -11,7 +11,7 @@ from colocated_grpo.tracking.report import write_report
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the report and print its path. Returns exit code 0, or 2 if the run cannot be read."""
-    parser = argparse.ArgumentParser(prog="colocated-grpo report", description="Rebuild report.html of a run.")
+    parser = OneLineParser(prog="colocated-grpo report", description="Rebuild report.html of a run.")
     parser.add_argument("run", help="run folder")
     options = parser.parse_args(arguments)
     try:

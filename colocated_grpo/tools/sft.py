@@ -17,6 +17,7 @@ from colocated_grpo.environments.chat import ChatCodec, Tokens
 from colocated_grpo.environments.prompts import VARIABLES, PromptEncoder
 from colocated_grpo.environments.rows.readers import READERS, read_file
 from colocated_grpo.errors import ConfigError, RunError
+from colocated_grpo.launch.cli import parse_rank_arguments
 from colocated_grpo.metrics import Metrics, reduce
 from colocated_grpo.policy.activations import StepSettings, choose_micro_batch_size
 from colocated_grpo.policy.export import build_exports
@@ -26,6 +27,7 @@ from colocated_grpo.runtime import program
 from colocated_grpo.runtime.distributed import World, derive_seed, init_world, with_context
 from colocated_grpo.runtime.joining import join
 from colocated_grpo.runtime.verdict import run_program
+from colocated_grpo.servers.options import positive
 from colocated_grpo.settings.config_file import build_config, parse_overrides
 from colocated_grpo.settings.inputs import check_inputs
 from colocated_grpo.settings.rules import check_world
@@ -41,10 +43,10 @@ OBJECTIVE = {"type": "cispo", "correction": {"mode": "off"}}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train and export. Returns exit code 0, 2 for wrong settings or rows, 1 if the training fails."""
-    options, overrides = program.parse_rank_arguments(parser(), arguments)
+    options, overrides = parse_rank_arguments(parser(), arguments)
     program.prepare_libraries("WARNING", prefix=f"[rank {os.environ['RANK']}] ")
     try:
-        config, rows = read_settings(options, overrides), read_rows(options.rows)
+        config, rows = read_settings(options, overrides), read_file(options.rows)
         joined = join()
         world = with_context(init_world(joined.store), config.policy.context_parallel)
         fine_tune(config, rows, options, world)
@@ -60,13 +62,12 @@ def parser() -> argparse.ArgumentParser:
         prog="colocated-grpo sft",
         description="Fine-tune a model on rows with `prompt` and `completion`, or `messages`, and export it.",
         epilog="Further arguments are settings of a run: --policy.lora.rank 16 --policy.schedule cosine.",
-        allow_abbrev=False,
     )
     flags.add_argument("rows", type=Path, metavar="ROWS", help=f"file with the rows: {', '.join(READERS)}")
     flags.add_argument("--model", required=True, help="folder or Hub name of the model to start from")
     flags.add_argument("--output", required=True, type=Path, metavar="FOLDER", help="new folder of the trained model")
-    flags.add_argument("--epochs", type=int, default=3, metavar="N", help="passes over the rows (default: 3)")
-    flags.add_argument("--batch-size", default="16", metavar="N", help="rows per optimizer step (default: 16)")
+    flags.add_argument("--epochs", type=positive, default=3, metavar="N", help="passes over the rows (default: 3)")
+    flags.add_argument("--batch-size", type=positive, default=16, metavar="N", help="rows of a step (default: 16)")
     flags.add_argument("--lr", default="1e-5", help="learning rate (default: 1e-5; use 1e-4 with --policy.lora)")
     return flags
 
@@ -75,11 +76,9 @@ def read_settings(options: argparse.Namespace, overrides: Sequence[str]) -> Conf
     """Return the settings of a run that trains as the options say. Raises ConfigError."""
     if options.output.exists():
         raise ConfigError(f"--output={str(options.output)!r}: already exists; choose another folder")
-    if options.epochs < 1:
-        raise ConfigError(f"--epochs={options.epochs}: must be at least 1")
     given = {
         ("model",): {"name": options.model},
-        ("rollout", "prompts_per_step"): parse_value(options.batch_size),
+        ("rollout", "prompts_per_step"): options.batch_size,
         ("policy", "lr"): parse_value(options.lr),
         **{key: parse_value(text) for key, text in parse_overrides(overrides)},
         ("loss",): OBJECTIVE,
@@ -87,13 +86,6 @@ def read_settings(options: argparse.Namespace, overrides: Sequence[str]) -> Conf
     config = build_config(None, given).config
     check_world(config, int(os.environ["WORLD_SIZE"]))
     return check_inputs(config)[0]
-
-
-def read_rows(file: Path) -> list[Item]:
-    try:
-        return read_file(file)
-    except ValueError as error:
-        raise ConfigError(f"ROWS={str(file)!r}: {error}") from error
 
 
 def encode(rows: Sequence[Item], model: ModelFiles, variables: JsonObject, limit: int) -> Iterator[Group]:

@@ -12,6 +12,7 @@ from rich.panel import Panel
 from rich.rule import Rule
 from rich.text import Text
 
+from colocated_grpo.runtime.program import OneLineParser
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.files import Row, RunFolderError, game_title, read_games
 from colocated_grpo.tracking.text import number, printable
@@ -111,10 +112,8 @@ def _reward(row: Row) -> float:
     return -math.inf if row["reward"] is None else row["reward"]
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="colocated-grpo show-rollouts", description="Print stored rollouts or games of a run."
-    )
+def _parser() -> OneLineParser:
+    parser = OneLineParser(prog="colocated-grpo show-rollouts", description="Print stored rollouts or games of a run.")
     parser.add_argument("run", help="run folder")
     parser.add_argument("--step", type=int, help="training step, from 0 (default: the last one stored)")
     parser.add_argument("--evaluation", action="store_true", help="held-out rollouts instead of training ones")

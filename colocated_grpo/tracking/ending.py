@@ -92,11 +92,12 @@ def record_ending(output: RunOutput, error: BaseException, run_folders: Sequence
     Returns the exit code and the lines to show for the error. A defect has no lines: its traceback is shown and written
     to run.log.
     """
-    if isinstance(error, ConfigError):  # the run has not begun
+    if isinstance(error, ConfigError) and not output.trains:  # the run has not begun
         output.close()
+        leave(recorded=True)  # else the launcher would make the run folder again, for a report
         return USAGE_ERROR, error_text(str(error).splitlines())
     lines: list[str] = []
-    if isinstance(error, RunError):
+    if isinstance(error, RunError | ConfigError):
         lines = error_text(str(error).splitlines())
     elif isinstance(error, OSError) and (line := explain_os_error(error, run_folders)):
         lines = [f"error: {line}"]

@@ -80,6 +80,14 @@ def test_an_installed_wheel_takes_the_default_config_without_the_checkout(enviro
     assert "note: --config: not given; using training_configs/dr_grpo_config.yaml; " in output
 
 
+def test_an_installed_wheel_writes_configs_that_name_settings_it_has(environment, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1", "answer": "2"}\n' * 4)
+    python, flags = environment / "bin/python", ["rows.jsonl", "--model", str(tiny_model()), "--gpus", "0"]
+    run("-m", "colocated_grpo.launch.launcher", "init", *flags, python=python, cwd=tmp_path)
+    [page] = re.findall("# Settings: the docstrings in (.*)", (tmp_path / "rows.yaml").read_text())
+    assert page.startswith(str(environment)) and (Path(page) / "schema.py").is_file()
+
+
 def imports(file: Path) -> Iterator[tuple[str, bool]]:
     """Yield the packages that a file imports, and whether that happens when it is imported itself."""
 

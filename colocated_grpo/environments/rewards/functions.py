@@ -86,8 +86,8 @@ class RewardFunction:
         """Raise EnvironmentSetupError if a required column is missing."""
         if missing := sorted(self.required - columns):
             raise EnvironmentSetupError(
-                f"reward {self.name!r} needs the column {missing[0]!r}; available: {', '.join(sorted(columns))} "
-                "(rename one with `columns`)"
+                f"reward {self.name!r} needs the column {missing[0]!r}; available: "
+                f"{', '.join(sorted(columns)) or 'none'} (rename one with `columns`)"
             )
 
     def check_text(self, item: Item) -> None:

@@ -13,6 +13,7 @@ from colocated_grpo.environments.prompts import PLAIN, TOOLS, VARIABLES, checked
 from colocated_grpo.environments.rows.readers import READERS, AnyRows, RowFilter, column_values, read_file, select
 from colocated_grpo.environments.streams import Rows, RowStream
 from colocated_grpo.environments.user_code.loading import one_line
+from colocated_grpo.errors import ConfigError
 from colocated_grpo.settings.sources import RowsSourceConfig
 
 if TYPE_CHECKING:
@@ -192,14 +193,12 @@ class RowItems(Items):
             raise self._error(
                 f"split={self._config.split!r} does not apply to a local file; set name to the file of that split"
             )
-        if not path.is_file():
-            raise self._error(f"no such file: {path}")
         if path.suffix.lower() not in READERS:
             raise self._error(f"eval_split={split!r}: `name` is a file, so this must be one too: {', '.join(READERS)}")
         try:
             return read_file(path)
-        except ValueError as error:
-            raise self._error(f"cannot read {path}: {one_line(error)}") from error
+        except ConfigError as error:
+            raise self._error(f"cannot read {error}") from error
 
     def _load_hub(self, split: str) -> Dataset:
         try:

@@ -11,10 +11,23 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from colocated_grpo.environments.base import Item
 from colocated_grpo.environments.user_code.loading import load_function, one_line
+from colocated_grpo.errors import ConfigError
 from colocated_grpo.settings.sources import ConditionConfig, RowsSourceConfig, Scalar
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+
+def _unique(pairs: list[tuple[str, object]]) -> Item:
+    """Return a JSON object. Raises ValueError for a repeated key, of which json would keep the last value."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice")
+    return found
+
+
+_JSON = json.JSONDecoder(object_pairs_hook=_unique)
 
 
 def read_jsonl(path: Path) -> list[Item]:
@@ -24,7 +37,7 @@ def read_jsonl(path: Path) -> list[Item]:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 try:
-                    rows.append(_as_row(json.loads(line)))
+                    rows.append(_as_row(_JSON.decode(line)))
                 except (ValueError, RecursionError) as error:
                     raise ValueError(f"line {number}: {error}") from None
     return rows
@@ -33,7 +46,7 @@ def read_jsonl(path: Path) -> list[Item]:
 def read_json(path: Path) -> list[Item]:
     """Read a JSON list of rows, or JSON Lines, which the datasets library also writes to .json files."""
     try:
-        rows = json.loads(path.read_text(encoding="utf-8-sig"))
+        rows = _JSON.decode(path.read_text(encoding="utf-8-sig"))
     except RecursionError as error:
         raise ValueError(str(error)) from None
     except json.JSONDecodeError as error:
@@ -56,7 +69,7 @@ def read_csv(path: Path) -> list[Item]:
                 if len(cells) != len(header):
                     amount = "more" if len(cells) > len(header) else "fewer"
                     raise ValueError(f"{amount} cells than the header's {len(header)}")
-                rows.append(dict(zip(header, cells, strict=True)))
+                rows.append(_unique(list(zip(header, cells, strict=True))))
         except UnicodeDecodeError:
             raise  # text is decoded in blocks, so the line is not known
         except (ValueError, csv.Error) as error:
@@ -85,16 +98,16 @@ READERS: dict[str, Callable[[Path], list[Item]]] = {
 
 
 def read_file(path: Path) -> list[Item]:
-    """Return the rows of a file of any type in READERS. Raises ValueError with one line."""
+    """Return the rows of a file of any type in READERS. Raises ConfigError with one line."""
     reader = READERS.get(path.suffix.lower())
-    if reader is None:
-        raise ValueError(f"must be a file of one of these types: {', '.join(READERS)}")
     try:
+        if reader is None:
+            raise ValueError(f"must be a file of one of these types: {', '.join(READERS)}")
         if not path.is_file():
             raise ValueError("no such file")
         return reader(path)
-    except (OSError, ImportError) as error:
-        raise ValueError(str(error)) from error
+    except (OSError, ImportError, ValueError) as error:
+        raise ConfigError(f"{str(path)!r}: {error}") from error
 
 
 ROWS_AT_A_TIME = 10_000

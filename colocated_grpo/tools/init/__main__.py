@@ -26,6 +26,8 @@ from colocated_grpo.tools.init.choices import Choices, learning_rate, make_plan
 from colocated_grpo.types import JsonObject
 
 WIDTH = 110
+SETTINGS = Path(__file__).parents[2] / "settings"
+SETTINGS_PAGE = SETTINGS.parents[1] / "docs/settings.md"  # written from the docstrings in SETTINGS; not in a wheel
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     set_up_logging("INFO")
     try:
         text = _text(options)
+        options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(text, encoding="utf-8")
         check_inputs(read_config(options.output).config)
     except (ConfigError, RunError, OSError) as error:
@@ -70,7 +73,8 @@ def _text(options: argparse.Namespace) -> str:
     options.gpus = visible_gpus(os.environ) if options.gpus is None else options.gpus
     plan = make_plan(options.data, options.model, options.reward, _placement(options))
     command = f"colocated-grpo --gpus {options.gpus} --config {shlex.quote(str(options.output))}"
-    heading = [f"Check it: {command} --dry-run", f"Train:    {command}", "Settings: docs/settings.md"]
+    page = SETTINGS_PAGE if SETTINGS_PAGE.is_file() else f"the docstrings in {SETTINGS}"
+    heading = [f"Check it: {command} --dry-run", f"Train:    {command}", f"Settings: {page}"]
     return config_text(plan, heading, options.output.parent)
 
 
@@ -98,9 +102,6 @@ class Setting:
     why: str = ""
 
 
-Section = Sequence[Setting]
-
-
 def config_text(plan: Choices, heading: Sequence[str], folder: Path) -> str:
     """Return YAML.
 
@@ -110,7 +111,7 @@ def config_text(plan: Choices, heading: Sequence[str], folder: Path) -> str:
     policy, engine = changes.pop("policy", {}), changes.pop("engine", {})
     rate, rate_why = learning_rate(plan.sizes, plan.memory)
     batch, lengths = plan.batch, plan.lengths
-    sections: Mapping[str, Section] = {
+    sections: Mapping[str, Sequence[Setting]] = {
         "rollout": [
             Setting("prompts_per_step", batch.prompts, batch.why),
             Setting("group_size", batch.group, "completions of a prompt, whose rewards are compared with each other"),
@@ -153,7 +154,7 @@ def _model(plan: Choices, folder: Path) -> Setting:
     return Setting("model", name, text)
 
 
-def _environment(plan: Choices, folder: Path) -> Section:
+def _environment(plan: Choices, folder: Path) -> Sequence[Setting]:
     reward = plan.reward
     section = [
         Setting("name", _beside(plan.data, folder), f"{plan.rows:,} rows"),
@@ -167,7 +168,7 @@ def _environment(plan: Choices, folder: Path) -> Section:
     return section
 
 
-def _section(section: Section, indent: str) -> list[str]:
+def _section(section: Sequence[Setting], indent: str) -> list[str]:
     return [line for setting in section for line in _lines(setting, indent)]
 
 

@@ -257,7 +257,8 @@ def make_plan(data: Path, model_name: str, reward_name: str | None, place: Place
     """Make all choices. Raises ConfigError if a file or a column is missing, or if the model does not fit."""
     from colocated_grpo.policy.model_files import read_tokenizer
 
-    rows = _read(data)
+    if len(rows := read_file(data)) < 2:
+        raise ConfigError(f"{str(data)!r}: number of rows: {len(rows)}; at least 2 are needed")
     column = prompt_column(rows)
     if reward_name is None:
         reward = builtin_reward(rows, column)
@@ -290,16 +291,6 @@ def make_plan(data: Path, model_name: str, reward_name: str | None, place: Place
         memory=memory,
         place=place,
     )
-
-
-def _read(file: Path) -> list[Item]:
-    try:
-        rows = read_file(file)
-    except ValueError as error:
-        raise ConfigError(f"{str(file)!r}: {error}") from None
-    if len(rows) < 2:
-        raise ConfigError(f"{str(file)!r}: number of rows: {len(rows)}; at least 2 are needed")
-    return rows
 
 
 def _count_tokens(

@@ -188,6 +188,9 @@ def test_the_config_of_peft_is_read():
     ("arguments", "line"),
     [
         ({"lerning_rate": 1e-6}, "lerning_rate: unknown key; did you mean policy.lr? (argument)"),
+        ({"train_dataset": None}, "train_dataset: required, but not given"),
+        ({"reward_funcs": None}, "reward_funcs: required, but not given"),
+        ({"train_datset": ROWS}, "train_datset: unknown argument; did you mean train_dataset?"),
         ({"policy": {"lr": -1}}, "policy.lr=-1: must be greater than 0 (argument)"),
         ({"model": Length()}, "model: a Length; give its folder or name, from which each rank reads its shard"),
         (

@@ -175,7 +175,8 @@ def test_a_hugging_face_dataset_is_read_by_subset_and_split(tmp_path):
         ({"columns": {"answer": "gold"}}, "'exact_match' needs the column 'answer'; available: gold, level"),
         ({"held_out": 10}, "held_out=10: no training row is left of 10"),
         ({"subset": "main"}, "subset='main' does not apply to a local file"),
-        ({"eval_split": "test"}, "no such file: test"),
+        ({"eval_split": "test"}, "eval_split='test': `name` is a file, so this must be one too: .jsonl"),
+        ({"eval_split": "test.jsonl"}, "cannot read 'test.jsonl': no such file"),
         ({"split": "test"}, "split='test' does not apply to a local file"),
     ],
 )
@@ -191,6 +192,9 @@ def test_settings_that_do_not_match_the_data_raise_one_line(file, fields, messag
     [
         ("x.jsonl", '{"question": "a"}\n{"question": \n', "line 2: Expecting value"),
         ("x.jsonl", '["question"]\n', "line 1: a row must be an object"),
+        ("x.jsonl", '{"question": "a"}\n{"answer": 1, "b": 2, "answer": 3}\n', "line 2: key 'answer' occurs twice"),
+        ("x.json", '[{"question": "a", "meta": {"b": 1, "b": 1}}]', "key 'b' occurs twice"),
+        ("x.csv", "question,answer,answer\na,1,2\n", "line 2: key 'answer' occurs twice"),
         ("x.jsonl", "\n", "no rows (split 'train')"),
         ("x.jsonl", '{"question": 7, "answer": "a"}\n' * 9, "row 0': a prompt must be text or a list of messages"),
         ("x.json", '{"rows": []}', "must hold a list of objects, this one holds a dict"),

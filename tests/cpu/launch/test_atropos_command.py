@@ -261,8 +261,10 @@ def test_flags_and_defaults_are_those_of_atropos():
             assert flag.choices is None or set(flag.choices) == set(action.choices), name
 
 
-def test_a_flag_that_nobody_knows_fails_with_the_nearest_name():
-    assert error("--model-name m --batch-sise 3") == "--batch-sise: unknown flag; did you mean --batch-size?"
+def test_a_flag_that_nobody_knows_fails_with_the_nearest_name(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        error("--model-name m --batch-sise 3")
+    assert capsys.readouterr().err == "error: --batch-sise: unknown flag; did you mean --batch-size?\n"
     assert error("--model-name m --lora-rank 3") == "--lora-rank: unknown flag; did you mean --lora-r?"
     assert error("--model-name m --dry") == "--dry: unknown flag; did you mean --dry-run?"
 

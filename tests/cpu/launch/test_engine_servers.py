@@ -152,8 +152,8 @@ def test_settings_of_the_run_are_the_servers_flags(planned):
         ),
         (
             "--engine-gpus 1 --engine.bridge adapter --policy.lora.rank 600",
-            "policy.lora.rank=600: engine servers load adapters up to rank 512; use engine.bridge: broadcast, which "
-            "sends merged weights",
+            "policy.lora.rank=600: engines load adapters up to rank 512; train with engine.bridge: broadcast, or "
+            "export merged weights (checkpoint.export_merged)",
         ),
         (
             "--engine-gpus 1 --log-dir x.yaml/a",

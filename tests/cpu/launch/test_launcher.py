@@ -9,10 +9,13 @@ import shutil
 import subprocess
 import sys
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from colocated_grpo import __version__
 from colocated_grpo.launch.cli import _run, visible_gpus
 from colocated_grpo.launch.launcher import child_environment, main, torchrun_command
 from colocated_grpo.runtime.program import Launch
@@ -451,7 +454,8 @@ def test_an_exit_code_of_0_is_success_only_where_a_rank_has_finished(
         if finishes:
             monkeypatch.setenv(VERDICT_VARIABLE, environment[VERDICT_VARIABLE])
             monkeypatch.setattr("colocated_grpo.launch.cli.join_ranks", lambda _: None)
-            monkeypatch.setattr("colocated_grpo.launch.cli._import_trainer", lambda: lambda *_, **__: None)
+            rank = SimpleNamespace(main=lambda *_, **__: None)
+            monkeypatch.setitem(sys.modules, "colocated_grpo.launch.rank", rank)
             return _run(load_config(config), None, "any", RunOutput())
         return 0  # like os._exit(0) in a reward
 
@@ -544,6 +548,20 @@ def test_a_gpu_run_leaves_the_choice_of_gpus_alone():
 
 def test_the_command_uses_the_launchers_own_python():
     assert torchrun_command(launch())[0] == sys.executable
+
+
+def test_the_version_is_shown(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"{__version__}\n"
+
+
+@pytest.mark.parametrize("tool", ["compare_runs", "make_model", "report", "show_rollouts"])
+def test_a_tool_rejects_an_argument_in_one_line(tool, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        import_module(f"colocated_grpo.tools.{tool}").main(["--nonsense", "a", "b"])
+    errors = capsys.readouterr().err
+    assert errors.startswith("error: ") and errors.count("\n") == 1
 
 
 def test_help_imports_hardly_more_than_the_standard_library_and_takes_a_fraction_of_a_second():

@@ -78,3 +78,13 @@ def test_a_function_for_answers_is_imported_before_weights_are_read(tmp_path):
     phase, line = fails(tmp_path, settings(tiny_model(), evaluation={"sets": [evaluated]}))
     assert phase == DATA_PHASE
     assert line.startswith(f"evaluation set 'own': answer: cannot import {str(broken)!r}")
+
+
+def test_prompts_that_are_all_too_long_are_found_before_weights_are_read(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "sort 3 1 2 9 8 7 6 5 4 3 2 1 0"}\n' * 4)
+    source = {"type": "dataset", "name": str(rows), "rewards": ["format_think"], "held_out": 0}
+    environments = [{"type": "task", "name": "sorting", "args": {"min_digits": 2, "max_digits": 3}}, source]
+    phase, line = fails(tmp_path, settings(tiny_model(), environments=environments, evaluation={"every": 0}))
+    assert phase == DATA_PHASE
+    assert line.startswith(f"environments {str(rows)!r}: 4 consecutive prompts are empty or longer than rollout.max_pr")

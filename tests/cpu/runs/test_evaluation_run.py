@@ -138,7 +138,7 @@ def assert_patience_ended(run: TrainingRun) -> None:
 
 def test_the_tool_measures_the_best_model_of_a_run_as_the_run_did(whole, data, tmp_path):
     record = json.loads((whole.folder / "best.json").read_text())
-    out, err, results = tmp_path / "out", tmp_path / "err", tmp_path / "results.json"
+    out, err, results = tmp_path / "out", tmp_path / "err", tmp_path / "new/results.json"
     arguments = [str(whole.folder), "--output", str(results)]
     with start_module("colocated_grpo.tools.evaluate", arguments, 2, out, err) as ranks:
         codes = ranks.exit_codes(180)

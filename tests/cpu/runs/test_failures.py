@@ -176,6 +176,14 @@ def test_an_unknown_argument_of_the_engine_is_one_line(tmp_path):
     assert line.endswith("; did you mean max_num_batched_tokens?")
 
 
+def test_a_rejected_start_leaves_no_run_folder(tmp_path):
+    with LaunchedRun(tmp_path, faulty(tmp_path, "raise ImportError('not here')")) as run:
+        assert run.wait() == 2
+    [line] = run.stderr.splitlines()
+    assert line.startswith("error: environments ")
+    assert not run.folder.exists()
+
+
 def test_a_new_run_does_not_write_into_a_finished_run_of_the_same_name():
     finished = uninterrupted(1)
     before = finished.rows("train")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from colocated_grpo.launch.cli import passed_over
 from colocated_grpo.runtime.checksums import sealed
 from colocated_grpo.runtime.run_folder import (
     CHECKPOINTS,
@@ -65,6 +66,18 @@ def test_resume_auto_resumes_the_newest_run_of_the_same_config(tmp_path):
 def test_resume_auto_starts_a_new_run_where_there_is_none_to_resume(tmp_path):
     past_run(tmp_path / "countdown-20260101-000000")
     assert not choose_run_folder(tmp_path, None, "auto", "sorting").exists()
+
+
+def test_resume_auto_names_the_newer_runs_that_it_passes_over(tmp_path):
+    past_run(tmp_path / "sorting-20250101-000000")
+    for name in ("sorting-20240101", "sorting-20250102", "sorting-20250103", "sorting-large-20260101"):
+        (tmp_path / f"{name}-000000").mkdir()
+    line = "--resume auto: passes over newer runs without a checkpoint: 2, the newest sorting-20250103-000000"
+    assert passed_over(tmp_path, None, "auto", "sorting") == [line]
+    [large] = passed_over(tmp_path, None, "auto", "sorting-large")
+    assert large.endswith(": 1, the newest sorting-large-20260101-000000")
+    for run_name, resume, name in ((None, None, "sorting"), (None, "auto", "reversal"), ("mine", "auto", "sorting")):
+        assert passed_over(tmp_path, run_name, resume, name) == []
 
 
 def test_resume_auto_with_a_run_name_resumes_that_run(tmp_path):

@@ -326,6 +326,27 @@ def test_a_model_that_does_not_exist_is_named(tmp_path):
     assert errors == f"error: model.name='{tmp_path / 'nothing'}': no such folder\n"
 
 
+def test_a_run_is_served_with_its_newest_adapter_and_its_chat_template(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(f"model: {{name: {tiny_model()}, chat_template: '{{{{ 7 }}}}'}}")
+    with Generating(run) as server:
+        _, errors = server.process.communicate(timeout=START_SECONDS)
+    assert server.process.returncode == 2
+    assert errors.startswith(f"error: MODEL='{run}': this run has exported no model yet") and errors.count("\n") == 1
+    torch.manual_seed(0)
+    lora = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    get_peft_model(tiny_lm(), lora).save_pretrained(run / "adapter_step_2")
+    served = PeftModel.from_pretrained(tiny_lm(), run / "adapter_step_2")
+    with Generating(run) as server:
+        server.wait_until_ready()
+        sampled = server.generate(max_tokens=8, temperature=0.0, ignore_eos=True)
+        chat = server.done("/v1/chat/completions", {"messages": [{"role": "user", "content": "1"}], "max_tokens": 1})
+    logprobs = [value for (entry,) in sampled["logprobs"][0] for value in entry.values()]
+    assert logprobs == pytest.approx(logprobs_of(served, PROMPT + sampled["token_ids"][0]), abs=1e-4)
+    assert chat["usage"]["prompt_tokens"] == 1
+
+
 def test_the_launcher_starts_servers_too():
     command = [sys.executable, "run_colocated_grpo.py", "serve", "--help"]
     output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout

@@ -15,9 +15,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from colocated_grpo.environments.chat import render_tokens
+from colocated_grpo.servers.options import subject_of
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.tools import chat
-from colocated_grpo.tools.evaluate import subject_of
 from colocated_grpo.types import JsonObject
 from tests.support.chat_process import ChatProcess
 from tests.support.training_runs import tiny_model

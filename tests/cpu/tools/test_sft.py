@@ -82,14 +82,33 @@ def test_a_row_without_a_completion_is_one_line(row):
 def test_a_file_that_cannot_be_read_is_one_line(tmp_path, name, problem):
     (tmp_path / "open.csv").write_text('prompt,completion\n"3+4=,7\n')
     (tmp_path / "latin.csv").write_bytes(b"prompt,completion\ncaf\xe9,7\n")
-    with pytest.raises(ConfigError, match=f"^ROWS='.*{name}': {problem}"):
-        sft.read_rows(tmp_path / name)
+    with pytest.raises(ConfigError, match=f"^'.*{name}': {problem}"):
+        sft.read_file(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("--model m --output o --epoch 2", "--epoch: unknown flag; did you mean --epochs?"),
+        ("--modell m --output o", "--modell: unknown flag; did you mean --model?"),
+        ("--model m --output o --batch_size 4", "--batch_size: unknown flag; did you mean --batch-size?"),
+        (
+            "--model m --output o --gpus 1",
+            "--gpus: a flag of the launcher, colocated-grpo; colocated-grpo sft uses the GPU that it sees",
+        ),
+        ("--model m --output o --batch-size 0", "--batch-size: '0': must be a positive whole number"),
+    ],
+)
+def test_a_wrong_flag_is_one_line_that_names_it_as_it_was_written(capsys, flags, line):
+    with pytest.raises(SystemExit, match="2"):
+        sft.parser().parse_known_args(["rows.jsonl", *flags.split()])
+    assert capsys.readouterr().err == f"error: {line}\n"
 
 
 def tuned(world: World, folder: Path, *flags: str) -> list[float]:
     """Fine-tune as the command line does, and return the losses."""
     options, overrides = sft.parser().parse_known_args([str(folder / "rows.jsonl"), "--batch-size", "3", *flags])
-    return sft.fine_tune(sft.read_settings(options, overrides), sft.read_rows(options.rows), options, world)
+    return sft.fine_tune(sft.read_settings(options, overrides), sft.read_file(options.rows), options, world)
 
 
 def tune(folder: Path, ranks: int, *flags: str, model: Path | None = None) -> tuple[list[float], Path]:

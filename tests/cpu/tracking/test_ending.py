@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from colocated_grpo.errors import RunError
+from colocated_grpo.errors import ConfigError, RunError
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.ending import leave_start, leave_with_other_rank, place_of, record_ending
 from colocated_grpo.tracking.output import RunOutput
@@ -65,6 +65,14 @@ def test_an_error_of_the_run_is_recorded_as_its_line(tmp_path: Path) -> None:
     assert files.read_summary(tmp_path)["error"] == "rewards: 3 of 4 failed <b>"
     assert "rewards: 3 of 4 failed &lt;b&gt;" in banner(tmp_path)
     assert (tmp_path / "run.log").read_text().endswith("error: rewards: 3 of 4 failed <b>\n")
+
+
+@pytest.mark.parametrize(("trains", "code", "summaries"), [(False, 2, []), (True, 1, ["summary.json"])])
+def test_settings_that_fail_are_recorded_once_the_run_trains(tmp_path: Path, trains, code, summaries) -> None:
+    output = RunOutput()
+    output.folder, output.trains = tmp_path, trains
+    assert record_ending(output, ConfigError("prompts() ended"), []) == (code, ["error: prompts() ended"])
+    assert [file.name for file in tmp_path.glob("summary.json")] == summaries
 
 
 def test_the_place_of_an_error_that_explains_another_is_that_of_the_other() -> None:
