@@ -4,8 +4,6 @@ The server accepts posts from any client and checks types but not lengths. Incon
 counted by reason and sender. If the reader raised an error instead, any environment could stop the trainer.
 """
 
-from __future__ import annotations
-
 import threading
 from array import array
 from base64 import b64decode, b64encode
@@ -173,7 +171,7 @@ class GroupReader:
     origins: Origins
     decode: Callable[[Sequence[int]], str]
 
-    def read(self, items: Sequence[object], first_index: int, policy_version: int) -> ReadBatch:
+    def read(self, items: Sequence[object], first_index: int, policy_version: int) -> "ReadBatch":
         """Convert the groups of one batch. Drops invalid sequences, and whole groups with wrong types.
 
         first_index: prompt index of the first group. policy_version: the current version, used for sequences of unknown
@@ -194,7 +192,7 @@ class GroupReader:
                 batch.groups.append(Group(prompt=prompt, rollouts=rollouts))
         return batch
 
-    def _rollouts(self, group: ReceivedGroup, policy_version: int, batch: ReadBatch) -> list[Rollout]:
+    def _rollouts(self, group: ReceivedGroup, policy_version: int, batch: "ReadBatch") -> list[Rollout]:
         num_sequences, images = len(group.tokens), group.images
         if any(image is not None for image in images) if isinstance(images, list) else images:
             batch.drop("images", group.env_id, num_sequences)
@@ -274,7 +272,7 @@ class ReadBatch:
             self.dropped[reason] += count
             self.senders["a client without env_id" if env_id is None else f"environment {env_id}"] += count
 
-    def update(self, other: ReadBatch) -> None:
+    def update(self, other: "ReadBatch") -> None:
         """Replace the groups by the groups of a later batch, and add the counts of that batch."""
         self.groups = other.groups
         self.dropped.update(other.dropped)

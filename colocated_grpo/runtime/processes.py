@@ -3,8 +3,6 @@
 Also manages the launcher's temporary folder: each start removes the folders of killed launchers. Lists the GPUs.
 """
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import math
@@ -101,7 +99,7 @@ class _StopSignals:
         self._kill_requests = 0
         self._limit: threading.Timer | None = None
 
-    def __enter__(self) -> _StopSignals:
+    def __enter__(self) -> "_StopSignals":
         self._before = {number: signal.signal(number, self._on_signal) for number in stop_signals()}
         return self
 

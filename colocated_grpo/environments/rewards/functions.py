@@ -1,7 +1,5 @@
 """Reward functions in TRL's signature, and the scoring of a dataset by them, some of it in worker processes."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import pickle
@@ -217,7 +215,7 @@ class RewardScorer:
     """
 
     def __init__(
-        self, functions: Sequence[RewardFunction], max_steps: int, workers: RewardWorkers | None = None
+        self, functions: Sequence[RewardFunction], max_steps: int, workers: "RewardWorkers | None" = None
     ) -> None:
         """workers: processes that run some of the functions. All other functions run in the calling thread."""
         self.functions = functions
