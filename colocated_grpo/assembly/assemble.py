@@ -17,12 +17,14 @@ from colocated_grpo.assembly.data import (
     evaluation_sets,
     listen_to_agents,
 )
-from colocated_grpo.assembly.engines import Engines, Site, engine_spec
-from colocated_grpo.assembly.policy import (
+from colocated_grpo.assembly.engines import (
+    Engines,
+    Site,
     build_colocated,
     build_judge,
     build_opponent,
     build_reference,
+    engine_spec,
     fetch_opponent,
     opponent_state,
     read_opponent,

@@ -25,8 +25,7 @@ from colocated_grpo.rollout.resample import Resampling
 from colocated_grpo.rollout.supply import AheadSupply, MixedSupply, Opponent, PromptSupply, Supply
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings.evaluation import HELD_OUT, PREFIX, EvaluationConfig
-from colocated_grpo.settings.generation import RolloutConfig
-from colocated_grpo.settings.schema import Config
+from colocated_grpo.settings.schema import Config, RolloutConfig
 from colocated_grpo.summaries import held_out_metrics, mixed_held_out_metrics
 from colocated_grpo.types import Prompt
 
