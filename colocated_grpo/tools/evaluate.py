@@ -16,9 +16,8 @@ from colocated_grpo.errors import ConfigError, RunError
 from colocated_grpo.runtime import program
 from colocated_grpo.runtime.verdict import run_program
 from colocated_grpo.servers.engine_servers import LORA_RANKS
-from colocated_grpo.settings.adapter_files import CONFIG_FILE as ADAPTER_CONFIG
 from colocated_grpo.settings.config_file import load_config
-from colocated_grpo.settings.inputs import check_inputs
+from colocated_grpo.settings.inputs import ADAPTER_CONFIG, check_inputs
 from colocated_grpo.settings.rules import check_world
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.types import STDERR, JsonObject
