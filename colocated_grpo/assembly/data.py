@@ -24,6 +24,8 @@ from colocated_grpo.rollout.prompt_queue import build_dispatch, engine_place
 from colocated_grpo.rollout.resample import Resampling
 from colocated_grpo.rollout.supply import AheadSupply, MixedSupply, Opponent, PromptSupply, Supply
 from colocated_grpo.runtime.distributed import World
+from colocated_grpo.servers.agent_app import listen_for_agents
+from colocated_grpo.servers.text import limits_of
 from colocated_grpo.settings.evaluation import HELD_OUT, PREFIX, EvaluationConfig
 from colocated_grpo.settings.schema import Config, RolloutConfig
 from colocated_grpo.summaries import held_out_metrics, mixed_held_out_metrics
@@ -158,10 +160,6 @@ def listen_to_agents(config: Config, data: Data, model: ModelFiles, site: Site) 
     """Open the address at which agents sample from this rank's engine, if there are agents."""
     if data.environments.open_episodes is None:
         return
-    # Imported here: the web framework would delay the start of every other run.
-    from colocated_grpo.servers.agent_app import listen_for_agents
-    from colocated_grpo.servers.text import limits_of
-
     server = listen_for_agents(
         data.environments.open_episodes,
         model.tokenizer,
