@@ -120,7 +120,7 @@ class Trainer(TrainedModel):
         callback = callback() if isinstance(callback, type) else callback
         theirs = sys.modules.get("transformers.trainer_callback")  # imported if this is a TrainerCallback
         if theirs is not None and isinstance(callback, theirs.TrainerCallback):
-            callback = FollowingCallback(callback, self)
+            callback = FollowingCallback(callback, self, theirs)
             if unavailable := callback.unavailable():
                 unused = ", ".join(unavailable)
                 self._loaded.notes.append(

@@ -15,7 +15,6 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
-from msgspec import Meta, Struct
 
 from colocated_grpo.rollout.engine import Request
 from colocated_grpo.settings.generation import MIN_TEMPERATURE
@@ -110,13 +109,13 @@ MISSING_LOGPROBS = "missing_logprobs"
 """Reason for dropping a group without inference_logprobs."""
 
 
-Count = Annotated[int, Meta(ge=1, lt=2**31)]
+Count = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
 """Bounded, because an overflow or division by zero in the shared state would fail all clients."""
-Whole = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
-Name = Annotated[str, Meta(max_length=4096)]
+Whole = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
+Name = Annotated[str, msgspec.Meta(max_length=4096)]
 
 
-class Registration(Struct, kw_only=True):
+class Registration(msgspec.Struct, kw_only=True):
     """POST /register: the trainer. The server passes these values to every environment."""
 
     wandb_group: Name
@@ -131,14 +130,14 @@ class Registration(Struct, kw_only=True):
     num_steps: Whole
 
 
-class Overrides(Struct, omit_defaults=True):
+class Overrides(msgspec.Struct, omit_defaults=True):
     """The entries of `overrides`, `generation_params` and `group_overrides` that this reader uses."""
 
     temperature: float | None = None
     set_advantage_to_zero: object = None
 
 
-class ReceivedGroup(Struct):
+class ReceivedGroup(msgspec.Struct):
     """One group of GET /batch, with one list entry per sequence. The lists may differ in length."""
 
     tokens: list[list[Whole]]

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 from colocated_grpo.errors import AlreadyReported, ConfigError
 from colocated_grpo.runtime import program
 from colocated_grpo.runtime.processes import list_gpus, visible
-from colocated_grpo.runtime.program import LAST_PORT, Launch, OneLineParser
 from colocated_grpo.runtime.verdict import RUN_ERROR, leave, report
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ DEFAULT_JOIN_TIMEOUT = 900
 
 def run_parser() -> argparse.ArgumentParser:
     """Return the parser of the launcher's flags. All unknown flags are setting overrides."""
-    parser = OneLineParser(
+    parser = program.OneLineParser(
         prog="colocated-grpo",
         allow_abbrev=False,
         description="Train with GRPO, one process per GPU. Each has a vLLM engine, unless engine.placement is server.",
@@ -85,7 +84,7 @@ def read_arguments(
     return options, overrides, []
 
 
-def read_launch(options: argparse.Namespace, overrides: Sequence[str]) -> Launch:
+def read_launch(options: argparse.Namespace, overrides: Sequence[str]) -> program.Launch:
     """Convert the arguments to a `Launch`. Raises ConfigError if they are invalid or contradictory."""
     gpus = visible_gpus(os.environ) if options.gpus is None else options.gpus
     engine_gpus, nodes, port = options.engine_gpus, options.nodes, options.master_port
@@ -109,9 +108,9 @@ def read_launch(options: argparse.Namespace, overrides: Sequence[str]) -> Launch
         raise ConfigError(f"--node-rank={options.node_rank}: must be at least 0 and less than --nodes={nodes}")
     if nodes > 1 and options.master_addr is None:
         raise ConfigError(f"--master-addr: required with --nodes={nodes}; it is the address of node 0")
-    if port is not None and not 0 < port <= LAST_PORT:
-        raise ConfigError(f"--master-port={port}: must be between 1 and {LAST_PORT}")
-    return Launch(
+    if port is not None and not 0 < port <= program.LAST_PORT:
+        raise ConfigError(f"--master-port={port}: must be between 1 and {program.LAST_PORT}")
+    return program.Launch(
         gpus=gpus,
         engine_gpus=engine_gpus,
         ranks=gpus - engine_gpus if gpus else options.nproc or 1,
