@@ -27,22 +27,20 @@ SLICE = timedelta(seconds=1)
 """Waiting in a store blocks signal handlers, so long waits are split into slices of this length."""
 
 
-def serve_store(host: str, port: int, timeout: float) -> tuple[dist.TCPStore, int]:
-    """Return a store that listens on `host`, and its port. port: 0 selects any free port.
+def serve_store(host: str, timeout: float) -> dist.TCPStore:
+    """Return a store that listens on `host`, on any free port.
 
     timeout: seconds to wait for a key. Raises OSError if the address cannot be bound.
     """
-    listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    port = listener.getsockname()[1]
-    store = dist.TCPStore(
+    listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    return dist.TCPStore(
         host,
-        port,
+        listener.getsockname()[1],
         is_master=True,
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
         timeout=timedelta(seconds=timeout),
     )
-    return store, port
 
 
 def connect_store(host: str, port: int, timeout: float) -> dist.TCPStore:
