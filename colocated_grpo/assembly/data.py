@@ -137,11 +137,15 @@ class Data:
     evaluated: Evaluated
 
 
-def build_data(config: Config, model: ModelFiles, site: Site) -> Data:
-    """Collective. User code is imported on every rank; datasets are read on rank 0 only."""
+def build_data(config: Config, model: ModelFiles, site: Site, *, trains: bool = True) -> Data:
+    """Collective. User code is imported on every rank; datasets are read on rank 0 only.
+
+    trains: False leaves out the training prompts.
+    """
     site.resources.callback(end_idle_workers)
     environments = build_environments(config, model.tokenizer)
-    source = open_source(environments, site.note) if site.world.is_main and environments.trained else None
+    has_source = trains and site.world.is_main and environments.trained
+    source = open_source(environments, site.note) if has_source else None
     evaluated = read_evaluated(config.evaluation, environments, site.world, site.note)
     environments.load_reward_models(site.world.device)
     return Data(environments=environments, source=source, evaluated=evaluated)

@@ -25,7 +25,7 @@ from colocated_grpo.runtime.program import raise_descriptor_limit
 from colocated_grpo.settings.atropos import is_loopback
 from colocated_grpo.types import JsonObject
 from colocated_grpo.web.bodies import BodyLimit, BodyShape, InvalidBody, off_the_loop, read_json
-from colocated_grpo.web.server import Connection, Hosts, OwnRequests, RequireApiKey, is_from_browser
+from colocated_grpo.web.server import Connection, Hosts, OwnRequests, RequireApiKey
 
 MAX_BODY_BYTES = 64 << 20
 """64 sequences of 32,768 tokens with masks and log-probabilities, at 32 bytes of text per token."""
@@ -194,7 +194,10 @@ def _add_trainer_routes(app: FastAPI, exchange: state.Exchange) -> None:
 
 
 def _refuse_get_of_browsers(request: Request) -> None:
-    if request.method == "GET" and is_from_browser(request.headers):
+    # Browsers without Sec-Fetch-Site are recognised by User-Agent.
+    headers = request.headers
+    is_browser = "sec-fetch-site" in headers or headers.get("user-agent", "").startswith("Mozilla/")
+    if request.method == "GET" and is_browser:
         raise HTTPException(405, f"use POST {request.url.path} from a browser", {"Allow": "POST"})
 
 

@@ -202,15 +202,15 @@ def warm_start_on_task(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFas
         teacher: supervised.Teacher = supervised.EpisodeTeacher(episode, tokenizer, settings)
     else:
         teacher = supervised.TaskTeacher(build_task(options.task, arguments), tokenizer, settings)
+
+    def report(step: int, loss: float, reward: float) -> None:
+        print(f"warm start  step {step:4d}  loss {loss:.3f}  sampled reward {reward:.2f}", flush=True)
+
     started = time.monotonic()
-    steps = supervised.warm_start(model, tokenizer, teacher, settings, print_progress)
+    steps = supervised.warm_start(model, tokenizer, teacher, settings, report)
     seconds = time.monotonic() - started
     reward = teacher.sampled_reward(model, "held_out", 2 * supervised.EVAL_PROMPTS)
     print(f"warm start on {options.task}: {steps} steps in {seconds:.0f} s, held-out sampled reward {reward:.2f}")
-
-
-def print_progress(step: int, loss: float, reward: float) -> None:
-    print(f"warm start  step {step:4d}  loss {loss:.3f}  sampled reward {reward:.2f}", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

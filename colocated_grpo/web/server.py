@@ -156,11 +156,6 @@ class OwnRequests:
         return "requests from web pages of other sites are not accepted" if foreign else None
 
 
-def is_from_browser(headers: Headers) -> bool:
-    """Return True for requests of a browser. Browsers without Sec-Fetch-Site are recognised by User-Agent."""
-    return "sec-fetch-site" in headers or headers.get("user-agent", "").startswith("Mozilla/")
-
-
 def _is_at(host: str, origin: str) -> bool:
     try:
         return urlsplit(origin).netloc.lower() == host.lower()
