@@ -10,7 +10,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -64,9 +63,8 @@ def run_command(
     processes. No process started by the command is alive when this function returns.
     """
     others = {child.pid for child in psutil.Process().children()}
-    if sys.platform == "linux":
-        # Become the parent of orphaned descendants. Ranks have sessions of their own, so killpg would miss the ranks.
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    # Become the parent of orphaned descendants. Ranks have sessions of their own, so killpg would miss the ranks.
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     file = nullcontext() if redirect is None else redirect.open("ab")
     with file as output, _StopSignals(others, stop_action) as stop:
         try:

@@ -163,9 +163,9 @@ class NodeLinks:
     def _add(self, rank: int, link: socket.socket, host: str) -> None:
         link.setblocking(False)
         link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in (("KEEPIDLE", PROBE_SECONDS), ("KEEPINTVL", PROBE_SECONDS), ("KEEPCNT", PROBES)):
-            if hasattr(socket, f"TCP_{name}"):  # not available on all platforms
-                link.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"), value)
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE_SECONDS)
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_SECONDS)
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
         self._hosts[rank] = host
         self._links[rank] = link
 

@@ -186,8 +186,8 @@ class Connection(H11Protocol):
         if len(self.connections) > max_client_connections():
             transport.abort()
             return
-        if (number := getattr(socket, "TCP_USER_TIMEOUT", None)) is not None:  # Linux; else 15 minutes
-            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, number, int(IDLE_SECONDS * 1000))
+        client: socket.socket = transport.get_extra_info("socket")
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(IDLE_SECONDS * 1000))
         self._check_later(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
