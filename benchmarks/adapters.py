@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from colocated_grpo.settings.adapter_files import WEIGHTS_FILE
 from colocated_grpo.settings.base import DEFAULT_INIT
 from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.settings.inputs import ADAPTER_WEIGHTS
 from colocated_grpo.settings.model_support import EXPERT_COUNTS
 from colocated_grpo.settings.training import ALL_LINEAR, LoRAConfig
 from colocated_grpo.types import JsonObject
@@ -65,7 +65,7 @@ def write_random_adapter(folder: Path, model_folder: Path, lora: LoRAConfig, dty
     torch.manual_seed(0)
     tensors = {name: (torch.randn(shape) * STD).to(dtype) for name, shape in _shapes(adapted, lora).items()}
     adapted.peft_config["default"].save_pretrained(str(folder))
-    save_file(tensors, folder / WEIGHTS_FILE)
+    save_file(tensors, folder / ADAPTER_WEIGHTS)
 
 
 def block_of(name: str) -> int | None:

@@ -56,7 +56,7 @@ def measure(world: World, options: argparse.Namespace) -> JsonObject:
 def _measure_bridge(
     bridge: str, folder: Path, world: World, stop: StopRequest, options: argparse.Namespace
 ) -> JsonObject:
-    from colocated_grpo.assembly.servers import build_remote, connect
+    from colocated_grpo.assembly.serving import build_remote, connect_servers
     from colocated_grpo.policy.model_files import read_model_files
 
     lora = {"policy": {"lora": {"rank": 32}}} if bridge == "adapter" else {}
@@ -65,7 +65,7 @@ def _measure_bridge(
     with ExitStack() as stack:
         scratch = world.broadcast_object(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bridges-"))))
         os.environ |= world.from_main(lambda: _start_server(config, world, options, scratch, stack))
-        servers = connect(config.engine, config.model, config.policy, config.max_sequence_tokens, world, stop)
+        servers = connect_servers(config, world, stop)
         policy = Policy(config, read_model_config(config.model, folder), folder, world)
         engines = build_remote(
             config, servers, policy, read_model_files(config.model, world, config.policy.lora), scratch, world, stop

@@ -51,8 +51,7 @@ def add_work(parser: argparse.ArgumentParser, sequences: list[int]) -> argparse.
 
 
 def measure(world: World, options: argparse.Namespace) -> JsonObject:
-    from colocated_grpo.assembly.engines import engine_spec
-    from colocated_grpo.assembly.policy import build_engine
+    from colocated_grpo.assembly.engines import build_engine, engine_spec
 
     roofline = measure_roofline(world.device)
     with model_folder(options, world) as folder:

@@ -162,7 +162,7 @@ def model_name(options: argparse.Namespace) -> str:
 
 def wake_with_weights(config: Config, engine: VLLMEngine, policy: Policy, world: World) -> None:
     """Wake a new or sleeping engine with the policy's weights. Collective."""
-    from colocated_grpo.assembly.policy import build_sync  # imports vLLM, which --help does not need
+    from colocated_grpo.assembly.engines import build_sync  # imports vLLM, which --help does not need
 
     engine.wake("weights")
     build_sync(policy, engine, world, shared=config.weights == "shared", check_every=config.freshness.every).sync()

@@ -95,8 +95,7 @@ def import_seconds() -> float:
 
 def first_token(config: Config, policy: Policy, folder: Path, world: World) -> tuple[VLLMEngine, dict[str, float]]:
     """Return an awake engine, and the seconds until it was built and until it sampled from the policy's weights."""
-    from colocated_grpo.assembly.engines import engine_spec
-    from colocated_grpo.assembly.policy import build_engine
+    from colocated_grpo.assembly.engines import build_engine, engine_spec
     from colocated_grpo.trainer import settle_garbage_collector
 
     barrier(world.device)

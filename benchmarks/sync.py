@@ -44,8 +44,7 @@ def parser() -> argparse.ArgumentParser:
 
 def measure(world: World, options: argparse.Namespace) -> JsonObject:
     # Imported here because they import vLLM, which takes seconds and is needed in the ranks only.
-    from colocated_grpo.assembly.engines import engine_spec
-    from colocated_grpo.assembly.policy import build_engine
+    from colocated_grpo.assembly.engines import build_engine, engine_spec
     from colocated_grpo.weights.colocated import ColocatedSync
     from colocated_grpo.weights.transport import TransportCheck
 

@@ -25,8 +25,7 @@ from colocated_grpo.environments.rows.readers import RowFilter
 from colocated_grpo.settings import sources
 from colocated_grpo.settings.config_file import LoadedConfig, build_config
 from colocated_grpo.settings.errors import ConfigError, KeyPath, parse_path
-from colocated_grpo.settings.evaluation import EvaluationConfig
-from colocated_grpo.settings.schema import Config
+from colocated_grpo.settings.schema import Config, EvaluationConfig
 
 Settings = dict[KeyPath, object]
 _ENTRY: KeyPath = ("environments", 0)

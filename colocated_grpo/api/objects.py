@@ -8,7 +8,6 @@ from contextlib import suppress
 from functools import partial
 from hashlib import sha256
 from itertools import islice
-from os import PathLike
 from pathlib import Path
 from typing import Any, TypeGuard, cast
 
@@ -22,8 +21,8 @@ ObjectsByName = dict[str, object]
 NOT_ROWS = "must be a datasets.Dataset or a list of dictionaries"
 
 
-def is_name(value: object) -> TypeGuard[str | PathLike[str]]:
-    return isinstance(value, str | PathLike)
+def is_name(value: object) -> TypeGuard[str | os.PathLike[str]]:
+    return isinstance(value, str | os.PathLike)
 
 
 def object_name(value: Any) -> str:

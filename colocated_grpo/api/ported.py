@@ -11,7 +11,7 @@ from typing import Any
 
 from colocated_grpo.callbacks import RunState
 from colocated_grpo.errors import RunError
-from colocated_grpo.settings.config_json import read_config_json
+from colocated_grpo.settings.config_json import has_text_part, read_config_json
 from colocated_grpo.settings.inputs import check_hub
 from colocated_grpo.settings.schema import Config, HubConfig
 from colocated_grpo.tracking import files
@@ -47,7 +47,9 @@ def _name_in_trl(name: str) -> str:
 class FollowingCallback:
     """Calls the events of one callback of transformers, in their order. A step is a batch."""
 
-    def __init__(self, callback: Any, trainer: Any) -> None:
+    def __init__(self, callback: Any, trainer: Any, library: Any) -> None:
+        """library: the module transformers.trainer_callback."""
+        self._library = library
         self._callback = callback
         self.callback_name = type(callback).__name__
         args = trainer.args
@@ -56,15 +58,11 @@ class FollowingCallback:
         self._begin_again()
 
     def _begin_again(self) -> None:
-        from transformers.trainer_callback import TrainerControl, TrainerState
-
-        self._state, self._control = TrainerState(), TrainerControl()
+        self._state, self._control = self._library.TrainerState(), self._library.TrainerControl()
 
     def unavailable(self) -> list[str]:
         """Return the events of the callback that are never called, and its arguments that are None."""
-        from transformers.trainer_callback import TrainerCallback
-
-        base = vars(TrainerCallback)
+        base = vars(self._library.TrainerCallback)
         own = [
             event for event in base if event[:3] == "on_" and getattr(type(self._callback), event) is not base[event]
         ]
@@ -178,8 +176,6 @@ class TrainedModel:
 
     def push_to_hub(self, *_arguments: object, **_options: object) -> None:
         """Push the exported model, or the adapter, unless the run has. Prints a line if that is impossible."""
-        from colocated_grpo.runtime.text_part import has_text_part  # imports torch
-
         exported = self._exported("push_to_hub")
         if not self.is_world_process_zero() or self.config.hub is not None:
             return

@@ -21,7 +21,7 @@ from colocated_grpo.launch.cli import join_ranks
 from colocated_grpo.runtime.program import environment_problem, library_environment, rank_environment
 from colocated_grpo.runtime.run_folder import unlock_folders
 from colocated_grpo.settings.schema import Config
-from colocated_grpo.tracking.output import RunOutput
+from colocated_grpo.tracking import RunOutput
 
 if TYPE_CHECKING:
     from colocated_grpo.launch.rank import RankProcess

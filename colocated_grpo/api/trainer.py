@@ -19,9 +19,8 @@ from colocated_grpo.runtime.program import raise_descriptor_limit
 from colocated_grpo.runtime.run_folder import CHECKPOINTS, complete_checkpoints
 from colocated_grpo.runtime.verdict import RUN_ERROR
 from colocated_grpo.settings.schema import Config
-from colocated_grpo.tracking import files
+from colocated_grpo.tracking import RunOutput, files, make_output
 from colocated_grpo.tracking.ending import explain_os_error, record_ending
-from colocated_grpo.tracking.output import RunOutput, make_output
 
 __all__ = ["ConfigError", "Result", "RunError", "RunState", "Trainer"]
 
@@ -121,7 +120,7 @@ class Trainer(TrainedModel):
         callback = callback() if isinstance(callback, type) else callback
         theirs = sys.modules.get("transformers.trainer_callback")  # imported if this is a TrainerCallback
         if theirs is not None and isinstance(callback, theirs.TrainerCallback):
-            callback = FollowingCallback(callback, self)
+            callback = FollowingCallback(callback, self, theirs)
             if unavailable := callback.unavailable():
                 unused = ", ".join(unavailable)
                 self._loaded.notes.append(

@@ -1,11 +1,8 @@
 """The composition root: from settings to the objects of a run. Every choice between modes is made here, once."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,18 +14,21 @@ from colocated_grpo.assembly.data import (
     evaluation_sets,
     listen_to_agents,
 )
-from colocated_grpo.assembly.engines import Engines, Site, engine_spec
-from colocated_grpo.assembly.policy import (
+from colocated_grpo.assembly.engines import (
+    Engines,
+    Site,
     build_colocated,
     build_judge,
     build_opponent,
     build_reference,
+    engine_spec,
     fetch_opponent,
     opponent_state,
     read_opponent,
     read_reference,
     rehearse,
 )
+from colocated_grpo.assembly.serving import Serving, build_remote, connect_servers
 from colocated_grpo.callbacks import Callbacks
 from colocated_grpo.checkpoint.checkpoints import Checkpoints, unreadable
 from colocated_grpo.errors import RunError
@@ -48,16 +48,13 @@ from colocated_grpo.run import BEST, GOAL_REACHED, LEARNING_RATE, Run
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.run_folder import CHECKPOINTS, complete_checkpoints
 from colocated_grpo.runtime.supervision import StopRequest
+from colocated_grpo.servers.engine_servers import EngineServer
 from colocated_grpo.settings.config_json import has_text_part, read_config_json
 from colocated_grpo.settings.schema import Config, HubConfig, ModelConfig
 from colocated_grpo.summaries import RewardCheck
 from colocated_grpo.tracking import NullTracker, RunOutput, Tracker
 from colocated_grpo.tracking.hub import Hub
 from colocated_grpo.types import JsonObject
-
-if TYPE_CHECKING:
-    from colocated_grpo.assembly.serving import Serving
-    from colocated_grpo.servers.engine_servers import EngineServer
 
 
 def build_run(
@@ -86,7 +83,7 @@ def build_run(
     with output.phase("reading data, rewards and environments"):
         data = build_data(config, model, site)
     inbox = Inbox()
-    serving = build_serving(config, folder, inbox, model, site)
+    serving = None if config.atropos is None else Serving(config, config.atropos, model, inbox, folder, site)
     listen_to_agents(config, data, model, site)
     with output.phase("waiting for the engine servers"):
         servers = [] if in_rank else connect_servers(config, world, stop)
@@ -150,14 +147,6 @@ def load_state(state: JsonObject, start: int, supply: Supply, best: Best, folder
             best.load_state_dict(state.get(BEST, {}))
 
 
-def connect_servers(config: Config, world: World, stop: StopRequest) -> list[EngineServer]:
-    """Wait for the engine servers of the run. Collective. Raises ConfigError or RunError."""
-    # Imported here: only runs with engine servers need this module.
-    from colocated_grpo.assembly.servers import connect
-
-    return connect(config.engine, config.model, config.policy, config.max_sequence_tokens, world, stop)
-
-
 def build_engines(
     config: Config,
     spec: EngineSpec | None,
@@ -177,26 +166,10 @@ def build_engines(
         graphs = site.world.device.type == "cuda" and not spec.enforce_eager
         with output.phase("building the engine" + (" and capturing its CUDA graphs" if graphs else "")):
             return build_colocated(spec, policy, site.world, site.resources, shared=shared, check_every=every)
-    from colocated_grpo.assembly.servers import build_remote
-
     with output.phase("connecting to the engines"):
         engines = build_remote(config, servers, policy, model, folder, site.world, site.stop)
         site.resources.callback(engines.engine.close)
         return engines
-
-
-def build_serving(config: Config, folder: Path, inbox: Inbox, model: ModelFiles, site: Site) -> Serving | None:
-    """Serve the engines over HTTP to environments in other processes; None without an atropos entry. Collective."""
-    if config.atropos is None:
-        return None
-    # Imported here: the web framework would delay the start of every other run.
-    from colocated_grpo.assembly.serving import Serving
-    from colocated_grpo.atropos.source import trainer_of
-    from colocated_grpo.servers.text import limits_of
-
-    limits = limits_of(model, config.max_sequence_tokens, config.seed)
-    registration = trainer_of(config, folder)
-    return Serving(config.atropos, config.model, registration, limits, model.tokenizer, inbox, folder, site)
 
 
 def build_hub(

@@ -24,9 +24,10 @@ from colocated_grpo.rollout.prompt_queue import build_dispatch, engine_place
 from colocated_grpo.rollout.resample import Resampling
 from colocated_grpo.rollout.supply import AheadSupply, MixedSupply, Opponent, PromptSupply, Supply
 from colocated_grpo.runtime.distributed import World
+from colocated_grpo.servers.agent_app import listen_for_agents
+from colocated_grpo.servers.text import limits_of
 from colocated_grpo.settings.evaluation import HELD_OUT, PREFIX, EvaluationConfig
-from colocated_grpo.settings.generation import RolloutConfig
-from colocated_grpo.settings.schema import Config
+from colocated_grpo.settings.schema import Config, RolloutConfig
 from colocated_grpo.summaries import held_out_metrics, mixed_held_out_metrics
 from colocated_grpo.types import Prompt
 
@@ -136,11 +137,15 @@ class Data:
     evaluated: Evaluated
 
 
-def build_data(config: Config, model: ModelFiles, site: Site) -> Data:
-    """Collective. User code is imported on every rank; datasets are read on rank 0 only."""
+def build_data(config: Config, model: ModelFiles, site: Site, *, trains: bool = True) -> Data:
+    """Collective. User code is imported on every rank; datasets are read on rank 0 only.
+
+    trains: False leaves out the training prompts.
+    """
     site.resources.callback(end_idle_workers)
     environments = build_environments(config, model.tokenizer)
-    source = open_source(environments, site.note) if site.world.is_main and environments.trained else None
+    has_source = trains and site.world.is_main and environments.trained
+    source = open_source(environments, site.note) if has_source else None
     evaluated = read_evaluated(config.evaluation, environments, site.world, site.note)
     environments.load_reward_models(site.world.device)
     return Data(environments=environments, source=source, evaluated=evaluated)
@@ -159,10 +164,6 @@ def listen_to_agents(config: Config, data: Data, model: ModelFiles, site: Site) 
     """Open the address at which agents sample from this rank's engine, if there are agents."""
     if data.environments.open_episodes is None:
         return
-    # Imported here: the web framework would delay the start of every other run.
-    from colocated_grpo.servers.agent_app import listen_for_agents
-    from colocated_grpo.servers.text import limits_of
-
     server = listen_for_agents(
         data.environments.open_episodes,
         model.tokenizer,

@@ -9,8 +9,7 @@ import psutil
 import torch
 
 from colocated_grpo.assembly.data import draw_evaluated, import_answers, open_source
-from colocated_grpo.assembly.engines import engine_spec
-from colocated_grpo.assembly.policy import check_same_vocabulary
+from colocated_grpo.assembly.engines import check_same_vocabulary, engine_spec
 from colocated_grpo.environments.base import Scorer
 from colocated_grpo.environments.build import build_environments
 from colocated_grpo.environments.rewards.scoring import NOT_RUN

@@ -1,32 +1,157 @@
-"""The serving side of a run: the engines over HTTP, and batches from an Atropos API server.
+"""Other processes of a run: engine servers, which get its weights, and environments, which sample from its engines.
 
-Ports are opened and the API server is contacted before device memory is allocated; requests wait until the engines
-start.
+Ports are opened and the API server of Atropos is contacted before device memory is allocated; requests wait until the
+engines start.
 """
 
 import copy
 import os
+import secrets
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
+import torch
 
-from colocated_grpo.assembly.engines import Site
-from colocated_grpo.atropos.reader import GroupReader, Origins, Registration
-from colocated_grpo.atropos.source import AtroposClient, AtroposSource
+from colocated_grpo.assembly.engines import Engines, Site
+from colocated_grpo.atropos.reader import GroupReader, Origins
+from colocated_grpo.atropos.source import AtroposClient, AtroposSource, trainer_of
 from colocated_grpo.atropos.supply import AtroposSupply, MainSupply, WorkerSupply
 from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.environments.chat import ChatCodec
+from colocated_grpo.errors import ConfigError
+from colocated_grpo.phases import WeightSync
+from colocated_grpo.policy.export import AdapterExport, model_export
+from colocated_grpo.policy.masters import adopt
+from colocated_grpo.policy.model_files import ModelFiles
+from colocated_grpo.policy.model_loader import engine_dtype
+from colocated_grpo.policy.policy import Policy
 from colocated_grpo.rollout.inbox import Driver, Inbox
+from colocated_grpo.runtime.distributed import World
+from colocated_grpo.runtime.program import KEY_VARIABLE, URLS_VARIABLE
+from colocated_grpo.runtime.supervision import StopRequest
 from colocated_grpo.servers.app import create_app
+from colocated_grpo.servers.broadcast import AdapterSync, BroadcastSync, RestartSync
+from colocated_grpo.servers.engine_servers import EngineServer
+from colocated_grpo.servers.exported import CONFIG_NAME, attach, export_folder, share_exported
 from colocated_grpo.servers.rank_links import LoadBalancer, link_ranks
+from colocated_grpo.servers.remote import EngineGroup, RemoteEngine, Restore
 from colocated_grpo.servers.sampler import Sampler
-from colocated_grpo.servers.text import Limits
+from colocated_grpo.servers.text import Limits, limits_of
 from colocated_grpo.settings.atropos import AtroposSourceConfig, ServerConfig
-from colocated_grpo.settings.schema import ModelConfig
+from colocated_grpo.settings.config_json import first_difference, read_config_json, shape_of
+from colocated_grpo.settings.schema import Config, ModelConfig
 from colocated_grpo.tracking import files
+from colocated_grpo.types import JsonObject
 from colocated_grpo.web.server import Hosts, ServerThread
+
+WEIGHTS_FOLDER = "engine_weights"
+"""In the run folder: weights that servers load from files."""
+
+
+def connect_servers(config: Config, world: World, stop: StopRequest) -> list[EngineServer]:
+    """Wait for the engine servers of the run, and check them. Collective. Raises ConfigError or RunError."""
+    engine = config.engine
+    urls, variable = engine.urls, engine.api_key_variable
+    if not urls:
+        urls, variable = os.environ.get(URLS_VARIABLE, "").split(), KEY_VARIABLE
+    if not urls:
+        raise ConfigError(
+            "engine.urls: empty; start servers with colocated-grpo serve and give their addresses, or start the run "
+            "with colocated-grpo, which starts them"
+        )
+    key = None if variable is None else os.environ[variable]
+    trainer = world.broadcast_object(secrets.token_hex(16) if world.is_main else None)
+    servers = [EngineServer(url, key, trainer, engine.server_timeout, stop.requested) for url in urls]
+    dtype = None  # any: weights are cast when they are sent
+    if engine.dtype != "auto" or engine.bridge == "shared":
+        dtype = str(engine_dtype(engine, config.policy, world.device)).removeprefix("torch.")
+    prepare = partial(_prepare, config.model, config.max_sequence_tokens, engine.bridge, dtype)
+    world.from_main(lambda: [prepare(server, server.wait_until_ready()) for server in servers] and None)
+    return servers
+
+
+def _prepare(
+    model: ModelConfig, max_tokens: int, bridge: str, dtype: str | None, server: EngineServer, info: JsonObject
+) -> None:
+    """Check that the server fits the run, and unload an adapter left by an earlier trainer. Raises ConfigError."""
+    shape, served = shape_of(read_config_json(model)), info["shape"]
+    if (key := first_difference(shape, served)) is not None:
+        raise ConfigError(
+            f"engine.urls={server.url}: serves {info['model']}, whose {key} is {served[key]}, but {shape[key]} in "
+            f"model.name={model.name!r}; start it with the run's model"
+        )
+    if info["max_model_len"] < max_tokens:
+        raise ConfigError(
+            f"engine.urls={server.url}: reads {info['max_model_len']} tokens; start it with --max-model-len "
+            f"{max_tokens} (rollout.max_prompt_tokens + rollout.max_completion_tokens) or more"
+        )
+    if dtype not in (None, info["dtype"]):
+        raise ConfigError(
+            f"engine.urls={server.url}: its weights are {info['dtype']}, and {dtype} by engine.dtype and "
+            f"policy.compute_dtype; start it with --dtype {dtype}"
+        )
+    adapters = server.until_answered(server.adapters)
+    if bridge != "adapter":
+        if adapters["adapter_name"] is not None:
+            server.post_or_end("/lora/unload")
+    elif not adapters["enabled"]:
+        raise ConfigError(f"engine.urls={server.url}: started without --enable-lora, which engine.bridge=adapter needs")
+    elif info["has_received_weights"]:
+        raise ConfigError(
+            f"engine.urls={server.url}: a run with engine.bridge: broadcast has changed the base model; start it again"
+        )
+
+
+def build_remote(
+    config: Config,
+    servers: list[EngineServer],
+    policy: Policy,
+    model: ModelFiles,
+    folder: Path,
+    world: World,
+    stop: StopRequest,
+) -> Engines:
+    """Return the engines of the servers, with the bridge that sends weights to them. Collective.
+
+    folder: the run folder.
+    """
+    engine, lora, base, check_every = config.engine, config.policy.lora, config.model.name, config.freshness.every
+    prefix, files = policy.model.lm.base_model_prefix, folder / WEIGHTS_FOLDER
+    sync: WeightSync
+    restore: Restore
+    match engine.bridge:
+        case "broadcast":
+            sync = broadcast = BroadcastSync(policy.weights.published(), prefix, servers, world, check_every)
+            restore = broadcast.restore
+        case "adapter":
+            assert lora is not None  # the config requires an adapter for this bridge
+            adapter = AdapterExport(policy=policy, lora=lora, base=base, tokenizer=model.tokenizer, world=world)
+            sync = load = AdapterSync(adapter, files, servers, world)
+            restore = load.restore
+        case "restart":
+            export = model_export(policy, model, policy.dtype, world)
+            sync = restart = RestartSync(export, files, servers, world, base=base, version=lambda: policy.version)
+            restore = restart.restore
+        case "shared":
+            file = Path(engine.bridge_config or export_folder() / CONFIG_NAME)
+            views = attach(file, servers[0].wait_until_ready()["instance"])
+            adopted = partial(adopt, policy.model)
+            sync = share_exported(views, prefix, policy.weights.published, adopted, world, check_every)
+            restore = lambda server: False  # noqa: E731
+    infos = [server.wait_until_ready() for server in servers]
+    # In a deterministic run, send all requests at once: the server's queue then decides which requests decode together,
+    # not timing.
+    limit = sys.maxsize if config.deterministic else None
+    return Engines(
+        local=None,
+        engine=EngineGroup([RemoteEngine(server, restore, stop.request) for server in servers], max_num_seqs=limit),
+        sync=sync,
+        dtype=getattr(torch, infos[0]["dtype"]),
+        is_quantized=any(info["is_quantized"] for info in infos),
+    )
+
 
 REMEMBERED_COMPLETIONS = 1 << 17
 """Limit of remembered completions: several batches of the largest size."""
@@ -37,16 +162,18 @@ class Serving:
 
     def __init__(
         self,
+        config: Config,
         atropos: AtroposSourceConfig,
-        model: ModelConfig,
-        registration: Registration,
-        limits: Limits,
-        tokenizer: PreTrainedTokenizerBase,
+        model: ModelFiles,
         inbox: Inbox,
         folder: Path,
         site: Site,
     ) -> None:
-        """Collective. Raises EnvironmentSetupError with one line, on every rank. folder: the run folder."""
+        """Collective. Raises EnvironmentSetupError with one line, on every rank.
+
+        atropos: the config's Atropos entry. folder: the run folder.
+        """
+        limits, tokenizer = limits_of(model, config.max_sequence_tokens, config.seed), model.tokenizer
         self._world, self._note = site.world, site.note
         self._inbox = inbox
         self._links, self._end = link_ranks(inbox, site.world)
@@ -57,8 +184,8 @@ class Serving:
 
         def open_ports() -> None:
             origins = Origins(REMEMBERED_COMPLETIONS)
-            key = _key(atropos.api_key_variable)
-            client = AtroposClient(atropos.url, registration, may_reset=atropos.reset, api_key=key)
+            key, trainer = _key(atropos.api_key_variable), trainer_of(config, folder)
+            client = AtroposClient(atropos.url, trainer, may_reset=atropos.reset, api_key=key)
             # Tokenizers are not thread-safe: one copy for batches, one for requests.
             self.source = AtroposSource(
                 client,
@@ -81,10 +208,10 @@ class Serving:
                 copy.deepcopy(tokenizer),
                 limits,
                 self._note,
-                template_variables=model.chat_template_kwargs,
+                template_variables=config.model.chat_template_kwargs,
                 on_sampled=origins.record,
             )
-            self._servers.append(listen(sampler, model.name, atropos.server, limits))
+            self._servers.append(listen(sampler, config.model.name, atropos.server, limits))
             ports = ", ".join(map(str, self._servers[0].ports))
             at = f"environments sample at {atropos.server.host}, port {ports}"
             self._note(f"atropos: batches from {atropos.url}; {at}")

@@ -15,19 +15,17 @@ import msgspec
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
-from msgspec import Meta, Raw, Struct
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from colocated_grpo.atropos import exchange as state
-from colocated_grpo.atropos.exchange import Exchange, InvalidGroup, ScoredGroup
 from colocated_grpo.atropos.reader import Overrides, Registration
 from colocated_grpo.runtime.program import raise_descriptor_limit
 from colocated_grpo.settings.atropos import is_loopback
 from colocated_grpo.types import JsonObject
 from colocated_grpo.web.bodies import BodyLimit, BodyShape, InvalidBody, off_the_loop, read_json
-from colocated_grpo.web.server import Connection, Hosts, OwnRequests, RequireApiKey, is_from_browser
+from colocated_grpo.web.server import Connection, Hosts, OwnRequests, RequireApiKey
 
 MAX_BODY_BYTES = 64 << 20
 """64 sequences of 32,768 tokens with masks and log-probabilities, at 32 bytes of text per token."""
@@ -47,11 +45,11 @@ GZIP_LEVEL = 1
 """Higher levels take several times as long."""
 
 T = TypeVar("T")
-Rows = Annotated[list[Raw], Meta(max_length=MAX_SEQUENCES)]
-ABSENT = Raw(b"null")
+Rows = Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MAX_SEQUENCES)]
+ABSENT = msgspec.Raw(b"null")
 
 
-class PostedGroup(Struct):
+class PostedGroup(msgspec.Struct):
     """The fields of a scored group that a trainer reads. All other fields are skipped.
 
     Numbers stay JSON text, which takes a fifth of the memory of parsed lists. A batch is sent by joining the texts of
@@ -60,14 +58,14 @@ class PostedGroup(Struct):
 
     tokens: Rows
     masks: Rows
-    scores: Raw
+    scores: msgspec.Raw
     advantages: Rows | None = None
     ref_logprobs: Rows | None = None
     inference_logprobs: Rows | None = None
     generation_params: Overrides | None = None
-    overrides: Annotated[list[Overrides], Meta(max_length=MAX_SEQUENCES)] | None = None
+    overrides: Annotated[list[Overrides], msgspec.Meta(max_length=MAX_SEQUENCES)] | None = None
     group_overrides: Overrides | None = None
-    images: Raw = ABSENT
+    images: msgspec.Raw = ABSENT
     """Stored as true if the group has images."""
     env_id: int | None = None
 
@@ -77,11 +75,11 @@ ROWS: dict[str, msgspec.json.Decoder[Any]] = {
     **dict.fromkeys(("tokens", "masks"), msgspec.json.Decoder(list[int])),
     **dict.fromkeys(("advantages", "ref_logprobs", "inference_logprobs"), msgspec.json.Decoder(list[float])),
 }
-SCORES = msgspec.json.Decoder(Annotated[list[float | bool], Meta(max_length=MAX_SEQUENCES)])
+SCORES = msgspec.json.Decoder(Annotated[list[float | bool], msgspec.Meta(max_length=MAX_SEQUENCES)])
 EMPTY_GROUP = {name: [] for name in [*ROWS, "scores", "generation_params", "messages", "images"]}
 
 
-def read_group(posted: PostedGroup, longest: int) -> ScoredGroup:
+def read_group(posted: PostedGroup, longest: int) -> state.ScoredGroup:
     """Check that the trainer can parse a group. The lengths of its lists are not compared.
 
     longest: maximum numbers of a sequence. Raises InvalidGroup.
@@ -93,19 +91,19 @@ def read_group(posted: PostedGroup, longest: int) -> ScoredGroup:
     scores = [float(score) for score in _parsed("scores", posted.scores, SCORES, MAX_SEQUENCES)]
     has_images = bytes(posted.images).strip(b"[]{}nul, \t\r\n") != b""
     kept = msgspec.structs.replace(
-        posted, scores=Raw(msgspec.json.encode(scores)), images=Raw(b"true") if has_images else ABSENT
+        posted, scores=msgspec.Raw(msgspec.json.encode(scores)), images=msgspec.Raw(b"true") if has_images else ABSENT
     )
-    return ScoredGroup(len(posted.tokens), posted.env_id, (msgspec.json.encode(kept)[:-1] + NOT_KEPT,))
+    return state.ScoredGroup(len(posted.tokens), posted.env_id, (msgspec.json.encode(kept)[:-1] + NOT_KEPT,))
 
 
-def _parsed(name: str, row: Raw, decoder: msgspec.json.Decoder[T], longest: int) -> T:
+def _parsed(name: str, row: msgspec.Raw, decoder: msgspec.json.Decoder[T], longest: int) -> T:
     text = bytes(row)
     if text.count(b",") >= longest:
-        raise InvalidGroup(f"{name}: more than {longest} numbers")
+        raise state.InvalidGroup(f"{name}: more than {longest} numbers")
     try:
         return decoder.decode(text)
     except msgspec.MsgspecError as error:
-        raise InvalidGroup(f"{name}: {error}") from None
+        raise state.InvalidGroup(f"{name}: {error}") from None
 
 
 def create_app(
@@ -119,8 +117,8 @@ def create_app(
 ) -> ASGIApp:
     """Return the server with its own state, which needs no locks on one event loop. hosts: unused with an API key."""
     app = FastAPI(title="Atropos API", docs_url=None, redoc_url=None, openapi_url=None)
-    exchange = Exchange(max_queued, max_queued_bytes)
-    statuses = {InvalidBody: 422, InvalidGroup: 422, state.UnknownEnvironment: 404, state.QueueFull: 503}
+    exchange = state.Exchange(max_queued, max_queued_bytes)
+    statuses = {InvalidBody: 422, state.InvalidGroup: 422, state.UnknownEnvironment: 404, state.QueueFull: 503}
     for error, status in statuses.items():
         app.add_exception_handler(error, partial(_on_exception, status))
     _add_trainer_routes(app, exchange)
@@ -141,7 +139,7 @@ async def _on_exception(status: int, _request: Request, error: Exception) -> JSO
     return _error_response(status, str(error))
 
 
-def _add_trainer_routes(app: FastAPI, exchange: Exchange) -> None:
+def _add_trainer_routes(app: FastAPI, exchange: state.Exchange) -> None:
     registration = msgspec.json.Decoder(Registration)
 
     @app.get("/")
@@ -196,7 +194,10 @@ def _add_trainer_routes(app: FastAPI, exchange: Exchange) -> None:
 
 
 def _refuse_get_of_browsers(request: Request) -> None:
-    if request.method == "GET" and is_from_browser(request.headers):
+    # Browsers without Sec-Fetch-Site are recognised by User-Agent.
+    headers = request.headers
+    is_browser = "sec-fetch-site" in headers or headers.get("user-agent", "").startswith("Mozilla/")
+    if request.method == "GET" and is_browser:
         raise HTTPException(405, f"use POST {request.url.path} from a browser", {"Allow": "POST"})
 
 
@@ -209,15 +210,15 @@ async def _json(request: Request, text: bytes) -> Response:
     return Response(text, media_type="application/json", headers=headers)
 
 
-class EnvIdentifier(Struct):
+class EnvIdentifier(msgspec.Struct):
     env_id: int
 
 
-def _add_environment_routes(app: FastAPI, exchange: Exchange) -> None:
+def _add_environment_routes(app: FastAPI, exchange: state.Exchange) -> None:
     env_registration, env_identifier = msgspec.json.Decoder(state.EnvRegistration), msgspec.json.Decoder(EnvIdentifier)
     one, several = msgspec.json.Decoder(PostedGroup), msgspec.json.Decoder(list[PostedGroup])
 
-    def read(posted: PostedGroup) -> ScoredGroup:
+    def read(posted: PostedGroup) -> state.ScoredGroup:
         return read_group(posted, MAX_ROW_NUMBERS if exchange.trainer is None else exchange.trainer.max_token_len)
 
     @app.post("/register-env")

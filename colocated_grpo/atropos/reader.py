@@ -4,8 +4,6 @@ The server accepts posts from any client and checks types but not lengths. Incon
 counted by reason and sender. If the reader raised an error instead, any environment could stop the trainer.
 """
 
-from __future__ import annotations
-
 import threading
 from array import array
 from base64 import b64decode, b64encode
@@ -17,7 +15,6 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
-from msgspec import Meta, Struct
 
 from colocated_grpo.rollout.engine import Request
 from colocated_grpo.settings.generation import MIN_TEMPERATURE
@@ -112,13 +109,13 @@ MISSING_LOGPROBS = "missing_logprobs"
 """Reason for dropping a group without inference_logprobs."""
 
 
-Count = Annotated[int, Meta(ge=1, lt=2**31)]
+Count = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
 """Bounded, because an overflow or division by zero in the shared state would fail all clients."""
-Whole = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
-Name = Annotated[str, Meta(max_length=4096)]
+Whole = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
+Name = Annotated[str, msgspec.Meta(max_length=4096)]
 
 
-class Registration(Struct, kw_only=True):
+class Registration(msgspec.Struct, kw_only=True):
     """POST /register: the trainer. The server passes these values to every environment."""
 
     wandb_group: Name
@@ -133,14 +130,14 @@ class Registration(Struct, kw_only=True):
     num_steps: Whole
 
 
-class Overrides(Struct, omit_defaults=True):
+class Overrides(msgspec.Struct, omit_defaults=True):
     """The entries of `overrides`, `generation_params` and `group_overrides` that this reader uses."""
 
     temperature: float | None = None
     set_advantage_to_zero: object = None
 
 
-class ReceivedGroup(Struct):
+class ReceivedGroup(msgspec.Struct):
     """One group of GET /batch, with one list entry per sequence. The lists may differ in length."""
 
     tokens: list[list[Whole]]
@@ -173,7 +170,7 @@ class GroupReader:
     origins: Origins
     decode: Callable[[Sequence[int]], str]
 
-    def read(self, items: Sequence[object], first_index: int, policy_version: int) -> ReadBatch:
+    def read(self, items: Sequence[object], first_index: int, policy_version: int) -> "ReadBatch":
         """Convert the groups of one batch. Drops invalid sequences, and whole groups with wrong types.
 
         first_index: prompt index of the first group. policy_version: the current version, used for sequences of unknown
@@ -194,7 +191,7 @@ class GroupReader:
                 batch.groups.append(Group(prompt=prompt, rollouts=rollouts))
         return batch
 
-    def _rollouts(self, group: ReceivedGroup, policy_version: int, batch: ReadBatch) -> list[Rollout]:
+    def _rollouts(self, group: ReceivedGroup, policy_version: int, batch: "ReadBatch") -> list[Rollout]:
         num_sequences, images = len(group.tokens), group.images
         if any(image is not None for image in images) if isinstance(images, list) else images:
             batch.drop("images", group.env_id, num_sequences)
@@ -274,7 +271,7 @@ class ReadBatch:
             self.dropped[reason] += count
             self.senders["a client without env_id" if env_id is None else f"environment {env_id}"] += count
 
-    def update(self, other: ReadBatch) -> None:
+    def update(self, other: "ReadBatch") -> None:
         """Replace the groups by the groups of a later batch, and add the counts of that batch."""
         self.groups = other.groups
         self.dropped.update(other.dropped)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
-from msgspec import Meta
 
 from colocated_grpo.atropos.reader import MISSING_LOGPROBS, GroupReader, ReadBatch, Registration
 from colocated_grpo.environments.base import EnvironmentSetupError
@@ -35,7 +34,7 @@ EXPLAIN_SECONDS = 60.0
 REPORT_SECONDS = 10.0
 """Minimum time between log lines about dropped sequences, because a client can post thousands of groups per second."""
 
-Number = Annotated[float, Meta(ge=0, lt=2**53)]
+Number = Annotated[float, msgspec.Meta(ge=0, lt=2**53)]
 
 
 def trainer_of(config: Config, folder: Path) -> Registration:

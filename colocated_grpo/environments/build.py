@@ -16,12 +16,9 @@ from colocated_grpo.environments.rewards.scoring import TaskScorer
 from colocated_grpo.environments.streams import GeneratedItems, Mixture, PromptSource, SequenceStream, UnsolvedItems
 from colocated_grpo.environments.user_code.loading import unique_names
 from colocated_grpo.settings import sources
-from colocated_grpo.settings.atropos import AtroposSourceConfig
 from colocated_grpo.settings.evaluation import PREFIX
 from colocated_grpo.settings.generation import SkipSolvedConfig
-from colocated_grpo.settings.losses import LossConfig
-from colocated_grpo.settings.schema import Config
-from colocated_grpo.settings.sources import TurnsSourceConfig
+from colocated_grpo.settings.schema import AtroposSourceConfig, Config, LossConfig, TurnsSourceConfig
 from colocated_grpo.types import Prompt
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ from colocated_grpo.environments.chat import Message, render_tokens
 from colocated_grpo.environments.user_code.loading import load_object, one_line
 from colocated_grpo.settings import sources
 from colocated_grpo.settings.base import Tool, check_variables, read_json
-from colocated_grpo.settings.sources import TurnsSourceConfig
 from colocated_grpo.types import JsonObject, Prompt
 
 if TYPE_CHECKING:
@@ -87,7 +86,7 @@ def with_system_prompt(prompt: str | list[Message], system_prompt: str) -> list[
 
 
 def build_template(
-    entry: TemplatedConfig | TurnsSourceConfig | sources.RowsSourceConfig,
+    entry: TemplatedConfig | sources.TurnsSourceConfig | sources.RowsSourceConfig,
     name: str,
     tokenizer: PreTrainedTokenizerBase,
     variables: JsonObject,

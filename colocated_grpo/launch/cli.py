@@ -11,16 +11,15 @@ import argparse
 import faulthandler
 import logging
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from colocated_grpo import __version__
 from colocated_grpo.errors import AlreadyReported, ConfigError
 from colocated_grpo.runtime import program
 from colocated_grpo.runtime.processes import list_gpus, visible
-from colocated_grpo.runtime.program import LAST_PORT, Launch, OneLineParser
 from colocated_grpo.runtime.verdict import RUN_ERROR, leave, report
 
 if TYPE_CHECKING:
@@ -35,14 +34,15 @@ DEFAULT_JOIN_TIMEOUT = 900
 
 def run_parser() -> argparse.ArgumentParser:
     """Return the parser of the launcher's flags. All unknown flags are setting overrides."""
-    parser = OneLineParser(
+    parser = program.OneLineParser(
         prog="colocated-grpo",
         description="Train with GRPO, one process per GPU. Each has a vLLM engine, unless engine.placement is server.",
         epilog="Settings override the file: --policy.lr 2e-6 --environments.0.args.max_digits 3 --engine.sleep=false. "
         "Further commands, each with --help: init (write a config), doctor, evaluate, chat, serve, show-rollouts, "
         "compare-runs, report, make-model, sft, atropos (command lines of Atropos' example trainer).",
     )
-    parser.add_argument("--version", action="version", version=__version__)
+    package = sys.modules["colocated_grpo"]  # an import would be a circle
+    parser.add_argument("--version", action="version", version=package.__version__)
     integer = partial(parser.add_argument, type=int, metavar="N")
     integer("--gpus", help="GPUs of this node; 0 trains on the CPU (default: all visible)")
     engines = "with engine.placement: server, how many of the GPUs serve engines only (default: 0, the ranks' own)"
@@ -78,7 +78,7 @@ def read_arguments(
     return options, overrides, []
 
 
-def read_launch(options: argparse.Namespace, overrides: Sequence[str]) -> Launch:
+def read_launch(options: argparse.Namespace, overrides: Sequence[str]) -> program.Launch:
     """Convert the arguments to a `Launch`. Raises ConfigError if they are invalid or contradictory."""
     gpus = visible_gpus(os.environ) if options.gpus is None else options.gpus
     engine_gpus, nodes, port = options.engine_gpus, options.nodes, options.master_port
@@ -102,9 +102,9 @@ def read_launch(options: argparse.Namespace, overrides: Sequence[str]) -> Launch
         raise ConfigError(f"--node-rank={options.node_rank}: must be at least 0 and less than --nodes={nodes}")
     if nodes > 1 and options.master_addr is None:
         raise ConfigError(f"--master-addr: required with --nodes={nodes}; it is the address of node 0")
-    if port is not None and not 0 < port <= LAST_PORT:
-        raise ConfigError(f"--master-port={port}: must be between 1 and {LAST_PORT}")
-    return Launch(
+    if port is not None and not 0 < port <= program.LAST_PORT:
+        raise ConfigError(f"--master-port={port}: must be between 1 and {program.LAST_PORT}")
+    return program.Launch(
         gpus=gpus,
         engine_gpus=engine_gpus,
         ranks=gpus - engine_gpus if gpus else options.nproc or 1,

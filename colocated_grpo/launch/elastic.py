@@ -146,8 +146,8 @@ class LoopbackRendezvous(StaticTCPRendezvous):
     """
 
     def __init__(self, run_id: str) -> None:
-        store, port = serve_store(HOST, 0, TIMEOUT_SECONDS)
-        super().__init__(HOST, port, rank=0, world_size=1, run_id=run_id, timeout=TIMEOUT_SECONDS)
+        store = serve_store(HOST, TIMEOUT_SECONDS)
+        super().__init__(HOST, store.port, rank=0, world_size=1, run_id=run_id, timeout=TIMEOUT_SECONDS)
         self._store = store  # torch's class would create a store that listens on every interface
 
     def get_backend(self) -> str:

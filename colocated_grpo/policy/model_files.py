@@ -11,11 +11,10 @@ from colocated_grpo.errors import ConfigError, in_one_line
 from colocated_grpo.policy.checkpoint_files import fetch_model, fetch_tokenizer
 from colocated_grpo.policy.model import read_model_config
 from colocated_grpo.runtime.distributed import World
-from colocated_grpo.settings.adapter_files import adapter_shape
 from colocated_grpo.settings.config_json import config_json_in, shape_of, text_part
 from colocated_grpo.settings.inputs import is_inline
 from colocated_grpo.settings.schema import ModelConfig
-from colocated_grpo.settings.training import LoRAConfig
+from colocated_grpo.settings.training import LoRAConfig, adapter_shape
 from colocated_grpo.types import JsonObject
 
 PROCESSOR_TEMPLATE = "chat_template.json"

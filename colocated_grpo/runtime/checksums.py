@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import sys
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -45,9 +44,7 @@ def damage(folder: Path, expected: Mapping[str, str]) -> str | None:
 
 
 def forget_cached(folder: Path, names: Iterable[str]) -> None:
-    """Drop the files' pages from the page cache, so that the next read comes from the disk. Linux only."""
-    if sys.platform != "linux":
-        return
+    """Drop the files' pages from the page cache, so that the next read comes from the disk."""
     for name in names:
         descriptor = os.open(folder / name, os.O_RDONLY)
         try:

@@ -1,7 +1,6 @@
-"""Makes the kernel end a process when its parent dies, even by SIGKILL. Linux only.
+"""Makes the kernel end a process when its parent dies, even by SIGKILL.
 
-On other systems, the process outlives its parent. Standard library only. Run as a file, this module replaces itself by
-a command: FILE PARENT COMMAND [ARGUMENTS].
+Standard library only. Run as a file, this module replaces itself by a command: FILE PARENT COMMAND [ARGUMENTS].
 """
 
 import ctypes
@@ -17,22 +16,18 @@ PR_SET_PDEATHSIG = 1
 def die_with(parent: int) -> None:
     """Make the kernel kill this process when process `parent` ends, even while this process holds the interpreter
     lock."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)  # the parent died before the call to prctl
 
 
 def continue_at_parents_death() -> None:
     """Make the kernel continue this process, if it is stopped (SIGSTOP), when its parent dies, so that it can end."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
 
 
-def signal_at_parents_death(number: signal.Signals) -> Callable[[], None] | None:
+def signal_at_parents_death(number: signal.Signals) -> Callable[[], None]:
     """Return a preexec function that makes the kernel signal the child when this process dies."""
-    if sys.platform != "linux":
-        return None
     prctl, parent = ctypes.CDLL(None).prctl, os.getpid()  # before the fork: few calls are safe after a fork
 
     def prepare() -> None:

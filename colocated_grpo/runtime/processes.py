@@ -3,8 +3,6 @@
 Also manages the launcher's temporary folder: each start removes the folders of killed launchers. Lists the GPUs.
 """
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import math
@@ -12,7 +10,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -66,9 +63,8 @@ def run_command(
     processes. No process started by the command is alive when this function returns.
     """
     others = {child.pid for child in psutil.Process().children()}
-    if sys.platform == "linux":
-        # Become the parent of orphaned descendants. Ranks have sessions of their own, so killpg would miss the ranks.
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    # Become the parent of orphaned descendants. Ranks have sessions of their own, so killpg would miss the ranks.
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     file = nullcontext() if redirect is None else redirect.open("ab")
     with file as output, _StopSignals(others, stop_action) as stop:
         try:
@@ -101,7 +97,7 @@ class _StopSignals:
         self._kill_requests = 0
         self._limit: threading.Timer | None = None
 
-    def __enter__(self) -> _StopSignals:
+    def __enter__(self) -> "_StopSignals":
         self._before = {number: signal.signal(number, self._on_signal) for number in stop_signals()}
         return self
 

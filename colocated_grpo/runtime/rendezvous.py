@@ -27,22 +27,20 @@ SLICE = timedelta(seconds=1)
 """Waiting in a store blocks signal handlers, so long waits are split into slices of this length."""
 
 
-def serve_store(host: str, port: int, timeout: float) -> tuple[dist.TCPStore, int]:
-    """Return a store that listens on `host`, and its port. port: 0 selects any free port.
+def serve_store(host: str, timeout: float) -> dist.TCPStore:
+    """Return a store that listens on `host`, on any free port.
 
     timeout: seconds to wait for a key. Raises OSError if the address cannot be bound.
     """
-    listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    port = listener.getsockname()[1]
-    store = dist.TCPStore(
+    listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    return dist.TCPStore(
         host,
-        port,
+        listener.getsockname()[1],
         is_master=True,
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
         timeout=timedelta(seconds=timeout),
     )
-    return store, port
 
 
 def connect_store(host: str, port: int, timeout: float) -> dist.TCPStore:
@@ -165,9 +163,9 @@ class NodeLinks:
     def _add(self, rank: int, link: socket.socket, host: str) -> None:
         link.setblocking(False)
         link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in (("KEEPIDLE", PROBE_SECONDS), ("KEEPINTVL", PROBE_SECONDS), ("KEEPCNT", PROBES)):
-            if hasattr(socket, f"TCP_{name}"):  # not available on all platforms
-                link.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"), value)
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE_SECONDS)
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_SECONDS)
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
         self._hosts[rank] = host
         self._links[rank] = link
 

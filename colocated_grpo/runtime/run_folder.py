@@ -14,9 +14,9 @@ from typing import TextIO
 
 from colocated_grpo.errors import ConfigError
 from colocated_grpo.runtime.checksums import seal_is_broken
-from colocated_grpo.settings.adapter_files import adapter_shape
 from colocated_grpo.settings.config_json import first_difference, read_config_json, shape_of
 from colocated_grpo.settings.schema import Config
+from colocated_grpo.settings.training import adapter_shape
 from colocated_grpo.types import JsonObject
 
 AUTO = "auto"

@@ -16,8 +16,7 @@ from colocated_grpo.environments.agents.programs import PREFIX, OpenEpisode, Ope
 from colocated_grpo.environments.agents.sequences import TooManyRequests
 from colocated_grpo.environments.chat import ContextExhausted
 from colocated_grpo.environments.rewards.builtin import OPEN_CALL, read_calls
-from colocated_grpo.servers import app as engine_app
-from colocated_grpo.servers.app import CHAT
+from colocated_grpo.servers.app import CHAT, EVENT_STREAM, add_exception_handlers, cancel_on_disconnect, shape_of_bodies
 from colocated_grpo.servers.request_bodies import ChatBody
 from colocated_grpo.servers.responses import ChatFormat, models
 from colocated_grpo.servers.sampler import CompletionPart
@@ -78,7 +77,7 @@ def create_agent_app(
 ) -> ASGIApp:
     """Return the application behind its guards. model, max_tokens: shown to clients. stop: ends every completion."""
     app = FastAPI(title="colocated_grpo agents", docs_url=None, redoc_url=None, openapi_url=None)
-    engine_app.add_exception_handlers(app)
+    add_exception_handlers(app)
 
     @app.get("/v1/models")
     async def get_models() -> JSONResponse:
@@ -93,7 +92,7 @@ def create_agent_app(
             messages = as_sampled(body.plain_messages, episode.sampled)
             prompt = await codec.encode_chat(messages, body.template_settings)
             work = episode.complete(prompt, parameters.max_tokens, parameters.n, parameters.stop)
-            completions = await engine_app.cancel_on_disconnect(request, asyncio.wrap_future(work))
+            completions = await cancel_on_disconnect(request, asyncio.wrap_future(work))
         except TooLong as error:
             episode.reject(error.text)
             raise
@@ -111,9 +110,9 @@ def create_agent_app(
             return JSONResponse(response)
         # All events are sent at once, because agents wait for whole messages.
         events = [f"data: {json.dumps(chunk)}\n\n" for chunk in _chunks(response, include_usage=body.includes_usage)]
-        return Response("".join([*events, "data: [DONE]\n\n"]), media_type=engine_app.EVENT_STREAM)
+        return Response("".join([*events, "data: [DONE]\n\n"]), media_type=EVENT_STREAM)
 
-    shape = engine_app.shape_of_bodies(max_tokens)
+    shape = shape_of_bodies(max_tokens)
     limited = BodyLimit(ConcurrencyLimit(app, MAX_REQUESTS, ()), MAX_BODY_BYTES, error_response, shape, {CHAT})
     return OwnRequests(EpisodeGate(limited, episodes), None, error_response)
 

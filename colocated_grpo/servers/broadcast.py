@@ -169,10 +169,10 @@ class BroadcastSync:
         members = [server for server, count in zip(self.servers, counts, strict=True) for _ in range(count)]
         size, timeout = 1 + len(members), self.servers[0].timeout
         host = own_address(self.servers[0].host)
-        store, port = serve_store(host, 0, timeout)
+        store = serve_store(host, timeout)
         offer = {
             "address": host,
-            "port": port,
+            "port": store.port,
             "group_size": size,
             "timeout": timeout,
             "trainer_ranks": self._num_shards,

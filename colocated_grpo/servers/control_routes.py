@@ -28,7 +28,7 @@ from colocated_grpo.servers.options import Restart
 from colocated_grpo.servers.rank_links import result_of
 from colocated_grpo.servers.request_bodies import StrictBody
 from colocated_grpo.servers.text import InvalidRequest
-from colocated_grpo.settings.adapter_files import CONFIG_FILE, WEIGHTS_FILE
+from colocated_grpo.settings.inputs import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from colocated_grpo.types import JsonObject
 from colocated_grpo.web.bodies import read_json
 from colocated_grpo.weights.buckets import Bucket, full_tensors, make_buckets, shard_slices, write_planned
@@ -225,7 +225,7 @@ def add_weight_routes(
     async def load_adapter(request: Request) -> JSONResponse:
         body = await read_json(request, LoadBody.from_json)
         path = body.adapter_path
-        for file in (CONFIG_FILE, WEIGHTS_FILE):
+        for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
             _require_file(path, file, "adapter")
         load = partial(call, "load_adapter", body.adapter_name or Path(path).resolve().name, path)
         return JSONResponse(await result_of(control.change_weights(load)))
@@ -280,9 +280,9 @@ def check_adapter(model: Path, folder: str) -> None:
     vLLM copies what fits of a matrix, and computes with NaN.
     """
     try:
-        factors = load_file(Path(folder) / WEIGHTS_FILE)
+        factors = load_file(Path(folder) / ADAPTER_WEIGHTS)
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"adapter {folder!r}: {WEIGHTS_FILE} cannot be read: {error}") from None
+        raise ValueError(f"adapter {folder!r}: {ADAPTER_WEIGHTS} cannot be read: {error}") from None
     shapes = CheckpointReader(model).shapes
     for name, factor in factors.items():
         if not factor.isfinite().all():

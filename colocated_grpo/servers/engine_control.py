@@ -37,9 +37,9 @@ def join_ranks(size: int) -> dist.Store:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)  # rank 0 decides when to end
         return connect_store(LOOPBACK, int(os.environ["MASTER_PORT"]), START_SECONDS)
-    store, port = serve_store(LOOPBACK, 0, START_SECONDS)
-    shared = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port)}
-    os.environ.update(shared)
+    store = serve_store(LOOPBACK, START_SECONDS)
+    os.environ |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    os.environ |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(store.port)}
     peers = [
         subprocess.Popen(
             [sys.executable, "-m", "colocated_grpo.servers", *sys.argv[1:]],

@@ -28,9 +28,7 @@ from colocated_grpo.types import JsonObject
 from colocated_grpo.web.client import JsonClient, RequestRejected, Unavailable
 
 if TYPE_CHECKING:
-    from colocated_grpo.settings.generation import EngineConfig
-    from colocated_grpo.settings.schema import Config, ModelConfig
-    from colocated_grpo.settings.training import PolicyConfig
+    from colocated_grpo.settings.schema import Config, EngineConfig, ModelConfig, PolicyConfig
 
 CALL_SECONDS = 30.0
 """Timeout of calls that need no work by the engine."""

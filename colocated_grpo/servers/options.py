@@ -14,8 +14,8 @@ from pydantic import Field, Json, TypeAdapter, ValidationError
 from colocated_grpo.errors import ConfigError
 from colocated_grpo.runtime.program import LAST_PORT, LOG_LEVEL_VARIABLE, LOG_LEVELS, OneLineParser
 from colocated_grpo.servers.engine_servers import LORA_RANKS, lora_limit
-from colocated_grpo.settings.adapter_files import CONFIG_FILE as ADAPTER_CONFIG
 from colocated_grpo.settings.generation import ModelConfig
+from colocated_grpo.settings.inputs import ADAPTER_CONFIG
 from colocated_grpo.tracking.files import write_atomically
 from colocated_grpo.types import JsonObject
 

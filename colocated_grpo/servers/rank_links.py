@@ -5,8 +5,6 @@ Both ends authenticate by HMAC, with a secret that was broadcast over the proces
 `servers/remote.py`, a rank link is never restored: it ends with the run.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import os
@@ -45,7 +43,7 @@ class ServerClosing(Exception):
 class LoadBalancer:
     """Send each request to the engine with the fewest requests in flight. Not thread-safe: for one event loop."""
 
-    def __init__(self, inbox: Inbox, links: Sequence[Inbox | RankLink] = ()) -> None:
+    def __init__(self, inbox: Inbox, links: "Sequence[Inbox | RankLink]" = ()) -> None:
         """inbox: inbox of this rank's engine. links: links to the other ranks' engines."""
         self._inbox = inbox
         self._engines = [inbox, *links]

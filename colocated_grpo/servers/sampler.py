@@ -1,7 +1,5 @@
 """Sampling for HTTP: prompts and sampling parameters become requests to the engines of all ranks."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -49,7 +47,7 @@ class CompletionPart:
     @classmethod
     def whole(
         cls, index: int, completion: Completion, text: str, top_logprobs: TopLogprobs | None = None
-    ) -> CompletionPart:
+    ) -> "CompletionPart":
         return cls(
             index=index,
             text=text,
@@ -66,7 +64,7 @@ class _Growing:
     A client that reads slowly, or not at all, costs the memory of its completions and no work.
     """
 
-    def __init__(self, index: int, detokenizer: Detokenizer, ready: asyncio.Queue[_Growing | None]) -> None:
+    def __init__(self, index: int, detokenizer: Detokenizer, ready: "asyncio.Queue[_Growing | None]") -> None:
         """ready: receives this object when there is something to take, once until it is taken."""
         self.index = index
         self._detokenizer = detokenizer

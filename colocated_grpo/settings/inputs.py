@@ -1,18 +1,24 @@
-"""Checks what a config refers to: model, data files, user code. Runs before any process or device is started."""
+"""Checks what a config refers to: model, data files, user code, and the PEFT adapter that a run continues from.
+
+Runs before any process or device is started.
+"""
 
 import importlib.util
+import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from colocated_grpo.settings import Config, config_json, schema, sources
-from colocated_grpo.settings.adapter_files import missing_adapter_files, with_adapter_settings
-from colocated_grpo.settings.base import NamedObject
+from pydantic import ValidationError
+
+from colocated_grpo.settings import config_json, schema, sources
+from colocated_grpo.settings.base import DEFAULT_INIT, NamedObject
 from colocated_grpo.settings.errors import ConfigError, dotted
 from colocated_grpo.settings.evaluation import EvaluationSetConfig
 from colocated_grpo.settings.model_support import check_context, check_has_experts, check_trains
-from colocated_grpo.settings.training import PolicyConfig, layers_text
+from colocated_grpo.settings.schema import Config
+from colocated_grpo.settings.training import LoRAConfig, PolicyConfig, layers_text
 from colocated_grpo.types import JsonObject
 
 
@@ -220,16 +226,108 @@ def check_hub(settings: schema.HubConfig | None) -> Iterator[str]:
     """Yield a line for each local reason why pushes would fail. Sends no request to the Hub."""
     if settings is None:
         return
-    from huggingface_hub import constants, get_token
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub import constants, errors, get_token, utils
 
     key = f"hub.repo={settings.repo!r}"
     try:
-        validate_repo_id(settings.repo)
-    except HFValidationError as error:
+        utils.validate_repo_id(settings.repo)
+    except errors.HFValidationError as error:
         yield f"{key}: {str(error).split(':')[0]}"
     if constants.HF_HUB_OFFLINE:
         yield f"{key}: HF_HUB_OFFLINE is set; unset it, or remove hub"
     elif os.environ.get("RANK", "0") == "0" and not get_token():  # only rank 0 pushes
         yield f"{key}: no token; set HF_TOKEN to one that may write, or run `hf auth login`"
+
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PEFT_KEYS = {
+    "r": "rank",
+    "lora_alpha": "alpha",
+    "use_rslora": "rslora",
+    "target_modules": "target_modules",
+    "exclude_modules": "exclude_modules",
+    "layers_to_transform": "layers",
+}
+"""PEFT's names -> names in LoRAConfig."""
+_UNSUPPORTED_BY_LORA = (
+    *("alora_invocation_tokens", "alpha_pattern", "arrow_config", "kasa_config", "layer_replication", "lora_bias"),
+    *("modules_to_save", "rank_pattern", "target_parameters", "trainable_token_indices", "use_bdlora", "use_dora"),
+    *("use_qalora", "velora_config"),
+)
+"""PEFT's settings that change the adapter's computation or its tensors. Each must be empty or false."""
+_CHANGES_BASE = {"corda", "loftq", "lora_ga", "olora", "pissa"}
+"""Values of init_lora_weights that modify the base weights. The adapter's folder does not contain the modified base."""
+
+
+def missing_adapter_files(lora: LoRAConfig | None) -> Iterator[str]:
+    """Yield a line if policy.lora.init is not a PEFT adapter. The adapter's contents are checked when it is read."""
+    if lora is None or lora.init == DEFAULT_INIT:
+        return
+    key, folder = f"policy.lora.init={lora.init!r}", Path(lora.init)
+    if not folder.is_dir():
+        yield f"{key}: no such folder; write default or the folder of a PEFT adapter (download one of the Hub first)"
+    elif not (folder / ADAPTER_CONFIG).is_file():
+        yield f"{key}: no {ADAPTER_CONFIG} in this folder; expected an adapter saved by PEFT"
+    elif not (folder / ADAPTER_WEIGHTS).is_file():
+        if (folder / "adapter_model.bin").is_file():
+            yield f"{key}: reading adapter_model.bin can run code; load it in PEFT and save it as {ADAPTER_WEIGHTS}"
+        else:
+            yield f"{key}: no {ADAPTER_WEIGHTS} in this folder; expected an adapter saved by PEFT"
+
+
+def with_adapter_settings(config: Config) -> Config:
+    """If policy.lora.init is an adapter, return the config with the adapter's settings in policy.lora.
+
+    Raises ConfigError if the adapter is of an unsupported kind, if its base model has another name than model.name, or
+    if the adapter contradicts a setting given by the user.
+    """
+    lora = config.policy.lora
+    if lora is None or lora.init == DEFAULT_INIT:
+        return config
+    setting = f"policy.lora.init={lora.init!r}"
+    try:
+        saved: JsonObject = json.loads((Path(lora.init) / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{setting}: cannot read {ADAPTER_CONFIG} ({error})") from None
+    for key, value in _unsupported(saved).items():
+        raise ConfigError(f"{setting}: {key}={value!r} in {ADAPTER_CONFIG} is not supported")
+    # Only the last part of each name is compared, because the model may have been downloaded into a folder of its name.
+    base, model = saved.get("base_model_name_or_path"), config.model.name
+    if base and Path(base).name.lower() != Path(model).name.lower():
+        raise ConfigError(
+            f"{setting}: the adapter was trained on {base}, not on model.name={model!r}; if both are the same model, "
+            f"correct base_model_name_or_path in {ADAPTER_CONFIG}"
+        )
+    nullable = {"exclude_modules", "layers"}
+    found = {new: saved.get(old) for old, new in _PEFT_KEYS.items() if new in nullable or saved.get(old) is not None}
+    given = lora.model_dump(exclude_unset=True)
+    try:
+        # Validation parses "20-31" into a list of numbers, so the text and the list compare equal.
+        resolved = LoRAConfig.model_validate({**given, **found})
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(f"{setting}: {first['loc'][0]} in {ADAPTER_CONFIG}: {first['msg']}") from None
+    for name in _PEFT_KEYS.values():
+        if name in given and _plain(given[name]) != _plain(getattr(resolved, name)):
+            raise ConfigError(
+                f"policy.lora.{name}={given[name]}: the adapter {setting} has {getattr(resolved, name)}; leave the "
+                "setting out"
+            )
+    return config.model_copy(update={"policy": config.policy.model_copy(update={"lora": resolved})})
+
+
+def _unsupported(saved: JsonObject) -> JsonObject:
+    """Return the entries of an adapter's settings that this trainer's plain LoRA cannot represent."""
+    wrong = {key: saved[key] for key in _UNSUPPORTED_BY_LORA if saved.get(key)}
+    if saved.get("peft_type") != "LORA":
+        wrong["peft_type"] = saved.get("peft_type")
+    if str(saved.get("init_lora_weights")).partition("_niter")[0] in _CHANGES_BASE:
+        wrong["init_lora_weights"] = saved["init_lora_weights"]
+    if saved.get("bias", "none") != "none":
+        wrong["bias"] = saved["bias"]
+    return wrong
+
+
+def _plain(value: object) -> object:
+    """Return a sorted copy of a list, so that the order does not affect comparisons. Other values are unchanged."""
+    return sorted(value) if isinstance(value, list) else value

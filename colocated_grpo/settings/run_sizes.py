@@ -6,8 +6,6 @@ for the smallest possible micro-batch, with every block recomputed: a run that d
 fit at all.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -194,7 +192,7 @@ class RunSizes:
             return model
         return MASTER * self.adapter + (model if settings.export_merged else 0)
 
-    def smaller(self) -> dict[str, RunSizes]:
+    def smaller(self) -> "dict[str, RunSizes]":
         """Return settings that save memory, each with the resulting run. Settings already in use are left out."""
         lora = self.config.policy.lora
         if lora is None:
@@ -215,7 +213,7 @@ class RunSizes:
         runs = {setting: self._with(setting.split(".")[0][2:], change) for setting, change in changes.items()}
         return {setting: run for setting, run in runs.items() if run.config != self.config}
 
-    def _with(self, section: str, change: JsonObject) -> RunSizes:
+    def _with(self, section: str, change: JsonObject) -> "RunSizes":
         changed = getattr(self.config, section).model_copy(update=change)
         return replace(self, config=self.config.model_copy(update={section: changed}))
 

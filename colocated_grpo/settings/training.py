@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from colocated_grpo.settings.base import DEFAULT_INIT, Fraction, InputFile, NonNegative, Number, Positive, Section
+from colocated_grpo.types import JsonObject
 
 _RANGE = re.compile(r"(\d+)(?:\s*-\s*(\d+))?")
 
@@ -101,6 +102,18 @@ class LoRAConfig(Section):
     def scale(self) -> float:
         """Factor of the product B @ A."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+def adapter_shape(lora: LoRAConfig | None) -> JsonObject:
+    """Return the settings that determine an adapter's shape and scale. A resumed run must have the same values."""
+    if lora is None:
+        return {"policy.lora": "null"}
+    return {
+        "policy.lora": "an adapter",
+        "policy.lora.rank": lora.rank,
+        "policy.lora.alpha": lora.alpha,
+        "policy.lora.rslora": lora.rslora,
+    }
 
 
 _BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}

@@ -142,8 +142,3 @@ def _set(node: Any, step: str | int, value: object) -> None:
         node.append(value)
     else:
         node[step] = value
-
-
-def remove(tree: SettingsTree, path: KeyPath) -> None:
-    """Remove the entry at `path`, which must exist."""
-    lookup(tree, path[:-1]).pop(path[-1])

@@ -4,8 +4,6 @@ RUN_OR_MODEL is a run folder, a model's or an adapter's folder, a name on the Hu
 standard input is not a terminal, each of its lines is a message, and only the replies are printed.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -13,7 +13,6 @@ from rich.text import Text
 
 from colocated_grpo.runtime.program import OneLineParser
 from colocated_grpo.tracking import files
-from colocated_grpo.tracking.files import Row, RunFolderError
 from colocated_grpo.tracking.text import number, printable
 
 WALL_CLOCK = ("seconds/*", "tokens_per_second*", "decode_tail", "memory/*")
@@ -44,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         a, b = (files.read_metrics(files.run_folder(run)) for run in (options.a, options.b))
-    except RunFolderError as error:
+    except files.RunFolderError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     differences = compare(a, b, ignore=(*WALL_CLOCK, *options.ignore))
@@ -57,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if options.assert_equal and unequal else 0
 
 
-def compare(a: list[Row], b: list[Row], ignore: Sequence[str]) -> list[Difference]:
+def compare(a: list[files.Row], b: list[files.Row], ignore: Sequence[str]) -> list[Difference]:
     """Compare every metric of either run that matches no pattern of `ignore`, in order of appearance."""
     by_metric_a, by_metric_b = _by_metric(a), _by_metric(b)
     metrics = dict.fromkeys([*by_metric_a, *by_metric_b])
@@ -68,7 +67,7 @@ def compare(a: list[Row], b: list[Row], ignore: Sequence[str]) -> list[Differenc
     ]
 
 
-def _by_metric(rows: list[Row]) -> dict[tuple[str, str], Values]:
+def _by_metric(rows: list[files.Row]) -> dict[tuple[str, str], Values]:
     """Return (label, key) -> values by step."""
     table: dict[tuple[str, str], Values] = {}
     for row in rows:

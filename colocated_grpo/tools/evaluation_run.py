@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 
-from colocated_grpo.assembly.data import Data, build_collector, evaluation_sets, listen_to_agents, read_evaluated
+from colocated_grpo.assembly.data import build_collector, build_data, evaluation_sets, listen_to_agents
 from colocated_grpo.assembly.engines import Site, engine_spec
-from colocated_grpo.environments.build import build_environments
 from colocated_grpo.errors import RunError
 from colocated_grpo.evaluation.evaluator import Evaluator
 from colocated_grpo.policy.model_files import read_model_files
@@ -53,11 +52,8 @@ def prepare_evaluation(config: Config, adapter: Path | None) -> Generator[Evalua
     stop.listen()
     site = Site(world=world, stop=stop, note=print, resources=ExitStack())
     model = read_model_files(config.model, world)
-    environments = build_environments(config, model.tokenizer)
-    evaluated = read_evaluated(config.evaluation, environments, world, site.note)
-    environments.load_reward_models(world.device)
-    data = Data(environments=environments, source=None, evaluated=evaluated)
-    sets = evaluation_sets(config.evaluation, config.rollout, evaluated, model.stop_token_ids, config.is_mixed)
+    data = build_data(config, model, site, trains=False)
+    sets = evaluation_sets(config.evaluation, config.rollout, data.evaluated, model.stop_token_ids, config.is_mixed)
     listen_to_agents(config, data, model, site)
     engines = world.size // config.engine.tensor_parallel_size
     # One engine's part of the completions of the largest set.

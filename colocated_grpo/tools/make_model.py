@@ -5,7 +5,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -80,19 +80,10 @@ def build_char_tokenizer(vocab_size: int | None = None, max_length: int = 2048) 
 
 
 def build_model(
-    shape: Shape,
-    tokenizer: PreTrainedTokenizerFast,
-    *,
-    seed: int = 0,
-    init_std: float = 0.02,
-    dtype: torch.dtype = torch.float32,
-    settings: Mapping[str, object] | None = None,
+    shape: Shape, tokenizer: PreTrainedTokenizerFast, *, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
-    """Build a model with random weights, on the GPU if there is one. Weights depend on seed and device type.
-
-    settings: as in `model_config`.
-    """
-    config = model_config(shape, tokenizer, init_std, settings)
+    """Build a model with random weights, on the GPU if there is one. Weights depend on seed and device type."""
+    config = model_config(shape, tokenizer)
     torch.manual_seed(seed)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -102,28 +93,19 @@ def build_model(
     return model
 
 
-def model_config(
-    shape: Shape,
-    tokenizer: PreTrainedTokenizerFast,
-    init_std: float = 0.02,
-    settings: Mapping[str, object] | None = None,
-) -> PreTrainedConfig:
-    """Return the transformers config. Raises ValueError for an unknown architecture.
-
-    settings: further entries of config.json. They override entries derived from the shape.
-    """
+def model_config(shape: Shape, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
+    """Return the transformers config. Raises ValueError for an unknown architecture."""
     if shape.architecture not in ARCHITECTURES:
         raise ValueError(f"architecture={shape.architecture!r}: must be one of {', '.join(ARCHITECTURES)}")
     entries = {
         **_size_arguments(shape),
         "vocab_size": len(tokenizer),
-        "initializer_range": init_std,
+        "initializer_range": 0.02,
         "tie_word_embeddings": shape.tied,
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         **shape.settings,
-        **(settings or {}),
     }
     return AutoConfig.for_model(ARCHITECTURES[shape.architecture], **entries)
 
@@ -221,15 +203,15 @@ def warm_start_on_task(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFas
         teacher: supervised.Teacher = supervised.EpisodeTeacher(episode, tokenizer, settings)
     else:
         teacher = supervised.TaskTeacher(build_task(options.task, arguments), tokenizer, settings)
+
+    def report(step: int, loss: float, reward: float) -> None:
+        print(f"warm start  step {step:4d}  loss {loss:.3f}  sampled reward {reward:.2f}", flush=True)
+
     started = time.monotonic()
-    steps = supervised.warm_start(model, tokenizer, teacher, settings, print_progress)
+    steps = supervised.warm_start(model, tokenizer, teacher, settings, report)
     seconds = time.monotonic() - started
     reward = teacher.sampled_reward(model, "held_out", 2 * supervised.EVAL_PROMPTS)
     print(f"warm start on {options.task}: {steps} steps in {seconds:.0f} s, held-out sampled reward {reward:.2f}")
-
-
-def print_progress(step: int, loss: float, reward: float) -> None:
-    print(f"warm start  step {step:4d}  loss {loss:.3f}  sampled reward {reward:.2f}", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -31,8 +31,7 @@ from colocated_grpo.servers.options import positive
 from colocated_grpo.settings.config_file import build_config, parse_overrides
 from colocated_grpo.settings.inputs import check_inputs
 from colocated_grpo.settings.rules import check_world
-from colocated_grpo.settings.schema import Config
-from colocated_grpo.settings.training import BatchConfig
+from colocated_grpo.settings.schema import BatchConfig, Config
 from colocated_grpo.settings.tree import parse_value
 from colocated_grpo.tools.warm_start import NO_SCORE, taught
 from colocated_grpo.types import Group, JsonObject

@@ -27,7 +27,7 @@ class Shape:
     """True if the output head is the embedding matrix."""
     max_positions: int = 2048
     settings: Mapping[str, object] = field(default_factory=dict)
-    """Further entries of config.json, such as the numbers of experts."""
+    """Further entries of config.json, such as the numbers of experts. They override entries derived from the sizes."""
 
 
 SMALL = Shape()

@@ -14,7 +14,6 @@ from rich.text import Text
 
 from colocated_grpo.runtime.program import OneLineParser
 from colocated_grpo.tracking import files
-from colocated_grpo.tracking.files import Row, RunFolderError, game_title, read_games
 from colocated_grpo.tracking.text import number, printable
 from colocated_grpo.tracking.transcripts import Passage, passages, question
 
@@ -33,8 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not rows:
             kind = "held-out" if options.evaluation else "training"
             step = "" if options.step is None else f" at step {options.step}"
-            raise RunFolderError(f"{run_dir}: no {kind} rollouts stored{step}")
-    except RunFolderError as error:
+            raise files.RunFolderError(f"{run_dir}: no {kind} rollouts stored{step}")
+    except files.RunFolderError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     console = Console()
@@ -45,21 +44,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def show_game(run_dir: Path, game_number: int) -> int:
     """Print the transcript of one ended game; -1 is the latest. Raises RunFolderError if there is no such game."""
-    games = read_games(run_dir)
+    games = files.read_games(run_dir)
     if game_number >= 0:
         games = [game for game in games if game["game"] == game_number]
     if not games:
-        raise RunFolderError(
+        raise files.RunFolderError(
             f"{run_dir}: " + (f"no game {game_number} has ended" if game_number >= 0 else "no game has ended")
         )
     console = Console()
     for game in games[-1:] if game_number < 0 else games:
-        console.print(Rule(Text(printable(game_title(game), console.encoding))))
+        console.print(Rule(Text(printable(files.game_title(game), console.encoding))))
         console.print(Text(printable(game.get("transcript", ""), console.encoding)))
     return 0
 
 
-def select(rollouts: list[Row], options: argparse.Namespace) -> list[Row]:
+def select(rollouts: list[files.Row], options: argparse.Namespace) -> list[files.Row]:
     """Return the rollouts of one step, by default the last stored step; with --best or --worst, that many by reward."""
     rows = [row for row in rollouts if row["kind"] == (files.EVALUATION if options.evaluation else files.TRAIN)]
     if not rows:
@@ -73,7 +72,7 @@ def select(rollouts: list[Row], options: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def rollout_panel(row: Row, encoding: str) -> Panel:
+def rollout_panel(row: files.Row, encoding: str) -> Panel:
     """Render prompt, completion and score of one rollout. Markup and escape sequences in the texts have no effect."""
     facts = f"step {row['step']}  {row['source']}, prompt {row['prompt_index']}  {row['completion_tokens']} tokens"
     title = f"reward {number(row['reward'])}"
@@ -108,7 +107,7 @@ def _shown(messages: Sequence[Passage], encoding: str) -> Iterator[Text | Paddin
         yield Padding(text, (0, 0, 0, INDENT)) if message.sampled else text
 
 
-def _reward(row: Row) -> float:
+def _reward(row: files.Row) -> float:
     return -math.inf if row["reward"] is None else row["reward"]
 
 

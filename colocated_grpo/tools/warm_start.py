@@ -3,8 +3,6 @@
 The teacher of a task knows the answers. The teacher of an episode plays it, and the model learns the teacher's turns.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -227,7 +225,7 @@ class EpisodeTeacher:
         scores = asyncio.run(play_all())
         return sum(score.reward or 0.0 for score in scores) / len(scores)
 
-    async def _play(self, prompt: Prompt, sampler: _BatchSampler) -> Score:
+    async def _play(self, prompt: Prompt, sampler: "_BatchSampler") -> Score:
         conversation = Conversation(prompt, self.codec, self.settings.max_completion_tokens, sampler.sample)
         try:
             return as_score(await self.episode.run(prompt.item, conversation))

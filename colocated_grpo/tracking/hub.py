@@ -16,7 +16,6 @@ from colocated_grpo.errors import RunError, visible
 from colocated_grpo.settings.schema import HubConfig
 from colocated_grpo.settings.sources import DATA_SUFFIXES, TRAIN_DATASET
 from colocated_grpo.tracking import files
-from colocated_grpo.tracking.files import Row
 from colocated_grpo.tracking.text import figure
 from colocated_grpo.types import JsonObject
 
@@ -151,7 +150,7 @@ class Hub:
         self._note(f"warning: hub: {self._title}: failed, number {self._failed} in this run: {reason}{by_hand}")
 
 
-def card(repo: str, config: JsonObject, rows: Sequence[Row], step: int, text_part: bool) -> str:
+def card(repo: str, config: JsonObject, rows: Sequence[files.Row], step: int, text_part: bool) -> str:
     """Return the card of the weights after `step` steps as Markdown. config, rows: read from the run folder's files."""
     settings = dict(files.flatten(config))
     base, adapter = hub_name(settings["model.name"]), "policy.lora.rank" in settings

@@ -20,7 +20,6 @@ from colocated_grpo.settings.errors import masked, masked_arguments
 from colocated_grpo.settings.schema import TrackingConfig
 from colocated_grpo.summaries import advantage_of
 from colocated_grpo.tracking import files
-from colocated_grpo.tracking.files import Row
 from colocated_grpo.tracking.text import without_middle
 from colocated_grpo.types import Group, JsonObject, Rollout
 
@@ -86,7 +85,7 @@ def finite(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else value
 
 
-def _rollout_row(kind: str, step: int, group: Group, sample: int, decode: Decode | None) -> Row:
+def _rollout_row(kind: str, step: int, group: Group, sample: int, decode: Decode | None) -> files.Row:
     rollout = group.rollouts[sample]
     row = {
         "kind": kind,

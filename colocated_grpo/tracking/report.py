@@ -13,7 +13,6 @@ from colocated_grpo.errors import RunError
 from colocated_grpo.settings.errors import masked
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.charts import NUM_COLORS, chart_sections, legend_entry, phase_colors, phase_names
-from colocated_grpo.tracking.files import TRAIN, Row, first_and_last
 from colocated_grpo.tracking.page import STYLE, section
 from colocated_grpo.tracking.text import as_html, duration, figure, number
 from colocated_grpo.tracking.transcripts import before_and_after, last_training_rollouts, latest_games
@@ -111,10 +110,10 @@ def _collapsed(title: str, pairs: Iterable[tuple[str, object]]) -> str:
     return f"<details><summary>{as_html(title)}</summary><table>{lines}</table></details>"
 
 
-def header(run_dir: Path, rows: list[Row], *, running: bool) -> str:
+def header(run_dir: Path, rows: list[files.Row], *, running: bool) -> str:
     """Return the HTML above the charts. running: a process is still training."""
     summary, config = files.read_summary(run_dir), files.read_config(run_dir)
-    train = [row for row in rows if row["kind"] == TRAIN]
+    train = [row for row in rows if row["kind"] == files.TRAIN]
     model = dict(files.flatten(config)).get("model.name", "")
     state = "running" if running else summary.get("state") or NO_END
     if running:
@@ -152,15 +151,15 @@ def _box(title: str, text: str) -> str:
     return f'<div class="failure" role="alert"><strong>{as_html(title)}</strong><span>{as_html(text)}</span></div>'
 
 
-def _tiles(rows: list[Row], training_steps: int | None) -> Iterator[tuple[str, str, str]]:
+def _tiles(rows: list[files.Row], training_steps: int | None) -> Iterator[tuple[str, str, str]]:
     """Yield the tiles: name, value, note below."""
-    held_out = first_and_last(rows, "held_out/reward")
+    held_out = files.first_and_last(rows, "held_out/reward")
     if held_out is not None:
         first, last = held_out
         change = f"{number(first['held_out/reward'])} -> {number(last['held_out/reward'])}"
         errors = [number(row["held_out/reward" + STDERR]) for row in held_out if "held_out/reward" + STDERR in row]
         yield "held-out reward", change, ", +- ".join([f"steps {first['step']} to {last['step']}", *errors])
-    train = [row for row in rows if row["kind"] == TRAIN]
+    train = [row for row in rows if row["kind"] == files.TRAIN]
     if rewards := _values(train, "reward"):
         window, (before, after) = _window(rewards), map(number, _ends(rewards))
         where = f"means of {window} steps" if window > 1 else "first and last step"
@@ -175,7 +174,7 @@ def _tiles(rows: list[Row], training_steps: int | None) -> Iterator[tuple[str, s
         yield "device memory", f"{number(max(memory))} GiB", "highest at a phase end, rank 0"
 
 
-def _time_bar(train: Sequence[Row]) -> str:
+def _time_bar(train: Sequence[files.Row]) -> str:
     """Return one bar with the share of each phase in the time of all steps."""
     timed = [row for row in train if row.get("seconds/step")]
     total = sum(row["seconds/step"] for row in timed)
@@ -195,20 +194,20 @@ def _time_bar(train: Sequence[Row]) -> str:
     return section("Where the time goes", content)
 
 
-def _values(rows: Sequence[Row], key: str) -> list[float]:
+def _values(rows: Sequence[files.Row], key: str) -> list[float]:
     return [row[key] for row in rows if row.get(key) is not None]
 
 
-def verdict(rows: Sequence[Row]) -> str:
+def verdict(rows: Sequence[files.Row]) -> str:
     """Return the sentence for the top of the report; '' without training steps."""
-    train = [row for row in rows if row["kind"] == TRAIN]
+    train = [row for row in rows if row["kind"] == files.TRAIN]
     if not train:
         return ""
     rewards, kl = _values(train, "reward"), _values(train, "kl")
     if kl and not rewards:  # distillation
         return f"{_learning(kl, 'KL to the reference')}."
     parts = [_learning(rewards, "training reward")]
-    if (held_out := first_and_last(rows, "held_out/reward")) and held_out[0]["step"] < held_out[1]["step"]:
+    if (held_out := files.first_and_last(rows, "held_out/reward")) and held_out[0]["step"] < held_out[1]["step"]:
         before, after = (figure(row, "held_out/reward") for row in held_out)
         parts.append(f"held-out reward {before} -> {after}")
     shares, cut = _values(train, "groups/constant"), _values(train, "truncated")

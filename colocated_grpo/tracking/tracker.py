@@ -20,8 +20,7 @@ from colocated_grpo.settings.schema import TrackingConfig
 from colocated_grpo.summaries import advantage_of, lack_of_signal
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.console import MISMATCH
-from colocated_grpo.tracking.ending import summary_line, write_summary
-from colocated_grpo.tracking.output import RunOutput
+from colocated_grpo.tracking.ending import RunOutput, summary_line, write_summary
 from colocated_grpo.tracking.records import Decode, RunWriter, Sinks
 from colocated_grpo.tracking.report import LiveReport, write_report
 from colocated_grpo.tracking.text import figure, number

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from colocated_grpo.errors import shortened
 from colocated_grpo.tracking import files
-from colocated_grpo.tracking.files import Row, game_title
 from colocated_grpo.tracking.page import section
 from colocated_grpo.tracking.text import as_html, number
 
@@ -29,13 +28,13 @@ class Passage:
     """True: written by the policy in this rollout. False: read by the policy."""
 
 
-def passages(row: Row) -> list[Passage]:
+def passages(row: files.Row) -> list[Passage]:
     """Return the policy's turns of a rollout and the observations between them."""
     turns = row.get("turns") or [{"sampled": True, "text": row["completion"]}]
     return [Passage(POLICY if turn["sampled"] else ENVIRONMENT, turn["text"], turn["sampled"]) for turn in turns]
 
 
-def question(row: Row) -> list[Passage]:
+def question(row: files.Row) -> list[Passage]:
     """Return the prompt as the model reads it, and the reference answer if the row has one."""
     answer = [] if row.get("answer") is None else [Passage(ANSWER, row["answer"], sampled=False)]
     return [Passage(PROMPT, row["prompt"], sampled=False), *answer]
@@ -46,7 +45,7 @@ def one_line(text: str, limit: int) -> str:
     return shortened(" ".join(text.split()), limit)
 
 
-def before_and_after(rollouts: Sequence[Row]) -> str:
+def before_and_after(rollouts: Sequence[files.Row]) -> str:
     """Show the first HELD_OUT_SHOWN held-out prompts, in prompt order, at the first and the last evaluation."""
     held_out = [row for row in rollouts if row["kind"] == files.EVALUATION]
     if not held_out:
@@ -60,7 +59,7 @@ def before_and_after(rollouts: Sequence[Row]) -> str:
     return section(f"Held-out rollouts {when}", "".join(map(_card, shown)))
 
 
-def last_training_rollouts(rollouts: Sequence[Row]) -> str:
+def last_training_rollouts(rollouts: Sequence[files.Row]) -> str:
     """Show rollouts of the last training step, the best first."""
     train = [row for row in rollouts if row["kind"] == files.TRAIN]
     if not train:
@@ -71,20 +70,20 @@ def last_training_rollouts(rollouts: Sequence[Row]) -> str:
     return section(f"Training rollouts of step {step}, from best to worst", cards)
 
 
-def latest_games(games: Sequence[Row]) -> str:
+def latest_games(games: Sequence[files.Row]) -> str:
     """Show the latest games, newest first: seats, winner and transcript."""
     if not games:
         return ""
     shown = games[::-1][:GAMES_SHOWN]
     parts = "".join(
-        f"<details><summary>{as_html(game_title(game))}</summary>{_seats(game.get('seats', []))}"
+        f"<details><summary>{as_html(files.game_title(game))}</summary>{_seats(game.get('seats', []))}"
         f'<pre class="game">{_shortened(game.get("transcript", ""), MAX_GAME_LENGTH)}</pre></details>'
         for game in shown
     )
     return section(f"Games (latest {len(shown)} of {len(games)})", parts)
 
 
-def _seats(seats: list[Row]) -> str:
+def _seats(seats: list[files.Row]) -> str:
     if not seats:
         return ""
     head = "".join(f"<th>{as_html(name)}</th>" for name in seats[0])
@@ -92,7 +91,7 @@ def _seats(seats: list[Row]) -> str:
     return f"<table><tr>{head}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
 
-def _card(rollouts: Sequence[Row]) -> str:
+def _card(rollouts: Sequence[files.Row]) -> str:
     """Show one prompt and one or two rollouts of it, side by side."""
     row = rollouts[0]
     label = f'<div class="label">{as_html(row["source"])}, prompt {row["prompt_index"]}</div>'
@@ -101,7 +100,7 @@ def _card(rollouts: Sequence[Row]) -> str:
     return f'<article class="card">{label}{prompt}<div class="sides n{len(rollouts)}">{sides}</div></article>'
 
 
-def _label(row: Row) -> str:
+def _label(row: files.Row) -> str:
     facts = [f"step {row['step']}", f"{row['completion_tokens']} tokens", row["finish_reason"]]
     facts += [f"{name} {number(value)}" for name, value in row["parts"].items()]
     if row.get("advantage") is not None:

@@ -4,8 +4,6 @@ The structure of JSON text is bounded too, and checked on its bytes before it is
 times the memory of its text, as `[],` is three bytes of text and a 56-byte object.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 import zlib
@@ -176,7 +174,7 @@ class BodyLimit:
         finally:
             self._release(reservation)
 
-    async def _read(self, headers: Headers, receive: Receive, reservation: Reservation, most: int) -> bytes:
+    async def _read(self, headers: Headers, receive: Receive, reservation: "Reservation", most: int) -> bytes:
         if "content-length" in headers and "transfer-encoding" in headers:
             # Two servers in a row could disagree about where the next request begins.
             message = "Content-Length and Transfer-Encoding exclude each other"
@@ -216,7 +214,7 @@ class BodyLimit:
         except TooComplex as error:
             raise HTTPException(400, f"the request body has {error}") from None
 
-    def _grow(self, reservation: Reservation, num_bytes: int) -> None:
+    def _grow(self, reservation: "Reservation", num_bytes: int) -> None:
         """Reserve memory for a large body. Raises HTTPException."""
         if num_bytes <= max(reservation.num_bytes, SMALL_BYTES):
             return
@@ -231,7 +229,7 @@ class BodyLimit:
         self._room -= more
         reservation.num_bytes = num_bytes
 
-    def _release(self, reservation: Reservation) -> None:
+    def _release(self, reservation: "Reservation") -> None:
         self._room += reservation.num_bytes
         reservation.num_bytes = 0
 

@@ -156,11 +156,6 @@ class OwnRequests:
         return "requests from web pages of other sites are not accepted" if foreign else None
 
 
-def is_from_browser(headers: Headers) -> bool:
-    """Return True for requests of a browser. Browsers without Sec-Fetch-Site are recognised by User-Agent."""
-    return "sec-fetch-site" in headers or headers.get("user-agent", "").startswith("Mozilla/")
-
-
 def _is_at(host: str, origin: str) -> bool:
     try:
         return urlsplit(origin).netloc.lower() == host.lower()
@@ -191,8 +186,8 @@ class Connection(H11Protocol):
         if len(self.connections) > max_client_connections():
             transport.abort()
             return
-        if (number := getattr(socket, "TCP_USER_TIMEOUT", None)) is not None:  # Linux; else 15 minutes
-            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, number, int(IDLE_SECONDS * 1000))
+        client: socket.socket = transport.get_extra_info("socket")
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(IDLE_SECONDS * 1000))
         self._check_later(None)
 
     def connection_lost(self, exc: Exception | None) -> None:

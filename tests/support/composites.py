@@ -53,8 +53,8 @@ def make_composite(
     tying = {} if tied is None else {"tie_word_embeddings": tied}
     whole = {"tie_word_embeddings": shape.tied} | whole | tying
     tokenizer = build_char_tokenizer(shape.vocab, shape.max_positions)
-    shape = replace(shape, architecture=architecture)
-    text = model_config(shape, tokenizer, init_std, settings | tying | (edits or {})).to_dict()
+    entries = {**shape.settings, "initializer_range": init_std, **settings, **tying, **(edits or {})}
+    text = model_config(replace(shape, architecture=architecture, settings=entries), tokenizer).to_dict()
     model_type = kind.split()[0]
     if model_type == "qwen3_vl":
         sections = [len(range(index, shape.head_dim // 2, 3)) for index in range(3)]

@@ -47,8 +47,13 @@ class Pair:
     def __init__(self, world: World, model: Path, **changes: Any) -> None:
         os.environ.update(library_environment("INFO"))
         # Imported here, because the engine's modules read these variables on import.
-        from colocated_grpo.assembly.engines import engine_spec
-        from colocated_grpo.assembly.policy import build_colocated, build_opponent, fetch_opponent, read_opponent
+        from colocated_grpo.assembly.engines import (
+            build_colocated,
+            build_opponent,
+            engine_spec,
+            fetch_opponent,
+            read_opponent,
+        )
         from colocated_grpo.policy.model_loader import ModelLoader
 
         self.world = world

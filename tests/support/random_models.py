@@ -24,10 +24,11 @@ def make_model(
 ) -> Path:
     """Write a model with random weights and its tokenizer to the new folder `out`, and return the path.
 
-    architecture: replaces the architecture of `shape`. settings: as in `model_config`.
+    architecture: replaces the architecture of `shape`. settings: further entries of config.json.
     """
-    shape = shape if architecture is None else replace(shape, architecture=architecture)
+    entries = {**shape.settings, "initializer_range": init_std, **(settings or {})}
+    shape = replace(shape, architecture=architecture or shape.architecture, settings=entries)
     tokenizer = build_char_tokenizer(shape.vocab, shape.max_positions)
-    model = build_model(shape, tokenizer, seed=seed, init_std=init_std, dtype=dtype, settings=settings)
+    model = build_model(shape, tokenizer, seed=seed, dtype=dtype)
     save_model(model, tokenizer, Path(out))
     return Path(out)

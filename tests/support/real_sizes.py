@@ -15,8 +15,10 @@ TOKENIZER = build_char_tokenizer()
 
 def config_json(shape: str = "qwen3-8b", architecture: str | None = None) -> dict:
     """Return the config.json of a model. architecture: instead of the shape's."""
-    sizes = replace(SHAPES[shape], architecture=architecture or SHAPES[shape].architecture)
-    return model_config(sizes, TOKENIZER, settings={"vocab_size": sizes.vocab}).to_dict()
+    sizes = SHAPES[shape]
+    entries = {**sizes.settings, "vocab_size": sizes.vocab}
+    sizes = replace(sizes, architecture=architecture or sizes.architecture, settings=entries)
+    return model_config(sizes, TOKENIZER).to_dict()
 
 
 def empty_model(config: dict, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

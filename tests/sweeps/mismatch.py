@@ -76,8 +76,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def measure(world: World, options: argparse.Namespace) -> JsonObject:
-    from colocated_grpo.assembly.engines import engine_spec
-    from colocated_grpo.assembly.policy import build_engine
+    from colocated_grpo.assembly.engines import build_engine, engine_spec
 
     engine_settings = {"max_num_seqs": 256}
     with model_folder(options, world) as folder:

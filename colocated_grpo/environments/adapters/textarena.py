@@ -4,8 +4,6 @@ Each seat reads different messages, so an episode is the conversation of one sea
 same game: same seat, same seed, same opponents.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -92,7 +90,7 @@ class TextArenaGame:
         """Return the game's flag for an illegal last move of the seat."""
         return bool(self._unwrapped.state.game_info[seat]["invalid_move"])
 
-    def copy(self) -> TextArenaGame:
+    def copy(self) -> "TextArenaGame":
         """Return an independent copy with the same random state."""
         # The lists grow with every move, but entries of a list never change: a shallow copy of each list is enough.
         state = self._unwrapped.state

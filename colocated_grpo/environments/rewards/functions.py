@@ -1,7 +1,5 @@
 """Reward functions in TRL's signature, and the scoring of a dataset by them, some of it in worker processes."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import pickle
@@ -20,7 +18,6 @@ from colocated_grpo.environments.rewards.judge import Judge
 from colocated_grpo.environments.rewards.run_code import RunCode
 from colocated_grpo.environments.rewards.workers import Answer, Started, WorkerPool
 from colocated_grpo.environments.user_code import loading
-from colocated_grpo.environments.user_code.loading import one_line
 from colocated_grpo.runtime.user_code import is_user_code
 from colocated_grpo.settings.sources import RewardConfig, names_model
 from colocated_grpo.types import Completion, Prompt, Score
@@ -217,7 +214,7 @@ class RewardScorer:
     """
 
     def __init__(
-        self, functions: Sequence[RewardFunction], max_steps: int, workers: RewardWorkers | None = None
+        self, functions: Sequence[RewardFunction], max_steps: int, workers: "RewardWorkers | None" = None
     ) -> None:
         """workers: processes that run some of the functions. All other functions run in the calling thread."""
         self.functions = functions
@@ -282,7 +279,7 @@ class RewardWorkers:
         try:
             responses, error = self._pool.ask(inputs, count=len(self._names))
         except NOT_SENDABLE as problem:
-            error = f"run_in: cannot send the prompt to a process: {one_line(problem)}; set thread"
+            error = f"run_in: cannot send the prompt to a process: {loading.one_line(problem)}; set thread"
         failed = {name: [Score(reward=None, error=error)] * len(inputs.texts) for name in self._names}
         return failed | dict(zip(self._names, responses, strict=False))
 

@@ -1,7 +1,5 @@
 """The built-in reward `judge`: a score from another model or a scoring server, over HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math
@@ -84,7 +82,7 @@ class Judge(Section):
 
     _client: JsonClient = PrivateAttr()
     _threads: ThreadPoolExecutor = PrivateAttr()
-    _cache: ScoreCache = PrivateAttr()
+    _cache: "ScoreCache" = PrivateAttr()
     _requests: int = PrivateAttr(0)
     _tokens: int = PrivateAttr(0)
 

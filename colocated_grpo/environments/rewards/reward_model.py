@@ -1,7 +1,5 @@
 """The reward of a reward model: the score that a sequence classification model gives a prompt with its completion."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -37,7 +35,7 @@ class RewardModel(Section):
     """Run Python code that comes with the checkpoint. Only for repositories you trust."""
 
     _tokenizer: Any = PrivateAttr()
-    _classifier: Classifier | None = PrivateAttr(None)
+    _classifier: "Classifier | None" = PrivateAttr(None)
 
     def model_post_init(self, _context: object) -> None:
         tokenizer: Any = AutoTokenizer.from_pretrained(self.name, **self.model_dump(exclude={"name"}))

@@ -1,7 +1,5 @@
 """The built-in reward `run_code`: the fraction of a row's tests that the program in a completion passes."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform
@@ -92,7 +90,7 @@ class RunCode(Section):
         except NoReward as failure:
             return failure
 
-    def _passed(self, program: str, cases: Sequence[Case]) -> int:
+    def _passed(self, program: str, cases: "Sequence[Case]") -> int:
         limits = {"seconds": self.timeout, "memory": self.memory_mb * MEGABYTE, "file": self.file_mb * MEGABYTE}
         # The working folder of the tests is empty, and is removed afterwards.
         with TemporaryDirectory(prefix="run_code_", ignore_cleanup_errors=True) as folder:

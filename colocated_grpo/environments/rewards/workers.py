@@ -4,8 +4,6 @@ A call that never returns, holds the interpreter lock or crashes costs only its 
 and replaced. Processes are kept between calls. More processes are started when more calls run concurrently than before.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import pickle
@@ -44,7 +42,7 @@ LATE = "the worker process does not answer"
 INVALID = "the worker process sent an invalid response"
 
 _lock = threading.Lock()
-_workers: set[Worker] = set()
+_workers: "set[Worker]" = set()
 """All workers of this process."""
 # The kernel kills a worker when the thread that started it ends. The thread of this executor never ends.
 _starter = ThreadPoolExecutor(1, thread_name_prefix="worker processes")

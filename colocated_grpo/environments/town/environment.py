@@ -15,7 +15,6 @@ from colocated_grpo.environments.town.phases import enter, seat_result, to_act
 from colocated_grpo.environments.town.players import SCRIPTED, scripted_reply, scripted_turn, sensible_player
 from colocated_grpo.environments.town.state import Game, Phase, Rules
 from colocated_grpo.environments.town.texts import PROMPT_STYLES, Message, Observation, game_record
-from colocated_grpo.environments.town.verdicts import Status, Verdict, apply_verdict, judge
 from colocated_grpo.environments.turns.base import FinishedGames, Outcome
 from colocated_grpo.environments.user_code.loading import construct, unknown_name
 from colocated_grpo.settings.base import Section
@@ -125,19 +124,19 @@ class TownEnvironment(FinishedGames):
 
     def score(self, turn: TownTurn, completions: Sequence[str]) -> list[Outcome]:
         game = state.restore_game(turn.state)
-        return [self._outcome(game, turn, judge(game, turn.seat, each, turn.legal)) for each in completions]
+        return [self._outcome(game, turn, verdicts.judge(game, turn.seat, each, turn.legal)) for each in completions]
 
     def commit(self, turn: TownTurn, completion: str) -> Outcome:
         """Apply one completion to the game and close the turn. Raises TurnError if the turn is not open."""
         game = self._game_of(turn)
-        verdict = judge(game, turn.seat, completion, turn.legal)
+        verdict = verdicts.judge(game, turn.seat, completion, turn.legal)
         outcome = self._outcome(game, turn, verdict)
         if turn.trainable:
             self.stats.add_turn(verdict)
         # The turn is recorded first, because the completion may end the game. This turn is then credited with the
         # outcome too.
         game.turns.append((turn.id, turn.seat))
-        apply_verdict(game, turn.seat, verdict, completion)
+        verdicts.apply_verdict(game, turn.seat, verdict, completion)
         self._replace_if_over(game)
         return outcome
 
@@ -230,12 +229,12 @@ class TownEnvironment(FinishedGames):
                 return game
         raise TurnError(f"turn {turn.id}: not open; a turn takes exactly one commit")
 
-    def _outcome(self, game: Game, turn: TownTurn, verdict: Verdict) -> Outcome:
-        legal, credit = verdict.status is Status.OK, self.settings.credit
+    def _outcome(self, game: Game, turn: TownTurn, verdict: verdicts.Verdict) -> Outcome:
+        legal, credit = verdict.status is verdicts.Status.OK, self.settings.credit
         parts = {
             "form": float(verdict.status),
             "shaping": verdicts.shaping(game, turn.seat, verdict) if legal else 0.0,
-            "parse_rate": float(verdict.status is not Status.MALFORMED),
+            "parse_rate": float(verdict.status is not verdicts.Status.MALFORMED),
             "legal_rate": float(legal),
         }
         return Outcome(credit.form * parts["form"] + credit.shaping * parts["shaping"], parts)

@@ -12,7 +12,6 @@ from enum import IntEnum
 from pydantic import Field
 
 from colocated_grpo.environments.town import legality
-from colocated_grpo.environments.town.legality import LOOK_UP_TAGS, Problem
 from colocated_grpo.environments.town.phases import channels, end_turn, nominate, seat_result
 from colocated_grpo.environments.town.roles import Faction
 from colocated_grpo.environments.town.state import NO_SEAT, Game, Phase
@@ -47,44 +46,44 @@ class Verdict:
 def judge(game: Game, seat: int, completion: str, legal: legality.LegalActions | None = None) -> Verdict:
     """Judge a completion. Pure. legal: the seat's legal actions, if the caller already has them."""
     reply = legality.parse(completion)
-    if isinstance(reply, Problem):
+    if isinstance(reply, legality.Problem):
         return Verdict(Status.MALFORMED, reply.code, reply.detail)
     legal = legality.legal_actions(game, seat) if legal is None else legal
     if reply.tag in legal:
         resolved = _resolve_argument(game, seat, reply, legal[reply.tag])
     else:
         resolved = legality.rejection(game, seat, reply.tag)
-    if isinstance(resolved, Problem):
+    if isinstance(resolved, legality.Problem):
         return Verdict(Status.ILLEGAL, resolved.code, resolved.detail, think=reply.think)
     return Verdict(Status.OK, "ok", "", reply.tag, *resolved, think=reply.think)
 
 
 def _resolve_argument(
     game: Game, seat: int, reply: legality.Reply, spec: legality.ArgumentSpec
-) -> tuple[str, str] | Problem:
+) -> tuple[str, str] | legality.Problem:
     """Return the argument and text of a Verdict. Options are found without regard to case."""
     named, text = reply.argument, reply.argument if spec.text else ""
     if spec.options and spec.text:
         named, _, text = (part.strip() for part in reply.argument.partition(":"))
         if not text:
-            return Problem("no_addressee", f"write <{reply.tag}>name: text</{reply.tag}>")
+            return legality.Problem("no_addressee", f"write <{reply.tag}>name: text</{reply.tag}>")
     by_folded = {option.casefold(): option for option in spec.options}
     if spec.options and named.casefold() not in by_folded:
         return _wrong_option(game, seat, named, spec.options)
     if len(text) > game.rules.max_speech:
-        return Problem("too_long", f"{len(text)} characters, at most {game.rules.max_speech}")
+        return legality.Problem("too_long", f"{len(text)} characters, at most {game.rules.max_speech}")
     return by_folded.get(named.casefold(), ""), text
 
 
-def _wrong_option(game: Game, seat: int, named: str, options: tuple[str, ...]) -> Problem:
+def _wrong_option(game: Game, seat: int, named: str, options: tuple[str, ...]) -> legality.Problem:
     for index, other in enumerate(game.seats):
         if other.name.casefold() == named.casefold():
             if index == seat:
-                return Problem("target_self", "not yourself")
+                return legality.Problem("target_self", "not yourself")
             if not other.alive:
-                return Problem("target_dead", f"{other.name} is dead")
-            return Problem("target_not_allowed", f"{other.name} is no choice for this")
-    return Problem("target_not_found", f"{named[:20]!r} is none of {', '.join(options)}")
+                return legality.Problem("target_dead", f"{other.name} is dead")
+            return legality.Problem("target_not_allowed", f"{other.name} is no choice for this")
+    return legality.Problem("target_not_found", f"{named[:20]!r} is none of {', '.join(options)}")
 
 
 MAX_RECORDED_THOUGHT = 500
@@ -260,7 +259,7 @@ class TownStats:
         turns = sum(self.tags.values()) + sum(self.codes.values())
         rates: dict[str, float] = {"turns": turns, "games": self.games}
         if turns:
-            rates["look_up_rate"] = sum(self.tags.get(tag, 0) for tag in LOOK_UP_TAGS) / turns
+            rates["look_up_rate"] = sum(self.tags.get(tag, 0) for tag in legality.LOOK_UP_TAGS) / turns
         if self.games:
             rates["days_per_game"] = self.days / self.games
         for winner, count in sorted(Counter(self.winners).items()):

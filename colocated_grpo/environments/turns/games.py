@@ -4,8 +4,6 @@ The games live on rank 0. A turn is sent to the rank that samples its completion
 from the game state stored in the turn. After the groups are gathered, rank 0 commits one completion of each turn.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections import deque
@@ -72,7 +70,7 @@ class TurnGames(Items):
             raise EnvironmentSetupError(f"{self._key}: not a turn environment, it has no {', '.join(missing)}")
         return environment
 
-    def open_stream(self, seed: int) -> TurnStream:
+    def open_stream(self, seed: int) -> "TurnStream":
         return TurnStream(self.name, self._build(seed), self._config, seed)
 
     def held_out(self, seed: int) -> Iterator[Item]:

@@ -15,8 +15,8 @@ from colocated_grpo.errors import ConfigError
 from colocated_grpo.policy.checkpoint_files import check_export
 from colocated_grpo.policy.lora.weights import adapted_layers, factors_of
 from colocated_grpo.policy.model import PackedLM, checkpoint_name
-from colocated_grpo.settings.adapter_files import WEIGHTS_FILE
 from colocated_grpo.settings.base import DEFAULT_INIT
+from colocated_grpo.settings.inputs import ADAPTER_WEIGHTS
 from colocated_grpo.settings.training import LoRAConfig
 
 
@@ -28,7 +28,7 @@ def read_factors(config: LoRAConfig, model: PackedLM) -> dict[str, Tensor]:
     if config.init == DEFAULT_INIT:
         return {}
     check_export(f"policy.lora.init={config.init!r}", Path(config.init))
-    file = Path(config.init) / WEIGHTS_FILE
+    file = Path(config.init) / ADAPTER_WEIGHTS
     try:
         tensors = load_file(file)
     except (OSError, SafetensorError) as error:
@@ -56,7 +56,7 @@ def write_adapter(folder: Path, config: LoRAConfig, base: str, model: PackedLM, 
     base: name of the base model. factors: the adapter's factors by PEFT's names.
     """
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in factors.items()}
-    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     peft_config(config, base, model).save_pretrained(str(folder))
 
 

@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 from colocated_grpo.settings.errors import ConfigError, sections
 from colocated_grpo.settings.names import atropos_meanings as means
-from colocated_grpo.settings.names.atropos_meanings import Command
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.tree import parse_value
 from colocated_grpo.types import JsonObject
@@ -134,7 +133,7 @@ def read_command(
     if options.config is not None:
         raise ConfigError(f"--config={options.config}: not used by this command; add settings as --section.key VALUE")
     _reject_unknown_flags(rest, parser)
-    command = Command(
+    command = means.Command(
         given={flag.names[0]: getattr(options, flag.names[0]) for flag in FLAGS if hasattr(options, flag.names[0])},
         defaults={flag.names[0]: flag.default for flag in FLAGS},
         overrides=rest,

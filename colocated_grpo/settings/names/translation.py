@@ -23,7 +23,7 @@ from colocated_grpo.settings.names.trl import (
     unless_null,
 )
 from colocated_grpo.settings.training import ALL_LINEAR
-from colocated_grpo.settings.tree import assign, lookup, remove
+from colocated_grpo.settings.tree import assign, lookup
 
 
 def _engine_argument(key: str, value: object, _get: Lookup) -> NewSettings:
@@ -308,9 +308,8 @@ def _translate_one(
     path: errors.KeyPath,
     alias: Alias,
 ) -> NewSettings:
-    location = locations.get(
-        path, errors.SettingLocation(where="config file")
-    )  # a key merged by a YAML anchor has no line
+    # A key merged by a YAML anchor has no line.
+    location = locations.get(path, errors.SettingLocation(where="config file"))
     values = alias.translate(str(path[-1]), lookup(tree, path), lambda name: lookup(tree, errors.parse_path(name)))
     for name, value in values.items():
         new_path = errors.parse_path(name)
@@ -321,5 +320,5 @@ def _translate_one(
             continue
         assign(tree, new_path, value)
         locations[new_path] = replace(location, old_name=errors.dotted(path))
-    remove(tree, path)
+    lookup(tree, path[:-1]).pop(path[-1])
     return values

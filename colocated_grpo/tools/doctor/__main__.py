@@ -10,9 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from colocated_grpo.errors import ConfigError
-from colocated_grpo.launch.cli import read_arguments, read_launch, run_parser
-from colocated_grpo.launch.launcher import main as launch_run
-from colocated_grpo.launch.launcher import read_settings
+from colocated_grpo.launch import cli, launcher
 from colocated_grpo.runtime.program import exit_code, prepare_streams
 from colocated_grpo.tools.doctor import machine
 from colocated_grpo.tools.doctor.subject import Finding, Subject
@@ -42,15 +40,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     prepare_streams()
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        options, overrides, _ = read_arguments(arguments, doctor_parser())
+        options, overrides, _ = cli.read_arguments(arguments, doctor_parser())
         has_config = options.config is not None or options.resume is not None
         if not has_config:
             options.config = "none"  # not read
-        launch = read_launch(options, overrides)
+        launch = cli.read_launch(options, overrides)
         if overrides and not has_config:
             raise ConfigError(f"{overrides[0]}: a setting needs a config; add --config FILE")
         if has_config:
-            read_settings(launch)
+            launcher.read_settings(launch)
     except ConfigError as error:
         return exit_code(error)
     subject = Subject(launch=launch, environment=dict(os.environ))
@@ -59,11 +57,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not has_config or subject.imports.transformers is None:  # which a dry run needs
         return code
     print(flush=True)
-    return launch_run([*arguments, "--dry-run"]) or code
+    return launcher.main([*arguments, "--dry-run"]) or code
 
 
 def doctor_parser() -> argparse.ArgumentParser:
-    parser = run_parser()
+    parser = cli.run_parser()
     parser.prog = "colocated-grpo doctor"
     parser.description = (
         "Check this machine and, with --config, --resume or atropos, make a dry run of the run that the same command "

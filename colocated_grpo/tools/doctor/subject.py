@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Literal
 
-from colocated_grpo.launch.cli import Launch
 from colocated_grpo.runtime.processes import Gpu, GpuListing, list_gpus, visible
+from colocated_grpo.runtime.program import Launch
 
 Status = Literal["ok", "warning", "failed", "skipped"]
 IMPORT_SECONDS = 60

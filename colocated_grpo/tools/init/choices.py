@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from colocated_grpo.environments.base import Item
-from colocated_grpo.environments.prompts import with_system_prompt
+from colocated_grpo.environments.prompts import PromptEncoder, with_system_prompt
 from colocated_grpo.environments.rewards.builtin import NUMBER
 from colocated_grpo.environments.rewards.functions import load_reward
 from colocated_grpo.environments.rows.readers import read_file
@@ -297,8 +297,6 @@ def _count_tokens(
     rows: Sequence[Item], column: str, reward: Reward, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[int], list[int]]:
     """Return the numbers of tokens of the prompts, as the model reads them, and of the answers."""
-    from colocated_grpo.environments.prompts import PromptEncoder
-
     encoder = PromptEncoder(tokenizer, max_prompt_tokens=1 << 20)
     sampled = rows[:: max(1, len(rows) // SAMPLED_ROWS)]
     prompts = []

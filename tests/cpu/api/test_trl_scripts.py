@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallback, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallback, TrainerCallback, trainer_callback
 
 from colocated_grpo import ConfigError, RunError, Trainer
 from colocated_grpo.api.ported import FollowingCallback, as_in_trl
@@ -154,7 +154,8 @@ class Recorder(TrainerCallback):
 
 
 def followed(folder, callback, **args) -> Callbacks:
-    following = FollowingCallback(callback, SimpleNamespace(args=grpo_config(**args), processing_class="a tokenizer"))
+    trainer = SimpleNamespace(args=grpo_config(**args), processing_class="a tokenizer")
+    following = FollowingCallback(callback, trainer, trainer_callback)
     return Callbacks([following], 5, folder, single_rank_world(), print, None)
 
 

@@ -18,8 +18,8 @@ from colocated_grpo.batching import TrainSequence, build_micro_batch
 from colocated_grpo.policy.export import AdapterExport
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.runtime.distributed import World
-from colocated_grpo.settings.adapter_files import with_adapter_settings
 from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.settings.inputs import with_adapter_settings
 from colocated_grpo.settings.schema import Config
 from tests.support.ranks import run_on_ranks
 from tests.support.saved_runs import invert

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from colocated_grpo.assembly.policy import build_reference
+from colocated_grpo.assembly.engines import build_reference
 from colocated_grpo.policy.model import read_model_config
 from colocated_grpo.policy.model_loader import ModelLoader
 from colocated_grpo.policy.policy import score

@@ -20,7 +20,7 @@ from benchmarks.workload import MAX_PROMPT_TOKENS, TASK
 from colocated_grpo.runtime.checksums import CHECKSUMS_FILE
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.program import library_environment
-from colocated_grpo.settings.adapter_files import CONFIG_FILE, WEIGHTS_FILE
+from colocated_grpo.settings.inputs import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from colocated_grpo.tools import compare_runs
 from colocated_grpo.tracking import files
 from tests.support.engines import PROBE, prefill_logprobs, reading_spec
@@ -71,12 +71,12 @@ def everything(weights: str, dtype: str = "bfloat16") -> Settings:
 
 
 def adapter_of(run: TrainingRun, name: str = "final_adapter") -> dict[str, Tensor]:
-    return load_file(run.folder / name / WEIGHTS_FILE)
+    return load_file(run.folder / name / ADAPTER_WEIGHTS)
 
 
 def exported(run: TrainingRun) -> dict[str, bytes]:
     """Return the contents of all exported adapters by folder."""
-    return {path.parent.name: path.read_bytes() for path in run.folder.glob(f"*/{WEIGHTS_FILE}")}
+    return {path.parent.name: path.read_bytes() for path in run.folder.glob(f"*/{ADAPTER_WEIGHTS}")}
 
 
 def assert_same_run(a: TrainingRun, b: TrainingRun) -> None:
@@ -189,8 +189,8 @@ def held_out(run: TrainingRun, step: int) -> list[tuple[str, float]]:
 def test_the_tool_evaluates_an_adapters_folder_as_the_run_did(merged, tmp_path):
     out, err, results = tmp_path / "out", tmp_path / "err", tmp_path / "results.json"
     adapter = shutil.copytree(merged.folder / "final_adapter", tmp_path / "moved")
-    saved = json.loads((adapter / CONFIG_FILE).read_text())
-    (adapter / CONFIG_FILE).write_text(json.dumps(saved | {"base_model_name_or_path": "no/longer/here"}))
+    saved = json.loads((adapter / ADAPTER_CONFIG).read_text())
+    (adapter / ADAPTER_CONFIG).write_text(json.dumps(saved | {"base_model_name_or_path": "no/longer/here"}))
     (adapter / CHECKSUMS_FILE).unlink()
     arguments = [str(adapter), "--config", str(merged.config_file), "--output", str(results)]
     arguments += ["--model.name", str(tiny_model())]  # where the base is now

@@ -25,8 +25,8 @@ CPU = torch.device("cpu")
 
 def joining(present: int, size: int, timeout: float) -> list[Future[JoinedGroup]]:
     """Let the first `present` of `size` members join, each with a connection of its own to the store."""
-    store, port = serve_store(HERE, 0, PATIENT)
-    stores = [store, *[connect_store(HERE, port, PATIENT) for _ in range(present - 1)]]
+    store = serve_store(HERE, PATIENT)
+    stores = [store, *[connect_store(HERE, store.port, PATIENT) for _ in range(present - 1)]]
     with ThreadPoolExecutor(present) as threads:
         return [threads.submit(JoinedGroup, each, rank, size, CPU, timeout) for rank, each in enumerate(stores)]
 

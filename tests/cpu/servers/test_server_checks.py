@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from colocated_grpo.assembly.assemble import connect_servers
+from colocated_grpo.assembly.serving import connect_servers
 from colocated_grpo.rollout.vllm.adapters import VLLMAdapters
 from colocated_grpo.runtime.supervision import StopRequest
 from colocated_grpo.servers import __main__ as servers

@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 
 from colocated_grpo.environments.rows.readers import READERS
-from colocated_grpo.settings import adapter_files
-from colocated_grpo.settings.adapter_files import WEIGHTS_FILE
 from colocated_grpo.settings.config_json import longest_sequence
 from colocated_grpo.settings.errors import ConfigError
-from colocated_grpo.settings.inputs import check_inputs
+from colocated_grpo.settings.inputs import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_inputs
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.sources import DATA_SUFFIXES
 from tests.support.config_text import load
@@ -219,7 +217,7 @@ def test_blocks_are_not_checked_in_a_model_that_does_not_state_their_number(mode
     assert notes == []
 
 
-ADAPTER = {"adapter_config.json", WEIGHTS_FILE}
+ADAPTER = {"adapter_config.json", ADAPTER_WEIGHTS}
 
 
 @pytest.mark.parametrize(
@@ -227,11 +225,11 @@ ADAPTER = {"adapter_config.json", WEIGHTS_FILE}
     [
         (None, "no such folder; write default or the folder of a PEFT adapter (download one of the Hub first)"),
         (set(), "no adapter_config.json in this folder; expected an adapter saved by PEFT"),
-        ({WEIGHTS_FILE}, "no adapter_config.json in this folder; expected an adapter saved by PEFT"),
-        ({"adapter_config.json"}, f"no {WEIGHTS_FILE} in this folder; expected an adapter saved by PEFT"),
+        ({ADAPTER_WEIGHTS}, "no adapter_config.json in this folder; expected an adapter saved by PEFT"),
+        ({"adapter_config.json"}, f"no {ADAPTER_WEIGHTS} in this folder; expected an adapter saved by PEFT"),
         (
             {"adapter_config.json", "adapter_model.bin"},
-            f"reading adapter_model.bin can run code; load it in PEFT and save it as {WEIGHTS_FILE}",
+            f"reading adapter_model.bin can run code; load it in PEFT and save it as {ADAPTER_WEIGHTS}",
         ),
     ],
 )
@@ -248,7 +246,7 @@ def test_an_adapter_to_continue_from_must_be_a_folder_written_by_peft(model, tmp
 def test_a_complete_adapter_and_a_new_one_are_accepted(model, tmp_path):
     folder = str(model())
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"]}')
-    for name in (WEIGHTS_FILE, "adapter_model.bin"):
+    for name in (ADAPTER_WEIGHTS, "adapter_model.bin"):
         (tmp_path / name).touch()
     for init, rank in ((str(tmp_path), 4), ("default", 32)):
         config, _ = check_inputs(load("", "--model.name", folder, "--policy.lora.init", init))
@@ -256,7 +254,7 @@ def test_a_complete_adapter_and_a_new_one_are_accepted(model, tmp_path):
 
 
 def test_the_adapter_files_checked_are_those_that_are_read():
-    assert {WEIGHTS_FILE, adapter_files.CONFIG_FILE} == ADAPTER
+    assert {ADAPTER_WEIGHTS, ADAPTER_CONFIG} == ADAPTER
 
 
 GEMMA3 = {"model_type": "gemma3_text"}

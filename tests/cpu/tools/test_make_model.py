@@ -97,7 +97,7 @@ def test_every_architecture_loads_from_its_folder_with_the_same_weights(architec
     loaded = AutoModelForCausalLM.from_pretrained(out)
     assert loaded.config.model_type == ARCHITECTURES[architecture]
     assert loaded.config.eos_token_id == tokenizer.eos_token_id == loaded.generation_config.eos_token_id
-    made = build_model(replace(TINY, architecture=architecture), TOKENIZER, init_std=0.1, seed=5)
+    made = build_model(replace(TINY, architecture=architecture, settings={"initializer_range": 0.1}), TOKENIZER, seed=5)
     ids = torch.tensor([tokenizer.encode("sort 3142")])
     # Without a cache, which transformers refuses to models whose few layers are all linear attention.
     logits = [model(ids, use_cache=False).logits for model in (loaded, made.to(ids.device).eval())]
@@ -125,7 +125,7 @@ def test_weights_depend_only_on_the_seed():
 )
 def test_named_shapes_have_the_parameter_count_of_the_released_model(name, parameters):
     shape = SHAPES[name]
-    config = model_config(shape, TOKENIZER, settings={"vocab_size": shape.vocab})
+    config = model_config(replace(shape, settings={**shape.settings, "vocab_size": shape.vocab}), TOKENIZER)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     assert model.num_parameters() == parameters

@@ -8,8 +8,7 @@ import pytest
 
 from colocated_grpo.errors import ConfigError, RunError
 from colocated_grpo.tracking import files
-from colocated_grpo.tracking.ending import leave_start, leave_with_other_rank, place_of, record_ending
-from colocated_grpo.tracking.output import RunOutput
+from colocated_grpo.tracking.ending import RunOutput, leave_start, leave_with_other_rank, place_of, record_ending
 from colocated_grpo.tracking.report import write_report
 from tests.support.tracked_run import TrackedRun, finished_run
 

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from colocated_grpo.tracking.console import COLUMNS, PROBLEM_COLUMNS, LiveDisplay, PlainDisplay, step_table, step_text
-from colocated_grpo.tracking.output import LogFile, RunOutput
+from colocated_grpo.tracking.ending import LogFile, RunOutput
 from tests.support.tracked_run import TrackedRun, config_of, groups_of
 
 ROW = {column.key: 1234.5 for column in (*COLUMNS, *PROBLEM_COLUMNS)}
