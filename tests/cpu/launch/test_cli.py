@@ -161,7 +161,9 @@ def test_a_rank_sets_library_variables_and_starts_the_trainer(config):
     )
     result = trained(config, body, "--resume", "--learning_rate", "2e-6")
     assert result.stderr == ""
-    assert result.stdout == "note: translated names: learning_rate -> policy.lr\nmy_run auto 2e-06 0 1\n"
+    note, *_, trained_with = result.stdout.splitlines()  # a busy machine adds the phases that are slow
+    assert note == "note: translated names: learning_rate -> policy.lr"
+    assert trained_with == "my_run auto 2e-06 0 1"
     assert result.returncode == 0
 
 

@@ -78,7 +78,9 @@ def test_a_command_line_of_atropos_trainer_is_checked(monkeypatch, capsys):
 
 @pytest.mark.parametrize("arguments", [["--gpu", "1"], ["--policy.lr", "1e-6"], ["--nodes", "0"]])
 def test_an_invalid_command_line_is_one_line(capsys, arguments):
-    assert main(arguments) == 2
+    with pytest.raises(SystemExit) as ended:  # what the arguments' parser rejects ends the process itself
+        sys.exit(main(arguments))
+    assert ended.value.code == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {arguments[0]}")
 
