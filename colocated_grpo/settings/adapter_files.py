@@ -98,6 +98,7 @@ def adapter_shape(lora: LoRAConfig | None) -> JsonObject:
         "policy.lora.rank": lora.rank,
         "policy.lora.alpha": lora.alpha,
         "policy.lora.rslora": lora.rslora,
+        "policy.lora.base_dtype": lora.base_dtype,
     }
 
 

@@ -172,8 +172,8 @@ def test_a_peft_config_sets_an_adapter_with_pefts_defaults(text, settings):
     ("text", "line"),
     [
         (
-            "load_in_4bit: true",
-            "load_in_4bit=true: not supported; base weights are 16-bit; see policy.lora.base_on_host "
+            "load_in_8bit: true",
+            "load_in_8bit=true: not supported; base weights have 16 or 4 bits; see policy.lora.base_dtype "
             "(line 3 of x.yaml)",
         ),
         (

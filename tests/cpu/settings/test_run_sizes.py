@@ -23,6 +23,7 @@ SHORT = "rollout: {max_prompt_tokens: 512, max_completion_tokens: 512}\n"
         ("policy: {optimizer: {type: adafactor}}", 8),
         ("policy: {lora: {}}", 4),
         ("policy: {lora: {base_on_host: true}}", 2),
+        ("policy: {lora: {base_dtype: nf4}}", 0.85 * 9 / 16 + 0.15 * 2),
         ("policy: {cpu_offload: true}", 0),
         ("loss: {type: grpo, kl: {coef: 0.1}}", 18),
         ("policy: {train_layers: 0-8}", 2 + 14 / 4 * 0.85),
