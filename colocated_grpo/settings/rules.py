@@ -9,7 +9,6 @@ from colocated_grpo.errors import ConfigError
 from colocated_grpo.settings import sources as source_types
 from colocated_grpo.settings.atropos import AtroposSourceConfig, is_loopback
 from colocated_grpo.settings.schema import Config, EngineConfig, PolicyConfig, RolloutConfig
-from colocated_grpo.settings.training import LoRAConfig
 
 Lines = Iterator[str]
 
@@ -213,7 +212,7 @@ def _engines(config: Config) -> Lines:
             "policy.train_layers, because its frozen weights would stay in the engine"
         )
     if served:
-        yield from _servers(config.engine, config.weights, stale, policy.lora)
+        yield from _servers(config.engine, config.weights, stale, policy)
     elif config.engine.urls:
         yield f"engine.urls={', '.join(config.engine.urls)}: must be empty unless engine.placement is server"
     if policy.routing_replay and served:
@@ -245,12 +244,12 @@ def _engines(config: Config) -> Lines:
         yield f"rollout.max_staleness=1: must be 0 with sync_frequency={sync}, whose rollouts are older than one step"
 
 
-def _servers(engine: EngineConfig, weights: str, max_staleness: int, lora: LoRAConfig | None) -> Lines:
+def _servers(engine: EngineConfig, weights: str, max_staleness: int, policy: PolicyConfig) -> Lines:
     if weights == "shared":
         yield "weights=shared: must be copied with engine.placement: server; there, engine.bridge: shared is the same"
-    if engine.bridge == "adapter" and lora is None:
+    if engine.bridge == "adapter" and policy.lora is None:
         yield "engine.bridge=adapter: needs policy.lora; without an adapter use broadcast or restart"
-    if engine.bridge == "adapter" and lora is not None and lora.base_dtype == "nf4":
+    if engine.bridge == "adapter" and policy.lora is not None and policy.lora.base_dtype == "nf4":
         yield "engine.bridge=adapter: must be broadcast or restart with policy.lora.base_dtype: nf4, another base"
     if engine.bridge == "shared" and (len(engine.urls) > 1 or engine.tensor_parallel_size > 1):
         yield (

@@ -86,8 +86,9 @@ def test_vllm_would_reject_that_rank_without_the_flag():
 
 
 def test_the_names_imported_in_the_guide_exist():
-    [code] = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
+    code = "".join(re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL))
     imports = "\n".join(line for line in code.splitlines() if line.startswith("from "))
     namespace: dict[str, object] = {}
     exec(imports, namespace)
     assert hasattr(namespace["PeftModel"], "from_pretrained")
+    assert hasattr(namespace["BitsAndBytesConfig"], "from_dict")

@@ -18,6 +18,7 @@ from colocated_grpo.policy.lora import nf4
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.policy.reference import InitialAdapter
 from colocated_grpo.runtime.distributed import World
+from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.schema import Config
 from tests.support.compiled_blocks import graph_counter
 from tests.support.random_models import make_model
@@ -181,3 +182,18 @@ def test_all_blocks_share_one_graph_that_keeps_no_merged_weights(world, folders,
         assert merged < {weight.shape for weight in published(built).values()}
         assert not merged & set(sizes)
     assert_same(gradients[True], gradients[False], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "edits", "line"),
+    [
+        ("qwen3", {"hidden": 96}, "model.layers.0.self_attn.q_proj has rows that are no multiple of 64"),
+        ("qwen3_moe", {}, "model.layers.0.mlp.experts.gate_up_proj would keep 16 bits"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_rejected_in_one_line(world, tmp_path, architecture, edits, line):
+    shape = replace(WIDE, architecture=architecture, **edits)
+    folder = make_model(tmp_path / "model", shape=shape)
+    with pytest.raises(ConfigError) as caught:
+        policy_of(four_bits(folder), world)
+    assert str(caught.value) == f"policy.lora.base_dtype=nf4: must be auto for this model: {line}"

@@ -59,6 +59,8 @@ def test_the_translated_defaults_are_those_of_peft():
         ("lora_target_modules: [q_proj, o_proj]", {"target_modules": ["q_proj", "o_proj"]}),
         ("lora_target_modules: q_proj", {"target_modules": ["q_proj"]}),
         ("lora_target_modules: ['.*[qv]_proj']", {"target_modules": ".*[qv]_proj"}),
+        ("load_in_4bit: true\nuse_peft: true", {**TRLS, "base_dtype": "nf4"}),
+        ("load_in_4bit: false\nuse_peft: true", TRLS),
         ("lora_dropout: 0", {"dropout": 0.0}),
         ("lora_task_type: CAUSAL_LM\nuse_peft: true", TRLS),
         ("use_peft: true\npolicy: {lora: {rank: 4}}", {**TRLS, "rank": 4}),
