@@ -33,7 +33,7 @@ _ENTRY: KeyPath = ("environments", 0)
 _FOREIGN = {
     "reward_processing_classes": "a reward model is given by its folder or name, and read with its own tokenizer",
     "optimizers": "see policy.optimizer and policy.schedule",
-    "quantization_config": "base weights are 16-bit; see policy.lora.base_on_host",
+    "quantization_config": "a base in 4 bits is set by policy.lora.base_dtype",
     "tools": "an episode calls tools (docs/guides/episodes.md); environments.0.tools describes them to the model",
     "rollout_func": "write an episode: docs/guides/episodes.md",
     "environment_factory": "write an episode: docs/guides/episodes.md",

@@ -28,7 +28,7 @@ from colocated_grpo.policy.blocks import Block, blocks_of
 from colocated_grpo.policy.checkpoint_files import conversion_of
 from colocated_grpo.policy.linear_attention import pack_linear_attention
 from colocated_grpo.policy.logprobs import HeadOperators, linear_logprobs
-from colocated_grpo.policy.lora.linear import is_factor
+from colocated_grpo.policy.lora.linear import FACTORS, is_factor
 from colocated_grpo.policy.routing import LoadBalancing, RoutingReplay
 from colocated_grpo.runtime.text_part import read_text_config
 from colocated_grpo.settings.generation import ModelConfig
@@ -110,9 +110,10 @@ class PackedLM(nn.Module):
     def hf_parameters(self) -> dict[str, nn.Parameter]:
         """Return parameters by their name in a Hugging Face checkpoint; a tied output layer appears once.
 
-        The factors of adapters are left out: no checkpoint has them.
+        The factors of adapters and weights in 4 bits are left out: no checkpoint has them.
         """
-        return {checkpoint_name(name): p for name, p in self.named_parameters() if not is_factor(name)}
+        own = (*FACTORS, "packed")
+        return {checkpoint_name(name): p for name, p in self.named_parameters() if not name.endswith(own)}
 
     def hf_buffers(self) -> dict[str, Tensor]:
         """Return the buffers that checkpoints store, by checkpoint name. Buffers are not trained.

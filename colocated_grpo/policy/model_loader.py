@@ -98,7 +98,7 @@ class ModelLoader:
         """Load the base with adapters. Raises ConfigError before it allocates device memory if adapters do not fit."""
         # Imported here: PEFT takes seconds to import, and only adapters need it.
         from colocated_grpo.policy.lora.files import read_factors
-        from colocated_grpo.policy.lora.weights import AdapterWeights, insert_adapters
+        from colocated_grpo.policy.lora.weights import AdapterWeights, insert_adapters, read_4_bits
 
         device, model = self._world.device, self._empty()
         freeze(model, self.dtype)
@@ -110,6 +110,7 @@ class ModelLoader:
             masters.read_parameters(model.hf_parameters(), model.lm.base_model_prefix, self._folder)
         else:
             self._load_sharded(model, offloaded=False)
+        read_4_bits(model, self._folder, device)
         return AdapterWeights(model, factors, device, self._seed, base_on_host=lora.base_on_host)
 
     def _empty(self) -> PackedLM:

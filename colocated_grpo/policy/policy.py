@@ -86,7 +86,7 @@ class Policy:
 
     def num_parameters(self) -> int:
         """Return the number of the model's parameters, not counting those of an adapter."""
-        return sum(parameter.numel() for parameter in self.model.hf_parameters().values())
+        return sum(weight.numel() for weight in self.weights.published().values())
 
     def num_trained(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters().values())

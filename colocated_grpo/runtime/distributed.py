@@ -6,10 +6,11 @@ Functions and methods are collective (called by every rank, in the same order) u
 import os
 import pickle
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from hashlib import blake2b
+from itertools import chain
 from typing import TypeVar, cast
 
 import numpy as np
@@ -212,6 +213,30 @@ def first_row(tensor: torch.Tensor) -> int:
         return 0
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return offset[0]
+
+
+def with_rows(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with this rank's `rows`, sharded as `tensor`. Not collective."""
+    if not isinstance(tensor, DTensor):
+        return rows
+    shape, mesh = torch.Size((tensor.shape[0], rows.shape[1])), tensor.device_mesh
+    return DTensor.from_local(rows, mesh, tensor.placements, run_check=False, shape=shape, stride=(shape[1], 1))
+
+
+class Computed(Mapping[str, torch.Tensor]):
+    """Tensors by name, some of which are computed at each access: all of them would not fit into memory."""
+
+    def __init__(self, held: Mapping[str, torch.Tensor], computed: Mapping[str, Callable[[], torch.Tensor]]) -> None:
+        self.held, self.computed = held, computed
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.computed[name]() if name in self.computed else self.held[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return chain(self.held, self.computed)
+
+    def __len__(self) -> int:
+        return len(self.held) + len(self.computed)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -183,6 +183,8 @@ def _shared_weights(setting: str, policy: PolicyConfig, engine: EngineConfig, sy
         yield f"sync_frequency={sync}: must be 1 with {setting}: shared, where the engine has every update immediately"
     if policy.cpu_offload:
         yield f"policy.cpu_offload=true: must be false with {setting}: shared, whose weights stay on the device"
+    if policy.lora is not None and policy.lora.base_dtype == "nf4":
+        yield f"policy.lora.base_dtype=nf4: must be auto with {setting}: shared, whose weights have the engine's type"
     if engine.dtype not in ("auto", policy.compute_dtype):
         yield (
             f"engine.dtype={engine.dtype}: must be auto with {setting}: shared, as engine and policy "
@@ -210,7 +212,7 @@ def _engines(config: Config) -> Lines:
             "policy.train_layers, because its frozen weights would stay in the engine"
         )
     if served:
-        yield from _servers(config.engine, config.weights, stale, has_adapter=policy.lora is not None)
+        yield from _servers(config.engine, config.weights, stale, policy)
     elif config.engine.urls:
         yield f"engine.urls={', '.join(config.engine.urls)}: must be empty unless engine.placement is server"
     if policy.routing_replay and served:
@@ -242,11 +244,13 @@ def _engines(config: Config) -> Lines:
         yield f"rollout.max_staleness=1: must be 0 with sync_frequency={sync}, whose rollouts are older than one step"
 
 
-def _servers(engine: EngineConfig, weights: str, max_staleness: int, *, has_adapter: bool) -> Lines:
+def _servers(engine: EngineConfig, weights: str, max_staleness: int, policy: PolicyConfig) -> Lines:
     if weights == "shared":
         yield "weights=shared: must be copied with engine.placement: server; there, engine.bridge: shared is the same"
-    if engine.bridge == "adapter" and not has_adapter:
+    if engine.bridge == "adapter" and policy.lora is None:
         yield "engine.bridge=adapter: needs policy.lora; without an adapter use broadcast or restart"
+    if engine.bridge == "adapter" and policy.lora is not None and policy.lora.base_dtype == "nf4":
+        yield "engine.bridge=adapter: must be broadcast or restart with policy.lora.base_dtype: nf4, another base"
     if engine.bridge == "shared" and (len(engine.urls) > 1 or engine.tensor_parallel_size > 1):
         yield (
             f"engine.bridge=shared: needs one server of one GPU, not {max(len(engine.urls), 1)} of "

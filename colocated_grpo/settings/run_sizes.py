@@ -1,9 +1,9 @@
 """Memory and disk space of a run by arithmetic, in bytes, from the sizes of the model and the settings.
 
 Bytes per parameter with AdamW and bfloat16, over all ranks: 16 for full training (master, gradient, two moments in
-float32), 4 for an adapter (base and merged weights), and 2 on each engine while it generates. Activations are counted
-for the smallest possible micro-batch, with every block recomputed: a run that does not fit by this arithmetic does not
-fit at all.
+float32), 4 for an adapter (base and merged weights; 9/16 with a base in 4 bits), and 2 on each engine while it
+generates. Activations are counted for the smallest possible micro-batch, with every block recomputed: a run that does
+not fit by this arithmetic does not fit at all.
 """
 
 import shutil
@@ -25,6 +25,8 @@ FULL = 0.9
 """Fraction of the memory above which a run that fits by arithmetic is likely to fail."""
 MOST_RANKS = 1024
 MASTER = GRADIENT = 4
+NF4_BYTES = 9 / 16
+"""Bytes per parameter of a base in 4 bits, with one float32 scale for 64 parameters."""
 OPTIMIZER_STATE = {"adamw": 8, "adamw_8bit": 2, "adafactor": 0}
 """Optimizer -> bytes of state per trained parameter."""
 
@@ -67,9 +69,12 @@ class RunSizes:
     def footprint(self) -> RankMemory:
         policy, sizes, compute, shards = self.config.policy, self.sizes, self.compute_bytes, self._shards
         state = OPTIMIZER_STATE[policy.optimizer.type]
-        frozen = compute * (sizes.total - self.trained)
+        in_4_bits = 0
         adapted = () if policy.lora is None else _adapted(policy.lora, sizes)
         base = compute * sum(inputs * outputs for inputs, outputs in adapted)
+        if policy.lora is not None and policy.lora.base_dtype == "nf4":  # of all linear layers, merged at each use
+            in_4_bits, base = sum(i * o for block in sizes.blocks for i, o in block.linear.values()), 0
+        frozen = compute * (sizes.total - self.trained - in_4_bits) + int(NF4_BYTES * in_4_bits)
         # Sharded state, and the adapter's state on every rank.
         weights = (MASTER * self.trained + frozen + self._reference()) // shards + MASTER * self.adapter
         gradients = GRADIENT * (self.trained // shards + self.adapter)
@@ -203,7 +208,10 @@ class RunSizes:
             }
         else:
             on_host = lora.model_copy(update={"base_on_host": True})
-            changes = {"--policy.lora.base_on_host true": {"lora": on_host}}
+            nf4 = lora.model_copy(update={"base_dtype": "nf4"})
+            changes = {"--policy.lora.base_on_host true": {"lora": on_host}} if lora.base_dtype == "auto" else {}
+            if not (lora.base_on_host or self.config.shares_weights or any(b.mlp.experts for b in self.sizes.blocks)):
+                changes["--policy.lora.base_dtype nf4"] = {"lora": nf4}
         changes |= {
             "--policy.replicate null": {"replicate": None},
             "--engine.gpu_memory_utilization null": {"gpu_memory_utilization": None},

@@ -94,6 +94,9 @@ class LoRAConfig(Section):
     init: InputFile = DEFAULT_INIT
     """default: A is drawn uniformly, B is zero, as in PEFT. Otherwise the folder of a PEFT adapter to continue from.
     That adapter also sets rank, alpha, rslora, target_modules, exclude_modules and layers."""
+    base_dtype: Literal["auto", "nf4"] = "auto"
+    """Type of the frozen weights. auto: policy.compute_dtype. nf4: linear layers in 4 bits (QLoRA), 9/16 bytes per
+    parameter; policy and engine then compute with the rounded weights (docs/guides/lora.md)."""
     base_on_host: bool = False
     """Keep the base weights in host memory; only the merge after each optimizer step reads them. Frees 2 bytes per
     adapted parameter on the GPU, and costs one copy to the GPU per optimizer step."""
@@ -113,6 +116,7 @@ def adapter_shape(lora: LoRAConfig | None) -> JsonObject:
         "policy.lora.rank": lora.rank,
         "policy.lora.alpha": lora.alpha,
         "policy.lora.rslora": lora.rslora,
+        "policy.lora.base_dtype": lora.base_dtype,
     }
 
 
@@ -228,6 +232,8 @@ class PolicyConfig(Section):
                 "policy.cpu_offload=true: must be false with policy.lora, whose forward pass reads the merged weights "
                 "on the device; set policy.lora.base_on_host to keep the base weights in host memory"
             )
+        if self.lora.base_on_host and self.lora.base_dtype == "nf4":
+            yield "policy.lora.base_on_host=true: must be false with policy.lora.base_dtype: nf4, read by each pass"
         if self.load_balancing:
             yield (
                 f"policy.load_balancing={self.load_balancing:g}: must be 0 with policy.lora, which freezes the routers"

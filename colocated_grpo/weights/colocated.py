@@ -99,9 +99,10 @@ class ColocatedSync:
 
     def _full_tensors(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that the engine's loader needs. names: yield only these parameters and constants."""
-        for name, parameter in self._parameters.items():
+        for name in self._parameters:
             if names is None or name in names:
-                yield from self._conversion.stored(name, whole(parameter.detach().to(self._dtype)).to(self._device))
+                parameter = self._parameters[name].detach().to(self._dtype)
+                yield from self._conversion.stored(name, whole(parameter).to(self._device))
         for name, constant in self._constants.items():
             if names is None or name in names:
                 yield name, constant.to(self._device)
@@ -167,8 +168,8 @@ class FrozenOpponent:
     def refresh(self, step: int) -> None:
         """Copy the policy's weights if a refresh is due at `step`. A run resumed at `step` repeats the refresh."""
         if self.refresh_every and step and step % self.refresh_every == 0:
-            own = [local_part(parameter) for parameter in self.parameters.values()]
-            torch._foreach_copy_(own, [local_part(parameter) for parameter in self.policy.values()])
+            for name, parameter in self.parameters.items():
+                local_part(parameter).copy_(local_part(self.policy[name]))
 
 
 class SharedSync:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from colocated_grpo.errors import RunError
-from colocated_grpo.runtime.distributed import World, first_row, local_part
+from colocated_grpo.runtime.distributed import Computed, World, first_row, local_part
 from colocated_grpo.types import JsonObject
 from colocated_grpo.weights.fingerprints import Part, bits_of, columns_of, fingerprint, rows_of
 from colocated_grpo.weights.plan import Target
@@ -77,25 +77,34 @@ class ShardFingerprints:
 
     def __init__(self, parameters: Mapping[str, Tensor], dtype: torch.dtype, world: World) -> None:
         """parameters: sharded tensors by name. Collective."""
-        self._parameters = list(parameters.values())
+        self._parameters, self._names = parameters, list(parameters)
+        self._num_held = len(parameters.held if isinstance(parameters, Computed) else parameters)
+        """The tensors after these are computed, one at a time, and have other addresses each time."""
         self._dtype = dtype
         self._device = world.device
-        self._first_rows = [first_row(parameter) for parameter in self._parameters]
-        self._of_shards: Fingerprints | None = None
+        self._of_held: Fingerprints | None = None
         self._addresses: list[int] = []
-        shapes = [parameter.shape for parameter in self._parameters]
-        self.copies = _copies([local_part(parameter).numel() for parameter in self._parameters], shapes, world)
+        facts = [(local_part(one).numel(), one.shape, first_row(one)) for one in parameters.values()]
+        own, shapes, self._first_rows = zip(*facts, strict=True)
+        self.copies = _copies(own, shapes, world)
 
     @torch.no_grad()
     def compute(self) -> Tensor:
         """Return this rank's contribution, int64 [P], on the device."""
-        shards = [local_part(parameter) for parameter in self._parameters]
+        shards = [local_part(self._parameters[name]) for name in self._names[: self._num_held]]
         addresses = [shard.data_ptr() for shard in shards]
-        if self._of_shards is None or addresses != self._addresses:
-            parts = [rows_of(shard, first) for shard, first in zip(shards, self._first_rows, strict=True)]
-            self._of_shards = Fingerprints(parts, self._dtype, self._device)
+        if self._of_held is None or addresses != self._addresses:
+            self._of_held = self._fingerprints(shards, 0)
             self._addresses = addresses
-        return self._of_shards.compute()
+        found = [self._of_held.compute()]
+        for index, name in enumerate(self._names[self._num_held :], self._num_held):
+            found.append(self._fingerprints([local_part(self._parameters[name])], index).compute())
+        return torch.cat(found)
+
+    def _fingerprints(self, shards: Sequence[Tensor], first: int) -> Fingerprints:
+        """first: number of the first of these consecutive parameters."""
+        parts = [rows_of(shard, self._first_rows[index]) for index, shard in enumerate(shards, first)]
+        return Fingerprints(parts, self._dtype, self._device)
 
 
 class ViewFingerprints:

@@ -9,8 +9,9 @@ import torch
 
 from benchmarks.workload import MAX_PROMPT_TOKENS, TASK
 from colocated_grpo.metrics import Metrics
-from colocated_grpo.policy.lora.linear import dithered, random_16_bits
-from colocated_grpo.policy.lora.weights import merge
+from colocated_grpo.policy.lora import nf4
+from colocated_grpo.policy.lora.dither import dithered, random_16_bits
+from colocated_grpo.policy.lora.linear import merge, merged
 from tests.support.random_models import make_model
 from tests.support.small_policy import INIT_STD, SHAPE, config_of, pack_for, policy_of, random_groups
 from tests.support.training_runs import launch, settings, tiny_model
@@ -69,15 +70,14 @@ def test_the_dither_is_the_same_on_both_devices():
     assert torch.equal(dithered(values, 3), dithered(values.cuda(), 3).cpu())
 
 
-@pytest.mark.parametrize("weights", ["copied", "shared"])
-def test_compiled_gradients_equal_those_of_float32(world, tmp_path, weights):
-    folder = make_model(tmp_path / "model", shape=replace(SHAPE, head_dim=64), init_std=INIT_STD)
+def assert_compiled_gradients_are_close(world, folder, lora, weights="copied"):
+    """Compare compiled gradients in bfloat16 with those of float32."""
     gradients = {}
     for dtype, compiled in (("float32", "off"), ("bfloat16", "on")):
         config = config_of(
             folder,
             weights=weights,
-            policy={"lora": {"rank": 4}, "compute_dtype": dtype, "compile": compiled},
+            policy={"lora": lora, "compute_dtype": dtype, "compile": compiled},
             batch={"max_tokens_per_micro_batch": 36},
             rollout={"max_prompt_tokens": 16, "max_completion_tokens": 16},
         )
@@ -96,6 +96,51 @@ def test_compiled_gradients_equal_those_of_float32(world, tmp_path, weights):
     assert sum(differences.values()) / len(differences) < 0.04, differences
 
 
+def test_a_base_in_4_bits_is_merged_as_on_the_cpu_and_by_rows_as_whole():
+    weight, left, right = random_parts(300, 512, 8, torch.float32)
+    packed, key = nf4.pack(weight, torch.bfloat16), torch.tensor(3)
+    on_gpu, left_gpu, right_gpu = nf4.pack(weight.cuda(), torch.bfloat16), left.cuda(), right.cuda()
+    assert torch.equal(on_gpu.view(torch.uint8).cpu(), packed.view(torch.uint8))
+    assert torch.equal(nf4.unpack(on_gpu).cpu(), nf4.unpack(packed))
+    expected = merged(packed, left, right, 2.0, key, 0, packed)
+    actual = merged(on_gpu, left_gpu, right_gpu, 2.0, key, 0, on_gpu)
+    assert (actual.cpu() != expected).float().mean() < 1e-3
+    torch.testing.assert_close(actual.cpu(), expected, rtol=2**-7, atol=0)
+    for first in (64, 100, 128):
+        rows = merged(on_gpu[first:], left_gpu[first:], right_gpu, 2.0, key, first * 512, on_gpu)
+        assert torch.equal(rows, actual[first:]), "shards must have the bytes of the whole weight"
+
+
+def test_a_policy_whose_base_has_4_bits_has_the_documented_size_and_merges_one_weight_at_a_time(world, tmp_path):
+    shape = replace(SHAPE, hidden=1024, heads=8, kv_heads=8, head_dim=128, intermediate=4096, layers=6)
+    folder = make_model(tmp_path / "model", shape=shape)
+    linear = 6 * (4 * 1024 * 1024 + 3 * 1024 * 4096)
+    config = config_of(folder, policy={"lora": {"rank": 4, "base_dtype": "nf4"}, "compile": True})
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    policy = policy_of(config, world)
+    assert torch.cuda.memory_allocated() - before < 1.2 * linear * 9 / 16
+    minibatch = pack_for(world, random_groups(2, 2), config).minibatches[0]
+    policy.forward_backward(minibatch, Metrics(world.device))
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    policy.forward_backward(minibatch, Metrics(world.device))
+    assert torch.cuda.max_memory_allocated() - held < linear, "half of the weights in 16 bits"
+
+
+@pytest.mark.parametrize("lora", [{}, {"target_modules": ["q_proj"], "layers": "1"}], ids=["all", "some"])
+def test_compiled_gradients_on_a_base_in_4_bits_equal_those_of_float32(world, tmp_path, lora):
+    shape = replace(SHAPE, hidden=64, head_dim=64, intermediate=128)
+    folder = make_model(tmp_path / "model", shape=shape, init_std=INIT_STD)
+    assert_compiled_gradients_are_close(world, folder, {"rank": 4, "base_dtype": "nf4", **lora})
+
+
+@pytest.mark.parametrize("weights", ["copied", "shared"])
+def test_compiled_gradients_equal_those_of_float32(world, tmp_path, weights):
+    folder = make_model(tmp_path / "model", shape=replace(SHAPE, head_dim=64), init_std=INIT_STD)
+    assert_compiled_gradients_are_close(world, folder, {"rank": 4}, weights)
+
+
 def lora_settings(**changes):
     """Three steps whose rewards differ within every group, so that each moves the adapter."""
     wanted = {
@@ -108,7 +153,13 @@ def lora_settings(**changes):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"weights": "shared"}, {}, {"policy": {"lora": {"rank": 8, "base_on_host": True}}}]
+    "changes",
+    [
+        {"weights": "shared"},
+        {},
+        {"policy": {"lora": {"rank": 8, "base_on_host": True}}},
+        {"policy": {"lora": {"rank": 8, "base_dtype": "nf4"}}},
+    ],
 )
 def test_a_run_trains_and_its_engine_agrees_with_the_policy(tmp_path, changes):
     run = launch(tmp_path, lora_settings(**changes), gpus=1)
@@ -119,10 +170,12 @@ def test_a_run_trains_and_its_engine_agrees_with_the_policy(tmp_path, changes):
 
 
 @pytest.mark.multigpu(2)
-def test_two_gpus_train_as_one(tmp_path):
+@pytest.mark.parametrize("base_dtype", ["auto", "nf4"])
+def test_two_gpus_train_as_one(tmp_path, base_dtype):
     rows = {}
     for gpus in (1, 2):
-        wanted = lora_settings(rollout={"generation": "replicated"}, loss={"kl": {"coef": 0.01}})
+        policy = {"lora": {"rank": 8, "base_dtype": base_dtype}}
+        wanted = lora_settings(policy=policy, rollout={"generation": "replicated"}, loss={"kl": {"coef": 0.01}})
         run = launch(tmp_path / str(gpus), wanted, gpus=gpus)
         rows[gpus] = run.rows("train")
         assert all(row["mismatch/plain"] < 0.02 for row in rows[gpus])

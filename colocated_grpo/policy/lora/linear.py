@@ -1,11 +1,6 @@
-"""Linear layers with an adapter, and the rounding of their merged weights to bfloat16.
+"""Linear layers with an adapter.
 
 The forward pass uses the merged weight W = W0 + scale * left @ right, only the backward pass uses the factors.
-
-Rounding to nearest would lose the adapter wherever it changes a weight by less than half a step of bfloat16, which
-early in training is nearly everywhere. A fixed dither rounds away from zero with the probability that makes the
-expected value exact. Its random numbers depend only on the weight's key and the element's index: W is exactly W0
-while the adapter is zero, weights do not jitter from step to step, and a resumed run has the same bytes.
 
 Shapes: T tokens, I input features, O output features, R rank.
 """
@@ -18,6 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
+from colocated_grpo.policy.lora import nf4
+from colocated_grpo.policy.lora.dither import dithered
+
 FACTORS = ("lora_A", "lora_B")
 """Names of the factors' parameters, as in PEFT."""
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -25,52 +23,56 @@ Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 class AdaptedLinear(nn.Module):
-    """y = x W^T + bias with a frozen, merged W = W0 + scale * B A.
+    """y = x W^T + bias with a frozen, merged W = W0 + scale * B A. Replaces a layer with a type in ADAPTED.
 
     Gradients go to lora_A [R, I] and lora_B [O, R], which are float32 and replicated on every rank. The parameters
     `weight` and `bias` are taken from the replaced layer. The factors are allocated by `AdapterWeights`.
+
+    With W0 in 4 bits, `packed` takes the place of `weight`, and each forward and backward pass computes W. A layer
+    without an adapter has rank 0.
     """
 
     weight: nn.Parameter
+    packed: nn.Parameter
     bias: nn.Parameter | None
 
-    def __init__(self, layer: nn.Module, rank: int, scale: float) -> None:
-        """layer: has a type in ADAPTED, and parameters on the meta device."""
+    def __init__(self, layer: nn.Module, rank: int, scale: float, *, in_4_bits: bool = False) -> None:
+        """layer: has parameters on the meta device. in_4_bits: see `nf4`."""
         super().__init__()
-        self.weight = layer.get_parameter("weight")
+        weight = layer.get_parameter("weight")
+        self.in_4_bits = in_4_bits
+        if in_4_bits:
+            stored = weight.new_empty(len(weight), nf4.packed_columns(weight.shape[1], weight.dtype))
+            self.packed = nn.Parameter(stored, requires_grad=False)
+        else:
+            self.weight = weight
         self.bias = None if getattr(layer, "bias", None) is None else layer.get_parameter("bias")
         self.scale = scale
+        self.key = torch.tensor(0)
+        """Selects the dither. A tensor, because torch.compile would compile each block again for its own numbers."""
         self.multiply: Multiply = functional.linear
-        outputs, inputs = self.matrix().shape
-        self.lora_A = nn.Parameter(torch.empty(rank, inputs, device="meta"))
-        self.lora_B = nn.Parameter(torch.empty(outputs, rank, device="meta"))
+        self.is_transposed = isinstance(layer, Conv1D)
+        """True if the weight is stored as [I, O], as in GPT-2."""
+        outputs, inputs = reversed(weight.shape) if self.is_transposed else weight.shape
+        self.lora_A = nn.Parameter(torch.empty(rank, inputs, device="meta"), requires_grad=rank > 0)
+        self.lora_B = nn.Parameter(torch.empty(outputs, rank, device="meta"), requires_grad=rank > 0)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _merged_linear(x, self.matrix(), self.bias, self.lora_A, self.lora_B, self.scale, self.multiply)
+        key, constants = self.key if self.in_4_bits else None, (self.is_transposed, self.scale, self.multiply)
+        return _merged_linear(x, self.base(), self.bias, self.lora_A, self.lora_B, key, *constants)
 
-    def matrix(self) -> Tensor:
-        """Return the weight as [O, I]."""
-        return self.weight
+    def base(self) -> nn.Parameter:
+        """Return the parameter that holds W0 in 4 bits, or W."""
+        return self.packed if self.in_4_bits else self.weight
 
-    @staticmethod
-    def product(a_RI: Tensor, b_OR: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (left, right) such that left @ right has the layout of `weight`."""
-        return b_OR, a_RI
-
-
-class AdaptedConv1D(AdaptedLinear):
-    """`AdaptedLinear` for transformers' Conv1D (GPT-2), which stores the weight as [I, O]."""
-
-    def matrix(self) -> Tensor:
-        return self.weight.t()
-
-    @staticmethod
-    def product(a_RI: Tensor, b_OR: Tensor) -> tuple[Tensor, Tensor]:
-        return a_RI.t(), b_OR.t()
+    def product(self) -> tuple[Tensor, Tensor]:
+        """Return (left, right) such that left @ right has the layout of the stored weight."""
+        a_RI, b_OR = self.lora_A.detach(), self.lora_B.detach()
+        return (a_RI.t(), b_OR.t()) if self.is_transposed else (b_OR, a_RI)
 
 
-ADAPTED: dict[type[nn.Module], type[AdaptedLinear]] = {nn.Linear: AdaptedLinear, Conv1D: AdaptedConv1D}
-"""Layers that can have an adapter, and their replacements."""
+ADAPTED = (nn.Linear, Conv1D)
+"""Types of layers that can have an adapter."""
 
 
 def is_factor(name: str) -> bool:
@@ -83,52 +85,80 @@ class _MergedLinear(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        weight_OI: Tensor,
+        base: Tensor,
         bias_O: Tensor | None,
         a_RI: Tensor,
         b_OR: Tensor,
+        key: Tensor | None,
+        is_transposed: bool,
         scale: float,
         multiply: Multiply,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight_OI, a_RI, b_OR)
-        ctx.scale = scale
-        return multiply(x, weight_OI, bias_O)
+        # Without an adapter, the backward pass does not need the input.
+        ctx.save_for_backward(x if ctx.needs_input_grad[3] else None, base, a_RI, b_OR, key)
+        ctx.scale, ctx.is_transposed = scale, is_transposed
+        return multiply(x, _matrix(base, a_RI, b_OR, key, is_transposed, scale, x), bias_O)
 
     @staticmethod
     # pyrefly: ignore[bad-override]  (torch declares *grad_outputs, but passes one argument per output)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight_OI, a_RI, b_OR = ctx.saved_tensors
-        grad_x = grad @ weight_OI if ctx.needs_input_grad[0] else None
-        x_TI, grad_TO = x.flatten(0, -2), grad.flatten(0, -2)
-        # Multiply with the [R, I] and [O, R] factors first, so that the adapter needs no [O, I] or [T, O] tensor.
-        a_TR = x_TI @ a_RI.to(x.dtype).t()
-        b_TR = grad_TO @ b_OR.to(x.dtype)
-        grad_a_RI = (b_TR.t() @ x_TI).to(a_RI.dtype) * ctx.scale
-        grad_b_OR = (grad_TO.t() @ a_TR).to(b_OR.dtype) * ctx.scale
-        return grad_x, None, None, grad_a_RI, grad_b_OR, None, None
+        x, base, a_RI, b_OR, key = ctx.saved_tensors
+        grad_x = grad_a_RI = grad_b_OR = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grad @ _matrix(base, a_RI, b_OR, key, ctx.is_transposed, ctx.scale, grad)
+        if x is not None:
+            x_TI, grad_TO = x.flatten(0, -2), grad.flatten(0, -2)
+            # Multiply with the [R, I] and [O, R] factors first, so that the adapter needs no [O, I] or [T, O] tensor.
+            a_TR = x_TI @ a_RI.to(x.dtype).t()
+            b_TR = grad_TO @ b_OR.to(x.dtype)
+            grad_a_RI = (b_TR.t() @ x_TI).to(a_RI.dtype) * ctx.scale
+            grad_b_OR = (grad_TO.t() @ a_TR).to(b_OR.dtype) * ctx.scale
+        return grad_x, None, None, grad_a_RI, grad_b_OR, None, None, None, None
 
 
 _merged_linear = _MergedLinear.apply
 
 
-MIX = 0x9E3779B9, 0x7FEB352D, 0x846CA68B
-"""Multipliers of the hash; the last two are those of "lowbias32" (Ellis, prospecting for hash functions, 2018)."""
-_MASK = 0xFFFFFFFF
+def _matrix(
+    base: Tensor, a_RI: Tensor, b_OR: Tensor, key: Tensor | None, is_transposed: bool, scale: float, after: Tensor
+) -> Tensor:
+    """Return the merged weight as [O, I]. base: itself merged if `key` is None, otherwise in 4 bits."""
+    if key is not None:
+        left, right = (a_RI.t(), b_OR.t()) if is_transposed else (b_OR, a_RI)
+        base = merged(base, left, right, scale, key, 0, after)
+    return base.t() if is_transposed else base
 
 
-def dithered(exact: Tensor, key: int, first: int = 0) -> Tensor:
-    """Round float32 values to bfloat16: away from zero with the probability that makes the expected value exact.
+@torch.library.custom_op("colocated_grpo::merged", mutates_args=())
+def merged(packed: Tensor, left: Tensor, right: Tensor, scale: float, key: Tensor, first: int, after: Tensor) -> Tensor:
+    """Return base + scale * left @ right in the compute type, for a base in 4 bits. Arguments: see `merge`.
 
-    Values that bfloat16 represents exactly are returned unchanged.
+    A custom operator, opaque to torch.compile: passes and weight syncs have the same bytes.
+    after: not read. A tensor that exists only in the calling pass, so that the compiler cannot keep the forward pass's
+    weights for the backward pass.
     """
-    # A bfloat16 is the upper half of a float32: a random lower half carries into it with the right probability.
-    bits = exact.view(torch.int32) + random_16_bits(exact.numel(), key, first, exact.device).view(exact.shape)
-    return (bits & -0x10000).view(torch.float32).to(torch.bfloat16)
+    weight = nf4.unpack(packed)
+    merge(weight, weight, left, right, scale, key, first)
+    return weight
 
 
-def random_16_bits(count: int, key: int, first: int, device: torch.device) -> Tensor:
-    """Return uniform numbers below 2**16 for the elements first, first + 1, ...; [count] int32."""
-    x = torch.arange(first, first + count, dtype=torch.int64, device=device) * MIX[0] + key & _MASK
-    x = (x ^ (x >> 16)) * MIX[1] & _MASK
-    x = (x ^ (x >> 15)) * MIX[2] & _MASK
-    return ((x ^ (x >> 16)) >> 16).to(torch.int32)
+@merged.register_fake
+def _(packed: Tensor, left: Tensor, right: Tensor, scale: float, key: Tensor, first: int, after: Tensor) -> Tensor:
+    return packed.new_empty(len(packed), nf4.weight_columns(packed))
+
+
+def merge(
+    out: Tensor, base: Tensor, left: Tensor, right: Tensor, scale: float, key: Tensor | int, first: int = 0
+) -> None:
+    """Write base + scale * left @ right into `out`, which may be `base`.
+
+    out, base: [rows, columns] of one type, bfloat16 or float32, with contiguous rows. left: [rows, rank] and right:
+    [rank, columns], float32. key: selects the dither. first: index of out[0, 0] in the whole weight, counted by rows.
+    """
+    if out.is_cuda:
+        from colocated_grpo.policy.lora.merge_kernel import merge as merge_on_gpu  # needs Triton
+
+        merge_on_gpu(out, base, left, right, scale, int(key), first)
+        return
+    exact = torch.addmm(base.float(), left, right, alpha=scale)
+    out.copy_(exact if out.dtype == torch.float32 else dithered(exact, int(key), first))

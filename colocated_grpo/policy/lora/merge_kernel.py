@@ -7,41 +7,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from colocated_grpo.policy.lora.linear import MIX
+from colocated_grpo.policy.lora.dither import MIX
 from colocated_grpo.runtime.triton_jit import jit
 
-BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_RANK = 64, 128, 32
+BLOCKS = {"BLOCK_R": 64, "BLOCK_C": 128, "BLOCK_K": 32}
+"""Rows, columns and ranks of a program."""
 _MIX_0 = tl.constexpr(MIX[0])
 _MIX_1 = tl.constexpr(MIX[1])
 _MIX_2 = tl.constexpr(MIX[2])
 
 
 def merge(out: Tensor, base: Tensor, left: Tensor, right: Tensor, scale: float, key: int, first: int) -> None:
-    """The same as `colocated_grpo.policy.lora.weights.merge`, up to the order of additions in the product."""
+    """The same as `colocated_grpo.policy.lora.linear.merge`, up to the order of additions in the product."""
     rows, columns = out.shape
     if rows == 0:
         return
-    grid = (triton.cdiv(rows, BLOCK_ROWS), triton.cdiv(columns, BLOCK_COLUMNS))
-    _merge[grid](
-        out,
-        base,
-        left,
-        right,
-        scale,
-        key,
-        first,
-        rows,
-        columns,
-        right.shape[0],
-        out.stride(0),
-        base.stride(0),
-        *left.stride(),
-        *right.stride(),
-        DITHERED=out.dtype == torch.bfloat16,
-        BLOCK_R=BLOCK_ROWS,
-        BLOCK_C=BLOCK_COLUMNS,
-        BLOCK_K=BLOCK_RANK,
-    )
+    grid = (triton.cdiv(rows, BLOCKS["BLOCK_R"]), triton.cdiv(columns, BLOCKS["BLOCK_C"]))
+    sizes, strides = (rows, columns, right.shape[0]), (out.stride(0), base.stride(0), *left.stride(), *right.stride())
+    constants = {"DITHERED": out.dtype == torch.bfloat16} | BLOCKS
+    _merge[grid](out, base, left, right, scale, key, first, *sizes, *strides, **constants)
 
 
 @partial(jit, do_not_specialize=("key",))

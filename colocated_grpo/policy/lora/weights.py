@@ -3,7 +3,8 @@
 The masters are the factors in float32, replicated on every rank. The model computes with merged weights, which the
 weight sync copies to the engine like any other weights. Trainer and engine therefore use the same bytes. Device
 memory, summed over all ranks: 2 bytes per parameter for the model, and 2 bytes per adapted parameter for the base
-(bfloat16). On each rank, also 16 bytes per parameter of the factors (AdamW).
+(bfloat16). A base in 4 bits has 9/16 bytes per parameter of a linear layer, and is merged at each use. On each rank,
+also 16 bytes per parameter of the factors (AdamW).
 """
 
 import json
@@ -12,7 +13,8 @@ import subprocess
 import sys
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -20,9 +22,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from colocated_grpo.errors import ConfigError
-from colocated_grpo.policy.lora.linear import ADAPTED, FACTORS, AdaptedLinear, dithered
+from colocated_grpo.policy.checkpoint_files import CheckpointReader
+from colocated_grpo.policy.lora import nf4
+from colocated_grpo.policy.lora.linear import ADAPTED, FACTORS, AdaptedLinear, merge, merged
+from colocated_grpo.policy.masters import read_from
 from colocated_grpo.policy.model import PackedLM, checkpoint_name, reshard
-from colocated_grpo.runtime.distributed import derive_seed, first_row, local_part
+from colocated_grpo.runtime.distributed import Computed, derive_seed, first_row, local_part, with_rows
 from colocated_grpo.settings.base import DEFAULT_INIT
 from colocated_grpo.settings.training import ALL_LINEAR, LoRAConfig
 
@@ -40,10 +45,26 @@ def insert_adapters(lm: PreTrainedModel, blocks: nn.ModuleList, config: LoRAConf
 
     Parameters are on the meta device. Raises ConfigError if a target does not exist or is not a linear layer.
     """
-    for name in target_names(lm, blocks, config):
+    targets, in_4_bits = target_names(lm, blocks, config), config.base_dtype == "nf4"
+    for name in _in_4_bits(lm) if in_4_bits else targets:
         parent, _, leaf = name.rpartition(".")
-        layer = lm.get_submodule(name)
-        setattr(lm.get_submodule(parent), leaf, ADAPTED[type(layer)](layer, config.rank, config.scale))
+        rank = config.rank if name in targets else 0
+        layer = AdaptedLinear(lm.get_submodule(name), rank, config.scale, in_4_bits=in_4_bits)
+        setattr(lm.get_submodule(parent), leaf, layer)
+
+
+def _in_4_bits(lm: PreTrainedModel) -> list[str]:
+    """Return the names of all linear layers. Raises ConfigError if their weights cannot be stored in 4 bits."""
+    names, parameters = list(linear_names(lm)), dict(lm.named_parameters())
+    found = [
+        f"{name} has rows that are no multiple of 64"
+        for name in names
+        if parameters[f"{name}.weight"].shape[1] % nf4.BLOCK
+    ]
+    found += [f"{name} would keep 16 bits" for name, parameter in parameters.items() if _is_expert(name, parameter)]
+    if found:
+        raise ConfigError(f"policy.lora.base_dtype=nf4: must be auto for this model: {found[0]}")
+    return names
 
 
 def target_names(lm: PreTrainedModel, blocks: nn.ModuleList, config: LoRAConfig) -> list[str]:
@@ -125,22 +146,6 @@ PREFIX = "base_model.model."
 """PEFT's prefix of tensor names."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Adapted:
-    """One layer with an adapter, and this rank's rows of its base weight."""
-
-    layer: AdaptedLinear
-    base: Tensor
-    key: int
-    """Selects the dither of this weight."""
-    row: int
-    """Index of the first of this rank's rows."""
-
-    @property
-    def factors(self) -> Factors:
-        return self.layer.lora_A.data, self.layer.lora_B.data
-
-
 class AdapterWeights:
     """`Weights` of a model with adapters, sharded by FSDP2 or on one rank."""
 
@@ -155,15 +160,14 @@ class AdapterWeights:
         """
         self.model = model
         self._device = device
-        self._layers: dict[str, Adapted] = {}
-        for name, layer in adapted_layers(model).items():
+        self._layers = _layers(model)
+        self._bases: dict[str, Tensor] = {}
+        """This rank's rows of the bases in 16 bits."""
+        for name, layer in self._layers.items():
             _initialize(layer, device, derive_seed(seed, "adapter", name))
-            self._layers[name] = Adapted(
-                layer=layer,
-                base=_copy(local_part(layer.weight), on_host=base_on_host),
-                key=derive_seed(seed, "dither", name),
-                row=first_row(layer.weight),
-            )
+            layer.key = torch.tensor(derive_seed(seed, "dither", name))
+            if not layer.in_4_bits:
+                self._bases[name] = _copy(local_part(layer.weight), on_host=base_on_host)
         self._masters = factors_of(model)
         if factors:
             with torch.no_grad():
@@ -175,8 +179,9 @@ class AdapterWeights:
         """Return the factors under PEFT's names."""
         return self._masters
 
-    def published(self) -> dict[str, nn.Parameter]:
-        return self.model.hf_parameters()
+    def published(self) -> Computed:
+        packed = {f"{name}.weight": partial(_merged, layer) for name, layer in self._layers.items() if layer.in_4_bits}
+        return Computed(self.model.hf_parameters(), packed)
 
     def before_forward(self, *, last: bool) -> None:
         """Do nothing: the factors' gradients accumulate in float32 and are reduced once, in `reduce_gradients`."""
@@ -198,45 +203,77 @@ class AdapterWeights:
     def release(self) -> None:
         reshard(self.model)
 
+    @torch.no_grad()
     def publish(self) -> None:
-        """Merge the current factors into the model's weights."""
-        self._merge({name: adapted.factors for name, adapted in self._layers.items()})
+        """Merge the current factors into the model's weights. Weights in 4 bits are merged whenever they are used."""
+        for name, base in self._bases.items():
+            layer = self._layers[name]
+            merge(local_part(layer.weight).data, base.to(self._device, non_blocking=True), *_own_rows(layer))
 
     @contextmanager
     def with_factors(self, factors: Mapping[str, Factors]) -> Generator[None]:
         """Compute with `factors`, by layer name, inside the context. Layers without an entry use the base weight."""
-        self._merge(factors)
+        own = {
+            name: (layer.lora_A.detach().clone() if name in factors else layer.lora_A, layer.lora_B.detach().clone())
+            for name, layer in self._layers.items()
+        }
+        self._set(factors)
         try:
             yield
         finally:
-            self.publish()
+            self._set(own)
 
     def nonzero_factors(self) -> dict[str, Factors]:
         """Return a copy of the factors of each layer whose adapter is not zero."""
         return {
-            name: (adapted.factors[0].clone(), adapted.factors[1].clone())
-            for name, adapted in self._layers.items()
-            if adapted.layer.lora_B.any()
+            name: (layer.lora_A.detach().clone(), layer.lora_B.detach().clone())
+            for name, layer in self._layers.items()
+            if layer.lora_B.any()
         }
 
     @torch.no_grad()
-    def _merge(self, factors: Mapping[str, Factors]) -> None:
-        for name, adapted in self._layers.items():
-            weight = local_part(adapted.layer.weight).data
-            base = adapted.base.to(self._device, non_blocking=True)
-            if name not in factors:
-                weight.copy_(base)
-                continue
-            left, right = adapted.layer.product(*factors[name])
-            rows = left[adapted.row : adapted.row + len(weight)]
-            merge(weight, base, rows, right, adapted.layer.scale, adapted.key, adapted.row * weight[:1].numel())
+    def _set(self, factors: Mapping[str, Factors]) -> None:
+        for name, layer in self._layers.items():
+            a, b = factors.get(name, (layer.lora_A, torch.zeros_like(layer.lora_B)))
+            layer.lora_A.copy_(a)
+            layer.lora_B.copy_(b)
+        self.publish()
+
+
+def _own_rows(layer: AdaptedLinear) -> tuple[Tensor, Tensor, float, Tensor, int]:
+    """Return the arguments of `merge` after the base, for this rank's rows."""
+    base, (left, right) = layer.base(), layer.product()
+    row = first_row(base)
+    return left[row : row + len(local_part(base))], right, layer.scale, layer.key, row * right.shape[1]
+
+
+def _merged(layer: AdaptedLinear) -> Tensor:
+    """Return the merged weight of a base in 4 bits, sharded as the base."""
+    rows = local_part(layer.packed.detach())
+    return with_rows(layer.packed, merged(rows, *_own_rows(layer), rows))
+
+
+@torch.no_grad()
+def read_4_bits(model: PackedLM, folder: Path, device: torch.device) -> None:
+    """Read the weights that are stored in 4 bits from the checkpoint in `folder`, one at a time."""
+    reader = CheckpointReader(folder)
+    for name, layer in _layers(model).items():
+        if layer.in_4_bits:
+            packed = local_part(layer.packed)
+            rows = torch.empty(len(packed), nf4.weight_columns(packed), device=device)
+            read_from(reader, {f"{name}.weight": with_rows(layer.packed, rows)}, model.lm.base_model_prefix)
+            packed.copy_(nf4.pack(rows, packed.dtype))
+
+
+def _layers(model: PackedLM) -> dict[str, AdaptedLinear]:
+    return {
+        checkpoint_name(name): module for name, module in model.named_modules() if isinstance(module, AdaptedLinear)
+    }
 
 
 def adapted_layers(model: PackedLM) -> dict[str, AdaptedLinear]:
     """Return the layers with adapters by their names in the checkpoint, without '.weight'."""
-    return {
-        checkpoint_name(name): module for name, module in model.named_modules() if isinstance(module, AdaptedLinear)
-    }
+    return {name: layer for name, layer in _layers(model).items() if layer.lora_A.requires_grad}
 
 
 def factors_of(model: PackedLM) -> dict[str, nn.Parameter]:
@@ -250,36 +287,22 @@ def factors_of(model: PackedLM) -> dict[str, nn.Parameter]:
 
 def frozen_experts(model: PackedLM) -> int:
     """Return the number of parameters of fused experts, which are not linear layers and get no adapter."""
-    parameters = model.hf_parameters().items()
-    return sum(p.numel() for name, p in parameters if p.dim() == EXPERT_DIMENSIONS and ".experts." in name)
+    return sum(p.numel() for name, p in model.hf_parameters().items() if _is_expert(name, p))
+
+
+def _is_expert(name: str, parameter: Tensor) -> bool:
+    return parameter.dim() == EXPERT_DIMENSIONS and ".experts." in name
 
 
 def _initialize(layer: AdaptedLinear, device: torch.device, seed: int) -> None:
     a, b = layer.lora_A, layer.lora_B
     values = torch.empty(a.shape)
-    nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=torch.Generator().manual_seed(seed))
-    layer.lora_A = nn.Parameter(values.to(device))
-    layer.lora_B = nn.Parameter(torch.zeros(b.shape, device=device))
+    if a.requires_grad:
+        nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=torch.Generator().manual_seed(seed))
+    layer.lora_A = nn.Parameter(values.to(device), requires_grad=a.requires_grad)
+    layer.lora_B = nn.Parameter(torch.zeros(b.shape, device=device), requires_grad=b.requires_grad)
 
 
 def _copy(weight: Tensor, *, on_host: bool) -> Tensor:
-    weight = weight.detach()
-    if not on_host:
-        return weight.clone()
-    copy = torch.empty_like(weight, device="cpu", pin_memory=weight.is_cuda)
-    return copy.copy_(weight)
-
-
-def merge(out: Tensor, base: Tensor, left: Tensor, right: Tensor, scale: float, key: int, first: int = 0) -> None:
-    """Write base + scale * left @ right into `out`.
-
-    out, base: [rows, columns] of one type, bfloat16 or float32, with contiguous rows. left: [rows, rank] and right:
-    [rank, columns], float32. key: selects the dither. first: index of out[0, 0] in the whole weight, counted by rows.
-    """
-    if out.is_cuda:
-        from colocated_grpo.policy.lora.merge_kernel import merge as merge_on_gpu  # needs Triton
-
-        merge_on_gpu(out, base, left, right, scale, key, first)
-        return
-    exact = torch.addmm(base.float(), left, right, alpha=scale)
-    out.copy_(exact if out.dtype == torch.float32 else dithered(exact, key, first))
+    device = "cpu" if on_host else weight.device
+    return torch.empty_like(weight, device=device, pin_memory=on_host and weight.is_cuda).copy_(weight.detach())

@@ -205,6 +205,7 @@ _LORA: dict[str, Alias] = {
     "lora_dropout": _DROPOUT,
     "lora_task_type": one_of("causal language models are trained", {"causal_lm": None}),
     "use_rslora": one_of("policy.lora.rslora", {True: True, False: None}),
+    "load_in_4bit": one_of("policy.lora.base_dtype", {True: "nf4", False: None}),
     **each("lora_modules_to_save lora_target_parameters use_dora", not_supported(_PLAIN)),
     "use_peft": Alias(_use_peft, "policy.lora"),
 }

@@ -301,7 +301,7 @@ TRL: dict[str, Alias] = {
         "dtype torch_dtype",
         one_of("policy.compute_dtype", {"bfloat16": None}, "of the forward pass on CUDA; master weights are fp32"),
     ),
-    **each("load_in_4bit load_in_8bit", not_supported("base weights are 16-bit; see policy.lora.base_on_host")),
+    "load_in_8bit": not_supported("base weights have 16 or 4 bits; see policy.lora.base_dtype"),
     **each(
         "data_seed datasets deepspeed entropy_coef eval_delay fp16 hub_token label_smoothing_factor "
         "lr_scheduler_kwargs max_tool_calling_iterations neftune_noise_alpha off_policy_mask_threshold optim_args "

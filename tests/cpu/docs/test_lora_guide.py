@@ -10,10 +10,13 @@ import yaml
 from colocated_grpo.policy.export import AdapterExport, ModelExport
 from colocated_grpo.settings.config_file import load_config
 from colocated_grpo.settings.errors import parse_path, setting_names
+from colocated_grpo.settings.model_sizes import sizes_of
+from colocated_grpo.settings.run_sizes import adapter_parameters
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.training import LoRAConfig
 from tests.support.config_text import load
 from tests.support.paths import ROOT
+from tests.support.real_sizes import config_json
 
 GUIDE = (ROOT / "docs/guides/lora.md").read_text()
 SHIPPED = load_config(ROOT / "training_configs/gsm8k_qwen3_8b_lora_1gpu.yaml")
@@ -27,10 +30,10 @@ def section(heading: str) -> str:
 def test_every_yaml_of_the_guide_loads():
     texts = re.findall(r"```yaml\n(.*?)```", GUIDE, re.DOTALL)
     configs = [load(text) for text in texts]
-    assert [config.policy.lora is not None for config in configs] == [True, True, True, False]
+    assert [config.policy.lora is not None for config in configs] == [True, True, True, True, False]
     assert configs[0].policy.lora == LoRAConfig()
     assert configs[1].policy == configs[0].policy, "the settings shown are the defaults"
-    assert configs[3].policy.train_layers == list(range(27, BLOCKS_OF_QWEN3_8B))
+    assert configs[4].policy.train_layers == list(range(27, BLOCKS_OF_QWEN3_8B))
 
 
 def test_the_table_of_settings_is_complete_and_its_defaults_are_right():
@@ -39,6 +42,20 @@ def test_the_table_of_settings_is_complete_and_its_defaults_are_right():
     for name, text in rows.items():
         shown = yaml.safe_load(text.replace("`", "").partition(":")[0])
         assert shown == LoRAConfig.model_fields[name].default, name
+
+
+def test_the_memory_of_a_base_in_4_bits_is_right_by_the_same_arithmetic():
+    sizes = sizes_of(config_json())
+    linear = sum(inputs * outputs for block in sizes.blocks for inputs, outputs in block.linear.values())
+    stored, others, whole = (size / 1e9 for size in (linear * 9 / 16, 2 * (sizes.total - linear), 2 * sizes.total))
+    rows = (
+        f"| adapter | {whole + 2 * linear / 1e9:.0f} GB | {2 * whole + 2 * linear / 1e9:.0f} GB |",
+        f"`weights: shared` | {whole:.0f} GB, with the engine | {whole:.0f} GB |",
+        f"| {stored + others:.1f} GB: {stored:.1f} of linear layers, {others:.1f} of embeddings and output layer |",
+        f" output layer | {stored + others + whole:.0f} GB |",
+        f"without the adapter's own {16e-9 * adapter_parameters(LoRAConfig(), sizes):.1f} GB",
+    )
+    assert [row for row in rows if row not in GUIDE] == []
 
 
 def test_settings_named_in_the_guide_exist():
@@ -69,8 +86,9 @@ def test_vllm_would_reject_that_rank_without_the_flag():
 
 
 def test_the_names_imported_in_the_guide_exist():
-    [code] = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
+    code = "".join(re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL))
     imports = "\n".join(line for line in code.splitlines() if line.startswith("from "))
     namespace: dict[str, object] = {}
     exec(imports, namespace)
     assert hasattr(namespace["PeftModel"], "from_pretrained")
+    assert hasattr(namespace["BitsAndBytesConfig"], "from_dict")

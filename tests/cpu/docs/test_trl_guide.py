@@ -76,7 +76,7 @@ def test_the_compared_defaults_are_right():
 
 
 def test_settings_listed_as_not_supported_are_rejected():
-    for name in ("entropy_coef", "top_entropy_quantile", "sync_ref_model", "load_in_4bit"):
+    for name in ("entropy_coef", "top_entropy_quantile", "sync_ref_model", "load_in_8bit"):
         assert f"`{name}`" in GUIDE
         assert config_error(f"{name}: 0.1").startswith(name)
     for loss in ("sapo", "vespo", "luspo"):

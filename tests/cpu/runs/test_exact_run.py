@@ -24,7 +24,7 @@ def exact(**changes: object) -> Settings:
     return {"numerics": "exact", "training_steps": 3, "rollout": rollout, **changes}
 
 
-@pytest.mark.parametrize("lora", [None, {"rank": 4}], ids=["full", "lora"])
+@pytest.mark.parametrize("lora", [None, {"rank": 4}, {"rank": 4, "base_dtype": "nf4"}], ids=["full", "lora", "nf4"])
 def test_engine_and_policy_agree_to_the_last_bit_in_every_step(tmp_path, lora):
     own = {"policy": {"lora": lora}, "checkpoint": {"every": 0}, "evaluation": {"every": 0}}
     config = exact(environments=[{"type": "task", "name": TASK}], **own)

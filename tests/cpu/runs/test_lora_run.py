@@ -107,6 +107,15 @@ def test_a_killed_run_resumes_bit_for_bit_and_shared_weights_change_nothing(unin
     assert_same_run(resumed, uninterrupted["float32"] if ranks == 1 else whole)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_killed_run_whose_base_has_4_bits_resumes_bit_for_bit_and_its_engine_agrees(tmp_path, ranks):
+    config = everything("copied", "float32")
+    config["policy"]["lora"]["base_dtype"] = "nf4"
+    whole = train(tmp_path / "whole", config, ranks=ranks)
+    assert all(row["mismatch/plain"] < FLOAT32_CLOSE for row in whole.rows(files.TRAIN))
+    assert_same_run(assert_resumes_exactly(whole, tmp_path, config, first_step=STEPS - 1, ranks=ranks), whole)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_sampler_and_trainer_agree_in_every_step_while_the_adapter_moves(uninterrupted, dtype):
     run = uninterrupted[dtype]

@@ -14,6 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import bitsandbytes.functional as bnb
 import pytest
 import torch
 from peft import PeftModel
@@ -21,6 +22,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from colocated_grpo import Trainer
+from colocated_grpo.settings.inputs import ADAPTER_WEIGHTS
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.files import Row
 from tests.support import sums
@@ -88,6 +90,22 @@ def adapter(folder) -> TrainingRun:
     episode = {"type": "episode", "name": f"{output / 'ask.py'}:Ask"}
     sizes = {**SIZES, "max_completion_tokens": 48}
     config = settings("smollm2", episode, STEPS, policy={"lora": {}}, rollout=sizes, evaluation={"prompts": 2})
+    return train(output, config)
+
+
+@pytest.fixture(scope="module")
+def in_4_bits(folder) -> TrainingRun:
+    """A run that trains an adapter on a base in 4 bits, evaluates greedily, and exports the merged model."""
+    output = folder / "4_bits"
+    output.mkdir()
+    config = settings(
+        "smollm2",
+        sums.entry(output, ROWS, chat=True),
+        STEPS,
+        policy={"lr": 1e-3, "lora": {"base_dtype": "nf4"}},
+        evaluation={"prompts": 2, "every": STEPS, "temperature": 0.0},
+        checkpoint={"export_merged": True},
+    )
     return train(output, config)
 
 
@@ -175,6 +193,32 @@ def assert_loads_in_peft(adapter: Path, model: str, blocks: int) -> None:
 def test_an_adapter_of_smollm2_trains_at_the_defaults_and_loads_in_peft(adapter):
     assert_trained(adapter.rows(files.TRAIN), STEPS)
     assert_loads_in_peft(adapter.folder / "final_adapter", "smollm2", blocks=30)
+
+
+def test_the_engine_agrees_with_a_policy_whose_base_has_4_bits(in_4_bits):
+    assert_trained(in_4_bits.rows(files.TRAIN), STEPS)
+    assert_loads_in_peft(in_4_bits.folder / "final_adapter", "smollm2", blocks=30)
+
+
+def test_a_merged_model_is_the_rounded_base_plus_the_adapter_and_computes_what_the_engine_sampled(in_4_bits):
+    model, adapter = in_4_bits.folder / "final_model", load_file(in_4_bits.folder / "final_adapter" / ADAPTER_WEIGHTS)
+    before, after = (load_file(path / "model.safetensors") for path in (real_model("smollm2"), model))
+    assert before.keys() == after.keys()
+    for name, weight in after.items():
+        expected = before[name].float()
+        if name.endswith("_proj.weight"):
+            base = bnb.dequantize_4bit(*bnb.quantize_4bit(expected, blocksize=64, quant_type="nf4"))
+            layer = f"base_model.model.{name.removesuffix('.weight')}"
+            expected = base + adapter[f"{layer}.lora_B.weight"] @ adapter[f"{layer}.lora_A.weight"]
+        torch.testing.assert_close(weight, expected, rtol=0, atol=1e-6)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    rows = [row for row in files.read_rollouts(in_4_bits.folder) if row["kind"] == files.EVALUATION]
+    last = [row for row in rows if row["step"] == STEPS]
+    assert len(last) == 2
+    for row in last:
+        prompt = tokenizer(row["prompt"], add_special_tokens=False)["input_ids"]
+        tokens, _ = greedy(model, prompt, row["completion_tokens"])
+        assert tokenizer.decode(tokens, skip_special_tokens=True) == row["completion"]
 
 
 def test_messages_of_a_tool_are_rendered_by_the_template_after_the_end_of_the_models_own(adapter):

@@ -195,6 +195,13 @@ def test_a_callback_that_ends_the_run_waits_for_the_batch_sampled_ahead_before_t
     assert evaluated == [0, 2]
 
 
+def test_merged_weights_of_a_base_in_4_bits_are_broadcast(server, task, tmp_path):
+    policy = {"lr": 0.02, "lora": {"rank": RANK, "base_dtype": "nf4"}}
+    rows = train(tmp_path, work(task, server, policy=policy)).rows(files.TRAIN)
+    assert len(rows) == STEPS
+    assert max(row["mismatch/plain"] for row in rows) < FRESH
+
+
 def test_a_broadcast_run_whose_engine_is_killed_saves_ends_and_continues(server, task, uninterrupted, tmp_path):
     killed = kill_engine(task, server, step=3)
     config = work(task, server, checkpoint={"every": 0})

@@ -59,6 +59,8 @@ def test_the_translated_defaults_are_those_of_peft():
         ("lora_target_modules: [q_proj, o_proj]", {"target_modules": ["q_proj", "o_proj"]}),
         ("lora_target_modules: q_proj", {"target_modules": ["q_proj"]}),
         ("lora_target_modules: ['.*[qv]_proj']", {"target_modules": ".*[qv]_proj"}),
+        ("load_in_4bit: true\nuse_peft: true", {**TRLS, "base_dtype": "nf4"}),
+        ("load_in_4bit: false\nuse_peft: true", TRLS),
         ("lora_dropout: 0", {"dropout": 0.0}),
         ("lora_task_type: CAUSAL_LM\nuse_peft: true", TRLS),
         ("use_peft: true\npolicy: {lora: {rank: 4}}", {**TRLS, "rank": 4}),
@@ -172,8 +174,8 @@ def test_a_peft_config_sets_an_adapter_with_pefts_defaults(text, settings):
     ("text", "line"),
     [
         (
-            "load_in_4bit: true",
-            "load_in_4bit=true: not supported; base weights are 16-bit; see policy.lora.base_on_host "
+            "load_in_8bit: true",
+            "load_in_8bit=true: not supported; base weights have 16 or 4 bits; see policy.lora.base_dtype "
             "(line 3 of x.yaml)",
         ),
         (

@@ -421,7 +421,7 @@ def test_names_that_trls_scripts_use_are_translated_or_accepted():
     assert set(names.split()) - set(ALIASES) - set(Config.model_fields) == set()
 
 
-@pytest.mark.parametrize("name", ["load_in_4bit", "sync_ref_model", "entropy_coef"])
+@pytest.mark.parametrize("name", ["load_in_8bit", "sync_ref_model", "entropy_coef"])
 def test_a_name_without_a_counterpart_may_be_off(name):
     assert load(f"{name}: 0") == load()
     assert config_error(f"{name}: 1").startswith(f"{name}=1: not supported; ")

@@ -335,6 +335,14 @@ def test_a_yaml_document_of_exponential_size_is_read_quickly():
             "the device; set policy.lora.base_on_host to keep the base weights in host memory",
         ),
         (
+            "policy: {lora: {base_dtype: nf4, base_on_host: true}}",
+            "policy.lora.base_on_host=true: must be false with policy.lora.base_dtype: nf4, read by each pass",
+        ),
+        (
+            "policy: {lora: {base_dtype: nf4}}\nweights: shared",
+            "policy.lora.base_dtype=nf4: must be auto with weights: shared, whose weights have the engine's type",
+        ),
+        (
             "policy: {lora: {}, load_balancing: 0.001}",
             "policy.load_balancing=0.001: must be 0 with policy.lora, which freezes the routers",
         ),

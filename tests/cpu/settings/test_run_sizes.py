@@ -23,6 +23,7 @@ SHORT = "rollout: {max_prompt_tokens: 512, max_completion_tokens: 512}\n"
         ("policy: {optimizer: {type: adafactor}}", 8),
         ("policy: {lora: {}}", 4),
         ("policy: {lora: {base_on_host: true}}", 2),
+        ("policy: {lora: {base_dtype: nf4}}", 0.85 * 9 / 16 + 0.15 * 2),
         ("policy: {cpu_offload: true}", 0),
         ("loss: {type: grpo, kl: {coef: 0.1}}", 18),
         ("policy: {train_layers: 0-8}", 2 + 14 / 4 * 0.85),
@@ -85,6 +86,18 @@ def test_a_model_that_is_too_large_fits_with_the_settings_named():
     assert " 2 such GPUs" in fix and "offload_optimizer" not in fix
     assert fits(RunSizes(load(SHORT, "--policy.lora", "{}"), sizes, H100), 64 * GIB, FULL)
     assert fits(RunSizes(load(SHORT), sizes, replace(H100, ranks=4)), 16 * GIB, FULL)
+
+
+def test_a_base_in_4_bits_is_named_where_training_does_not_fit_and_left_out_where_it_is_rejected():
+    sizes, long = sizes_of(config_json()), "rollout: {max_prompt_tokens: 4096, max_completion_tokens: 90000}\n"
+    adapter = RunSizes(load(long, "--policy.lora", "{}"), sizes, H100)
+    smaller = adapter.smaller()["--policy.lora.base_dtype nf4"].footprint()
+    assert adapter.footprint().training - smaller.training == pytest.approx(
+        sizes.total * (2 * 0.85 + (2 - 9 / 16) * 0.85), rel=0.01
+    )
+    for flags in (["--weights", "shared"], ["--policy.lora.base_on_host", "true"]):
+        run = RunSizes(load(long, "--policy.lora", "{}", *flags), sizes, H100)
+        assert "--policy.lora.base_dtype nf4" not in run.smaller()
 
 
 def test_host_memory_must_hold_what_is_offloaded():

@@ -45,6 +45,10 @@ def lines(tmp_path: Path, *overrides: str) -> list[str]:
         ),
         ([*SERVER, "--weights", "shared"], "weights=shared: must be copied with engine.placement: server; there, "),
         (
+            [*SERVER, "--engine.bridge", "adapter", "--policy.lora.base_dtype", "nf4"],
+            "engine.bridge=adapter: must be broadcast or restart with policy.lora.base_dtype: nf4, another base",
+        ),
+        (
             [*SERVER, "--engine.bridge", "adapter"],
             "engine.bridge=adapter: needs policy.lora; without an adapter use broadcast or restart",
         ),

@@ -1,0 +1,59 @@
+"""Weights in 4 bits: NF4 (QLoRA, Dettmers et al. 2023), whose levels are quantiles of a normal distribution.
+
+Each block of 64 elements of a row is stored as 64 numbers of levels, two per byte, and one float32 scale. The values
+are those of bitsandbytes without nested quantization. A block never crosses rows, so shards by rows are whole blocks.
+
+A row's bytes, first all levels and then all scales, are stored in a tensor of the compute type: FSDP2 would cast a
+tensor of another type before it gathers it.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+BLOCK = 64
+BLOCK_BYTES = BLOCK // 2 + 4
+LEVELS = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+
+
+def packed_columns(columns: int, dtype: torch.dtype) -> int:
+    """Return the columns of a packed weight. columns: of the weight, a multiple of BLOCK. dtype: the compute type."""
+    return columns // BLOCK * BLOCK_BYTES // dtype.itemsize
+
+
+def weight_columns(packed: Tensor) -> int:
+    """Return the columns of the weight that `packed` holds."""
+    return packed.shape[1] * packed.itemsize // BLOCK_BYTES * BLOCK
+
+
+def pack(weight_RC: Tensor, dtype: torch.dtype) -> Tensor:
+    """Quantize a float32 weight to the nearest levels. dtype: the compute type."""
+    blocks = weight_RC.view(len(weight_RC), weight_RC.shape[1] // BLOCK, BLOCK)
+    scales = blocks.abs().amax(-1)
+    levels = _pairs(weight_RC.device)[:16, 1]
+    middles = (levels[1:] + levels[:-1]) / 2
+    relative = blocks / scales[..., None].clamp(min=torch.finfo(scales.dtype).tiny)
+    codes = torch.bucketize(relative.flatten(1), middles, out_int32=True).to(torch.uint8)
+    pairs = codes[:, 0::2] << 4 | codes[:, 1::2]
+    return torch.cat([pairs, scales.view(torch.uint8)], dim=1).view(dtype)
+
+
+def unpack(packed: Tensor) -> Tensor:
+    """Return the weight [R, C] in the compute type, which is the type of `packed`."""
+    rows, columns = len(packed), weight_columns(packed)
+    pairs, scales = packed.contiguous().view(torch.uint8).split([columns // 2, columns // BLOCK * 4], dim=1)
+    blocks = functional.embedding(pairs.int(), _pairs(packed.device)).view(rows, columns // BLOCK, BLOCK)
+    return blocks.mul_(scales.contiguous().view(torch.float32)[..., None]).view(rows, columns).to(packed.dtype)
+
+
+@cache
+def _pairs(device: torch.device) -> Tensor:
+    """Return the two levels of each byte, [256, 2]."""
+    levels = torch.tensor(LEVELS, device=device)
+    return torch.cartesian_prod(levels, levels)
