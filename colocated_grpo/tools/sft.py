@@ -83,6 +83,9 @@ def read_settings(options: argparse.Namespace, overrides: Sequence[str]) -> Conf
         ("policy", "lr"): parse_value(options.lr),
         **{key: parse_value(text) for key, text in parse_overrides(overrides)},
         ("loss",): OBJECTIVE,
+        # One optimizer step per batch: the learning rate's schedule counts these steps.
+        ("batch", "minibatches"): 1,
+        ("batch", "epochs"): 1,
     }
     config = build_config(None, given).config
     check_world(config, int(os.environ["WORLD_SIZE"]))
@@ -122,15 +125,21 @@ def completions(row: Item, source: str) -> Iterator[tuple[object, str]]:
 
     A chat has a completion for each message of the assistant; the prompt is the chat before it.
     """
-    pairs, messages = [(row.get("prompt"), row.get("completion"))], row.get("messages")
-    if isinstance(messages, list):
-        chat = [message if isinstance(message, dict) else {} for message in messages]
-        pairs = [(chat[:i], [said]) for i, said in enumerate(chat) if i and said.get("role") == "assistant"]
-    for prompt, completion in pairs or [(None, None)]:
-        text = completion[-1].get("content") if isinstance(completion, list) and completion else completion
+    prompt, said = row.get("prompt"), row.get("completion")
+    before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if isinstance(messages := row.get("messages"), list):
+        prompt, before, said = None, [], messages
+    pairs = [(prompt, said)]
+    if isinstance(said, list) and isinstance(before, list):
+        chat = [message if isinstance(message, dict) else {} for message in said]
+        places = [i for i, message in enumerate(chat) if message.get("role") == "assistant" and before + chat[:i]]
+        pairs = [(before + chat[:i] if i else prompt, chat[i].get("content")) for i in places]
+    for given, text in pairs or [(None, None)]:
         if not isinstance(text, str):
             raise ConfigError(f"{source}: needs a `prompt` and a `completion` with text, or `messages` with both")
-        yield prompt, text
+        if text != text.encode(errors="replace").decode():
+            raise ConfigError(f"{source}: a completion contains a lone surrogate, which cannot be encoded")
+        yield given, text
 
 
 def fine_tune(config: Config, rows: Sequence[Item], options: argparse.Namespace, world: World) -> list[float]:

@@ -55,6 +55,12 @@ def test_each_message_of_the_assistant_is_a_completion_of_the_chat_before_it():
     assert texts({"messages": CHAT}) == [(begin, "7<|end|>"), (begin + rest, "10<|end|>")]
 
 
+def test_a_completion_of_several_messages_is_the_end_of_a_chat():
+    begin, rest = CHAT[:2], CHAT[2:]
+    assert texts({"prompt": begin, "completion": rest}) == texts({"messages": CHAT})
+    assert texts({"prompt": "3+4=", "completion": rest}) == texts({"messages": CHAT[1:]})
+
+
 def test_a_prompt_with_its_completion_above_the_limit_is_left_out():
     row = {"prompt": "3+4=", "completion": "7"}
     assert len(texts(row, limit=9)) == 1
@@ -62,11 +68,21 @@ def test_a_prompt_with_its_completion_above_the_limit_is_left_out():
 
 
 @pytest.mark.parametrize(
-    "row", [{"prompt": "3+4="}, {"prompt": "3+4=", "completion": 7}, {"messages": CHAT[:2]}, {"messages": "3+4="}]
+    "row",
+    [
+        *({"prompt": "3+4="}, {"prompt": "3+4=", "completion": 7}, {"messages": CHAT[:2]}, {"messages": "3+4="}),
+        *({"prompt": "3+4=", "completion": said} for said in (["7"], [], CHAT[:2])),
+        {"completion": CHAT[2:]},
+    ],
 )
 def test_a_row_without_a_completion_is_one_line(row):
     with pytest.raises(ConfigError, match="row 0: needs a `prompt` and a `completion` with text, or `messages`"):
         texts(row)
+
+
+def test_a_completion_that_cannot_be_encoded_is_one_line():
+    with pytest.raises(ConfigError, match="row 0: a completion contains a lone surrogate"):
+        texts({"prompt": "3+4=", "completion": "7\ud83d"})
 
 
 @pytest.mark.parametrize(
@@ -133,6 +149,13 @@ def test_two_ranks_have_the_losses_of_one(tmp_path):
     one, two = (tune(tmp_path, ranks, "--lr", "1e-3", "--epochs", "3")[0] for ranks in (1, 2))
     assert len(one) == 6 and one[-1] < one[0]
     assert one == pytest.approx(two, abs=1e-5)
+
+
+def test_each_batch_is_one_optimizer_step_which_the_schedule_counts(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    flags = ["rows.jsonl", "--model", str(tiny_model()), "--output", str(tmp_path / "tuned")]
+    config = sft.read_settings(sft.parser().parse_args(flags), ["--batch.minibatches", "2", "--batch.epochs", "2"])
+    assert config.optimizer_steps == config.training_steps
 
 
 def test_an_output_that_exists_is_not_replaced(tmp_path):
