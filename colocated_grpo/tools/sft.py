@@ -28,7 +28,7 @@ from colocated_grpo.runtime.joining import join
 from colocated_grpo.runtime.verdict import run_program
 from colocated_grpo.settings.config_file import build_config, parse_overrides
 from colocated_grpo.settings.inputs import check_inputs
-from colocated_grpo.settings.rules import check_world
+from colocated_grpo.settings.rules import check, check_world
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.training import BatchConfig
 from colocated_grpo.settings.tree import parse_value
@@ -37,6 +37,8 @@ from colocated_grpo.types import Group, JsonObject
 
 OBJECTIVE = {"type": "cispo", "correction": {"mode": "off"}}
 """On-policy and with an advantage of 1, this loss is the mean of -log p over the tokens."""
+MANY = 10**9
+"""Steps until the rows are encoded, which give their number: the rules compare other settings with it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -83,6 +85,7 @@ def read_settings(options: argparse.Namespace, overrides: Sequence[str]) -> Conf
         ("policy", "lr"): parse_value(options.lr),
         **{key: parse_value(text) for key, text in parse_overrides(overrides)},
         ("loss",): OBJECTIVE,
+        ("training_steps",): MANY,
         # One optimizer step per batch: the learning rate's schedule counts these steps.
         ("batch", "minibatches"): 1,
         ("batch", "epochs"): 1,
@@ -153,6 +156,7 @@ def fine_tune(config: Config, rows: Sequence[Item], options: argparse.Namespace,
         raise ConfigError("ROWS: no row is left to train on")
     size = config.rollout.prompts_per_step
     config = config.model_copy(update={"training_steps": options.epochs * ceil(len(groups) / size)})
+    check(config)
     policy = Policy(config, model.hf_config, model.folder, world)
     config = config.with_micro_batches(choose_micro_batch_size(policy, StepSettings.of(config), world).tokens)
     losses = []

@@ -158,6 +158,15 @@ def test_each_batch_is_one_optimizer_step_which_the_schedule_counts(tmp_path, mo
     assert config.optimizer_steps == config.training_steps
 
 
+def test_a_warmup_is_compared_with_the_steps_that_the_rows_give(tmp_path, monkeypatch, world):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    flags = ["rows.jsonl", "--model", str(tiny_model()), "--output", str(tmp_path / "tuned"), "--epochs", "1"]
+    options = sft.parser().parse_args(flags)
+    config = sft.read_settings(options, ["--policy.warmup_steps", "150"])
+    with pytest.raises(ConfigError, match=r"policy\.warmup_steps=150: must be at most the run's 1 optimizer steps"):
+        sft.fine_tune(config, ROWS, options, world)
+
+
 def test_an_output_that_exists_is_not_replaced(tmp_path):
     with pytest.raises(ConfigError, match="already exists; choose another folder"):
         sft.read_settings(sft.parser().parse_args(["rows.jsonl", "--model", "m", "--output", str(tmp_path)]), [])
