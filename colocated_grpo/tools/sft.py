@@ -15,6 +15,7 @@ from colocated_grpo.batching import pack
 from colocated_grpo.environments.base import Item
 from colocated_grpo.environments.chat import ChatCodec, Tokens
 from colocated_grpo.environments.prompts import VARIABLES, PromptEncoder
+from colocated_grpo.environments.rows.dataset import without_null_fields
 from colocated_grpo.environments.rows.readers import READERS, read_file
 from colocated_grpo.errors import ConfigError, RunError
 from colocated_grpo.metrics import Metrics, reduce
@@ -128,9 +129,9 @@ def completions(row: Item, source: str) -> Iterator[tuple[object, str]]:
 
     A chat has a completion for each message of the assistant; the prompt is the chat before it.
     """
-    prompt, said = row.get("prompt"), row.get("completion")
+    prompt, said, messages = (without_null_fields(row.get(key)) for key in ("prompt", "completion", "messages"))
     before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if isinstance(messages := row.get("messages"), list):
+    if isinstance(messages, list):
         prompt, before, said = None, [], messages
     pairs = [(prompt, said)]
     if isinstance(said, list) and isinstance(before, list):

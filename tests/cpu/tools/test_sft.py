@@ -61,6 +61,15 @@ def test_a_completion_of_several_messages_is_the_end_of_a_chat():
     assert texts({"prompt": "3+4=", "completion": rest}) == texts({"messages": CHAT[1:]})
 
 
+def test_null_fields_of_columnar_files_are_not_rendered(monkeypatch):
+    template = "{% for m in messages %}{{ m.role }}{{ m.name if 'name' in m }}: {{ m.content }}\n{% endfor %}"
+    monkeypatch.setattr(TOKENIZER, "chat_template", template)
+    chat = [{**message, "name": None} for message in CHAT[1:3]]
+    for row in ({"messages": chat}, {"prompt": chat[:1], "completion": chat[1:]}):
+        [(given, _)] = texts(row)
+        assert given == "user: 3+4=\n"
+
+
 def test_a_prompt_with_its_completion_above_the_limit_is_left_out():
     row = {"prompt": "3+4=", "completion": "7"}
     assert len(texts(row, limit=9)) == 1
