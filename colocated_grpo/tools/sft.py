@@ -14,7 +14,7 @@ from random import Random
 from colocated_grpo.batching import pack
 from colocated_grpo.environments.base import Item
 from colocated_grpo.environments.chat import ChatCodec, Tokens
-from colocated_grpo.environments.prompts import VARIABLES, PromptEncoder
+from colocated_grpo.environments.prompts import PromptEncoder, PromptTemplate
 from colocated_grpo.environments.rows.dataset import without_null_fields
 from colocated_grpo.environments.rows.readers import READERS, read_file
 from colocated_grpo.errors import ConfigError, RunError
@@ -107,13 +107,16 @@ def encode(rows: Sequence[Item], model: ModelFiles, variables: JsonObject, limit
     """Yield a group for each row, with a rollout for each completion. Rows without a prompt are left out.
 
     A completion is encoded alone, and ends with the token that ends a message, as the model samples it.
-    variables: model.chat_template_kwargs. limit: completions that make a rollout longer are left out.
+    variables: model.chat_template_kwargs; those of a row take precedence. limit: completions that make a rollout longer
+    are left out.
     """
-    prompts, codec = PromptEncoder(model.tokenizer, limit), ChatCodec(model.tokenizer)
-    for number, row in enumerate(rows):
-        source, fitting = f"row {number}", []
+    sources = [f"row {number}" for number in range(len(rows))]
+    templates = dict.fromkeys(sources, PromptTemplate(variables=variables))
+    prompts, codec = PromptEncoder(model.tokenizer, limit, templates), ChatCodec(model.tokenizer)
+    for number, (source, row) in enumerate(zip(sources, rows, strict=True)):
+        fitting = []
         for given, text in completions(row, source):
-            prompt = prompts.encode({VARIABLES: variables, **row, "prompt": given}, index=number, source=source)
+            prompt = prompts.encode({**row, "prompt": given}, index=number, source=source)
             if prompt is not None:
                 after = [*codec.observation([], -1, prompt.template)[:1], model.tokenizer.eos_token_id]
                 said = [*codec.encode(text), *[token for token in after if token in model.stop_token_ids][:1]]

@@ -30,12 +30,12 @@ CHAT = [
 ]
 
 
-def texts(row: dict, limit: int = 200) -> list[tuple[str, str]]:
+def texts(row: dict, limit: int = 200, variables: dict | None = None) -> list[tuple[str, str]]:
     """Return the tokens without and with a loss of each rollout of a row, decoded."""
     end = (TOKENIZER.eos_token_id,)
     model = ModelFiles(folder=Path(), hf_config=None, tokenizer=TOKENIZER, stop_token_ids=end, shape={})
     parts = []
-    for rollout in (each for group in sft.encode([row], model, {}, limit) for each in group.rollouts):
+    for rollout in (each for group in sft.encode([row], model, variables or {}, limit) for each in group.rollouts):
         given, sampled = rollout.token_ids[: rollout.prompt_length], rollout.token_ids[rollout.prompt_length :]
         assert rollout.loss_mask == [False] * len(given) + [True] * len(sampled)
         parts.append((TOKENIZER.decode(given), TOKENIZER.decode(sampled)))
@@ -68,6 +68,13 @@ def test_null_fields_of_columnar_files_are_not_rendered(monkeypatch):
     for row in ({"messages": chat}, {"prompt": chat[:1], "completion": chat[1:]}):
         [(given, _)] = texts(row)
         assert given == "user: 3+4=\n"
+
+
+@pytest.mark.parametrize(("own", "seen"), [(None, "ab"), ({"b": "c"}, "ac")])
+def test_variables_of_a_row_are_added_to_those_of_the_model(monkeypatch, own, seen):
+    monkeypatch.setattr(TOKENIZER, "chat_template", "{{ a }}{{ b }}")
+    row = {"prompt": "3+4=", "completion": "7", "chat_template_kwargs": own}
+    assert [given for given, _ in texts(row, variables={"a": "a", "b": "b"})] == [seen]
 
 
 def test_a_prompt_with_its_completion_above_the_limit_is_left_out():
