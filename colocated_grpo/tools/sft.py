@@ -38,8 +38,6 @@ from colocated_grpo.types import Group, JsonObject
 
 OBJECTIVE = {"type": "cispo", "correction": {"mode": "off"}}
 """On-policy and with an advantage of 1, this loss is the mean of -log p over the tokens."""
-MANY = 10**9
-"""Steps until the rows are encoded, which give their number: the rules compare other settings with it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -86,9 +84,8 @@ def read_settings(options: argparse.Namespace, overrides: Sequence[str]) -> Conf
         ("policy", "lr"): parse_value(options.lr),
         **{key: parse_value(text) for key, text in parse_overrides(overrides)},
         ("loss",): OBJECTIVE,
-        ("training_steps",): MANY,
-        # One optimizer step per batch: the learning rate's schedule counts these steps.
-        ("batch", "minibatches"): 1,
+        ("training_steps",): 10**9,  # the rows give their number, once they are encoded
+        ("batch", "minibatches"): 1,  # the learning rate's schedule counts one optimizer step per batch
         ("batch", "epochs"): 1,
     }
     config = build_config(None, given).config
