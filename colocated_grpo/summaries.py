@@ -100,7 +100,7 @@ def _averages(rollouts: Sequence[Rollout]) -> dict[str, float]:
     return {
         **({"reward": _mean(rewards)} if rewards else {}),
         "completion_tokens": _mean(rollout.completion_tokens for rollout in rollouts),
-        "truncated": _mean(rollout.finish_reason == "length" for rollout in rollouts),
+        "truncated": _mean(one.finish_reason == "length" for rollout in rollouts for one in rollout.sequences),
         **({"sequences": _mean(len(r.sequences) for r in rollouts)} if any(r.further for r in rollouts) else {}),
     }
 

@@ -119,7 +119,7 @@ class Rollout:
     prompt_length: int
     """Number of tokens before the first sampled token."""
     text: str
-    """The completion as text, for people and logs."""
+    """The completion as text, of an episode all of its sequences, for people, logs and maj@k."""
     finish_reason: FinishReason
     policy_version: int
     """As in Completion; the version of the oldest token."""

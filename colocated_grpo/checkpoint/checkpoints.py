@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
 from colocated_grpo.checkpoint import storage
-from colocated_grpo.errors import RunError, in_one_line, write_failed
+from colocated_grpo.errors import ConfigError, RunError, in_one_line, write_failed
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.runtime import run_folder
 from colocated_grpo.runtime.checksums import damage, forget_cached, sealed
@@ -201,7 +201,7 @@ def unreadable(folder: Path) -> Generator[None]:
     """Convert any error to one line. torch and forged states raise many kinds of errors."""
     try:
         yield
-    except RunError:
+    except (ConfigError, RunError):  # a ConfigError names settings that do not fit the state; the checkpoint is whole
         raise
     except (Exception, CheckpointException) as error:
         cause = _cause(error) if isinstance(error, CheckpointException) else in_one_line(error)

@@ -158,7 +158,7 @@ class Tokens:
             policy_version=0 if last is None else last.policy_version,
             temperature=temperature,
             score=score,
-            plain=plain,
+            plain=plain and last is not None,  # without a sampled token, its version says nothing
             routes=self.routes,
         )
 

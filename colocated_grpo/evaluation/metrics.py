@@ -121,7 +121,8 @@ def set_metrics(
             found = [answer(rollout.text) for rollout in group.rollouts]
             by_prompt[f"maj@{len(passed)}"].append(majority(found, passed))
         by_prompt["length"].append(statistics.fmean(rollout.completion_tokens for rollout in group.rollouts))
-        by_prompt["truncated"].append(statistics.fmean(rollout.finish_reason == "length" for rollout in group.rollouts))
+        ends = [one.finish_reason for rollout in group.rollouts for one in rollout.sequences]
+        by_prompt["truncated"].append(ends.count("length") / len(ends))
     row: dict[str, float] = {}
     for name, values in by_prompt.items():
         mean, error = mean_and_error(values)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from colocated_grpo.errors import ConfigError
 from colocated_grpo.settings import sources as source_types
 from colocated_grpo.settings.atropos import AtroposSourceConfig, is_loopback
+from colocated_grpo.settings.evaluation import HELD_OUT
 from colocated_grpo.settings.schema import Config, EngineConfig, PolicyConfig, RolloutConfig
 
 Lines = Iterator[str]
@@ -288,6 +289,8 @@ def _environments(config: Config) -> Lines:
                 f"{key}.type={source.type}: needs engine.tensor_parallel_size=1, not {per_engine}, because "
                 "the ranks of an engine would have to submit every turn at the same step"
             )
+    if config.evaluation.keep_best == HELD_OUT and not config.is_rewarded:
+        yield f"evaluation.keep_best={HELD_OUT}: no environment has a reward that counts; name a metric of a set"
     yield from _opponents(sources, bool(found), config.engine.placement == "server")
     yield from _dynamic_sampling(sources, rollout)
 

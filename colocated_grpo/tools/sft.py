@@ -14,7 +14,8 @@ from random import Random
 from colocated_grpo.batching import pack
 from colocated_grpo.environments.base import Item
 from colocated_grpo.environments.chat import ChatCodec, Tokens
-from colocated_grpo.environments.prompts import VARIABLES, PromptEncoder
+from colocated_grpo.environments.prompts import PromptEncoder, PromptTemplate
+from colocated_grpo.environments.rows.dataset import without_null_fields
 from colocated_grpo.environments.rows.readers import READERS, read_file
 from colocated_grpo.errors import ConfigError, RunError
 from colocated_grpo.launch.cli import parse_rank_arguments
@@ -30,7 +31,7 @@ from colocated_grpo.runtime.verdict import run_program
 from colocated_grpo.servers.options import positive
 from colocated_grpo.settings.config_file import build_config, parse_overrides
 from colocated_grpo.settings.inputs import check_inputs
-from colocated_grpo.settings.rules import check_world
+from colocated_grpo.settings.rules import check, check_world
 from colocated_grpo.settings.schema import BatchConfig, Config
 from colocated_grpo.settings.tree import parse_value
 from colocated_grpo.tools.warm_start import NO_SCORE, taught
@@ -81,6 +82,9 @@ def read_settings(options: argparse.Namespace, overrides: Sequence[str]) -> Conf
         ("policy", "lr"): parse_value(options.lr),
         **{key: parse_value(text) for key, text in parse_overrides(overrides)},
         ("loss",): OBJECTIVE,
+        ("training_steps",): 10**9,  # the rows give their number, once they are encoded
+        ("batch", "minibatches"): 1,  # the learning rate's schedule counts one optimizer step per batch
+        ("batch", "epochs"): 1,
     }
     config = build_config(None, given).config
     check_world(config, int(os.environ["WORLD_SIZE"]))
@@ -91,13 +95,16 @@ def encode(rows: Sequence[Item], model: ModelFiles, variables: JsonObject, limit
     """Yield a group for each row, with a rollout for each completion. Rows without a prompt are left out.
 
     A completion is encoded alone, and ends with the token that ends a message, as the model samples it.
-    variables: model.chat_template_kwargs. limit: completions that make a rollout longer are left out.
+    variables: model.chat_template_kwargs; those of a row take precedence. limit: completions that make a rollout longer
+    are left out.
     """
-    prompts, codec = PromptEncoder(model.tokenizer, limit), ChatCodec(model.tokenizer)
-    for number, row in enumerate(rows):
-        source, fitting = f"row {number}", []
+    sources = [f"row {number}" for number in range(len(rows))]
+    templates = dict.fromkeys(sources, PromptTemplate(variables=variables))
+    prompts, codec = PromptEncoder(model.tokenizer, limit, templates), ChatCodec(model.tokenizer)
+    for number, (source, row) in enumerate(zip(sources, rows, strict=True)):
+        fitting = []
         for given, text in completions(row, source):
-            prompt = prompts.encode({VARIABLES: variables, **row, "prompt": given}, index=number, source=source)
+            prompt = prompts.encode({**row, "prompt": given}, index=number, source=source)
             if prompt is not None:
                 after = [*codec.observation([], -1, prompt.template)[:1], model.tokenizer.eos_token_id]
                 said = [*codec.encode(text), *[token for token in after if token in model.stop_token_ids][:1]]
@@ -113,15 +120,21 @@ def completions(row: Item, source: str) -> Iterator[tuple[object, str]]:
 
     A chat has a completion for each message of the assistant; the prompt is the chat before it.
     """
-    pairs, messages = [(row.get("prompt"), row.get("completion"))], row.get("messages")
+    prompt, said, messages = (without_null_fields(row.get(key)) for key in ("prompt", "completion", "messages"))
+    before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if isinstance(messages, list):
-        chat = [message if isinstance(message, dict) else {} for message in messages]
-        pairs = [(chat[:i], [said]) for i, said in enumerate(chat) if i and said.get("role") == "assistant"]
-    for prompt, completion in pairs or [(None, None)]:
-        text = completion[-1].get("content") if isinstance(completion, list) and completion else completion
+        prompt, before, said = None, [], messages
+    pairs = [(prompt, said)]
+    if isinstance(said, list) and isinstance(before, list):
+        chat = [message if isinstance(message, dict) else {} for message in said]
+        places = [i for i, message in enumerate(chat) if message.get("role") == "assistant" and before + chat[:i]]
+        pairs = [(before + chat[:i] if i else prompt, chat[i].get("content")) for i in places]
+    for given, text in pairs or [(None, None)]:
         if not isinstance(text, str):
             raise ConfigError(f"{source}: needs a `prompt` and a `completion` with text, or `messages` with both")
-        yield prompt, text
+        if text != text.encode(errors="replace").decode():
+            raise ConfigError(f"{source}: a completion contains a lone surrogate, which cannot be encoded")
+        yield given, text
 
 
 def fine_tune(config: Config, rows: Sequence[Item], options: argparse.Namespace, world: World) -> list[float]:
@@ -135,6 +148,7 @@ def fine_tune(config: Config, rows: Sequence[Item], options: argparse.Namespace,
         raise ConfigError("ROWS: no row is left to train on")
     size = config.rollout.prompts_per_step
     config = config.model_copy(update={"training_steps": options.epochs * ceil(len(groups) / size)})
+    check(config)
     policy = Policy(config, model.hf_config, model.folder, world)
     config = config.with_micro_batches(choose_micro_batch_size(policy, StepSettings.of(config), world).tokens)
     losses = []

@@ -11,12 +11,15 @@ import pytest
 import torch
 
 from colocated_grpo.batching import Batch, MicroBatch
+from colocated_grpo.environments.chat import ChatCodec, Conversation
 from colocated_grpo.errors import RunError
 from colocated_grpo.freshness import DRIFT_PER_RATE, QUANTIZED_LIMIT, Judge, default_limit, make_judge, staleness_of
 from colocated_grpo.losses import parts
 from colocated_grpo.metrics import Metrics, Stat, reduce
 from colocated_grpo.settings.schema import FreshnessConfig
+from colocated_grpo.tools.make_model import build_char_tokenizer
 from colocated_grpo.trainer import update, with_logprobs
+from colocated_grpo.types import Prompt, Score
 from tests.support.loss_inputs import random_inputs
 from tests.support.small_policy import config_of, group_of, pack_for, policy_of, random_groups, rollout_of
 
@@ -104,6 +107,15 @@ def test_staleness_counts_updates_since_the_oldest_plain_sequence_was_sampled():
     assert staleness_of([group_of(0, [plain, older]), group_of(1, [rollout_of([1], [2])])], 5) == 5 - 1
     assert staleness_of([group_of(0, [plain])], 5) == 5 - 4
     assert staleness_of([group_of(0, [rollout_of([1], [2])])], 5) == 0
+
+
+def test_an_episode_that_failed_before_its_first_message_is_not_stale():
+    """Otherwise it would raise the limits of the whole batch by all steps of the run."""
+    codec = ChatCodec(build_char_tokenizer())
+    prompt = Prompt(index=0, token_ids=[1, 2], text="", item={}, source="own")
+    failed = Conversation(prompt, codec, 8, None).rollout(Score(reward=None), 1.0, plain=True)
+    plain = replace(rollout_of([1], [2]), plain=True, policy_version=1000)
+    assert staleness_of([group_of(0, [failed, plain])], 1000) == 0
 
 
 def statistics(distances: list[list[float]], *, plain: list[bool]) -> dict[str, Stat]:

@@ -92,10 +92,8 @@ class AgentConversation:
     def rollout(self, score: Score, temperature: float, *, plain: bool = False) -> Rollout:
         """Return all sequences as a training rollout. plain: see `Rollout.plain`."""
         sequences = self._sequences or [_Sequence(Tokens.of_prompt(self._prompt.token_ids), "")]
-        first, *further = [
-            one.tokens.rollout(self._codec, score, temperature, cut=one.cut, plain=plain) for one in sequences
-        ]
-        return replace(first, further=further)
+        parts = [one.tokens.rollout(self._codec, score, temperature, cut=one.cut, plain=plain) for one in sequences]
+        return replace(parts[0], further=parts[1:], text="\n".join(one.text for one in parts))
 
     def _exhaust(self, position: int | None) -> None:
         """Record that a prompt did not fit. position: the sequence that it extends, if any, which counts as cut."""

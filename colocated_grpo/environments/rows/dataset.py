@@ -91,7 +91,7 @@ class RowItems(Items):
                 f"environments {where!r}: no column {column!r}; it has: {', '.join(map(str, row))}"
             )
         rest = {names.get(key, key): value for key, value in row.items() if key != column}
-        item = {**rest, "prompt": _without_null_fields(row[column])}
+        item = {**rest, "prompt": without_null_fields(row[column])}
         prompt = checked_prompt(item, where)
         PLAIN.arguments(item, where)
         if self._config.system_prompt is not None:
@@ -226,7 +226,7 @@ def num_held_out(config: RowsSourceConfig, rows: int) -> int:
     return min(MAX_HELD_OUT, rows // 10) if config.held_out is None else config.held_out
 
 
-def _without_null_fields(prompt: object) -> object:
+def without_null_fields(prompt: object) -> object:
     """Return a prompt without the null fields of its messages.
 
     Columnar formats give all messages the same keys, and chat templates would print None.

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from colocated_grpo.assembly.assemble import load_state
 from colocated_grpo.environments.base import BatchResult, EnvironmentSetupError
+from colocated_grpo.evaluation.evaluator import Best
 from colocated_grpo.rollout.collect import Collector, Stopped
 from colocated_grpo.rollout.engine import Request, Sampling
 from colocated_grpo.rollout.episodes import EpisodeRunner
@@ -305,12 +307,13 @@ def test_two_ranks_of_one_engine_sample_the_same_and_count_once():
     assert steps == list(alone.steps(0, 4))
 
 
-def test_unfinished_groups_are_not_dropped_when_the_setting_is_removed():
+def test_unfinished_groups_are_not_dropped_when_the_setting_is_removed(tmp_path):
     run = partial_run(oversample=2)
     run.step(0)
     state = run.supply.state_dict()
-    with pytest.raises(EnvironmentSetupError, match="the checkpoint has 6 unfinished groups"):
-        Run(single_rank_world(), None).supply.load_state_dict(state)
+    # Not as a checkpoint that cannot be read, with the advice to move it away.
+    with pytest.raises(EnvironmentSetupError, match=r"^rollout\.partial=null: the checkpoint has 6 unfinished groups"):
+        load_state({"source": state}, 1, Run(single_rank_world(), None).supply, Best(None, None), tmp_path)
     at_one = partial_run(oversample=1)
     at_one.supply.load_state_dict(state)
     at_one.step(1)

@@ -370,7 +370,11 @@ def test_a_dataset_needs_a_reward_that_counts_unless_a_kl_penalty_trains():
         text = f"model: {{name: a}}\nenvironments: [{{type: dataset, name: d, rewards: {rewards}}}]\n"
         rule = "no reward counts, and loss.kl.coef=0, so nothing would be trained; name a reward"
         assert config_error(text, alone=True) == f"environments.0.rewards: {rule}"
-        assert not load(text + "loss: {kl: {coef: 1, model: teacher}}", alone=True).is_rewarded
+        text += "loss: {kl: {coef: 1, model: teacher}}\n"
+        assert not load(text, alone=True).is_rewarded
+        rule = "no environment has a reward that counts; name a metric of a set"
+        best = "evaluation: {keep_best: held_out/reward, patience: 3}"  # it would never have a value
+        assert config_error(text + best, alone=True) == f"evaluation.keep_best=held_out/reward: {rule}"
 
 
 def test_an_invalid_reward_is_reported_with_its_index():

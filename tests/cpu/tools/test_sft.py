@@ -30,12 +30,12 @@ CHAT = [
 ]
 
 
-def texts(row: dict, limit: int = 200) -> list[tuple[str, str]]:
+def texts(row: dict, limit: int = 200, variables: dict | None = None) -> list[tuple[str, str]]:
     """Return the tokens without and with a loss of each rollout of a row, decoded."""
     end = (TOKENIZER.eos_token_id,)
     model = ModelFiles(folder=Path(), hf_config=None, tokenizer=TOKENIZER, stop_token_ids=end, shape={})
     parts = []
-    for rollout in (each for group in sft.encode([row], model, {}, limit) for each in group.rollouts):
+    for rollout in (each for group in sft.encode([row], model, variables or {}, limit) for each in group.rollouts):
         given, sampled = rollout.token_ids[: rollout.prompt_length], rollout.token_ids[rollout.prompt_length :]
         assert rollout.loss_mask == [False] * len(given) + [True] * len(sampled)
         parts.append((TOKENIZER.decode(given), TOKENIZER.decode(sampled)))
@@ -55,6 +55,28 @@ def test_each_message_of_the_assistant_is_a_completion_of_the_chat_before_it():
     assert texts({"messages": CHAT}) == [(begin, "7<|end|>"), (begin + rest, "10<|end|>")]
 
 
+def test_a_completion_of_several_messages_is_the_end_of_a_chat():
+    begin, rest = CHAT[:2], CHAT[2:]
+    assert texts({"prompt": begin, "completion": rest}) == texts({"messages": CHAT})
+    assert texts({"prompt": "3+4=", "completion": rest}) == texts({"messages": CHAT[1:]})
+
+
+def test_null_fields_of_columnar_files_are_not_rendered(monkeypatch):
+    template = "{% for m in messages %}{{ m.role }}{{ m.name if 'name' in m }}: {{ m.content }}\n{% endfor %}"
+    monkeypatch.setattr(TOKENIZER, "chat_template", template)
+    chat = [{**message, "name": None} for message in CHAT[1:3]]
+    for row in ({"messages": chat}, {"prompt": chat[:1], "completion": chat[1:]}):
+        [(given, _)] = texts(row)
+        assert given == "user: 3+4=\n"
+
+
+@pytest.mark.parametrize(("own", "seen"), [(None, "ab"), ({"b": "c"}, "ac")])
+def test_variables_of_a_row_are_added_to_those_of_the_model(monkeypatch, own, seen):
+    monkeypatch.setattr(TOKENIZER, "chat_template", "{{ a }}{{ b }}")
+    row = {"prompt": "3+4=", "completion": "7", "chat_template_kwargs": own}
+    assert [given for given, _ in texts(row, variables={"a": "a", "b": "b"})] == [seen]
+
+
 def test_a_prompt_with_its_completion_above_the_limit_is_left_out():
     row = {"prompt": "3+4=", "completion": "7"}
     assert len(texts(row, limit=9)) == 1
@@ -62,11 +84,21 @@ def test_a_prompt_with_its_completion_above_the_limit_is_left_out():
 
 
 @pytest.mark.parametrize(
-    "row", [{"prompt": "3+4="}, {"prompt": "3+4=", "completion": 7}, {"messages": CHAT[:2]}, {"messages": "3+4="}]
+    "row",
+    [
+        *({"prompt": "3+4="}, {"prompt": "3+4=", "completion": 7}, {"messages": CHAT[:2]}, {"messages": "3+4="}),
+        *({"prompt": "3+4=", "completion": said} for said in (["7"], [], CHAT[:2])),
+        {"completion": CHAT[2:]},
+    ],
 )
 def test_a_row_without_a_completion_is_one_line(row):
     with pytest.raises(ConfigError, match="row 0: needs a `prompt` and a `completion` with text, or `messages`"):
         texts(row)
+
+
+def test_a_completion_that_cannot_be_encoded_is_one_line():
+    with pytest.raises(ConfigError, match="row 0: a completion contains a lone surrogate"):
+        texts({"prompt": "3+4=", "completion": "7\ud83d"})
 
 
 @pytest.mark.parametrize(
@@ -152,6 +184,22 @@ def test_two_ranks_have_the_losses_of_one(tmp_path):
     one, two = (tune(tmp_path, ranks, "--lr", "1e-3", "--epochs", "3")[0] for ranks in (1, 2))
     assert len(one) == 6 and one[-1] < one[0]
     assert one == pytest.approx(two, abs=1e-5)
+
+
+def test_each_batch_is_one_optimizer_step_which_the_schedule_counts(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    flags = ["rows.jsonl", "--model", str(tiny_model()), "--output", str(tmp_path / "tuned")]
+    config = sft.read_settings(sft.parser().parse_args(flags), ["--batch.minibatches", "2", "--batch.epochs", "2"])
+    assert config.optimizer_steps == config.training_steps
+
+
+def test_a_warmup_is_compared_with_the_steps_that_the_rows_give(tmp_path, monkeypatch, world):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    flags = ["rows.jsonl", "--model", str(tiny_model()), "--output", str(tmp_path / "tuned"), "--epochs", "1"]
+    options = sft.parser().parse_args(flags)
+    config = sft.read_settings(options, ["--policy.warmup_steps", "150"])
+    with pytest.raises(ConfigError, match=r"policy\.warmup_steps=150: must be at most the run's 1 optimizer steps"):
+        sft.fine_tune(config, ROWS, options, world)
 
 
 def test_an_output_that_exists_is_not_replaced(tmp_path):

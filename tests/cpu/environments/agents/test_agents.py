@@ -23,8 +23,10 @@ from colocated_grpo.environments.agents.programs import STARTER, Access, Program
 from colocated_grpo.environments.agents.sequences import AgentConversation
 from colocated_grpo.environments.base import AgentLimits, EnvironmentSetupError
 from colocated_grpo.environments.chat import ChatCodec
+from colocated_grpo.evaluation.metrics import set_metrics
 from colocated_grpo.rollout.collect import Stopped
-from colocated_grpo.types import Completion, Rollout, Score
+from colocated_grpo.summaries import held_out_metrics
+from colocated_grpo.types import Completion, Group, Rollout, Score
 from tests.support.agents import END, TOKENIZER, AgentRun, prompt_of, says, says_tokens
 from tests.support.fakes import completion_of
 from tests.support.paths import ROOT
@@ -172,6 +174,7 @@ def test_a_template_that_removes_thoughts_splits_the_episode_and_trains_every_to
     assert sampled_of(rollout) == engine_samples(run)
     assert first.loss_mask[first.prompt_length :] == [True] * len("hm /think a.")
     assert "hm" not in TOKENIZER.decode(second.token_ids)
+    assert re.search("think a.*think b.*c", rollout.text, re.DOTALL), "maj@k finds the answer in the last sequence"
     assert [one.score.reward for one in rollout.sequences] == [1.0] * 3
 
 
@@ -393,6 +396,9 @@ def test_only_the_sequence_that_could_not_be_continued_counts_as_cut(too_long):
     rollout, _ = play_alone(play, says("c"), max_tokens=64)
     assert [one.finish_reason for one in rollout.sequences] == ["length", "stop"]
     assert (rollout.score.reward, rollout.score.error) == (0.0, None)
+    group = Group(prompt=prompt_of({"prompt": "a", "number": 0}), rollouts=[rollout])
+    assert held_out_metrics([group])["held_out/truncated"] == 0.5
+    assert set_metrics("eval/a", [group], [1], 1.0, None)["eval/a/truncated"] == 0.5
 
 
 def test_a_sequence_that_is_continued_with_a_shorter_message_is_not_cut():
