@@ -109,10 +109,9 @@ def remarks(config: Config) -> list[str]:
 def exposures(sources: Sequence[source_types.EnvironmentConfig]) -> Lines:
     """Yield a line for each server of a run that is reachable from other machines without a key."""
     for index, source in enumerate(sources):
-        if not isinstance(source, AtroposSourceConfig):
-            continue
-        key, server = f"environments.{index}.server", source.server
-        if server.api_key_variable is None and not is_loopback(server.host):
+        server = source.server if isinstance(source, AtroposSourceConfig) else None
+        if server is not None and server.api_key_variable is None and not is_loopback(server.host):
+            key = f"environments.{index}.server"
             yield (
                 f"{key}.host={server.host}: every machine that reaches port {server.port} can use the engines; set "
                 f"{key}.api_key_variable"
@@ -248,10 +247,8 @@ def _engines(config: Config) -> Lines:
 def _servers(engine: EngineConfig, weights: str, max_staleness: int, policy: PolicyConfig) -> Lines:
     if weights == "shared":
         yield "weights=shared: must be copied with engine.placement: server; there, engine.bridge: shared is the same"
-    if engine.bridge == "adapter" and policy.lora is None:
-        yield "engine.bridge=adapter: needs policy.lora; without an adapter use broadcast or restart"
-    if engine.bridge == "adapter" and policy.lora is not None and policy.lora.base_dtype == "nf4":
-        yield "engine.bridge=adapter: must be broadcast or restart with policy.lora.base_dtype: nf4, another base"
+    if engine.bridge == "adapter" and (policy.lora is None or policy.lora.base_dtype == "nf4"):
+        yield "engine.bridge=adapter: needs policy.lora with base_dtype: auto; otherwise use broadcast or restart"
     if engine.bridge == "shared" and (len(engine.urls) > 1 or engine.tensor_parallel_size > 1):
         yield (
             f"engine.bridge=shared: needs one server of one GPU, not {max(len(engine.urls), 1)} of "

@@ -46,11 +46,11 @@ def lines(tmp_path: Path, *overrides: str) -> list[str]:
         ([*SERVER, "--weights", "shared"], "weights=shared: must be copied with engine.placement: server; there, "),
         (
             [*SERVER, "--engine.bridge", "adapter", "--policy.lora.base_dtype", "nf4"],
-            "engine.bridge=adapter: must be broadcast or restart with policy.lora.base_dtype: nf4, another base",
+            "engine.bridge=adapter: needs policy.lora with base_dtype: auto; otherwise use broadcast or restart",
         ),
         (
             [*SERVER, "--engine.bridge", "adapter"],
-            "engine.bridge=adapter: needs policy.lora; without an adapter use broadcast or restart",
+            "engine.bridge=adapter: needs policy.lora with base_dtype: auto; otherwise use broadcast or restart",
         ),
         (
             [*SERVER, "--environments", "[{type: turns, name: town, opponent: {refresh_every: 5}}]"],
