@@ -33,7 +33,7 @@ _ENTRY: KeyPath = ("environments", 0)
 _FOREIGN = {
     "reward_processing_classes": "a reward model is given by its folder or name, and read with its own tokenizer",
     "optimizers": "see policy.optimizer and policy.schedule",
-    "quantization_config": "a base in 4 bits is set by policy.lora.base_dtype",
+    "quantization_config": "set policy.lora.base_dtype: nf4 for a 4-bit base",
     "tools": "an episode calls tools (docs/guides/episodes.md); environments.0.tools describes them to the model",
     "rollout_func": "write an episode: docs/guides/episodes.md",
     "environment_factory": "write an episode: docs/guides/episodes.md",
@@ -132,7 +132,7 @@ def _without_foreign(settings: Mapping[str, object]) -> dict[str, object]:
     unset = (None, [], {}, (), [None], (None, None))
     if wrong := [f"{name}: {rule}" for name, rule in _FOREIGN.items() if settings.get(name) not in unset]:
         raise ConfigError(*wrong)
-    for name in settings.keys() - {*_ARGUMENTS}:
+    for name in sorted(settings.keys() - {*_ARGUMENTS}):
         if near := get_close_matches(name, _ARGUMENTS, n=1, cutoff=0.85):
             raise ConfigError(f"{name}: unknown argument; did you mean {near[0]}?")
     return {name: value for name, value in settings.items() if name not in _FOREIGN}

@@ -70,8 +70,8 @@ class PrefixKeys(NamedTuple):
     keys_E: Tensor
     """Indices in E of all keys, in the order of their rows."""
     starts_E: Tensor
-    """[E + 1] Where the keys of each row start in keys_E: T numbers, then where those of the last row end. The size
-    follows from E, as torch.compile takes sizes that are equal once for one."""
+    """[E + 1] Where the keys of each row start in keys_E, then where those of the last row end: T + 1 numbers, then
+    padding, because torch.compile would unify sizes that happen to be equal."""
     cu_seqlens: Tensor
     """Boundaries in E of the keys of each run in `PackedTokens.cu_seqlens`."""
     max_seqlen: int

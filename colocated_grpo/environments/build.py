@@ -77,7 +77,7 @@ class Environments:
         """Return the source of training prompts. Like all methods below it reads data, so it is for rank 0 only."""
         streams = {each.name: each.items.open_stream(self.seed) for each in self.trained}
         for each in self.trained:
-            # Raises without a usable prompt: later, an engine would have been started. A game would begin for nothing.
+            # Fail before the engine is built if no prompt is usable. Not for games: drawing a prompt would begin one.
             if isinstance(streams[each.name], SequenceStream):
                 PromptSource({each.name: each.items.open_stream(self.seed)}, {each.name: 1.0}, self.encoder).next(1)
         if self.skip_solved is not None:

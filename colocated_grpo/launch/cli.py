@@ -302,14 +302,14 @@ def _run(config: Config, resume: str | None, name: str, output: RunOutput) -> in
 
 def passed_over(output: Path, run_name: str | None, resume: str | None, name: str) -> list[str]:
     """Return a line about runs without a checkpoint that began after the run which `--resume auto` continues."""
-    from colocated_grpo.runtime.run_folder import CHECKPOINTS, newest_run, runs_of
+    from colocated_grpo.runtime.run_folder import CHECKPOINTS, complete_checkpoints, newest_run, runs_of
 
     if resume != AUTO or run_name is not None:
         return []
     newest = newest_run(output, None, name)
-    names = [run.name for run in runs_of(output, name) if not (run / CHECKPOINTS).is_dir()]
+    names = [run.name for run in runs_of(output, name) if not complete_checkpoints(run / CHECKPOINTS)]
     newer = sorted(each for each in names if newest is None or each > newest.name)  # a name ends with the start time
-    line = "--resume auto: passes over newer runs without a checkpoint: {}, the newest {}"
+    line = "--resume auto: newer runs without a checkpoint are skipped: {}, the newest {}"
     return [line.format(len(newer), newer[-1])] if newer else []
 
 

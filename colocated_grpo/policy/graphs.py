@@ -162,7 +162,7 @@ def _padded_rows(tokens: PackedTokens, shape: GraphShape) -> PackedTokens:
     row_of_key = np.zeros(spare, np.int64)  # a filler copies the key of row 0
     row_of_key[own_keys] = tokens.num_tokens + np.arange(rows)
     positions = np.concatenate([np.arange(count) for count in own])
-    # Fillers come last: `expand_keys` reads the gradients of rows, up to the start of the row that would follow.
+    # Fillers come last: `expand_keys` reads the starts of rows and the end of the last one.
     by_row = len(keys.rows_E) + np.concatenate([own_keys, np.setdiff1d(np.arange(spare), own_keys)])
     starts = len(keys.rows_E) + np.arange(shape.keys + 1 - tokens.num_tokens).clip(max=spare)
     return replace(

@@ -224,7 +224,7 @@ def with_rows(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 class Computed(Mapping[str, torch.Tensor]):
-    """Tensors by name, some of which are computed at each access: all of them would not fit into memory."""
+    """Tensors by name, some of which are computed on access, because they would not fit into memory together."""
 
     def __init__(self, held: Mapping[str, torch.Tensor], computed: Mapping[str, Callable[[], torch.Tensor]]) -> None:
         self.held, self.computed = held, computed

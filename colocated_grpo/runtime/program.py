@@ -41,14 +41,14 @@ KEY_VARIABLE = "COLOCATED_GRPO_ENGINE_API_KEY"
 DESCRIPTORS = 65_536
 """Requested soft limit: more than all connections and files of one run."""
 LAUNCHER_FLAGS = {"--dry-run", "--engine-gpus", "--gpus", "--log-dir", "--nodes", "--nproc", "--redirect-output"}
-"""Flags that users may add to the command of a rank, or of a tool, which use the GPUs that they see."""
+"""Flags that users may add by mistake to the command of a rank or of a tool, which use the GPUs that they see."""
 
 
 class OneLineParser(argparse.ArgumentParser):
     """An argument parser that reports an error in one line, without the usage text, and knows no abbreviations."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Exit if an unknown flag resembles one: it would become an unknown setting, or a required flag be missing."""
+        """Exit on a misspelt flag, which would otherwise be read as a setting."""
         self.allow_abbrev = False
         flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
         for argument in sys.argv[1:] if args is None else args:

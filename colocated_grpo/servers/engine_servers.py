@@ -232,11 +232,11 @@ def _divide_gpus(
     return [",".join(theirs[first : first + size]) for first in range(0, len(theirs), size)], ",".join(ours)
 
 
-def lora_limit(rank: int) -> int:
-    """Return vLLM's smallest limit for an adapter of this rank. Raises ConfigError if there is none."""
+def lora_limit(rank: int, key: str = "adapter's rank") -> int:
+    """Return vLLM's smallest limit for an adapter of this rank. Raises ConfigError, about `key`, if there is none."""
     if rank > LORA_RANKS[-1]:
-        merged = "train with engine.bridge: broadcast, or export merged weights (checkpoint.export_merged)"
-        raise ConfigError(f"policy.lora.rank={rank}: engines load adapters up to rank {LORA_RANKS[-1]}; {merged}")
+        advice = "train with engine.bridge: broadcast, or export merged weights (checkpoint.export_merged)"
+        raise ConfigError(f"{key}={rank}: vLLM loads adapters up to rank {LORA_RANKS[-1]}; {advice}")
     return min(limit for limit in LORA_RANKS if limit >= rank)
 
 
@@ -256,7 +256,7 @@ def serve_command(model: ModelConfig, engine: EngineConfig, policy: PolicyConfig
         "--gpu-memory-utilization": engine.gpu_memory_utilization,
         "--kv-cache-memory-bytes": engine.kv_cache_memory_bytes,
         "--engine-args": json.dumps(engine.args) if engine.args else None,
-        "--max-lora-rank": None if rank is None else lora_limit(rank),
+        "--max-lora-rank": None if rank is None else lora_limit(rank, "policy.lora.rank"),
     }
     switches = {
         "--trust-remote-code": model.trust_remote_code,

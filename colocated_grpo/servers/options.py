@@ -64,8 +64,9 @@ def _switch(help: str) -> Any:
 class ServeOptions:
     model: str
     named: str = ""
+    """MODEL as given on the command line."""
     adapter: Path | None = None
-    """The adapter to load, if `named`, the MODEL that was asked for, is an adapter or a run with one."""
+    """Folder of the adapter to load, if MODEL is an adapter or a run with one."""
     revision: str | None = _flag("branch, tag or commit on the Hub")
     trust_remote_code: bool = _switch("run Python code of the checkpoint")
     tokenizer: str | None = _flag("folder or Hugging Face name of another tokenizer", metavar="NAME")

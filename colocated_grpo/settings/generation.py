@@ -87,7 +87,7 @@ class EngineConfig(Section):
             if name in EngineConfig.model_fields:
                 yield f"engine.args.{name}: has a setting of its own; write engine.{name}"
         if "speculative_config" in self.args:
-            yield "engine.args.speculative_config: not supported: vLLM's samples did not follow the model with it"
+            yield "engine.args.speculative_config: not supported: vLLM sampled from a wrong distribution with it"
         for url in self.urls:
             parts = urlsplit(url)
             if parts.scheme not in ("http", "https") or not parts.hostname:

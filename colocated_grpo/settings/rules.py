@@ -183,7 +183,7 @@ def _shared_weights(setting: str, policy: PolicyConfig, engine: EngineConfig, sy
         yield f"sync_frequency={sync}: must be 1 with {setting}: shared, where the engine has every update immediately"
     if policy.cpu_offload:
         yield f"policy.cpu_offload=true: must be false with {setting}: shared, whose weights stay on the device"
-    if policy.lora is not None and policy.lora.base_dtype == "nf4":
+    if policy.has_4_bit_base:
         yield f"policy.lora.base_dtype=nf4: must be auto with {setting}: shared, whose weights have the engine's type"
     if engine.dtype not in ("auto", policy.compute_dtype):
         yield (
@@ -247,7 +247,7 @@ def _engines(config: Config) -> Lines:
 def _servers(engine: EngineConfig, weights: str, max_staleness: int, policy: PolicyConfig) -> Lines:
     if weights == "shared":
         yield "weights=shared: must be copied with engine.placement: server; there, engine.bridge: shared is the same"
-    if engine.bridge == "adapter" and (policy.lora is None or policy.lora.base_dtype == "nf4"):
+    if engine.bridge == "adapter" and (policy.lora is None or policy.has_4_bit_base):
         yield "engine.bridge=adapter: needs policy.lora with base_dtype: auto; otherwise use broadcast or restart"
     if engine.bridge == "shared" and (len(engine.urls) > 1 or engine.tensor_parallel_size > 1):
         yield (

@@ -1,7 +1,7 @@
 """Memory and disk space of a run by arithmetic, in bytes, from the sizes of the model and the settings.
 
 Bytes per parameter with AdamW and bfloat16, over all ranks: 16 for full training (master, gradient, two moments in
-float32), 4 for an adapter (base and merged weights; 9/16 with a base in 4 bits), and 2 on each engine while it
+float32), 4 for an adapter (base and merged weights; 9/16 with a 4-bit base), and 2 on each engine while it
 generates. Activations are counted for the smallest possible micro-batch, with every block recomputed: a run that does
 not fit by this arithmetic does not fit at all.
 """
@@ -26,7 +26,7 @@ FULL = 0.9
 MOST_RANKS = 1024
 MASTER = GRADIENT = 4
 NF4_BYTES = 9 / 16
-"""Bytes per parameter of a base in 4 bits, with one float32 scale for 64 parameters."""
+"""Bytes per parameter of a 4-bit base, with one float32 scale for 64 parameters."""
 OPTIMIZER_STATE = {"adamw": 8, "adamw_8bit": 2, "adafactor": 0}
 """Optimizer -> bytes of state per trained parameter."""
 
@@ -72,7 +72,7 @@ class RunSizes:
         in_4_bits = 0
         adapted = () if policy.lora is None else _adapted(policy.lora, sizes)
         base = compute * sum(inputs * outputs for inputs, outputs in adapted)
-        if policy.lora is not None and policy.lora.base_dtype == "nf4":  # of all linear layers, merged at each use
+        if policy.has_4_bit_base:  # all linear layers, whose merged weights exist only while a layer computes
             in_4_bits, base = sum(i * o for block in sizes.blocks for i, o in block.linear.values()), 0
         frozen = compute * (sizes.total - self.trained - in_4_bits) + int(NF4_BYTES * in_4_bits)
         # Sharded state, and the adapter's state on every rank.
@@ -210,7 +210,8 @@ class RunSizes:
             on_host = lora.model_copy(update={"base_on_host": True})
             nf4 = lora.model_copy(update={"base_dtype": "nf4"})
             changes = {"--policy.lora.base_on_host true": {"lora": on_host}} if lora.base_dtype == "auto" else {}
-            if not (lora.base_on_host or self.config.shares_weights or any(b.mlp.experts for b in self.sizes.blocks)):
+            needs_16_bits = lora.base_on_host or self.config.shares_weights or self.config.engine.bridge == "adapter"
+            if not (needs_16_bits or any(block.mlp.experts for block in self.sizes.blocks)):
                 changes["--policy.lora.base_dtype nf4"] = {"lora": nf4}
         changes |= {
             "--policy.replicate null": {"replicate": None},

@@ -211,6 +211,10 @@ class PolicyConfig(Section):
             return {**values, "lr": LEARNING_RATE}
         return values
 
+    @property
+    def has_4_bit_base(self) -> bool:
+        return self.lora is not None and self.lora.base_dtype == "nf4"
+
     def problems(self) -> Iterator[str]:
         """Yield a line for each contradiction in this section."""
         if self.min_lr > self.lr:
@@ -232,8 +236,8 @@ class PolicyConfig(Section):
                 "policy.cpu_offload=true: must be false with policy.lora, whose forward pass reads the merged weights "
                 "on the device; set policy.lora.base_on_host to keep the base weights in host memory"
             )
-        if self.lora.base_on_host and self.lora.base_dtype == "nf4":
-            yield "policy.lora.base_on_host=true: must be false with policy.lora.base_dtype: nf4, read by each pass"
+        if self.lora.base_on_host and self.has_4_bit_base:
+            yield "policy.lora.base_on_host=true: must be false with base_dtype: nf4, as each pass reads the base"
         if self.load_balancing:
             yield (
                 f"policy.load_balancing={self.load_balancing:g}: must be 0 with policy.lora, which freezes the routers"

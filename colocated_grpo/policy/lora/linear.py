@@ -1,6 +1,6 @@
 """Linear layers with an adapter.
 
-The forward pass uses the merged weight W = W0 + scale * left @ right, only the backward pass uses the factors.
+The forward pass multiplies by the merged weight W = W0 + scale * left @ right. With a 4-bit base, each pass computes W.
 
 Shapes: T tokens, I input features, O output features, R rank.
 """
@@ -49,7 +49,7 @@ class AdaptedLinear(nn.Module):
         self.bias = None if getattr(layer, "bias", None) is None else layer.get_parameter("bias")
         self.scale = scale
         self.key = torch.tensor(0)
-        """Selects the dither. A tensor, because torch.compile would compile each block again for its own numbers."""
+        """Selects the dither. A tensor, because an int is a constant of a graph: every block would be compiled."""
         self.multiply: Multiply = functional.linear
         self.is_transposed = isinstance(layer, Conv1D)
         """True if the weight is stored as [I, O], as in GPT-2."""
@@ -62,7 +62,7 @@ class AdaptedLinear(nn.Module):
         return _merged_linear(x, self.base(), self.bias, self.lora_A, self.lora_B, key, *constants)
 
     def base(self) -> nn.Parameter:
-        """Return the parameter that holds W0 in 4 bits, or W."""
+        """Return `packed` (W0 in 4 bits) or `weight` (W)."""
         return self.packed if self.in_4_bits else self.weight
 
     def product(self) -> tuple[Tensor, Tensor]:
@@ -131,9 +131,9 @@ def _matrix(
 
 @torch.library.custom_op("colocated_grpo::merged", mutates_args=())
 def merged(packed: Tensor, left: Tensor, right: Tensor, scale: float, key: Tensor, first: int, after: Tensor) -> Tensor:
-    """Return base + scale * left @ right in the compute type, for a base in 4 bits. Arguments: see `merge`.
+    """Return base + scale * left @ right in the compute type, for a 4-bit base. Arguments: see `merge`.
 
-    A custom operator, opaque to torch.compile: passes and weight syncs have the same bytes.
+    A custom operator, opaque to torch.compile, so that training and weight sync compute identical bytes.
     after: not read. A tensor that exists only in the calling pass, so that the compiler cannot keep the forward pass's
     weights for the backward pass.
     """

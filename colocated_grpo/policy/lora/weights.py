@@ -3,7 +3,7 @@
 The masters are the factors in float32, replicated on every rank. The model computes with merged weights, which the
 weight sync copies to the engine like any other weights. Trainer and engine therefore use the same bytes. Device
 memory, summed over all ranks: 2 bytes per parameter for the model, and 2 bytes per adapted parameter for the base
-(bfloat16). A base in 4 bits has 9/16 bytes per parameter of a linear layer, and is merged at each use. On each rank,
+(bfloat16). A 4-bit base has 9/16 bytes per parameter of a linear layer, and is merged at each use. On each rank,
 also 16 bytes per parameter of the factors (AdamW).
 """
 
@@ -57,11 +57,15 @@ def _in_4_bits(lm: PreTrainedModel) -> list[str]:
     """Return the names of all linear layers. Raises ConfigError if their weights cannot be stored in 4 bits."""
     names, parameters = list(linear_names(lm)), dict(lm.named_parameters())
     found = [
-        f"{name} has rows that are no multiple of 64"
+        f"{name} has rows whose length is no multiple of 64"
         for name in names
         if parameters[f"{name}.weight"].shape[1] % nf4.BLOCK
     ]
-    found += [f"{name} would keep 16 bits" for name, parameter in parameters.items() if _is_expert(name, parameter)]
+    found += [
+        f"{name} is a fused expert, which stays in 16 bits"
+        for name, parameter in parameters.items()
+        if _is_expert(name, parameter)
+    ]
     if found:
         raise ConfigError(f"policy.lora.base_dtype=nf4: must be auto for this model: {found[0]}")
     return names
@@ -248,7 +252,7 @@ def _own_rows(layer: AdaptedLinear) -> tuple[Tensor, Tensor, float, Tensor, int]
 
 
 def _merged(layer: AdaptedLinear) -> Tensor:
-    """Return the merged weight of a base in 4 bits, sharded as the base."""
+    """Return the merged weight of a 4-bit base, sharded as the base."""
     rows = local_part(layer.packed.detach())
     return with_rows(layer.packed, merged(rows, *_own_rows(layer), rows))
 

@@ -152,7 +152,7 @@ def test_settings_of_the_run_are_the_servers_flags(planned):
         ),
         (
             "--engine-gpus 1 --engine.bridge adapter --policy.lora.rank 600",
-            "policy.lora.rank=600: engines load adapters up to rank 512; train with engine.bridge: broadcast, or "
+            "policy.lora.rank=600: vLLM loads adapters up to rank 512; train with engine.bridge: broadcast, or "
             "export merged weights (checkpoint.export_merged)",
         ),
         (

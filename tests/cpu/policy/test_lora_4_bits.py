@@ -187,8 +187,8 @@ def test_all_blocks_share_one_graph_that_keeps_no_merged_weights(world, folders,
 @pytest.mark.parametrize(
     ("architecture", "edits", "line"),
     [
-        ("qwen3", {"hidden": 96}, "model.layers.0.self_attn.q_proj has rows that are no multiple of 64"),
-        ("qwen3_moe", {}, "model.layers.0.mlp.experts.gate_up_proj would keep 16 bits"),
+        ("qwen3", {"hidden": 96}, "model.layers.0.self_attn.q_proj has rows whose length is no multiple of 64"),
+        ("qwen3_moe", {}, "model.layers.0.mlp.experts.gate_up_proj is a fused expert, which stays in 16 bits"),
     ],
 )
 def test_a_model_that_does_not_fit_is_rejected_in_one_line(world, tmp_path, architecture, edits, line):

@@ -60,6 +60,7 @@ def test_resume_auto_resumes_the_newest_run_of_the_same_config(tmp_path):
     newest = past_run(tmp_path / "sorting-20240101-000000", age=10)
     past_run(tmp_path / "countdown-20260101-000000")
     past_run(tmp_path / "sorting-large-20260101-000000")
+    past_run(tmp_path / "sorting-20260102-000000", complete=False)  # killed while it saved for the first time
     assert choose_run_folder(tmp_path, None, "auto", "sorting") == newest
 
 
@@ -72,7 +73,7 @@ def test_resume_auto_names_the_newer_runs_that_it_passes_over(tmp_path):
     past_run(tmp_path / "sorting-20250101-000000")
     for name in ("sorting-20240101", "sorting-20250102", "sorting-20250103", "sorting-large-20260101"):
         (tmp_path / f"{name}-000000").mkdir()
-    line = "--resume auto: passes over newer runs without a checkpoint: 2, the newest sorting-20250103-000000"
+    line = "--resume auto: newer runs without a checkpoint are skipped: 2, the newest sorting-20250103-000000"
     assert passed_over(tmp_path, None, "auto", "sorting") == [line]
     [large] = passed_over(tmp_path, None, "auto", "sorting-large")
     assert large.endswith(": 1, the newest sorting-large-20260101-000000")

@@ -336,7 +336,7 @@ def test_a_yaml_document_of_exponential_size_is_read_quickly():
         ),
         (
             "policy: {lora: {base_dtype: nf4, base_on_host: true}}",
-            "policy.lora.base_on_host=true: must be false with policy.lora.base_dtype: nf4, read by each pass",
+            "policy.lora.base_on_host=true: must be false with base_dtype: nf4, as each pass reads the base",
         ),
         (
             "policy: {lora: {base_dtype: nf4}}\nweights: shared",
@@ -357,7 +357,7 @@ def test_a_yaml_document_of_exponential_size_is_read_quickly():
         ),
         (
             "engine: {args: {speculative_config: {method: ngram}}}",
-            "engine.args.speculative_config: not supported: vLLM's samples did not follow the model with it",
+            "engine.args.speculative_config: not supported: vLLM sampled from a wrong distribution with it",
         ),
     ],
 )
