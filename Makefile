@@ -26,7 +26,7 @@ ATROPOSLIB := atroposlib==0.4.0
 OLDEST_VLLM := 0.26.0
 VLLM_SOURCES := $(VENV)/vllm-$(OLDEST_VLLM)
 COMPUTING_TESTS := $(addprefix tests/cpu/,policy rollout weights benchmarks tools losses batching \
-    checkpoint docs settings environments evaluation tracking web)
+    checkpoint docs settings environments evaluation tracking web servers)
 COMPUTING_LOG := $(VENV)/computing-tests.log
 DEVICES_cuda := --gpus 1
 DEVICES_cpu := --gpus 0 --nproc 1
@@ -105,7 +105,7 @@ quickstart: install
 	@echo 'next: source $(VENV)/bin/activate, then "Train on your own data" in README.md'
 
 # COMPUTING_TESTS compute in their own process, while most others wait for the runs that they start: both together keep
-# two cores busy.
+# two cores busy. Those of servers are among them so that both take equally long.
 test: install $(VLLM_SOURCES) $(REAL_MODELS)
 	@$(PY) -m pytest $(COMPUTING_TESTS) > $(COMPUTING_LOG) 2>&1 & computing=$$!; \
 	$(PY) -m pytest tests/cpu $(COMPUTING_TESTS:%=--ignore %); others=$$?; \
