@@ -20,6 +20,7 @@ from colocated_grpo.policy.blocks import blocks_of, num_checkpointed
 from colocated_grpo.policy.context_parallel import with_group_sums
 from colocated_grpo.policy.graphs import GraphedGradient, Result, has_static_shapes
 from colocated_grpo.policy.logprobs import linear_loss
+from colocated_grpo.policy.lora.linear import AdaptedLinear
 from colocated_grpo.policy.masters import Weights
 from colocated_grpo.policy.model import PackedLM, compiler_errors_in_one_line
 from colocated_grpo.policy.model_loader import ModelLoader
@@ -86,7 +87,9 @@ class Policy:
 
     def num_parameters(self) -> int:
         """Return the number of the model's parameters, not counting those of an adapter."""
-        return sum(weight.numel() for weight in self.weights.published().values())
+        in_4_bits = [one for one in self.model.modules() if isinstance(one, AdaptedLinear) and one.in_4_bits]
+        packed = sum(layer.lora_A.shape[1] * len(layer.lora_B) for layer in in_4_bits)
+        return packed + sum(parameter.numel() for parameter in self.model.hf_parameters().values())
 
     def num_trained(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters().values())

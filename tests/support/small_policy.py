@@ -181,6 +181,32 @@ def gradients_of(policy: Policy) -> dict[str, Tensor]:
     return {name: whole(parameter.grad) for name, parameter in policy.parameters().items()}
 
 
+@torch.no_grad()
+def move(policy: Policy, seed: int = 5, size: float = 0.1) -> None:
+    """Give every factor of an adapter random values, the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in policy.parameters().values():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * size)
+    policy.weights.publish()
+
+
+def merged_weights(policy: Policy) -> dict[str, Tensor]:
+    """Return copies of what the engine gets, in the order of names. Collective."""
+    return {name: whole(weight) for name, weight in sorted(policy.weights.published().items())}
+
+
+def state_of_trained_adapter(world: World, config: Config) -> tuple[dict, dict, dict]:
+    """Return gradients, factors and merged weights of training from an adapter that is not zero."""
+    policy = policy_of(config, world)
+    move(policy)
+    batch = pack_for(world, random_groups(6, 4), config).map(with_old_logprobs)
+    policy.forward_backward(batch.minibatches[0], Metrics(world.device))
+    gradients = gradients_of(policy)
+    policy.optimizer_step(Metrics(world.device))
+    train(policy, batch)
+    return gradients, weights_of(policy), merged_weights(policy)
+
+
 def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], *, rtol: float, atol: float) -> None:
     """Assert equal names and close values; the message names the tensor that differs."""
     assert list(actual) == list(expected)

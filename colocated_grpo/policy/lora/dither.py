@@ -2,9 +2,8 @@
 
 Rounding to nearest would lose the adapter wherever it changes a weight by less than half a step of bfloat16, which
 early in training is nearly everywhere. A fixed dither rounds away from zero with the probability that makes the
-expected value exact. Values that bfloat16 represents stay as they are, so the merged weight is exactly
-the base while the adapter is zero. The random numbers depend only on the weight's key and the element's index, so
-weights do not jitter from step to step, and a resumed run has the same bytes.
+expected value exact. Values of bfloat16 stay as they are: the merged weight is the base while the adapter is zero.
+Random numbers depend only on key and index, so weights do not jitter, and a resumed run has the same bytes.
 """
 
 import torch

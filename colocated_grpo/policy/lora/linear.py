@@ -58,17 +58,12 @@ class AdaptedLinear(nn.Module):
         self.lora_B = nn.Parameter(torch.empty(outputs, rank, device="meta"), requires_grad=rank > 0)
 
     def forward(self, x: Tensor) -> Tensor:
-        key, constants = self.key if self.in_4_bits else None, (self.is_transposed, self.scale, self.multiply)
-        return _merged_linear(x, self.base(), self.bias, self.lora_A, self.lora_B, key, *constants)
+        factors, key = (self.lora_A, self.lora_B), self.key if self.in_4_bits else None
+        return _merged_linear(x, self.base(), self.bias, *factors, key, self.is_transposed, self.scale, self.multiply)
 
     def base(self) -> nn.Parameter:
         """Return `packed` (W0 in 4 bits) or `weight` (W)."""
         return self.packed if self.in_4_bits else self.weight
-
-    def product(self) -> tuple[Tensor, Tensor]:
-        """Return (left, right) such that left @ right has the layout of the stored weight."""
-        a_RI, b_OR = self.lora_A.detach(), self.lora_B.detach()
-        return (a_RI.t(), b_OR.t()) if self.is_transposed else (b_OR, a_RI)
 
 
 ADAPTED = (nn.Linear, Conv1D)
@@ -124,9 +119,13 @@ def _matrix(
 ) -> Tensor:
     """Return the merged weight as [O, I]. base: itself merged if `key` is None, otherwise in 4 bits."""
     if key is not None:
-        left, right = (a_RI.t(), b_OR.t()) if is_transposed else (b_OR, a_RI)
-        base = merged(base, left, right, scale, key, 0, after)
+        base = merged(base, *product(a_RI, b_OR, is_transposed), scale, key, 0, after)
     return base.t() if is_transposed else base
+
+
+def product(a_RI: Tensor, b_OR: Tensor, is_transposed: bool) -> tuple[Tensor, Tensor]:
+    """Return (left, right) such that left @ right has the layout of the stored weight."""
+    return (a_RI.t(), b_OR.t()) if is_transposed else (b_OR, a_RI)
 
 
 @torch.library.custom_op("colocated_grpo::merged", mutates_args=())

@@ -1,8 +1,7 @@
 """Weights in 4 bits: NF4 (QLoRA, Dettmers et al. 2023), whose levels are quantiles of a normal distribution.
 
 Each block of 64 elements of a row is stored as 64 codes (indices of levels), two per byte, and one float32 scale. The
-values are those of bitsandbytes without nested quantization. A block never crosses rows, so shards by rows are whole
-blocks.
+values are those of bitsandbytes without nested quantization. Shards by rows are whole blocks.
 
 A row's bytes, first the codes and then the scales, are stored in a tensor of the compute type: FSDP2 would cast a
 tensor of another type before it gathers it.

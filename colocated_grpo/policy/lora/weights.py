@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from colocated_grpo.errors import ConfigError
 from colocated_grpo.policy.checkpoint_files import CheckpointReader
 from colocated_grpo.policy.lora import nf4
-from colocated_grpo.policy.lora.linear import ADAPTED, FACTORS, AdaptedLinear, merge, merged
+from colocated_grpo.policy.lora.linear import ADAPTED, FACTORS, AdaptedLinear, merge, merged, product
 from colocated_grpo.policy.masters import read_from
 from colocated_grpo.policy.model import PackedLM, checkpoint_name, reshard
 from colocated_grpo.runtime.distributed import Computed, derive_seed, first_row, local_part, with_rows
@@ -246,7 +246,8 @@ class AdapterWeights:
 
 def _own_rows(layer: AdaptedLinear) -> tuple[Tensor, Tensor, float, Tensor, int]:
     """Return the arguments of `merge` after the base, for this rank's rows."""
-    base, (left, right) = layer.base(), layer.product()
+    base = layer.base()
+    left, right = product(layer.lora_A.detach(), layer.lora_B.detach(), layer.is_transposed)
     row = first_row(base)
     return left[row : row + len(local_part(base))], right, layer.scale, layer.key, row * right.shape[1]
 

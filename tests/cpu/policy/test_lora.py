@@ -33,13 +33,15 @@ from tests.support.small_policy import (
     config_of,
     gradients_of,
     logprobs_one_by_one,
+    merged_weights,
+    move,
     pack_for,
     policy_of,
     random_groups,
     rounding,
+    state_of_trained_adapter,
     train,
     weights_of,
-    whole,
     with_old_logprobs,
 )
 
@@ -62,15 +64,6 @@ def lora_config(folder: Path, *, dtype: str = "float32", weights: str = "copied"
         batch={"max_tokens_per_micro_batch": 36, "minibatches": 2},
         rollout={"max_prompt_tokens": 16, "max_completion_tokens": 16},
     )
-
-
-@torch.no_grad()
-def move(policy: Policy, seed: int = 5, size: float = 0.1) -> None:
-    """Give every factor random values, the same on every rank."""
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in policy.parameters().values():
-        parameter.copy_(torch.randn(parameter.shape, generator=generator) * size)
-    policy.weights.publish()
 
 
 def upstream_of(micro_batch: MicroBatch) -> Tensor:
@@ -123,27 +116,11 @@ def trained(world: World, config: Config, steps: int = 2) -> Policy:
     return policy
 
 
-def merged_weights(policy: Policy) -> dict[str, Tensor]:
-    return {name: whole(weight) for name, weight in policy.weights.published().items()}
-
-
-def state_after_training(world: World, folder: Path, settings: dict[str, Any]) -> tuple[dict, dict, dict]:
-    config = lora_config(folder, **settings)
-    policy = policy_of(config, world)
-    move(policy)
-    batch = pack_for(world, random_groups(6, 4), config).map(with_old_logprobs)
-    policy.forward_backward(batch.minibatches[0], Metrics(world.device))
-    gradients = gradients_of(policy)
-    policy.optimizer_step(Metrics(world.device))
-    train(policy, batch)
-    return gradients, weights_of(policy), merged_weights(policy)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_two_ranks_train_as_one(world, model_folder, dtype):
-    folder = model_folder(tied=False)
-    gradients, factors, merged = state_after_training(world, folder, {"dtype": dtype})
-    first, second = run_on_ranks(state_after_training, 2, folder, {"dtype": dtype})
+    config = lora_config(model_folder(tied=False), dtype=dtype)
+    gradients, factors, merged = state_of_trained_adapter(world, config)
+    first, second = run_on_ranks(state_of_trained_adapter, 2, config)
     loose = dtype == "bfloat16"
     assert_same(first[0], gradients, rtol=0.05 if loose else 1e-4, atol=3e-2 if loose else 1e-5)
     if not loose:

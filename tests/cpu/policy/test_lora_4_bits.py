@@ -15,9 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from colocated_grpo.metrics import Metrics
 from colocated_grpo.policy.lora import nf4
-from colocated_grpo.policy.policy import Policy
 from colocated_grpo.policy.reference import InitialAdapter
-from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.schema import Config
 from tests.support.compiled_blocks import graph_counter
@@ -29,13 +27,13 @@ from tests.support.small_policy import (
     assert_same,
     config_of,
     gradients_of,
+    merged_weights,
+    move,
     pack_for,
     policy_of,
     random_groups,
-    train,
+    state_of_trained_adapter,
     weights_of,
-    whole,
-    with_old_logprobs,
 )
 
 WIDE = replace(SHAPE, hidden=64, head_dim=32, intermediate=192)
@@ -98,37 +96,13 @@ def four_bits(folder: Path, *, dtype: str = "float32", base_dtype: str = "nf4", 
     )
 
 
-@torch.no_grad()
-def move(policy: Policy, seed: int = 5) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in policy.parameters().values():
-        parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    policy.weights.publish()
-
-
-def published(policy: Policy) -> dict[str, Tensor]:
-    return {name: whole(weight).clone() for name, weight in sorted(policy.weights.published().items())}
-
-
-def state_after_training(world: World, config: Config) -> tuple[dict, dict, dict]:
-    """Return gradients, factors and merged weights of training from an adapter that is not zero."""
-    policy = policy_of(config, world)
-    move(policy)
-    batch = pack_for(world, random_groups(6, 4), config).map(with_old_logprobs)
-    policy.forward_backward(batch.minibatches[0], Metrics(world.device))
-    gradients = gradients_of(policy)
-    policy.optimizer_step(Metrics(world.device))
-    train(policy, batch)
-    return gradients, weights_of(policy), published(policy)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("lora", [{}, {"exclude_modules": ["v_proj", "c_proj"], "layers": "1"}], ids=["all", "some"])
 @pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
 def test_training_equals_that_of_the_rounded_weights_in_16_bits(world, folders, architecture, lora, dtype):
     model, rounded = folders(architecture)
-    actual = state_after_training(world, four_bits(model, dtype=dtype, **lora))
-    expected = state_after_training(world, four_bits(rounded, dtype=dtype, base_dtype="auto", **lora))
+    actual = state_of_trained_adapter(world, four_bits(model, dtype=dtype, **lora))
+    expected = state_of_trained_adapter(world, four_bits(rounded, dtype=dtype, base_dtype="auto", **lora))
     for mine, other in zip(actual, expected, strict=True):
         assert list(mine) == list(other)
         assert_same(mine, other, rtol=0, atol=0)
@@ -137,8 +111,8 @@ def test_training_equals_that_of_the_rounded_weights_in_16_bits(world, folders, 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_two_ranks_train_as_one(world, folders, dtype):
     config = four_bits(folders("qwen3")[0], dtype=dtype)
-    one = state_after_training(world, config)
-    first, second = run_on_ranks(state_after_training, 2, config)
+    one = state_of_trained_adapter(world, config)
+    first, second = run_on_ranks(state_of_trained_adapter, 2, config)
     loose = dtype == "bfloat16"
     assert_same(first[0], one[0], rtol=0.05 if loose else 1e-4, atol=3e-2 if loose else 1e-5)
     if not loose:
@@ -179,7 +153,7 @@ def test_all_blocks_share_one_graph_that_keeps_no_merged_weights(world, folders,
         assert count() == int(compiled)
         gradients[compiled] = gradients_of(built)
         merged = {torch.Size((64, 64)), torch.Size((64, 192)), torch.Size((192, 64))}
-        assert merged < {weight.shape for weight in published(built).values()}
+        assert merged < {weight.shape for weight in merged_weights(built).values()}
         assert not merged & set(sizes)
     assert_same(gradients[True], gradients[False], rtol=1e-4, atol=1e-5)
 
