@@ -44,7 +44,8 @@ SETUPS: dict[str, JsonObject] = {
     "sleep": {"sleep": True},
     "half": {"micro_batch": 128},
     "compile": {"compile": True},
-    "flash": {"attention": "flash_attention_2"},
+    "flash": {"attention": "flash_attention_4"},
+    "liger-flash": {"liger": True, "attention": "flash_attention_4"},
     "liger-compile": {"liger": True, "compile": True},
 }
 """Settings of TRL that `tune` compares; all without gradient checkpointing. A setup that fails is reported."""

@@ -248,7 +248,9 @@ def shard(model: PackedLM, mesh: DeviceMesh, dtype: torch.dtype, *, offloaded: b
 
     mesh: `World.mesh`. offloaded: as in `load_shards`.
     """
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    stored = {parameter.dtype for parameter in model.parameters()}
+    # Weights in 4 bits are bytes, which torch 2.11 would cast, too. Beside them, all other weights have `dtype` already.
+    precision = MixedPrecisionPolicy(None if torch.uint8 in stored else dtype, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offloaded else OffloadPolicy()
     factors = {parameter for name, parameter in model.named_parameters() if is_factor(name)}  # replicated on every rank
     for block in blocks_of(model):

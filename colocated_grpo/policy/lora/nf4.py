@@ -3,8 +3,8 @@
 Each block of 64 elements of a row is stored as 64 codes (indices of levels), two per byte, and one float32 scale. The
 values are those of bitsandbytes without nested quantization. Shards by rows are whole blocks.
 
-A row's bytes, first the codes and then the scales, are stored in a tensor of the compute type: FSDP2 would cast a
-tensor of another type before it gathers it.
+A row is stored as bytes, first the codes and then the scales. A tensor of a floating-point type would not keep them:
+FSDP2 copies what it gathers through float32 on GPUs, which changes bytes that form a NaN.
 """
 
 from functools import cache
@@ -22,18 +22,18 @@ LEVELS = (
 )  # fmt: skip
 
 
-def packed_columns(columns: int, dtype: torch.dtype) -> int:
-    """Return the columns of a packed weight. columns: of the weight, a multiple of BLOCK. dtype: the compute type."""
-    return columns // BLOCK * BLOCK_BYTES // dtype.itemsize
+def packed_columns(columns: int) -> int:
+    """Return the columns of a packed weight. columns: of the weight, a multiple of BLOCK."""
+    return columns // BLOCK * BLOCK_BYTES
 
 
 def weight_columns(packed: Tensor) -> int:
     """Return the columns of the weight that `packed` holds."""
-    return packed.shape[1] * packed.itemsize // BLOCK_BYTES * BLOCK
+    return packed.shape[1] // BLOCK_BYTES * BLOCK
 
 
-def pack(weight_RC: Tensor, dtype: torch.dtype) -> Tensor:
-    """Quantize a float32 weight to the nearest levels. dtype: the compute type."""
+def pack(weight_RC: Tensor) -> Tensor:
+    """Quantize a float32 weight to the nearest levels, uint8."""
     blocks = weight_RC.view(len(weight_RC), weight_RC.shape[1] // BLOCK, BLOCK)
     scales = blocks.abs().amax(-1)
     levels = _pairs(weight_RC.device)[:16, 1]
@@ -41,15 +41,15 @@ def pack(weight_RC: Tensor, dtype: torch.dtype) -> Tensor:
     relative = blocks / scales[..., None].clamp(min=torch.finfo(scales.dtype).tiny)
     codes = torch.bucketize(relative.flatten(1), middles, out_int32=True).to(torch.uint8)
     pairs = codes[:, 0::2] << 4 | codes[:, 1::2]
-    return torch.cat([pairs, scales.view(torch.uint8)], dim=1).view(dtype)
+    return torch.cat([pairs, scales.view(torch.uint8)], dim=1)
 
 
-def unpack(packed: Tensor) -> Tensor:
-    """Return the weight [R, C] in the compute type, which is the type of `packed`."""
+def unpack(packed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the weight [R, C] in `dtype`."""
     rows, columns = len(packed), weight_columns(packed)
-    pairs, scales = packed.contiguous().view(torch.uint8).split([columns // 2, columns // BLOCK * 4], dim=1)
+    pairs, scales = packed.split([columns // 2, columns // BLOCK * 4], dim=1)
     blocks = functional.embedding(pairs.int(), _pairs(packed.device)).view(rows, columns // BLOCK, BLOCK)
-    return blocks.mul_(scales.contiguous().view(torch.float32)[..., None]).view(rows, columns).to(packed.dtype)
+    return blocks.mul_(scales.contiguous().view(torch.float32)[..., None]).view(rows, columns).to(dtype)
 
 
 @cache

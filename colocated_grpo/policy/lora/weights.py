@@ -255,7 +255,7 @@ def _own_rows(layer: AdaptedLinear) -> tuple[Tensor, Tensor, float, Tensor, int]
 def _merged(layer: AdaptedLinear) -> Tensor:
     """Return the merged weight of a 4-bit base, sharded as the base."""
     rows = local_part(layer.packed.detach())
-    return with_rows(layer.packed, merged(rows, *_own_rows(layer), rows))
+    return with_rows(layer.packed, merged(rows, *_own_rows(layer), layer.compute_dtype, rows))
 
 
 @torch.no_grad()
@@ -267,7 +267,7 @@ def read_4_bits(model: PackedLM, folder: Path, device: torch.device) -> None:
             packed = local_part(layer.packed)
             rows = torch.empty(len(packed), nf4.weight_columns(packed), device=device)
             read_from(reader, {f"{name}.weight": with_rows(layer.packed, rows)}, model.lm.base_model_prefix)
-            packed.copy_(nf4.pack(rows, packed.dtype))
+            packed.copy_(nf4.pack(rows))
 
 
 def _layers(model: PackedLM) -> dict[str, AdaptedLinear]:

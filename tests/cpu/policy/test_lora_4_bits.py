@@ -56,11 +56,11 @@ def test_the_values_are_those_of_a_brute_force_reference_and_of_bitsandbytes():
     weight = torch.randn(24, 192, generator=torch.Generator().manual_seed(0)) * 0.02
     weight[3, :64] = 0
     for dtype in (torch.float32, torch.bfloat16):
-        packed = nf4.pack(weight, dtype)
-        assert packed.dtype == dtype
-        assert packed.numel() * packed.itemsize * 16 == 9 * weight.numel()
-        values = nf4.unpack(packed)
-        assert nf4.unpack(nf4.pack(weight[:0], dtype)).shape == (0, 192), "a rank may have no rows"
+        packed = nf4.pack(weight)
+        assert packed.dtype == torch.uint8
+        assert packed.numel() * 16 == 9 * weight.numel()
+        values = nf4.unpack(packed, dtype)
+        assert nf4.unpack(nf4.pack(weight[:0]), dtype).shape == (0, 192), "a rank may have no rows"
         assert torch.equal(values, brute_force(weight).to(dtype))
         theirs = bnb.dequantize_4bit(*bnb.quantize_4bit(weight, blocksize=64, quant_type="nf4"))
         assert torch.equal(values, theirs.to(dtype))
