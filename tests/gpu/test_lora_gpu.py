@@ -99,15 +99,16 @@ def assert_compiled_gradients_are_close(world, folder, lora, weights="copied"):
 def test_a_base_in_4_bits_is_merged_as_on_the_cpu_and_by_rows_as_whole():
     weight, left, right = random_parts(300, 512, 8, torch.float32)
     packed, key, dtype = nf4.pack(weight), torch.tensor(3), torch.bfloat16
+    after = torch.empty(0, dtype=dtype)
     on_gpu, left_gpu, right_gpu = nf4.pack(weight.cuda()), left.cuda(), right.cuda()
     assert torch.equal(on_gpu.cpu(), packed)
     assert torch.equal(nf4.unpack(on_gpu, dtype).cpu(), nf4.unpack(packed, dtype))
-    expected = merged(packed, left, right, 2.0, key, 0, dtype, packed)
-    actual = merged(on_gpu, left_gpu, right_gpu, 2.0, key, 0, dtype, on_gpu)
+    expected = merged(packed, left, right, 2.0, key, 0, after)
+    actual = merged(on_gpu, left_gpu, right_gpu, 2.0, key, 0, after.cuda())
     assert (actual.cpu() != expected).float().mean() < 1e-3
     torch.testing.assert_close(actual.cpu(), expected, rtol=2**-7, atol=0)
     for first in (64, 100, 128):
-        rows = merged(on_gpu[first:], left_gpu[first:], right_gpu, 2.0, key, first * 512, dtype, on_gpu)
+        rows = merged(on_gpu[first:], left_gpu[first:], right_gpu, 2.0, key, first * 512, after.cuda())
         assert torch.equal(rows, actual[first:]), "shards must have the bytes of the whole weight"
 
 

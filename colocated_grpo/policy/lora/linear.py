@@ -43,8 +43,8 @@ class AdaptedLinear(nn.Module):
         self.in_4_bits = in_4_bits
         self.compute_dtype = weight.dtype
         if in_4_bits:
-            stored = weight.new_empty(len(weight), nf4.packed_columns(weight.shape[1]), dtype=torch.uint8)
-            self.packed = nn.Parameter(stored, requires_grad=False)
+            stored = weight.shape[0], weight.shape[1] // nf4.BLOCK * nf4.BLOCK_BYTES
+            self.packed = nn.Parameter(weight.new_empty(stored, dtype=torch.uint8), requires_grad=False)
         else:
             self.weight = weight
         self.bias = None if getattr(layer, "bias", None) is None else layer.get_parameter("bias")
@@ -120,7 +120,7 @@ def _matrix(
 ) -> Tensor:
     """Return the merged weight as [O, I]. base: itself merged if `key` is None, otherwise in 4 bits."""
     if key is not None:
-        base = merged(base, *product(a_RI, b_OR, is_transposed), scale, key, 0, after.dtype, after)
+        base = merged(base, *product(a_RI, b_OR, is_transposed), scale, key, 0, after)
     return base.t() if is_transposed else base
 
 
@@ -130,30 +130,21 @@ def product(a_RI: Tensor, b_OR: Tensor, is_transposed: bool) -> tuple[Tensor, Te
 
 
 @torch.library.custom_op("colocated_grpo::merged", mutates_args=())
-def merged(
-    packed: Tensor,
-    left: Tensor,
-    right: Tensor,
-    scale: float,
-    key: Tensor,
-    first: int,
-    dtype: torch.dtype,
-    after: Tensor,
-) -> Tensor:
-    """Return base + scale * left @ right in `dtype`, the compute type, for a 4-bit base. Arguments: see `merge`.
+def merged(packed: Tensor, left: Tensor, right: Tensor, scale: float, key: Tensor, first: int, after: Tensor) -> Tensor:
+    """Return base + scale * left @ right in the type of `after`, for a 4-bit base. Other arguments: see `merge`.
 
     A custom operator, opaque to torch.compile, so that training and weight sync compute identical bytes.
-    after: not read. A tensor that exists only in the calling pass, so that the compiler cannot keep the forward pass's
-    weights for the backward pass.
+    after: only its type is read. A tensor that exists only in the calling pass, so that the compiler cannot keep the
+    forward pass's weights for the backward pass.
     """
-    weight = nf4.unpack(packed, dtype)
+    weight = nf4.unpack(packed, after.dtype)
     merge(weight, weight, left, right, scale, key, first)
     return weight
 
 
 @merged.register_fake
-def _(packed: Tensor, *arguments: Any) -> Tensor:
-    return packed.new_empty(len(packed), nf4.weight_columns(packed), dtype=arguments[-2])
+def _(packed: Tensor, left: Tensor, right: Tensor, scale: float, key: Tensor, first: int, after: Tensor) -> Tensor:
+    return after.new_empty(len(packed), nf4.weight_columns(packed))
 
 
 def merge(

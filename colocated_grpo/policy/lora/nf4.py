@@ -22,11 +22,6 @@ LEVELS = (
 )  # fmt: skip
 
 
-def packed_columns(columns: int) -> int:
-    """Return the columns of a packed weight. columns: of the weight, a multiple of BLOCK."""
-    return columns // BLOCK * BLOCK_BYTES
-
-
 def weight_columns(packed: Tensor) -> int:
     """Return the columns of the weight that `packed` holds."""
     return packed.shape[1] // BLOCK_BYTES * BLOCK

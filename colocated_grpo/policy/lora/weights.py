@@ -255,7 +255,7 @@ def _own_rows(layer: AdaptedLinear) -> tuple[Tensor, Tensor, float, Tensor, int]
 def _merged(layer: AdaptedLinear) -> Tensor:
     """Return the merged weight of a 4-bit base, sharded as the base."""
     rows = local_part(layer.packed.detach())
-    return with_rows(layer.packed, merged(rows, *_own_rows(layer), layer.compute_dtype, rows))
+    return with_rows(layer.packed, merged(rows, *_own_rows(layer), rows.new_empty(0, dtype=layer.compute_dtype)))
 
 
 @torch.no_grad()
