@@ -14,6 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from colocated_grpo.servers.engine_servers import free_ports
+
 MODULE = "benchmarks.learn"
 
 
@@ -32,12 +34,14 @@ class LearningRun:
 
 def run_jobs(jobs: Sequence[LearningRun], parallel: int, timeout: float, deadline: float) -> list[str]:
     """Run all jobs, `parallel` at a time, and return the names of those without a result."""
+    # Chosen together: runs that choose for themselves, seconds before they listen, may choose the same port.
+    ports = free_ports(len(jobs))
     with ThreadPoolExecutor(parallel) as pool:
-        outcomes = list(pool.map(lambda job: run_job(job, timeout, deadline), jobs))
+        outcomes = list(pool.map(lambda job, port: run_job(job, port, timeout, deadline), jobs, ports))
     return [job.name for job, done in zip(jobs, outcomes, strict=True) if not done]
 
 
-def run_job(job: LearningRun, timeout: float, deadline: float) -> bool:
+def run_job(job: LearningRun, port: int, timeout: float, deadline: float) -> bool:
     """Run a job unless its result exists. Return True if it exists now. Prints one line, or the end of a failed log."""
     if job.result.exists():
         print(f"{job.name}: done before", flush=True)
@@ -53,7 +57,8 @@ def run_job(job: LearningRun, timeout: float, deadline: float) -> bool:
         log.write(shlex.join(command) + "\n")
         log.flush()
         # In a new session, so that the run's other processes end with it.
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        variables = os.environ | {"MASTER_PORT": str(port)}
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=variables, start_new_session=True)
         try:
             outcome = f"exit code {process.wait(limit)}"
         except subprocess.TimeoutExpired:
