@@ -81,9 +81,7 @@ class OpenEpisodes:
     def find(self, episode_id: str, key: bytes) -> OpenEpisode | None:
         """Return the open episode with this id; None if there is none, or if `key` is not its key."""
         episode = self._open.get(episode_id)
-        if episode is None or not hmac.compare_digest(episode.key.encode(), key):
-            return None
-        return episode
+        return episode if episode and hmac.compare_digest(episode.key.encode(), key) else None
 
 
 STARTER = parents_death.__file__

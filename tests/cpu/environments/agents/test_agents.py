@@ -511,6 +511,17 @@ print(0.25)
     assert (rollout.score.reward, rollout.score.error) == (0.25, None)
 
 
+@pytest.mark.parametrize("no_proxy", ["", "internal.example", "*"])
+def test_requests_to_the_run_do_not_go_through_a_proxy(tmp_path, monkeypatch, no_proxy):
+    monkeypatch.setenv("http_proxy", "http://proxy.invalid:3128")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, no_proxy)
+    program = program_of(tmp_path, ASK_WITHOUT_OPENAI + "print(float(urllib.request.proxy_bypass('internal.example')))")
+    rollout, _ = play_alone(program, says("a"))
+    assert (rollout.score.error, rollout.score.reward) == (None, float(bool(no_proxy)))
+    assert play_alone(three_turns, says("a"))[0].score.error is None
+
+
 def test_the_program_of_the_guide_rewards_an_agent_that_prints_none(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     guide = (ROOT / "docs/guides/agents.md").read_text()
