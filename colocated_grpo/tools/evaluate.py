@@ -85,8 +85,7 @@ def settings(subject: ModelSubject, config_file: str | None, overrides: Sequence
 
     Raises ConfigError.
     """
-    path = config_file or subject.run_config
-    if path is None:
+    if (path := config_file or subject.run_config) is None:
         raise ConfigError("--config: required unless MODEL is a run folder; give a file with evaluation.sets")
     config = read_settings(subject, path, overrides)
     sets = [entry.model_copy(update={"every": 1}) for entry in config.evaluation.sets]

@@ -74,9 +74,8 @@ class TurnGames(Items):
         # Held-out games use odd seeds, so no run trains on the held-out games of another run.
         environment = construct(partial(self._factory, seed=2 * seed + held_out), self._args, self._key)
         if not isinstance(environment, TurnEnvironment):
-            missing = [
-                name for name in dir(TurnEnvironment) if not (name.startswith("_") or hasattr(environment, name))
-            ]
+            members = [name for name in dir(TurnEnvironment) if not name.startswith("_")]
+            missing = [name for name in members if not hasattr(environment, name)]
             raise EnvironmentSetupError(f"{self._key}: not a turn environment, it has no {', '.join(missing)}")
         return environment
 
