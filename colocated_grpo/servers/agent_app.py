@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import json
+import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -49,6 +50,11 @@ def listen_for_agents(
     codec = TextCodec(copy.deepcopy(tokenizer), limits, template_variables or {})
     server = ServerThread(create_agent_app(episodes, codec, model, limits.max_tokens, stop), HOST, [0])
     episodes.url = f"http://{HOST}:{server.ports[0]}"
+    # Agents, and the programs that inherit this environment, must not send these requests to an HTTP proxy.
+    for name, other in (("no_proxy", "NO_PROXY"), ("NO_PROXY", "no_proxy")):
+        hosts = os.environ.get(name) or os.environ.get(other, "")
+        if not {HOST, "*"} & {*hosts.split(",")}:
+            os.environ[name] = f"{hosts},{HOST}".strip(",")
     return server
 
 

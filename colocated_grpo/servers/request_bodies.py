@@ -15,7 +15,7 @@ CHANGES_SAMPLES = "would change which tokens are sampled, and the trainer could 
 CHANGES_PROMPT = "would change the prompt, and is not supported"
 CHANGES_RESPONSE = "would change the response, and is not supported"
 GENERATE_HAS_IT = CHANGES_RESPONSE + " here; POST /generate returns tokens and has prompt_logprobs"
-MEANS_TOOLS = "tool calls are not parsed; describe tools with `tools` and read calls from the text"
+MEANS_TOOLS = "tool calls cannot be forced; describe tools with `tools`, and the model may call them"
 
 REJECTED: dict[str, str] = {
     **dict.fromkeys(("allowed_token_ids", "bad_words", "best_of", "length_penalty", "min_tokens"), CHANGES_SAMPLES),

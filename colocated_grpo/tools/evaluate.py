@@ -85,15 +85,11 @@ def settings(subject: ModelSubject, config_file: str | None, overrides: Sequence
 
     Raises ConfigError.
     """
-    path = config_file or subject.run_config
-    if path is None:
+    if (path := config_file or subject.run_config) is None:
         raise ConfigError("--config: required unless MODEL is a run folder; give a file with evaluation.sets")
     config = read_settings(subject, path, overrides)
     sets = [entry.model_copy(update={"every": 1}) for entry in config.evaluation.sets]
-    if not sets and not config.evaluation.every:
-        raise ConfigError("evaluation: nothing to evaluate; add evaluation.sets, or set evaluation.every above 0")
-    every = 0 if sets else config.evaluation.every
-    evaluation = config.evaluation.model_copy(update={"sets": sets, "every": every})
+    evaluation = config.evaluation.model_copy(update={"sets": sets, "every": int(not sets)})
     config = config.model_copy(update={"evaluation": evaluation})
     check_world(config, int(os.environ["WORLD_SIZE"]))
     return check_inputs(config)[0]

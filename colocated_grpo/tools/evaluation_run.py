@@ -8,7 +8,7 @@ from pathlib import Path
 
 from colocated_grpo.assembly.data import build_collector, build_data, evaluation_sets, listen_to_agents
 from colocated_grpo.assembly.engines import Site, engine_spec
-from colocated_grpo.errors import RunError
+from colocated_grpo.errors import ConfigError, RunError
 from colocated_grpo.evaluation.evaluator import Evaluator
 from colocated_grpo.policy.model_files import read_model_files
 from colocated_grpo.rollout.collect import Stopped
@@ -54,6 +54,8 @@ def prepare_evaluation(config: Config, adapter: Path | None) -> Generator[Evalua
     model = read_model_files(config.model, world)
     data = build_data(config, model, site, trains=False)
     sets = evaluation_sets(config.evaluation, config.rollout, data.evaluated, model.stop_token_ids, config.is_mixed)
+    if not any(each.prompts for each in sets):
+        raise ConfigError("evaluation: no prompt is held out; set held_out or eval_split, or add evaluation.sets")
     listen_to_agents(config, data, model, site)
     engines = world.size // config.engine.tensor_parallel_size
     # One engine's part of the completions of the largest set.

@@ -88,6 +88,8 @@ class Echo:
         self._advance(turn.game)
 
     def play_on(self, turn: EchoTurn) -> None:
+        if self.bad == "play_on":
+            raise RuntimeError("no script")
         self.passed.append(turn.id)
         self._advance(turn.game)
 
@@ -117,6 +119,8 @@ class Echo:
     def snapshot(self) -> dict[str, Any]:
         if self.bad == "snapshot":
             raise RuntimeError("cannot be saved")
+        if self.bad == "state":
+            return {"games": {1, 2}}
         return {
             "games": [[number, left] for number, left in self.games.items()],
             "started": self.started,

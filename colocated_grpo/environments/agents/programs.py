@@ -81,14 +81,11 @@ class OpenEpisodes:
     def find(self, episode_id: str, key: bytes) -> OpenEpisode | None:
         """Return the open episode with this id; None if there is none, or if `key` is not its key."""
         episode = self._open.get(episode_id)
-        if episode is None or not hmac.compare_digest(episode.key.encode(), key):
-            return None
-        return episode
+        return episode if episode and hmac.compare_digest(episode.key.encode(), key) else None
 
 
 STARTER = parents_death.__file__
-"""Script that starts a program. It asks the kernel to kill the process when the rank ends, then replaces itself by the
-program."""
+"""Script that asks the kernel to kill the process when the rank ends, then replaces itself by the program."""
 OPENAI_URL, OPENAI_KEY = "OPENAI_BASE_URL", "OPENAI_API_KEY"
 """Environment variables that OpenAI's clients read."""
 RANK_VARIABLES = {
@@ -96,8 +93,7 @@ RANK_VARIABLES = {
     *("ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
     *(URLS_VARIABLE, KEY_VARIABLE),
 }
-"""Environment variables that programs do not inherit. With torchrun's variables, a program that uses torch would act as
-a rank."""
+"""Environment variables that programs do not inherit: with them, a program that uses torch would act as a rank."""
 TAIL_BYTES = 1 << 16
 MAX_SHOWN = 160
 
@@ -144,8 +140,7 @@ class Program:
 
     def _result(self, line: str) -> object:
         with suppress(ValueError, RecursionError):
-            result = json.loads(line)
-            if result is None or isinstance(result, int | float | dict):
+            if isinstance(result := json.loads(line), int | float | dict | None):
                 return result
         raise AgentFailed(
             f"{self._name}: the last line of its output must be a number or a JSON object with 'reward', got "
@@ -155,8 +150,7 @@ class Program:
 
 def _last_line(file: IO[bytes]) -> str:
     """Return the last line that is not empty; '' if all lines are empty."""
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - TAIL_BYTES))
+    file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
     lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
     return next((line for line in reversed(lines) if line), "")
 

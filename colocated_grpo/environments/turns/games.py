@@ -47,6 +47,15 @@ class TurnScorer:
         return scores
 
 
+@contextmanager
+def _errors_of(name: str, method: str) -> Generator[None]:
+    """Convert exceptions of the environment to RunError: after a failed method, a game has no valid state."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        raise RunError(f"environments {name!r}: {method}() failed: {one_line(error)}") from error
+
+
 class TurnGames(Items):
     """The games of one `type: turns` entry."""
 
@@ -76,11 +85,12 @@ class TurnGames(Items):
     def held_out(self, seed: int) -> Iterator[Item]:
         """Yield the policy's turns of games in which a script plays all turns."""
         environment = self._build(seed, held_out=True)
-        while turns := environment.next_batch():
-            for turn in turns:
-                if turn.trainable:
-                    yield item_of(turn, structured=self._config.structured)
-                environment.play_on(turn)
+        with _errors_of(self.name, "next_batch() or play_on"):
+            while turns := environment.next_batch():
+                for turn in turns:
+                    if turn.trainable:
+                        yield item_of(turn, structured=self._config.structured)
+                    environment.play_on(turn)
 
 
 def item_of(turn: Turn, *, structured: bool) -> Item:
@@ -153,11 +163,10 @@ class PendingGroups:
 
 def _with_return(pending: _PendingGroup, value: float) -> Group:
     rollouts = list(pending.group.rollouts)
-    rollout = rollouts[pending.committed]
-    score = rollout.score
+    score = rollouts[pending.committed].score
     if score.reward is not None:
         score = replace(score, reward=score.reward + value, parts={**score.parts, "return": value})
-    rollouts[pending.committed] = replace(rollout, score=score)
+        rollouts[pending.committed] = replace(rollouts[pending.committed], score=score)
     return replace(pending.group, rollouts=rollouts)
 
 
@@ -181,6 +190,7 @@ class TurnStream(ItemStream):
 
     def __init__(self, name: str, environment: TurnEnvironment, config: TurnsSourceConfig, seed: int) -> None:
         self._name = name
+        self._errors_of = partial(_errors_of, name)
         self._metric_prefix = name.rpartition(":")[2]  # "Sticks" for "folder/my_game.py:Sticks"
         self._environment = environment
         self._config = config
@@ -260,27 +270,19 @@ class TurnStream(ItemStream):
             finished=self._early_stop.due(metrics.get("parse_rate")),
         )
 
-    @contextmanager
-    def _errors_of(self, method: str) -> Generator[None]:
-        """Convert exceptions of the environment to RunError: after a failed method, a game has no valid state."""
-        try:
-            yield
-        except (Exception, SystemExit) as error:
-            raise RunError(f"environments {self._name!r}: {method}() failed: {one_line(error)}") from error
-
     def _choose(self, turn: Turn, group: Group) -> int:
         """Return the position of the completion to commit."""
-        rewards = [rollout.score.reward for rollout in group.rollouts]
         if self._config.commit == "random":
-            return Random(f"{self._seed}/{turn.id}").randrange(len(rewards))
+            return Random(f"{self._seed}/{turn.id}").randrange(len(group.rollouts))
         if self._config.commit == "best":
-            known = [-math.inf if reward is None else reward for reward in rewards]
+            known = [-math.inf if (reward := each.score.reward) is None else reward for each in group.rollouts]
             return known.index(max(known))
         return 0
 
     def state_dict(self) -> JsonObject:
         with self._errors_of("snapshot"):
             games = self._environment.snapshot()
+            json.dumps(games)  # as in record
         return {"games": games, "pending": self._pending.state_dict(), "early_stop": self._early_stop.reached}
 
     def load_state_dict(self, state: JsonObject) -> None:

@@ -14,6 +14,7 @@ from tests.support.training_runs import (
     TrainingRun,
     assert_resumes_exactly,
     deterministic,
+    tiny_model,
     train,
 )
 
@@ -153,3 +154,15 @@ def test_the_tool_measures_the_best_model_of_a_run_as_the_run_did(whole, data, t
     agent = json.loads(results.read_text())["evaluations"]["eval/agent"]
     assert (agent["metrics"]["eval/agent/mean"], agent["metrics"]["eval/agent/errors"]) == (0.5, 0)
     assert len(agent["completions"]) == 3 * 2
+
+
+def test_the_tool_says_that_a_config_has_nothing_to_evaluate(tmp_path):
+    out, err, results = tmp_path / "out", tmp_path / "err", tmp_path / "results.json"
+    file = tmp_path / "alone.yaml"
+    file.write_text("environments: [{type: dataset, name: rows.jsonl, rewards: [exact_match], held_out: 0}]\n")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
+    arguments = [str(tiny_model()), "--config", str(file), "--output", str(results)]
+    with start_module("colocated_grpo.tools.evaluate", arguments, 1, out, err) as ranks:
+        assert ranks.exit_codes(180) == [2]
+    assert "error: evaluation: no prompt is held out; set held_out or eval_split" in err.read_text()
+    assert not results.exists()

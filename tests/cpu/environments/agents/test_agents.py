@@ -282,6 +282,13 @@ def status_of(base_url: str, api_key: bytes) -> int:
     return status
 
 
+def test_a_forced_tool_call_is_rejected_with_what_the_run_can_do():
+    async def agent(item, access):
+        await ask(access, [user("a")], tools=TOOLS, tool_choice="required")
+
+    assert "tool_choice: tool calls cannot be forced; describe tools with `tools`" in error_of(agent)
+
+
 def test_only_the_key_of_a_running_episode_opens_its_path():
     opened: list[Access] = []
     both, done = asyncio.Event(), asyncio.Event()
@@ -509,6 +516,17 @@ print(0.25)
 """
     rollout, _ = play_alone(program_of(tmp_path, ASK_WITHOUT_OPENAI + text, "--depth", "2"), says("a"))
     assert (rollout.score.reward, rollout.score.error) == (0.25, None)
+
+
+@pytest.mark.parametrize("no_proxy", ["", "internal.example", "*"])
+def test_requests_to_the_run_do_not_go_through_a_proxy(tmp_path, monkeypatch, no_proxy):
+    monkeypatch.setenv("http_proxy", "http://proxy.invalid:3128")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, no_proxy)
+    program = program_of(tmp_path, ASK_WITHOUT_OPENAI + "print(float(urllib.request.proxy_bypass('internal.example')))")
+    rollout, _ = play_alone(program, says("a"))
+    assert (rollout.score.error, rollout.score.reward) == (None, float(bool(no_proxy)))
+    assert play_alone(three_turns, says("a"))[0].score.error is None
 
 
 def test_the_program_of_the_guide_rewards_an_agent_that_prints_none(tmp_path, monkeypatch):

@@ -374,9 +374,18 @@ def test_invalid_data_of_a_game_ends_the_run_with_the_method_named(bad, message)
         source.record([group])
 
 
-def test_games_that_cannot_be_saved_raise_one_line():
-    with pytest.raises(RunError, match=r"snapshot\(\) failed: RuntimeError: cannot be saved"):
-        built(echo(bad="snapshot")).open_source().state_dict()
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [("snapshot", "RuntimeError: cannot be saved"), ("state", "TypeError: Object of type set is not")],
+)
+def test_games_that_cannot_be_saved_raise_one_line(bad, message):
+    with pytest.raises(RunError, match=rf"snapshot\(\) failed: {message}"):
+        built(echo(bad=bad)).open_source().state_dict()
+
+
+def test_held_out_games_that_fail_raise_one_line():
+    with pytest.raises(RunError, match=r"next_batch\(\) or play_on\(\) failed: RuntimeError: no script"):
+        built(echo(bad="play_on")).held_out(2)
 
 
 def test_numbers_of_other_types_are_converted_to_float():
