@@ -26,8 +26,10 @@ ATROPOSLIB := atroposlib==0.4.0
 OLDEST_VLLM := 0.26.0
 VLLM_SOURCES := $(VENV)/vllm-$(OLDEST_VLLM)
 COMPUTING_TESTS := $(addprefix tests/cpu/,policy rollout weights benchmarks tools losses batching \
-    checkpoint docs settings environments evaluation tracking web servers)
+    checkpoint docs settings evaluation tracking web)
+RUN_TESTS := tests/cpu/runs
 COMPUTING_LOG := $(VENV)/computing-tests.log
+RUN_LOG := $(VENV)/run-tests.log
 DEVICES_cuda := --gpus 1
 DEVICES_cpu := --gpus 0 --nproc 1
 REAL_MODELS ?= $(VENV)/real-models
@@ -104,13 +106,15 @@ quickstart: install
 	@$(PY) run_colocated_grpo.py --config training_configs/quickstart.yaml $(DEVICES_$(PLATFORM))
 	@echo 'next: source $(VENV)/bin/activate, then "Train on your own data" in README.md'
 
-# COMPUTING_TESTS compute in their own process, while most others wait for the runs that they start: both together keep
-# two cores busy. Those of servers are among them so that both take equally long.
+# Three parts keep two cores busy: COMPUTING_TESTS compute in their own process, RUN_TESTS and the rest mostly wait for
+# the runs and servers that they start. The parts are cut so that they take equally long.
 test: install $(VLLM_SOURCES) $(REAL_MODELS)
 	@$(PY) -m pytest $(COMPUTING_TESTS) > $(COMPUTING_LOG) 2>&1 & computing=$$!; \
-	$(PY) -m pytest tests/cpu $(COMPUTING_TESTS:%=--ignore %); others=$$?; \
+	$(PY) -m pytest $(RUN_TESTS) > $(RUN_LOG) 2>&1 & runs=$$!; \
+	$(PY) -m pytest tests/cpu $(COMPUTING_TESTS:%=--ignore %) $(RUN_TESTS:%=--ignore %); others=$$?; \
 	wait $$computing; computing=$$?; cat $(COMPUTING_LOG); \
-	exit $$((others ? others : computing))
+	wait $$runs; runs=$$?; cat $(RUN_LOG); \
+	exit $$((others ? others : computing ? computing : runs))
 
 test-gpu: install $(REAL_MODELS)
 	@$(PY) -m pytest tests/gpu

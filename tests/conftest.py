@@ -10,7 +10,9 @@ from pathlib import Path
 
 from colocated_grpo.runtime.program import OPENMP_SETTINGS
 
-os.environ.update({**OPENMP_SETTINGS, **os.environ})  # before torch is imported
+# Before torch is imported. For the small models of the tests, a second thread costs more CPU time than it saves; the
+# launcher, too, keeps a number that is set.
+os.environ.update({**OPENMP_SETTINGS, "OMP_NUM_THREADS": "1", **os.environ})
 
 import pytest
 from hypothesis import settings

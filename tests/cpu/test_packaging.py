@@ -204,15 +204,18 @@ def test_a_folder_that_one_pytest_of_make_test_ignores_is_run_by_another():
     assert "tests/cpu/policy" in ignored
 
 
-@pytest.mark.parametrize("failing", ["tests/cpu", "tests/cpu/policy"])
-def test_make_test_fails_if_one_of_two_pytests_fails(tmp_path, failing):
+PARTS = ["tests/cpu", "tests/cpu/policy", "tests/cpu/runs"]
+
+
+@pytest.mark.parametrize("failing", PARTS)
+def test_make_test_fails_if_one_of_its_pytests_fails(tmp_path, failing):
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\necho "tests in $3"\n[ "$3" != {failing} ]\n')
     python.chmod(0o755)
     made = [f"--old-file={tmp_path}/{name}" for name in ("vllm-0.26.0", "real-models")]
     result = make(ROOT, "--old-file=install", *made, "test", f"VENV={tmp_path}", f"PY={python}", "PLATFORM=cpu")
     assert result.returncode != 0
-    assert sorted(result.stdout.splitlines()) == ["tests in tests/cpu", "tests in tests/cpu/policy"]
+    assert sorted(result.stdout.splitlines()) == [f"tests in {part}" for part in PARTS]
 
 
 @pytest.mark.parametrize("target", ["test", "test-gpu"])

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import subprocess
-import sys
 import time
 import xml.etree.ElementTree as ET
 from itertools import islice
@@ -24,6 +22,7 @@ from benchmarks.learn_trl import TRLSetup, add_tools, trl_arguments
 from colocated_grpo import Trainer
 from colocated_grpo.tools.make_model import build_char_tokenizer
 from colocated_grpo.types import JsonObject
+from tests.support.ranks import TIMEOUT, start_module
 from tests.support.training_runs import tiny_model
 
 WORK = Work(task="sums", mode="full", model="somewhere", seed=1, steps=3)
@@ -310,8 +309,9 @@ def test_a_tiny_model_trains_with_both_trainers_and_is_scored(tmp_path: Path):
         assert len(result["steps"]) == 2 and result["start_seconds"] > 0
         assert all(row["seconds"] > 0 and 0 <= row["reward"] <= 1 for row in result["steps"])
         assert result["configuration"]
-    command = [sys.executable, "-m", "benchmarks.learn", "score", "--model", str(model)]
-    subprocess.run([*command, "--out", str(out), "--prompts", "4"], check=True, timeout=240)
+    arguments, stderr = ["score", "--model", str(model), "--out", str(out), "--prompts", "4"], tmp_path / "stderr"
+    with start_module(learn.__name__, arguments, 1, tmp_path / "stdout", stderr) as process:
+        assert process.exit_codes(TIMEOUT) == [0], stderr.read_text()
     scores = json.loads(learn_report.scores_file(out, model.name).read_text())
     assert scores.keys() == {"sums", f"{name}_ours_0", f"{name}_trl_0"}
     assert all(0 <= part["mean"] <= 1 for row in scores.values() for part in row.values())

@@ -534,12 +534,6 @@ def test_an_error_in_the_first_weight_sync_belongs_to_the_first_generation_and_l
     assert not recorder.in_first_generation
 
 
-def run_beside_trl(model: Path, file: Path, *settings: str) -> tuple[str, JsonObject]:
-    """Run two of our steps and two of TRL's. Returns what was printed, and the result, which is written into `file`."""
-    ours = ["--max-completion", "8", "--steps", "2", "--warmup", "0", "--policy.compile", "off"]
-    return run_benchmark("step", model, file, *ours, "--peer", "trl", "--peer-steps", "3", *settings)
-
-
 def run_benchmark(name: str, model: Path, file: Path, *arguments: str) -> tuple[str, JsonObject]:
     """Run a benchmark in which TRL makes one measured step of 2 x 4 completions."""
     command = [
@@ -554,21 +548,22 @@ def run_benchmark(name: str, model: Path, file: Path, *arguments: str) -> tuple[
 
 @pytest.fixture(scope="module")
 def beside_trl(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future]]:
-    """All runs, at the same time: most of each is start-up on one core."""
+    """Both programs, at the same time: most of each is start-up on one core."""
     folder = tmp_path_factory.mktemp("beside_trl")
-    adapter = ["--policy.lora.rank", "4", "--policy.lora.alpha", "8", "--weights", "shared"]
+    ours = ["--max-completion", "8", "--steps", "2", "--warmup", "0", "--policy.compile", "off", "--weights", "shared"]
+    adapter = ["--policy.lora.rank", "4", "--policy.lora.alpha", "8"]
+    theirs = ["--peer", "trl", "--peer-steps", "3"]
     with ThreadPoolExecutor() as pool:
         yield {
-            "all weights": pool.submit(run_beside_trl, model, folder / "step.json"),
-            "an adapter": pool.submit(run_beside_trl, model, folder / "adapter.json", *adapter),
-            "long completions": pool.submit(
+            "an adapter": pool.submit(run_benchmark, "step", model, folder / "step.json", *ours, *adapter, *theirs),
+            "all weights": pool.submit(
                 run_benchmark, "train_trl", model, folder / "train.json", "--max-completion", "64"
             ),
         }
 
 
 def test_our_steps_and_those_of_tuned_trl_stand_side_by_side(beside_trl: dict[str, Future]):
-    printed, result = beside_trl["all weights"].result()
+    printed, result = beside_trl["an adapter"].result()
 
     ours, theirs = result["ours"]["median"], result["peer"]["median"]
     steps = [len(result[side]["steps"]) for side in ("ours", "peer")]
@@ -583,7 +578,6 @@ def test_our_steps_and_those_of_tuned_trl_stand_side_by_side(beside_trl: dict[st
     assert "tokens_per_second_per_gpu" in printed
 
     assert result["peer"]["setup"] == "tuned"
-    assert result["peer"]["trained_parameters"] == result["trained_parameters"] == result["parameters"]
     assert result["peer"]["tries"] == [{"micro_batch": 8, "checkpointing": False, "outcome": "fits"}]
     assert "use_liger_kernel is left out" in result["peer"]["notes"][0]
     arguments = result["peer"]["arguments"]["GRPOConfig"]
@@ -603,12 +597,10 @@ def test_both_trainers_train_the_adapter_of_our_settings(beside_trl: dict[str, F
         == {"LoraConfig": result["lora"]}
         == {"LoraConfig": LORA}
     )
-    for side in ("ours", "peer"):
-        assert result[side]["median"]["mfu"] > 0
 
 
 def test_the_training_phase_of_trl_is_measured_with_completions_of_the_greatest_length(beside_trl: dict[str, Future]):
-    printed, result = beside_trl["long completions"].result()
+    printed, result = beside_trl["all weights"].result()
 
     [row] = result["rows"]
     median = result["peer"]["median"]
@@ -617,3 +609,12 @@ def test_the_training_phase_of_trl_is_measured_with_completions_of_the_greatest_
     assert row["tokens_per_second_per_gpu"] == pytest.approx(row["tokens"] / row["seconds"])
     assert (row["micro_batch"], row["gradient_checkpointing"]) == (8, False)
     assert f"max_completion_length={64!r}" in printed
+
+
+def test_without_an_adapter_trl_trains_all_weights(beside_trl: dict[str, Future]):
+    _, result = beside_trl["all weights"].result()
+
+    assert result["peer"]["trained_parameters"] == result["trained_parameters"] == result["parameters"]
+    assert result["lora"] is None
+    assert result["peer"]["arguments"]["GRPOTrainer"]["peft_config"] is None
+    assert result["peer"]["median"]["mfu"] > 0

@@ -140,7 +140,7 @@ def test_the_planned_sync_is_no_slower_than_the_loader_of_the_engine(measured):
 
 def test_sleep_times_the_start_sleep_and_wake_of_an_engine(measured):
     small = ["--shape", "tiny", "--max-num-seqs", "4", "--max-completion", "16", "--repeats", "2"]
-    [row] = measured(sleep, "--gpus", "0", *small)["rows"]
+    [row] = measured(sleep, "--gpus", "0", *small, forked=True)["rows"]
 
     assert 0 < row["engine_start_seconds"] < row["first_token_seconds"]
     assert row["import_seconds"] > 0

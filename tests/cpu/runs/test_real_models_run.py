@@ -34,7 +34,7 @@ from tests.support.training_runs import TrainingRun, launch, train
 
 pytestmark = pytest.mark.slow
 
-STEPS = 3
+STEPS = 2
 ROWS = 20
 SIZES = {"prompts_per_step": 2, "group_size": 4, "max_prompt_tokens": 96, "max_completion_tokens": 8}
 TIMEOUT = 300.0
@@ -75,10 +75,12 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def smollm2(folder) -> TrainingRun:
-    """A run that the launcher starts, with prompts of chat messages."""
+    """A run that the launcher starts, on all cores, with prompts of chat messages."""
     output = folder / "full"
     output.mkdir()
-    return launch(output, settings("smollm2", sums.entry(output, ROWS, chat=True), STEPS), timeout=TIMEOUT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("OMP_NUM_THREADS", raising=False)
+        return launch(output, settings("smollm2", sums.entry(output, ROWS, chat=True), STEPS), timeout=TIMEOUT)
 
 
 @pytest.fixture(scope="module")

@@ -49,6 +49,7 @@ def test_one_copy_of_the_weights_gives_the_result_of_a_colocated_run(tmp_path):
         return len(pages) == 2 and sum(pages) < 1.3 * bytes_of_model
 
     with LaunchedRun(tmp_path / "served", run_settings(engine=SHARED)) as served:
+        served.wait_until(served.folder.exists)  # until then, a look at all processes costs more than it can show
         served.wait_until(both_processes_have_one_copy)
         served.finish()
     for key in EXACT:

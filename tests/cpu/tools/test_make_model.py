@@ -101,7 +101,8 @@ def test_every_architecture_loads_from_its_folder_with_the_same_weights(architec
     ids = torch.tensor([tokenizer.encode("sort 3142")])
     # Without a cache, which transformers refuses to models whose few layers are all linear attention.
     logits = [model(ids, use_cache=False).logits for model in (loaded, made.to(ids.device).eval())]
-    torch.testing.assert_close(*logits, rtol=0, atol=0)
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-5)  # last bits depend on where a file's tensors begin
+    torch.testing.assert_close(loaded.state_dict(), made.state_dict(), rtol=0, atol=0)
 
 
 def test_weights_depend_only_on_the_seed():
