@@ -249,7 +249,7 @@ def shard(model: PackedLM, mesh: DeviceMesh, dtype: torch.dtype, *, offloaded: b
     mesh: `World.mesh`. offloaded: as in `load_shards`.
     """
     stored = {parameter.dtype for parameter in model.parameters()}
-    # torch 2.11 would also cast bytes, in which 4-bit weights are stored. The other weights beside them have `dtype`.
+    # With `param_dtype`, torch 2.11 would also cast 4-bit weights, which are bytes. All others have `dtype` already.
     precision = MixedPrecisionPolicy(None if torch.uint8 in stored else dtype, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offloaded else OffloadPolicy()
     factors = {parameter for name, parameter in model.named_parameters() if is_factor(name)}  # replicated on every rank

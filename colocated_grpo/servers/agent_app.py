@@ -53,7 +53,7 @@ def listen_for_agents(
     # Agents, and the programs that inherit this environment, must not send these requests to an HTTP proxy.
     for name, other in (("no_proxy", "NO_PROXY"), ("NO_PROXY", "no_proxy")):
         hosts = os.environ.get(name) or os.environ.get(other, "")
-        if not {HOST, "*"} & {*hosts.split(",")}:
+        if not {HOST, "*"} & {*map(str.strip, hosts.split(","))}:
             os.environ[name] = f"{hosts},{HOST}".strip(",")
     return server
 

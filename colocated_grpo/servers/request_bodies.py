@@ -15,7 +15,7 @@ CHANGES_SAMPLES = "would change which tokens are sampled, and the trainer could 
 CHANGES_PROMPT = "would change the prompt, and is not supported"
 CHANGES_RESPONSE = "would change the response, and is not supported"
 GENERATE_HAS_IT = CHANGES_RESPONSE + " here; POST /generate returns tokens and has prompt_logprobs"
-MEANS_TOOLS = "tool calls cannot be forced; describe tools with `tools`, and the model may call them"
+MEANS_TOOLS = "is not supported; describe tools with `tools`; calls are in `tool_calls`, or else in the text"
 
 REJECTED: dict[str, str] = {
     **dict.fromkeys(("allowed_token_ids", "bad_words", "best_of", "length_penalty", "min_tokens"), CHANGES_SAMPLES),

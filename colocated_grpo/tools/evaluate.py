@@ -89,7 +89,7 @@ def settings(subject: ModelSubject, config_file: str | None, overrides: Sequence
         raise ConfigError("--config: required unless MODEL is a run folder; give a file with evaluation.sets")
     config = read_settings(subject, path, overrides)
     sets = [entry.model_copy(update={"every": 1}) for entry in config.evaluation.sets]
-    evaluation = config.evaluation.model_copy(update={"sets": sets, "every": int(not sets)})
+    evaluation = config.evaluation.model_copy(update={"sets": sets, "every": 0 if sets else 1})
     config = config.model_copy(update={"evaluation": evaluation})
     check_world(config, int(os.environ["WORLD_SIZE"]))
     return check_inputs(config)[0]

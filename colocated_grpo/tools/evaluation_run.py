@@ -55,7 +55,7 @@ def prepare_evaluation(config: Config, adapter: Path | None) -> Generator[Evalua
     data = build_data(config, model, site, trains=False)
     sets = evaluation_sets(config.evaluation, config.rollout, data.evaluated, model.stop_token_ids, config.is_mixed)
     if not any(each.prompts for each in sets):
-        raise ConfigError("evaluation: no prompt is held out; set held_out or eval_split, or add evaluation.sets")
+        raise ConfigError("evaluation: there are no prompts; set held_out or eval_split, or add evaluation.sets")
     listen_to_agents(config, data, model, site)
     engines = world.size // config.engine.tensor_parallel_size
     # One engine's part of the completions of the largest set.

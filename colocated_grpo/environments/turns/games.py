@@ -282,7 +282,7 @@ class TurnStream(ItemStream):
     def state_dict(self) -> JsonObject:
         with self._errors_of("snapshot"):
             games = self._environment.snapshot()
-            json.dumps(games)  # as in record
+            json.dumps(games)  # raises here, not when the checkpoint is written, to name the environment
         return {"games": games, "pending": self._pending.state_dict(), "early_stop": self._early_stop.reached}
 
     def load_state_dict(self, state: JsonObject) -> None:

@@ -134,8 +134,8 @@ def merged(packed: Tensor, left: Tensor, right: Tensor, scale: float, key: Tenso
     """Return base + scale * left @ right in the type of `after`, for a 4-bit base. Other arguments: see `merge`.
 
     A custom operator, opaque to torch.compile, so that training and weight sync compute identical bytes.
-    after: only its type is read. A tensor that exists only in the calling pass, so that the compiler cannot keep the
-    forward pass's weights for the backward pass.
+    after: a tensor of the calling pass, of which only the type is read. It keeps the compiler from saving the forward
+    pass's weights for the backward pass.
     """
     weight = nf4.unpack(packed, after.dtype)
     merge(weight, weight, left, right, scale, key, first)

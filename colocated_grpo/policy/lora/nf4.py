@@ -4,7 +4,7 @@ Each block of 64 elements of a row is stored as 64 codes (indices of levels), tw
 values are those of bitsandbytes without nested quantization. Shards by rows are whole blocks.
 
 A row is stored as bytes, first the codes and then the scales. A tensor of a floating-point type would not keep them:
-FSDP2 copies what it gathers through float32 on GPUs, which changes bytes that form a NaN.
+on GPUs, FSDP2 copies what it gathers through float32, which changes the bits of NaNs.
 """
 
 from functools import cache
@@ -28,7 +28,7 @@ def weight_columns(packed: Tensor) -> int:
 
 
 def pack(weight_RC: Tensor) -> Tensor:
-    """Quantize a float32 weight to the nearest levels, uint8."""
+    """Quantize a float32 weight to the nearest levels. Returns uint8 [R, bytes]."""
     blocks = weight_RC.view(len(weight_RC), weight_RC.shape[1] // BLOCK, BLOCK)
     scales = blocks.abs().amax(-1)
     levels = _pairs(weight_RC.device)[:16, 1]

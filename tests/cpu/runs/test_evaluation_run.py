@@ -164,5 +164,5 @@ def test_the_tool_says_that_a_config_has_nothing_to_evaluate(tmp_path):
     arguments = [str(tiny_model()), "--config", str(file), "--output", str(results)]
     with start_module("colocated_grpo.tools.evaluate", arguments, 1, out, err) as ranks:
         assert ranks.exit_codes(180) == [2]
-    assert "error: evaluation: no prompt is held out; set held_out or eval_split" in err.read_text()
+    assert "error: evaluation: there are no prompts; set held_out or eval_split" in err.read_text()
     assert not results.exists()

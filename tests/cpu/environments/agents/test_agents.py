@@ -286,7 +286,7 @@ def test_a_forced_tool_call_is_rejected_with_what_the_run_can_do():
     async def agent(item, access):
         await ask(access, [user("a")], tools=TOOLS, tool_choice="required")
 
-    assert "tool_choice: tool calls cannot be forced; describe tools with `tools`" in error_of(agent)
+    assert "tool_choice: is not supported; describe tools with `tools`" in error_of(agent)
 
 
 def test_only_the_key_of_a_running_episode_opens_its_path():
