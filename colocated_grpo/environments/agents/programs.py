@@ -93,7 +93,7 @@ RANK_VARIABLES = {
     *("ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
     *(URLS_VARIABLE, KEY_VARIABLE),
 }
-"""Environment variables that programs do not inherit. With torchrun's, a program that uses torch would act as a rank."""
+"""Environment variables that programs do not inherit. With torchrun's, a program with torch would act as a rank."""
 TAIL_BYTES = 1 << 16
 MAX_SHOWN = 160
 
