@@ -51,10 +51,11 @@ def listen_for_agents(
     server = ServerThread(create_agent_app(episodes, codec, model, limits.max_tokens, stop), HOST, [0])
     episodes.url = f"http://{HOST}:{server.ports[0]}"
     # Agents, and the programs that inherit this environment, must not send these requests to an HTTP proxy.
-    for name, other in (("no_proxy", "NO_PROXY"), ("NO_PROXY", "no_proxy")):
-        hosts = os.environ.get(name) or os.environ.get(other, "")
-        if not {HOST, "*"} & {*map(str.strip, hosts.split(","))}:
-            os.environ[name] = f"{hosts},{HOST}".strip(",")
+    given = {name: os.environ.get(name, "") for name in ("no_proxy", "NO_PROXY")}
+    for name, own in given.items():
+        hosts = own or "".join(given.values())  # where one is empty, the other holds
+        is_named = {HOST, "*"} & {*map(str.strip, hosts.split(","))}
+        os.environ[name] = hosts if is_named else f"{hosts},{HOST}".strip(",")
     return server
 
 

@@ -527,6 +527,8 @@ def test_requests_to_the_run_do_not_go_through_a_proxy(tmp_path, monkeypatch, no
     rollout, _ = play_alone(program, says("a"))
     assert (rollout.score.error, rollout.score.reward) == (None, float(bool(no_proxy)))
     assert play_alone(three_turns, says("a"))[0].score.error is None
+    hosts = "*" if no_proxy == "*" else f"{no_proxy},127.0.0.1".strip(",")
+    assert [os.environ[name] for name in ("no_proxy", "NO_PROXY")] == [hosts, hosts]
 
 
 def test_the_program_of_the_guide_rewards_an_agent_that_prints_none(tmp_path, monkeypatch):
