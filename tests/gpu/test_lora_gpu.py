@@ -70,8 +70,8 @@ def test_the_dither_is_the_same_on_both_devices():
     assert torch.equal(dithered(values, 3), dithered(values.cuda(), 3).cpu())
 
 
-def assert_compiled_gradients_are_close(world, folder, lora, weights="copied"):
-    """Compare compiled gradients in bfloat16 with those of float32."""
+def assert_compiled_gradients_are_close(world, folder, lora, weights="copied", mean=0.04):
+    """Compare compiled gradients in bfloat16 with those of float32. mean: limit of the mean relative difference."""
     gradients = {}
     for dtype, compiled in (("float32", "off"), ("bfloat16", "on")):
         config = config_of(
@@ -93,7 +93,7 @@ def assert_compiled_gradients_are_close(world, folder, lora, weights="copied"):
         for name, expected in gradients["float32"].items()
     }
     assert max(differences.values()) < 0.1, differences
-    assert sum(differences.values()) / len(differences) < 0.05, differences
+    assert sum(differences.values()) / len(differences) < mean, differences
 
 
 def test_a_base_in_4_bits_is_merged_as_on_the_cpu_and_by_rows_as_whole():
@@ -133,7 +133,8 @@ def test_a_policy_whose_base_has_4_bits_has_the_documented_size_and_merges_one_w
 def test_compiled_gradients_on_a_base_in_4_bits_equal_those_of_float32(world, tmp_path, lora):
     shape = replace(SHAPE, hidden=64, head_dim=64, intermediate=128)
     folder = make_model(tmp_path / "model", shape=shape, init_std=INIT_STD)
-    assert_compiled_gradients_are_close(world, folder, {"rank": 4, "base_dtype": "nf4", **lora})
+    # On an H100 the mean is 0.0405 with adapters on all layers.
+    assert_compiled_gradients_are_close(world, folder, {"rank": 4, "base_dtype": "nf4", **lora}, mean=0.05)
 
 
 @pytest.mark.parametrize("weights", ["copied", "shared"])

@@ -34,7 +34,7 @@ from tests.support.training_runs import TrainingRun, launch, train
 
 pytestmark = pytest.mark.slow
 
-STEPS = 2
+STEPS = 3
 ROWS = 20
 SIZES = {"prompts_per_step": 2, "group_size": 4, "max_prompt_tokens": 96, "max_completion_tokens": 8}
 TIMEOUT = 300.0
