@@ -220,12 +220,16 @@ def test_a_broadcast_run_whose_engine_is_killed_saves_ends_and_continues(server,
 
 @pytest.mark.usefixtures("wide_server")  # starts meanwhile, on the core that these restarts leave idle
 def test_a_server_restarts_with_each_step_s_weights_and_after_a_crash(server, task, uninterrupted, tmp_path):
-    before = {server.engine()}
+    def lines() -> list[str]:
+        return [line for line in server.printed if line.startswith("serving ")]
+
+    before, earlier = {server.engine()}, len(lines())
     killed = kill_engine(task, server, step=1)
     run = train(tmp_path, work(task, server, engine={"bridge": "restart"}, training_steps=2))
     assert killed.exists()
     assert_trained_on_the_same(run, uninterrupted, steps=2)
-    served = [line for line in server.printed if line.startswith("serving ")]
+    until(lambda: len(lines()) >= earlier + 3)  # the last line may arrive after the end of the run
+    served = lines()
     models = [Path(line.split()[1]).name for line in served]
     assert models[-3:] == ["model_b", "model_a", "model_a"]  # two steps, and the second again after the crash
     assert not any(process.is_running() for process in before)
