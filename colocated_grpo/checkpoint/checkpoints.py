@@ -130,6 +130,9 @@ class Checkpoints:
         for checkpoint in old:
             # Rename first, so that an interrupted deletion does not leave what looks like a complete checkpoint.
             checkpoint.rename(checkpoint.with_suffix(UNFINISHED))
+        self._delete_unfinished()
+
+    def _delete_unfinished(self) -> None:
         for left in self._folder.glob(f"*{UNFINISHED}"):
             shutil.rmtree(left)
 
@@ -147,7 +150,9 @@ class Checkpoints:
 
     def restore(self, policy: Policy) -> tuple[int, JsonObject]:
         """Load the newest intact checkpoint into the policy. Returns its step and `state`; (0, {}) without a
-        checkpoint."""
+        checkpoint. Deletes what a kill while saving or deleting a checkpoint has left."""
+        if self._world.is_main:
+            self._delete_unfinished()
         saved = self._world.from_main(lambda: storage.newest_whole(self._folder, self._note))
         if saved is None:
             return 0, {}

@@ -11,17 +11,19 @@ The sink's own gradient is -sum(exp(s - L') * sum(grad * out')).
 
 On Hopper GPUs, FlashAttention 4 takes 0.7 x the time of torch's FlashAttention 2 for sequences of 512 tokens, and 0.5 x
 for long sequences: docs/results/attention_1xh200.json. The kernels are bundled with vLLM. The first call compiles them,
-which takes seconds. For short runs, the operator itself calls FlashAttention 2: a choice outside of the operator would
-compile each block twice.
+which takes seconds, or reads them from vLLM's cache folder. For short runs, the operator itself calls FlashAttention 2:
+a choice outside of the operator would compile each block twice.
 
 Shapes: T queries, E keys, N runs of queries, H query heads, K key-value heads, D head size. query: [T, H, D], key and
 value: [E, K, D], 16-bit. cu_q, cu_k: [N + 1] int32. left: number of earlier keys that a query sees, -1 for all. The
 last query of a run is at the position of the run's last key.
 """
 
+import os
 import warnings
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -175,9 +177,23 @@ def kernels() -> Kernels:
     """Import the kernels. Raises ImportError if vLLM lacks them, or their compiler is not installed."""
     # nvidia-cutlass-dsl 4.6 warns once for each kernel about an argument that is not used here.
     warnings.filterwarnings("ignore", "Argument .* cannot be converted to a JitArgument", UserWarning)
-    from vllm.vllm_flash_attn.cute import interface
+    from vllm import envs
 
+    # Read when the module is imported. The default folder is below /tmp, where another user could place code.
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(Path(envs.VLLM_CACHE_ROOT) / "flash_attention_4"))
+    from vllm.vllm_flash_attn.cute import cache_utils, interface
+
+    cache_utils.JITPersistentCache._try_export_to_storage = _export_whole
     return Kernels(interface._flash_attn_fwd, interface._flash_attn_bwd)
+
+
+def _export_whole(cache: Any, key: Any, kernel: Any) -> None:
+    """Write a compiled kernel to the cache folder in one step. vLLM's own method could leave a part of one."""
+    path = cache.cache_path / f"{cache._key_to_hash(key)}.o"
+    written = path.with_suffix(f".{os.getpid()}")
+    kernel.export_to_c(object_file_path=str(written), function_name=cache.EXPORT_FUNCTION_PREFIX)
+    written.replace(path)
 
 
 @torch.library.custom_op("colocated_grpo::packed_fa4", mutates_args=())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 
@@ -19,6 +22,7 @@ from colocated_grpo.policy.attention_kernels import (
     attend_with_sinks,
     has_fa4,
 )
+from tests.support.paths import ROOT
 from tests.support.small_policy import sequence_of
 
 pytestmark = pytest.mark.gpu
@@ -248,3 +252,24 @@ def test_flash_attention_4_repeats_its_gradients_with_deterministic_algorithms()
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(a, b) for later in results[1:] for a, b in zip(results[0], later, strict=True))
+
+
+WITHOUT_COMPILER = """
+import sys, torch
+import cutlass.cute
+from colocated_grpo.policy.attention_kernels import has_fa4
+
+if sys.argv[1] == "read":
+    cutlass.cute.compile = None
+assert has_fa4(4, 2, 128, torch.bfloat16, torch.device("cuda", 0))
+"""
+
+
+def test_a_later_process_reads_the_compiled_kernels_of_flash_attention_4(tmp_path):
+    fa4_or_skip(2, 128)
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("FLASH_ATTENTION_CUTE")}
+    for action in ("compile", "read"):
+        command = [sys.executable, "-c", WITHOUT_COMPILER, action]
+        subprocess.run(command, env=variables | {"VLLM_CACHE_ROOT": str(tmp_path)}, cwd=ROOT, check=True)
+    kept = {path.suffix for path in (tmp_path / "flash_attention_4").rglob("*") if path.is_file()}
+    assert kept == {".o", ".lock"}

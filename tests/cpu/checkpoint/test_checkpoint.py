@@ -196,7 +196,7 @@ def test_training_during_a_save_does_not_change_the_saved_tensors(world, model_f
         assert_same(restored, saved, rtol=0, atol=0)
 
 
-def test_an_interrupted_save_is_not_a_checkpoint(world, model_folder, tmp_path):
+def test_an_interrupted_save_is_not_a_checkpoint_and_the_next_start_deletes_it(world, model_folder, tmp_path):
     save_and_go_on(world, model_folder(), tmp_path, "adamw")
     whole_one = tmp_path / CHECKPOINTS / "step_000005"
     killed = tmp_path / CHECKPOINTS / "step_000006.partial"
@@ -206,6 +206,7 @@ def test_an_interrupted_save_is_not_a_checkpoint(world, model_folder, tmp_path):
     assert complete_checkpoints(tmp_path / CHECKPOINTS) == [whole_one]
     policy = policy_of(config_with(model_folder(), "adamw"), world)
     assert checkpoints_of(world, tmp_path).restore(policy)[0] == 5
+    assert not killed.exists()
 
 
 def test_a_users_copy_beside_the_checkpoints_is_neither_resumed_nor_counted(world, model_folder, tmp_path):
