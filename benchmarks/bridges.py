@@ -1,8 +1,8 @@
 """Weight sync into an engine server: `python -m benchmarks.bridges --shape qwen3-1.7b --gpus 1`.
 
 Starts a server for each bridge, on the ranks' own devices or, with --engine-gpus, on separate GPUs. Prints the seconds
-of a verified sync and the memory of both sides; for `broadcast` also the seconds of one gather and one broadcast of the
-same bytes.
+of a verified sync, the host memory of both sides, and rank 0's device memory: `device_gib_server` of a server on it,
+`device_gib` of both; for `broadcast` also the seconds of one gather and one broadcast of the same bytes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
+import torch
 
 from benchmarks.harness import config_of, main_in_ranks, model_folder, model_name, rank_parser
 from benchmarks.roofline import barrier, seconds_of
@@ -64,8 +65,10 @@ def _measure_bridge(
     config = config_of(folder, options, engine=engine, **lora)
     with ExitStack() as stack:
         scratch = world.broadcast_object(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bridges-"))))
+        alone = _used_gib(world.device)
         os.environ |= world.from_main(lambda: _start_server(config, world, options, scratch, stack))
         servers = connect_servers(config, world, stop)
+        server_gib = _used_gib(world.device) - alone
         policy = Policy(config, read_model_config(config.model, folder), folder, world)
         engines = build_remote(
             config, servers, policy, read_model_files(config.model, world, config.policy.lora), scratch, world, stop
@@ -83,6 +86,8 @@ def _measure_bridge(
             "seconds": seconds,
             "first_seconds": first,
             "bytes": moved,
+            "device_gib_server": server_gib,
+            "device_gib": _used_gib(world.device) - alone,
             **world.from_main(_resident_gib),
         }
         if bridge == "broadcast":
@@ -119,11 +124,19 @@ def _start_server(
     return {name: value for name, value in variables.items() if name != "CUDA_VISIBLE_DEVICES"}
 
 
+def _used_gib(device: torch.device) -> float:
+    """Return the device memory that all processes use, in GiB. 0 on CPUs."""
+    if device.type != "cuda":
+        return 0.0
+    free, total = torch.cuda.mem_get_info(device)
+    return (total - free) / 2**30
+
+
 def _resident_gib() -> dict[str, float]:
     """Return proportional resident memory in GiB: of this process, and of the server's processes together."""
     own = psutil.Process()
     server = sum(child.memory_full_info().pss for child in own.children(recursive=True))
-    return {"trainer_gib": own.memory_full_info().pss / 2**30, "server_gib": server / 2**30}
+    return {"host_gib_trainer": own.memory_full_info().pss / 2**30, "host_gib_server": server / 2**30}
 
 
 if __name__ == "__main__":
