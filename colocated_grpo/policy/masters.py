@@ -143,10 +143,10 @@ def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
     return tensor.shape, tensor.dtype, tensor.device
 
 
-def allocate(model: PackedLM, device: torch.device, dtype: torch.dtype) -> None:
+def allocate(model: PackedLM, device: torch.device, dtype: torch.dtype | None = None) -> None:
     """Replace meta parameters, except the factors of adapters, by allocated parameters; move buffers.
 
-    dtype: of floating-point parameters. Tied parameters stay tied.
+    dtype: of all parameters; None keeps their types. Tied parameters stay tied.
     """
     allocated: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
@@ -154,7 +154,7 @@ def allocate(model: PackedLM, device: torch.device, dtype: torch.dtype) -> None:
             if is_factor(name):
                 continue
             if meta not in allocated:
-                values = torch.empty(meta.shape, device=device, dtype=dtype if meta.is_floating_point() else meta.dtype)
+                values = torch.empty(meta.shape, device=device, dtype=dtype or meta.dtype)
                 allocated[meta] = nn.Parameter(values, requires_grad=meta.requires_grad)
             setattr(module, name, allocated[meta])
     for buffer in model.buffers():

@@ -248,9 +248,9 @@ def shard(model: PackedLM, mesh: DeviceMesh, dtype: torch.dtype, *, offloaded: b
 
     mesh: `World.mesh`. offloaded: as in `load_shards`.
     """
-    stored = {parameter.dtype for parameter in model.parameters()}
-    # With `param_dtype`, torch 2.11 would also cast 4-bit weights, which are bytes. All others have `dtype` already.
-    precision = MixedPrecisionPolicy(None if torch.uint8 in stored else dtype, reduce_dtype=torch.float32)
+    in_4_bits = any(name.endswith(".packed") for name, _ in model.named_parameters())
+    # 4-bit weights are stored as float32 but are not numbers to cast. All others have `dtype` already.
+    precision = MixedPrecisionPolicy(None if in_4_bits else dtype, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offloaded else OffloadPolicy()
     factors = {parameter for name, parameter in model.named_parameters() if is_factor(name)}  # replicated on every rank
     for block in blocks_of(model):

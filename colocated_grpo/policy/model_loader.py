@@ -106,7 +106,7 @@ class ModelLoader:
         factors = read_factors(lora, model)
         self._prepare_blocks(model, replays=self._policy.routing_replay)
         if self._without_fsdp:
-            masters.allocate(model, device, self.dtype)
+            masters.allocate(model, device)
             masters.read_parameters(model.hf_parameters(), model.lm.base_model_prefix, self._folder)
         else:
             self._load_sharded(model, offloaded=False)

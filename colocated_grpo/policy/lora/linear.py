@@ -43,8 +43,8 @@ class AdaptedLinear(nn.Module):
         self.in_4_bits = in_4_bits
         self.compute_dtype = weight.dtype
         if in_4_bits:
-            stored = weight.shape[0], weight.shape[1] // nf4.BLOCK * nf4.BLOCK_BYTES
-            self.packed = nn.Parameter(weight.new_empty(stored, dtype=torch.uint8), requires_grad=False)
+            stored = weight.shape[0], weight.shape[1] // nf4.BLOCK * nf4.STORED
+            self.packed = nn.Parameter(weight.new_empty(stored, dtype=torch.float32), requires_grad=False)
         else:
             self.weight = weight
         self.bias = None if getattr(layer, "bias", None) is None else layer.get_parameter("bias")

@@ -3,8 +3,8 @@
 Each block of 64 elements of a row is stored as 64 codes (indices of levels), two per byte, and one float32 scale. The
 values are those of bitsandbytes without nested quantization. Shards by rows are whole blocks.
 
-A row is stored as bytes, first the codes and then the scales. A tensor of a floating-point type would not keep them:
-on GPUs, FSDP2 copies what it gathers through float32, which changes the bits of NaNs.
+A row is stored as float32, first the codes, eight per number, and then the scales. No other type can be stored: FSDP2
+of torch 2.11 rejects integers, and copies 16-bit types through float32 on GPUs, which changes the bits of NaNs.
 """
 
 from functools import cache
@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 BLOCK = 64
-BLOCK_BYTES = BLOCK // 2 + 4
+STORED = 9
+"""float32 numbers that hold one block."""
 LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -24,11 +25,11 @@ LEVELS = (
 
 def weight_columns(packed: Tensor) -> int:
     """Return the columns of the weight that `packed` holds."""
-    return packed.shape[1] // BLOCK_BYTES * BLOCK
+    return packed.shape[1] // STORED * BLOCK
 
 
 def pack(weight_RC: Tensor) -> Tensor:
-    """Quantize a float32 weight to the nearest levels. Returns uint8 [R, bytes]."""
+    """Quantize a float32 weight to the nearest levels. Returns float32 [R, STORED * C / BLOCK]."""
     blocks = weight_RC.view(len(weight_RC), weight_RC.shape[1] // BLOCK, BLOCK)
     scales = blocks.abs().amax(-1)
     levels = _pairs(weight_RC.device)[:16, 1]
@@ -36,15 +37,16 @@ def pack(weight_RC: Tensor) -> Tensor:
     relative = blocks / scales[..., None].clamp(min=torch.finfo(scales.dtype).tiny)
     codes = torch.bucketize(relative.flatten(1), middles, out_int32=True).to(torch.uint8)
     pairs = codes[:, 0::2] << 4 | codes[:, 1::2]
-    return torch.cat([pairs, scales.view(torch.uint8)], dim=1)
+    return torch.cat([pairs.view(torch.float32), scales], dim=1)
 
 
 def unpack(packed: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the weight [R, C] in `dtype`."""
     rows, columns = len(packed), weight_columns(packed)
-    pairs, scales = packed.split([columns // 2, columns // BLOCK * 4], dim=1)
-    blocks = functional.embedding(pairs.int(), _pairs(packed.device)).view(rows, columns // BLOCK, BLOCK)
-    return blocks.mul_(scales.contiguous().view(torch.float32)[..., None]).view(rows, columns).to(dtype)
+    codes, scales = packed.split([columns // 8, columns // BLOCK], dim=1)
+    pairs = codes.view(torch.uint8).int()
+    blocks = functional.embedding(pairs, _pairs(packed.device)).view(rows, columns // BLOCK, BLOCK)
+    return blocks.mul_(scales[..., None]).view(rows, columns).to(dtype)
 
 
 @cache

@@ -57,8 +57,8 @@ def test_the_values_are_those_of_a_brute_force_reference_and_of_bitsandbytes():
     weight[3, :64] = 0
     for dtype in (torch.float32, torch.bfloat16):
         packed = nf4.pack(weight)
-        assert packed.dtype == torch.uint8
-        assert packed.numel() * 16 == 9 * weight.numel()
+        assert packed.dtype == torch.float32, "FSDP2 of torch 2.11 rejects integers, and changes 16-bit types on GPUs"
+        assert packed.nbytes * 16 == 9 * weight.numel()
         values = nf4.unpack(packed, dtype)
         assert nf4.unpack(nf4.pack(weight[:0]), dtype).shape == (0, 192), "a rank may have no rows"
         assert torch.equal(values, brute_force(weight).to(dtype))
