@@ -3,8 +3,6 @@
 Every rank has all groups and computes the same plan, so nothing is communicated here. Tensors are built on the host.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from bisect import bisect
@@ -73,9 +71,9 @@ class LazyMicroBatches(Sequence[MicroBatch]):
     def __getitem__(self, index: int) -> MicroBatch: ...
 
     @overload
-    def __getitem__(self, index: slice) -> LazyMicroBatches: ...
+    def __getitem__(self, index: slice) -> "LazyMicroBatches": ...
 
-    def __getitem__(self, index: int | slice) -> MicroBatch | LazyMicroBatches:
+    def __getitem__(self, index: int | slice) -> "MicroBatch | LazyMicroBatches":
         if isinstance(index, slice):
             return LazyMicroBatches(self._bins[index], self._build)
         return self._build(self._bins[index])
@@ -97,7 +95,7 @@ class Batch:
     lacks_sampling_logprobs: bool = False
     """True if any rank has NaN in sampling_logprobs_N."""
 
-    def map(self, change: Callable[[MicroBatch], MicroBatch]) -> Batch:
+    def map(self, change: Callable[[MicroBatch], MicroBatch]) -> "Batch":
         """Return the batch with every micro-batch built and replaced by `change(micro_batch)`."""
         parts = [replace(part, micro_batches=[change(m) for m in part.micro_batches]) for part in self.minibatches]
         return replace(self, minibatches=parts)

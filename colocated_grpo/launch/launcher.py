@@ -3,8 +3,6 @@
 Imports only the standard library and psutil before parsing, so that --help takes less than 0.3 s of CPU time.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal
@@ -17,8 +15,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from colocated_grpo.errors import ConfigError, RunError
 from colocated_grpo.launch import cli
-from colocated_grpo.runtime import program, verdict
-from colocated_grpo.runtime.processes import SAVING, STOP_RANKS, StopAction, run_command, scratch_folder
+from colocated_grpo.runtime import processes, program, verdict
 from colocated_grpo.servers.engine_servers import EngineServers, ServerPlan, plan_servers
 
 if TYPE_CHECKING:
@@ -108,7 +105,7 @@ def _launch(arguments: Sequence[str]) -> int:
     return verdict.RUN_ERROR
 
 
-def read_settings(launch: program.Launch) -> tuple[Config, list[str]]:
+def read_settings(launch: program.Launch) -> tuple["Config", list[str]]:
     """Return the settings and notes about them. Raises ConfigError if they are invalid for this number of ranks."""
     from colocated_grpo.settings.config_file import read_config
     from colocated_grpo.settings.rules import check_world
@@ -127,7 +124,7 @@ def missing_devices(launch: program.Launch) -> list[str]:
     return [f"--gpus={launch.gpus}: only {visible} GPUs are visible (nvidia-smi, CUDA_VISIBLE_DEVICES)"]
 
 
-def model_verdict(model: ModelConfig, cpu_dtype: str | None) -> str:
+def model_verdict(model: "ModelConfig", cpu_dtype: str | None) -> str:
     """Return a line about the model, from its config.json alone. Raises ConfigError if the model is unsupported.
 
     cpu_dtype: weight type of an engine on the CPU; None: engines are on GPUs or in servers.
@@ -214,7 +211,7 @@ def banner(launch: program.Launch, command: Sequence[str], servers: ServerPlan |
     return "\n".join([TITLE, *rows])
 
 
-def dry_run(config: Config, problems: Sequence[str], launch: program.Launch) -> int:
+def dry_run(config: "Config", problems: Sequence[str], launch: program.Launch) -> int:
     """Print a preview of the first prompts, and problems. Returns 2 if there are problems, else 0.
 
     problems: lines about files and names, found without running user code. The preview is made only without them.
@@ -237,12 +234,12 @@ def dry_run(config: Config, problems: Sequence[str], launch: program.Launch) -> 
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str], redirect: Path | None) -> int:
-    with scratch_folder() as folder:
+    with processes.scratch_folder() as folder:
         # Otherwise torchrun's log folder and the sockets of tensor-parallel engines would remain in /tmp.
         inside = {"PET_LOG_DIR": str(folder), **environment, verdict.VERDICT_VARIABLE: str(folder)}
         if len(str(folder)) <= MAX_SOCKET_FOLDER:
             inside.setdefault("VLLM_RPC_BASE_PATH", str(folder))
-        code = run_command(command, inside, redirect, stop_action(folder))
+        code = processes.run_command(command, inside, redirect, stop_action(folder))
         verdicts = verdict.read_verdicts(folder) if folder.is_dir() else None
     if code == 0 and any(end.finished and not end.stopped for end in verdicts or ()):
         return 0
@@ -255,7 +252,7 @@ def _run(command: Sequence[str], environment: Mapping[str, str], redirect: Path 
     return code
 
 
-def stop_action(folder: Path) -> StopAction:
+def stop_action(folder: Path) -> processes.StopAction:
     """Return the effect of the first stop signal: save a checkpoint if the run trains; exit if it is still starting.
 
     folder: folder of the verdicts.
@@ -263,12 +260,12 @@ def stop_action(folder: Path) -> StopAction:
 
     def begin(number: int) -> tuple[bytes, float | None]:
         if any(end.training for end in verdict.read_verdicts(folder)):
-            return SAVING, None
+            return processes.SAVING, None
         # This verdict keeps torchrun from reporting the exits of the ranks: the line STARTING is sufficient.
         verdict.write_verdict(folder / "launcher.json", verdict.ProcessEnd(code=128 + number, reported=time.time()))
         return STARTING, START_SECONDS
 
-    return StopAction(begin=begin, targets=STOP_RANKS.targets)
+    return processes.StopAction(begin=begin, targets=processes.STOP_RANKS.targets)
 
 
 def _show(text: str, redirect: Path | None, console: TextIO) -> None:

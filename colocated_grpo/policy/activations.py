@@ -3,8 +3,6 @@
 Memory is measured in trial steps, because it depends on kernels, the compiler and other processes on the device.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -101,7 +99,7 @@ class StepSettings:
     """policy.gradient_checkpointing."""
 
     @classmethod
-    def of(cls, config: Config) -> StepSettings:
+    def of(cls, config: Config) -> "StepSettings":
         return cls(
             max_tokens=config.batch.max_tokens_per_micro_batch,
             longest=config.max_sequence_tokens,

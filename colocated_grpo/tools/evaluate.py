@@ -12,8 +12,7 @@ from pathlib import Path
 
 from colocated_grpo.errors import ConfigError, RunError
 from colocated_grpo.launch.cli import parse_rank_arguments
-from colocated_grpo.runtime import program
-from colocated_grpo.runtime.verdict import run_program
+from colocated_grpo.runtime import program, verdict
 from colocated_grpo.servers.engine_servers import lora_limit
 from colocated_grpo.servers.options import ModelSubject, subject_of
 from colocated_grpo.settings.config_file import load_config
@@ -108,4 +107,4 @@ def print_results(model: str, results: JsonObject) -> None:
 
 
 if __name__ == "__main__":
-    run_program(main)
+    verdict.run_program(main)

@@ -24,10 +24,8 @@ from colocated_grpo.policy.activations import StepSettings, choose_micro_batch_s
 from colocated_grpo.policy.export import build_exports
 from colocated_grpo.policy.model_files import ModelFiles, read_model_files
 from colocated_grpo.policy.policy import Policy
-from colocated_grpo.runtime import program
+from colocated_grpo.runtime import joining, program, verdict
 from colocated_grpo.runtime.distributed import World, derive_seed, init_world, with_context
-from colocated_grpo.runtime.joining import join
-from colocated_grpo.runtime.verdict import run_program
 from colocated_grpo.servers.options import positive
 from colocated_grpo.settings.config_file import build_config, parse_overrides
 from colocated_grpo.settings.inputs import check_inputs
@@ -47,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     program.prepare_libraries("WARNING", prefix=f"[rank {os.environ['RANK']}] ")
     try:
         config, rows = read_settings(options, overrides), read_file(options.rows)
-        joined = join()
+        joined = joining.join()
         world = with_context(init_world(joined.store), config.policy.context_parallel)
         fine_tune(config, rows, options, world)
         joined.watchdog.close()
@@ -187,4 +185,4 @@ def train_step(policy: Policy, groups: Sequence[Group], config: BatchConfig, wor
 
 
 if __name__ == "__main__":
-    run_program(main)
+    verdict.run_program(main)
