@@ -13,10 +13,9 @@ from colocated_grpo.checkpoint.checkpoints import Checkpoints, unreadable
 from colocated_grpo.errors import RunError
 from colocated_grpo.evaluation.evaluator import Best, Evaluator
 from colocated_grpo.phases import Choreography, Clock
+from colocated_grpo.policy import export, model_files
 from colocated_grpo.policy.blocks import blocks_of, num_checkpointed
-from colocated_grpo.policy.export import build_exports
 from colocated_grpo.policy.lora.weights import AdapterWeights, frozen_experts
-from colocated_grpo.policy.model_files import ModelFiles, read_model_files
 from colocated_grpo.policy.model_loader import ModelLoader
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.rollout.inbox import Driver, Inbox
@@ -52,7 +51,7 @@ def build_run(
     tracker = Tracker(folder, output, config.tracking) if world.is_main else NullTracker()
     site = engines.Site(world=world, stop=stop, note=tracker.note, resources=resources)
     with output.phase("reading the model's settings and tokenizer"):
-        model = read_model_files(config.model, world, config.policy.lora)
+        model = model_files.read_model_files(config.model, world, config.policy.lora)
         scored_by = engines.read_reference(config.reference_model, model, world)
         opponent_folder = engines.fetch_opponent(config.opponent_model, world)
         in_rank = config.engine.placement == "colocated"  # engine servers have checked their own vLLM
@@ -72,28 +71,22 @@ def build_run(
         reference = engines.build_reference(config.loss.kl, policy, scoring, offloaded=config.policy.cpu_offload)
         playing = None if opponent_folder is None else ModelLoader(config, model.hf_config, opponent_folder, world)
         frozen = engines.read_opponent(playing, world.device)
-        checkpoints = Checkpoints(
-            folder, config.checkpoint, world, engines.opponent_state(config.opponent, frozen), site.note
-        )
+        opponent_state = engines.opponent_state(config.opponent, frozen)
+        checkpoints = Checkpoints(folder, config.checkpoint, world, opponent_state, site.note)
         start, state = checkpoints.restore(policy)
     policy.fixed_lr = state.get(LEARNING_RATE)
     clock = Clock(world.device)
-    run_engines = build_engines(config, spec, servers, policy, model, folder, site, output)
-    opponent = engines.build_opponent(config.opponent, frozen, policy, run_engines, world, config.freshness.every)
+    built = build_engines(config, spec, servers, policy, model, folder, site, output)
+    opponent = engines.build_opponent(config.opponent, frozen, policy, built, world, config.freshness.every)
     with output.phase("rehearsing a training step"):
-        config = engines.rehearse(config, policy, run_engines.local, world, tracker.note)  # while the engine sleeps
-    driver = Driver(run_engines.engine, inbox)
+        config = engines.rehearse(config, policy, built.local, world, tracker.note)  # while the engine sleeps
+    driver = Driver(built.engine, inbox)
     collector = data.build_collector(config, driver, inbox, run_data, model, site)
     served = None if serving is None else serving.start(driver, start, stop.requested, lambda: policy.version)
     prompts = data.build_prompt_supply(config, run_data, model, collector, opponent, site)
-    supply = data.build_supply(
-        prompts, served, driver, run_engines.local, config.ranks_per_engine, config.training_steps
-    )
+    supply = data.build_supply(prompts, served, driver, built.local, config.ranks_per_engine, config.training_steps)
     resources.callback(supply.close)
     resources.callback(finish_writing, checkpoints)
-    sets = data.evaluation_sets(
-        config.evaluation, config.rollout, run_data.evaluated, model.stop_token_ids, config.is_mixed
-    )
     best = Best(config.evaluation.keep_best, config.evaluation.patience)
     load_state(state, start, supply, best, folder)
     return Run(
@@ -105,17 +98,17 @@ def build_run(
         tokenizer=model.tokenizer,
         policy=policy,
         reference=reference,
-        engine=run_engines.engine,
+        engine=built.engine,
         collector=collector,
         supply=supply,
-        choreography=Choreography(policy, run_engines.engine, run_engines.sync, clock, config.sync_frequency),
+        choreography=Choreography(policy, built.engine, built.sync, clock, config.sync_frequency),
         rewards=RewardCheck(config.rollout.max_reward_errors, expected=config.is_rewarded),
-        judge_samples=engines.build_judge(config.freshness, config.rollout.temperature, policy, run_engines, world),
+        judge_samples=engines.build_judge(config.freshness, config.rollout.temperature, policy, built, world),
         clock=clock,
-        evaluator=Evaluator(sets, collector, world),
+        evaluator=Evaluator(run_data.sets, collector, world),
         best=best,
         checkpoints=checkpoints,
-        exports=build_exports(config.checkpoint, config.policy.lora, config.model.name, policy, model, world),
+        exports=export.build_exports(config.checkpoint, config.policy.lora, config.model.name, policy, model, world),
         hub=build_hub(config.hub, config.final_step, config.model, folder, site),
         tracker=tracker,
         callbacks=Callbacks(callbacks, config.training_steps, folder, world, tracker.note, policy.fixed_lr),
@@ -137,7 +130,7 @@ def build_engines(
     spec: EngineSpec | None,
     servers: list[EngineServer],
     policy: Policy,
-    model: ModelFiles,
+    model: model_files.ModelFiles,
     folder: Path,
     site: engines.Site,
     output: RunOutput,
@@ -152,9 +145,9 @@ def build_engines(
         with output.phase("building the engine" + (" and capturing its CUDA graphs" if graphs else "")):
             return engines.build_colocated(spec, policy, site.world, site.resources, shared=shared, check_every=every)
     with output.phase("connecting to the engines"):
-        run_engines = build_remote(config, servers, policy, model, folder, site.world, site.stop)
-        site.resources.callback(run_engines.engine.close)
-        return run_engines
+        built = build_remote(config, servers, policy, model, folder, site.world, site.stop)
+        site.resources.callback(built.engine.close)
+        return built
 
 
 def build_hub(
