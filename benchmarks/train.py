@@ -23,7 +23,7 @@ from benchmarks.roofline import Roofline, barrier, measure_roofline, seconds_of
 from benchmarks.throughput import model_size
 from benchmarks.workload import LONGEST_PROMPT, SHORTEST_PROMPT, STOP_PROBABILITY
 from colocated_grpo.advantages import group_advantages
-from colocated_grpo.batching import Batch, pack
+from colocated_grpo.batching.pack import Batch, pack
 from colocated_grpo.metrics import Metrics
 from colocated_grpo.policy.activations import StepSettings, choose_micro_batch_size
 from colocated_grpo.policy.blocks import num_checkpointed

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from colocated_grpo.callbacks import Callbacks
-    from colocated_grpo.checkpoint import Checkpoints
+    from colocated_grpo.checkpoint.checkpoints import Checkpoints
     from colocated_grpo.evaluation.evaluator import Best, Evaluator
     from colocated_grpo.freshness import Judge
     from colocated_grpo.phases import Choreography, Clock

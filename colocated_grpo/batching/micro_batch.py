@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from colocated_grpo.losses import LossInputs
+from colocated_grpo.losses.inputs import LossInputs
 from colocated_grpo.types import ContextGroup, Routes
 
 PADDING_TOKENS = [0] * 4

@@ -18,7 +18,7 @@ from colocated_grpo.batching.context import local_rows
 from colocated_grpo.batching.micro_batch import PADDING_TOKENS, MicroBatch, TrainSequence, build_micro_batch
 from colocated_grpo.batching.plan import Outline, computed_tokens, plan
 from colocated_grpo.errors import RunError
-from colocated_grpo.losses import Counts
+from colocated_grpo.losses.inputs import Counts
 from colocated_grpo.metrics import Stat
 from colocated_grpo.settings.training import BatchConfig
 from colocated_grpo.types import ContextGroup, Group, Rollout

@@ -11,7 +11,7 @@ from math import ceil
 from pathlib import Path
 from random import Random
 
-from colocated_grpo.batching import pack
+from colocated_grpo.batching.pack import pack
 from colocated_grpo.environments.base import Item
 from colocated_grpo.environments.chat import ChatCodec, Tokens
 from colocated_grpo.environments.prompts import PromptEncoder, PromptTemplate

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from colocated_grpo.batching import build_micro_batch
+from colocated_grpo.batching.micro_batch import build_micro_batch
 from colocated_grpo.policy.attention import Capped, attend_capped, block_mask, expand_keys
 from colocated_grpo.policy.attention_kernels import (
     Runs,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from colocated_grpo.batching import TrainSequence, build_micro_batch
+from colocated_grpo.batching.micro_batch import TrainSequence, build_micro_batch
 from colocated_grpo.policy.model import read_model_config
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.rollout.engine import Request, RolloutEngine, Sampling

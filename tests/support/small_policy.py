@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from colocated_grpo.batching import Batch, MicroBatch, TrainSequence, pack
+from colocated_grpo.batching.micro_batch import MicroBatch, TrainSequence
+from colocated_grpo.batching.pack import Batch, pack
 from colocated_grpo.metrics import Metrics
 from colocated_grpo.policy.model import read_model_config, reshard
 from colocated_grpo.policy.policy import Policy

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from colocated_grpo.batching import MicroBatch
+from colocated_grpo.batching.micro_batch import MicroBatch
 from colocated_grpo.policy.checkpoint_files import CheckpointReader
 from colocated_grpo.policy.model import PackedLM, build_empty, read_model_config, reshard
 from colocated_grpo.policy.model_loader import ModelLoader

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from colocated_grpo.batching import Batch
+from colocated_grpo.batching.pack import Batch
 from colocated_grpo.metrics import Metrics, reduce
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.runtime.distributed import World
