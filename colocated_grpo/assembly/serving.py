@@ -159,13 +159,7 @@ class Serving:
     """Links between the inboxes of all ranks. Rank 0 also has the open ports and the source of batches."""
 
     def __init__(
-        self,
-        config: Config,
-        atropos: AtroposSourceConfig,
-        model: ModelFiles,
-        inbox: Inbox,
-        folder: Path,
-        site: Site,
+        self, config: Config, atropos: AtroposSourceConfig, model: ModelFiles, inbox: Inbox, folder: Path, site: Site
     ) -> None:
         """Collective. Raises EnvironmentSetupError with one line, on every rank.
 
