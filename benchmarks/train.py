@@ -30,8 +30,8 @@ from colocated_grpo.policy.blocks import num_checkpointed
 from colocated_grpo.policy.model import read_model_config
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.runtime.distributed import World, with_context
-from colocated_grpo.settings import Config
 from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.settings.schema import Config
 from colocated_grpo.summaries import group_rewards
 from colocated_grpo.types import Group, JsonObject, Prompt, Rollout, Score
 

@@ -18,7 +18,7 @@ from colocated_grpo.errors import RunError
 from colocated_grpo.launch.cli import join_ranks
 from colocated_grpo.runtime import program, run_folder
 from colocated_grpo.settings.schema import Config
-from colocated_grpo.tracking import RunOutput
+from colocated_grpo.tracking.ending import RunOutput
 
 if TYPE_CHECKING:
     from colocated_grpo.launch.rank import RankProcess

@@ -17,7 +17,7 @@ from colocated_grpo.errors import AlreadyReported, ConfigError, RunError
 from colocated_grpo.launch.cli import AUTO, checked
 from colocated_grpo.runtime import program, run_folder, verdict
 from colocated_grpo.settings.schema import Config
-from colocated_grpo.tracking import RunOutput, ending, files, make_output
+from colocated_grpo.tracking import ending, files
 
 __all__ = ["ConfigError", "Result", "RunError", "RunState", "Trainer"]
 
@@ -171,7 +171,7 @@ class Trainer(TrainedModel):
 
     def _train(self, resume: str | None) -> Result:
         config, lines = checked(self._loaded, resume, self._name)
-        output = make_output(config.tracking.console, config.training_steps, is_main=os.environ["RANK"] == "0")
+        output = ending.make_output(config.tracking.console, config.training_steps, is_main=os.environ["RANK"] == "0")
         for line in lines if _TORCH_CAME_LATER else [*lines, TORCH_CAME_FIRST]:
             output.note(line)
         program.raise_descriptor_limit()
@@ -184,7 +184,7 @@ class Trainer(TrainedModel):
             ending.record_ending(output, error, [config.output_dir, resume])
             raise
 
-    def _train_here(self, config: Config, resume: str | None, output: RunOutput) -> Result:
+    def _train_here(self, config: Config, resume: str | None, output: ending.RunOutput) -> Result:
         with quiet_libraries(), process_of(config, output, replace_group=self._replaces_group) as process:
             from colocated_grpo.launch.rank import train_on
 

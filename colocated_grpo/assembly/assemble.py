@@ -30,8 +30,9 @@ from colocated_grpo.servers.engine_servers import EngineServer
 from colocated_grpo.settings.config_json import has_text_part, read_config_json
 from colocated_grpo.settings.schema import Config, HubConfig, ModelConfig
 from colocated_grpo.summaries import RewardCheck
-from colocated_grpo.tracking import NullTracker, RunOutput, Tracker
+from colocated_grpo.tracking.ending import RunOutput
 from colocated_grpo.tracking.hub import Hub
+from colocated_grpo.tracking.tracker import NullTracker, Tracker
 from colocated_grpo.types import JsonObject
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from colocated_grpo.runtime.joining import Joined
     from colocated_grpo.settings.config_file import LoadedConfig
     from colocated_grpo.settings.schema import Config
-    from colocated_grpo.tracking import RunOutput
+    from colocated_grpo.tracking.ending import RunOutput
 
 DEFAULT_MASTER_PORT = 29500
 DEFAULT_JOIN_TIMEOUT = 900
@@ -207,8 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from colocated_grpo.settings.config_file import read_config
-    from colocated_grpo.tracking import make_output
-    from colocated_grpo.tracking.ending import leave_start
+    from colocated_grpo.tracking.ending import leave_start, make_output
 
     default = default_config_note(options)
     try:

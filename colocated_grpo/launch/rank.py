@@ -14,7 +14,7 @@ from colocated_grpo.runtime import distributed, run_folder, user_code, verdict
 from colocated_grpo.runtime.joining import Joined
 from colocated_grpo.settings.schema import Config, PolicyConfig, RolloutConfig
 from colocated_grpo.settings.sources import AgentSourceConfig, EpisodeSourceConfig
-from colocated_grpo.tracking import RunOutput
+from colocated_grpo.tracking.ending import RunOutput
 from colocated_grpo.trainer import settle_garbage_collector, train
 
 

@@ -18,7 +18,7 @@ from colocated_grpo.rollout.engine import Request, RolloutEngine, Sampling
 from colocated_grpo.rollout.vllm.spec import EngineSpec
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.program import library_environment
-from colocated_grpo.settings import Config
+from colocated_grpo.settings.schema import Config
 from colocated_grpo.types import Completion
 from tests.support.training_runs import settings
 

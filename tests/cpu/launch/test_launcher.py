@@ -22,7 +22,7 @@ from colocated_grpo.runtime import processes
 from colocated_grpo.runtime.program import Launch
 from colocated_grpo.runtime.verdict import VERDICT_VARIABLE
 from colocated_grpo.settings.config_file import load_config
-from colocated_grpo.tracking import RunOutput
+from colocated_grpo.tracking.ending import RunOutput
 from tests.support.paths import ROOT
 from tests.support.training_runs import tiny_model
 
