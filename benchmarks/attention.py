@@ -19,7 +19,7 @@ from torch import Tensor
 from benchmarks.harness import main_here
 from benchmarks.kernels import busy_seconds, kernel_rows
 from benchmarks.roofline import Roofline
-from colocated_grpo.policy.attention_kernels import Attend, Runs, attend_only_fa4, attend_padded, attend_varlen, has_fa4
+from colocated_grpo.policy.attention_kernels import Attend, Runs, attend_fa4, attend_padded, attend_varlen, has_fa4
 from colocated_grpo.types import JsonObject
 
 
@@ -97,7 +97,7 @@ def kernels_for(problem: Problem) -> dict[str, Attend]:
     usable = has_fa4(query.shape[1], problem.key_TKD.shape[1], query.shape[2], query.dtype, query.device)
     kernels: dict[str, Attend] = {"varlen": attend_varlen}
     if usable:
-        kernels["fa4"] = attend_only_fa4
+        kernels["fa4"] = partial(attend_fa4, min_run=0)  # on short runs as well
     return kernels
 
 

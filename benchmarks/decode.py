@@ -28,7 +28,7 @@ from colocated_grpo.policy.policy import Policy
 from colocated_grpo.rollout.engine import Request, RolloutEngine, Sampling
 from colocated_grpo.rollout.vllm.kv_budget import BLOCK
 from colocated_grpo.runtime.distributed import World
-from colocated_grpo.settings import Config
+from colocated_grpo.settings.schema import Config
 from colocated_grpo.types import JsonObject
 
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from benchmarks.harness import config_of, main_in_ranks, model_folder, model_name, rank_parser
 from benchmarks.results import table
 from benchmarks.roofline import median_seconds
-from colocated_grpo.batching import TrainSequence, build_micro_batch
+from colocated_grpo.batching.micro_batch import TrainSequence, build_micro_batch
 from colocated_grpo.policy import exact
 from colocated_grpo.policy.model import checkpoint_name, read_model_config
 from colocated_grpo.policy.policy import Policy

@@ -26,7 +26,7 @@ from colocated_grpo.rollout.supply import PromptSupply
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.supervision import StopRequest
 from colocated_grpo.settings.schema import Config
-from colocated_grpo.tracking import make_output
+from colocated_grpo.tracking.ending import make_output
 from colocated_grpo.tracking.files import METRICS_FILE, TRAIN, read_rows
 from colocated_grpo.types import JsonObject
 

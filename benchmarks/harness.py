@@ -29,9 +29,9 @@ from colocated_grpo.runtime.distributed import World, init_world
 from colocated_grpo.runtime.processes import run_command
 from colocated_grpo.runtime.program import exit_code, rank_environment
 from colocated_grpo.runtime.verdict import RUN_ERROR
-from colocated_grpo.settings import Config
 from colocated_grpo.settings.config_file import load_config
 from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.settings.schema import Config
 from colocated_grpo.tools.shapes import SHAPES
 from colocated_grpo.types import JsonObject
 

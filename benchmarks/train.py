@@ -23,15 +23,15 @@ from benchmarks.roofline import Roofline, barrier, measure_roofline, seconds_of
 from benchmarks.throughput import model_size
 from benchmarks.workload import LONGEST_PROMPT, SHORTEST_PROMPT, STOP_PROBABILITY
 from colocated_grpo.advantages import group_advantages
-from colocated_grpo.batching import Batch, pack
+from colocated_grpo.batching.pack import Batch, pack
 from colocated_grpo.metrics import Metrics
 from colocated_grpo.policy.activations import StepSettings, choose_micro_batch_size
 from colocated_grpo.policy.blocks import num_checkpointed
 from colocated_grpo.policy.model import read_model_config
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.runtime.distributed import World, with_context
-from colocated_grpo.settings import Config
 from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.settings.schema import Config
 from colocated_grpo.summaries import group_rewards
 from colocated_grpo.types import Group, JsonObject, Prompt, Rollout, Score
 

@@ -1,7 +1,5 @@
 """User objects whose methods follow a run, log metrics, change the learning rate and end the run."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -99,7 +97,7 @@ class Callbacks:
         callbacks: Sequence[object],
         training_steps: int,
         folder: Path,
-        world: World,
+        world: "World",
         note: Callable[[str], None],
         learning_rate: float | None,
     ) -> None:

@@ -3,8 +3,6 @@
 A mean of means is wrong if micro-batches differ in tokens, so sums and counts are divided only at the end.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Callable, Collection, Mapping
@@ -25,19 +23,19 @@ class Stat(NamedTuple):
     parts: tuple[Tensor | float, ...]
 
     @classmethod
-    def mean(cls, total: Tensor | float, count: Tensor | float) -> Stat:
+    def mean(cls, total: Tensor | float, count: Tensor | float) -> "Stat":
         return cls("mean", (total, count))
 
     @classmethod
-    def sum(cls, value: Tensor | float) -> Stat:
+    def sum(cls, value: Tensor | float) -> "Stat":
         return cls("sum", (value,))
 
     @classmethod
-    def max(cls, value: Tensor | float) -> Stat:
+    def max(cls, value: Tensor | float) -> "Stat":
         return cls("max", (value,))
 
     @classmethod
-    def ess(cls, total: Tensor | float, total_of_squares: Tensor | float, count: Tensor | float) -> Stat:
+    def ess(cls, total: Tensor | float, total_of_squares: Tensor | float, count: Tensor | float) -> "Stat":
         """Effective sample size as a fraction of `count`: total^2 / (count * total_of_squares); 1 for equal weights."""
         return cls("ess", (total, total_of_squares, count))
 
@@ -62,7 +60,7 @@ class Metrics:
         for name, stat in stats.items():
             self._stats[name] = _merge(name, self._stats[name], stat) if name in self._stats else stat
 
-    def only(self, names: Collection[str]) -> Metrics:
+    def only(self, names: Collection[str]) -> "Metrics":
         """Return the statistics of these names. A name must be present on all ranks or on none."""
         chosen = Metrics(self.device)
         chosen._stats = {name: stat for name, stat in self._stats.items() if name in names}

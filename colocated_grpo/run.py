@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from colocated_grpo.callbacks import Callbacks
-    from colocated_grpo.checkpoint import Checkpoints
+    from colocated_grpo.checkpoint.checkpoints import Checkpoints
     from colocated_grpo.evaluation.evaluator import Best, Evaluator
     from colocated_grpo.freshness import Judge
     from colocated_grpo.phases import Choreography, Clock
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from colocated_grpo.runtime.supervision import StopRequest
     from colocated_grpo.settings.schema import Config
     from colocated_grpo.summaries import RewardCheck
-    from colocated_grpo.tracking import NullTracker, Tracker
     from colocated_grpo.tracking.hub import Hub
+    from colocated_grpo.tracking.tracker import NullTracker, Tracker
     from colocated_grpo.types import JsonObject
 
 GOAL_REACHED = "goal_reached"

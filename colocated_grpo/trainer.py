@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from colocated_grpo.advantages import group_advantages
-from colocated_grpo.batching import Batch, MicroBatch, Minibatch, pack
+from colocated_grpo.batching.micro_batch import MicroBatch
+from colocated_grpo.batching.pack import Batch, Minibatch, pack
 from colocated_grpo.environments.base import BatchResult
 from colocated_grpo.errors import NothingUsable, RunError
 from colocated_grpo.evaluation.evaluator import EvaluationSet

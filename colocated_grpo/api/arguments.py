@@ -9,17 +9,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-from colocated_grpo.api.objects import (
-    ObjectsByName,
-    is_name,
-    is_stream,
-    model_settings,
-    read_streams,
-    take_environments,
-    take_rewards,
-    take_rows,
-    with_tokenizer,
-)
+from colocated_grpo.api import objects
 from colocated_grpo.environments.rows.dataset import MAX_HELD_OUT, num_held_out
 from colocated_grpo.environments.rows.readers import RowFilter
 from colocated_grpo.settings import sources
@@ -71,27 +61,27 @@ def read_arguments(
     settings: Mapping[str, object],
 ) -> LoadedConfig:
     """Return the run's settings, with the program's objects attached. Raises ConfigError."""
-    objects: ObjectsByName = {}
+    by_name: objects.ObjectsByName = {}
     notes = []
     given = {**_from_args(args), **_without_foreign(settings)}
     if peft_config is not None:
         given["peft_config"] = changed_fields(peft_config)
-    if model is not None and not is_name(model) and not isinstance(model, Mapping):
-        model = model_settings(model)
+    if model is not None and not objects.is_name(model) and not isinstance(model, Mapping):
+        model = objects.model_settings(model)
         notes.append(f"model: every rank reads the files of {model['name']}; the object is not used")
     if model is not None:
         given["model"] = model
     if "environments" in given:
-        given["environments"] = take_environments(given["environments"], objects)
+        given["environments"] = objects.take_environments(given["environments"], by_name)
     held_out = given.pop("eval_dataset", None)  # TRL's name
     if held_out is not None and eval_datasets is not None:
         raise ConfigError("eval_dataset: the same setting as eval_datasets; remove one of them")
     held_out = eval_datasets if held_out is None else held_out
     by_path = dict(_flat(plain(given)))
     several = held_out if isinstance(held_out, Mapping) else None
-    by_path |= _data(train_dataset, held_out if several is None else None, objects)
+    by_path |= _data(train_dataset, held_out if several is None else None, by_name)
     if reward_funcs is not None:
-        by_path[*_ENTRY, "rewards"] = take_rewards(reward_funcs, "reward_funcs", objects)
+        by_path[*_ENTRY, "rewards"] = objects.take_rewards(reward_funcs, "reward_funcs", by_name)
         if config is None and ("environments",) not in by_path:
             by_path[*_ENTRY, "type"] = "dataset"  # so that a missing dataset is what the error names
     epochs = take_epochs(by_path, getattr(args, "num_train_epochs", None))
@@ -100,31 +90,31 @@ def read_arguments(
         # Read the settings without the evaluation sets first. keep_best is cleared, because it may name a metric of a
         # set.
         nothing_kept = {("evaluation", "keep_best"): None, ("evaluation", "patience"): None}
-        alone = _loaded(config, by_path | nothing_kept, objects, length)
-        by_path |= evaluation_sets(several, alone.config.environments[0], alone.config.evaluation, objects)
-    loaded = _loaded(config, by_path, objects, length)
+        alone = _loaded(config, by_path | nothing_kept, by_name, length)
+        by_path |= evaluation_sets(several, alone.config.environments[0], alone.config.evaluation, by_name)
+    loaded = _loaded(config, by_path, by_name, length)
     if epochs is not None and not (epochs[1] and loaded.config.training_steps != UNCOUNTED):
         steps, note = in_steps(*epochs, loaded.config.environments, loaded.config.rollout.prompts_per_step)
         by_path |= steps
-        loaded = _loaded(config, by_path, objects, {})
+        loaded = _loaded(config, by_path, by_name, {})
         notes.append(note)
     prompts = loaded.config.training_steps * loaded.config.rollout.prompts_per_step
-    if streams := read_streams(objects, prompts + MAX_HELD_OUT, loaded.config.evaluation.prompts):
-        loaded = _loaded(config, by_path, objects, {})
+    if streams := objects.read_streams(by_name, prompts + MAX_HELD_OUT, loaded.config.evaluation.prompts):
+        loaded = _loaded(config, by_path, by_name, {})
         notes += streams
     loaded = dataclasses.replace(loaded, notes=[*loaded.notes, *notes])
-    return loaded if processing_class is None else with_tokenizer(loaded, processing_class)
+    return loaded if processing_class is None else objects.with_tokenizer(loaded, processing_class)
 
 
 def _loaded(
-    config: str | Path | None, settings: Settings, objects: ObjectsByName, defaults: Mapping[str, object]
+    config: str | Path | None, settings: Settings, by_name: objects.ObjectsByName, defaults: Mapping[str, object]
 ) -> LoadedConfig:
     try:
         loaded = build_config(config, settings, defaults)
     except ConfigError as error:
         raise ConfigError(*(_MISSING.get(line, line) for line in str(error).splitlines())) from None
-    sources.give_objects(loaded.config.environments, objects)
-    sources.give_objects([entry.source for entry in loaded.config.evaluation.sets], objects)
+    sources.give_objects(loaded.config.environments, by_name)
+    sources.give_objects([entry.source for entry in loaded.config.evaluation.sets], by_name)
     return loaded
 
 
@@ -138,15 +128,15 @@ def _without_foreign(settings: Mapping[str, object]) -> dict[str, object]:
     return {name: value for name, value in settings.items() if name not in _FOREIGN}
 
 
-def _data(train: object, held_out: object, objects: ObjectsByName) -> Settings:
+def _data(train: object, held_out: object, by_name: objects.ObjectsByName) -> Settings:
     settings: Settings = {}
     if train is not None:
         settings[*_ENTRY, "type"] = "dataset"
-        settings[*_ENTRY, "name"] = take_rows(train, "train_dataset", sources.TRAIN_DATASET, objects)
+        settings[*_ENTRY, "name"] = objects.take_rows(train, "train_dataset", sources.TRAIN_DATASET, by_name)
     if held_out is not None:
-        if is_name(held_out) and not is_name(train or ""):
+        if objects.is_name(held_out) and not objects.is_name(train or ""):
             raise ConfigError(f"eval_datasets={held_out!r}: must be rows, as train_dataset is")
-        settings[*_ENTRY, "eval_split"] = take_rows(held_out, "eval_datasets", sources.EVAL_DATASETS, objects)
+        settings[*_ENTRY, "eval_split"] = objects.take_rows(held_out, "eval_datasets", sources.EVAL_DATASETS, by_name)
     return settings
 
 
@@ -205,7 +195,7 @@ def _flat(tree: Mapping[str, object], prefix: KeyPath = ()) -> Iterator[tuple[Ke
 
 
 def evaluation_sets(
-    datasets: Mapping[object, object], entry: object, evaluation: EvaluationConfig, objects: ObjectsByName
+    datasets: Mapping[object, object], entry: object, evaluation: EvaluationConfig, by_name: objects.ObjectsByName
 ) -> Settings:
     """Return settings that add each dataset as an evaluation set, after the sets of `evaluation`.
 
@@ -222,7 +212,7 @@ def evaluation_sets(
     sets = [
         {
             "name": str(name),
-            "source": {"type": "dataset", "name": _rows_of(name, rows, objects), **shared},
+            "source": {"type": "dataset", "name": _rows_of(name, rows, by_name), **shared},
             "samples": evaluation.samples_per_prompt,
             "temperature": evaluation.temperature,
         }
@@ -234,15 +224,15 @@ def evaluation_sets(
     return settings
 
 
-def _rows_of(name: object, rows: object, objects: ObjectsByName) -> str:
+def _rows_of(name: object, rows: object, by_name: objects.ObjectsByName) -> str:
     """Return `rows` if it is the name of a file, else a name that refers to the rows."""
     key = f"{sources.EVAL_DATASETS}[{name}]"
-    if is_name(rows) and Path(rows).suffix.lower() not in sources.DATA_SUFFIXES:
+    if objects.is_name(rows) and Path(rows).suffix.lower() not in sources.DATA_SUFFIXES:
         raise ConfigError(
             f"{key}={str(rows)!r}: must be rows or a file ({', '.join(sources.DATA_SUFFIXES)}); write a dataset of "
             "the Hub in evaluation.sets, with its split"
         )
-    return take_rows(rows, key, key, objects)
+    return objects.take_rows(rows, key, key, by_name)
 
 
 def take_epochs(settings: Settings, default: float | None) -> tuple[float, bool] | None:
@@ -268,7 +258,12 @@ def in_steps(epochs: float, by_default: bool, environments: Sequence[object], pr
     """
     entry, *others = environments
     shown = f"num_train_epochs={epochs:g}"
-    if others or not isinstance(entry, sources.DatasetSourceConfig) or entry.given is None or is_stream(entry.given):
+    if (
+        others
+        or not isinstance(entry, sources.DatasetSourceConfig)
+        or entry.given is None
+        or objects.is_stream(entry.given)
+    ):
         if not by_default:
             raise ConfigError(f"{shown}: {_NEEDS_ROWS}; or set training_steps")
         steps = Config.model_fields["training_steps"].default

@@ -1,7 +1,5 @@
 """Turns a program's process into a rank for the duration of one run."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os
@@ -18,10 +16,9 @@ from typing import TYPE_CHECKING
 
 from colocated_grpo.errors import RunError
 from colocated_grpo.launch.cli import join_ranks
-from colocated_grpo.runtime.program import environment_problem, library_environment, rank_environment
-from colocated_grpo.runtime.run_folder import unlock_folders
+from colocated_grpo.runtime import program, run_folder
 from colocated_grpo.settings.schema import Config
-from colocated_grpo.tracking import RunOutput
+from colocated_grpo.tracking.ending import RunOutput
 
 if TYPE_CHECKING:
     from colocated_grpo.launch.rank import RankProcess
@@ -37,7 +34,7 @@ _had_sleeping_engine = threading.Event()
 
 def set_library_variables() -> bool:
     """Set the variables that libraries read on import. Returns False if torch is already imported."""
-    for name, value in library_environment("INFO").items():
+    for name, value in program.library_environment("INFO").items():
         os.environ.setdefault(name, value)
     return "torch" not in sys.modules
 
@@ -61,11 +58,11 @@ def rank_variables() -> Generator[None]:
         raise RunError("Trainer.train() was called in another thread; only the main thread receives stop signals")
     # A notebook in a SLURM job is a separate program, not a task of the job.
     single = in_notebook() and "RANK" not in os.environ
-    variables = rank_environment({} if single else os.environ)
+    variables = program.rank_environment({} if single else os.environ)
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
-        if problem := environment_problem(os.environ):
+        if problem := program.environment_problem(os.environ):
             raise RunError(problem)
         yield
     finally:
@@ -76,7 +73,7 @@ def rank_variables() -> Generator[None]:
 
 
 @contextmanager
-def process_of(config: Config, output: RunOutput, *, replace_group: bool) -> Generator[RankProcess]:
+def process_of(config: Config, output: RunOutput, *, replace_group: bool) -> Generator["RankProcess"]:
     """Make this process a rank of the run. On exit, release handlers, threads, process group and memory.
 
     replace_group: leave a process group joined by another library; if False, such a group is an error.
@@ -114,7 +111,7 @@ def process_of(config: Config, output: RunOutput, *, replace_group: bool) -> Gen
         raise
     finally:
         del process
-        unlock_folders()
+        run_folder.unlock_folders()
         torch.use_deterministic_algorithms(deterministic)
         gc.unfreeze()
         gc.collect()
@@ -123,7 +120,7 @@ def process_of(config: Config, output: RunOutput, *, replace_group: bool) -> Gen
 
 
 @contextmanager
-def _second_interrupt(process: RankProcess) -> Generator[None]:
+def _second_interrupt(process: "RankProcess") -> Generator[None]:
     """Let the first Ctrl-C stop the run, and the second raise KeyboardInterrupt.
 
     Under torchrun, a rank may receive the same Ctrl-C twice: from the terminal and from torchrun.

@@ -15,12 +15,9 @@ from colocated_grpo.callbacks import RunState, check_callbacks
 from colocated_grpo.environments.registry import check_names
 from colocated_grpo.errors import AlreadyReported, ConfigError, RunError
 from colocated_grpo.launch.cli import AUTO, checked
-from colocated_grpo.runtime.program import raise_descriptor_limit
-from colocated_grpo.runtime.run_folder import CHECKPOINTS, complete_checkpoints
-from colocated_grpo.runtime.verdict import RUN_ERROR
+from colocated_grpo.runtime import program, run_folder, verdict
 from colocated_grpo.settings.schema import Config
-from colocated_grpo.tracking import RunOutput, files, make_output
-from colocated_grpo.tracking.ending import explain_os_error, record_ending
+from colocated_grpo.tracking import ending, files
 
 __all__ = ["ConfigError", "Result", "RunError", "RunState", "Trainer"]
 
@@ -163,9 +160,9 @@ class Trainer(TrainedModel):
         except (ConfigError, RunError) as error:
             failure: BaseException = error
         except AlreadyReported:
-            failure = SystemExit(RUN_ERROR)
+            failure = SystemExit(verdict.RUN_ERROR)
         except OSError as error:
-            if not (line := explain_os_error(error, [self.config.output_dir, resume])):
+            if not (line := ending.explain_os_error(error, [self.config.output_dir, resume])):
                 raise
             failure = RunError(line)
         # Raised here without a chain of exceptions, whose frames would keep the run in memory.
@@ -174,20 +171,20 @@ class Trainer(TrainedModel):
 
     def _train(self, resume: str | None) -> Result:
         config, lines = checked(self._loaded, resume, self._name)
-        output = make_output(config.tracking.console, config.training_steps, is_main=os.environ["RANK"] == "0")
+        output = ending.make_output(config.tracking.console, config.training_steps, is_main=os.environ["RANK"] == "0")
         for line in lines if _TORCH_CAME_LATER else [*lines, TORCH_CAME_FIRST]:
             output.note(line)
-        raise_descriptor_limit()
+        program.raise_descriptor_limit()
         try:
             return self._train_here(config, resume, output)
         except AlreadyReported:
             output.close()
             raise
         except BaseException as error:
-            record_ending(output, error, [config.output_dir, resume])
+            ending.record_ending(output, error, [config.output_dir, resume])
             raise
 
-    def _train_here(self, config: Config, resume: str | None, output: RunOutput) -> Result:
+    def _train_here(self, config: Config, resume: str | None, output: ending.RunOutput) -> Result:
         with quiet_libraries(), process_of(config, output, replace_group=self._replaces_group) as process:
             from colocated_grpo.launch.rank import train_on
 
@@ -207,7 +204,7 @@ def read_result(folder: Path) -> Result:
         metrics=_last(rows, files.TRAIN),
         evaluation=_last(rows, files.EVALUATION),
         folder=folder,
-        checkpoint=next(reversed(complete_checkpoints(folder / CHECKPOINTS)), None),
+        checkpoint=next(reversed(run_folder.complete_checkpoints(folder / run_folder.CHECKPOINTS)), None),
         model=next(reversed(exports), None),
         best_model=next(reversed(bests), None),
     )

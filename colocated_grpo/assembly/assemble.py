@@ -6,38 +6,16 @@ from pathlib import Path
 
 import torch
 
-from colocated_grpo.assembly.data import (
-    build_collector,
-    build_data,
-    build_prompt_supply,
-    build_supply,
-    evaluation_sets,
-    listen_to_agents,
-)
-from colocated_grpo.assembly.engines import (
-    Engines,
-    Site,
-    build_colocated,
-    build_judge,
-    build_opponent,
-    build_reference,
-    engine_spec,
-    fetch_opponent,
-    opponent_state,
-    read_opponent,
-    read_reference,
-    rehearse,
-)
+from colocated_grpo.assembly import data, engines
 from colocated_grpo.assembly.serving import Serving, build_remote, connect_servers
 from colocated_grpo.callbacks import Callbacks
 from colocated_grpo.checkpoint.checkpoints import Checkpoints, unreadable
 from colocated_grpo.errors import RunError
 from colocated_grpo.evaluation.evaluator import Best, Evaluator
 from colocated_grpo.phases import Choreography, Clock
+from colocated_grpo.policy import export, model_files
 from colocated_grpo.policy.blocks import blocks_of, num_checkpointed
-from colocated_grpo.policy.export import build_exports
 from colocated_grpo.policy.lora.weights import AdapterWeights, frozen_experts
-from colocated_grpo.policy.model_files import ModelFiles, read_model_files
 from colocated_grpo.policy.model_loader import ModelLoader
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.rollout.inbox import Driver, Inbox
@@ -52,8 +30,9 @@ from colocated_grpo.servers.engine_servers import EngineServer
 from colocated_grpo.settings.config_json import has_text_part, read_config_json
 from colocated_grpo.settings.schema import Config, HubConfig, ModelConfig
 from colocated_grpo.summaries import RewardCheck
-from colocated_grpo.tracking import NullTracker, RunOutput, Tracker
+from colocated_grpo.tracking.ending import RunOutput
 from colocated_grpo.tracking.hub import Hub
+from colocated_grpo.tracking.tracker import NullTracker, Tracker
 from colocated_grpo.types import JsonObject
 
 
@@ -71,44 +50,44 @@ def build_run(
     Steps that can fail for outside reasons come first. resources: collects everything to close, also after a failure.
     """
     tracker = Tracker(folder, output, config.tracking) if world.is_main else NullTracker()
-    site = Site(world=world, stop=stop, note=tracker.note, resources=resources)
+    site = engines.Site(world=world, stop=stop, note=tracker.note, resources=resources)
     with output.phase("reading the model's settings and tokenizer"):
-        model = read_model_files(config.model, world, config.policy.lora)
-        scored_by = read_reference(config.reference_model, model, world)
-        opponent_folder = fetch_opponent(config.opponent_model, world)
+        model = model_files.read_model_files(config.model, world, config.policy.lora)
+        scored_by = engines.read_reference(config.reference_model, model, world)
+        opponent_folder = engines.fetch_opponent(config.opponent_model, world)
         in_rank = config.engine.placement == "colocated"  # engine servers have checked their own vLLM
-        spec = engine_spec(config, model.folder, world.size, world.device) if in_rank else None
+        spec = engines.engine_spec(config, model.folder, world.size, world.device) if in_rank else None
         if spec is not None:
             prepare(spec, world.device)
     with output.phase("reading data, rewards and environments"):
-        data = build_data(config, model, site)
+        run_data = data.build_data(config, model, site)
     inbox = Inbox()
     serving = None if config.atropos is None else Serving(config, config.atropos, model, inbox, folder, site)
-    listen_to_agents(config, data, model, site)
+    data.listen_to_agents(config, run_data, model, site)
     with output.phase("waiting for the engine servers"):
         servers = [] if in_rank else connect_servers(config, world, stop)
     with output.phase("reading the weights"):
         policy = Policy(config, model.hf_config, model.folder, world)
         scoring = ModelLoader(config, scored_by.hf_config, scored_by.folder, world)
-        reference = build_reference(config.loss.kl, policy, scoring, offloaded=config.policy.cpu_offload)
+        reference = engines.build_reference(config.loss.kl, policy, scoring, offloaded=config.policy.cpu_offload)
         playing = None if opponent_folder is None else ModelLoader(config, model.hf_config, opponent_folder, world)
-        frozen = read_opponent(playing, world.device)
-        checkpoints = Checkpoints(folder, config.checkpoint, world, opponent_state(config.opponent, frozen), site.note)
+        frozen = engines.read_opponent(playing, world.device)
+        opponent_state = engines.opponent_state(config.opponent, frozen)
+        checkpoints = Checkpoints(folder, config.checkpoint, world, opponent_state, site.note)
         start, state = checkpoints.restore(policy)
     policy.fixed_lr = state.get(LEARNING_RATE)
     clock = Clock(world.device)
-    engines = build_engines(config, spec, servers, policy, model, folder, site, output)
-    opponent = build_opponent(config.opponent, frozen, policy, engines, world, config.freshness.every)
+    built = build_engines(config, spec, servers, policy, model, folder, site, output)
+    opponent = engines.build_opponent(config.opponent, frozen, policy, built, world, config.freshness.every)
     with output.phase("rehearsing a training step"):
-        config = rehearse(config, policy, engines.local, world, tracker.note)  # while the engine sleeps
-    driver = Driver(engines.engine, inbox)
-    collector = build_collector(config, driver, inbox, data, model, site)
+        config = engines.rehearse(config, policy, built.local, world, tracker.note)  # while the engine sleeps
+    driver = Driver(built.engine, inbox)
+    collector = data.build_collector(config, driver, inbox, run_data, model, site)
     served = None if serving is None else serving.start(driver, start, stop.requested, lambda: policy.version)
-    prompts = build_prompt_supply(config, data, model, collector, opponent, site)
-    supply = build_supply(prompts, served, driver, engines.local, config.ranks_per_engine, config.training_steps)
+    prompts = data.build_prompt_supply(config, run_data, model, collector, opponent, site)
+    supply = data.build_supply(prompts, served, driver, built.local, config.ranks_per_engine, config.training_steps)
     resources.callback(supply.close)
     resources.callback(finish_writing, checkpoints)
-    sets = evaluation_sets(config.evaluation, config.rollout, data.evaluated, model.stop_token_ids, config.is_mixed)
     best = Best(config.evaluation.keep_best, config.evaluation.patience)
     load_state(state, start, supply, best, folder)
     return Run(
@@ -120,17 +99,17 @@ def build_run(
         tokenizer=model.tokenizer,
         policy=policy,
         reference=reference,
-        engine=engines.engine,
+        engine=built.engine,
         collector=collector,
         supply=supply,
-        choreography=Choreography(policy, engines.engine, engines.sync, clock, config.sync_frequency),
+        choreography=Choreography(policy, built.engine, built.sync, clock, config.sync_frequency),
         rewards=RewardCheck(config.rollout.max_reward_errors, expected=config.is_rewarded),
-        judge_samples=build_judge(config.freshness, config.rollout.temperature, policy, engines, world),
+        judge_samples=engines.build_judge(config.freshness, config.rollout.temperature, policy, built, world),
         clock=clock,
-        evaluator=Evaluator(sets, collector, world),
+        evaluator=Evaluator(run_data.sets, collector, world),
         best=best,
         checkpoints=checkpoints,
-        exports=build_exports(config.checkpoint, config.policy.lora, config.model.name, policy, model, world),
+        exports=export.build_exports(config.checkpoint, config.policy.lora, config.model.name, policy, model, world),
         hub=build_hub(config.hub, config.final_step, config.model, folder, site),
         tracker=tracker,
         callbacks=Callbacks(callbacks, config.training_steps, folder, world, tracker.note, policy.fixed_lr),
@@ -152,11 +131,11 @@ def build_engines(
     spec: EngineSpec | None,
     servers: list[EngineServer],
     policy: Policy,
-    model: ModelFiles,
+    model: model_files.ModelFiles,
     folder: Path,
-    site: Site,
+    site: engines.Site,
     output: RunOutput,
-) -> Engines:
+) -> engines.Engines:
     """Build the engines in the ranks, or connect to engine servers. Collective.
 
     spec: build parameters of the engines in the ranks; None with engine servers.
@@ -165,15 +144,15 @@ def build_engines(
         shared, every = config.weights == "shared", config.freshness.every
         graphs = site.world.device.type == "cuda" and not spec.enforce_eager
         with output.phase("building the engine" + (" and capturing its CUDA graphs" if graphs else "")):
-            return build_colocated(spec, policy, site.world, site.resources, shared=shared, check_every=every)
+            return engines.build_colocated(spec, policy, site.world, site.resources, shared=shared, check_every=every)
     with output.phase("connecting to the engines"):
-        engines = build_remote(config, servers, policy, model, folder, site.world, site.stop)
-        site.resources.callback(engines.engine.close)
-        return engines
+        built = build_remote(config, servers, policy, model, folder, site.world, site.stop)
+        site.resources.callback(built.engine.close)
+        return built
 
 
 def build_hub(
-    settings: HubConfig | None, final_step: int | None, model: ModelConfig, folder: Path, site: Site
+    settings: HubConfig | None, final_step: int | None, model: ModelConfig, folder: Path, site: engines.Site
 ) -> Hub | None:
     """Return the run's Hub; None without settings. final_step: see `Config`."""
     if settings is None:

@@ -23,7 +23,6 @@ from colocated_grpo.rollout.partial import PartialSupply
 from colocated_grpo.rollout.prompt_queue import build_dispatch, engine_place
 from colocated_grpo.rollout.resample import Resampling
 from colocated_grpo.rollout.supply import AheadSupply, MixedSupply, Opponent, PromptSupply, Supply
-from colocated_grpo.runtime.distributed import World
 from colocated_grpo.servers.agent_app import listen_for_agents
 from colocated_grpo.servers.text import limits_of
 from colocated_grpo.settings.evaluation import HELD_OUT, PREFIX, EvaluationConfig
@@ -32,25 +31,6 @@ from colocated_grpo.summaries import held_out_metrics, mixed_held_out_metrics
 from colocated_grpo.types import Prompt
 
 Note = Callable[[str], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evaluated:
-    """Prompts that are evaluated and never trained on. The same on every rank."""
-
-    held_out: list[Prompt]
-    """Held-out prompts of the training environments."""
-    sets: list[list[Prompt]]
-    """Prompts of each evaluation set; empty for a set that this run does not evaluate."""
-    answers: list[Answer | None]
-    """Functions that return the answers of each set for maj@k; None for a set without maj@k."""
-
-
-def read_evaluated(evaluation: EvaluationConfig, environments: Environments, world: World, note: Note) -> Evaluated:
-    """Collective. User code is imported on every rank; data are read on rank 0 only. Raises EnvironmentSetupError."""
-    answers = import_answers(evaluation)
-    held_out, sets = world.from_main(lambda: draw_evaluated(evaluation, environments, note))
-    return Evaluated(held_out=held_out, sets=sets, answers=answers)
 
 
 def import_answers(evaluation: EvaluationConfig) -> list[Answer | None]:
@@ -88,27 +68,32 @@ def draw_evaluated(
     return held_out, sets
 
 
-def evaluation_sets(
+def read_evaluation_sets(
     evaluation: EvaluationConfig,
     rollout: RolloutConfig,
-    evaluated: Evaluated,
+    environments: Environments,
     stop_tokens: tuple[int, ...],
+    site: Site,
+    *,
     mixed: bool,
 ) -> list[EvaluationSet]:
-    """Return the held-out prompts and the sets of the config. Sets that this run does not evaluate have no prompts.
+    """Return the held-out prompts and the sets of the config. Collective. Raises EnvironmentSetupError.
 
-    mixed: the run has several environments.
+    User code is imported on every rank; data are read on rank 0 only. Sets that this run does not evaluate have no
+    prompts. mixed: the run has several environments.
     """
+    answers = import_answers(evaluation)
+    held_out, drawn = site.world.from_main(lambda: draw_evaluated(evaluation, environments, site.note))
     # Training's top_p, top_k, min_p and penalties do not apply.
     sampling = partial(
         Sampling, max_tokens=rollout.max_completion_tokens, stop=tuple(rollout.stop), stop_token_ids=stop_tokens
     )
-    sets = zip(evaluation.sets, evaluated.sets, evaluated.answers, strict=True)
+    sets = zip(evaluation.sets, drawn, answers, strict=True)
     return [
         EvaluationSet(
             name=HELD_OUT.partition("/")[0],
             every=evaluation.every,
-            prompts=evaluated.held_out,
+            prompts=held_out,
             samples=evaluation.samples_per_prompt,
             sampling=sampling(temperature=evaluation.temperature),
             metrics=mixed_held_out_metrics if mixed else held_out_metrics,
@@ -134,7 +119,7 @@ class Data:
     environments: Environments
     source: LongestFirst | None
     """Training prompts; on rank 0 only, and None if other processes supply all groups."""
-    evaluated: Evaluated
+    sets: list[EvaluationSet]
 
 
 def build_data(config: Config, model: ModelFiles, site: Site, *, trains: bool = True) -> Data:
@@ -146,9 +131,11 @@ def build_data(config: Config, model: ModelFiles, site: Site, *, trains: bool = 
     environments = build_environments(config, model.tokenizer)
     has_source = trains and site.world.is_main and environments.trained
     source = open_source(environments, site.note) if has_source else None
-    evaluated = read_evaluated(config.evaluation, environments, site.world, site.note)
+    sets = read_evaluation_sets(
+        config.evaluation, config.rollout, environments, model.stop_token_ids, site, mixed=config.is_mixed
+    )
     environments.load_reward_models(site.world.device)
-    return Data(environments=environments, source=source, evaluated=evaluated)
+    return Data(environments=environments, source=source, sets=sets)
 
 
 def open_source(environments: Environments, note: Callable[[str], None]) -> LongestFirst:

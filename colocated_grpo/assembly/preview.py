@@ -8,20 +8,16 @@ from itertools import groupby
 import psutil
 import torch
 
-from colocated_grpo.assembly.data import draw_evaluated, import_answers, open_source
-from colocated_grpo.assembly.engines import check_same_vocabulary, engine_spec
+from colocated_grpo.assembly import data, engines
 from colocated_grpo.environments.base import Scorer
 from colocated_grpo.environments.build import build_environments
 from colocated_grpo.environments.rewards.scoring import NOT_RUN
 from colocated_grpo.environments.rewards.workers import end_idle_workers
 from colocated_grpo.errors import ConfigError, visible
-from colocated_grpo.policy.checkpoint_files import fetch_tokenizer
-from colocated_grpo.policy.model_files import load_tokenizer, stop_token_ids
-from colocated_grpo.policy.model_loader import check_model
+from colocated_grpo.policy import checkpoint_files, model_files, model_loader
 from colocated_grpo.rollout.reward_calls import RewardCalls
 from colocated_grpo.rollout.vllm.kv_budget import check_cache
-from colocated_grpo.settings.config_json import read_config_json, text_part
-from colocated_grpo.settings.model_sizes import sizes_of
+from colocated_grpo.settings import config_json, model_sizes
 from colocated_grpo.settings.run_sizes import FULL, Placement, RunSizes, fits, free_disk, gib, memory_fix
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.tracking.text import without_middle
@@ -41,27 +37,28 @@ def preview(config: Config, place: Placement, note: Callable[[str], None]) -> li
     run; the memory of their devices is read here. note: receives remarks, such as the number of omitted rows. Raises
     ConfigError or RunError for the first problem.
     """
-    folder, device = fetch_tokenizer(config.model), torch.device("cuda" if place.on_gpu else "cpu")
-    check_model(config.model, folder)
+    folder, device = checkpoint_files.fetch_tokenizer(config.model), torch.device("cuda" if place.on_gpu else "cpu")
+    model_loader.check_model(config.model, folder)
     if config.engine.placement == "colocated":
-        spec = engine_spec(config, folder, 1, device, sequences=1)  # the checks depend on neither number
+        spec = engines.engine_spec(config, folder, 1, device, sequences=1)  # the checks depend on neither number
         check_cache(spec)
         if spec.args:
             # Imported here: vLLM takes many seconds to import.
             from colocated_grpo.rollout.vllm.vllm_arguments import check_names
 
             check_names(spec.args)
-    tokenizer = load_tokenizer(config.model, folder)
-    stop_token_ids(tokenizer, folder)  # raises if one lies outside the vocabulary
+    tokenizer = model_files.load_tokenizer(config.model, folder)
+    model_files.stop_token_ids(tokenizer, folder)  # raises if one lies outside the vocabulary
     if (reference := config.reference_model) is not None:
-        check_model(reference, fetch_tokenizer(reference))
-        check_same_vocabulary(reference.name, load_tokenizer(reference, fetch_tokenizer(reference)), tokenizer)
+        fetched = checkpoint_files.fetch_tokenizer(reference)
+        model_loader.check_model(reference, fetched)
+        engines.check_same_vocabulary(reference.name, model_files.load_tokenizer(reference, fetched), tokenizer)
     environments = build_environments(config, tokenizer)
-    import_answers(config.evaluation)
-    prompts = open_source(environments, note).next(config.rollout.prompts_per_step) if environments.trained else []
-    draw_evaluated(config.evaluation, environments, note)
-    model = read_config_json(config.model)
-    check_vocabulary(prompts, text_part(model).get("vocab_size"), config.model.name)
+    data.import_answers(config.evaluation)
+    prompts = data.open_source(environments, note).next(config.rollout.prompts_per_step) if environments.trained else []
+    data.draw_evaluated(config.evaluation, environments, note)
+    model = config_json.read_config_json(config.model)
+    check_vocabulary(prompts, config_json.text_part(model).get("vocab_size"), config.model.name)
     for line in unknown_roles(prompts):
         note(line)
     if len({prompt.text for prompt in prompts}) < 2 <= len({str(prompt.item["prompt"]) for prompt in prompts}):
@@ -72,7 +69,7 @@ def preview(config: Config, place: Placement, note: Callable[[str], None]) -> li
     finally:
         end_idle_workers()
     lines = [*show_prompts(prompts, config.rollout.max_prompt_tokens), *rewards]
-    if (sizes := sizes_of(model)) is not None:
+    if (sizes := model_sizes.sizes_of(model)) is not None:
         lines.append(show_needs(RunSizes(config, sizes, place), note))
     return lines
 

@@ -31,14 +31,12 @@ from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.program import KEY_VARIABLE, URLS_VARIABLE
 from colocated_grpo.runtime.supervision import StopRequest
+from colocated_grpo.servers import exported, rank_links, text
 from colocated_grpo.servers.app import create_app
 from colocated_grpo.servers.broadcast import AdapterSync, BroadcastSync, RestartSync
 from colocated_grpo.servers.engine_servers import EngineServer
-from colocated_grpo.servers.exported import CONFIG_NAME, attach, export_folder, share_exported
-from colocated_grpo.servers.rank_links import LoadBalancer, link_ranks
 from colocated_grpo.servers.remote import EngineGroup, RemoteEngine, Restore
 from colocated_grpo.servers.sampler import Sampler
-from colocated_grpo.servers.text import Limits, limits_of
 from colocated_grpo.settings.atropos import AtroposSourceConfig, ServerConfig
 from colocated_grpo.settings.config_json import first_difference, read_config_json, shape_of
 from colocated_grpo.settings.schema import Config, ModelConfig
@@ -135,10 +133,10 @@ def build_remote(
             sync = restart = RestartSync(export, files, servers, world, base=base, version=lambda: policy.version)
             restore = restart.restore
         case "shared":
-            file = Path(engine.bridge_config or export_folder() / CONFIG_NAME)
-            views = attach(file, servers[0].wait_until_ready()["instance"])
+            file = Path(engine.bridge_config or exported.export_folder() / exported.CONFIG_NAME)
+            views = exported.attach(file, servers[0].wait_until_ready()["instance"])
             adopted = partial(adopt, policy.model)
-            sync = share_exported(views, prefix, policy.weights.published, adopted, world, check_every)
+            sync = exported.share_exported(views, prefix, policy.weights.published, adopted, world, check_every)
             restore = lambda server: False  # noqa: E731
     infos = [server.wait_until_ready() for server in servers]
     # In a deterministic run, send all requests at once: the server's queue then decides which requests decode together,
@@ -161,23 +159,17 @@ class Serving:
     """Links between the inboxes of all ranks. Rank 0 also has the open ports and the source of batches."""
 
     def __init__(
-        self,
-        config: Config,
-        atropos: AtroposSourceConfig,
-        model: ModelFiles,
-        inbox: Inbox,
-        folder: Path,
-        site: Site,
+        self, config: Config, atropos: AtroposSourceConfig, model: ModelFiles, inbox: Inbox, folder: Path, site: Site
     ) -> None:
         """Collective. Raises EnvironmentSetupError with one line, on every rank.
 
         atropos: the config's Atropos entry. folder: the run folder.
         """
-        limits, tokenizer = limits_of(model, config.max_sequence_tokens, config.seed), model.tokenizer
+        limits, tokenizer = text.limits_of(model, config.max_sequence_tokens, config.seed), model.tokenizer
         self._world, self._note = site.world, site.note
         self._inbox = inbox
-        self._links, self._end = link_ranks(inbox, site.world)
-        self._engines = LoadBalancer(inbox, self._links)
+        self._links, self._end = rank_links.link_ranks(inbox, site.world)
+        self._engines = rank_links.LoadBalancer(inbox, self._links)
         self._servers: list[ServerThread] = []
         self.source: AtroposSource | None = None
         """Source of batches; None on all ranks except rank 0."""
@@ -259,7 +251,7 @@ def _key(variable: str | None) -> str | None:
     return os.environ[variable] if variable else None
 
 
-def listen(sampler: Sampler, model: str, settings: ServerConfig, limits: Limits) -> ServerThread:
+def listen(sampler: Sampler, model: str, settings: ServerConfig, limits: text.Limits) -> ServerThread:
     """Open the engine's ports. Raises EnvironmentSetupError if a port is taken."""
     app = create_app(
         sampler,

@@ -7,8 +7,6 @@ Shapes: T packed tokens, E keys that the queries see (T, plus the copies of the 
 tokens that the policy sampled), L layers with experts, K experts per token.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from colocated_grpo.losses import LossInputs
+from colocated_grpo.losses.inputs import LossInputs
 from colocated_grpo.types import ContextGroup, Routes
 
 PADDING_TOKENS = [0] * 4
@@ -45,7 +43,7 @@ class TrainSequence:
     trained: bool
     plain: bool = False
     """See `Rollout.plain`."""
-    routes: Routes | None = None
+    routes: "Routes | None" = None
     """Routes of the first tokens; the policy chooses the experts of all other tokens."""
     ref_logprobs: np.ndarray | None = None
     """One per scored token, from the environment. None: the environment gives none."""

@@ -3,8 +3,6 @@
 Every rank has all groups and computes the same plan, so nothing is communicated here. Tensors are built on the host.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from bisect import bisect
@@ -20,7 +18,7 @@ from colocated_grpo.batching.context import local_rows
 from colocated_grpo.batching.micro_batch import PADDING_TOKENS, MicroBatch, TrainSequence, build_micro_batch
 from colocated_grpo.batching.plan import Outline, computed_tokens, plan
 from colocated_grpo.errors import RunError
-from colocated_grpo.losses import Counts
+from colocated_grpo.losses.inputs import Counts
 from colocated_grpo.metrics import Stat
 from colocated_grpo.settings.training import BatchConfig
 from colocated_grpo.types import ContextGroup, Group, Rollout
@@ -73,9 +71,9 @@ class LazyMicroBatches(Sequence[MicroBatch]):
     def __getitem__(self, index: int) -> MicroBatch: ...
 
     @overload
-    def __getitem__(self, index: slice) -> LazyMicroBatches: ...
+    def __getitem__(self, index: slice) -> "LazyMicroBatches": ...
 
-    def __getitem__(self, index: int | slice) -> MicroBatch | LazyMicroBatches:
+    def __getitem__(self, index: int | slice) -> "MicroBatch | LazyMicroBatches":
         if isinstance(index, slice):
             return LazyMicroBatches(self._bins[index], self._build)
         return self._build(self._bins[index])
@@ -97,7 +95,7 @@ class Batch:
     lacks_sampling_logprobs: bool = False
     """True if any rank has NaN in sampling_logprobs_N."""
 
-    def map(self, change: Callable[[MicroBatch], MicroBatch]) -> Batch:
+    def map(self, change: Callable[[MicroBatch], MicroBatch]) -> "Batch":
         """Return the batch with every micro-batch built and replaced by `change(micro_batch)`."""
         parts = [replace(part, micro_batches=[change(m) for m in part.micro_batches]) for part in self.minibatches]
         return replace(self, minibatches=parts)

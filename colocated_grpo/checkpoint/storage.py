@@ -20,13 +20,6 @@ from typing import Any, BinaryIO
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.futures import Future
 from xxhash import xxh3_128
 
@@ -44,13 +37,13 @@ Layout = JsonObject
 """Tensor name -> {dtype, size, chunks}; a chunk has offsets and sizes in the tensor, and file, start, length."""
 
 
-def layout_of(metadata: Metadata, places: Mapping[MetadataIndex, _StorageInfo]) -> Layout:
+def layout_of(metadata: dcp.metadata.Metadata, places: Mapping[dcp.metadata.MetadataIndex, _StorageInfo]) -> Layout:
     """Return the layout of a checkpoint written by torch. All entries must be tensors. places: location of each
     chunk."""
     layout = {}
     for name, entry in metadata.state_dict_metadata.items():
-        assert isinstance(entry, TensorStorageMetadata)
-        stored = [places[MetadataIndex(name, chunk.offsets)] for chunk in entry.chunks]
+        assert isinstance(entry, dcp.metadata.TensorStorageMetadata)
+        stored = [places[dcp.metadata.MetadataIndex(name, chunk.offsets)] for chunk in entry.chunks]
         layout[name] = {
             "dtype": str(entry.properties.dtype).removeprefix("torch."),
             "size": list(entry.size),
@@ -68,7 +61,7 @@ def layout_of(metadata: Metadata, places: Mapping[MetadataIndex, _StorageInfo]) 
     return layout
 
 
-def metadata_of(layout: Layout, folder: Path) -> Metadata:
+def metadata_of(layout: Layout, folder: Path) -> dcp.metadata.Metadata:
     """Convert a layout to torch's metadata. Raises ValueError, KeyError or TypeError if it is invalid for `folder`."""
     entries, places = {}, {}
     for name, entry in layout.items():
@@ -77,12 +70,14 @@ def metadata_of(layout: Layout, folder: Path) -> Metadata:
             raise TypeError(f"{entry['dtype']!r} is not a dtype")
         chunks = []
         for stored in entry["chunks"]:
-            chunk = ChunkStorageMetadata(torch.Size(stored["offsets"]), torch.Size(stored["sizes"]))
+            chunk = dcp.metadata.ChunkStorageMetadata(torch.Size(stored["offsets"]), torch.Size(stored["sizes"]))
             chunks.append(chunk)
-            places[MetadataIndex(name, chunk.offsets)] = _place(stored, folder)
+            places[dcp.metadata.MetadataIndex(name, chunk.offsets)] = _place(stored, folder)
         # Tensors only, because torch unpickles entries of other kinds on loading.
-        entries[name] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(entry["size"]), chunks)
-    return Metadata(entries, storage_data=places)
+        entries[name] = dcp.metadata.TensorStorageMetadata(
+            dcp.metadata.TensorProperties(dtype), torch.Size(entry["size"]), chunks
+        )
+    return dcp.metadata.Metadata(entries, storage_data=places)
 
 
 def _place(stored: JsonObject, folder: Path) -> _StorageInfo:
@@ -97,11 +92,11 @@ def _place(stored: JsonObject, folder: Path) -> _StorageInfo:
 class LayoutReader(dcp.FileSystemReader):
     """Reads tensors at given file locations. torch uses `torch.load(weights_only=True)`, which runs no code."""
 
-    def __init__(self, folder: Path, metadata: Metadata) -> None:
+    def __init__(self, folder: Path, metadata: dcp.metadata.Metadata) -> None:
         super().__init__(folder)
         self._metadata = metadata
 
-    def read_metadata(self, *_arguments: object, **_options: object) -> Metadata:
+    def read_metadata(self, *_arguments: object, **_options: object) -> dcp.metadata.Metadata:
         return self._metadata
 
 
@@ -122,7 +117,7 @@ class ChecksummedWriter(dcp.FileSystemWriter):
         result.set_result((written, self._files.checksums))
         return result
 
-    def finish(self, metadata: Metadata, results: list[Any]) -> None:
+    def finish(self, metadata: dcp.metadata.Metadata, results: list[Any]) -> None:
         """Write the metadata of all ranks' files. Called on rank 0."""
         super().finish(metadata, [written for written, _ in results])
         for _, checksums in results:

@@ -1,7 +1,5 @@
 """Builds the environments and evaluation sets of a run from its config. Each type of source has one builder."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -43,7 +41,7 @@ class Environments:
     encoder: PromptEncoder
     seed: int
     skip_solved: SkipSolvedConfig | None
-    open_episodes: OpenEpisodes | None
+    open_episodes: "OpenEpisodes | None"
     """Open episodes, through which the agents of this rank sample. None if no environment has agents."""
 
     @property
@@ -64,7 +62,7 @@ class Environments:
     def _all(self) -> list[base.Environment]:
         return [*self.trained, *self.sets]
 
-    def load_reward_models(self, device: torch.device) -> None:
+    def load_reward_models(self, device: "torch.device") -> None:
         """Load the weights of reward models. Call before an engine's cache is sized. Raises EnvironmentSetupError."""
         from colocated_grpo.environments.rewards.reward_model import RewardModel  # imports torch
 
@@ -138,13 +136,13 @@ class _RunValues:
     """Maximum tokens of a sequence: prompt and completion together."""
 
     @cached_property
-    def open_episodes(self) -> OpenEpisodes:
+    def open_episodes(self) -> "OpenEpisodes":
         from colocated_grpo.environments.agents.programs import OpenEpisodes
 
         return OpenEpisodes()
 
 
-def build_environments(config: Config, tokenizer: PreTrainedTokenizerBase) -> Environments:
+def build_environments(config: Config, tokenizer: "PreTrainedTokenizerBase") -> Environments:
     """Resolve every name and import user code, but read no data. Raises EnvironmentSetupError."""
     entries = [entry for entry in config.environments if not isinstance(entry, AtroposSourceConfig)]
     sets = {f"{PREFIX}/{entry.name}": entry.source for entry in config.evaluation.sets}

@@ -1,7 +1,5 @@
 """Conversations between policy and environment: chat messages, their tokens, and the tokens that were sampled."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self, cast
@@ -20,7 +18,7 @@ Message = JsonObject
 class ChatCodec:
     """Decodes sampled messages and encodes the observations between them. Sampled text is never encoded again."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._tokenizer = tokenizer
 
     def message_text(self, token_ids: Sequence[int]) -> str:
@@ -67,7 +65,7 @@ class ChatCodec:
         return one[len(one) - length :]
 
 
-def render_tokens(tokenizer: PreTrainedTokenizerBase, messages: list[Message], template: JsonObject) -> list[int]:
+def render_tokens(tokenizer: "PreTrainedTokenizerBase", messages: list[Message], template: JsonObject) -> list[int]:
     """Return the tokens of a chat, including the start of the next assistant message.
 
     template: further arguments of the chat template, such as tools.
@@ -118,7 +116,7 @@ class Tokens:
     prompt_length: int
     last: Completion | None = None
     """The last sampled message."""
-    routes: Routes | None = None
+    routes: "Routes | None" = None
 
     @classmethod
     def of_prompt(cls, token_ids: list[int]) -> Self:
@@ -163,7 +161,7 @@ class Tokens:
         )
 
 
-def _continued(routes: Routes | None, longer: Routes | None) -> Routes | None:
+def _continued(routes: "Routes | None", longer: "Routes | None") -> "Routes | None":
     """Return `routes`, extended by the part of `longer` for further tokens. longer: routes of a later turn.
 
     A token keeps the experts with which it was sampled, even if later turns were sampled with newer weights.

@@ -1,7 +1,5 @@
 """From an item's prompt, with tools, variables and a system message of its template, to the model's tokens."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -88,7 +86,7 @@ def with_system_prompt(prompt: str | list[Message], system_prompt: str) -> list[
 def build_template(
     entry: TemplatedConfig | sources.TurnsSourceConfig | sources.RowsSourceConfig,
     name: str,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     variables: JsonObject,
 ) -> PromptTemplate:
     """Return what an environment's entry adds to each prompt: tools, template variables and a system prompt.
@@ -115,7 +113,7 @@ def build_template(
     )
 
 
-def check_is_read(tokenizer: PreTrainedTokenizerBase, key: str, name: str) -> None:
+def check_is_read(tokenizer: "PreTrainedTokenizerBase", key: str, name: str) -> None:
     """Raise EnvironmentSetupError if no chat template contains `name`, because the setting would have no effect."""
     templates = tokenizer.chat_template
     if templates is None:
@@ -158,7 +156,7 @@ class PromptEncoder:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: "PreTrainedTokenizerBase",
         max_prompt_tokens: int,
         templates: Mapping[str, PromptTemplate] = MappingProxyType({}),
     ) -> None:
@@ -240,7 +238,7 @@ class PromptEncoder:
         return cast(str, text), token_ids
 
 
-def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
+def longest_token(tokenizer: "PreTrainedTokenizerBase") -> int:
     """Return the number of characters of the longest token."""
     return max(map(len, tokenizer.get_vocab()))
 

@@ -18,15 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from colocated_grpo.errors import AlreadyReported, ConfigError
-from colocated_grpo.runtime import program
-from colocated_grpo.runtime.processes import list_gpus, visible
-from colocated_grpo.runtime.verdict import RUN_ERROR, leave, report
+from colocated_grpo.runtime import processes, program, verdict
 
 if TYPE_CHECKING:
     from colocated_grpo.runtime.joining import Joined
     from colocated_grpo.settings.config_file import LoadedConfig
     from colocated_grpo.settings.schema import Config
-    from colocated_grpo.tracking import RunOutput
+    from colocated_grpo.tracking.ending import RunOutput
 
 DEFAULT_MASTER_PORT = 29500
 DEFAULT_JOIN_TIMEOUT = 900
@@ -123,7 +121,7 @@ def read_launch(options: argparse.Namespace, overrides: Sequence[str]) -> progra
 
 def visible_gpus(environment: Mapping[str, str]) -> int:
     """Return the number of GPUs visible to CUDA."""
-    return len(visible(list_gpus().gpus, environment))
+    return len(processes.visible(processes.list_gpus().gpus, environment))
 
 
 AUTO = "auto"
@@ -209,8 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from colocated_grpo.settings.config_file import read_config
-    from colocated_grpo.tracking import make_output
-    from colocated_grpo.tracking.ending import leave_start
+    from colocated_grpo.tracking.ending import leave_start, make_output
 
     default = default_config_note(options)
     try:
@@ -285,18 +282,18 @@ def _run(config: Config, resume: str | None, name: str, output: RunOutput) -> in
         train(config, joined, resume=resume, name=name, output=output)
     except AlreadyReported:
         output.close()
-        leave(recorded=True)
+        verdict.leave(recorded=True)
         logging.getLogger(__name__).debug("another rank failed first; the error of this rank:", exc_info=True)
-        return RUN_ERROR
+        return verdict.RUN_ERROR
     except BaseException as error:
         code, lines = record_ending(output, error, [config.output_dir, resume])
         if isinstance(error, SystemExit):  # raised by user code; exit code 0 would look like a finished run
             raise RuntimeError(f"sys.exit({error.code!r}) was called during the run") from error
         if not lines:
             raise
-        report(code, lines)
+        verdict.report(code, lines)
         return code
-    leave(finished=True)
+    verdict.leave(finished=True)
     return 0
 
 

@@ -23,8 +23,7 @@ from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.run import parse_args, run
 
-from colocated_grpo.runtime.program import stop_signals
-from colocated_grpo.runtime.rendezvous import serve_store, wait_for_listener
+from colocated_grpo.runtime import program, rendezvous
 from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, first_report, report
 
 AGENT_LOGGER = "torch.distributed.elastic.multiprocessing.api"
@@ -67,7 +66,7 @@ def main() -> None:
         sys.exit(code)
     finally:
         # The ranks have exited. torch's handlers would raise SignalException during interpreter shutdown.
-        for number in stop_signals():
+        for number in program.stop_signals():
             signal.signal(number, signal.SIG_IGN)
 
 
@@ -77,7 +76,7 @@ def _wait_for_node_0(arguments: argparse.Namespace) -> None:
         return
     seconds = _join_timeout(arguments)
     try:
-        wait_for_listener(arguments.master_addr, arguments.master_port, seconds)
+        rendezvous.wait_for_listener(arguments.master_addr, arguments.master_port, seconds)
     except OSError as error:
         why = f"node 0 does not answer there after {seconds:g} s (--join-timeout): {error.strerror or error}"
         report(RUN_ERROR, [f"error: {_address(arguments)}: {why}"])
@@ -146,7 +145,7 @@ class LoopbackRendezvous(StaticTCPRendezvous):
     """
 
     def __init__(self, run_id: str) -> None:
-        store = serve_store(HOST, TIMEOUT_SECONDS)
+        store = rendezvous.serve_store(HOST, TIMEOUT_SECONDS)
         super().__init__(HOST, store.port, rank=0, world_size=1, run_id=run_id, timeout=TIMEOUT_SECONDS)
         self._store = store  # torch's class would create a store that listens on every interface
 

@@ -3,8 +3,6 @@
 Imports only the standard library and psutil before parsing, so that --help takes less than 0.3 s of CPU time.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal
@@ -17,16 +15,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from colocated_grpo.errors import ConfigError, RunError
 from colocated_grpo.launch import cli
-from colocated_grpo.runtime import program
-from colocated_grpo.runtime.processes import SAVING, STOP_RANKS, StopAction, run_command, scratch_folder
-from colocated_grpo.runtime.verdict import (
-    RUN_ERROR,
-    USAGE_ERROR,
-    VERDICT_VARIABLE,
-    ProcessEnd,
-    read_verdicts,
-    write_verdict,
-)
+from colocated_grpo.runtime import processes, program, verdict
 from colocated_grpo.servers.engine_servers import EngineServers, ServerPlan, plan_servers
 
 if TYPE_CHECKING:
@@ -104,7 +93,7 @@ def _launch(arguments: Sequence[str]) -> int:
         _show(text, redirect, sys.stdout)
     except OSError as error:
         print(f"error: {flag}={error.filename!r}: cannot write ({error.strerror})", file=sys.stderr)
-        return USAGE_ERROR
+        return verdict.USAGE_ERROR
     if servers is None:
         return _run(command, environment, redirect)
     with EngineServers(servers, environment) as running:
@@ -113,10 +102,10 @@ def _launch(arguments: Sequence[str]) -> int:
         return code
     with suppress(OSError):
         _show(running.failure, redirect, sys.stderr)
-    return RUN_ERROR
+    return verdict.RUN_ERROR
 
 
-def read_settings(launch: program.Launch) -> tuple[Config, list[str]]:
+def read_settings(launch: program.Launch) -> tuple["Config", list[str]]:
     """Return the settings and notes about them. Raises ConfigError if they are invalid for this number of ranks."""
     from colocated_grpo.settings.config_file import read_config
     from colocated_grpo.settings.rules import check_world
@@ -135,23 +124,23 @@ def missing_devices(launch: program.Launch) -> list[str]:
     return [f"--gpus={launch.gpus}: only {visible} GPUs are visible (nvidia-smi, CUDA_VISIBLE_DEVICES)"]
 
 
-def model_verdict(model: ModelConfig, cpu_dtype: str | None) -> str:
+def model_verdict(model: "ModelConfig", cpu_dtype: str | None) -> str:
     """Return a line about the model, from its config.json alone. Raises ConfigError if the model is unsupported.
 
     cpu_dtype: weight type of an engine on the CPU; None: engines are on GPUs or in servers.
     """
+    from colocated_grpo.settings import model_support
     from colocated_grpo.settings.config_json import read_config_json
-    from colocated_grpo.settings.model_support import check_cpu_engine, check_trains, verdict
 
     try:
         config_json = read_config_json(model)
     except ConfigError:  # `cli.adapted`, called next, reports the reason
         return f"{model.name}: unknown, as its config.json cannot be read"
     setting = f"model.name={model.name!r}"
-    check_trains(config_json, setting)
+    model_support.check_trains(config_json, setting)
     if cpu_dtype is not None:
-        check_cpu_engine(config_json, setting, bfloat16=cpu_dtype == "bfloat16")
-    return f"{model.name}: {verdict(config_json)}"
+        model_support.check_cpu_engine(config_json, setting, bfloat16=cpu_dtype == "bfloat16")
+    return f"{model.name}: {model_support.verdict(config_json)}"
 
 
 def torchrun_command(launch: program.Launch) -> list[str]:
@@ -222,7 +211,7 @@ def banner(launch: program.Launch, command: Sequence[str], servers: ServerPlan |
     return "\n".join([TITLE, *rows])
 
 
-def dry_run(config: Config, problems: Sequence[str], launch: program.Launch) -> int:
+def dry_run(config: "Config", problems: Sequence[str], launch: program.Launch) -> int:
     """Print a preview of the first prompts, and problems. Returns 2 if there are problems, else 0.
 
     problems: lines about files and names, found without running user code. The preview is made only without them.
@@ -241,18 +230,18 @@ def dry_run(config: Config, problems: Sequence[str], launch: program.Launch) -> 
     for line in program.error_text(problems):
         print(line, file=sys.stderr)
     print("Dry run mode - command not executed")
-    return USAGE_ERROR if problems else 0
+    return verdict.USAGE_ERROR if problems else 0
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str], redirect: Path | None) -> int:
-    with scratch_folder() as folder:
+    with processes.scratch_folder() as folder:
         # Otherwise torchrun's log folder and the sockets of tensor-parallel engines would remain in /tmp.
-        inside = {"PET_LOG_DIR": str(folder), **environment, VERDICT_VARIABLE: str(folder)}
+        inside = {"PET_LOG_DIR": str(folder), **environment, verdict.VERDICT_VARIABLE: str(folder)}
         if len(str(folder)) <= MAX_SOCKET_FOLDER:
             inside.setdefault("VLLM_RPC_BASE_PATH", str(folder))
-        code = run_command(command, inside, redirect, stop_action(folder))
-        verdicts = read_verdicts(folder) if folder.is_dir() else None
-    if code == 0 and any(verdict.finished and not verdict.stopped for verdict in verdicts or ()):
+        code = processes.run_command(command, inside, redirect, stop_action(folder))
+        verdicts = verdict.read_verdicts(folder) if folder.is_dir() else None
+    if code == 0 and any(end.finished and not end.stopped for end in verdicts or ()):
         return 0
     from colocated_grpo.tracking.ending import ending
 
@@ -263,20 +252,20 @@ def _run(command: Sequence[str], environment: Mapping[str, str], redirect: Path 
     return code
 
 
-def stop_action(folder: Path) -> StopAction:
+def stop_action(folder: Path) -> processes.StopAction:
     """Return the effect of the first stop signal: save a checkpoint if the run trains; exit if it is still starting.
 
     folder: folder of the verdicts.
     """
 
     def begin(number: int) -> tuple[bytes, float | None]:
-        if any(verdict.training for verdict in read_verdicts(folder)):
-            return SAVING, None
+        if any(end.training for end in verdict.read_verdicts(folder)):
+            return processes.SAVING, None
         # This verdict keeps torchrun from reporting the exits of the ranks: the line STARTING is sufficient.
-        write_verdict(folder / "launcher.json", ProcessEnd(code=128 + number, reported=time.time()))
+        verdict.write_verdict(folder / "launcher.json", verdict.ProcessEnd(code=128 + number, reported=time.time()))
         return STARTING, START_SECONDS
 
-    return StopAction(begin=begin, targets=STOP_RANKS.targets)
+    return processes.StopAction(begin=begin, targets=processes.STOP_RANKS.targets)
 
 
 def _show(text: str, redirect: Path | None, console: TextIO) -> None:

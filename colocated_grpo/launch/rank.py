@@ -10,14 +10,11 @@ import torch.distributed as dist
 from colocated_grpo.assembly.assemble import build_run, describe, note_unusual_resume
 from colocated_grpo.environments.chat import ChatCodec
 from colocated_grpo.errors import RunError
-from colocated_grpo.runtime import distributed
+from colocated_grpo.runtime import distributed, run_folder, user_code, verdict
 from colocated_grpo.runtime.joining import Joined
-from colocated_grpo.runtime.run_folder import choose_run_folder, lock_folder, remove_if_unused
-from colocated_grpo.runtime.user_code import UserCodeWatch
-from colocated_grpo.runtime.verdict import FAILED, STOPPED, leave, stacks_file
 from colocated_grpo.settings.schema import Config, PolicyConfig, RolloutConfig
 from colocated_grpo.settings.sources import AgentSourceConfig, EpisodeSourceConfig
-from colocated_grpo.tracking import RunOutput
+from colocated_grpo.tracking.ending import RunOutput
 from colocated_grpo.trainer import settle_garbage_collector, train
 
 
@@ -55,7 +52,7 @@ class RankProcess:
         """Makes the other ranks exit, and raises the error of this rank."""
         self._watchdog = joined.watchdog
         warn = logging.getLogger(__name__).warning
-        self._user_code = UserCodeWatch(user_code_seconds, setting, warn, stacks=stacks_file())
+        self._user_code = user_code.UserCodeWatch(user_code_seconds, setting, warn, stacks=verdict.stacks_file())
         self.resources = ExitStack()
         """Resources opened by the run. They are closed at the end of a run without errors, and by `abandon`."""
 
@@ -123,13 +120,15 @@ def train_on(
     try:
         distributed.seed_everything(distributed.derive_seed(config.seed, "build"))
         output_dir = Path(config.output_dir)
-        folder = world.from_main(lambda: lock_folder(choose_run_folder(output_dir, config.run_name, resume, name)))
+        folder = world.from_main(
+            lambda: run_folder.lock_folder(run_folder.choose_run_folder(output_dir, config.run_name, resume, name))
+        )
         output.folder = folder
-        leave(folder=str(folder))
+        verdict.leave(folder=str(folder))
         try:
             run = build_run(config, folder, world, process.stop, output, process.resources, callbacks)
         except BaseException:
-            remove_if_unused(folder)
+            run_folder.remove_if_unused(folder)
             raise
         settings, transcript = run.config.model_dump(mode="json"), ChatCodec(run.tokenizer).transcript
         run.tracker.start(settings, describe(run), run.start, transcript)
@@ -137,22 +136,22 @@ def train_on(
             note_unusual_resume(run)
         settle_garbage_collector()
         output.trains = True
-        leave(training=True)
+        verdict.leave(training=True)
         on_start()
         try:
             outcome = train(run)
         except BaseException:
             with suppress(OSError):  # on a full disk closing also fails, which would hide the original error
                 run.tracker.abandon()
-            run.callbacks.end(FAILED)
+            run.callbacks.end(verdict.FAILED)
             raise
         run.tracker.close(outcome)
         run.callbacks.end(outcome)
         process.resources.close()
-        if outcome == STOPPED and (reasons := list(filter(None, world.gather_objects(process.stop.reason)))):
+        if outcome == verdict.STOPPED and (reasons := list(filter(None, world.gather_objects(process.stop.reason)))):
             raise RunError(f"{reasons[0]}; the run has saved a checkpoint, from which --resume auto continues")
-        if outcome == STOPPED:
-            leave(stopped=True)
+        if outcome == verdict.STOPPED:
+            verdict.leave(stopped=True)
     except BaseException as error:
         process.fail(error)
     return folder

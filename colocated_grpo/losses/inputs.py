@@ -3,8 +3,6 @@
 Shapes: N scored tokens of one micro-batch (the tokens that the policy sampled), S completions of the micro-batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
@@ -48,7 +46,7 @@ class LossInputs:
     """All-reduces per-completion sums [S], forward and backward, over the ranks that hold the completions' tokens.
     Default: this rank holds all of them."""
 
-    def at(self, tokens: slice | Tensor) -> LossInputs:
+    def at(self, tokens: slice | Tensor) -> "LossInputs":
         """Return the inputs of a subset of the N tokens. Completions keep their index."""
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name.endswith("_N")}
         return replace(self, **{name: None if value is None else value[tokens] for name, value in values.items()})

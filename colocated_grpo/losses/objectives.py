@@ -132,8 +132,7 @@ def _mean_minibatch_tokens(counts: Counts, max_completion_tokens: int) -> float:
 
     Every token of a batch then weighs the same, whichever minibatch it falls into, and the size of an update does not
     shrink with the number of minibatches. TRL 1.16 does the same: it divides num_items_in_batch by the accumulation
-    windows of a generation batch. BNPO divides by the minibatch's own tokens. With one minibatch per batch, both
-    divisors are equal.
+    windows of a generation batch.
     """
     return counts.batch_tokens / counts.minibatches
 

@@ -3,8 +3,6 @@
 Memory is measured in trial steps, because it depends on kernels, the compiler and other processes on the device.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -15,9 +13,11 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 
-from colocated_grpo.batching import MicroBatch, Minibatch, TrainSequence, build_micro_batch, local_rows
+from colocated_grpo.batching.context import local_rows
+from colocated_grpo.batching.micro_batch import MicroBatch, TrainSequence, build_micro_batch
+from colocated_grpo.batching.pack import Minibatch
 from colocated_grpo.errors import RunError, in_one_line
-from colocated_grpo.losses import Counts
+from colocated_grpo.losses.inputs import Counts
 from colocated_grpo.metrics import Metrics
 from colocated_grpo.policy.blocks import blocks_of, set_checkpointed
 from colocated_grpo.policy.policy import Policy
@@ -101,7 +101,7 @@ class StepSettings:
     """policy.gradient_checkpointing."""
 
     @classmethod
-    def of(cls, config: Config) -> StepSettings:
+    def of(cls, config: Config) -> "StepSettings":
         return cls(
             max_tokens=config.batch.max_tokens_per_micro_batch,
             longest=config.max_sequence_tokens,

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface, PretrainedConfig
 
-from colocated_grpo.batching import PackedTokens, PrefixKeys
+from colocated_grpo.batching.micro_batch import PackedTokens, PrefixKeys
 from colocated_grpo.policy import attention_kernels as kernels
 from colocated_grpo.policy.context_parallel import heads_to_rows, own_heads, rows_to_heads
 from colocated_grpo.settings.config_json import attention_heads

@@ -105,10 +105,6 @@ def attend_fa4(
     )[0]
 
 
-attend_only_fa4 = partial(attend_fa4, min_run=0)
-"""Like `attend_fa4`, but uses FlashAttention 4 on short runs as well."""
-
-
 @cache
 def has_fa4(heads: int, kv_heads: int, size: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Return True if FlashAttention 4 runs here for these heads and agrees with torch's kernel.

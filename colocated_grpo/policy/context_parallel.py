@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from colocated_grpo.batching import MicroBatch
+from colocated_grpo.batching.micro_batch import MicroBatch
 
 
 def rows_to_heads(query: Tensor, key: Tensor, value: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor]:

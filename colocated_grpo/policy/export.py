@@ -1,7 +1,5 @@
 """Export of the policy as a Hugging Face model, or of its adapter, for transformers, PEFT and vLLM."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Generator, Iterator
@@ -119,7 +117,7 @@ class AdapterExport:
 
 
 def build_exports(
-    checkpoint: CheckpointConfig, lora: LoRAConfig | None, base: str, policy: Policy, model: ModelFiles, world: World
+    checkpoint: CheckpointConfig, lora: LoRAConfig | None, base: str, policy: Policy, model: "ModelFiles", world: World
 ) -> list[Export]:
     """Return the run's exports: its model, or the adapter and, with export_merged, the merged model.
 
@@ -132,7 +130,7 @@ def build_exports(
     return [adapter, whole_model] if checkpoint.export_merged else [adapter]
 
 
-def model_export(policy: Policy, model: ModelFiles, dtype: torch.dtype, world: World) -> ModelExport:
+def model_export(policy: Policy, model: "ModelFiles", dtype: torch.dtype, world: World) -> ModelExport:
     config, tokenizer = model.hf_config, model.tokenizer
     return ModelExport(
         policy=policy, hf_config=config, tokenizer=tokenizer, source=model.folder, dtype=dtype, world=world

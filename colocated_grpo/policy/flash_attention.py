@@ -106,12 +106,7 @@ def fa2_with_sinks(
     scale: float | None,
     left: int,
 ) -> tuple[Tensor, Tensor]:
-    """Compute causal attention of each run's queries to its keys with FlashAttention 2.
-
-    query: [T, H, D], key and value: [E, K, D], 16-bit; sinks: [H]; cu_q, cu_k: [N + 1] int32. left: number of earlier
-    keys that a query sees, -1 for all; the last query of a run is at the position of the run's last key. Returns [T, H,
-    D] and the logsumexps [H, T] in float32, which have no gradient.
-    """
+    """Compute causal attention of each run with sinks [H]. Returns [T, H, D] and the logsumexps, without gradient."""
     out, logsumexp = fa2_forward(query, key, value, (cu_q, cu_k, longest_q, longest_k), scale, left)
     return out, add_sinks(out, logsumexp, sinks)
 
@@ -208,11 +203,9 @@ def fa4_attention(
     scale: float,
     min_run: int,
 ) -> tuple[Tensor, Tensor]:
-    """Compute causal attention of each run's queries to its keys; the last query of a run sees all its keys.
+    """Compute causal attention of each run. Returns [T, H, D] and the logsumexps [H, T], which have no gradient.
 
-    query: [T, H, D], key and value: [E, K, D], 16-bit; cu_q, cu_k: [N + 1] int32. min_run: smallest mean number of
-    queries per run for FlashAttention 4. Returns [T, H, D] and the logsumexps [H, T] in float32. The logsumexps have no
-    gradient.
+    min_run: smallest mean number of queries per run for FlashAttention 4.
     """
     if _are_short(query, cu_q, min_run):
         out, logsumexp = fa2_forward(query, key, value, (cu_q, cu_k, longest_q, longest_k), scale, -1)

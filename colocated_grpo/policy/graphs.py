@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from colocated_grpo.batching import MicroBatch, PackedTokens, PrefixKeys
-from colocated_grpo.losses import LossInputs
+from colocated_grpo.batching.micro_batch import MicroBatch, PackedTokens, PrefixKeys
+from colocated_grpo.losses.inputs import LossInputs
 from colocated_grpo.metrics import Stat, as_scalar
 from colocated_grpo.policy.attention import with_own_keys
 from colocated_grpo.policy.model import PackedLM

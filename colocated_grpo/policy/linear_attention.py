@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from colocated_grpo.batching import PrefixKeys
+from colocated_grpo.batching.micro_batch import PrefixKeys
 from colocated_grpo.errors import ConfigError, in_one_line
 from colocated_grpo.policy.attention_kernels import padded_runs
 from colocated_grpo.policy.flash_attention import HOPPER

@@ -21,7 +21,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from colocated_grpo.batching import PackedTokens
+from colocated_grpo.batching.micro_batch import PackedTokens
 from colocated_grpo.errors import ConfigError, RunError, in_one_line
 from colocated_grpo.policy.attention import PACKED, capped_attention, with_own_keys
 from colocated_grpo.policy.blocks import Block, blocks_of

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from colocated_grpo.batching import Batch, MicroBatch, Minibatch, PackedRoutes, PackedTokens, PrefixKeys
+from colocated_grpo.batching.micro_batch import MicroBatch, PackedRoutes, PackedTokens, PrefixKeys
+from colocated_grpo.batching.pack import Batch, Minibatch
 from colocated_grpo.errors import RunError
-from colocated_grpo.losses import ChunkedLoss, LossFn, LossInputs, make_chunked_loss, make_denominator, make_loss
+from colocated_grpo.losses.inputs import ChunkedLoss, LossFn, LossInputs
+from colocated_grpo.losses.objectives import make_chunked_loss, make_denominator, make_loss
 from colocated_grpo.losses.parts import apply_mask, mismatch, weighted_mean
 from colocated_grpo.metrics import Metrics, Stat
 from colocated_grpo.policy.blocks import blocks_of, num_checkpointed

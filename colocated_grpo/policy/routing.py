@@ -28,7 +28,7 @@ from packaging.version import Version
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from colocated_grpo.batching import PackedRoutes, PackedTokens
+from colocated_grpo.batching.micro_batch import PackedRoutes, PackedTokens
 from colocated_grpo.errors import ConfigError
 from colocated_grpo.metrics import Stat
 from colocated_grpo.policy.blocks import blocks_of

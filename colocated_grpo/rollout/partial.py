@@ -10,8 +10,6 @@ groups that have reached `max_age`, and the last steps draw fewer prompts. Promp
 trained as often as others.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -123,7 +121,7 @@ class PartialSupply(Supply):
         trained = [self._scored.pop(group.prompt.index) for group in chosen]
         return _Sampled(trained, [len(completion.token_ids) for completion in kept])
 
-    def _score(self, batch: PartialBatch, complete: Iterable[int]) -> dict[int, RewardCall]:
+    def _score(self, batch: "PartialBatch", complete: Iterable[int]) -> dict[int, RewardCall]:
         """Start the rewards of complete groups. Returns the calls by prompt index."""
         score = self.prompts.collector.score
         return {

@@ -1,7 +1,5 @@
 """Sources of the groups that a step trains. Each rank has one `Supply`, chosen when the run is built."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future

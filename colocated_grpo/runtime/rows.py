@@ -95,12 +95,7 @@ def attend_singly(attend: Callable[..., None], **arguments: Any) -> None:
         isa=_instructions(cache),
         enable_kv_split=False,
     )
-    changed = {
-        "query_start_loc": singles,
-        "seq_lens": seen_T,
-        "block_table": table_TB,
-        "scheduler_metadata": metadata,
-    }
+    changed = {"query_start_loc": singles, "seq_lens": seen_T, "block_table": table_TB, "scheduler_metadata": metadata}
     attend(**arguments | changed)
 
 

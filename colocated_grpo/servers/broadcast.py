@@ -19,10 +19,8 @@ from torch import Tensor
 
 from colocated_grpo.errors import RunError, in_one_line
 from colocated_grpo.policy.export import Export
-from colocated_grpo.runtime.checksums import exported_digest
+from colocated_grpo.runtime import checksums, rendezvous, supervision
 from colocated_grpo.runtime.distributed import World
-from colocated_grpo.runtime.rendezvous import own_address, serve_store, wait_for_keys
-from colocated_grpo.runtime.supervision import named_ranks
 from colocated_grpo.servers.engine_servers import EngineServer
 from colocated_grpo.types import JsonObject
 from colocated_grpo.web.client import Unavailable
@@ -35,7 +33,7 @@ class MissingMembers(RuntimeError):
 
     def __init__(self, ranks: Sequence[int], size: int, timeout: float) -> None:
         """ranks: the missing ranks in the group of `size` members."""
-        super().__init__(f"{named_ranks(ranks)} of {size} did not join within {timeout:g} s")
+        super().__init__(f"{supervision.named_ranks(ranks)} of {size} did not join within {timeout:g} s")
         self.ranks = ranks
 
 
@@ -50,7 +48,7 @@ class JoinedGroup:
         # NCCL's constructor does not wait, and a broadcast would wait for a dead member.
         keys = [f"member {member}" for member in range(size)]
         store.set(keys[rank], "")
-        if missing := wait_for_keys(store, keys, time.monotonic() + timeout):
+        if missing := rendezvous.wait_for_keys(store, keys, time.monotonic() + timeout):
             raise MissingMembers([keys.index(key) for key in missing], size, timeout)
         limit = timedelta(seconds=timeout)
         self._group: Any  # torch's stubs lack the collectives of backends
@@ -168,8 +166,8 @@ class BroadcastSync:
         # The server of each rank in the group, from rank 1; this process is rank 0.
         members = [server for server, count in zip(self.servers, counts, strict=True) for _ in range(count)]
         size, timeout = 1 + len(members), self.servers[0].timeout
-        host = own_address(self.servers[0].host)
-        store = serve_store(host, timeout)
+        host = rendezvous.own_address(self.servers[0].host)
+        store = rendezvous.serve_store(host, timeout)
         offer = {
             "address": host,
             "port": store.port,
@@ -297,7 +295,7 @@ class RestartSync:
 
 def _require_same(server: EngineServer, loaded: str | None, folder: Path) -> None:
     """Raise RunError unless the server has loaded the files in `folder`. loaded: the server's `exported_digest`."""
-    if loaded != exported_digest(folder):
+    if loaded != checksums.exported_digest(folder):
         raise RunError(
             f"weight sync: the engine at {server.url} has loaded other files than {folder} holds here: it does not see "
             "the folder as the trainer has written it"

@@ -31,10 +31,9 @@ from colocated_grpo.servers.text import InvalidRequest
 from colocated_grpo.settings.inputs import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from colocated_grpo.types import JsonObject
 from colocated_grpo.web.bodies import read_json
-from colocated_grpo.weights.buckets import Bucket, full_tensors, make_buckets, shard_slices, write_planned
+from colocated_grpo.weights import buckets, transport
 from colocated_grpo.weights.fingerprints import rows_of
 from colocated_grpo.weights.plan import Plan, verified_plan
-from colocated_grpo.weights.transport import Fingerprints, Summed, ViewFingerprints
 
 Count = Annotated[int, Field(gt=0, le=1 << 16)]
 Shape = Annotated[list[Annotated[int, Field(gt=0, lt=1 << 40)]], Field(min_length=1, max_length=8)]
@@ -81,9 +80,9 @@ class WeightReceiver:
         self._world = world
         self._dtype = next(engine.model.parameters()).dtype
         self._group: JoinedGroup | None = None
-        self._buckets: list[Bucket] = []
+        self._buckets: list[buckets.Bucket] = []
         self._plan: Plan | None = None
-        self._views: ViewFingerprints | None = None
+        self._views: transport.ViewFingerprints | None = None
         """Fingerprints of the copy plan's views; None without a plan."""
         self._planned_shapes: Mapping[str, torch.Size] | None = None
         """Shapes of the last plan. For these shapes no further plan is made: after an update, the engine no longer has
@@ -102,9 +101,9 @@ class WeightReceiver:
             if plan is not None and planned:
                 targets = plan.targets.values()
                 self._plan = plan
-                self._views = ViewFingerprints(targets, shapes.values(), self._world, plan.is_current)
+                self._views = transport.ViewFingerprints(targets, shapes.values(), self._world, plan.is_current)
             self._planned_shapes = shapes
-        self._buckets = make_buckets(shapes, offer.trainer_ranks, self._dtype)
+        self._buckets = buckets.make_buckets(shapes, offer.trainer_ranks, self._dtype)
         self._leave()
         try:
             # The timeout is short, because the engine waits. The store starts before the offer is sent, so an
@@ -128,25 +127,25 @@ class WeightReceiver:
             if plan is None:
                 self._engine.load_weights(self._stored(loaded))
             else:
-                received = ((shard_slices(bucket, plan), values) for bucket, values in self._received())
-                write_planned(received, plan, self._device)
+                received = ((buckets.shard_slices(bucket, plan), values) for bucket, values in self._received())
+                buckets.write_planned(received, plan, self._device)
         except RuntimeError as error:
             self._leave()
             raise ValueError(f"the trainer's connection is lost: {in_one_line(error)}") from None
         own = torch.cat(loaded) if views is None else views.compute()
         copies = torch.full_like(own, self._world.size) if views is None else views.copies
-        return Summed(self._world.sum_(own), copies).to_json()
+        return transport.Summed(self._world.sum_(own), copies).to_json()
 
     def _stored(self, fingerprints: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors for the engine's loader, and append each bucket's fingerprints to `fingerprints`."""
         for bucket in self._received():
-            values = dict(full_tensors(*bucket))
+            values = dict(buckets.full_tensors(*bucket))
             parts = [rows_of(value, 0) for value in values.values()]
-            fingerprints.append(Fingerprints(parts, None, self._device).compute())
+            fingerprints.append(transport.Fingerprints(parts, None, self._device).compute())
             for name, value in values.items():
                 yield from self._conversion.stored(name, value)
 
-    def _received(self) -> Iterator[tuple[Bucket, Tensor]]:
+    def _received(self) -> Iterator[tuple[buckets.Bucket, Tensor]]:
         assert self._group is not None
         for bucket in self._buckets:
             values = torch.empty(bucket.num_shards, bucket.size, dtype=self._dtype, device=self._device)

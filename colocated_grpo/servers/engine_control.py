@@ -21,9 +21,7 @@ import torch.distributed as dist
 
 from colocated_grpo.rollout.engine import Finished, Part, Request, RolloutEngine, TokenDelta
 from colocated_grpo.rollout.inbox import IDLE_SECONDS, Calls, Driver, Inbox
-from colocated_grpo.runtime.parents_death import signal_at_parents_death
-from colocated_grpo.runtime.rendezvous import connect_store, serve_store
-from colocated_grpo.runtime.verdict import RUN_ERROR
+from colocated_grpo.runtime import parents_death, rendezvous, verdict
 
 LOOPBACK = "127.0.0.1"
 START_SECONDS = 600.0
@@ -36,15 +34,15 @@ def join_ranks(size: int) -> dist.Store:
     if "RANK" in os.environ:  # started by rank 0
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)  # rank 0 decides when to end
-        return connect_store(LOOPBACK, int(os.environ["MASTER_PORT"]), START_SECONDS)
-    store = serve_store(LOOPBACK, START_SECONDS)
+        return rendezvous.connect_store(LOOPBACK, int(os.environ["MASTER_PORT"]), START_SECONDS)
+    store = rendezvous.serve_store(LOOPBACK, START_SECONDS)
     os.environ |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(store.port)}
     peers = [
         subprocess.Popen(
             [sys.executable, "-m", "colocated_grpo.servers", *sys.argv[1:]],
             env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            preexec_fn=signal_at_parents_death(signal.SIGKILL),
+            preexec_fn=parents_death.signal_at_parents_death(signal.SIGKILL),
         )
         for rank in range(1, size)
     ]
@@ -61,7 +59,7 @@ def _watch(peers: list[subprocess.Popen[bytes]]) -> None:
         for rank, peer in enumerate(peers, start=1):
             if code := peer.poll():  # 0 after rank 0 has ended the peer
                 print(f"error: rank {rank} of the engine ended with exit code {code}", file=sys.stderr, flush=True)
-                os._exit(RUN_ERROR)
+                os._exit(verdict.RUN_ERROR)
 
 
 END = "end"

@@ -19,15 +19,10 @@ from colocated_grpo.rollout.vllm.vllm_engine import VLLMEngine
 from colocated_grpo.runtime.checksums import exported_digest
 from colocated_grpo.runtime.distributed import World, init_world
 from colocated_grpo.runtime.supervision import StopRequest
+from colocated_grpo.servers import control_routes, engine_control, engine_routes, rank_links, sampler, text
 from colocated_grpo.servers.app import create_app
-from colocated_grpo.servers.control_routes import WeightReceiver, add_control_routes, add_weight_routes, check_adapter
-from colocated_grpo.servers.engine_control import EngineControl, MirroredEngine, join_ranks
-from colocated_grpo.servers.engine_routes import LARGE_PATHS, Sessions, add_engine_routes
 from colocated_grpo.servers.exported import export, export_folder, move_to_shared_memory
 from colocated_grpo.servers.options import RESTART, Restart, ServeOptions, model_settings
-from colocated_grpo.servers.rank_links import LoadBalancer
-from colocated_grpo.servers.sampler import Sampler
-from colocated_grpo.servers.text import limits_of
 from colocated_grpo.settings.config_json import config_json_in, shape_of
 from colocated_grpo.types import JsonObject
 from colocated_grpo.web.server import Hosts, ServerThread
@@ -47,17 +42,17 @@ def serve(options: ServeOptions) -> int:
     Raises ConfigError or RunError with one line. The port opens only once the engine is ready, so clients can wait for
     the engine by polling /health.
     """
-    world = init_world(join_ranks(options.tensor_parallel_size))
+    world = init_world(engine_control.join_ranks(options.tensor_parallel_size))
     model = read_model_files(model_settings(options), world)
     exported = exported_digest(model.folder)  # before reading the weights, so that a replaced folder is detected
     engine = VLLMEngine(spec_of(options, model.folder, world.device), world)
     facts = describe(options, model, engine, world) | {"exported": exported}
     if options.share_weights:
         _share_weights(engine, model, facts)
-    receiver = WeightReceiver(engine, model.folder, world)
+    receiver = control_routes.WeightReceiver(engine, model.folder, world)
 
     def load_adapter(name: str, path: str) -> JsonObject:
-        check_adapter(model.folder, path)
+        control_routes.check_adapter(model.folder, path)
         return engine.adapters.load(name, path)
 
     if options.adapter is not None:
@@ -73,7 +68,7 @@ def serve(options: ServeOptions) -> int:
     }
     group = dist.new_group(backend="gloo", timeout=IDLE_LIMIT) if world.size > 1 else None
     assert not isinstance(group, int)  # every rank is a member
-    whole = MirroredEngine(engine, group, commands)
+    whole = engine_control.MirroredEngine(engine, group, commands)
     if world.is_main:
         stop = StopRequest(world.store)
         stop.listen()
@@ -125,24 +120,24 @@ def _lead(
     options: ServeOptions,
     model: ModelFiles,
     engine: VLLMEngine,
-    whole: MirroredEngine,
+    whole: engine_control.MirroredEngine,
     stop: StopRequest,
     facts: JsonObject,
 ) -> int:
     """Serve on rank 0. engine: this rank's engine. whole: the engine of all ranks."""
     note = partial(print, "note:", flush=True)
     inbox, restart = Inbox(), Restart()
-    control = EngineControl(whole, inbox, Driver(whole, inbox))
-    sessions = Sessions(inbox, note, attached=control.resume)
-    limits = limits_of(model, options.max_model_len, seed=0, max_tokens_setting="--max-model-len")
+    control = engine_control.EngineControl(whole, inbox, Driver(whole, inbox))
+    sessions = engine_routes.Sessions(inbox, note, attached=control.resume)
+    limits = text.limits_of(model, options.max_model_len, seed=0, max_tokens_setting="--max-model-len")
 
     def add_routes(app: FastAPI) -> None:
-        add_control_routes(app, control, facts, sessions)
-        add_engine_routes(app, control, inbox, sessions, limits)
-        add_weight_routes(app, control, sessions, whole.call, engine.adapters.status, restart)
+        control_routes.add_control_routes(app, control, facts, sessions)
+        engine_routes.add_engine_routes(app, control, inbox, sessions, limits)
+        control_routes.add_weight_routes(app, control, sessions, whole.call, engine.adapters.status, restart)
 
     app = create_app(
-        Sampler(LoadBalancer(inbox), model.tokenizer, limits, note, options.chat_template_kwargs),
+        sampler.Sampler(rank_links.LoadBalancer(inbox), model.tokenizer, limits, note, options.chat_template_kwargs),
         options.model,
         limits.max_tokens,
         hosts=Hosts(options.host, options.allow_host),
@@ -151,7 +146,7 @@ def _lead(
         max_requests=MAX_REQUESTS,
         state=lambda: control.state,
         add_routes=add_routes,
-        large_paths=LARGE_PATHS,
+        large_paths=engine_routes.LARGE_PATHS,
     )
     try:
         try:

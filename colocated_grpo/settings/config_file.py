@@ -7,16 +7,9 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from colocated_grpo.settings import errors
 from colocated_grpo.settings.base import ConfigFolder
-from colocated_grpo.settings.errors import (
-    ConfigError,
-    KeyPath,
-    SettingLocation,
-    SettingsTree,
-    error_lines,
-    errors_by_path,
-    parse_path,
-)
+from colocated_grpo.settings.errors import ConfigError, KeyPath, SettingLocation, SettingsTree
 from colocated_grpo.settings.rules import check, remarks
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.tree import assign, parse_document, parse_value
@@ -147,7 +140,7 @@ def parse_overrides(arguments: Sequence[str]) -> list[tuple[KeyPath, str]]:
             if not remaining or remaining[0].startswith("--"):
                 raise ConfigError(f"--{name}: needs a value, for example --{name} VALUE or --{name}=VALUE")
             text = remaining.pop(0)
-        pairs.append((parse_path(key), text))
+        pairs.append((errors.parse_path(key), text))
     return pairs
 
 
@@ -183,10 +176,10 @@ def _validate(tree: SettingsTree, locations: dict[KeyPath, SettingLocation], con
     try:
         return Config.model_validate(tree, context=context)
     except ValidationError as invalid:
-        errors = invalid.errors(include_url=False)
+        found = invalid.errors(include_url=False)
     # `--run_name 2024` was parsed as a number. If a field needs text, use the unparsed text of the command line.
-    by_path = errors_by_path(errors, tree)
-    needs_text = [path for path, found in by_path.items() if any(error["type"] == "string_type" for error in found)]
+    by_path = errors.errors_by_path(found, tree)
+    needs_text = [path for path, own in by_path.items() if any(error["type"] == "string_type" for error in own)]
     texts = {path: locations[path].text for path in needs_text if path in locations}
     texts = {path: text for path, text in texts.items() if text is not None}
     if texts:
@@ -196,4 +189,4 @@ def _validate(tree: SettingsTree, locations: dict[KeyPath, SettingLocation], con
         return _validate(tree, locations, context)
     from colocated_grpo.settings.names.translation import new_names
 
-    raise ConfigError(*error_lines(errors, tree, locations, Config, new_names()))
+    raise ConfigError(*errors.error_lines(found, tree, locations, Config, new_names()))

@@ -16,9 +16,7 @@ from typing import Annotated
 from pydantic import Field
 
 from colocated_grpo.errors import ConfigError, RunError, visible
-from colocated_grpo.runtime import program
-from colocated_grpo.runtime.processes import scratch_folder
-from colocated_grpo.runtime.verdict import run_program
+from colocated_grpo.runtime import processes, program, verdict
 from colocated_grpo.servers.engine_servers import EngineServers, local_servers, serve_command
 from colocated_grpo.servers.options import checked, positive, subject_of
 from colocated_grpo.settings.config_file import build_config, parse_overrides
@@ -114,7 +112,7 @@ def _server(options: argparse.Namespace, overrides: Sequence[str]) -> Generator[
     print(f"loading {subject.adapter or subject.model}", file=sys.stderr, flush=True)
     one = {"max_num_seqs": 1, "tensor_parallel_size": 1, "bridge": "broadcast"}  # which exports no weights
     engine = config.engine.model_copy(update=one)
-    with scratch_folder() as folder:
+    with processes.scratch_folder() as folder:
         plan = local_servers(serve_command(config.model, engine, config.policy, options.context), folder)
         with EngineServers(plan, os.environ) as running:
             key = running.rank_environment()[program.KEY_VARIABLE]
@@ -163,4 +161,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    run_program(main)
+    verdict.run_program(main)

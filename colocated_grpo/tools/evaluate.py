@@ -12,13 +12,11 @@ from pathlib import Path
 
 from colocated_grpo.errors import ConfigError, RunError
 from colocated_grpo.launch.cli import parse_rank_arguments
-from colocated_grpo.runtime import program
-from colocated_grpo.runtime.verdict import run_program
+from colocated_grpo.runtime import program, verdict
 from colocated_grpo.servers.engine_servers import lora_limit
 from colocated_grpo.servers.options import ModelSubject, subject_of
+from colocated_grpo.settings import inputs, rules
 from colocated_grpo.settings.config_file import load_config
-from colocated_grpo.settings.inputs import check_inputs
-from colocated_grpo.settings.rules import check_world
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.types import STDERR, JsonObject
 
@@ -91,8 +89,8 @@ def settings(subject: ModelSubject, config_file: str | None, overrides: Sequence
     sets = [entry.model_copy(update={"every": 1}) for entry in config.evaluation.sets]
     evaluation = config.evaluation.model_copy(update={"sets": sets, "every": 0 if sets else 1})
     config = config.model_copy(update={"evaluation": evaluation})
-    check_world(config, int(os.environ["WORLD_SIZE"]))
-    return check_inputs(config)[0]
+    rules.check_world(config, int(os.environ["WORLD_SIZE"]))
+    return inputs.check_inputs(config)[0]
 
 
 def print_results(model: str, results: JsonObject) -> None:
@@ -108,4 +106,4 @@ def print_results(model: str, results: JsonObject) -> None:
 
 
 if __name__ == "__main__":
-    run_program(main)
+    verdict.run_program(main)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 
-from colocated_grpo.assembly.data import build_collector, build_data, evaluation_sets, listen_to_agents
+from colocated_grpo.assembly.data import build_collector, build_data, listen_to_agents
 from colocated_grpo.assembly.engines import Site, engine_spec
 from colocated_grpo.errors import ConfigError, RunError
 from colocated_grpo.evaluation.evaluator import Evaluator
@@ -53,18 +53,17 @@ def prepare_evaluation(config: Config, adapter: Path | None) -> Generator[Evalua
     site = Site(world=world, stop=stop, note=print, resources=ExitStack())
     model = read_model_files(config.model, world)
     data = build_data(config, model, site, trains=False)
-    sets = evaluation_sets(config.evaluation, config.rollout, data.evaluated, model.stop_token_ids, config.is_mixed)
-    if not any(each.prompts for each in sets):
+    if not any(each.prompts for each in data.sets):
         raise ConfigError("evaluation: there are no prompts; set held_out or eval_split, or add evaluation.sets")
     listen_to_agents(config, data, model, site)
     engines = world.size // config.engine.tensor_parallel_size
     # One engine's part of the completions of the largest set.
-    sequences = max(ceil(len(each.prompts) / engines) * each.samples for each in sets)
+    sequences = max(ceil(len(each.prompts) / engines) * each.samples for each in data.sets)
     engine = subject_engine(engine_spec(config, model.folder, world.size, world.device, sequences), adapter, world)
     inbox = Inbox()
     collector = build_collector(config, Driver(engine, inbox), inbox, data, model, site)
     try:
-        yield Evaluation(evaluator=Evaluator(sets, collector, world), engine=engine, world=world)
+        yield Evaluation(evaluator=Evaluator(data.sets, collector, world), engine=engine, world=world)
     except Stopped:
         raise RunError("stopped by a signal") from None
     site.resources.close()

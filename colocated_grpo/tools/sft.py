@@ -11,7 +11,7 @@ from math import ceil
 from pathlib import Path
 from random import Random
 
-from colocated_grpo.batching import pack
+from colocated_grpo.batching.pack import pack
 from colocated_grpo.environments.base import Item
 from colocated_grpo.environments.chat import ChatCodec, Tokens
 from colocated_grpo.environments.prompts import PromptEncoder, PromptTemplate
@@ -24,16 +24,11 @@ from colocated_grpo.policy.activations import StepSettings, choose_micro_batch_s
 from colocated_grpo.policy.export import build_exports
 from colocated_grpo.policy.model_files import ModelFiles, read_model_files
 from colocated_grpo.policy.policy import Policy
-from colocated_grpo.runtime import program
+from colocated_grpo.runtime import joining, program, verdict
 from colocated_grpo.runtime.distributed import World, derive_seed, init_world, with_context
-from colocated_grpo.runtime.joining import join
-from colocated_grpo.runtime.verdict import run_program
 from colocated_grpo.servers.options import positive
-from colocated_grpo.settings.config_file import build_config, parse_overrides
-from colocated_grpo.settings.inputs import check_inputs
-from colocated_grpo.settings.rules import check, check_world
+from colocated_grpo.settings import config_file, inputs, rules, tree
 from colocated_grpo.settings.schema import BatchConfig, Config
-from colocated_grpo.settings.tree import parse_value
 from colocated_grpo.tools.warm_start import NO_SCORE, taught
 from colocated_grpo.types import Group, JsonObject
 
@@ -47,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     program.prepare_libraries("WARNING", prefix=f"[rank {os.environ['RANK']}] ")
     try:
         config, rows = read_settings(options, overrides), read_file(options.rows)
-        joined = join()
+        joined = joining.join()
         world = with_context(init_world(joined.store), config.policy.context_parallel)
         fine_tune(config, rows, options, world)
         joined.watchdog.close()
@@ -79,16 +74,16 @@ def read_settings(options: argparse.Namespace, overrides: Sequence[str]) -> Conf
     given = {
         ("model",): {"name": options.model},
         ("rollout", "prompts_per_step"): options.batch_size,
-        ("policy", "lr"): parse_value(options.lr),
-        **{key: parse_value(text) for key, text in parse_overrides(overrides)},
+        ("policy", "lr"): tree.parse_value(options.lr),
+        **{key: tree.parse_value(text) for key, text in config_file.parse_overrides(overrides)},
         ("loss",): OBJECTIVE,
         ("training_steps",): 10**9,  # the rows give their number, once they are encoded
         ("batch", "minibatches"): 1,  # the learning rate's schedule counts one optimizer step per batch
         ("batch", "epochs"): 1,
     }
-    config = build_config(None, given).config
-    check_world(config, int(os.environ["WORLD_SIZE"]))
-    return check_inputs(config)[0]
+    config = config_file.build_config(None, given).config
+    rules.check_world(config, int(os.environ["WORLD_SIZE"]))
+    return inputs.check_inputs(config)[0]
 
 
 def encode(rows: Sequence[Item], model: ModelFiles, variables: JsonObject, limit: int) -> Iterator[Group]:
@@ -148,7 +143,7 @@ def fine_tune(config: Config, rows: Sequence[Item], options: argparse.Namespace,
         raise ConfigError("ROWS: no row is left to train on")
     size = config.rollout.prompts_per_step
     config = config.model_copy(update={"training_steps": options.epochs * ceil(len(groups) / size)})
-    check(config)
+    rules.check(config)
     policy = Policy(config, model.hf_config, model.folder, world)
     config = config.with_micro_batches(choose_micro_batch_size(policy, StepSettings.of(config), world).tokens)
     losses = []
@@ -187,4 +182,4 @@ def train_step(policy: Policy, groups: Sequence[Group], config: BatchConfig, wor
 
 
 if __name__ == "__main__":
-    run_program(main)
+    verdict.run_program(main)

@@ -13,9 +13,8 @@ from rich.rule import Rule
 from rich.text import Text
 
 from colocated_grpo.runtime.program import OneLineParser
-from colocated_grpo.tracking import files
+from colocated_grpo.tracking import files, transcripts
 from colocated_grpo.tracking.text import number, printable
-from colocated_grpo.tracking.transcripts import Passage, passages, question
 
 INDENT = 4
 """Columns before the policy's text."""
@@ -87,9 +86,9 @@ def rollout_panel(row: files.Row, encoding: str) -> Panel:
         below.append(Text(f"finish reason: {row['finish_reason']}", style="yellow"))
     return Panel(
         Group(
-            *_shown(question(row), encoding),
+            *_shown(transcripts.question(row), encoding),
             Rule(style="dim"),
-            *_shown(passages(row), encoding),
+            *_shown(transcripts.passages(row), encoding),
             *below,
         ),
         title=Text(title, style="bold"),
@@ -99,7 +98,7 @@ def rollout_panel(row: files.Row, encoding: str) -> Panel:
     )
 
 
-def _shown(messages: Sequence[Passage], encoding: str) -> Iterator[Text | Padding]:
+def _shown(messages: Sequence[transcripts.Passage], encoding: str) -> Iterator[Text | Padding]:
     """Yield each message below its speaker. Text that the policy read is dim; text that it sampled is indented."""
     for message in messages:
         text = Text(printable(message.text, encoding), style="" if message.sampled else "dim")

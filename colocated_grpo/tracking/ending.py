@@ -23,13 +23,11 @@ from typing import TextIO
 from rich.console import Console
 
 from colocated_grpo.errors import ConfigError, RunError, in_one_line
-from colocated_grpo.runtime.program import error_text
+from colocated_grpo.runtime import program, user_code
 from colocated_grpo.runtime.run_folder import AUTO, remove_if_unused
-from colocated_grpo.runtime.user_code import innermost, lines_of_error
 from colocated_grpo.runtime.verdict import FAILED, KILLED, RUN_ERROR, USAGE_ERROR, ProcessEnd, leave
-from colocated_grpo.tracking import files
+from colocated_grpo.tracking import files, report
 from colocated_grpo.tracking.console import PlainDisplay, Row, StandardOutput, make_display
-from colocated_grpo.tracking.report import write_report
 from colocated_grpo.tracking.text import figure
 from colocated_grpo.types import STDERR, JsonObject
 
@@ -209,7 +207,7 @@ def record_failure(run_dir: Path, failure: Failure, *, training: bool, state: st
     with suppress(OSError, RunError):
         run_dir.mkdir(parents=True, exist_ok=True)
         lines.append(summary_line(write_summary(run_dir, state, failure, training=training)))
-        lines.append(f"report: {write_report(run_dir)}")
+        lines.append(f"report: {report.write_report(run_dir)}")
     return lines
 
 
@@ -222,10 +220,10 @@ def record_ending(output: RunOutput, error: BaseException, run_folders: Sequence
     if isinstance(error, ConfigError) and not output.trains:  # the run has not begun
         output.close()
         leave(recorded=True)  # else the launcher would make the run folder again, for a report
-        return USAGE_ERROR, error_text(str(error).splitlines())
+        return USAGE_ERROR, program.error_text(str(error).splitlines())
     lines: list[str] = []
     if isinstance(error, RunError | ConfigError):
-        lines = error_text(str(error).splitlines())
+        lines = program.error_text(str(error).splitlines())
     elif isinstance(error, OSError) and (line := explain_os_error(error, run_folders)):
         lines = [f"error: {line}"]
     text = " ".join(lines).removeprefix("error: ") or in_one_line(error)
@@ -325,6 +323,6 @@ def place_of(error: BaseException) -> str | None:
 
     If the error was raised from another error, return the place of that other error.
     """
-    lines = lines_of_error(error.__cause__ or error)
-    found = innermost(lines) or next((line for line in lines if line.is_ours()), None)
+    lines = user_code.lines_of_error(error.__cause__ or error)
+    found = user_code.innermost(lines) or next((line for line in lines if line.is_ours()), None)
     return None if found is None else str(found)

@@ -11,11 +11,8 @@ from statistics import fmean, median_high
 
 from colocated_grpo.errors import RunError
 from colocated_grpo.settings.errors import masked
-from colocated_grpo.tracking import files
-from colocated_grpo.tracking.charts import NUM_COLORS, chart_sections, legend_entry, phase_colors, phase_names
-from colocated_grpo.tracking.page import STYLE, section
+from colocated_grpo.tracking import charts, files, page, transcripts
 from colocated_grpo.tracking.text import as_html, duration, figure, number
-from colocated_grpo.tracking.transcripts import before_and_after, last_training_rollouts, latest_games
 from colocated_grpo.types import STDERR, JsonObject
 
 REFRESH_SECONDS = 30
@@ -70,11 +67,11 @@ def write_report(run_dir: Path, *, running: bool = False) -> Path:
     rollouts, config = files.read_rollouts(run_dir), files.read_config(run_dir)
     body = [
         header(run_dir, rows, running=running),
-        *chart_sections(rows),
-        before_and_after(rollouts),
-        last_training_rollouts(rollouts),
-        latest_games(files.read_games(run_dir)),
-        section("Configuration", _collapsed("all settings", files.flatten(masked(config)))),
+        *charts.chart_sections(rows),
+        transcripts.before_and_after(rollouts),
+        transcripts.last_training_rollouts(rollouts),
+        transcripts.latest_games(files.read_games(run_dir)),
+        page.section("Configuration", _collapsed("all settings", files.flatten(masked(config)))),
         _starts(files.read_environment(run_dir)),
     ]
     path = run_dir / files.REPORT_FILE
@@ -88,7 +85,7 @@ def _page(title: str, body: str, *, running: bool) -> str:
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-{refresh}<title>{as_html(title)}</title><style>{STYLE}</style></head>
+{refresh}<title>{as_html(title)}</title><style>{page.STYLE}</style></head>
 <body><main>
 {body}
 </main></body></html>
@@ -101,7 +98,7 @@ def _starts(starts: list[JsonObject]) -> str:
         facts = {key: value for key, value in start.items() if key != "packages"} | start.get("packages", {})
         title = f"started at step {start.get('first_step', 0)}, {start.get('time', '')}"
         parts.append(_collapsed(title, facts.items()))
-    return section("Environment", "".join(parts)) if parts else ""
+    return page.section("Environment", "".join(parts)) if parts else ""
 
 
 def _collapsed(title: str, pairs: Iterable[tuple[str, object]]) -> str:
@@ -180,8 +177,10 @@ def _time_bar(train: Sequence[files.Row]) -> str:
     total = sum(row["seconds/step"] for row in timed)
     if not total:
         return ""
-    shares = {name: sum(row.get(f"seconds/{name}") or 0.0 for row in timed) / total for name in phase_names(timed)}
-    colors = phase_colors(timed) | {"other": NUM_COLORS}
+    shares = {
+        name: sum(row.get(f"seconds/{name}") or 0.0 for row in timed) / total for name in charts.phase_names(timed)
+    }
+    colors = charts.phase_colors(timed) | {"other": charts.NUM_COLORS}
     shown = {name: share for name, share in shares.items() if share >= SMALLEST_SHARE}
     if (other := 1 - sum(shown.values())) >= SMALLEST_SHARE:
         shown["other"] = other
@@ -189,9 +188,9 @@ def _time_bar(train: Sequence[files.Row]) -> str:
         f'<i class="b{colors[name]}" style="width:{share:.2%}" title="{as_html(name)} {share:.1%}"></i>'
         for name, share in shown.items()
     )
-    legend = "".join(legend_entry(colors[name], name, f"{share:.0%}") for name, share in shown.items())
+    legend = "".join(charts.legend_entry(colors[name], name, f"{share:.0%}") for name, share in shown.items())
     content = f'<div class="card"><div class="bar">{bars}</div><p class="legend">{legend}</p></div>'
-    return section("Where the time goes", content)
+    return page.section("Where the time goes", content)
 
 
 def _values(rows: Sequence[files.Row], key: str) -> list[float]:

@@ -18,13 +18,9 @@ from colocated_grpo.runtime.verdict import STOPPED
 from colocated_grpo.settings.errors import masked, masked_arguments
 from colocated_grpo.settings.schema import TrackingConfig
 from colocated_grpo.summaries import advantage_of, lack_of_signal
-from colocated_grpo.tracking import files
-from colocated_grpo.tracking.console import MISMATCH
-from colocated_grpo.tracking.ending import RunOutput, summary_line, write_summary
+from colocated_grpo.tracking import console, ending, files, report, transcripts
 from colocated_grpo.tracking.records import Decode, RunWriter, Sinks
-from colocated_grpo.tracking.report import LiveReport, write_report
 from colocated_grpo.tracking.text import figure, number
-from colocated_grpo.tracking.transcripts import one_line
 from colocated_grpo.types import STDERR, Group, JsonObject, Score
 
 PROMPT_CHARACTERS, COMPLETION_CHARACTERS, ANSWER_CHARACTERS = 120, 240, 40
@@ -48,10 +44,10 @@ def typical_completion(groups: Sequence[Group]) -> str | None:
     if (advantage := advantage_of(group, sample)) is not None:
         facts.append(f"advantage {number(advantage)}")
     if group.prompt.answer is not None:
-        facts.append(f"answer {one_line(group.prompt.answer, ANSWER_CHARACTERS)}")
+        facts.append(f"answer {transcripts.one_line(group.prompt.answer, ANSWER_CHARACTERS)}")
     prompt, text = " ".join(group.prompt.text.split()), group.rollouts[sample].text
     end = prompt[-PROMPT_CHARACTERS:]
-    return f"{', '.join(facts)}: {'...' * (end != prompt)}{end} -> {one_line(text, COMPLETION_CHARACTERS)}"
+    return f"{', '.join(facts)}: {'...' * (end != prompt)}{end} -> {transcripts.one_line(text, COMPLETION_CHARACTERS)}"
 
 
 class ScoringErrors:
@@ -154,12 +150,12 @@ class Tracker:
     step.
     """
 
-    def __init__(self, run_dir: Path, output: RunOutput, tracking: TrackingConfig) -> None:
+    def __init__(self, run_dir: Path, output: ending.RunOutput, tracking: TrackingConfig) -> None:
         self._run_dir = run_dir
         self._tracking = tracking
         self._output = output
         self._sinks = Sinks(self.note)
-        self._report = LiveReport(run_dir, self.note)
+        self._report = report.LiveReport(run_dir, self.note)
         self._stability = StabilityWatch()
         self._scoring_errors = ScoringErrors()
         self._writer: RunWriter | None = None
@@ -205,7 +201,7 @@ class Tracker:
         self._sinks.log(step, row)
         self._sinks.completions(step, groups)
         self._output.step(step, {**self._held_out, **row})
-        if MISMATCH not in row and (lack := lack_of_signal(groups)):
+        if console.MISMATCH not in row and (lack := lack_of_signal(groups)):
             self.note(f"  step {step}: {lack}, and no mismatch to measure")
         if self._tracking.show_completion and (text := typical_completion(groups)):
             self.note(f"  {text}")
@@ -239,11 +235,11 @@ class Tracker:
         self.abandon()
         if not began:
             return
-        summary = write_summary(self._run_dir, state)
+        summary = ending.write_summary(self._run_dir, state)
         hint = f"; continue with --resume {self._run_dir}" if state == STOPPED else ""
-        self.note(summary_line(summary) + hint)
+        self.note(ending.summary_line(summary) + hint)
         if (self._run_dir / files.METRICS_FILE).stat().st_size:
-            self.note(f"report: {write_report(self._run_dir)}")
+            self.note(f"report: {report.write_report(self._run_dir)}")
 
     def abandon(self) -> None:
         """Restore the terminal and close all files of a failed run. `ending` records the cause."""

@@ -1,7 +1,5 @@
 """Comparison of the engine's weights with the policy's after a sync, bit for bit."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Self
@@ -60,7 +58,7 @@ class Summed(NamedTuple):
     copies_P: Tensor
     """Number of copies of each tensor in the sum: one for each engine, or for each replica of a shard."""
 
-    def differs_from(self, other: Summed) -> Tensor:
+    def differs_from(self, other: "Summed") -> Tensor:
         """Return where the sides hold different bytes: bool [P], on the CPU."""
         return (self.sums_P * other.copies_P != other.sums_P * self.copies_P).cpu()
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from colocated_grpo.batching import Batch, MicroBatch
+from colocated_grpo.batching.micro_batch import MicroBatch
+from colocated_grpo.batching.pack import Batch
 from colocated_grpo.environments.chat import ChatCodec, Conversation
 from colocated_grpo.errors import RunError
 from colocated_grpo.freshness import DRIFT_PER_RATE, QUANTIZED_LIMIT, Judge, default_limit, make_judge, staleness_of

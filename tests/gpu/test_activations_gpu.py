@@ -10,9 +10,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from colocated_grpo.batching import Minibatch
+from colocated_grpo.batching.pack import Minibatch
 from colocated_grpo.errors import RunError
-from colocated_grpo.losses import Counts
+from colocated_grpo.losses.inputs import Counts
 from colocated_grpo.metrics import Metrics
 from colocated_grpo.policy.activations import (
     StepSettings,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from colocated_grpo.losses import make_chunked_loss, make_loss
+from colocated_grpo.losses.objectives import make_chunked_loss, make_loss
 from colocated_grpo.metrics import Metrics, reduce
 from colocated_grpo.policy.policy import _on_device, fused_objective, unfused_objective
 from colocated_grpo.tools.shapes import TINY

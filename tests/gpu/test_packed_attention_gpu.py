@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from colocated_grpo.batching import build_micro_batch
+from colocated_grpo.batching.micro_batch import build_micro_batch
 from colocated_grpo.policy.attention import Capped, attend_capped, block_mask, expand_keys
 from colocated_grpo.policy.attention_kernels import (
     Runs,
-    attend_only_fa4,
+    attend_fa4,
     attend_padded,
     attend_varlen,
     attend_with_sinks,
@@ -180,7 +180,7 @@ def test_attention_with_capped_scores_inside_compiled_code_has_the_same_gradient
 def fa4_or_skip(kv_heads: int, size: int):
     if not has_fa4(HEADS, kv_heads, size, torch.bfloat16, torch.device("cuda", 0)):
         pytest.skip("this device, or this vLLM, has no FlashAttention 4")
-    return attend_only_fa4
+    return partial(attend_fa4, min_run=0)  # on short runs as well
 
 
 def test_heads_that_are_too_large_for_the_varlen_kernel_attend_over_padded_runs():

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from colocated_grpo.batching import TrainSequence, build_micro_batch
+from colocated_grpo.batching.micro_batch import TrainSequence, build_micro_batch
 from colocated_grpo.policy.model import read_model_config
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.rollout.engine import Request, RolloutEngine, Sampling
 from colocated_grpo.rollout.vllm.spec import EngineSpec
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.program import library_environment
-from colocated_grpo.settings import Config
+from colocated_grpo.settings.schema import Config
 from colocated_grpo.types import Completion
 from tests.support.training_runs import settings
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from colocated_grpo.losses import LossInputs, make_loss
+from colocated_grpo.losses.inputs import LossInputs
+from colocated_grpo.losses.objectives import make_loss
 from colocated_grpo.settings.losses import (
     BNPOConfig,
     CISPOConfig,

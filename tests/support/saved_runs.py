@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from colocated_grpo.checkpoint import Checkpoints
+from colocated_grpo.checkpoint.checkpoints import Checkpoints
 from colocated_grpo.checkpoint.storage import LAYOUT_FILE
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.runtime.checksums import checksum, sealed

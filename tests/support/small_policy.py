@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from colocated_grpo.batching import Batch, MicroBatch, TrainSequence, pack
+from colocated_grpo.batching.micro_batch import MicroBatch, TrainSequence
+from colocated_grpo.batching.pack import Batch, pack
 from colocated_grpo.metrics import Metrics
 from colocated_grpo.policy.model import read_model_config, reshard
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.runtime.distributed import World
-from colocated_grpo.settings import Config
 from colocated_grpo.settings.config_json import text_part
+from colocated_grpo.settings.schema import Config
 from colocated_grpo.tools.shapes import TINY
 from colocated_grpo.types import Group, JsonObject, Prompt, Rollout, Score
 from tests.support.random_models import make_model

@@ -5,8 +5,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from colocated_grpo.settings import Config
-from colocated_grpo.tracking import RunOutput, Tracker, make_output
+from colocated_grpo.settings.schema import Config
+from colocated_grpo.tracking.ending import RunOutput, make_output
+from colocated_grpo.tracking.tracker import Tracker
 from colocated_grpo.types import Group, Prompt, Rollout, Score
 
 HOSTILE = "</pre></div><script>alert(1)</script>\x1b[2J\x1b]0;owned\x07\ud800"

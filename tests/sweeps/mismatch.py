@@ -29,7 +29,7 @@ from benchmarks.harness import (
     rank_parser,
     wake_with_weights,
 )
-from colocated_grpo.batching import TrainSequence, build_micro_batch
+from colocated_grpo.batching.micro_batch import TrainSequence, build_micro_batch
 from colocated_grpo.launch.launcher import child_environment
 from colocated_grpo.policy.model import read_model_config
 from colocated_grpo.policy.policy import Policy

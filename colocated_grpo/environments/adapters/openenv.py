@@ -5,8 +5,6 @@ environment. Plain requests are enough for the first observation of an episode (
 (/schema).
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time
@@ -180,7 +178,7 @@ class OpenEnv(SeededEpisode):
                 time.sleep(RETRY_INTERVAL)
 
 
-async def _send(socket: ClientWebSocketResponse, message: JsonObject) -> JsonObject:
+async def _send(socket: "ClientWebSocketResponse", message: JsonObject) -> JsonObject:
     """Send one message and return the data of the response.
 
     Raises ServerError if the server returns an error, and ConnectionError if the server has closed the connection.

@@ -15,8 +15,7 @@ from pydantic import Field, PrivateAttr
 from colocated_grpo.environments.adapters import SeededEpisode, draw_seed
 from colocated_grpo.environments.base import AnswerError, EnvironmentSetupError, Item, Split
 from colocated_grpo.environments.chat import ContextExhausted, Conversation
-from colocated_grpo.environments.user_code.isolation import isolated
-from colocated_grpo.environments.user_code.loading import import_optional, load_object, one_line, unknown_name
+from colocated_grpo.environments.user_code import isolation, loading
 from colocated_grpo.types import JsonObject
 
 KEY = "environments 'textarena'"
@@ -50,7 +49,7 @@ class TextArenaGame:
         from textarena import Wrapper, make
 
         self._rng = Random(seed)
-        with isolated(self._rng):
+        with isolation.isolated(self._rng):
             self._env = make(name, **options)
             self._env.reset(num_players=players, seed=seed)
         # Messages come from the unwrapped game: wrappers repeat all earlier messages each turn, in their own format.
@@ -81,7 +80,7 @@ class TextArenaGame:
         """Apply a reply of the seat whose turn it is; return whether the game accepted it as legal."""
         seat = self.seat
         seen, was_invalid = len(self._unwrapped.state.observations[seat]), self._is_invalid(seat)
-        with isolated(self._rng):
+        with isolation.isolated(self._rng):
             self.over, _ = self._env.step(reply)
         kinds = [kind_name(kind) for _, _, kind in self._unwrapped.state.observations[seat][seen:]]
         return COMPLAINT not in kinds and self._is_invalid(seat) == was_invalid
@@ -182,15 +181,15 @@ class TextArena(SeededEpisode):
 
     def __init__(self, **args: object) -> None:
         super().__init__(**args)
-        known = import_optional("textarena", "textarena", KEY).envs.registration.ENV_REGISTRY
+        known = loading.import_optional("textarena", "textarena", KEY).envs.registration.ENV_REGISTRY
         if self.game not in known:
             valid = (each for each in known if not each.endswith(VARIANT_SUFFIXES))
-            raise unknown_name(KEY, "game", self.game, valid)
+            raise loading.unknown_name(KEY, "game", self.game, valid)
         if self.seat is not None and self.seat >= self.players:
             raise EnvironmentSetupError(f"{KEY}: args.seat={self.seat} must be below args.players={self.players}")
         self._opponent = random_move
         if self.opponent != RANDOM:
-            player: UserPlayer = load_object(self.opponent, f"{KEY}: args.opponent")
+            player: UserPlayer = loading.load_object(self.opponent, f"{KEY}: args.opponent")
             self._opponent = lambda game, rng: player(render(game.messages()), rng)
         self._deal({"seed": 0, "seat": self.seat or 0})  # Invalid options fail at the start, not at the first prompt.
 
@@ -231,7 +230,7 @@ class TextArena(SeededEpisode):
         except Exception as error:
             if before.try_move(random_move(before, Random(0))) is None:
                 raise
-            raise AnswerError(one_line(error), reward=self.unfinished_reward) from error
+            raise AnswerError(loading.one_line(error), reward=self.unfinished_reward) from error
 
     def _deal(self, item: Item) -> tuple[TextArenaGame, Random, str | None]:
         """Start a game and play it up to the seat's first turn.

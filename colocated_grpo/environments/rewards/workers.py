@@ -24,9 +24,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from colocated_grpo.runtime.parents_death import die_with
-from colocated_grpo.runtime.program import reset_in_forked_children, stop_signals
-from colocated_grpo.runtime.user_code import PACKAGE, lines_in_dump
+from colocated_grpo.runtime import parents_death, program, user_code
 
 PROGRAM = (sys.executable, "-c", f"from {__name__} import main; main()")
 """Command of a worker that imports this package. Arguments: the descriptors of its connection and of the pipe for
@@ -96,7 +94,7 @@ class Worker:
         dump = ""
         with suppress(OSError):  # discard() may have closed the pipe
             dump = _read_dump(self.dumps)
-        self.ended = ", in ".join([reason, *map(str, lines_in_dump(dump))])
+        self.ended = ", in ".join([reason, *map(str, user_code.lines_in_dump(dump))])
         self.kill()
 
     def kill(self) -> None:
@@ -245,7 +243,7 @@ def end_idle_workers() -> None:
 
 def _start(command: Sequence[str], environment: Mapping[str, str] | None) -> Worker:
     if environment is None:
-        path = [str(Path(PACKAGE).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+        path = [str(Path(user_code.PACKAGE).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
         # GPUs are hidden: a library that allocates GPU memory would allocate it in each process.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "CUDA_VISIBLE_DEVICES": ""}
     own, other = socket.socketpair()
@@ -284,11 +282,11 @@ def _ending(code: int) -> str:
 def main() -> None:
     """Answer requests. Entry point of a worker process."""
     descriptor, dumps, parent = map(int, sys.argv[1:])
-    die_with(parent)
+    parents_death.die_with(parent)
     # Batch systems signal every process of a job, but the rank still needs the rewards of its current step.
-    for number in stop_signals():
+    for number in program.stop_signals():
         signal.signal(number, lambda *_: None)  # SIG_IGN would be inherited by programs that a reward starts
-    reset_in_forked_children(stop_signals())
+    program.reset_in_forked_children(program.stop_signals())
     faulthandler.enable()
     faulthandler.register(DUMP_SIGNAL, file=dumps, all_threads=False)
     with Connection(descriptor) as connection:

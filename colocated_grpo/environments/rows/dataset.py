@@ -1,7 +1,5 @@
 """Items from the rows of a local file or a Hugging Face dataset."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
@@ -150,7 +148,7 @@ class RowItems(Items):
         except EnvironmentSetupError as error:
             raise EnvironmentSetupError(f"environments {where!r}: {error}") from None
 
-    def _check_nulls(self, rows: Dataset, numbers: Sequence[int], split: str) -> None:
+    def _check_nulls(self, rows: "Dataset", numbers: Sequence[int], split: str) -> None:
         """Raise if a prompt is null.
 
         Columns are typed: if the prompt of row 0 is valid, another prompt can be bad only if it is null.
@@ -162,7 +160,7 @@ class RowItems(Items):
                 index = numbers[number * NULL_CHECK_ROWS + prompts.is_null().index(True).as_py()]
                 raise self._error(f"row {index} of {split!r}: column {self._config.prompt_column!r} is null")
 
-    def _check_json(self, rows: Dataset, numbers: Sequence[int], where: str) -> None:
+    def _check_json(self, rows: "Dataset", numbers: Sequence[int], where: str) -> None:
         """Raise if tools or variables given as JSON text are unusable.
 
         All other columns are typed, so it is enough to check row 0.
@@ -200,7 +198,7 @@ class RowItems(Items):
         except ConfigError as error:
             raise self._error(f"cannot read {error}") from error
 
-    def _load_hub(self, split: str) -> Dataset:
+    def _load_hub(self, split: str) -> "Dataset":
         try:
             from datasets import DatasetDict, load_dataset, load_from_disk
         except ModuleNotFoundError as error:

@@ -1,7 +1,5 @@
 """Rows of local files, and their selection by conditions on columns and by a function."""
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Callable, Iterator, Sequence

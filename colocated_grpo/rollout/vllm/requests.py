@@ -1,7 +1,5 @@
 """Two paths of a request through vLLM: around its output processor or, if stop strings need text, through it."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol, cast
 
@@ -95,7 +93,7 @@ class CoreRequests:
                 finished.append((request.name, request.completion(chunk.finish_reason, policy_version)))
         return finished
 
-    def _append(self, chunk: Chunk) -> _RunningRequest | None:
+    def _append(self, chunk: Chunk) -> "_RunningRequest | None":
         """Append the chunk's tokens to its request, and return it; None if the request was aborted in the meantime."""
         request = self._running.get(chunk.request_id)
         if request is None:

@@ -101,11 +101,7 @@ class SteadyBatch:
     """Rows of running requests, and the steps built from them."""
 
     def __init__(
-        self,
-        scheduler: Scheduler,
-        stops: StopTable,
-        chunks: list[Chunk],
-        most_tokens: Callable[[int, int], int],
+        self, scheduler: Scheduler, stops: StopTable, chunks: list[Chunk], most_tokens: Callable[[int, int], int]
     ) -> None:
         """chunks: the list to append settled tokens to.
         most_tokens: (requests of a `Step`, tokens in their caches) -> most tokens of each request."""

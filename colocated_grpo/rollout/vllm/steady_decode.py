@@ -25,15 +25,8 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
+from colocated_grpo.rollout.vllm import steady_batch
 from colocated_grpo.rollout.vllm.patches import STEADY_REPLAY, STEADY_SAMPLE, STEADY_SCHEDULE, STEADY_UPDATE
-from colocated_grpo.rollout.vllm.steady_batch import (
-    Chunk,
-    Sampled,
-    SteadyBatch,
-    Step,
-    StopTable,
-    is_plain,
-)
 from colocated_grpo.types import FinishReason
 
 if TYPE_CHECKING:  # these modules need Triton, which is installed only with CUDA
@@ -80,20 +73,20 @@ class SteadyDecode:
         self._vllm_schedule = STEADY_SCHEDULE.bind(scheduler, self.schedule)
         self._vllm_update = STEADY_UPDATE.bind(scheduler, self.update_from_output)
         self._is_async = isinstance(scheduler, AsyncScheduler)
-        self._stops = StopTable(scheduler.vllm_config.model_config.get_vocab_size())
+        self._stops = steady_batch.StopTable(scheduler.vllm_config.model_config.get_vocab_size())
         self._all_ran = False
         """vLLM's last step computed tokens of every running request: its first model runner forgets the others."""
-        self._batch: SteadyBatch | None = None
-        self._in_flight: deque[Step] = deque()
-        self._chunks: list[Chunk] = []
+        self._batch: steady_batch.SteadyBatch | None = None
+        self._in_flight: deque[steady_batch.Step] = deque()
+        self._chunks: list[steady_batch.Chunk] = []
 
-    def drain(self) -> list[Chunk]:
+    def drain(self) -> list[steady_batch.Chunk]:
         """Tokens of steady steps since the last call. They precede the outputs that vLLM returned meanwhile."""
         chunks = list(self._chunks)
         self._chunks.clear()  # not a new list: the batch appends to this list
         return chunks
 
-    def settle(self) -> list[Chunk]:
+    def settle(self) -> list[steady_batch.Chunk]:
         """Bring every request's record up to the last received token, and `drain`."""
         if self._batch is not None:
             for row in self._batch.rows():
@@ -117,7 +110,7 @@ class SteadyDecode:
         return output
 
     def update_from_output(
-        self, scheduled: SchedulerOutput, output: ModelRunnerOutput | Sampled
+        self, scheduled: SchedulerOutput, output: ModelRunnerOutput | steady_batch.Sampled
     ) -> dict[int, EngineCoreOutputs]:
         if self._in_flight and self._in_flight[0].output is scheduled:
             STEADY_UPDATE.hits += 1
@@ -144,10 +137,10 @@ class SteadyDecode:
         can_admit = waiting > 0 and running < self._scheduler.max_num_running_reqs
         return can_admit or (self._batch is not None and self._batch.size != running)
 
-    def _next_step(self) -> Step | None:
+    def _next_step(self) -> steady_batch.Step | None:
         """Return the next step of the batch, which begins if the requests only decode; None if there is none."""
-        if self._batch is None and self._all_ran and all(map(is_plain, self._scheduler.running)):
-            self._batch = SteadyBatch(self._scheduler, self._stops, self._chunks, self._most_tokens)
+        if self._batch is None and self._all_ran and all(map(steady_batch.is_plain, self._scheduler.running)):
+            self._batch = steady_batch.SteadyBatch(self._scheduler, self._stops, self._chunks, self._most_tokens)
         return None if self._batch is None else self._batch.next_step()
 
     def _leave(self) -> None:
@@ -165,7 +158,7 @@ class SteadyDecode:
         self._batch = None
         self._in_flight.clear()
 
-    def _maybe_finish(self, batch: SteadyBatch, row: int, after: int) -> None:
+    def _maybe_finish(self, batch: steady_batch.SteadyBatch, row: int, after: int) -> None:
         """End the row's request if vLLM's own stop rule applies to the token before its newest `after` tokens."""
         request = batch.requests[row]
         # An earlier token ended the request while this step was in flight, or the request was aborted.
@@ -174,18 +167,20 @@ class SteadyDecode:
         batch.settle(row, without=after)
         if check_stop(request, self._scheduler.max_model_len):
             finish_reason = cast(FinishReason, str(request.get_finished_reason()))
-            self._chunks.append(Chunk(request.request_id, [], NOTHING, finish_reason))
+            self._chunks.append(steady_batch.Chunk(request.request_id, [], NOTHING, finish_reason))
             self._scheduler.kv_cache_manager.cache_blocks(request, request.num_computed_tokens)
             self._scheduler._free_request(request)
             self._scheduler.running.remove(request)
             batch.drop(row)
 
 
-def _sampled(output: ModelRunnerOutput | Sampled) -> Sampled:
-    if isinstance(output, Sampled):
+def _sampled(output: ModelRunnerOutput | steady_batch.Sampled) -> steady_batch.Sampled:
+    if isinstance(output, steady_batch.Sampled):
         return output
     assert output.logprobs is not None
-    return Sampled(output.req_ids, np.array(output.sampled_token_ids, dtype=np.int64), output.logprobs.logprobs[:, :1])
+    return steady_batch.Sampled(
+        output.req_ids, np.array(output.sampled_token_ids, dtype=np.int64), output.logprobs.logprobs[:, :1]
+    )
 
 
 class DeviceSteps:
@@ -290,6 +285,6 @@ class SampledLater(AsyncModelRunnerOutput):
         self._copied = torch.cuda.Event(blocking=True)
         self._copied.record()
 
-    def get_output(self) -> Sampled:  # pyrefly: ignore[bad-override]: only `SteadyDecode` reads it
+    def get_output(self) -> steady_batch.Sampled:  # pyrefly: ignore[bad-override]: only `SteadyDecode` reads it
         self._copied.synchronize()
-        return Sampled(self._names, self._ids_RS.numpy(), self._logprobs_RS.numpy())
+        return steady_batch.Sampled(self._names, self._ids_RS.numpy(), self._logprobs_RS.numpy())

@@ -12,16 +12,9 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from colocated_grpo.errors import RunError, in_one_line
 from colocated_grpo.rollout.engine import Part, Request, TokenDelta
-from colocated_grpo.rollout.vllm import patches
+from colocated_grpo.rollout.vllm import patches, process
 from colocated_grpo.rollout.vllm.adapters import VLLMAdapters, avoid_dependent_launches
 from colocated_grpo.rollout.vllm.kv_budget import check_cache
-from colocated_grpo.rollout.vllm.process import (
-    asleep_bytes,
-    discard,
-    forget_graph_pool,
-    keep_trainer_state,
-    name_shared_memory,
-)
 from colocated_grpo.rollout.vllm.requests import (
     CoreRequests,
     EngineRequests,
@@ -61,13 +54,13 @@ class VLLMEngine:
     def __init__(self, spec: EngineSpec, world: World) -> None:
         prepare(spec, world.device)
         if world.device.type == "cpu":
-            name_shared_memory(world)
+            process.name_shared_memory(world)
         self._sleeps = world.device.type == "cuda" and spec.sleep
         self._stays_awake = False
         self._keeps_weights = spec.keeps_weights
         self.max_num_seqs = spec.max_num_seqs
         arguments = engine_arguments(spec, world)
-        with keep_trainer_state():
+        with process.keep_trainer_state():
             try:
                 self._llm = LLM(**arguments)
             except (TypeError, ValueError) as error:
@@ -182,29 +175,29 @@ class VLLMEngine:
         self._stays_awake = True
 
     def asleep_bytes(self) -> int:
-        return asleep_bytes() if self._sleeps else 0
+        return process.asleep_bytes() if self._sleeps else 0
 
     def sleep(self) -> None:
         if not self._sleeps or self._stays_awake:
             return
         self._llm.reset_prefix_cache()
         if self._keeps_weights:
-            discard("kv_cache")
+            process.discard("kv_cache")
         else:
             # Sleeping discards the buffers (rotary tables, scales), so these buffers are copied to the host. Only
             # `load_weights` changes them, not planned syncs, so one copy is enough until its next call.
             self._buffers = self._buffers or {name: buffer.cpu() for name, buffer in self.model.named_buffers()}
-            discard("weights", "kv_cache")
+            process.discard("weights", "kv_cache")
 
     def close(self) -> None:
         if self._sleeps:
             # Not the weights that the policy may compute with (`weights: shared`).
-            discard("kv_cache", *(() if self._keeps_weights else ("weights",)))
+            process.discard("kv_cache", *(() if self._keeps_weights else ("weights",)))
             # Hide the runner from the worker's shutdown, which frees the runner's tensors (since vLLM 0.32).
             _closed.append(self._worker.model_runner)
             self._worker.model_runner = None
         self._engine.engine_core.shutdown()
-        forget_graph_pool()
+        process.forget_graph_pool()
 
 
 def prepare(spec: EngineSpec, device: torch.device) -> None:

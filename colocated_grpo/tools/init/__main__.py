@@ -16,9 +16,8 @@ import yaml
 from colocated_grpo.environments.rows.readers import READERS
 from colocated_grpo.errors import ConfigError, RunError
 from colocated_grpo.launch.cli import visible_gpus
+from colocated_grpo.runtime import program, verdict
 from colocated_grpo.runtime.processes import list_gpus, visible
-from colocated_grpo.runtime.program import OneLineParser, prepare_streams, set_up_logging
-from colocated_grpo.runtime.verdict import USAGE_ERROR
 from colocated_grpo.settings.config_file import read_config
 from colocated_grpo.settings.inputs import check_inputs
 from colocated_grpo.settings.run_sizes import GIB, Placement, gib
@@ -32,9 +31,9 @@ SETTINGS_PAGE = SETTINGS.parents[1] / "docs/settings.md"  # written from the doc
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the file. Returns 0, or 2 after printing what is wrong."""
-    prepare_streams()
+    program.prepare_streams()
     options = _parser().parse_args(arguments)
-    set_up_logging("INFO")
+    program.set_up_logging("INFO")
     try:
         text = _text(options)
         options.output.parent.mkdir(parents=True, exist_ok=True)
@@ -43,14 +42,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ConfigError, RunError, OSError) as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
-        return USAGE_ERROR
+        return verdict.USAGE_ERROR
     with suppress(OSError):  # a closed console
         print(f"{text}\nwritten to {options.output}; the first lines are the next commands", flush=True)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(
+    parser = program.OneLineParser(
         prog="colocated-grpo init",
         description="Write a commented config for a data file, a model and a number of GPUs.",
     )

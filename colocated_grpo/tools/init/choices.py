@@ -3,8 +3,6 @@
 Lengths follow from the data, the batch from the GPUs, and memory settings from the model.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -294,7 +292,7 @@ def make_plan(data: Path, model_name: str, reward_name: str | None, place: Place
 
 
 def _count_tokens(
-    rows: Sequence[Item], column: str, reward: Reward, tokenizer: PreTrainedTokenizerBase
+    rows: Sequence[Item], column: str, reward: Reward, tokenizer: "PreTrainedTokenizerBase"
 ) -> tuple[list[int], list[int]]:
     """Return the numbers of tokens of the prompts, as the model reads them, and of the answers."""
     encoder = PromptEncoder(tokenizer, max_prompt_tokens=1 << 20)

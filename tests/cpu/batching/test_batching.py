@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colocated_grpo.batching import PADDING_TOKENS, MicroBatch, build_micro_batch, pack
+from colocated_grpo.batching.micro_batch import PADDING_TOKENS, MicroBatch, build_micro_batch
+from colocated_grpo.batching.pack import pack
 from colocated_grpo.batching.plan import COPIED_KEY_COST, Outline, computed_tokens, plan
 from colocated_grpo.errors import RunError
 from colocated_grpo.settings.training import BatchConfig

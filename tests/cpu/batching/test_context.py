@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from colocated_grpo.batching import MicroBatch, PackedRoutes, build_micro_batch, local_rows, pack
+from colocated_grpo.batching.context import local_rows
+from colocated_grpo.batching.micro_batch import MicroBatch, PackedRoutes, build_micro_batch
+from colocated_grpo.batching.pack import pack
 from colocated_grpo.settings.training import BatchConfig
 from colocated_grpo.types import ContextGroup
 from tests.support.small_policy import random_groups, sequence_of, with_own_advantages, with_ref_logprobs

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from colocated_grpo.batching import Batch, pack
-from colocated_grpo.batching.pack import LeftOut, left_out
+from colocated_grpo.batching.pack import Batch, LeftOut, left_out, pack
 from colocated_grpo.batching.plan import Outline
 from colocated_grpo.metrics import Metrics, reduce
 from colocated_grpo.runtime.distributed import World

@@ -33,8 +33,10 @@ from benchmarks.results import number, since_kept, table
 from benchmarks.roofline import Roofline, measure_roofline, seconds_of
 from benchmarks.throughput import model_size
 from benchmarks.workload import STOP_PROBABILITY
-from colocated_grpo.batching import Batch, Minibatch, build_micro_batch, plan
-from colocated_grpo.losses import Counts
+from colocated_grpo.batching import plan
+from colocated_grpo.batching.micro_batch import build_micro_batch
+from colocated_grpo.batching.pack import Batch, Minibatch
+from colocated_grpo.losses.inputs import Counts
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.training import LoRAConfig

@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from colocated_grpo.checkpoint import Checkpoints
+from colocated_grpo.checkpoint.checkpoints import Checkpoints
 from colocated_grpo.checkpoint.storage import ChecksummedWriter
 from colocated_grpo.errors import RunError
 from colocated_grpo.runtime.distributed import World

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from colocated_grpo.checkpoint import Checkpoints, checkpoints
+from colocated_grpo.checkpoint import checkpoints
+from colocated_grpo.checkpoint.checkpoints import Checkpoints
 from colocated_grpo.checkpoint.storage import LAYOUT_FILE
 from colocated_grpo.errors import RunError
 from colocated_grpo.runtime.checksums import checksum, seal_is_broken, sealed

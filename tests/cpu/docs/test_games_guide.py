@@ -13,7 +13,7 @@ from colocated_grpo.environments.base import BatchResult
 from colocated_grpo.environments.build import build_environments
 from colocated_grpo.environments.town.environment import TownEnvironment, TownSettings
 from colocated_grpo.environments.town.state import Rules
-from colocated_grpo.settings import Config
+from colocated_grpo.settings.schema import Config
 from colocated_grpo.tools.make_model import build_char_tokenizer
 from colocated_grpo.types import Completion, Group
 from tests.support.paths import ROOT

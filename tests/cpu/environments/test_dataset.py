@@ -14,8 +14,8 @@ from colocated_grpo.assembly.data import draw_evaluated
 from colocated_grpo.environments import EnvironmentSetupError
 from colocated_grpo.environments.build import build_environments
 from colocated_grpo.environments.rows import dataset
-from colocated_grpo.settings import Config
 from colocated_grpo.settings.evaluation import EvaluationConfig
+from colocated_grpo.settings.schema import Config
 from colocated_grpo.tools.make_model import build_char_tokenizer
 
 ROWS = [{"question": f"{number}+1=", "answer": str(number + 1), "level": "easy"} for number in range(10)]
@@ -95,7 +95,7 @@ def test_local_files_need_neither_datasets_nor_torch(file):
     script = (
         "import sys\n"
         "from types import SimpleNamespace\n"
-        "from colocated_grpo.settings import Config\n"
+        "from colocated_grpo.settings.schema import Config\n"
         "from colocated_grpo.environments.build import build_environments\n"
         "tokenizer = SimpleNamespace(chat_template=None, all_special_tokens=[], bos_token=None,\n"
         "    encode=lambda text, add_special_tokens: [1] * len(text), get_vocab=lambda: dict(a=1))\n"

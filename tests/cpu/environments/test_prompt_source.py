@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from colocated_grpo.environments import EnvironmentSetupError
 from colocated_grpo.environments.build import build_environments
 from colocated_grpo.environments.prompts import PromptEncoder, checked_prompt
-from colocated_grpo.settings import Config
+from colocated_grpo.settings.schema import Config
 from colocated_grpo.tools.make_model import build_char_tokenizer
 
 TOKENIZER = build_char_tokenizer()

@@ -11,9 +11,9 @@ from colocated_grpo.assembly.data import open_source
 from colocated_grpo.assembly.preview import preview
 from colocated_grpo.environments import EnvironmentSetupError
 from colocated_grpo.environments.build import build_environments
-from colocated_grpo.settings import Config
 from colocated_grpo.settings.inputs import check_inputs
 from colocated_grpo.settings.run_sizes import Placement
+from colocated_grpo.settings.schema import Config
 from colocated_grpo.tools.make_model import build_char_tokenizer
 from tests.support.config_text import config_error, load
 from tests.support.templates import CODE

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from colocated_grpo.environments.build import build_environments
-from colocated_grpo.settings import Config
+from colocated_grpo.settings.schema import Config
 from colocated_grpo.tools.make_model import build_char_tokenizer
 from colocated_grpo.types import Group, Prompt, Rollout, Score
 

@@ -12,7 +12,7 @@ from colocated_grpo.environments import EnvironmentSetupError
 from colocated_grpo.environments.build import build_environments
 from colocated_grpo.environments.chat import ChatCodec, Conversation
 from colocated_grpo.servers.text import Limits, TextCodec
-from colocated_grpo.settings import Config
+from colocated_grpo.settings.schema import Config
 from colocated_grpo.tools.make_model import build_char_tokenizer
 from colocated_grpo.types import Completion, Score
 from tests.support.config_text import config_error, load

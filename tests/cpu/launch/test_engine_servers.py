@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from colocated_grpo.launch.launcher import main
+from colocated_grpo.runtime import processes
 from colocated_grpo.runtime.program import KEY_VARIABLE, URLS_VARIABLE
 from colocated_grpo.servers.engine_servers import EngineServers, ServerPlan
 from colocated_grpo.servers.options import parse
@@ -39,7 +40,8 @@ def planned(config, monkeypatch):
 
         monkeypatch.setattr("colocated_grpo.launch.launcher.EngineServers", Planned)
         monkeypatch.setattr(
-            "colocated_grpo.launch.launcher.run_command",
+            processes,
+            "run_command",
             lambda _command, environment, _redirect, _action: ranks.append(environment) or 3,
         )
         assert main(["--config", config, *SERVER, *flags]) == 3
@@ -166,7 +168,7 @@ def test_settings_of_the_run_are_the_servers_flags(planned):
     ],
 )
 def test_flags_that_do_not_fit_are_one_line(config, monkeypatch, capsys, flags, line):
-    monkeypatch.setattr("colocated_grpo.launch.launcher.run_command", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr(processes, "run_command", lambda *_: pytest.fail("started"))
     monkeypatch.setattr("colocated_grpo.launch.launcher._show", lambda *_: None)
     assert main(["--config", config, *SERVER, *flags.split()]) == 2
     assert capsys.readouterr().err == f"error: {line}\n"
@@ -174,7 +176,7 @@ def test_flags_that_do_not_fit_are_one_line(config, monkeypatch, capsys, flags, 
 
 def test_running_servers_are_left_to_their_owner(config, monkeypatch):
     monkeypatch.setattr("colocated_grpo.launch.launcher.EngineServers", lambda *_: pytest.fail("started"))
-    monkeypatch.setattr("colocated_grpo.launch.launcher.run_command", lambda *_: 3)
+    monkeypatch.setattr(processes, "run_command", lambda *_: 3)
     assert main(["--config", config, *SERVER, "--engine.urls", "[http://a:1]"]) == 3
 
 

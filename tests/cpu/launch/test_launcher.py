@@ -18,10 +18,11 @@ import pytest
 from colocated_grpo import __version__
 from colocated_grpo.launch.cli import _run, visible_gpus
 from colocated_grpo.launch.launcher import child_environment, main, torchrun_command
+from colocated_grpo.runtime import processes
 from colocated_grpo.runtime.program import Launch
 from colocated_grpo.runtime.verdict import VERDICT_VARIABLE
 from colocated_grpo.settings.config_file import load_config
-from colocated_grpo.tracking import RunOutput
+from colocated_grpo.tracking.ending import RunOutput
 from tests.support.paths import ROOT
 from tests.support.training_runs import tiny_model
 
@@ -280,7 +281,7 @@ def test_a_resumed_run_keeps_its_own_config(config, eight_gpus, tmp_path, capsys
 def test_a_run_that_cannot_start_is_a_one_line_error_before_any_process_starts(
     config, eight_gpus, monkeypatch, capsys, flags, line
 ):
-    monkeypatch.setattr("colocated_grpo.launch.launcher.run_command", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr(processes, "run_command", lambda *_: pytest.fail("started"))
     try:
         code = main(["--config", config, *flags.split()])
     except SystemExit as usage:
@@ -368,7 +369,7 @@ def test_without_a_config_a_dry_run_checks_the_default_one_and_says_so_in_one_li
 
 def test_without_a_config_a_redirected_run_says_in_its_file_which_one_it_uses(config, eight_gpus, monkeypatch, capfd):
     commands = []
-    monkeypatch.setattr("colocated_grpo.launch.launcher.run_command", lambda command, *_: commands.append(command) or 7)
+    monkeypatch.setattr(processes, "run_command", lambda command, *_: commands.append(command) or 7)
     assert main(["--gpus", "8", "--model.name", "./model", "--redirect-output", "x.log"]) == 7
     assert capfd.readouterr() == ("", "")
     assert Path("x.log").read_text().count(DEFAULT_LINE) == 1
@@ -382,7 +383,7 @@ def test_an_error_in_a_run_without_a_config_says_which_one_it_used(config, eight
 
 def test_a_run_without_a_config_is_continued_without_one(config, eight_gpus, monkeypatch):
     commands = []
-    monkeypatch.setattr("colocated_grpo.launch.launcher.run_command", lambda command, *_: commands.append(command) or 7)
+    monkeypatch.setattr(processes, "run_command", lambda command, *_: commands.append(command) or 7)
     assert main(["--gpus", "8", "--model.name", "./model", "--resume"]) == 7
     assert commands[0][-6:] == ["--config", DEFAULT_CONFIG, "--resume", "auto", "--model.name", "./model"]
 
@@ -401,7 +402,8 @@ def test_a_machine_without_gpus_is_told_how_to_train_on_the_cpu(config, monkeypa
 def test_the_command_runs_with_its_environment_and_its_exit_code_is_returned(config, eight_gpus, monkeypatch, capfd):
     started = []
     monkeypatch.setattr(
-        "colocated_grpo.launch.launcher.run_command",
+        processes,
+        "run_command",
         lambda command, env, redirect, _action: started.append((command, env, redirect)) or 7,
     )
     assert main(["--config", config, "--gpus", "2"]) == 7
@@ -427,7 +429,7 @@ def test_engine_sockets_are_deleted_with_the_run_where_their_paths_are_short_eno
         assert (environment.get("VLLM_RPC_BASE_PATH") == environment["PET_LOG_DIR"]) == is_used
         return 7
 
-    monkeypatch.setattr("colocated_grpo.launch.launcher.run_command", run_command)
+    monkeypatch.setattr(processes, "run_command", run_command)
     assert main(["--config", config, "--gpus", "2"]) == 7
     assert not list(parent.iterdir())
 
@@ -441,7 +443,7 @@ def test_torchruns_logs_are_deleted_with_the_run(config, eight_gpus, monkeypatch
         folders.append(folder)
         return 7
 
-    monkeypatch.setattr("colocated_grpo.launch.launcher.run_command", run_command)
+    monkeypatch.setattr(processes, "run_command", run_command)
     assert main(["--config", config, "--gpus", "2"]) == 7
     assert not folders[0].exists()
 
@@ -459,13 +461,13 @@ def test_an_exit_code_of_0_is_success_only_where_a_rank_has_finished(
             return _run(load_config(config), None, "any", RunOutput())
         return 0  # like os._exit(0) in a reward
 
-    monkeypatch.setattr("colocated_grpo.launch.launcher.run_command", run_command)
+    monkeypatch.setattr(processes, "run_command", run_command)
     assert main(["--config", config, "--gpus", "2"]) == code
     assert ("error: the run exited with code 0 before it was finished" in capsys.readouterr().err) == bool(code)
 
 
 def test_a_run_starts_when_the_console_cannot_be_written(config, eight_gpus, monkeypatch):
-    monkeypatch.setattr("colocated_grpo.launch.launcher.run_command", lambda *_: 7)
+    monkeypatch.setattr(processes, "run_command", lambda *_: 7)
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
         assert main(["--config", config, "--gpus", "2"]) == 7
@@ -475,7 +477,7 @@ def test_a_run_starts_when_the_console_cannot_be_written(config, eight_gpus, mon
 
 
 def test_a_redirected_run_shows_nothing_on_the_console(config, eight_gpus, monkeypatch, tmp_path, capfd):
-    monkeypatch.setattr("colocated_grpo.launch.launcher.run_command", lambda *_: 7)
+    monkeypatch.setattr(processes, "run_command", lambda *_: 7)
     (tmp_path / "x.log").write_text("earlier run\n")
     assert main(["--config", config, "--gpus", "2", "--redirect-output", "x.log"]) == 7
     assert capfd.readouterr() == ("", "")

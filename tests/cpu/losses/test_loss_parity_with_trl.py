@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from colocated_grpo.advantages import group_advantages
-from colocated_grpo.losses import Counts, LossInputs, make_denominator, make_loss
+from colocated_grpo.losses.inputs import Counts, LossInputs
+from colocated_grpo.losses.objectives import make_denominator, make_loss
 from colocated_grpo.losses.parts import weighted_mean
 from colocated_grpo.metrics import Metrics, reduce
 from colocated_grpo.settings.losses import (

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from colocated_grpo.losses import Counts, make_denominator, make_loss
+from colocated_grpo.losses.inputs import Counts
+from colocated_grpo.losses.objectives import make_denominator, make_loss
 from colocated_grpo.metrics import Metrics, reduce
 from colocated_grpo.settings.losses import (
     BNPOConfig,

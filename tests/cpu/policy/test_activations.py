@@ -8,7 +8,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from colocated_grpo.batching import local_rows
+from colocated_grpo.batching.context import local_rows
 from colocated_grpo.errors import RunError
 from colocated_grpo.metrics import Metrics, reduce
 from colocated_grpo.policy import activations

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from colocated_grpo.batching import build_micro_batch
+from colocated_grpo.batching.micro_batch import build_micro_batch
 from colocated_grpo.errors import RunError
 from colocated_grpo.metrics import Metrics
 from colocated_grpo.policy.activations import StepSettings, run_trial_step

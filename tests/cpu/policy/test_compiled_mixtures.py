@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from colocated_grpo.batching import MicroBatch, PackedRoutes
+from colocated_grpo.batching.micro_batch import MicroBatch, PackedRoutes
 from colocated_grpo.metrics import Metrics, reduce
 from colocated_grpo.policy.activations import StepSettings, run_trial_step
 from colocated_grpo.policy.blocks import blocks_of

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from colocated_grpo.batching import Batch, MicroBatch
+from colocated_grpo.batching.micro_batch import MicroBatch
+from colocated_grpo.batching.pack import Batch
 from colocated_grpo.metrics import Metrics, reduce
 from colocated_grpo.policy.activations import StepSettings, run_trial_step
 from colocated_grpo.policy.context_parallel import all_to_all, heads_to_rows, own_heads, rows_to_heads

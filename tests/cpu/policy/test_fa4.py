@@ -12,7 +12,7 @@ import torch
 from torch._dynamo.utils import counters
 from transformers import AutoConfig, PretrainedConfig
 
-from colocated_grpo.batching import build_micro_batch
+from colocated_grpo.batching.micro_batch import build_micro_batch
 from colocated_grpo.policy import attention_kernels, flash_attention, model_loader
 from colocated_grpo.policy.attention import PACKED, PACKED_FA4, implementation_for
 from colocated_grpo.policy.attention_kernels import Runs, attend_fa4, attend_padded, has_fa4

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from colocated_grpo.batching import TrainSequence, build_micro_batch
-from colocated_grpo.losses import make_chunked_loss, make_loss
+from colocated_grpo.batching.micro_batch import TrainSequence, build_micro_batch
+from colocated_grpo.losses.objectives import make_chunked_loss, make_loss
 from colocated_grpo.metrics import Metrics, reduce
 from colocated_grpo.policy.policy import fused_objective, unfused_objective
 from colocated_grpo.settings.losses import CorrectionConfig, GRPOConfig, GSPOConfig

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from colocated_grpo.batching import Minibatch
+from colocated_grpo.batching.pack import Minibatch
 from colocated_grpo.metrics import Metrics, reduce
 from colocated_grpo.policy.attention import with_own_keys
 from colocated_grpo.policy.graphs import padded, pays_off, shape_for

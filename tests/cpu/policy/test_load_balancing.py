@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from colocated_grpo.batching import Minibatch, build_micro_batch
-from colocated_grpo.losses import Counts
+from colocated_grpo.batching.micro_batch import build_micro_batch
+from colocated_grpo.batching.pack import Minibatch
+from colocated_grpo.losses.inputs import Counts
 from colocated_grpo.metrics import Metrics, Stat, reduce
 from colocated_grpo.policy import masters, routing
 from colocated_grpo.policy.activations import StepSettings, run_trial_step

@@ -13,8 +13,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2MoeConfig
 
-from colocated_grpo.batching import MicroBatch
-from colocated_grpo.checkpoint import Checkpoints
+from colocated_grpo.batching.micro_batch import MicroBatch
+from colocated_grpo.checkpoint.checkpoints import Checkpoints
 from colocated_grpo.metrics import Metrics
 from colocated_grpo.policy.blocks import Block
 from colocated_grpo.policy.lora import weights

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from colocated_grpo.batching import TrainSequence, build_micro_batch
+from colocated_grpo.batching.micro_batch import TrainSequence, build_micro_batch
 from colocated_grpo.policy.export import AdapterExport
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.runtime.distributed import World

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from colocated_grpo.batching import MicroBatch, build_micro_batch
+from colocated_grpo.batching.micro_batch import MicroBatch, build_micro_batch
 from colocated_grpo.policy.attention import packed_attention
 from tests.support.small_policy import rows_of, sequence_of
 

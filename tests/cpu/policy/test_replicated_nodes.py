@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from colocated_grpo.checkpoint import Checkpoints
+from colocated_grpo.checkpoint.checkpoints import Checkpoints
 from colocated_grpo.metrics import Metrics, reduce
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.runtime.distributed import World, mesh_of_nodes, whole

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from colocated_grpo.batching import MicroBatch, PackedRoutes, TrainSequence, build_micro_batch
+from colocated_grpo.batching.micro_batch import MicroBatch, PackedRoutes, TrainSequence, build_micro_batch
 from colocated_grpo.policy import routing
 from colocated_grpo.policy.blocks import blocks_of
 from colocated_grpo.policy.model import PackedLM, read_model_config, reshard

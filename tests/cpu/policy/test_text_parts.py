@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from colocated_grpo.batching import MicroBatch
+from colocated_grpo.batching.micro_batch import MicroBatch
 from colocated_grpo.policy.export import ModelExport
 from colocated_grpo.policy.model import read_model_config
 from colocated_grpo.policy.model_files import load_tokenizer, stop_token_ids

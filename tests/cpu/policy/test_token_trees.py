@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from colocated_grpo.batching import Batch
+from colocated_grpo.batching.pack import Batch
 from colocated_grpo.metrics import Metrics, reduce
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.runtime.distributed import World
-from colocated_grpo.settings import Config
+from colocated_grpo.settings.schema import Config
 from colocated_grpo.types import Group
 from tests.support.families import SETTINGS
 from tests.support.small_policy import (

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from colocated_grpo.checkpoint import Checkpoints
+from colocated_grpo.checkpoint.checkpoints import Checkpoints
 from colocated_grpo.metrics import Metrics
 from colocated_grpo.policy.masters import ShardedWeights, UnshardedWeights
 from colocated_grpo.policy.policy import Policy

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from colocated_grpo.checkpoint import Checkpoints
+from colocated_grpo.checkpoint.checkpoints import Checkpoints
 from colocated_grpo.metrics import Metrics, reduce
 from colocated_grpo.policy.activations import StepSettings, run_trial_step
 from colocated_grpo.policy.blocks import Block

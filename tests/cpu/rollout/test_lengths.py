@@ -11,7 +11,7 @@ from colocated_grpo.environments.base import BatchResult
 from colocated_grpo.environments.build import build_environments
 from colocated_grpo.rollout import lengths
 from colocated_grpo.rollout.lengths import ExpectedLengths, LongestFirst
-from colocated_grpo.settings import Config
+from colocated_grpo.settings.schema import Config
 from colocated_grpo.tools.make_model import build_char_tokenizer
 from colocated_grpo.types import Group, Prompt
 from tests.support.small_policy import rollout_of

@@ -15,7 +15,7 @@ from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.supervision import StopRequest
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.schema import Config
-from colocated_grpo.tracking import RunOutput
+from colocated_grpo.tracking.ending import RunOutput
 from tests.support.ranks import run_on_ranks
 from tests.support.training_runs import settings, tiny_model
 

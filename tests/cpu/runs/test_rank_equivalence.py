@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from colocated_grpo.batching import pack
+from colocated_grpo.batching.pack import pack
 from colocated_grpo.metrics import Metrics, reduce
 from colocated_grpo.runtime.distributed import World
 from tests.support.ranks import run_on_ranks

@@ -19,8 +19,8 @@ from benchmarks.workload import MAX_PROMPT_TOKENS, TASK
 from colocated_grpo.rollout.vllm.vllm_arguments import register_class
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.program import library_environment
-from colocated_grpo.settings import Config
 from colocated_grpo.settings.errors import ConfigError
+from colocated_grpo.settings.schema import Config
 from colocated_grpo.tools.shapes import TINY
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.hub import card

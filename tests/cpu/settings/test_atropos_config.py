@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from colocated_grpo.atropos.source import trainer_of
-from colocated_grpo.settings import Config
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.inputs import check_inputs
 from colocated_grpo.settings.rules import check
+from colocated_grpo.settings.schema import Config
 
 ATROPOS = {"type": "atropos"}
 

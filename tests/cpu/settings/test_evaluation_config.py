@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from colocated_grpo.settings import Config
+from colocated_grpo.settings.schema import Config
 from tests.support.config_text import config_error, load, notes
 
 SET = "{name: aime, source: aime.jsonl, rewards: [math_verify], samples: 8, every: 5}"

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from colocated_grpo.settings import Config
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.inputs import check_hub
 from colocated_grpo.settings.rules import check
+from colocated_grpo.settings.schema import Config
 from colocated_grpo.tracking.hub import STAGING, Hub, card
 from tests.support.fake_hub import TOKEN, FakeHub, fake_hub
 from tests.support.servers import free_port

@@ -21,9 +21,10 @@ import pytest
 import yaml
 
 from colocated_grpo.errors import RunError
-from colocated_grpo.settings import Config
-from colocated_grpo.tracking import NullTracker, Tracker, files, records
+from colocated_grpo.settings.schema import Config
+from colocated_grpo.tracking import files, records
 from colocated_grpo.tracking.text import duration, number, visible
+from colocated_grpo.tracking.tracker import NullTracker, Tracker
 from colocated_grpo.types import Group
 from tests.support.paths import ROOT
 from tests.support.servers import until
@@ -376,7 +377,7 @@ from dataclasses import replace
 from pathlib import Path
 sys.path[:0] = {paths!r}
 from tests.support.tracked_run import config_of, groups_of, output_of, row_of
-from colocated_grpo.tracking import Tracker
+from colocated_grpo.tracking.tracker import Tracker
 config = config_of(console="auto")
 tracker = Tracker(Path({run_dir!r}), output_of(config), config.tracking)
 tracker.start(config_of().model_dump(mode="json"), {{"model": ""}}, 0, None)

@@ -14,7 +14,7 @@ from colocated_grpo.environments import EnvironmentSetupError
 from colocated_grpo.environments.adapters import tossim
 from colocated_grpo.environments.adapters.tossim import ToSSim
 from colocated_grpo.environments.build import build_environments
-from colocated_grpo.settings import Config
+from colocated_grpo.settings.schema import Config
 from colocated_grpo.tools.make_model import build_char_tokenizer
 from colocated_grpo.types import Completion, Group
 from tests.support.paths import SUPPORT

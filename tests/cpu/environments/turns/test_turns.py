@@ -18,7 +18,7 @@ from colocated_grpo.environments.streams import PromptSource
 from colocated_grpo.environments.town.players import reply
 from colocated_grpo.environments.turns.games import PendingGroups
 from colocated_grpo.errors import RunError
-from colocated_grpo.settings import Config
+from colocated_grpo.settings.schema import Config
 from colocated_grpo.tools.make_model import build_char_tokenizer
 from colocated_grpo.types import Completion, Group, Prompt
 from tests.support.paths import SUPPORT

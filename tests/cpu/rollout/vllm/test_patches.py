@@ -21,7 +21,6 @@ from colocated_grpo.errors import RunError
 from colocated_grpo.rollout.vllm.adapters import avoid_dependent_launches
 from colocated_grpo.rollout.vllm.patches import (
     PATCHES,
-    PRIVATE_STATE,
     Patch,
     counted,
     report,
@@ -37,6 +36,35 @@ SOURCES = {
     OLDEST: Path(sys.prefix) / f"vllm-{OLDEST}",
 }
 """Version -> folder with its Python sources. `make test` unpacks the oldest supported ones into the environment."""
+PRIVATE_STATE: dict[str, str] = {
+    "vllm.distributed.parallel_state:_WORLD": "cleared when an engine closes",
+    "vllm.distributed.parallel_state:_NODE_COUNT": "cleared when an engine closes",
+    "vllm.platforms.interface:Platform._global_graph_pool": "cleared when an engine closes",
+    "vllm.device_allocator.cumem:CuMemAllocator.pointer_to_data": "sleep unmaps allocations by tag",
+    "vllm.device_allocator:AllocationData.is_asleep": "sleep marks what it unmapped",
+    "vllm.device_allocator:AllocationData.handle": "holds the size of what sleep unmapped",
+    "vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner._quant_method": "kernels that choose experts",
+    "vllm.model_executor.model_loader.default_loader:DefaultModelLoader.get_all_weights": "renames tensors",
+    "vllm.v1.attention.backends.cpu_attn:_get_attn_isa": "the layout of a cache that the policy fills",
+    "vllm.v1.attention.backends.flashinfer:FlashInferImpl.sinks": "a copy of a weight that syncs write",
+    "vllm.v1.request:Request.num_computed_tokens": "counted by steady steps",
+    "vllm.v1.request:Request.num_in_flight_tokens": "counted by steady steps",
+    "vllm.v1.request:Request.num_output_placeholders": "counted by steady steps",
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.execute_model_state": "steady steps take it over",
+    "vllm.v1.worker.gpu.states:RequestState.last_sampled_tokens": "steady steps read it",
+    "vllm.v1.worker.gpu.states:RequestState.num_computed_tokens": "steady steps read it",
+    "vllm.v1.core.sched.scheduler:Scheduler._free_request": "steady steps end requests",
+    "vllm.v1.core.sched.scheduler:Scheduler._get_new_block_ids_to_zero": "steady steps allocate cache blocks",
+    "vllm.v1.core.sched.scheduler:Scheduler.running": "steady steps read and end requests",
+    "vllm.v1.core.sched.scheduler:Scheduler.finished_req_ids": "steady steps hand it over",
+    "vllm.v1.core.sched.scheduler:Scheduler.current_step": "steady steps count on",
+    "vllm.v1.engine.llm_engine:LLMEngine.engine_core": "completions bypass the output processor",
+    "vllm.v1.engine.llm_engine:LLMEngine.input_processor": "completions bypass the output processor",
+    "vllm.v1.engine.core:EngineCore.scheduler": "steady steps stand before the scheduler",
+    "vllm.model_executor.layers.linear:QKVParallelLinear._get_shard_offset_mapping": "the sync plan's views",
+    "vllm.model_executor.layers.linear:QKVParallelLinear._get_shard_size_mapping": "the sync plan's views",
+}
+"""Private attributes that the package reads or writes in place -> why."""
 
 
 @pytest.fixture(params=SOURCES)
