@@ -195,8 +195,9 @@ def summary_line(summary: JsonObject) -> str:
     line = f"{summary['state']} after {summary['steps']} steps"
     if "held_out_reward" in summary:
         before, after = summary["held_out_reward"]["before"], summary["held_out_reward"]["after"]
-        line += f": held-out reward {figure(before, 'value')} -> {figure(after, 'value')}"
-        line += f" (steps {before['step']} -> {after['step']})"
+        moved = before["step"] < after["step"]
+        line += f": held-out reward {figure(before, 'value')}" + (f" -> {figure(after, 'value')}" if moved else "")
+        line += f" (steps {before['step']} -> {after['step']})" if moved else f" (step {before['step']})"
     return line
 
 
