@@ -42,7 +42,7 @@ def preview(config: Config, place: Placement, note: Callable[[str], None]) -> li
     ConfigError or RunError for the first problem.
     """
     folder, device = fetch_tokenizer(config.model), torch.device("cuda" if place.on_gpu else "cpu")
-    check_model(config.model, folder)
+    check_model(config.model, folder, config.policy.lora)
     if config.engine.placement == "colocated":
         spec = engine_spec(config, folder, 1, device, sequences=1)  # the checks depend on neither number
         check_cache(spec)

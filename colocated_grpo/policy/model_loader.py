@@ -44,8 +44,8 @@ def engine_dtype(engine: EngineConfig, policy: PolicyConfig, device: torch.devic
     return dtype_of(engine.dtype, auto=compute_dtype(policy.compute_dtype, device))
 
 
-def check_model(settings: ModelConfig, folder: Path) -> None:
-    """Raise ConfigError if the model in `folder` cannot be built, or if a local checkpoint does not fit the model.
+def check_model(settings: ModelConfig, folder: Path, lora: LoRAConfig | None = None) -> None:
+    """Raise ConfigError if the model in `folder` cannot be built, or if a local checkpoint or adapters do not fit it.
 
     Allocates no parameters. folder: may lack the weights of a Hub model, which are not downloaded.
     """
@@ -54,6 +54,10 @@ def check_model(settings: ModelConfig, folder: Path) -> None:
     transformer_blocks(model.lm)
     if Path(settings.name).is_dir():
         masters.stored_names(CheckpointReader(folder), model.hf_parameters(), model.lm.base_model_prefix)
+    if lora is not None:
+        from colocated_grpo.policy.lora.weights import insert_adapters
+
+        insert_adapters(model.lm, transformer_blocks(model.lm), lora)
 
 
 class ModelLoader:
