@@ -105,8 +105,7 @@ class RunOutput:
             self._show(lambda display: display.phase_lasts(name))
 
     def stop_line(self) -> str:
-        phase = f" ({self.phase_name})" if self.phase_name else ""
-        return f"stopped during start-up{phase}, before the first step"
+        return f"stopped during start-up{f' ({self.phase_name})' if self.phase_name else ''}, before the first step"
 
     def open(self, facts: dict[str, str], first_step: int) -> None:
         """Show the banner; steps follow."""

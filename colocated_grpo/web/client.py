@@ -114,8 +114,7 @@ def _failures() -> Generator[None]:
         yield
     except HTTPError as error:
         message = visible(" ".join(f"{error.code} {_error_message(error) or error.reason}".split()))
-        rejected = 400 <= error.code < 500
-        raise (RequestRejected(message, error.code) if rejected else Unavailable(message)) from None
+        raise (RequestRejected(message, error.code) if 400 <= error.code < 500 else Unavailable(message)) from None
     except TooLarge:
         raise Unavailable(f"the response is larger than {MAX_RESPONSE_BYTES} bytes") from None
     except (OSError, HTTPException, zlib.error, ValueError, RecursionError) as error:
