@@ -16,6 +16,8 @@ from colocated_grpo.environments.rewards.scoring import NOT_RUN
 from colocated_grpo.environments.rewards.workers import end_idle_workers
 from colocated_grpo.errors import ConfigError, visible
 from colocated_grpo.policy.checkpoint_files import fetch_tokenizer
+from colocated_grpo.policy.lora.weights import insert_adapters
+from colocated_grpo.policy.model import transformer_blocks
 from colocated_grpo.policy.model_files import load_tokenizer, stop_token_ids
 from colocated_grpo.policy.model_loader import check_model
 from colocated_grpo.rollout.reward_calls import RewardCalls
@@ -42,7 +44,9 @@ def preview(config: Config, place: Placement, note: Callable[[str], None]) -> li
     ConfigError or RunError for the first problem.
     """
     folder, device = fetch_tokenizer(config.model), torch.device("cuda" if place.on_gpu else "cpu")
-    check_model(config.model, folder, config.policy.lora)
+    model = check_model(config.model, folder)
+    if config.policy.lora is not None:
+        insert_adapters(model.lm, transformer_blocks(model.lm), config.policy.lora)
     if config.engine.placement == "colocated":
         spec = engine_spec(config, folder, 1, device, sequences=1)  # the checks depend on neither number
         check_cache(spec)
@@ -60,8 +64,8 @@ def preview(config: Config, place: Placement, note: Callable[[str], None]) -> li
     import_answers(config.evaluation)
     prompts = open_source(environments, note).next(config.rollout.prompts_per_step) if environments.trained else []
     draw_evaluated(config.evaluation, environments, note)
-    model = read_config_json(config.model)
-    check_vocabulary(prompts, text_part(model).get("vocab_size"), config.model.name)
+    model_config = read_config_json(config.model)
+    check_vocabulary(prompts, text_part(model_config).get("vocab_size"), config.model.name)
     for line in unknown_roles(prompts):
         note(line)
     if len({prompt.text for prompt in prompts}) < 2 <= len({str(prompt.item["prompt"]) for prompt in prompts}):
@@ -72,7 +76,7 @@ def preview(config: Config, place: Placement, note: Callable[[str], None]) -> li
     finally:
         end_idle_workers()
     lines = [*show_prompts(prompts, config.rollout.max_prompt_tokens), *rewards]
-    if (sizes := sizes_of(model)) is not None:
+    if (sizes := sizes_of(model_config)) is not None:
         lines.append(show_needs(RunSizes(config, sizes, place), note))
     return lines
 

@@ -44,20 +44,17 @@ def engine_dtype(engine: EngineConfig, policy: PolicyConfig, device: torch.devic
     return dtype_of(engine.dtype, auto=compute_dtype(policy.compute_dtype, device))
 
 
-def check_model(settings: ModelConfig, folder: Path, lora: LoRAConfig | None = None) -> None:
-    """Raise ConfigError if the model in `folder` cannot be built, or if a local checkpoint or adapters do not fit it.
+def check_model(settings: ModelConfig, folder: Path) -> PackedLM:
+    """Return the model in `folder`, without parameters.
 
-    Allocates no parameters. folder: may lack the weights of a Hub model, which are not downloaded.
-    """
+    folder: may lack the weights of a Hub model, which are not downloaded. Raises ConfigError if the model cannot be
+    built, or if a local checkpoint does not fit it."""
     hf_config = read_model_config(settings, folder)
     model = build_empty(hf_config, chunk_tokens=1, trust_remote_code=settings.trust_remote_code)
     transformer_blocks(model.lm)
     if Path(settings.name).is_dir():
         masters.stored_names(CheckpointReader(folder), model.hf_parameters(), model.lm.base_model_prefix)
-    if lora is not None:
-        from colocated_grpo.policy.lora.weights import insert_adapters
-
-        insert_adapters(model.lm, transformer_blocks(model.lm), lora)
+    return model
 
 
 class ModelLoader:
