@@ -74,7 +74,7 @@ class SampleCheck:
                 cause = "decoding, sampling or scheduling fails: try engine.enforce_eager=true"
                 if limit == 0:
                     cause = (
-                        "an operator differs: `python -m benchmarks.exactness` finds the first, or set numerics=fast"
+                        "an operator differs: `python -m benchmarks.exactness` in a checkout finds it, or set numerics=fast"
                     )
                 raise RunError(
                     f"{name}={value:.4g}: samples have other log-probabilities in the engine than in the policy (limit "
