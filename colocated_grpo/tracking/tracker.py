@@ -128,7 +128,7 @@ def evaluation_line(step: int, row: dict[str, float]) -> str:
 
 
 def changed_settings(before: JsonObject, after: JsonObject) -> list[str]:
-    """Describe settings that differ, and named entries that one of them lacks. Nothing differs from an empty `before`."""
+    """Describe settings that differ, and named entries that one side lacks; none if `before` is empty."""
     old, new = dict(files.flatten(before or after)), dict(files.flatten(after))
     compared = [key for key in old | new if key in old.keys() & new.keys() or key.endswith(".name")]
     changed = [(key, old.get(key), new.get(key)) for key in compared if old.get(key) != new.get(key)]
