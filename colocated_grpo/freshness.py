@@ -73,10 +73,8 @@ class SampleCheck:
             if value > limit:
                 cause = "decoding, sampling or scheduling fails: try engine.enforce_eager=true"
                 if limit == 0:
-                    cause = (
-                        "an operator differs: `python -m benchmarks.exactness`, in a checkout, finds the first; or set "
-                        "numerics=fast"
-                    )
+                    cause = "an operator differs: set numerics=fast, or find it with a checkout's "
+                    cause += "`python -m benchmarks.exactness`"
                 raise RunError(
                     f"{name}={value:.4g}: samples have other log-probabilities in the engine than in the policy (limit "
                     f"{limit:g}, from freshness.max_mean_diff); this optimizer step was not taken. The weights passed "

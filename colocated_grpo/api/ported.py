@@ -28,6 +28,10 @@ _RENAMED = {
     "completion_tokens/min": "completions/min_length",
     "completion_tokens/max": "completions/max_length",
     "truncated": "completions/clipped_ratio",
+    "clip_fraction/low": "clip_ratio/low_mean",
+    "clip_fraction/high": "clip_ratio/high_mean",
+    "mismatch/abs": "sampling/sampling_logp_difference/mean",
+    "mismatch/max": "sampling/sampling_logp_difference/max",
 }
 
 
@@ -39,6 +43,8 @@ def as_in_trl(metrics: Mapping[str, Any]) -> dict[str, Any]:
 def _name_in_trl(name: str) -> str:
     if name.startswith("held_out/"):
         return f"eval_{_name_in_trl(name.removeprefix('held_out/'))}"
+    if name.endswith("_stderr"):
+        return f"{_name_in_trl(name.removesuffix('_stderr'))}_stderr"
     kind, _, function = name.partition("/")
     statistic = {"reward": "mean", "reward_std": "std"}.get(kind)
     return f"rewards/{function}/{statistic}" if statistic and function else _RENAMED.get(name, name)
@@ -62,10 +68,8 @@ class FollowingCallback:
 
     def unavailable(self) -> list[str]:
         """Return the events of the callback that are never called, and its arguments that are None."""
-        base = vars(self._library.TrainerCallback)
-        own = [
-            event for event in base if event[:3] == "on_" and getattr(type(self._callback), event) is not base[event]
-        ]
+        base, kind = vars(self._library.TrainerCallback), type(self._callback)
+        own = [event for event in base if event[:3] == "on_" and getattr(kind, event) is not base[event]]
         parameters = {name for event in own for name in inspect.signature(getattr(self._callback, event)).parameters}
         return [*(name for name in own if name not in _CALLED), *(name for name in _NONE if name in parameters)]
 

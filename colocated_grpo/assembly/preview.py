@@ -15,6 +15,8 @@ from colocated_grpo.environments.rewards.scoring import NOT_RUN
 from colocated_grpo.environments.rewards.workers import end_idle_workers
 from colocated_grpo.errors import ConfigError, visible
 from colocated_grpo.policy import checkpoint_files, model_files, model_loader
+from colocated_grpo.policy.lora.weights import insert_adapters
+from colocated_grpo.policy.model import transformer_blocks
 from colocated_grpo.rollout.reward_calls import RewardCalls
 from colocated_grpo.rollout.vllm.kv_budget import check_cache
 from colocated_grpo.settings import config_json, model_sizes
@@ -38,7 +40,9 @@ def preview(config: Config, place: Placement, note: Callable[[str], None]) -> li
     ConfigError or RunError for the first problem.
     """
     folder, device = checkpoint_files.fetch_tokenizer(config.model), torch.device("cuda" if place.on_gpu else "cpu")
-    model_loader.check_model(config.model, folder)
+    model = model_loader.check_model(config.model, folder)
+    if config.policy.lora is not None:
+        insert_adapters(model.lm, transformer_blocks(model.lm), config.policy.lora)
     if config.engine.placement == "colocated":
         spec = engines.engine_spec(config, folder, 1, device, sequences=1)  # the checks depend on neither number
         check_cache(spec)
@@ -57,8 +61,8 @@ def preview(config: Config, place: Placement, note: Callable[[str], None]) -> li
     data.import_answers(config.evaluation)
     prompts = data.open_source(environments, note).next(config.rollout.prompts_per_step) if environments.trained else []
     data.draw_evaluated(config.evaluation, environments, note)
-    model = config_json.read_config_json(config.model)
-    check_vocabulary(prompts, config_json.text_part(model).get("vocab_size"), config.model.name)
+    model_config = config_json.read_config_json(config.model)
+    check_vocabulary(prompts, config_json.text_part(model_config).get("vocab_size"), config.model.name)
     for line in unknown_roles(prompts):
         note(line)
     if len({prompt.text for prompt in prompts}) < 2 <= len({str(prompt.item["prompt"]) for prompt in prompts}):
@@ -69,7 +73,7 @@ def preview(config: Config, place: Placement, note: Callable[[str], None]) -> li
     finally:
         end_idle_workers()
     lines = [*show_prompts(prompts, config.rollout.max_prompt_tokens), *rewards]
-    if (sizes := model_sizes.sizes_of(model)) is not None:
+    if (sizes := model_sizes.sizes_of(model_config)) is not None:
         lines.append(show_needs(RunSizes(config, sizes, place), note))
     return lines
 

@@ -103,8 +103,7 @@ class RunOutput:
             self._show(lambda display: display.phase_lasts(name))
 
     def stop_line(self) -> str:
-        phase = f" ({self.phase_name})" if self.phase_name else ""
-        return f"stopped during start-up{phase}, before the first step"
+        return f"stopped during start-up{f' ({self.phase_name})' if self.phase_name else ''}, before the first step"
 
     def open(self, facts: dict[str, str], first_step: int) -> None:
         """Show the banner; steps follow."""
@@ -193,8 +192,9 @@ def summary_line(summary: JsonObject) -> str:
     line = f"{summary['state']} after {summary['steps']} steps"
     if "held_out_reward" in summary:
         before, after = summary["held_out_reward"]["before"], summary["held_out_reward"]["after"]
-        line += f": held-out reward {figure(before, 'value')} -> {figure(after, 'value')}"
-        line += f" (steps {before['step']} -> {after['step']})"
+        moved = before["step"] < after["step"]
+        line += f": held-out reward {figure(before, 'value')}" + (f" -> {figure(after, 'value')}" if moved else "")
+        line += f" (steps {before['step']} -> {after['step']})" if moved else f" (step {before['step']})"
     return line
 
 

@@ -124,10 +124,11 @@ def evaluation_line(step: int, row: dict[str, float]) -> str:
 
 
 def changed_settings(before: JsonObject, after: JsonObject) -> list[str]:
-    """Describe settings that are in both configurations with different values."""
-    old = dict(files.flatten(before))
-    changed = [(key, value) for key, value in files.flatten(after) if old.get(key, value) != value]
-    return [f"{key} {masked(old[key], key)} -> {masked(value, key)}" for key, value in changed]
+    """Describe settings that differ, and named entries that one side lacks; none if `before` is empty."""
+    old, new = dict(files.flatten(before or after)), dict(files.flatten(after))
+    compared = [key for key in old | new if key in old.keys() & new.keys() or key.endswith(".name")]
+    changed = [(key, old.get(key), new.get(key)) for key in compared if old.get(key) != new.get(key)]
+    return [f"{key} {masked(one, key)} -> {masked(other, key)}" for key, one, other in changed]
 
 
 PACKAGES = (

@@ -80,12 +80,13 @@ class JsonClient:
         raise Unavailable("the server has ended the response")
 
     def _call(self, request: Request, timeout: float) -> object:
-        """Return the parsed JSON, or a string when the content type is not JSON."""
+        """Return the parsed JSON, or a string if neither the content type nor the first character is that of JSON."""
         with _failures():
             with _opener.open(request, timeout=timeout) as response:
                 raw, headers = _read(response, timeout), response.headers
             body = gunzip(raw, MAX_RESPONSE_BYTES) if headers.get("Content-Encoding") == "gzip" else raw
-            return json.loads(body) if "json" in headers.get("Content-Type", "") else body.decode(errors="replace")
+            is_json = "json" in headers.get("Content-Type", "") or body[:1] == b"{"
+            return json.loads(body) if is_json else body.decode(errors="replace")
 
 
 def _read(response: HTTPResponse, timeout: float) -> bytes:
@@ -113,8 +114,7 @@ def _failures() -> Generator[None]:
         yield
     except HTTPError as error:
         message = visible(" ".join(f"{error.code} {_error_message(error) or error.reason}".split()))
-        rejected = 400 <= error.code < 500
-        raise (RequestRejected(message, error.code) if rejected else Unavailable(message)) from None
+        raise (RequestRejected(message, error.code) if 400 <= error.code < 500 else Unavailable(message)) from None
     except TooLarge:
         raise Unavailable(f"the response is larger than {MAX_RESPONSE_BYTES} bytes") from None
     except (OSError, HTTPException, zlib.error, ValueError, RecursionError) as error:

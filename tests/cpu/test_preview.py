@@ -179,6 +179,20 @@ def test_engine_settings_are_checked_before_weights_are_read(tmp_path, engine, m
         shown(tmp_path, engine=engine)
 
 
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        ({"target_modules": ["q_porj"]}, r"policy.lora.target_modules: no module is called 'q_porj'; linear layers of"),
+        ({"target_modules": ["embed_tokens"]}, "embed_tokens is no linear layer; only linear layers inside the model"),
+        ({"exclude_modules": ".*proj"}, "matches no layer; linear layers of this model: q_proj, k_proj"),
+    ],
+)
+def test_targets_of_an_adapter_are_checked_without_weights(tmp_path, lora, message):
+    rows(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        shown(tmp_path, policy={"lora": lora})
+
+
 def test_damaged_weights_are_named(world, tmp_path):
     folder = make_small_model(tmp_path / "model", "qwen3")
     tensors = load_file(folder / "model.safetensors")

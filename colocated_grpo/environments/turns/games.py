@@ -74,8 +74,7 @@ class TurnGames(Items):
         # Held-out games use odd seeds, so no run trains on the held-out games of another run.
         environment = construct(partial(self._factory, seed=2 * seed + held_out), self._args, self._key)
         if not isinstance(environment, TurnEnvironment):
-            members = [name for name in dir(TurnEnvironment) if not name.startswith("_")]
-            missing = [name for name in members if not hasattr(environment, name)]
+            missing = [name for name in dir(TurnEnvironment) if name[0] != "_" and not hasattr(environment, name)]
             raise EnvironmentSetupError(f"{self._key}: not a turn environment, it has no {', '.join(missing)}")
         return environment
 
@@ -85,7 +84,7 @@ class TurnGames(Items):
     def held_out(self, seed: int) -> Iterator[Item]:
         """Yield the policy's turns of games in which a script plays all turns."""
         environment = self._build(seed, held_out=True)
-        with _errors_of(self.name, "next_batch() or play_on"):
+        with _errors_of(self.name, "next_batch(), pattern() or play_on"):
             while turns := environment.next_batch():
                 for turn in turns:
                     if turn.trainable:
@@ -212,7 +211,8 @@ class TurnStream(ItemStream):
             if self._open:
                 turn = self._open.popleft()
                 self._taken[turn.id] = turn
-                return item_of(turn, structured=self._config.structured)
+                with self._errors_of("pattern"):
+                    return item_of(turn, structured=self._config.structured)
             self._fetch_turns()
         raise EnvironmentSetupError(
             f"environments {self._name!r}: no open turn after {self.max_attempts} calls of next_batch() and add_game()"

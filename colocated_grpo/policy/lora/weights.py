@@ -85,10 +85,8 @@ def target_names(lm: PreTrainedModel, blocks: nn.ModuleList, config: LoRAConfig)
         chosen = {id(module) for index in config.layers for module in blocks[index].modules()}
         matched = [name for name in matched if id(lm.get_submodule(name)) in chosen]
     if not matched:
-        raise ConfigError(
-            f"policy.lora.target_modules={config.target_modules!r}: matches no layer; linear layers of this model: "
-            f"{_kinds(linear)}"
-        )
+        known = f"linear layers of this model: {_kinds(linear)}"
+        raise ConfigError(f"policy.lora.target_modules={config.target_modules!r}: matches no layer; {known}")
     for name in matched:
         if name not in linear:
             kind = "the output layer" if lm.get_submodule(name) is lm.get_output_embeddings() else "no linear layer"
@@ -132,10 +130,8 @@ def _require_all_found(wanted: Iterable[str], names: Iterable[str], linear: list
     names = list(names)
     missing = [one for one in wanted if not any(name == one or name.endswith(f".{one}") for name in names)]
     if missing:
-        raise ConfigError(
-            f"policy.lora.target_modules: no module is called {missing[0]!r}; linear layers of this model: "
-            f"{_kinds(linear)}"
-        )
+        known = f"linear layers of this model: {_kinds(linear)}"
+        raise ConfigError(f"policy.lora.target_modules: no module is called {missing[0]!r}; {known}")
 
 
 def _kinds(names: Iterable[str]) -> str:

@@ -4,7 +4,6 @@ Error lines for names without an equal setting say what to write instead.
 """
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 
 from colocated_grpo.settings import errors
@@ -262,18 +261,20 @@ def translate_names(tree: errors.SettingsTree, locations: dict[errors.KeyPath, e
     without_effect: dict[str, list[str]] = {}
     for pattern, alias in ALIASES.items():
         for path in _uses(pattern, tree):
+            old = lookup(tree, path)
             try:
                 values = _translate_one(tree, locations, path, alias)
             except ValueError as rule:
-                value, location = errors.show(lookup(tree, path)), errors.location_suffix(path, locations)
-                problems.append(f"{errors.dotted(path)}={value}: {rule}{location}")
+                location = errors.location_suffix(path, locations)
+                problems.append(f"{errors.dotted(path)}={errors.show(old)}: {rule}{location}")
                 continue
             if not values:
                 without_effect.setdefault(alias.remark, []).append(errors.dotted(path))
-            elif len(values) == 1 and not alias.remark:
+            elif list(values.values()) == [old] and not alias.remark:
                 plain += [f"{errors.dotted(path)} -> {next(iter(values))}"]
             else:
-                notes += [_note(path, values, alias)]
+                settings = ", ".join(f"{name}={errors.show(value)}" for name, value in values.items())
+                notes += [f"{errors.dotted(path)}: translated to {settings}{_reason(alias.remark)}"]
     for name in _SECTIONS:
         leftover = tree.pop(name, {}) if not problems else {}
         valid = ", ".join(old.split(".")[1] for old in ALIASES if old.startswith(f"{name}."))
@@ -285,11 +286,6 @@ def translate_names(tree: errors.SettingsTree, locations: dict[errors.KeyPath, e
         raise errors.ConfigError(*problems)
     notes += [f"{', '.join(names)}: nothing to set{_reason(remark)}" for remark, names in without_effect.items()]
     return ([f"translated names: {', '.join(plain)}"] if plain else []) + notes
-
-
-def _note(path: errors.KeyPath, values: Mapping[str, object], alias: Alias) -> str:
-    settings = ", ".join(f"{name}={errors.show(value)}" for name, value in values.items())
-    return f"{errors.dotted(path)}: translated to {settings}{_reason(alias.remark)}"
 
 
 def _reason(remark: str) -> str:

@@ -219,7 +219,7 @@ TRL: dict[str, Alias] = {
     "epsilon": Alias(_epsilon, "loss.clip_low"),
     "epsilon_high": renamed("loss.clip_high"),
     "delta": renamed("loss.dual_clip"),
-    "importance_sampling_level": Alias(_sampling_level, "loss.type"),
+    "importance_sampling_level": Alias(_sampling_level, "loss.type", "part of loss_type"),
     "mask_truncated_completions": renamed("batch.mask_truncated"),
     "router_aux_loss_coef": renamed("policy.load_balancing"),
     "max_steps": Alias(

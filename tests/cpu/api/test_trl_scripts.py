@@ -217,6 +217,12 @@ def test_metrics_have_the_names_of_trl_too():
     assert as_in_trl(ours) == ours | theirs
 
 
+def test_a_standard_error_keeps_its_ending_in_the_names_of_trl():
+    ours = {"held_out/reward/right_stderr": 1.0, "held_out/truncated_stderr": 2.0}
+    theirs = {"eval_rewards/right/mean_stderr": 1.0, "eval_completions/clipped_ratio_stderr": 2.0}
+    assert as_in_trl(ours) == ours | theirs
+
+
 # A whole script
 
 

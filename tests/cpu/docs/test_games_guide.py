@@ -13,6 +13,7 @@ from colocated_grpo.environments.base import BatchResult
 from colocated_grpo.environments.build import build_environments
 from colocated_grpo.environments.town.environment import TownEnvironment, TownSettings
 from colocated_grpo.environments.town.state import Rules
+from colocated_grpo.errors import RunError
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.tools.make_model import build_char_tokenizer
 from colocated_grpo.types import Completion, Group
@@ -67,6 +68,15 @@ def test_the_example_game_trains_and_resumes(entry):
     resumed.load_state_dict(state)
     assert play(made, resumed, 12) == expected
     assert made.held_out(5)
+
+
+def test_the_example_game_has_no_grammar_and_one_line_says_so(entry):
+    config = Config(model={"name": "none"}, environments=[entry | {"structured": True}])
+    made = build_environments(config, TOKENIZER)
+    with pytest.raises(RunError, match=r"Sticks': pattern\(\) failed: AttributeError: .* no attribute 'pattern'$"):
+        made.open_source().next(1)
+    with pytest.raises(RunError, match=r"next_batch\(\), pattern\(\) or play_on\(\) failed: AttributeError: "):
+        made.held_out(1)
 
 
 def test_prompt_lengths_of_town_are_as_documented():

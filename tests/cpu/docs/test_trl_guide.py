@@ -7,6 +7,7 @@ from dataclasses import fields
 
 import pytest
 
+from colocated_grpo.api.ported import as_in_trl
 from colocated_grpo.settings.errors import parse_path, setting_names
 from colocated_grpo.settings.losses import GSPOConfig
 from colocated_grpo.settings.schema import Config
@@ -115,3 +116,12 @@ def test_the_metrics_named_in_the_guide_are_explained():
     assert len(names) == 9 and len(same) == 6
     for name in [*re.findall(r"`([^`]+)`", " ".join(names)), *same]:
         assert f"`{name}`" in explained or name == "seconds/step", name
+
+
+def test_the_history_of_a_script_has_the_names_of_the_table():
+    table = GUIDE.split("## Metrics")[1].split("## ")[0]
+    for theirs, ours in re.findall(r"^\| (`.*`) \| (`.*`) \|$", table, re.MULTILINE):
+        pairs = zip(re.findall(r"`([^`]+)`", theirs), re.findall(r"`([^`]+)`", ours), strict=True)
+        for their_name, our_name in pairs:
+            name = their_name.replace(".../", "sampling/sampling_logp_difference/").replace("<name>", "right")
+            assert name in as_in_trl({our_name.replace("<name>", "right"): 1.0}) or name == "cispo_clip_ratio", name

@@ -433,6 +433,14 @@ def test_translated_names_are_reported_in_a_note():
     ]
 
 
+def test_a_translated_value_is_reported_with_what_it_became():
+    assert notes("loss_type: grpo\nimportance_sampling_level: sequence\noptim: adamw_torch") == [
+        "loss_type: translated to loss.type='gspo'",
+        "optim: translated to policy.optimizer.type='adamw'",
+        "importance_sampling_level: nothing to set (part of loss_type)",
+    ]
+
+
 def test_an_old_name_without_effect_is_reported_with_the_reason():
     assert notes("logging_steps: 5") == ["logging_steps: nothing to set (no counterpart is needed here)"]
 

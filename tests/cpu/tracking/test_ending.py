@@ -8,7 +8,14 @@ import pytest
 
 from colocated_grpo.errors import ConfigError, RunError
 from colocated_grpo.tracking import files
-from colocated_grpo.tracking.ending import RunOutput, leave_start, leave_with_other_rank, place_of, record_ending
+from colocated_grpo.tracking.ending import (
+    RunOutput,
+    leave_start,
+    leave_with_other_rank,
+    place_of,
+    record_ending,
+    summary_line,
+)
 from colocated_grpo.tracking.report import write_report
 from tests.support.tracked_run import TrackedRun, finished_run
 
@@ -135,3 +142,11 @@ def test_a_failure_in_a_folder_that_is_gone_does_not_hide_the_error(tmp_path: Pa
     output.folder = tmp_path / "file" / "run"
     record_ending(output, raised(), [])
     assert not output.folder.exists()
+
+
+def test_the_last_line_names_one_evaluation_once():
+    row = {"step": 0, "value": 0.5}
+    one = {"state": "stopped", "steps": 1, "held_out_reward": {"before": row, "after": row}}
+    assert summary_line(one) == "stopped after 1 steps: held-out reward 0.500 (step 0)"
+    two = one | {"held_out_reward": {"before": row, "after": {"step": 1, "value": 0.75}}}
+    assert summary_line(two) == "stopped after 1 steps: held-out reward 0.500 -> 0.750 (steps 0 -> 1)"

@@ -24,7 +24,7 @@ from colocated_grpo.errors import RunError
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.tracking import files, records
 from colocated_grpo.tracking.text import duration, number, visible
-from colocated_grpo.tracking.tracker import NullTracker, Tracker
+from colocated_grpo.tracking.tracker import NullTracker, Tracker, changed_settings
 from colocated_grpo.types import Group
 from tests.support.paths import ROOT
 from tests.support.servers import until
@@ -136,6 +136,13 @@ def test_a_resumed_run_lists_the_settings_changed_since_its_last_start(tmp_path:
     other = config_of().model_copy(update={"training_steps": 9, "seed": 5})
     printed = TrackedRun(tmp_path, other).train(first_step=3, last_step=4).printed
     assert "settings changed since the last start: training_steps 6 -> 9, seed 0 -> 5\n" in printed
+
+
+def test_an_entry_that_was_removed_or_added_is_a_changed_setting() -> None:
+    one, two = ({"rewards": [{"name": name, "weight": 1.0} for name in names]} for names in ("a", "ab"))
+    assert changed_settings(two, one) == ["rewards.1.name b -> None"]
+    assert changed_settings(one, two) == ["rewards.1.name None -> b"]
+    assert changed_settings({"seed": 0}, {"seed": 0, "new_in_this_version": 1}) == []
 
 
 def test_an_incomplete_last_line_is_skipped_and_earlier_damage_is_an_error_for_readers(tmp_path: Path) -> None:

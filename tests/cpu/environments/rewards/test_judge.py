@@ -63,6 +63,12 @@ def test_a_scoring_endpoint_gets_json_and_returns_a_score():
     assert {"prompt": "1+1?", "completion": "a", "answer": "2"} in server.bodies
 
 
+@pytest.mark.parametrize("header", [b"X-Other: 1", b"Content-Type: text/html"])
+def test_a_scoring_endpoint_need_not_name_its_content_type(header):
+    with raw_server(response(b'{"score": 2}').replace(b"Content-Type: application/json", header)) as url:
+        assert rewards(score(scorer(url), ["a"])) == [2.0]
+
+
 def test_the_score_is_read_by_the_rule():
     with judge_server(lambda body: chat("<grade>7</grade> of 10")) as server:
         assert rewards(score(scorer(server.url, **QUESTION, parse=r"<grade>(\d+)</grade>"), ["a"])) == [7.0]

@@ -384,7 +384,7 @@ def test_games_that_cannot_be_saved_raise_one_line(bad, message):
 
 
 def test_held_out_games_that_fail_raise_one_line():
-    with pytest.raises(RunError, match=r"next_batch\(\) or play_on\(\) failed: RuntimeError: no script"):
+    with pytest.raises(RunError, match=r"next_batch\(\), pattern\(\) or play_on\(\) failed: RuntimeError: no script"):
         built(echo(bad="play_on")).held_out(2)
 
 
