@@ -71,15 +71,21 @@ def read_settings(options: argparse.Namespace, overrides: Sequence[str]) -> Conf
     """Return the settings of a run that trains as the options say. Raises ConfigError."""
     if options.output.exists():
         raise ConfigError(f"--output={str(options.output)!r}: already exists; choose another folder")
-    given = {
-        ("model",): {"name": options.model},
-        ("rollout", "prompts_per_step"): options.batch_size,
-        ("policy", "lr"): tree.parse_value(options.lr),
-        **{key: tree.parse_value(text) for key, text in config_file.parse_overrides(overrides)},
+    fixed = {
         ("loss",): OBJECTIVE,
         ("training_steps",): 10**9,  # the rows give their number, once they are encoded
         ("batch", "minibatches"): 1,  # the learning rate's schedule counts one optimizer step per batch
         ("batch", "epochs"): 1,
+    }
+    own = {key: tree.parse_value(text) for key, text in config_file.parse_overrides(overrides)}
+    if refused := [key for key in own if any(key[: len(known)] == known for known in fixed)]:
+        raise ConfigError(f"--{'.'.join(refused[0])}: sft sets it; use --epochs, --batch-size and --lr")
+    given = {
+        ("model",): {"name": options.model},
+        ("rollout", "prompts_per_step"): options.batch_size,
+        ("policy", "lr"): tree.parse_value(options.lr),
+        **own,
+        **fixed,
     }
     config = config_file.build_config(None, given).config
     rules.check_world(config, int(os.environ["WORLD_SIZE"]))

@@ -186,11 +186,11 @@ def test_two_ranks_have_the_losses_of_one(tmp_path):
     assert one == pytest.approx(two, abs=1e-5)
 
 
-def test_each_batch_is_one_optimizer_step_which_the_schedule_counts(tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    flags = ["rows.jsonl", "--model", str(tiny_model()), "--output", str(tmp_path / "tuned")]
-    config = sft.read_settings(sft.parser().parse_args(flags), ["--batch.minibatches", "2", "--batch.epochs", "2"])
-    assert config.optimizer_steps == config.training_steps
+@pytest.mark.parametrize("flag", ["--batch.minibatches", "--batch.epochs", "--training_steps", "--loss.kl.coef"])
+def test_a_setting_that_the_rows_decide_is_rejected(tmp_path, flag):
+    options = sft.parser().parse_args(["rows.jsonl", "--model", "m", "--output", str(tmp_path / "tuned")])
+    with pytest.raises(ConfigError, match=f"^{flag}: sft sets it; use --epochs, --batch-size and --lr$"):
+        sft.read_settings(options, [flag, "2"])
 
 
 def test_a_warmup_is_compared_with_the_steps_that_the_rows_give(tmp_path, monkeypatch, world):
