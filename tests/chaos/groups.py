@@ -160,7 +160,7 @@ def _attack(trial: Trial, name: str, command: list[str], until: float) -> JsonOb
     groups = weighted((2, bad(range(1, 2 * GROUPS))), (1, consistent([1, 2, SIZE])), (1, hostile))
     if command is UPSTREAM:  # a group of another size stops all its batches for ever
         groups = weighted((2, bad([SIZE])), (1, consistent([SIZE]))).filter(_can_be_sent)
-    log = trial.folder / f"api-{len(command)}.log"
+    log = trial.folder / f"{name.split()[-1]}.log"
     with ExitStack() as stack:
         api = stack.enter_context(ApiProcess(command, log=log))
         run = stack.enter_context(ForkedRun(trial.folder / f"groups-{api.port}", _settings(api.url)))
