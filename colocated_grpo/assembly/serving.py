@@ -139,8 +139,7 @@ def build_remote(
             sync = exported.share_exported(views, prefix, policy.weights.published, adopted, world, check_every)
             restore = lambda server: False  # noqa: E731
     infos = [server.wait_until_ready() for server in servers]
-    # In a deterministic run, send all requests at once: the server's queue then decides which requests decode together,
-    # not timing.
+    # In a deterministic run, send all requests at once: the server's queue decides which decode together, not timing.
     limit = sys.maxsize if config.deterministic else None
     return Engines(
         local=None,
