@@ -24,9 +24,9 @@ _FOREIGN = {
     "reward_processing_classes": "a reward model is given by its folder or name, and read with its own tokenizer",
     "optimizers": "see policy.optimizer and policy.schedule",
     "quantization_config": "a base of 4 bits is nf4: bnb_4bit_quant_type, or policy.lora.base_dtype",
-    "tools": "an episode calls tools (docs/guides/episodes.md); environments.0.tools describes them to the model",
+    "tools": "an episode calls tools: docs/guides/from_trl.md#tools-and-environments",
     "rollout_func": "write an episode: docs/guides/episodes.md",
-    "environment_factory": "write an episode: docs/guides/episodes.md",
+    "environment_factory": "an episode plays it: docs/guides/from_trl.md#tools-and-environments",
 }
 """Unsupported argument of TRL's GRPOTrainer -> alternative."""
 _ARGUMENTS = ("reward_funcs", "train_dataset", "eval_dataset", "eval_datasets", "processing_class", "peft_config")
