@@ -40,6 +40,9 @@ _DEVICE = ("use_cpu", "bf16")
 """Fields of GRPOConfig that have no effect here. On some machines, GRPOConfig itself rejects their defaults."""
 _CLIP_MAX = "vllm_importance_sampling_clip_max"
 _RLOO = {"advantage.leave_one_out": True, "advantage.scale": "none", "loss.type": "dr_grpo", "loss.kl.estimator": "k2"}
+_DEFAULTS_NOTE = (
+    "fields with GRPOConfig's defaults have this trainer's: docs/guides/from_trl.md#different-defaults-and-meanings"
+)
 _RLOO_NOTE = (
     "RLOOConfig: trained with loss.type=dr_grpo and advantage.leave_one_out: ratios are clipped per token, not per "
     "completion, and the KL penalty is part of the loss, not of the rewards"
@@ -66,7 +69,7 @@ def read_arguments(
 ) -> LoadedConfig:
     """Return the run's settings, with the program's objects attached. Raises ConfigError."""
     by_name: objects.ObjectsByName = {}
-    notes = []
+    notes = [_DEFAULTS_NOTE] if hasattr(args, "generation_batch_size") else []
     given = {**_from_args(args), **_without_foreign(settings)}
     if "advantage.leave_one_out" in given and not isinstance(args, Mapping):
         notes.append(_RLOO_NOTE)

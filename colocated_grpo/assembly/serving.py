@@ -211,8 +211,7 @@ class Serving:
         self._world.from_main(open_ports)
 
     def close(self) -> None:
-        """Close ports and links. Call only if `start` was not called: the supply then closes both, once its requests
-        have a response."""
+        """Close ports and links, unless `start` was called: the supply then closes both, after its last response."""
         for server in self._servers:
             server.close()
         for link in self._links:

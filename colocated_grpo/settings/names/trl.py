@@ -250,20 +250,16 @@ TRL: dict[str, Alias] = {
     "push_to_hub": Alias(_push_to_hub, "hub.repo"),
     "lr_scheduler_type": one_of(
         "policy.schedule",
-        {"constant": "constant", "constant_with_warmup": "constant", "cosine": "cosine", "linear": "linear"},
+        {"cosine": "cosine", "cosine_with_min_lr": "cosine", "linear": "linear"}
+        | dict.fromkeys(("constant", "constant_with_warmup"), "constant"),
     ),
+    "lr_scheduler_kwargs.min_lr": renamed("policy.min_lr"),
+    "lr_scheduler_kwargs.min_lr_rate": not_supported("set policy.min_lr to this fraction of learning_rate"),
     "optim": one_of(
         "policy.optimizer.type",
-        {
-            "adamw_torch": "adamw",
-            "adamw_torch_fused": "adamw",
-            "paged_adamw": "adamw",
-            "paged_adamw_32bit": "adamw",
-            "adamw_8bit": "adamw_8bit",
-            "adamw_bnb_8bit": "adamw_8bit",
-            "paged_adamw_8bit": "adamw_8bit",
-            "adafactor": "adafactor",
-        },
+        dict.fromkeys(("adamw_torch", "adamw_torch_fused", "paged_adamw", "paged_adamw_32bit"), "adamw")
+        | dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), "adamw_8bit")
+        | {"adafactor": "adafactor"},
     ),
     "adam_beta1": renamed("policy.optimizer.beta1"),
     "adam_beta2": renamed("policy.optimizer.beta2"),
@@ -326,10 +322,10 @@ TRL: dict[str, Alias] = {
     ),
     "load_in_8bit": not_supported("base weights have 16 or 4 bits; see policy.lora.base_dtype"),
     **each(
-        "data_seed datasets entropy_coef eval_delay fp16 label_smoothing_factor lr_scheduler_kwargs "
-        "max_tool_calling_iterations neftune_noise_alpha normalize_advantages off_policy_mask_threshold optim_args "
-        "optim_target_modules parallelism_config reward_clip_range sync_ref_model top_entropy_quantile "
-        "use_adaptive_entropy use_bias_correction_kl vllm_guided_decoding_regex vllm_structured_outputs_regex",
+        "data_seed datasets entropy_coef eval_delay fp16 label_smoothing_factor max_tool_calling_iterations "
+        "neftune_noise_alpha normalize_advantages off_policy_mask_threshold optim_args optim_target_modules "
+        "parallelism_config reward_clip_range sync_ref_model top_entropy_quantile use_adaptive_entropy "
+        "use_bias_correction_kl vllm_guided_decoding_regex vllm_structured_outputs_regex",
         not_supported(_GUIDE),
     ),
     **each("deepspeed fsdp", not_needed("FSDP2 shards the weights over all ranks; see policy")),

@@ -141,6 +141,19 @@ def test_generation_kwargs_are_sampling_settings():
         trainer(generation_kwargs={"presence_penalty": 0.5})
 
 
+def test_a_cosine_may_end_above_zero():
+    policy = trainer(lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr": 1e-7}).config.policy
+    assert (policy.schedule, policy.min_lr) == ("cosine", 1e-7)
+    with pytest.raises(ConfigError, match=r"^lr_scheduler_kwargs.min_lr_rate=0.1: not supported; set policy.min_lr"):
+        trainer(lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr_rate": 0.1})
+
+
+def test_a_note_says_that_defaults_are_this_trainers():
+    note = "fields with GRPOConfig's defaults have this trainer's: docs/guides/from_trl.md#different-defaults"
+    for args, expected in ((grpo_config(max_steps=3), 1), ({"max_steps": 3}, 0)):
+        assert sum(each.startswith(note) for each in trainer(args=args)._loaded.notes) == expected
+
+
 def test_a_clip_range_above_one_has_no_lower_bound():
     assert trainer(epsilon=10.0).config.loss.clip_low == 10.0
 
