@@ -74,7 +74,7 @@ def read_arguments(
     if "advantage.leave_one_out" in given and not isinstance(args, Mapping):
         notes.append(_RLOO_NOTE)
     if getattr(peft_config, "peft_type", "LORA") != "LORA":
-        raise ConfigError(f"peft_config: a {type(peft_config).__name__}; must be a LoraConfig, or a mapping")
+        raise ConfigError(f"peft_config: of type {type(peft_config).__name__}; must be a LoraConfig, or a mapping")
     if peft_config is not None:
         given["peft_config"] = changed_fields(peft_config)
     if model is not None and not objects.is_name(model) and not isinstance(model, Mapping):
@@ -160,7 +160,7 @@ def _from_args(args: Any) -> dict[str, object]:
     settings = changed_fields(args)
     kind = _library_class(args).__name__
     if hasattr(args, "max_steps") and kind not in ("GRPOConfig", "RLOOConfig"):
-        raise ConfigError(f"args: a {kind}; give TRL's GRPOConfig or RLOOConfig (docs/guides/losses.md)")
+        raise ConfigError(f"args: of type {kind}; give TRL's GRPOConfig or RLOOConfig (docs/guides/losses.md)")
     if not hasattr(args, "generation_batch_size"):
         return settings
     # GRPOConfig has already combined these fields into others; scripts pass resume_from_checkpoint to train().

@@ -255,6 +255,10 @@ def ported(model: Path, output: Path) -> dict[str, Any]:
             trainer.push_to_hub(dataset_name="rows")
             trainer.accelerator.print("done")
             trainer.end()
+        try:
+            other_rows = str(trainer.evaluate(ROWS))
+        except RunError as error:
+            other_rows = str(error)
     return {
         "saved": {path.name for path in (output / "saved").iterdir()},
         "template": AutoTokenizer.from_pretrained(output / "saved").chat_template,
@@ -265,6 +269,7 @@ def ported(model: Path, output: Path) -> dict[str, Any]:
         "printed": printed.getvalue().splitlines(),
         "eos": trainer.processing_class.eos_token,
         "taken": taken,
+        "other_rows": other_rows,
         "prompts": trainer.config.rollout.prompts_per_step,
         "trained": type(trainer.accelerator.unwrap_model(trainer.model)).__name__,
     }

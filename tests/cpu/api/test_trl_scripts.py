@@ -108,7 +108,7 @@ def test_a_config_of_rloo_trains_with_its_advantages():
 
 def test_a_config_of_another_algorithm_is_one_line():
     gmpo = pytest.importorskip("trl.experimental.gmpo")
-    with pytest.raises(ConfigError, match=r"^args: a GMPOConfig; give TRL's GRPOConfig or RLOOConfig"):
+    with pytest.raises(ConfigError, match=r"^args: of type GMPOConfig; give TRL's GRPOConfig or RLOOConfig"):
         trainer(args=gmpo.GMPOConfig(use_cpu=True, bf16=False))
 
 
@@ -167,7 +167,7 @@ def test_quantization_in_nf4_is_the_base_of_the_adapter():
 
 def test_an_adapter_other_than_lora_is_one_line():
     peft = pytest.importorskip("peft")
-    with pytest.raises(ConfigError, match=r"^peft_config: a IA3Config; must be a LoraConfig"):
+    with pytest.raises(ConfigError, match=r"^peft_config: of type IA3Config; must be a LoraConfig"):
         trainer(peft_config=peft.IA3Config())
 
 
@@ -382,6 +382,7 @@ def test_a_script_reads_the_history_and_the_last_evaluation(seen):
     assert [row["step"] for row in seen["history"] if "learning_rate" in row] == [1, 2]
     assert all(row["epoch"] == row["step"] * seen["prompts"] / 40 for row in seen["history"])
     assert seen["history"][-1]["eval_reward"] == seen["evaluated"]["eval_reward"]
+    assert seen["other_rows"].startswith("trainer.evaluate: returns the run's last evaluation")
     assert seen["steps"] == 2, "a callback has ended the run"
     assert seen["begun"] == [0, 1]
 
