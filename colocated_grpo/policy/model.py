@@ -40,7 +40,7 @@ COMPILE_OPTIONS = {"triton.mix_order_reduction_non_strict_mode": True}
 """By default Inductor chooses the reduction of norms by the number of tokens and compiles twice, for few and for many
 tokens. Trial steps are small, so the second compilation would slow down a run's first training step."""
 COMPILE_OPTIONS_OF = {
-    # The mix-order reduction pads with zero rows. A negative power of its mean is infinite, so the sum is NaN.
+    # The mix-order reduction pads with zero rows. A negative power of their mean is infinite, so the sum is NaN.
     "gemma4_text": {"triton.mix_order_reduction": False},
     # The tiling analysis fails for varying numbers of tokens in torch 2.11 (pytorch issue 181563).
     "deepseek_v3": {"triton.coalesce_tiling_analysis": False},

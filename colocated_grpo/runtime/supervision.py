@@ -192,7 +192,7 @@ class Watchdog:
             self._done.set()
 
     def report_failure(self, line: str) -> bool:
-        """Stop watching and make other ranks exit. Return True if this rank failed first; False after a wait, else."""
+        """Stop watching and make others exit. Return True if this rank failed first; else wait and return False."""
         self.stop_watching()
         first = self._claim(line) is not False
         if not first:

@@ -1,6 +1,6 @@
 """`tools` and `environment_factory` of TRL's GRPOTrainer, as an episode of colocated_grpo.
 
-episode = TRLEpisode(train_dataset=dataset, reward_funcs=[right], tools=[multiply])
+episode = TRLEpisode(train_dataset=dataset, reward_funcs=[right], tools=[search])
 Trainer(model, args=args, environments=[{"type": "episode", "name": episode}]).train()
 """
 

@@ -26,25 +26,25 @@ def episode(*arguments, **options):
     return module.TRLEpisode(*arguments, **options)
 
 
-class Counter:
-    """The environment of TRL's page on agents."""
+class Adder:
+    """An environment in the form that TRL expects."""
 
     def reset(self, **row):
-        self.counter, self.target = 0, row.get("target", random.randint(1, 6))
+        self.sum, self.target = 0, row.get("target", random.randint(1, 6))
         return f" Reach {self.target}."
 
     def get_reward(self):
-        return float(self.counter == self.target)
+        return float(self.sum == self.target)
 
-    def increment(self, step: int) -> int:
+    def add(self, amount: int) -> int:
         """
-        Increment the counter.
+        Add to the sum.
 
         Args:
-            step: Value to add.
+            amount: The number to add.
         """
-        self.counter += step
-        return self.counter
+        self.sum += amount
+        return self.sum
 
 
 async def multiply(a: int, b: int) -> int:
@@ -78,23 +78,23 @@ def call(name, **arguments):
 
 
 def test_an_environment_gets_the_row_its_calls_and_its_own_reward():
-    made = episode([{"prompt": [{"role": "user", "content": "Count."}], "target": 3}] * 9, environment_factory=Counter)
+    made = episode([{"prompt": [{"role": "user", "content": "Count."}], "target": 3}] * 9, environment_factory=Adder)
     [item] = made.prompts(0, "train")
     assert item["prompt"] == [{"role": "user", "content": "Count. Reach 3."}]
-    assert [tool["function"]["name"] for tool in item["tools"]] == ["increment"]
-    model = Scripted(call("increment", step=2) + call("increment", step=1), "done")
+    assert [tool["function"]["name"] for tool in item["tools"]] == ["add"]
+    model = Scripted(call("add", amount=2) + call("add", amount=1), "done")
     assert asyncio.run(made.run(item, model)) == {"reward": 1.0, "get_reward": 1.0}
     assert [message["content"] for message in model.observed] == ["2", "3"]
     assert len([*made.prompts(0, "held_out")]) == 8
 
 
 def test_an_environment_that_draws_its_task_draws_the_same_for_a_whole_group():
-    made = episode(environment_factory=Counter)
+    made = episode(environment_factory=Adder)
     items = [*islice(made.prompts(0, "train"), 8)]
     assert len({item["text"] for item in items}) > 1
     for item in items:
         target = int(item["text"].split()[-1].strip("."))
-        reward = asyncio.run(made.run(item, Scripted(call("increment", step=target), "done")))
+        reward = asyncio.run(made.run(item, Scripted(call("add", amount=target), "done")))
         assert reward == {"reward": 1.0, "get_reward": 1.0}
 
 
@@ -129,7 +129,7 @@ def test_the_policy_observes_a_failed_call_and_calls_may_be_limited():
 def trained(model, output):
     rows = [{"prompt": [{"role": "user", "content": f"{number}"}], "target": 3} for number in range(20)]
     given = settings(model, output_dir=str(output), training_steps=2)
-    given["environments"] = [{"type": "episode", "name": episode(rows, environment_factory=Counter)}]
+    given["environments"] = [{"type": "episode", "name": episode(rows, environment_factory=Adder)}]
     with without_launcher():
         return Trainer(**given).train()
 
