@@ -23,10 +23,10 @@ _ENTRY: KeyPath = ("environments", 0)
 _FOREIGN = {
     "reward_processing_classes": "a reward model is given by its folder or name, and read with its own tokenizer",
     "optimizers": "see policy.optimizer and policy.schedule",
-    "quantization_config": "set policy.lora.base_dtype: nf4 for a 4-bit base",
-    "tools": "an episode calls tools (docs/guides/episodes.md); environments.0.tools describes them to the model",
+    "quantization_config": "a base of 4 bits is nf4: bnb_4bit_quant_type, or policy.lora.base_dtype",
+    "tools": "an episode calls tools: docs/guides/from_trl.md#tools-and-environments",
     "rollout_func": "write an episode: docs/guides/episodes.md",
-    "environment_factory": "write an episode: docs/guides/episodes.md",
+    "environment_factory": "an episode plays it: docs/guides/from_trl.md#tools-and-environments",
 }
 """Unsupported argument of TRL's GRPOTrainer -> alternative."""
 _ARGUMENTS = ("reward_funcs", "train_dataset", "eval_dataset", "eval_datasets", "processing_class", "peft_config")
@@ -38,12 +38,19 @@ _MISSING = {
 _GEOMETRY = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
 _DEVICE = ("use_cpu", "bf16")
 """Fields of GRPOConfig that have no effect here. On some machines, GRPOConfig itself rejects their defaults."""
-_MINIBATCHES = "minibatches: generation_batch_size must be a whole number of optimizer steps"
+_CLIP_MAX = "vllm_importance_sampling_clip_max"
+_RLOO = {"advantage.leave_one_out": True, "advantage.scale": "none", "loss.type": "dr_grpo", "loss.kl.estimator": "k2"}
+_DEFAULTS_NOTE = (
+    "fields with GRPOConfig's defaults have this trainer's: docs/guides/from_trl.md#different-defaults-and-meanings"
+)
+_RLOO_NOTE = (
+    "RLOOConfig: trained with loss.type=dr_grpo and advantage.leave_one_out: ratios are clipped per token, not per "
+    "completion, and the KL penalty is part of the loss, not of the rewards"
+)
 _SHARED = {"rewards", "prompt_column", "columns", "system_prompt", "tools", "chat_template_kwargs"}
 """Settings that evaluation sets copy from the training data."""
 UNCOUNTED = 1 << 31
-"""Placeholder for training_steps of a run whose rows are not counted yet. Large enough for every rule about minimum
-steps."""
+"""Placeholder for training_steps of a run whose rows are not counted yet. Above the minimum of every rule."""
 _STEPS: KeyPath = ("training_steps",)
 _NEEDS_ROWS = "needs a train_dataset of rows as the only environment"
 
@@ -62,8 +69,12 @@ def read_arguments(
 ) -> LoadedConfig:
     """Return the run's settings, with the program's objects attached. Raises ConfigError."""
     by_name: objects.ObjectsByName = {}
-    notes = []
+    notes = [_DEFAULTS_NOTE] if hasattr(args, "generation_batch_size") else []
     given = {**_from_args(args), **_without_foreign(settings)}
+    if "advantage.leave_one_out" in given and not isinstance(args, Mapping):
+        notes.append(_RLOO_NOTE)
+    if getattr(peft_config, "peft_type", "LORA") != "LORA":
+        raise ConfigError(f"peft_config: of type {type(peft_config).__name__}; must be a LoraConfig, or a mapping")
     if peft_config is not None:
         given["peft_config"] = changed_fields(peft_config)
     if model is not None and not objects.is_name(model) and not isinstance(model, Mapping):
@@ -87,8 +98,7 @@ def read_arguments(
     epochs = take_epochs(by_path, getattr(args, "num_train_epochs", None))
     length = {} if epochs is None else {"training_steps": UNCOUNTED}
     if several is not None:
-        # Read the settings without the evaluation sets first. keep_best is cleared, because it may name a metric of a
-        # set.
+        # Read the settings without the evaluation sets first. keep_best may name a metric of a set.
         nothing_kept = {("evaluation", "keep_best"): None, ("evaluation", "patience"): None}
         alone = _loaded(config, by_path | nothing_kept, by_name, length)
         by_path |= evaluation_sets(several, alone.config.environments[0], alone.config.evaluation, by_name)
@@ -119,9 +129,12 @@ def _loaded(
 
 
 def _without_foreign(settings: Mapping[str, object]) -> dict[str, object]:
-    unset = (None, [], {}, (), [None], (None, None))
-    if wrong := [f"{name}: {rule}" for name, rule in _FOREIGN.items() if settings.get(name) not in unset]:
-        raise ConfigError(*wrong)
+    quantized = settings.get("quantization_config")
+    if getattr(quantized, "load_in_4bit", False) and getattr(quantized, "bnb_4bit_quant_type", None) == "nf4":
+        settings = {**settings, "quantization_config": None, "load_in_4bit": True}
+    foreign = {name: value for name, value in settings.items() if name in _FOREIGN}
+    if wrong := [name for name, value in foreign.items() if (any(value) if isinstance(value, list | tuple) else value)]:
+        raise ConfigError(*(f"{name}: {_FOREIGN[name]}" for name in wrong))
     for name in sorted(settings.keys() - {*_ARGUMENTS}):
         if near := get_close_matches(name, _ARGUMENTS, n=1, cutoff=0.85):
             raise ConfigError(f"{name}: unknown argument; did you mean {near[0]}?")
@@ -145,18 +158,37 @@ def _from_args(args: Any) -> dict[str, object]:
     if args is None or isinstance(args, Mapping):
         return dict(args or {})
     settings = changed_fields(args)
+    kind = _library_class(args).__name__
+    if hasattr(args, "max_steps") and kind not in ("GRPOConfig", "RLOOConfig"):
+        raise ConfigError(f"args: of type {kind}; give TRL's GRPOConfig or RLOOConfig (docs/guides/losses.md)")
     if not hasattr(args, "generation_batch_size"):
         return settings
-    # GRPOConfig has already combined these fields into generation_batch_size; scripts pass the last one to train().
-    for name in (*_GEOMETRY, "resume_from_checkpoint"):
-        settings.pop(name, None)
+    # GRPOConfig has already combined these fields into others; scripts pass resume_from_checkpoint to train().
+    unused = {*_GEOMETRY, "resume_from_checkpoint", "vllm_importance_sampling_cap"}
     if args.max_steps <= 0:  # as in TRL, the run's length is then in epochs
-        settings.pop("max_steps", None)
+        unused.add("max_steps")
+    if not args.push_to_hub:  # push_to_hub() of the trainer reads them
+        unused |= {"hub_model_id", "hub_private_repo"}
+    if settings.pop("fsdp_config", None):
+        settings["fsdp"] = args.fsdp
+    if any(name.startswith("vllm_importance_sampling_") for name in settings):  # a bound belongs to a mode
+        settings["vllm_importance_sampling_mode"] = args.vllm_importance_sampling_mode
+        settings[_CLIP_MAX] = getattr(args, _CLIP_MAX, settings.get("vllm_importance_sampling_cap")) or 1e30
+    if kind == "RLOOConfig":
+        settings = {"num_generations": args.num_generations, "beta": args.beta, **_RLOO, **settings}
+    return {name: value for name, value in settings.items() if name not in unused} | _batch_sizes(args)
+
+
+def _batch_sizes(args: Any) -> dict[str, object]:
+    """Return the completions and optimizer steps of a batch. Generations between two updates are one batch here."""
+    generations, rest = divmod(args.gradient_accumulation_steps, args.steps_per_generation)
+    if generations and not rest:
+        return {"generation_batch_size": args.generation_batch_size * generations}
     minibatches, rest = divmod(args.steps_per_generation, args.gradient_accumulation_steps)
     if rest:
-        raise ConfigError(f"steps_per_generation={args.steps_per_generation}: {_MINIBATCHES}")
-    settings["generation_batch_size"] = args.generation_batch_size
-    return settings | ({"batch": {"minibatches": minibatches}} if minibatches > 1 else {})
+        rule = f"must be a multiple or a divisor of gradient_accumulation_steps={args.gradient_accumulation_steps}"
+        raise ConfigError(f"steps_per_generation={args.steps_per_generation}: {rule}")
+    return {"generation_batch_size": args.generation_batch_size, "batch": {"minibatches": minibatches}}
 
 
 def changed_fields(settings: object) -> dict[str, object]:
@@ -166,9 +198,16 @@ def changed_fields(settings: object) -> dict[str, object]:
     if not dataclasses.is_dataclass(settings) or isinstance(settings, type):
         raise ConfigError(f"{type(settings).__name__}: must be a mapping of settings, GRPOConfig or LoraConfig")
     same = {name: getattr(settings, name) for name in _DEVICE if hasattr(settings, name)}
-    default = type(settings)(**same)
-    pairs = [(field.name, getattr(settings, field.name)) for field in dataclasses.fields(settings) if field.init]
+    known: Any = _library_class(settings)
+    default = known(**same)
+    pairs = [(field.name, getattr(settings, field.name)) for field in dataclasses.fields(known) if field.init]
     return {name: value for name, value in pairs if value != getattr(default, name)}
+
+
+def _library_class(settings: object) -> type:
+    """Return the class of TRL or PEFT that a program's class extends: the program itself reads fields that it adds."""
+    theirs = (each for each in type(settings).__mro__ if each.__module__.startswith(("trl.", "peft.")))
+    return next(theirs, type(settings))
 
 
 def plain(value: object) -> Any:

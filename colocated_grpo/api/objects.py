@@ -26,11 +26,11 @@ def is_name(value: object) -> TypeGuard[str | os.PathLike[str]]:
 
 
 def object_name(value: Any) -> str:
-    """Return 'module:qualname' of a function or class; of the function in a partial; of the class of an instance."""
+    """Return 'module:qualname' of a function, a class or a partial's function; for an instance, `__name__` or class."""
     target = value.func if isinstance(value, partial) else value
-    if not hasattr(target, "__qualname__"):
-        target = type(target)
-    return f"{target.__module__}:{target.__qualname__}"
+    if hasattr(target, "__qualname__"):
+        return f"{target.__module__}:{target.__qualname__}"
+    return f"{type(target).__module__}:{getattr(target, '__name__', type(target).__qualname__)}"
 
 
 def name_object(value: object, name: str, objects: ObjectsByName) -> str:
@@ -128,6 +128,8 @@ def model_settings(model: Any) -> dict[str, str | None]:
     if not name:
         rule = "give its folder or name, from which each rank reads its shard, and an adapter as peft_config"
         raise ConfigError(f"model: a {type(model).__name__}; {rule}")
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise ConfigError("model: quantized; give its name, and its BitsAndBytesConfig as quantization_config")
     import torch
 
     from colocated_grpo.policy.checkpoint_files import CheckpointReader, download_model

@@ -16,7 +16,13 @@ from colocated_grpo.settings.inputs import check_hub
 from colocated_grpo.settings.schema import Config, HubConfig
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.hub import Hub
+from colocated_grpo.types import STDERR
 
+HOOKS = {
+    *("compute_loss", "create_optimizer", "create_scheduler", "get_eval_dataloader", "get_train_dataloader", "log"),
+    *("prediction_step", "training_step", "_calculate_rewards", "_generate", "_generate_and_score_completions"),
+}
+"""Methods of TRL's trainer that its subclasses override."""
 _CALLED = {"on_train_begin", "on_step_begin", "on_step_end", "on_log", "on_evaluate", "on_save", "on_train_end"}
 _NONE = dict.fromkeys(("model", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader"))
 """Arguments of transformers' events that are None here: weights are sharded, and rows are no dataloader."""
@@ -41,11 +47,13 @@ def as_in_trl(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _name_in_trl(name: str) -> str:
+    if name.endswith(STDERR):
+        return _name_in_trl(name.removesuffix(STDERR)) + STDERR
     if name.startswith("held_out/"):
         return f"eval_{_name_in_trl(name.removeprefix('held_out/'))}"
-    if name.endswith("_stderr"):
-        return f"{_name_in_trl(name.removesuffix('_stderr'))}_stderr"
     kind, _, function = name.partition("/")
+    if kind == "eval" and function.endswith("/mean"):
+        return f"eval_{function.removesuffix('/mean')}_reward"
     statistic = {"reward": "mean", "reward_std": "std"}.get(kind)
     return f"rewards/{function}/{statistic}" if statistic and function else _RENAMED.get(name, name)
 
@@ -56,7 +64,7 @@ class FollowingCallback:
     def __init__(self, callback: Any, trainer: Any, library: Any) -> None:
         """library: the module transformers.trainer_callback."""
         self._library = library
-        self._callback = callback
+        self.callback = callback
         self.callback_name = type(callback).__name__
         args = trainer.args
         self._args = args if hasattr(args, "output_dir") else SimpleNamespace(**(args or {}))
@@ -68,9 +76,9 @@ class FollowingCallback:
 
     def unavailable(self) -> list[str]:
         """Return the events of the callback that are never called, and its arguments that are None."""
-        base, kind = vars(self._library.TrainerCallback), type(self._callback)
-        own = [event for event in base if event[:3] == "on_" and getattr(kind, event) is not base[event]]
-        parameters = {name for event in own for name in inspect.signature(getattr(self._callback, event)).parameters}
+        base = vars(self._library.TrainerCallback)
+        own = [event for event in base if event[:3] == "on_" and getattr(type(self.callback), event) is not base[event]]
+        parameters = {name for event in own for name in inspect.signature(getattr(self.callback, event)).parameters}
         return [*(name for name in own if name not in _CALLED), *(name for name in _NONE if name in parameters)]
 
     def on_step_begin(self, state: RunState) -> None:
@@ -104,11 +112,13 @@ class FollowingCallback:
 
     def _log(self, state: RunState) -> None:
         logs = as_in_trl(state.metrics)
-        self._state.log_history.append({**logs, "step": self._state.global_step})
+        step = self._state.global_step
+        self._state.log_history.append({**logs, "step": step, "epoch": self._trainer.epoch(step)})
         self._call(state, "on_log", logs=logs)
 
     def _call(self, state: RunState, event: str, **more: object) -> None:
-        call = getattr(self._callback, event)
+        call = getattr(self.callback, event)
+        self._state.epoch = self._trainer.epoch(self._state.global_step)
         given = _NONE | {"processing_class": self._trainer.processing_class, **more}
         self._control = call(self._args, self._state, self._control, **given) or self._control
         if self._control.should_training_stop:
@@ -123,7 +133,14 @@ class TrainedModel:
 
     config: Config
     args: Any
+    train_dataset: Any
     _result: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"trainer.{name}: not available; docs/guides/python.md#from-a-trl-script lists what is")
+
+    def is_local_process_zero(self) -> bool:
+        return os.environ.get("LOCAL_RANK", "0") == "0"
 
     def is_world_process_zero(self) -> bool:
         return os.environ.get("RANK", "0") == "0"
@@ -132,8 +149,15 @@ class TrainedModel:
     def accelerator(self) -> SimpleNamespace:
         """The parts of accelerate's object that scripts decide and print with."""
         is_main = self.is_world_process_zero()
-        show = print if is_main else lambda *_texts, **_options: None
-        return SimpleNamespace(is_main_process=is_main, print=show, wait_for_everyone=lambda: None)
+        return SimpleNamespace(
+            is_main_process=is_main,
+            is_local_main_process=self.is_local_process_zero(),
+            process_index=int(os.environ.get("RANK", "0")),
+            num_processes=int(os.environ.get("WORLD_SIZE", "1")),
+            print=print if is_main else lambda *_texts, **_options: None,
+            unwrap_model=lambda model, *_arguments, **_options: model,
+            **dict.fromkeys(("end_training", "free_memory", "wait_for_everyone"), self._recorded),
+        )
 
     @property
     def state(self) -> Any:
@@ -145,7 +169,15 @@ class TrainedModel:
         rows = [as_in_trl(row) for row in files.read_rows(result.folder / files.METRICS_FILE)]
         for row in rows:
             row["step"] += row.pop("kind") == files.TRAIN  # transformers counts completed steps
-        return TrainerState(global_step=result.steps, max_steps=self.config.training_steps, log_history=rows)
+            row["epoch"] = self.epoch(row["step"])
+        steps, last = result.steps, self.config.training_steps
+        return TrainerState(epoch=self.epoch(steps), global_step=steps, max_steps=last, log_history=rows)
+
+    def epoch(self, steps: int) -> float:
+        """Return how often these steps have used each row of `train_dataset`; 0.0 if it has no count."""
+        data = self.train_dataset
+        rows = len(data) if hasattr(data, "__len__") and not isinstance(data, str) else 0
+        return steps * self.config.rollout.prompts_per_step / rows if rows else 0.0
 
     @cached_property
     def processing_class(self) -> Any:
@@ -167,9 +199,11 @@ class TrainedModel:
         name = getattr(self.args, "hub_model_id", None) or Path(self.config.output_dir).name
         return name if self.config.hub is None else self.config.hub.repo
 
-    def evaluate(self, *_arguments: object, **_options: object) -> dict[str, float]:
+    def evaluate(self, eval_dataset: object = None, **_options: object) -> dict[str, float]:
         """Return the metrics of the run's last evaluation, which measures the final weights."""
         self._exported("evaluate")
+        if eval_dataset is not None:
+            raise RunError("trainer.evaluate: returns the run's last evaluation; give other rows as eval_dataset")
         return as_in_trl(self._result.evaluation)
 
     def save_model(self, output_dir: str | Path | None = None, **_options: object) -> None:
@@ -195,6 +229,7 @@ class TrainedModel:
     def _recorded(self, *_arguments: object, **_options: object) -> None:
         """Do nothing: the run folder has metrics and state, pushes have a card, and train() has closed all trackers."""
 
+    is_fsdp_enabled = is_deepspeed_enabled = False
     log_metrics = save_metrics = save_state = create_model_card = end = _recorded
 
     def _exported(self, name: str) -> Path:

@@ -1,15 +1,17 @@
 """API for Python programs: `Trainer`, a run with the program's functions and data, and its `Result`."""
 
 import html
+import math
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 from colocated_grpo.api.arguments import read_arguments
-from colocated_grpo.api.ported import FollowingCallback, TrainedModel
+from colocated_grpo.api.ported import HOOKS, FollowingCallback, TrainedModel
 from colocated_grpo.api.process import process_of, program_name, quiet_libraries, rank_variables, set_library_variables
 from colocated_grpo.callbacks import RunState, check_callbacks
 from colocated_grpo.environments.registry import check_names
@@ -48,6 +50,16 @@ class Result:
     """The exported model, or the adapter of a run with policy.lora; None for a stopped run."""
     best_model: Path | None
     """The model, or the adapter, of the best evaluation; None if the run did not keep it."""
+
+    @property
+    def global_step(self) -> int:
+        """TRL's name for `steps`."""
+        return self.steps
+
+    @property
+    def training_loss(self) -> float:
+        """The loss of the last step."""
+        return self.metrics.get("loss", math.nan)
 
     def _repr_html_(self) -> str:
         report = self.folder / files.REPORT_FILE
@@ -88,7 +100,10 @@ class Trainer(TrainedModel):
         settings, or TRL's GRPOConfig. peft_config: a mapping, or PEFT's LoraConfig. settings: sections and names of the
         config file, or fields of GRPOConfig.
         """
-        self.args = args
+        if unused := sorted(HOOKS.intersection(dir(type(self)))):
+            raise ConfigError(f"{type(self).__name__}: methods that are never called: {', '.join(unused)}")
+        self.args, self.train_dataset = args, train_dataset
+        self.eval_dataset = settings.get("eval_dataset", eval_datasets)
         if processing_class is not None:
             self.processing_class = processing_class
         self._loaded = read_arguments(
@@ -103,7 +118,7 @@ class Trainer(TrainedModel):
             settings=settings,
         )
         self._callbacks: list[object] = []
-        for callback in callbacks or ():
+        for callback in callbacks if isinstance(callbacks, Sequence) else [callbacks] if callbacks else []:
             self.add_callback(callback)
         check_names(self._loaded.config.sources)
         self._name = program_name() if config is None else Path(config).stem
@@ -125,6 +140,17 @@ class Trainer(TrainedModel):
                 )
         self._callbacks.append(callback)
         check_callbacks(self._callbacks)
+
+    def pop_callback(self, callback: Any) -> Any:
+        """Remove a callback, or the first one of a class, and return it; None if there is none."""
+        for each in self._callbacks:
+            theirs = each.callback if isinstance(each, FollowingCallback) else each
+            if callback in (theirs, type(theirs)):
+                self._callbacks.remove(each)
+                return theirs
+        return None
+
+    remove_callback = pop_callback
 
     def check(self) -> None:
         """Check settings, model, data and functions, and print the first prompts and rewards: a dry run.
@@ -153,9 +179,13 @@ class Trainer(TrainedModel):
         wanted = resume or resume_from_checkpoint or None
         resume = AUTO if wanted is True else None if wanted is None else os.fspath(cast(str | Path, wanted))
         self.__dict__.pop("model", None)  # loaded after an earlier call
+        started = time.monotonic()
         try:
             with rank_variables():
                 self._result = self._train(resume)
+            seconds = time.monotonic() - started
+            rates = {"train_steps_per_second": self._result.steps / seconds, "train_loss": self._result.training_loss}
+            self._result.metrics.update(rates, train_runtime=seconds)  # names of transformers
             return self._result
         except (ConfigError, RunError) as error:
             failure: BaseException = error

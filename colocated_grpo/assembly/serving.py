@@ -139,8 +139,7 @@ def build_remote(
             sync = exported.share_exported(views, prefix, policy.weights.published, adopted, world, check_every)
             restore = lambda server: False  # noqa: E731
     infos = [server.wait_until_ready() for server in servers]
-    # In a deterministic run, send all requests at once: the server's queue then decides which requests decode together,
-    # not timing.
+    # In a deterministic run, send all requests at once: the server's queue decides which decode together, not timing.
     limit = sys.maxsize if config.deterministic else None
     return Engines(
         local=None,
@@ -212,8 +211,7 @@ class Serving:
         self._world.from_main(open_ports)
 
     def close(self) -> None:
-        """Close ports and links. Call only if `start` was not called: the supply then closes both, once its requests
-        have a response."""
+        """Close ports and links, unless `start` was called: the supply then closes both, after its last response."""
         for server in self._servers:
             server.close()
         for link in self._links:

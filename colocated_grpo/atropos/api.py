@@ -38,8 +38,7 @@ GROUPS = BodyShape(values=MAX_BODY_BYTES, containers=1 << 20, strings=1 << 18, d
 """Bounds of a request body. Numbers are not limited here, because they are parsed one sequence at a time."""
 MAX_SEQUENCES = 1 << 14
 MAX_ROW_NUMBERS = 1 << 20
-"""Maximum numbers in one sequence until the trainer has registered its own maximum. Bounds the memory for parsing one
-row."""
+"""Maximum numbers in one sequence until the trainer has registered its own maximum. Bounds the memory for a row."""
 GZIP_MIN_BYTES = 1000
 GZIP_LEVEL = 1
 """Higher levels take several times as long."""

@@ -218,8 +218,7 @@ class Exchange:
         self._started = True
         size = self.trainer.batch_size
         reserved = self._reserved(size)
-        # Group sizes divide the batch size n, and the sum of n's divisors is below 16 n. So 16 n groups contain a
-        # batch.
+        # Group sizes divide the batch size n, and the sum of n's divisors is below 16 n. So 16 n groups hold a batch.
         first = self._queue if reserved else self._queue[: 16 * size]
         chosen = choose_batch([group.size for group in first], [group.env_id for group in first], size, reserved)
         if not chosen:

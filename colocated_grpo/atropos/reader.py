@@ -101,8 +101,7 @@ Samplers never return such values; low values are fillers such as -9999."""
 MAX_MAGNITUDE = 1e6
 """Bound of scores and advantages. Much larger finite values cause an infinite gradient norm, which stops the run."""
 MAX_TEMPERATURE = 100.0
-"""Temperatures above this value, and positive temperatures below MIN_TEMPERATURE, are errors: the trainer divides
-logits by the temperature."""
+"""Temperatures above this value, and positive ones below MIN_TEMPERATURE, are errors: logits are divided by them."""
 MAX_NAMED = 5
 """Maximum environments named in a line about dropped sequences."""
 MISSING_LOGPROBS = "missing_logprobs"
@@ -294,8 +293,7 @@ def _row(name: str, rows: list[list[T]], index: int, length: int) -> list[T]:
 
 
 def _trained(tokens_T: np.ndarray, masks_T: np.ndarray) -> np.ndarray:
-    """Return a bool array: True where the mask repeats the token. The first token is not predicted, so it is always
-    False."""
+    """Return a bool array: True where the mask repeats the token; False for the first, which is not predicted."""
     trained_T = masks_T != MASKED
     if (masks_T[trained_T] != tokens_T[trained_T]).any():
         raise InvalidSequence("masks")

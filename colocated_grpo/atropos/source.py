@@ -64,8 +64,7 @@ class AtroposClient:
         self._http = JsonClient(url, timeout=timeout, api_key=api_key)
 
     def is_registered(self) -> bool:
-        """Return True if this trainer is registered. Raises EnvironmentSetupError if a trainer with other settings is
-        registered."""
+        """Return True if this trainer is registered. Raises EnvironmentSetupError if one with other settings is."""
         info = self.get("/info")
         expected = {"batch_size": self._trainer.batch_size, "max_token_len": self._trainer.max_token_len}
         registered = {name: info.get(name, UNSET) for name in expected}

@@ -8,11 +8,9 @@ from typing import NamedTuple
 
 COPIED_KEY_COST = 0.25
 """Memory of one copy of a token's keys and values, relative to everything kept of the token for the backward pass.
-About 1/8 in common models. The margin keeps micro-batches with many copies within the memory that was measured without
-copies."""
+About 1/8 in common models. The margin keeps micro-batches with many copies within the memory measured without."""
 GROUPING_THRESHOLD = 0.97
-"""Plan by group only if the work drops below this fraction: with common prefixes, every layer copies keys and
-values."""
+"""Plan by group only if the work drops below this fraction: with prefixes, every layer copies keys and values."""
 
 
 class Outline(NamedTuple):

@@ -109,8 +109,7 @@ class Checkpoints:
         )
 
     def _publish(self, partial: Path, final: Path, record: str, checksums: dict[str, str]) -> None:
-        """Rename the finished checkpoint and delete old checkpoints. Rank 0's write finishes last, so all files exist
-        now."""
+        """Rename the finished checkpoint and delete old checkpoints. Rank 0 finishes last, so all files exist."""
         if not self._world.is_main:
             return
         storage.write_durably(
@@ -233,8 +232,7 @@ def _complete(completed: Future[None], before: Future, action: Callable[[], None
 
 
 def _replace_state(folder: Path, state: JsonObject) -> bool:
-    """Replace the state of a complete checkpoint atomically, if the state differs. Returns False if the file is
-    damaged."""
+    """Replace the state of a complete checkpoint atomically, if it differs. Returns False if the file is damaged."""
     try:
         record = run_folder.read_record(folder)
     except ValueError:

@@ -38,8 +38,7 @@ Layout = JsonObject
 
 
 def layout_of(metadata: dcp.metadata.Metadata, places: Mapping[dcp.metadata.MetadataIndex, _StorageInfo]) -> Layout:
-    """Return the layout of a checkpoint written by torch. All entries must be tensors. places: location of each
-    chunk."""
+    """Return the layout of a checkpoint written by torch. All entries must be tensors. places: chunks' locations."""
     layout = {}
     for name, entry in metadata.state_dict_metadata.items():
         assert isinstance(entry, dcp.metadata.TensorStorageMetadata)

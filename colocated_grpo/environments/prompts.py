@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TOOLS, VARIABLES = "tools", "chat_template_kwargs"
-"""Item keys whose values are passed to the chat template. The keys are named as in TRL. Both values may be JSON
-text."""
+"""Item keys whose values are passed to the chat template. Named as in TRL. Both values may be JSON text."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -158,8 +158,7 @@ def epoch_order(size: int, seed: int, epoch: int) -> list[int]:
 
 
 REMEMBERED = 1 << 17
-"""Maximum count of items with a stored number, above the row count of common datasets. Every checkpoint contains all
-stored numbers."""
+"""Maximum count of items with a stored number, above the rows of common datasets. Every checkpoint has them all."""
 SOLVED_KEY = "solved"
 """Key of the stream's own state, in addition to the keys of the stream that it draws from."""
 

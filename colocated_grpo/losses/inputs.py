@@ -34,8 +34,7 @@ class LossInputs:
     sampling_logprobs_N: Tensor
     """From the engine, at the sampling temperature. NaN where the sampler gave none; replace NaN before the loss."""
     old_logprobs_N: Tensor | None = None
-    """From the trainer, before this batch's first update. None: on-policy; the detached current log-probabilities are
-    used."""
+    """From the trainer, before this batch's first update. None: on-policy, and the detached current ones are used."""
     ref_logprobs_N: Tensor | None = None
     """From the frozen reference; required where kl.coef > 0 and kl.target is 'reference'. Packing fills in the values
     that environments give, and NaN for all other tokens. None if no environment gives values."""

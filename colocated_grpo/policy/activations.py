@@ -36,8 +36,7 @@ micro-batches, each of which has a fixed cost."""
 USABLE_FRACTION = 0.92
 """Fraction of the free memory to plan with: the caching allocator loses some of it to fragmentation."""
 TRIAL_TOKENS = 256, 2048
-"""Bounds of the number of tokens in the larger trial micro-batch. The smaller trial micro-batch has about half as many
-tokens."""
+"""Bounds of the number of tokens in the larger trial micro-batch. The smaller one has about half as many tokens."""
 TRIAL_PREFIX = 7
 """Length of the common prefix of a trial's sequences. torch.compile assumes that sizes that are equal in its
 first call are always equal, and that a size of 1 is constant. This length therefore differs from 1, from a trial's

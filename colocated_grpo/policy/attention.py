@@ -72,8 +72,7 @@ def block_mask(runs: kernels.Runs, window: int | None, num_queries: int, num_key
     last_QB = F.pad(last_T, padding, value=-1).view(-1, BLOCK)
     start_K = torch.arange(columns, device=first_T.device) * BLOCK
     end_K = start_K + BLOCK - 1
-    # If a block of queries has two runs, neither run sees the keys between their intervals. `sees` below hides these
-    # keys.
+    # If a block of queries has two runs, neither run sees the keys between their intervals. `sees` hides these keys.
     seen_QK = (first_QB.amin(1)[:, None] <= end_K) & (last_QB.amax(1)[:, None] >= start_K)
     full_QK = (first_QB.amax(1)[:, None] <= start_K) & (last_QB.amin(1)[:, None] >= end_K)
 

@@ -34,8 +34,7 @@ from colocated_grpo.settings.generation import ModelConfig
 _MERGES = ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
 """Supported operations and their dimensions: each expert's matrices are joined by rows, then experts are stacked."""
 _SPECIAL = frozenset("\\^$*+?{}[]()|")
-"""Special characters of regular expressions, which no tensor name contains. A dot in a pattern matches the dot of a
-name."""
+"""Special characters of regular expressions, which no tensor name contains. A dot matches the dot of a name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,8 +276,7 @@ class CheckpointReader:
         if name not in self._experts:
             _copy(target, self._stored[name](rows))
             return
-        # Copy each matrix directly into its rows: concatenating in host memory first would spend most of the time on
-        # page faults.
+        # Copy each matrix directly into its rows: concatenating in host memory would spend the time on page faults.
         for joined, matrices in zip(target, self._experts[name][rows], strict=True):
             begin = 0
             for read in matrices:

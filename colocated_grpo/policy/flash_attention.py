@@ -252,8 +252,7 @@ def fa4_backward(
         logsumexp,
         **_fa4_settings(cu_q, cu_k, longest_q, longest_k, scale),
         deterministic=torch.are_deterministic_algorithms_enabled(),
-        # By default, FlashAttention 2 and 4 lay out gradients like the inputs. The fake below declares contiguous
-        # gradients.
+        # By default, FlashAttention 2 and 4 lay out gradients like the inputs. The fake declares contiguous ones.
         dq=query.new_empty(query.shape),
         dk=key.new_empty(key.shape),
         dv=value.new_empty(value.shape),

@@ -40,8 +40,7 @@ COMPILE_OPTIONS = {"triton.mix_order_reduction_non_strict_mode": True}
 """By default Inductor chooses the reduction of norms by the number of tokens and compiles twice, for few and for many
 tokens. Trial steps are small, so the second compilation would slow down a run's first training step."""
 COMPILE_OPTIONS_OF = {
-    # The mix-order reduction pads with zero rows. A negative power of the mean of a zero row is infinite, so the sum
-    # over rows is NaN.
+    # The mix-order reduction pads with zero rows. A negative power of their mean is infinite, so the sum is NaN.
     "gemma4_text": {"triton.mix_order_reduction": False},
     # The tiling analysis fails for varying numbers of tokens in torch 2.11 (pytorch issue 181563).
     "deepseek_v3": {"triton.coalesce_tiling_analysis": False},
@@ -62,8 +61,7 @@ class PackedLM(nn.Module):
         self.softcap = getattr(lm.config, "final_logit_softcapping", None)
         self.logit_divisor = logit_divisor(lm.config)
         self.shares_prefixes = not lm._is_stateful
-        """True if a prompt may be computed once for all siblings. False with a recurrent state, which siblings would
-        lose."""
+        """True if a prompt may be computed once for all siblings. False with a recurrent state."""
         self.conversion = conversion_of(lm.config.model_type)
         """Converts the model's parameters to the tensors of a checkpoint."""
         self.arrange: Callable[[PackedTokens], PackedTokens] = lambda tokens: tokens

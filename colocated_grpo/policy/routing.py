@@ -76,8 +76,7 @@ class _WithGradient(torch.autograd.Function):
 
 
 FIRST_WITH_LOGITS = Version("5.6")
-"""First minor release of transformers after pull request 45131. In earlier releases, most routers returned
-probabilities."""
+"""First minor release of transformers after pull request 45131. Earlier, most routers returned probabilities."""
 Weigh = Callable[[Any, Tensor, Tensor], Tensor]
 """(router, its logits [T, E], experts [T, K]) -> their weights [T, K], as the router of the family computes them."""
 
@@ -175,8 +174,7 @@ class _LayerReplay:
         logits_TE, own_weights_TK, own_experts_TK = routed(output, "policy.routing_replay=true")
         # Skip tokens without a record: their zeros name one expert several times, and could make the gradient NaN.
         experts_TK = torch.where(self.recorded_T[:, None], self.experts_TK.to(own_experts_TK.dtype), own_experts_TK)
-        # If engine and policy chose the same experts, keep the policy's order, which gives the same bits as without
-        # replay.
+        # If engine and policy chose the same experts, keep the policy's order, for the same bits as without replay.
         replaced_T = (experts_TK.sort(-1).values != own_experts_TK.sort(-1).values).any(-1)
         replaced_T1 = replaced_T[:, None]
         weights_TK = self._weigh(router, logits_TE, experts_TK).to(own_weights_TK.dtype)

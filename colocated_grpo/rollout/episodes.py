@@ -27,8 +27,7 @@ from colocated_grpo.runtime.user_code import limited
 from colocated_grpo.types import Completion, Prompt, Rollout, Score
 
 GRACE_SECONDS = 2.0
-"""Grace period after a deadline. An episode that still runs afterwards blocks the event loop or suppresses
-cancellation."""
+"""Grace period after a deadline. An episode that still runs blocks the event loop or suppresses cancellation."""
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -39,8 +38,7 @@ class _Playing:
     index: int
     sibling: int
     deadline: float | None = None
-    """Deadline of the episode's tools, in time.monotonic(). None before the episode begins and while the engine samples
-    its turns."""
+    """Deadline of the episode's tools, in time.monotonic(). None before it begins and while the engine samples."""
     clock: asyncio.Timeout | None = None
     """The event loop's timeout for the same deadline, which cancels the episode. None if the episode is not running."""
     conversation: Conversation | AgentConversation = field(init=False)
@@ -236,8 +234,7 @@ class EpisodeRunner:
         with playing.lock:
             playing.sampling.add(turn)
             playing.deadline = None
-        # `_sampled` runs on the thread that completes the turn, not on the event loop: a blocked loop must not stop the
-        # clock.
+        # `_sampled` runs on the thread that completes the turn, not on the event loop, which may be blocked.
         turn.add_done_callback(partial(self._sampled, playing))
         try:
             return await asyncio.wrap_future(turn)

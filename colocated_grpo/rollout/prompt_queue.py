@@ -33,8 +33,7 @@ class PromptQueue:
     max_running: int = sys.maxsize
     """The rank takes a prompt only while fewer completions than this are running."""
     counts: bool = True
-    """False: this rank's groups duplicate the groups of another rank. Only the groups of the other rank are scored and
-    used."""
+    """False: this rank's groups duplicate those of another rank, whose groups alone are scored and used."""
     may_stop: bool = True
     """False: this rank must stay in step with the other ranks of its tensor-parallel engine."""
 

@@ -16,8 +16,7 @@ from colocated_grpo.summaries import group_rewards, is_informative
 from colocated_grpo.types import Group, Prompt
 
 Draw = Callable[[int], Sequence[Prompt]]
-"""Collective: returns the given number of fresh prompts on every rank. Raises Stopped on every rank after a stop
-request."""
+"""Collective: returns so many fresh prompts on every rank. Raises Stopped on every rank after a stop request."""
 Collect = Callable[[Job], list[Group]]
 
 

@@ -21,8 +21,7 @@ PENDING = "pending"
 """Key of the state of partial rollouts: the unfinished groups of each engine."""
 
 Order = Callable[[], list[Group]]
-"""The work of one rollout phase. Collective; the engine must be awake. Returns all groups, on every rank. Raises
-Stopped."""
+"""One rollout phase. Collective; the engine must be awake. Returns all groups on every rank. Raises Stopped."""
 
 
 class Supply:

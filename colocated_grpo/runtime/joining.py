@@ -54,8 +54,7 @@ class Joined:
     def fail(self, error: BaseException) -> NoReturn:
         """Make the other ranks exit, and raise this rank's error, or what shows its cause. Call while handling it."""
         self.watchdog.stop_watching()
-        # The error of a broken collective does not show the cause, so name the lost ranks. Any other error is this
-        # rank's own.
+        # The error of a broken collective does not show the cause, so name the lost ranks. Other errors are its own.
         broken = isinstance(error, RuntimeError) and not isinstance(error, RunError)
         missing = self.watchdog.missing_ranks() if broken else None
         shown = error if missing is None else RunError(missing)

@@ -14,8 +14,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with(parent: int) -> None:
-    """Make the kernel kill this process when process `parent` ends, even while this process holds the interpreter
-    lock."""
+    """Make the kernel kill this process when process `parent` ends, even while this one holds the interpreter lock."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)  # the parent died before the call to prctl

@@ -172,14 +172,12 @@ def scratch_folder() -> Generator[Path]:
 
 
 def _remove_abandoned() -> None:
-    """Remove this user's launcher folders whose lock is free. A folder without a lock file does not belong to a
-    launcher."""
+    """Remove this user's launcher folders whose lock is free. A folder without a lock file is not a launcher's."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with suppress(OSError):  # already removed by another start, or still locked
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():
                 continue
-            # Do not create the lock: it must be a launcher's. Open it for writing, because network file systems require
-            # this.
+            # Do not create the lock: it must be a launcher's. Open it for writing: network file systems require this.
             descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

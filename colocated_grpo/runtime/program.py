@@ -28,8 +28,7 @@ LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 LOG_LEVEL_VARIABLE = "COLOCATED_GRPO_LOG_LEVEL"
 OPENMP_SETTINGS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "2000"}
 """Variables that libgomp reads when it is loaded. With these values, idle OpenMP threads spin for microseconds, then
-sleep. By default, they spin long enough to take cores from other ranks and programs. Without spinning, each short wait
-would cost a sleep."""
+sleep. By default, they spin long enough to take cores from other programs. Without, each short wait costs a sleep."""
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 LAST_PORT = 65535
 ANY_PORT = "0"
@@ -199,8 +198,7 @@ def max_client_connections() -> int:
 
 
 def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return torchrun's variables if RANK is not set. They are derived from srun's variables, or describe a single
-    rank."""
+    """Return torchrun's variables if RANK is not set. They come from srun's variables, or describe a single rank."""
     if "RANK" in environment:
         return {}
     # Only srun sets SLURM_STEP_NUM_TASKS. Without srun a batch script is one process, regardless of SLURM_NTASKS.

@@ -49,8 +49,7 @@ def connect_store(host: str, port: int, timeout: float) -> dist.TCPStore:
 
 
 def wait_for_keys(store: dist.Store, keys: Sequence[str], deadline: float) -> list[str]:
-    """Wait until all keys are set. Return the keys that are missing at the deadline. deadline: a time of
-    `time.monotonic`."""
+    """Wait until all keys are set. Return the keys missing at the deadline, a time of `time.monotonic`."""
     while True:
         with suppress(dist.DistStoreError):  # some keys are not set yet
             store.wait(list(keys), SLICE)

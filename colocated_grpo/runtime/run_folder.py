@@ -35,8 +35,7 @@ SEAL = "checksum"
 MODEL_SHAPE = "model_shape"
 """Key in the trainer's state: entries of the model's config.json that determine weight shapes."""
 CHECKPOINT_NAME = re.compile(r"step_(\d{6,})")
-"""Folders with other names (step_best, step_000003 copy) belong to the user. A run neither resumes from them nor
-deletes them."""
+"""Folders with other names (step_best, step_000003 copy) belong to the user. No run resumes from or deletes them."""
 _locks: list[TextIO] = []
 """Open lock files. They stay open until the process exits. Any kind of exit releases the locks."""
 
@@ -57,7 +56,8 @@ def choose_run_folder(output: Path, run_name: str | None, resume: str | None, pr
         if not given.is_dir():
             raise ConfigError(f"--resume={resume!r}: no such run folder")
         if not complete_checkpoints(given / CHECKPOINTS):
-            raise ConfigError(f"--resume={resume!r}: no complete checkpoint in {given / CHECKPOINTS}")
+            hint = f"; give the run folder, {given.parents[1]}" if given.parent.name == CHECKPOINTS else ""
+            raise ConfigError(f"--resume={resume!r}: no complete checkpoint in {given / CHECKPOINTS}{hint}")
         return _without_links(given)
     folder = output / (run_name or f"{prefix}-{time.strftime('%Y%m%d-%H%M%S')}")
     if complete_checkpoints(folder / CHECKPOINTS) and resume is None:
@@ -184,8 +184,7 @@ def saved_shape(checkpoint: Path) -> JsonObject:
 
 
 def _without_links(folder: Path) -> Path:
-    """Return `folder`. Raises ConfigError if it contains a symbolic link: a resumed run rewrites and deletes files in
-    it."""
+    """Return `folder`. Raises ConfigError if it contains a symbolic link: a resumed run rewrites its files."""
     for path in folder.iterdir() if folder.is_dir() else ():
         if path.is_symlink():
             raise ConfigError(

@@ -63,8 +63,7 @@ class StopRequest:
         self._requested.set()
 
     def exchange(self) -> None:
-        """Publish this rank's request, or adopt another rank's request. The watchdog calls this, not a signal
-        handler."""
+        """Publish this rank's request, or adopt another rank's. Called by the watchdog, not a signal handler."""
         if self._requested.is_set():
             self._store.set(STOP_KEY, "1")
         elif self._store.check([STOP_KEY]):
@@ -175,8 +174,7 @@ class Watchdog:
         return None if first is None else first.decode() == claim
 
     def _leads_node(self) -> bool:
-        """Return True on one rank of each node. If the store is gone, only this rank reports a loss that all ranks
-        detect."""
+        """Return True on one rank of each node. If the store is gone, only this rank reports a loss that all detect."""
         return self._rank < min(self._siblings.values(), default=self._rank + 1)
 
     def show_failure_of_other_node(self) -> None:
@@ -189,14 +187,12 @@ class Watchdog:
                 report(RUN_ERROR, [f"error: rank {rank} of another node failed first: {line}"])
 
     def stop_watching(self) -> None:
-        """Do not end this process from now on, because it is failing by itself. Blocks if the watchdog is already
-        ending it."""
+        """Do not end this process from now on, because it is failing by itself. Blocks if the watchdog is ending it."""
         with self._leaving:
             self._done.set()
 
     def report_failure(self, line: str) -> bool:
-        """Stop watching and make other ranks exit. Return True if this rank failed first; else wait, then return
-        False."""
+        """Stop watching and make others exit. Return True if this rank failed first; else wait and return False."""
         self.stop_watching()
         first = self._claim(line) is not False
         if not first:
@@ -230,8 +226,7 @@ class Watchdog:
 
 
 def own_process() -> ProcessId:
-    """Return this process's id. Host name and pid are not unique: containers on the host's network share the host's
-    name."""
+    """Return this process's id. Host name and pid are not unique: containers on the host's network share its name."""
     boot = ""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -147,8 +147,7 @@ class UserCodeWatch:
 
     @contextmanager
     def limited(self) -> Generator[None]:
-        """Context of user code that must not hold the interpreter lock for long. Several threads may enter it at
-        once."""
+        """Context of user code that must not hold the interpreter lock for long. Several threads may enter it."""
         with self._lock:
             self._running += 1
             if not self._is_set:

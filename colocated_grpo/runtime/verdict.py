@@ -39,8 +39,7 @@ class ProcessEnd:
     """Exit code of a process that has reported its end. The report also contains the lines to print."""
     lines: Sequence[str] = ()
     reported: float = 0.0
-    """time.time() of the report. The first report of a node shows the cause: that exit makes the other ranks fail
-    too."""
+    """time.time() of the report. The first report of a node shows the cause: that exit makes other ranks fail."""
 
 
 _own = ProcessEnd()

@@ -225,8 +225,7 @@ class AdapterSync:
             server.until_answered(partial(self.restore, server))
 
     def restore(self, server: EngineServer) -> bool:
-        """Load the adapter of the last sync. Raises Unavailable or RequestRejected. Raises RunError if other files are
-        loaded."""
+        """Load the adapter of the last sync. Raises Unavailable, RequestRejected, or RunError for other files."""
         body = {"adapter_path": str(self._target.absolute()), "adapter_name": ADAPTER_NAME}
         _require_same(server, server.post("/lora/load", body)["exported"], self._target)
         return True
@@ -272,8 +271,7 @@ class RestartSync:
         model = self._current
         former = server.wait_until_ready()["instance"]
         accepted: set[str] = set()
-        """Instances that have accepted the restart request. If an instance crashes before it accepts, another instance
-        starts."""
+        """Instances that have accepted the restart request. If one crashes before it accepts, another starts."""
 
         def restarted() -> None:
             info = server.info()

@@ -244,8 +244,7 @@ def add_weight_routes(
     @trainers.post("/bridge/init")
     async def init(request: Request) -> JSONResponse:
         offer = await read_json(request, Offer.from_json)
-        # The response does not wait for the join, because the trainer joins the group only after all servers have
-        # accepted.
+        # The response does not wait for the join, because the trainer joins only after all servers have accepted.
         joined = control.join_trainer(partial(call, "join", offer))
         joined.add_done_callback(note_failure)
         return JSONResponse({"accepted": True})

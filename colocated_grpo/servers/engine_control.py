@@ -29,8 +29,7 @@ POLL_SECONDS = 1.0
 
 
 def join_ranks(size: int) -> dist.Store:
-    """Return the store of all ranks, after rank 0 has started the other ranks. Sets RANK and related environment
-    variables."""
+    """Return the store of all ranks, after rank 0 has started the other ranks. Sets RANK and related variables."""
     if "RANK" in os.environ:  # started by rank 0
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)  # rank 0 decides when to end
@@ -216,8 +215,7 @@ class EngineControl:
         return self._commands.submit(set_version)
 
     def change_weights(self, change: Callable[[], T]) -> Future[T]:
-        """Finish running requests, then run `change`. Once it has succeeded, trainers' requests are rejected until the
-        next `set_version`."""
+        """Finish running requests, then run `change`. After it, trainers' requests are rejected until `set_version`."""
 
         def changed() -> T:
             result = change()

@@ -89,16 +89,14 @@ class TrainerSession:
             self._loop.call_soon_threadsafe(self._queue, number, outcome)
 
     def _queue(self, number: int, outcome: Outcome) -> None:
-        """Queue the message. If the engine has stopped, queue none: the client posts its requests to the next
-        engine."""
+        """Queue the message. None if the engine has stopped: the client posts to the next engine."""
         if isinstance(outcome, Completion):
             self._messages.put_nowait({"id": number, "completion": asdict(outcome)})
         elif isinstance(outcome, str):
             self._messages.put_nowait({"id": number, "error": outcome})
 
     async def lines(self) -> AsyncIterator[str]:
-        """Yield an opening line and one line per message. After HEARTBEAT_SECONDS without a message, yield an empty
-        line."""
+        """Yield an opening line and one line per message. An empty line after HEARTBEAT_SECONDS without one."""
         yield json.dumps({"client": self.client}) + "\n"
         while True:
             try:
@@ -170,8 +168,7 @@ class Sessions:
             self.note(f"trainer {session.client[:8]} has disconnected; another may connect")
 
     def close_all(self) -> None:
-        """End all streams before the server closes, because open streams would delay closing. Call from another
-        thread."""
+        """End all streams before the server closes, because open streams would delay it. Call from another thread."""
         for session in list(self._open.values()):
             session.close_from_another_thread()
 

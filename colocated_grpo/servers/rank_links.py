@@ -183,8 +183,7 @@ class RankLink:
                 self._messages.send("cancel", number)
 
     def end_phase(self, phase: int, *, abort: bool) -> None:
-        """End a phase on the other rank, and finish or abort the phase's running requests. Phases are counted from
-        1."""
+        """End a phase on the other rank, and finish or abort the phase's running requests. Phases count from 1."""
         self._messages.send("end", phase, abort)
 
     def _receive(self) -> None:
@@ -233,8 +232,7 @@ class RemoteInbox:
             driver.drain()
 
     def _accept(self) -> None:
-        """Receive from each connection on a separate thread, so that a client without the secret cannot block rank
-        0."""
+        """Receive from each connection on a separate thread, so that one without the secret cannot block rank 0."""
         while not self._closed:
             with suppress(OSError):  # the listener is closed
                 connection = self._listener.accept()

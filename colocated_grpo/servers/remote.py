@@ -29,8 +29,7 @@ STOP_SECONDS = 30.0
 """Seconds for the run to stop after the engine is lost."""
 
 Restore = Callable[[EngineServer], bool]
-"""Restores the weights of a restarted server. Returns False if only a weight sync of all ranks can restore them. Raises
-Unavailable."""
+"""Restores a restarted server's weights. Returns False if only a weight sync of all ranks can. Raises Unavailable."""
 
 
 class WeightsLost(RunError):

@@ -135,8 +135,7 @@ class StrictBody(Body):
 
 
 class SamplingParameters(StrictBody):
-    """Sampling parameters under vLLM's names. Unknown keys are rejected: ignoring such a key would change the
-    samples."""
+    """Sampling parameters under vLLM's names. Unknown keys are rejected: ignoring one would change the samples."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
@@ -216,8 +215,7 @@ class TokensBody(Body):
 
 
 SAMPLED = frozenset(SamplingParameters.model_fields.keys() - {"logprobs", "prompt_logprobs", "detokenize"})
-"""Keys of OpenAI's bodies that are sampling parameters. Null means the default; for max_tokens, the rest of the context
-length."""
+"""Keys of OpenAI's bodies that are sampling parameters. Null: the default; for max_tokens, the rest of the context."""
 
 
 class OpenAIBody(Body):

@@ -150,8 +150,7 @@ class CompletionFormat(OpenAIFormat):
         }
 
     def _by_text(self, entry: dict[int, float]) -> dict[str, float]:
-        """Return log-probabilities by token text. If tokens have equal text (partial characters), the first token is
-        kept."""
+        """Return log-probabilities by token text. If tokens have equal text (partial characters), the first is kept."""
         named: dict[str, float] = {}
         for token, value in entry.items():
             named.setdefault(self._detokenize([token]), value)

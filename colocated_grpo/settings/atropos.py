@@ -39,15 +39,13 @@ class ServerConfig(Section):
     more_ports: list[Port] = []
     """Further ports of the same server. Use [9004, 9005, 9006, 9007] for environments that ignore --openai.base_url."""
     api_key_variable: str | None = None
-    """Environment variable with the key that requests must send. The key itself is never logged or saved. null: no key
-    is required."""
+    """Environment variable with the key that requests must send. The key is never logged or saved. null: no key."""
     allowed_hosts: list[str] = []
     """Additional host names accepted in requests, such as a service name in a container network. Other host names are
     rejected with 403, because a web page can make its own name resolve to this machine. With an API key, all host names
     are accepted."""
     max_body_bytes: Positive = 8 << 20
-    """Maximum size of a request body in bytes. Larger bodies are rejected with 413. The default fits a million prompt
-    tokens."""
+    """Maximum bytes of a request body; larger ones are rejected with 413. The default fits a million prompt tokens."""
     max_requests: Positive = 4096
     """Maximum number of running and waiting requests. Further requests are rejected with 503."""
 
@@ -76,8 +74,7 @@ class AtroposSourceConfig(Section):
     keep_last_batch: bool = False
     """Write the latest batch, as received, to atropos_batch.json in the run folder."""
     connect_timeout: Number = Field(30.0, gt=0)
-    """Seconds to wait for the API server when the run starts. If the server is lost later, the run waits without
-    limit."""
+    """Seconds to wait for the API server when the run starts. If it is lost later, the run waits without limit."""
     server: ServerConfig = ServerConfig()
     """The server from which environments sample."""
     weight: Number = Field(1.0, gt=0)

@@ -74,13 +74,11 @@ SET_BY_THE_RUN = frozenset(
         *("return_tensors", "return_dict", "return_assistant_tokens_mask"),
     }
 )
-"""Arguments of transformers' apply_chat_template() that are not template variables, or for which separate settings
-exist."""
+"""Arguments of transformers' apply_chat_template() that are no template variables, or have settings of their own."""
 
 
 def read_json(value: object) -> object:
-    """Parse text as JSON; return other values unchanged. TRL's command line and dataset columns hold nested values as
-    text."""
+    """Parse text as JSON; return other values unchanged. TRL's command line and columns hold nested values as text."""
     return json.loads(value) if isinstance(value, str) else value
 
 

@@ -132,8 +132,7 @@ def parse_overrides(arguments: Sequence[str]) -> list[tuple[KeyPath, str]]:
             if argument is arguments[0] and argument.isalpha():
                 rule = "not a command (--help lists them); to train, give only flags and settings"
             raise ConfigError(f"{argument!r}: {rule}")
-        # `--training-steps` means `--training_steps`. Hyphens after the first dot are kept: keys of `args` may contain
-        # hyphens.
+        # `--training-steps` means `--training_steps`. Hyphens after the first dot are kept, as in keys of `args`.
         section, dot, rest = name.partition(".")
         key = section.replace("-", "_") + dot + rest
         if not has_value:

@@ -26,15 +26,13 @@ _POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_
 
 
 def shape_of(model: JsonObject) -> JsonObject:
-    """Return the entries of a config.json that determine the weights' shapes. An entry that has a default may be
-    missing."""
+    """Return the entries of a config.json that determine the weights' shapes. Those with a default may be missing."""
     text = text_part(model)
     return {key: text[key] for key in _SHAPE_KEYS if text.get(key) is not None}
 
 
 def first_difference(one: JsonObject, other: JsonObject) -> str | None:
-    """Return the first key whose values differ. A key of only one shape is skipped: the other shape may use its
-    default."""
+    """Return the first key whose values differ. A key of only one shape is skipped: the other may use its default."""
     return next((key for key in one if key in other and one[key] != other[key]), None)
 
 
@@ -67,8 +65,7 @@ def _check_entries(entries: object, where: str) -> None:
 
 
 def config_json_in(folder: Path) -> JsonObject:
-    """Return the contents of a model folder's config.json, which an earlier check has read. Raises OSError or
-    ValueError."""
+    """Return a model folder's config.json, which an earlier check has read. Raises OSError or ValueError."""
     return json.loads((folder / "config.json").read_text(encoding="utf-8"))
 
 
@@ -145,8 +142,7 @@ def _reach(endpoint: str) -> None:
 
 
 def longest_sequence(model: JsonObject) -> int | None:
-    """Return the maximum sequence length in a config.json, after rope scaling; None if config.json has no such
-    entry."""
+    """Return the maximum sequence length in a config.json, after rope scaling; None if it has no such entry."""
     positions = next((model[key] for key in _POSITION_KEYS if isinstance(model.get(key), int)), None)
     rope = model.get("rope_scaling") or model.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type"))
@@ -179,11 +175,9 @@ MODULES = {
     ("qwen3_5_moe", "qwen3_5_moe_text"): "Qwen3_5MoeForCausalLM",
 }
 """Model types of a multimodal model and of its text part -> class of the text part in transformers and vLLM. For text
-input, the text part alone computes the same as the whole model. In pairs that are not listed, the whole model may add
-computation."""
+input, the text part alone computes the same as the whole model. In other pairs, the whole model may add computation."""
 TRAINED_AS = {"qwen3_vl_text": "qwen3"}
-"""Model type of a text part -> an equivalent type for text. Qwen3-VL's positions have three coordinates, which are
-equal without images."""
+"""Model type of a text part -> an equivalent type for text. Qwen3-VL has three positions, equal without images."""
 DEFAULTS: dict[object, JsonObject] = {
     "gemma3_text": {
         "head_dim": 256,

@@ -211,8 +211,7 @@ def _rule(error: ErrorDetails) -> str:
 
 
 def setting_path(error: ErrorDetails, tree: object) -> KeyPath:
-    """Return the path of the setting with a pydantic error. Union tags that pydantic inserts into the path are
-    removed."""
+    """Return the path of the setting with a pydantic error. Pydantic's union tags are removed from the path."""
     path: list[str | int] = []
     node = tree
     for step in error["loc"]:
@@ -266,8 +265,7 @@ def _nested(path: KeyPath) -> str:
 
 
 def setting_names(model: type[BaseModel], prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, type[BaseModel]]]:
-    """Yield every setting of every union member, with the model that defines the setting. Index 0 means any list
-    entry."""
+    """Yield every setting of every union member, with the model that defines it. Index 0 means any list entry."""
     for name, field in model.model_fields.items():
         yield (*prefix, name), model
         inside = (*prefix, name, 0) if get_origin(field.annotation) is list else (*prefix, name)
@@ -287,8 +285,7 @@ def _similarity(one: str, other: str) -> float:
 
 
 def location_suffix(path: KeyPath, locations: Mapping[KeyPath, SettingLocation]) -> str:
-    """Return ' (line 7 of x.yaml)' for the key. For a missing key, return the location of the nearest section around
-    it."""
+    """Return ' (line 7 of x.yaml)' for the key. For a missing key, the location of the nearest section around it."""
     for length in range(len(path), 0, -1):
         if path[:length] in locations:
             return f" ({locations[path[:length]]})"

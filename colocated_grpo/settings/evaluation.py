@@ -114,13 +114,11 @@ class EvaluationConfig(Section):
     every: NonNegative = 10
     """Steps between evaluations on held-out prompts. The run also evaluates at its start and its end. 0: never."""
     prompts: Positive = 64
-    """Number of held-out prompts per evaluation, taken from all environments by weight. Every evaluation has the same
-    prompts."""
+    """Held-out prompts per evaluation, taken from all environments by weight. Every evaluation has the same."""
     samples_per_prompt: Positive = 1
     """Completions per held-out prompt."""
     temperature: Number = Field(1.0, ge=0, le=2)
-    """Sampling temperature on held-out prompts; 0 is greedy. rollout.top_p, top_k, min_p and repetition_penalty are not
-    applied."""
+    """Temperature on held-out prompts; 0 is greedy. rollout.top_p, top_k, min_p, repetition_penalty are not applied."""
     sets: list[EvaluationSetConfig] = []
     """Additional evaluation sets with their own metrics: docs/guides/evaluation.md."""
     keep_best: str | None = None

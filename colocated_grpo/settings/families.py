@@ -23,8 +23,7 @@ class Family:
     """True if some layers of released models attend within a sliding window."""
     experts: bool = False
     scores: Literal["plain", "sinks", "capped"] = "plain"
-    """plain: attention is a softmax of the scores. sinks: with attention sinks. capped: with a soft cap on the
-    scores."""
+    """plain: attention is a softmax of the scores. sinks: with attention sinks. capped: with a soft cap."""
     latent: bool = False
     """True if the keys and values of a token are computed from one vector."""
     states: bool = False

@@ -89,11 +89,10 @@ class PolicyLoss(Section):
 class ClippedLoss(PolicyLoss):
     """PPO's clipped surrogate: the minimum of ratio * advantage and clamp(ratio) * advantage."""
 
-    clip_low: Number = Field(0.2, gt=0, lt=1)
+    clip_low: Number = Field(0.2, gt=0)
     """The ratio is clamped to >= 1 - clip_low. A token with a lower ratio and a negative advantage has no gradient."""
     clip_high: Number = Field(0.2, gt=0)
-    """The ratio is clamped to <= 1 + clip_high. A token with a higher ratio and a positive advantage has no
-    gradient."""
+    """The ratio is clamped to <= 1 + clip_high. A token with a higher one and a positive advantage has no gradient."""
     dual_clip: Number | None = Field(None, gt=1)
     """Upper bound of the ratio for tokens with a negative advantage (dual-clip PPO). Must exceed 1 + clip_high. null:
     no bound, as in PPO."""
@@ -159,7 +158,7 @@ class GSPOConfig(ClippedLoss):
     """
 
     type: Literal["gspo"] = "gspo"
-    clip_low: Number = Field(3e-4, gt=0, lt=1)
+    clip_low: Number = Field(3e-4, gt=0)
     """The completion's ratio is clamped to >= 1 - clip_low."""
     clip_high: Number = Field(4e-4, gt=0)
     """The completion's ratio is clamped to <= 1 + clip_high."""

@@ -226,8 +226,7 @@ def has_linear_attention(config_json: Settings) -> bool:
 
 
 def has_latent_attention(config_json: Settings) -> bool:
-    """Return True if keys and values of all heads are computed from one latent vector. The engine caches this
-    vector."""
+    """Return True if keys and values of all heads are computed from one latent vector. The engine caches it."""
     return bool(text_part(config_json).get("kv_lora_rank"))
 
 

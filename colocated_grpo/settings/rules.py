@@ -333,8 +333,7 @@ def _opponents(sources: Sequence[source_types.EnvironmentConfig], has_atropos: b
 
 
 def _dynamic_sampling(sources: Sequence[source_types.EnvironmentConfig], rollout: RolloutConfig) -> Lines:
-    """Yield a line for each source whose prompts the run cannot replace or skip, because the source draws its own
-    prompts."""
+    """Yield a line for each source whose prompts the run cannot replace or skip: the source draws its own prompts."""
     for index, source in enumerate(sources):
         if not isinstance(source, AtroposSourceConfig | source_types.TurnsSourceConfig):
             continue

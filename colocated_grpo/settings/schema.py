@@ -50,8 +50,7 @@ class TrackingConfig(Section):
     completions_rows: Integer = Field(16, ge=1, le=1000)
     """Number of completions in each table of completions. They are evenly spaced from the worst to the best reward."""
     profile_step: NonNegative | None = None
-    """Step (from 0) whose training phase is profiled on rank 0. The profile is written into profile/ in the run folder.
-    null: none."""
+    """Step (from 0) whose training phase is profiled on rank 0, into profile/ in the run folder. null: none."""
     rollouts_per_step: NonNegative = 4
     """Rollouts of each step that are written to rollouts.jsonl."""
     show_completion: bool = True
@@ -67,8 +66,7 @@ class HubConfig(Section):
     every: NonNegative = 0
     """Steps between pushes. 0: only the final model or adapter."""
     timeout: Number = Field(3600.0, gt=0)
-    """Time limit of a push in seconds. A push that takes longer is aborted and counts as failed. The run ends only
-    after its last push."""
+    """Maximum seconds of a push; a longer one is aborted and counts as failed. The run ends after its last push."""
 
 
 class FreshnessConfig(Section):
@@ -87,8 +85,7 @@ class Config(Section):
     model: ModelConfig
     """Model to train. `model: NAME` is short for `model: {name: NAME}`."""
     environments: list[EnvironmentConfig] = Field(min_length=1)
-    """Sources of prompts and rewards, mixed by weight. If the key is missing, the built-in task arithmetic is used and
-    a note is shown."""
+    """Sources of prompts and rewards, mixed by weight. Default: the built-in task arithmetic, with a note."""
     training_steps: Positive = 100
     """Steps of the whole run. A step samples one batch and makes batch.minibatches * batch.epochs optimizer steps."""
     sync_frequency: Positive = 1
@@ -189,14 +186,12 @@ class Config(Section):
 
     @property
     def is_mixed(self) -> bool:
-        """True if the run has several environments. The metrics of each environment are then also recorded
-        separately."""
+        """True if the run has several environments. The metrics of each are then also recorded separately."""
         return len(self.environments) > 1
 
     @property
     def ranks_per_engine(self) -> int:
-        """Number of the run's ranks that form one engine. 1 with engine servers, whose processes are not ranks of the
-        run."""
+        """Number of the run's ranks that form one engine. 1 with engine servers, whose processes are no ranks."""
         return self.engine.tensor_parallel_size if self.engine.placement == "colocated" else 1
 
     @property

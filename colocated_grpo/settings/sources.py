@@ -42,8 +42,7 @@ class OpponentConfig(Section):
 
 
 class TurnsSourceConfig(Section):
-    """A game trained turn by turn. Each turn is a prompt. The completions of a turn are one group, scored on one
-    position."""
+    """A game trained turn by turn. Each turn is a prompt. Its completions are one group, scored on one position."""
 
     type: Literal["turns"]
     name: CodeName
@@ -70,8 +69,7 @@ class TurnsSourceConfig(Section):
     are sampled once and not trained. The opponent's weights are kept in host memory and swapped into the engine. All
     entries that set an opponent must set the same opponent."""
     weight: Number = Field(1.0, gt=0)
-    """Relative share of the prompts. Example: an entry of weight 3 beside an entry of weight 1 supplies three quarters
-    of the prompts."""
+    """Relative share of the prompts: an entry of weight 3 beside one of weight 1 supplies three quarters."""
 
 
 TRAIN_DATASET, EVAL_DATASETS = "train_dataset", "eval_datasets"
@@ -98,14 +96,12 @@ class ItemSourceConfig(NamedObject):
     system_prompt: str | None = None
     """System message added to the model's prompt if the prompt has none. `score` or `run` gets the item unchanged."""
     tools: list[Tool] = []
-    """Tools that the chat template describes to the model: docs/guides/prompts.md. `tools` of an item take
-    precedence."""
+    """Tools that the chat template describes: docs/guides/prompts.md. `tools` of an item take precedence."""
     chat_template_kwargs: TemplateVariables = {}
     """Variables of the chat template, in addition to model.chat_template_kwargs. Example: {enable_thinking: false}.
     `chat_template_kwargs` of an item take precedence."""
     weight: Number = Field(1.0, gt=0)
-    """Relative share of the prompts. Example: an entry of weight 3 beside an entry of weight 1 supplies three quarters
-    of the prompts."""
+    """Relative share of the prompts: an entry of weight 3 beside one of weight 1 supplies three quarters."""
 
 
 class TaskSourceConfig(ItemSourceConfig):
@@ -226,16 +222,14 @@ class RowsSourceConfig(NamedObject):
     held_out: NonNegative | None = None
     """Rows held out for evaluation if eval_split is not set. Default: a tenth of the rows, at most 64."""
     prompt_column: str = "prompt"
-    """Column of the prompt: text, or a list of chat messages. If the tokenizer has a chat template, text becomes one
-    user message."""
+    """Column of the prompt: text, or chat messages. With a chat template, text becomes one user message."""
     columns: dict[str, str] = {}
     """Columns to rename before they are passed to rewards. Example: {answer: solution}."""
     system_prompt: str | None = None
     """System message added to each prompt that has no system message. A text prompt then becomes a chat message.
     Rewards also receive it as a chat message."""
     shuffle: bool = True
-    """Read the rows of each pass in a random order, which depends on `seed`. false: in the order of the data, such as
-    from easy to hard."""
+    """Read the rows of each pass in a random order, from `seed`. false: in their order, such as from easy to hard."""
     where: dict[str, ConditionConfig] = {}
     """Conditions by column name, as in the data. Only rows that meet all conditions are used. A condition is a value, a
     list of values, or {min: ..., max: ...}. Example: {level: [1, 2, 3], subject: algebra}"""
@@ -243,8 +237,7 @@ class RowsSourceConfig(NamedObject):
     """Function 'package.module:function' or 'path/to/file.py:function'. It gets a row as a dictionary and returns true
     to keep the row. It is called only for rows that meet `where`."""
     weight: Number = Field(1.0, gt=0)
-    """Relative share of the prompts. Example: an entry of weight 3 beside an entry of weight 1 supplies three quarters
-    of the prompts."""
+    """Relative share of the prompts: an entry of weight 3 beside one of weight 1 supplies three quarters."""
 
     _held_out: object = PrivateAttr(default=None)
 
@@ -262,8 +255,7 @@ class DatasetSourceConfig(RowsSourceConfig):
     """Reward functions, summed by weight. A plain name is short for {name: ...}. []: none, where loss.kl alone trains
     (docs/guides/distillation.md)."""
     tools: list[Tool] = []
-    """Tools that the chat template describes to the model: docs/guides/prompts.md. A column `tools` takes
-    precedence."""
+    """Tools that the chat template describes: docs/guides/prompts.md. A column `tools` takes precedence."""
     chat_template_kwargs: TemplateVariables = {}
     """Variables of the chat template, in addition to model.chat_template_kwargs. Example: {enable_thinking: false}. A
     column `chat_template_kwargs` takes precedence."""

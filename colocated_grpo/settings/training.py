@@ -76,8 +76,7 @@ Modules = Annotated[list[str] | str, AfterValidator(_valid_pattern)]
 
 class LoRAConfig(Section):
     rank: Positive = 32
-    """Rank of the adapter: columns of B and rows of A (PEFT's r). Reinforcement learning needs little capacity: 8 to 32
-    suffice."""
+    """Rank of the adapter: columns of B, rows of A (PEFT's r). Reinforcement learning needs little: 8 to 32 suffice."""
     alpha: Number = Field(32.0, gt=0)
     """The product B @ A is multiplied by alpha / rank, so the best learning rate hardly depends on the rank."""
     rslora: bool = False

@@ -139,8 +139,7 @@ def _size_arguments(shape: Shape) -> dict[str, object]:
         # Set the sizes of the layers without a window, and of the inputs per layer: both are large by default.
         sizes |= {"global_head_dim": shape.head_dim, "hidden_size_per_layer_input": 0}
     if shape.architecture in ("gemma2", "gemma3"):
-        # Attention scores are divided by the square root of this number. The default is for the head size of released
-        # checkpoints.
+        # Attention scores are divided by the square root of this number. The default is for released checkpoints.
         sizes["query_pre_attn_scalar"] = shape.head_dim
     return sizes
 

@@ -19,8 +19,7 @@ MIN_POINTS_TO_SMOOTH = 12
 """Shorter series are drawn without smoothing."""
 
 MIN_RELATIVE_SPAN = 4e-3
-"""Minimum span of an axis relative to the values on it: labels of a shorter span have more digits than fit in the
-margin."""
+"""Minimum span of an axis relative to its values: labels of a shorter span have more digits than the margin."""
 TINY = 1e-100
 """Smaller values are treated as 0."""
 

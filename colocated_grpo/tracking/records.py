@@ -209,8 +209,7 @@ class Sinks:
 
     @contextmanager
     def _disable_on_failure(self, name: str) -> Generator[None]:
-        # Catch any exception: sinks are clients of external services, and training must not end because a service
-        # fails.
+        # Catch any exception: sinks are clients of external services, and training must not end because one fails.
         try:
             yield
         except Exception as error:

@@ -291,8 +291,7 @@ def package_versions() -> dict[str, str]:
 
 def git_revision(folder: Path) -> str | None:
     """Return the commit of the checkout around `folder`, or None. '-dirty' is appended when files have changed."""
-    # Call ls-files first: the package may be installed inside an unrelated repository, such as a .venv in a user's
-    # project.
+    # Call ls-files first: the package may be installed inside an unrelated repository, such as a .venv in a project.
     tracked = _git(folder, "ls-files", "--error-unmatch", "__init__.py")
     return _git(folder, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*") if tracked else None
 

@@ -91,8 +91,7 @@ def _without_escapes(text: bytes) -> Iterator[bytes]:
 
 
 def _outside_strings(chunk: bytes, *, inside: bool) -> bytes:
-    """Return the brackets and commas of a chunk that are outside strings. inside: True if the chunk begins in a
-    string."""
+    """Return the brackets and commas of a chunk that are outside strings. inside: True if it begins in a string."""
     outside = chunk.split(b'"')[inside::2] if b'"' in chunk else [] if inside else [chunk]
     return b"".join(outside).translate(None, NEITHER_BRACKETS_NOR_COMMAS)
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 SPAN_BITS = 12
-"""factor(i) = hash(i mod 2^12) * hash(2^12 + i div 2^12). Each of the two hashes is applied to a span of indices at
-once."""
+"""factor(i) = hash(i mod 2^12) * hash(2^12 + i div 2^12). Each hash is applied to a span of indices at once."""
 SPAN = 1 << SPAN_BITS
 SPANS = 8
 """Spans summed in one operation: few enough that torch does not divide its CPU operations among threads."""

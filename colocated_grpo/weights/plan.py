@@ -20,8 +20,7 @@ from colocated_grpo.rollout.engine import LocalEngine
 from colocated_grpo.runtime.text_part import OUTPUT_LAYER
 
 EXPERTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
-"""Stacked experts [experts, rows, columns]: transformers' parameter -> vLLM's parameter, which is used if vLLM's kernel
-reads this layout."""
+"""Stacked experts [experts, rows, columns]: transformers' parameter -> vLLM's, if vLLM's kernel reads this layout."""
 
 
 @dataclass(frozen=True, kw_only=True)

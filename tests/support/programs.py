@@ -249,12 +249,16 @@ def ported(model: Path, output: Path) -> dict[str, Any]:
     with without_launcher():
         trainer = Trainer(reward_funcs=Recorder(), processing_class=tokenizer, **given)
         trainer.add_callback(stop := StopAtTwo())
-        trainer.train()
+        taken = trainer.train()
         trainer.save_model(output / "saved")
         with redirect_stdout(printed):
             trainer.push_to_hub(dataset_name="rows")
             trainer.accelerator.print("done")
             trainer.end()
+        try:
+            other_rows = str(trainer.evaluate(ROWS))
+        except RunError as error:
+            other_rows = str(error)
     return {
         "saved": {path.name for path in (output / "saved").iterdir()},
         "template": AutoTokenizer.from_pretrained(output / "saved").chat_template,
@@ -264,7 +268,10 @@ def ported(model: Path, output: Path) -> dict[str, Any]:
         "evaluated": trainer.evaluate(),
         "printed": printed.getvalue().splitlines(),
         "eos": trainer.processing_class.eos_token,
-        "trained": type(trainer.model).__name__,
+        "taken": taken,
+        "other_rows": other_rows,
+        "prompts": trainer.config.rollout.prompts_per_step,
+        "trained": type(trainer.accelerator.unwrap_model(trainer.model)).__name__,
     }
 
 

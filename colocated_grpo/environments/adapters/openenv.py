@@ -77,8 +77,7 @@ class OpenEnv(SeededEpisode):
     max_turn_tokens: int = Field(512, ge=1)
     """Maximum tokens of one turn of the policy."""
     invalid_reward: float = Field(-1.0, le=0)
-    """Reward of a reply that is no valid action. If every step has a cost, 0 would make such a reply better than a
-    valid one."""
+    """Reward of a reply that is no valid action. If every step costs, 0 would be better than a valid one's."""
 
     _action_schema: JsonObject = PrivateAttr()
     _field: str | None = PrivateAttr()

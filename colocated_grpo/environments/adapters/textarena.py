@@ -163,8 +163,7 @@ class TextArena(SeededEpisode):
     seat: int | None = Field(None, ge=0)
     """Seat of the policy. null: a random seat in each game."""
     opponent: str = RANDOM
-    """Player of the other seats: 'random' (a random legal move that the game has shown), or your own
-    'module:function'."""
+    """Player of the other seats: 'random' (a legal move that the game has shown), or your own 'module:function'."""
     options: JsonObject = {}
     """Keyword arguments of the game. Example: {discussion_rounds: 1}"""
     instruction: str = ""

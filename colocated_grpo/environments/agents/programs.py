@@ -156,8 +156,7 @@ def _last_line(file: IO[bytes]) -> str:
 
 
 Agent = Callable[[Item, Access], Awaitable[object]]
-"""Plays the episode of an item by holding the conversation with the policy. Returns the reward in a form that
-`as_score` reads."""
+"""Plays the episode of an item by holding the conversation with the policy. Returns the reward, for `as_score`."""
 
 
 class AgentEpisode:

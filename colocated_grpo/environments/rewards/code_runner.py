@@ -31,8 +31,7 @@ LANDLOCK_CREATE_RULESET, LANDLOCK_RESTRICT_SELF, LANDLOCK_ACCESS_FS_MAKE_BLOCK =
 CAPABILITY_VERSION_3 = 0x20080522
 CLONE_THREAD = 0x10000
 ALLOW, REFUSE, UNKNOWN = 0x7FFF0000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
-"""Results of a seccomp filter. UNKNOWN makes libc try clone instead of clone3: a filter cannot read the flags of
-clone3."""
+"""Results of a seccomp filter. UNKNOWN makes libc try clone: a filter cannot read the flags of clone3."""
 LOAD, EQUAL, ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06
 """Instructions of a seccomp filter"""
 NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16
@@ -134,8 +133,7 @@ def _limit(job: dict) -> None:
     ):
         os._exit(1)
     # A process in a Landlock domain has no access to processes outside it. The ruleset itself matters little: it
-    # refuses new block devices. Kernels without Landlock protect the processes of root and, by PR_SET_DUMPABLE, the
-    # runners.
+    # refuses new block devices. Kernels without Landlock protect those of root and, by PR_SET_DUMPABLE, the runners.
     ruleset = libc.syscall(LANDLOCK_CREATE_RULESET, struct.pack("Q", LANDLOCK_ACCESS_FS_MAKE_BLOCK), 8, 0)
     if ruleset >= 0:
         libc.syscall(LANDLOCK_RESTRICT_SELF, ruleset, 0)

@@ -160,8 +160,7 @@ def _arguments(inputs: RewardInputs) -> dict[str, object]:
         "completion_ids": [[*token_ids] for token_ids in inputs.completion_ids],
         # The part of TRL's trainer state that reward schedules read.
         "trainer_state": SimpleNamespace(global_step=inputs.global_step, max_steps=inputs.max_steps),
-        # In TRL, log_extra adds columns to a table of completions. This project has no such table and ignores the
-        # calls.
+        # In TRL, log_extra adds columns to a table of completions. There is no such table here.
         "log_extra": lambda column, values: None,
     }
 
@@ -200,8 +199,7 @@ def load_reward(name: str, config: RewardConfig, key: str) -> RewardFunction:
 
 
 DEVICE_LIBRARIES = {"cupy", "jax", "sentence_transformers", "tensorflow", "torch", "transformers", "triton", "vllm"}
-"""Libraries that use device memory. The import of such a library takes seconds, and half a gigabyte of memory in each
-process."""
+"""Libraries that use device memory. The import of such a library takes seconds, and half a gigabyte in each process."""
 NOT_SENDABLE = (pickle.PicklingError, TypeError, AttributeError, RecursionError)
 """Errors that pickle raises for an object that it cannot serialize."""
 

@@ -45,8 +45,7 @@ class Judge(Section):
     model: str | None = None
     """Name of the chat model. Without a name, `url` is a scoring endpoint."""
     prompt: str | None = None
-    """User message to the chat model. {prompt}, {completion} and {<column>} are replaced. {{ and }} stand for
-    braces."""
+    """User message to the chat model. {prompt}, {completion} and {<column>} are replaced. {{ and }} are braces."""
     system: str | None = None
     """System message to the chat model."""
     parse: str = DEFAULT_PARSE
@@ -64,8 +63,7 @@ class Judge(Section):
     timeout: float = Field(30.0, gt=0)
     """Time limit in seconds for one response."""
     retries: NonNegative = 3
-    """Further attempts after a connection failure, a timeout, an unreadable body, and status 408, 409, 425, 429 or
-    5xx."""
+    """Further attempts after a lost connection, a timeout, an unreadable body, and status 408, 409, 425, 429 or 5xx."""
     backoff: float = Field(0.5, ge=0)
     """Maximum seconds before the first retry. The maximum doubles with each retry, up to 10 s. The actual wait is
     random, between half of the maximum and the maximum."""
@@ -74,8 +72,7 @@ class Judge(Section):
     cache_file: FileName | None = None
     """File that keeps scores for later runs."""
     max_requests: Positive | None = None
-    """Maximum requests, per rank and start of the run. When this budget is spent, only completions with a cached score
-    get a reward."""
+    """Maximum requests, per rank and start of the run. Afterwards, only completions with a cached score get rewards."""
     max_tokens: Positive | None = None
     """Maximum sum of `usage.total_tokens` over all responses. When this budget is spent, no further request is sent.
     Responses to requests that were already sent still count."""

@@ -133,8 +133,7 @@ class TownEnvironment(FinishedGames):
         outcome = self._outcome(game, turn, verdict)
         if turn.trainable:
             self.stats.add_turn(verdict)
-        # The turn is recorded first, because the completion may end the game. This turn is then credited with the
-        # outcome too.
+        # The turn is recorded first, because the completion may end the game. This turn then has the outcome too.
         game.turns.append((turn.id, turn.seat))
         verdicts.apply_verdict(game, turn.seat, verdict, completion)
         self._replace_if_over(game)

@@ -1,5 +1,4 @@
-"""The state machine of a game: the seats that act in each phase, nights and deaths, the phase that follows, and the
-end."""
+"""The state machine of a game: seats that act in each phase, nights and deaths, the phase that follows, and the end."""
 
 from typing import NamedTuple
 

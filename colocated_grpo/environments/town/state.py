@@ -99,8 +99,7 @@ class Rules(Section):
     """Maximum trials in a day. The first hanging ends the day earlier."""
     one_names_in: int = Field(3, ge=1)
     """A trial starts when 1/one_names_in of the living players, rounded up, have nominated the same player. Players
-    without a plan, such as an untrained policy, agree only by chance, so a lower value gives such players fewer
-    trials."""
+    without a plan, such as an untrained policy, agree only by chance, so a lower value gives them fewer trials."""
     tool_calls: int = Field(3, ge=0)
     """Look-ups that a seat may make in one turn."""
     max_speech: int = Field(400, ge=1)
@@ -164,8 +163,7 @@ class Game:
     day: int = 1
     """The game starts with night 1, followed by day 2. Every later night has the number of the preceding day."""
     waiting: list[int] = field(default_factory=list)
-    """Seats still to act in this phase. In phases with turns one after the other, the first of these seats has the
-    turn."""
+    """Seats still to act in this phase. In phases with turns, the first of them has the turn."""
     choices: dict[int, tuple[str, str]] = field(default_factory=dict)
     """(tag, argument) by seat: the choices of this phase, which take effect when the phase closes."""
     accused: int = NO_SEAT

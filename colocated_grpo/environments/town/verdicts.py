@@ -232,8 +232,7 @@ class TownStats:
     games: int = 0
     days: int = 0
     winners: list[str] = field(default_factory=list)
-    """Winner of each of the latest games: a faction or 'draw'. Kept across resets, because few games end in one
-    step."""
+    """Winner of each of the latest games: a faction or 'draw'. Kept across resets: few games end in one step."""
     won: dict[str, list[float]] = field(default_factory=dict)
     """By player: the fraction of the player's seats that won, for each of the latest games. Kept across resets."""
     tags: dict[str, int] = field(default_factory=dict)

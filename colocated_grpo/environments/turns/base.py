@@ -39,8 +39,7 @@ class Outcome:
     reward: float | None
     """None if the completion has no reward, and hence no learning signal."""
     parts: Mapping[str, float]
-    """Named components, for metrics. 'parse_rate' and 'legal_rate' (1 or 0) are averaged into metrics of the same
-    names."""
+    """Named components, for metrics. 'parse_rate' and 'legal_rate' (1 or 0) are averaged as metrics of these names."""
 
 
 @dataclass(frozen=True, slots=True)

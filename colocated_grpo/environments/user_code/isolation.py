@@ -14,8 +14,7 @@ import numpy
 State = list[tuple[str, str, int, logging.Formatter | None]]
 """(logger name, path, level, formatter) of each log file."""
 LOCK_TIMEOUT = 300.0
-"""Maximum seconds to wait for another isolated block. A hung block cannot be stopped, and would hang the run without
-this limit."""
+"""Maximum seconds to wait for another isolated block. A hung block would hang the run without this limit."""
 
 _process_state_lock = threading.Lock()
 """Standard output and the global random streams belong to the process, so only one call may replace them at a time."""

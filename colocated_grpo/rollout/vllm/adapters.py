@@ -40,8 +40,7 @@ class VLLMAdapters:
         if problem is not None:
             raise ValueError(f"adapter {path!r}: {problem}")
         number = next(self._ids)
-        # vLLM 0.26 looks up cached prefixes by name alone: a second adapter of the same name would hit the prefixes of
-        # the first adapter.
+        # vLLM 0.26 looks up cached prefixes by name alone: a second adapter of the name would hit those of the first.
         request = LoRARequest(f"{name}#{number}", number, path)
         try:
             loaded = self._engine.add_lora(request)

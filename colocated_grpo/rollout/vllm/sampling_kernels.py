@@ -135,8 +135,7 @@ def _sample_part(
     noisy = tl.load(temperature + place) != 0.0
     seed = tl.randint(tl.load(seeds + place), tl.load(positions + row))
     lane = tl.arange(0, LANES)
-    # Each lane keeps a best token, a running maximum, and a sum relative to that maximum. Lanes are reduced once, at
-    # the end.
+    # Each lane keeps a best token, a running maximum, and a sum relative to that maximum. Lanes are reduced at the end.
     best_score = tl.zeros([LANES], tl.float32)
     best_token = tl.zeros([LANES], tl.int32)
     peak = tl.full([LANES], float("-inf"), tl.float32)

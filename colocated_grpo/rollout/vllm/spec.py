@@ -14,8 +14,7 @@ MIN_NUM_SEQS = 64
 SERVER_NUM_SEQS = 256
 """For engines that receive any number of requests from other processes."""
 GRAPH_STEP = 16
-"""vLLM captures a CUDA graph for every multiple of this number. Batches above the largest graph decode without a
-graph."""
+"""vLLM captures a CUDA graph for every multiple of this number. Batches above the largest decode without one."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,8 +38,7 @@ from colocated_grpo.settings.model_support import has_latent_attention, has_line
 from colocated_grpo.types import JsonObject
 
 CUDA_COMPILATION = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-"""Full decode graphs without inductor: starts in 14 s instead of 43 s, and decodes within 3 % of the speed with
-inductor."""
+"""Full decode graphs without inductor: starts in 14 s instead of 43 s, and decodes within 3 % of inductor's speed."""
 SIGMOID_ROUTER: JsonObject = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 """The only router that transformers has for DeepSeek-V3. vLLM's default is the softmax of DeepSeek-V2."""
 LOAD_FORMAT = "text_part"
@@ -47,8 +46,7 @@ DEFINED_IN = dict.fromkeys(("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"), "vll
 """Text models in vLLM modules that also define vision-language models, whose processors need torchvision."""
 PROCESSORS = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
 PROCESSORS_FOR_PILLOW = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
-"""A module with the same names that needs no torchvision. transformers falls back to this module when it loads a model
-by name."""
+"""A module with the same names that needs no torchvision. transformers falls back to it for a model given by name."""
 
 
 def engine_arguments(spec: EngineSpec, world: World) -> dict[str, Any]:
@@ -72,8 +70,7 @@ def engine_arguments(spec: EngineSpec, world: World) -> dict[str, Any]:
         "hf_overrides": overrides(config_json),
     }
     if has_linear_attention(config_json):
-        # Cached prefixes would need the state after each block. vLLM's support for this is experimental, and absent on
-        # the CPU.
+        # Cached prefixes would need the state after each block. vLLM's support is experimental, and absent on CPUs.
         arguments["enable_prefix_caching"] = False
     if on_gpu:
         arguments["enable_sleep_mode"] = spec.sleep

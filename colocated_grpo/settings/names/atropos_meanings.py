@@ -304,8 +304,7 @@ def device(value: str | None, _command: Command) -> Meaning:
 
 
 def world_size(value: int | None, command: Command) -> Meaning:
-    """Set the number of ranks. Atropos' trainer is one process, on one GPU unless CUDA_VISIBLE_DEVICES lists several
-    GPUs."""
+    """Set the number of ranks. Atropos' trainer is one process, on one GPU unless CUDA_VISIBLE_DEVICES has several."""
     if value is not None and value < 1:
         raise ValueError("must be at least 1")
     if value is not None and value > 1:

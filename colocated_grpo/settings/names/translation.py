@@ -33,8 +33,7 @@ def _engine_argument(key: str, value: object, _get: Lookup) -> NewSettings:
 
 
 def group_size_of(completions: int) -> int:
-    """Return a group size for a batch of at least 2 completions: the first of 8, 4, 2 that divides it, else its
-    smallest divisor."""
+    """Return a group size for completions: the first of 8, 4, 2 that divides them, else the smallest divisor."""
     return next(size for size in (8, 4, *range(2, completions + 1)) if completions % size == 0)
 
 
@@ -83,8 +82,7 @@ _TOSSIM: dict[str, Alias] = {
     "fsdp_config.use_orig_params": not_needed("FSDP2 always keeps the original parameters"),
     "fsdp_config.sync_state": not_needed("every rank loads the same checkpoint"),
     **each(
-        "fsdp_config.offload_full_state_dict_to_cpu fsdp_config.rank0_only_state_dict",
-        not_needed("checkpoints are sharded"),
+        "offload_full_state_dict_to_cpu rank0_only_state_dict", not_needed("checkpoints are sharded"), "fsdp_config."
     ),
     "fsdp_config.checkpoint_dir": renamed("output_dir"),
     **each("max_iterations max_ticks", renamed("training_steps")),
@@ -98,8 +96,9 @@ _TOSSIM: dict[str, Alias] = {
     "max_model_len": renamed("engine.max_model_len"),
     **each("log_interval log_ticks", not_needed("every step is logged")),
     "csv_path": not_needed("metrics are written to metrics.jsonl in the run folder"),
-    "sample_log_interval": not_needed("tracking.rollouts_per_step rollouts of every step go to rollouts.jsonl"),
-    "sample_log_path": not_needed("sampled rollouts go to rollouts.jsonl in the run folder"),
+    **each(
+        "sample_log_interval sample_log_path", not_needed("sampled rollouts go to rollouts.jsonl in the run folder")
+    ),
     "save_ticks": renamed("checkpoint.every"),
     "eval_ticks": renamed("evaluation.every"),
     "max_think_tokens": not_needed("rollout.max_completion_tokens limits the whole completion"),
@@ -223,8 +222,7 @@ _SECTIONS = sorted({name.split(".")[0] for name in ALIASES if "." in name})
 
 
 def new_names() -> dict[str, str]:
-    """Return the name to suggest for each old dotted name: the new name, or the old name if no single setting replaces
-    it."""
+    """Return the name to suggest for each old dotted name: the new one, or the old one without a single new setting."""
     return {old: alias.new_name if alias.names_a_setting else old for old, alias in ALIASES.items()}
 
 
@@ -238,7 +236,7 @@ def translate_names(tree: errors.SettingsTree, locations: dict[errors.KeyPath, e
     for name in ("fsdp", *_SECTIONS):
         if not tree.get(name, True):  # null, "" or []: an empty section in a file of another trainer
             del tree[name]
-    if "fsdp" in tree:
+    if isinstance(tree.get("fsdp"), dict):
         if "fsdp_config" in tree:
             suffix = errors.location_suffix(("fsdp",), locations)
             raise errors.ConfigError(f"fsdp: the same section as fsdp_config; remove one of them{suffix}")

@@ -25,8 +25,7 @@ Translate = Callable[[str, Any, Lookup], NewSettings]
 class Alias:
     translate: Translate
     new_name: str = ""
-    """Setting that is suggested for a misspelled old name. If this is not a setting's name, the old name is
-    suggested."""
+    """Setting that is suggested for a misspelled old name. If it is no setting's name, the old name is suggested."""
     remark: str = ""
     """Appended to the note that reports the translation."""
 
@@ -83,9 +82,9 @@ def not_supported(instead: str) -> Alias:
     return Alias(translate, remark="off")
 
 
-def each(names: str, alias: Alias) -> dict[str, Alias]:
-    """Return a dictionary with the same alias under each name. names: separated by spaces."""
-    return dict.fromkeys(names.split(), alias)
+def each(names: str, alias: Alias, section: str = "") -> dict[str, Alias]:
+    """Return a dictionary with the same alias under each name. names: separated by spaces. section: "" or "name."."""
+    return {section + name: alias for name in names.split()}
 
 
 # TRL
@@ -103,7 +102,7 @@ def _sampler_correction(_key: str, value: object, get: Lookup) -> NewSettings:
     if value not in modes:
         raise ValueError(f"must be one of {', '.join(modes)}")
     level, mode = value.split("_")
-    off = get("vllm_importance_sampling_correction") is False
+    off = get("loss.correction.mode") == "off"
     return {"loss.correction.level": level} | ({} if off else {"loss.correction.mode": mode})
 
 
@@ -190,20 +189,37 @@ def _push_to_hub(_key: str, value: object, get: Lookup) -> NewSettings:
     return {} if named else {"hub.repo": PurePath(str(get("output_dir") or "trainer_output")).name}
 
 
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop")
+
+
+def _generation(key: str, value: object, _get: Lookup) -> NewSettings:
+    if key not in _SAMPLING:
+        raise ValueError(f"not supported; must be one of {', '.join(_SAMPLING)}, as in rollout")
+    return {f"rollout.{key}": [value] if key == "stop" and isinstance(value, str) else value}
+
+
 _GUIDE = "see docs/guides/from_trl.md"
-_LOADING = "model_init_kwargs.dtype model_init_kwargs.attn_implementation model_init_kwargs.device_map"
+_LOADING = "attn_implementation device_map dtype low_cpu_mem_usage torch_dtype use_cache use_kernels"
 _SET_WITHOUT_EFFECT = """
-accelerator_config attn_implementation auto_find_batch_size average_tokens_across_devices bf16_full_eval
-cast_lm_head_to_fp32 dataloader_drop_last dataloader_num_workers dataloader_persistent_workers dataloader_pin_memory
+accelerator_config attn_implementation auto_find_batch_size average_tokens_across_devices batch_eval_metrics
+bf16_full_eval cache_implementation cast_lm_head_to_fp32 dataloader_drop_last dataloader_in_order
+dataloader_multiprocessing_context dataloader_num_workers dataloader_persistent_workers dataloader_pin_memory
 dataloader_prefetch_factor ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters
-ddp_static_graph ddp_timeout disable_dropout disable_tqdm do_eval do_train eval_accumulation_steps eval_on_start
-gradient_checkpointing_kwargs greater_is_better group_by_length hub_always_push hub_strategy
-include_num_input_tokens_seen log_completions_hub_repo log_level log_on_each_node log_unique_prompts logging_dir
-logging_first_step logging_steps logging_strategy metric_for_best_model num_completions_to_print overwrite_output_dir
-pad_to_multiple_of per_device_eval_batch_size project remove_unused_columns save_only_model save_safetensors
-skip_memory_metrics tf32 torch_compile_backend torch_compile_mode trackio_space_id
-transformers_continuous_batching_config use_cache use_cpu use_liger_kernel use_transformers_continuous_batching
-vllm_group_port vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout
+ddp_static_graph ddp_timeout debug disable_dropout disable_tqdm do_eval do_predict do_train ds3_gather_for_generation
+enable_jit_checkpoint entropy_coef_delta entropy_coef_max entropy_coef_min entropy_target eval_accumulation_steps
+eval_do_concat_batches eval_on_start eval_use_gather_object fp16_full_eval gradient_checkpointing_kwargs
+greater_is_better group_by_length hub_always_push hub_strategy ignore_data_skip include_for_metrics
+include_num_input_tokens_seen label_names length_column_name liger_kernel_config local_rank log_completions_hub_repo
+log_level log_level_replica log_multimodal log_on_each_node log_unique_prompts logging_dir logging_first_step
+logging_nan_inf_filter logging_steps logging_strategy metric_for_best_model num_completions_to_print
+overwrite_output_dir pad_to_multiple_of per_device_eval_batch_size prediction_loss_only project ref_model_mixup_alpha
+ref_model_sync_steps remove_unused_columns restore_callback_states_from_checkpoint sapo_temperature_neg
+sapo_temperature_pos save_on_each_node save_only_model save_safetensors skip_memory_metrics tf32 torch_compile_backend
+torch_compile_mode torch_empty_cache_steps trackio_bucket_id trackio_space_id trackio_static_space_id
+train_sampling_strategy transformers_continuous_batching_config use_cache use_cpu use_liger_kernel use_liger_loss
+use_transformers_continuous_batching use_transformers_paged vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos
+vllm_device vllm_dtype vllm_enable_prefix_caching vllm_group_port vllm_model_impl vllm_server_base_url vllm_server_host
+vllm_server_port vllm_server_timeout wandb_log_unique_prompts
 """
 
 TRL: dict[str, Alias] = {
@@ -229,22 +245,21 @@ TRL: dict[str, Alias] = {
     **each("warmup_steps warmup_ratio", renamed("policy.warmup_steps")),
     "model_init_kwargs.revision": renamed("model.revision"),
     "model_init_kwargs.trust_remote_code": renamed("model.trust_remote_code"),
-    **each(_LOADING, not_needed("master weights are float32, the forward pass bfloat16")),
+    **each(_LOADING, not_needed("master weights are float32, the forward pass bfloat16"), "model_init_kwargs."),
+    "model_init_kwargs.quantization_config": not_supported("give it to the trainer, or set load_in_4bit"),
     "push_to_hub": Alias(_push_to_hub, "hub.repo"),
     "lr_scheduler_type": one_of(
         "policy.schedule",
-        {"constant": "constant", "constant_with_warmup": "constant", "cosine": "cosine", "linear": "linear"},
+        {"cosine": "cosine", "cosine_with_min_lr": "cosine", "linear": "linear"}
+        | dict.fromkeys(("constant", "constant_with_warmup"), "constant"),
     ),
+    "lr_scheduler_kwargs.min_lr": renamed("policy.min_lr"),
+    "lr_scheduler_kwargs.min_lr_rate": not_supported("set policy.min_lr to this fraction of learning_rate"),
     "optim": one_of(
         "policy.optimizer.type",
-        {
-            "adamw_torch": "adamw",
-            "adamw_torch_fused": "adamw",
-            "adamw_8bit": "adamw_8bit",
-            "adamw_bnb_8bit": "adamw_8bit",
-            "paged_adamw_8bit": "adamw_8bit",
-            "adafactor": "adafactor",
-        },
+        dict.fromkeys(("adamw_torch", "adamw_torch_fused", "paged_adamw", "paged_adamw_32bit"), "adamw")
+        | dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), "adamw_8bit")
+        | {"adafactor": "adafactor"},
     ),
     "adam_beta1": renamed("policy.optimizer.beta1"),
     "adam_beta2": renamed("policy.optimizer.beta2"),
@@ -276,6 +291,9 @@ TRL: dict[str, Alias] = {
     "report_to": Alias(_report_to, "tracking", "other trackers are not used: metrics are in the run folder"),
     "log_completions": one_of("tracking.completions_every", {True: 10, False: None}),
     "hub_model_id": renamed("hub.repo"),
+    "hub_private_repo": renamed("hub.private"),
+    "hub_token": not_supported("set HF_TOKEN"),
+    "hub_revision": not_supported("pushes go to the repository's main branch"),
     "full_determinism": renamed("deterministic"),
     # TRL's script
     "dataset_name": Alias(_dataset_name, "environments.0.name"),
@@ -294,7 +312,8 @@ TRL: dict[str, Alias] = {
             "batch.max_tokens_per_micro_batch sizes the micro-batches"
         ),
     ),
-    "generation_kwargs": not_supported("see rollout: temperature, top_p, top_k, min_p, repetition_penalty, stop"),
+    "generation_kwargs.*": Alias(_generation),
+    "multi_objective_aggregation": one_of("rewards are summed before normalization", {"sum_then_normalize": None}),
     "resume_from_checkpoint": not_supported("start with --resume RUN"),
     "load_best_model_at_end": not_supported("set evaluation.keep_best, which exports best_model/"),
     **each(
@@ -303,11 +322,12 @@ TRL: dict[str, Alias] = {
     ),
     "load_in_8bit": not_supported("base weights have 16 or 4 bits; see policy.lora.base_dtype"),
     **each(
-        "data_seed datasets deepspeed entropy_coef eval_delay fp16 hub_token label_smoothing_factor "
-        "lr_scheduler_kwargs max_tool_calling_iterations neftune_noise_alpha off_policy_mask_threshold optim_args "
-        "parallelism_config sync_ref_model top_entropy_quantile use_adaptive_entropy "
-        "use_bias_correction_kl vllm_structured_outputs_regex",
+        "data_seed datasets entropy_coef eval_delay fp16 label_smoothing_factor max_tool_calling_iterations "
+        "neftune_noise_alpha normalize_advantages off_policy_mask_threshold optim_args optim_target_modules "
+        "parallelism_config reward_clip_range sync_ref_model top_entropy_quantile use_adaptive_entropy "
+        "use_bias_correction_kl vllm_guided_decoding_regex vllm_structured_outputs_regex",
         not_supported(_GUIDE),
     ),
+    **each("deepspeed fsdp", not_needed("FSDP2 shards the weights over all ranks; see policy")),
     **each(_SET_WITHOUT_EFFECT, not_needed("no counterpart is needed here")),
 }

@@ -29,8 +29,7 @@ SHARED_MEMORY = Path("/dev/shm")
 MIN_SHARED_MEMORY = 1 * GIB
 """NCCL and the engine pass data between processes through shared memory. Docker's default is 64 MB."""
 BUSY_FRACTION = 0.05
-"""If more than this fraction of a GPU's memory is used, another process is using the GPU. Driver and display take
-less."""
+"""If more than this fraction of a GPU's memory is used, another process is using the GPU. Drivers take less."""
 COLLECTIVE_SECONDS = 60
 # Program that each of two processes runs, to sum a tensor as ranks do. Arguments: RANK {gloo,nccl} FILE (a new file).
 ALL_REDUCE = """

@@ -189,8 +189,7 @@ def _beside(name: str, folder: Path) -> str:
     if not os.path.exists(file) or os.path.isabs(file):
         return name
     relative = os.path.relpath(file, folder)
-    # Write a folder as ./folder: without the prefix, the folder could also be the name of a dataset or model on the
-    # Hub.
+    # Write a folder as ./folder: without the prefix, it could also be the name of a dataset or model on the Hub.
     return (relative if Path(file).is_file() or relative[0] == "." else f"./{relative}") + separator + wanted
 
 

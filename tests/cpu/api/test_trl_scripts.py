@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,8 @@ from colocated_grpo.api.ported import FollowingCallback, as_in_trl
 from colocated_grpo.assembly.engines import engine_spec
 from colocated_grpo.callbacks import Callbacks
 from colocated_grpo.policy.model_files import read_tokenizer
+from colocated_grpo.settings.names.translation import ALIASES
+from colocated_grpo.settings.schema import Config
 from tests.support.programs import ported
 from tests.support.ranks import Ranks, single_rank_world
 from tests.support.training_runs import tiny_model
@@ -30,8 +33,13 @@ def trainer(model="some/model", **arguments) -> Trainer:
     return Trainer(model, right, train_dataset=ROWS, **arguments)
 
 
-def grpo_config(**settings):
-    return pytest.importorskip("trl").GRPOConfig(use_cpu=True, bf16=False, **settings)
+def grpo_config(name="GRPOConfig", **settings):
+    return getattr(pytest.importorskip("trl"), name)(use_cpu=True, bf16=False, **settings)
+
+
+def in_batches(**settings):
+    config = trainer(args=grpo_config(num_generations=4, max_steps=3, **settings)).config
+    return config.rollout.prompts_per_step, config.batch.minibatches
 
 
 # What the trainer is given
@@ -48,13 +56,137 @@ def test_arguments_come_in_the_order_of_trls_trainer():
 
 def test_what_a_script_leaves_unset_is_accepted():
     assert trainer(args=grpo_config(resume_from_checkpoint="true", max_steps=3)).config.training_steps == 3
-    unset = {"tools": [], "optimizers": (None, None), "reward_processing_classes": [None], "quantization_config": None}
+    unset = {
+        "tools": [],
+        "optimizers": (None, None),
+        "reward_processing_classes": [None, None],
+        "quantization_config": None,
+    }
     assert trainer(callbacks=None, **unset).config == trainer().config
 
 
 def test_weights_of_rewards_may_come_with_the_default_epochs():
     config = Trainer("some/model", [right, "math_verify"], grpo_config(reward_weights=[1.0, 0.5]), ROWS).config
     assert [reward.weight for reward in config.environments[0].rewards] == [1.0, 0.5]
+
+
+@pytest.mark.parametrize("name", ["GRPOConfig", "RLOOConfig"])
+def test_every_field_of_trl_is_translated_noted_or_rejected_with_a_reason(name):
+    known = {*ALIASES, *(alias.split(".")[0] for alias in ALIASES), *Config.model_fields}
+    assert {field.name for field in fields(getattr(pytest.importorskip("trl"), name))} <= known
+
+
+def test_a_bound_of_the_correction_belongs_to_its_mode():
+    def correction(**settings):
+        found = trainer(args=grpo_config(max_steps=3, **settings)).config.loss.correction
+        return found.level, found.mode, found.floor, found.cap
+
+    assert correction(vllm_importance_sampling_clip_min=0.5) == ("sequence", "mask", 0.5, 3.0)
+    assert correction(vllm_importance_sampling_clip_max=2.5) == ("sequence", "mask", 0.0, 2.5)
+    assert correction(vllm_importance_sampling_cap=2.5) == ("sequence", "mask", 0.0, 2.5)
+    assert correction(vllm_importance_sampling_clip_max=None) == ("sequence", "mask", 0.0, 1e30)
+    assert correction(vllm_importance_sampling_correction=False)[1] == "off"
+    assert trainer().config.loss.correction.mode == "truncate"
+
+
+def test_generations_between_two_updates_are_one_batch():
+    sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
+    assert in_batches(**sizes) == (4, 1)
+    assert in_batches(**sizes, steps_per_generation=2) == (4, 1)
+    assert in_batches(**sizes, steps_per_generation=8) == (8, 2)
+    with pytest.raises(ConfigError, match=r"steps_per_generation=3: .* divisor of gradient_accumulation_steps=4"):
+        in_batches(**sizes, steps_per_generation=3)
+
+
+def test_a_config_of_rloo_trains_with_its_advantages():
+    ported = trainer(args=grpo_config("RLOOConfig", max_steps=3))
+    config = ported.config
+    assert (config.advantage.leave_one_out, config.advantage.scale, config.loss.type) == (True, "none", "dr_grpo")
+    assert (config.loss.kl.coef, config.rollout.group_size, config.rollout.prompts_per_step) == (0.05, 2, 4)
+    assert any(note.startswith("RLOOConfig: trained with loss.type=dr_grpo") for note in ported._loaded.notes)
+
+
+def test_a_config_of_another_algorithm_is_one_line():
+    gmpo = pytest.importorskip("trl.experimental.gmpo")
+    with pytest.raises(ConfigError, match=r"^args: of type GMPOConfig; give TRL's GRPOConfig or RLOOConfig"):
+        trainer(args=gmpo.GMPOConfig(use_cpu=True, bf16=False))
+
+
+def test_fields_that_a_program_adds_to_grpo_config_are_its_own():
+    @dataclass
+    class Mine(type(grpo_config())):
+        benchmark: str = "none"
+
+    config = trainer(args=Mine(use_cpu=True, bf16=False, benchmark="math", learning_rate=3e-6, max_steps=3)).config
+    assert config.policy.lr == 3e-6
+
+
+def test_a_repository_without_push_to_hub_is_for_the_trainers_own_push():
+    ported = trainer(args=grpo_config(max_steps=3, hub_model_id="me/mine", hub_private_repo=False))
+    assert (ported.config.hub, ported.hub_model_id) == (None, "me/mine")
+    pushing = trainer(args=grpo_config(max_steps=3, hub_model_id="me/mine", hub_private_repo=False, push_to_hub=True))
+    assert (pushing.config.hub.repo, pushing.config.hub.private) == ("me/mine", False)
+
+
+def test_fsdp_of_transformers_is_noted():
+    fsdp = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"fsdp_version": 2}}
+    notes = trainer(args=grpo_config(max_steps=3, **fsdp))._loaded.notes
+    assert "fsdp: nothing to set (FSDP2 shards the weights over all ranks; see policy)" in notes
+
+
+def test_generation_kwargs_are_sampling_settings():
+    rollout = trainer(args=grpo_config(max_steps=3, generation_kwargs={"stop": "</a>", "top_k": 5})).config.rollout
+    assert (rollout.stop, rollout.top_k) == (["</a>"], 5)
+    with pytest.raises(ConfigError, match=r"^generation_kwargs.presence_penalty=0.5: not supported; must be one of"):
+        trainer(generation_kwargs={"presence_penalty": 0.5})
+
+
+def test_a_cosine_may_end_above_zero():
+    policy = trainer(lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr": 1e-7}).config.policy
+    assert (policy.schedule, policy.min_lr) == ("cosine", 1e-7)
+    with pytest.raises(ConfigError, match=r"^lr_scheduler_kwargs.min_lr_rate=0.1: not supported; set policy.min_lr"):
+        trainer(lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr_rate": 0.1})
+
+
+def test_a_note_says_that_defaults_are_this_trainers():
+    note = "fields with GRPOConfig's defaults have this trainer's: docs/guides/from_trl.md#different-defaults"
+    for args, expected in ((grpo_config(max_steps=3), 1), ({"max_steps": 3}, 0)):
+        assert sum(each.startswith(note) for each in trainer(args=args)._loaded.notes) == expected
+
+
+def test_a_clip_range_above_one_has_no_lower_bound():
+    assert trainer(epsilon=10.0).config.loss.clip_low == 10.0
+
+
+def test_quantization_in_nf4_is_the_base_of_the_adapter():
+    nf4 = SimpleNamespace(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    assert trainer(quantization_config=nf4, peft_config={"r": 4}).config.policy.lora.base_dtype == "nf4"
+    with pytest.raises(ConfigError, match=r"^quantization_config: a base of 4 bits is nf4"):
+        trainer(quantization_config=SimpleNamespace(load_in_4bit=True, bnb_4bit_quant_type="fp4"))
+
+
+def test_an_adapter_other_than_lora_is_one_line():
+    peft = pytest.importorskip("peft")
+    with pytest.raises(ConfigError, match=r"^peft_config: of type IA3Config; must be a LoraConfig"):
+        trainer(peft_config=peft.IA3Config())
+
+
+def test_a_method_that_is_never_called_is_one_line():
+    class Mine(Trainer):
+        def compute_loss(self, *arguments, **options): ...
+
+    with pytest.raises(ConfigError, match=r"^Mine: methods that are never called: compute_loss"):
+        Mine("some/model", right, train_dataset=ROWS)
+
+
+def test_an_instance_with_a_name_of_its_own_is_called_by_it():
+    class Score:
+        __name__ = "how_short"
+
+        def __call__(self, completions, **columns): ...
+
+    [reward] = Trainer("some/model", Score(), train_dataset=ROWS).config.environments[0].rewards
+    assert reward.name == f"{__name__}:how_short"
 
 
 def test_a_model_object_stands_for_the_files_that_it_was_loaded_from():
@@ -72,6 +204,9 @@ def test_a_model_object_that_its_files_do_not_describe_is_one_line():
         trainer(model)
     with pytest.raises(ConfigError, match=r"^model: a Qwen3ForCausalLM; give its folder or name"):
         trainer(type(model)(model.config.from_dict({**model.config.to_dict(), "_name_or_path": ""})))
+    model.config.quantization_config = {}
+    with pytest.raises(ConfigError, match=r"^model: quantized; give its name"):
+        trainer(model)
     model.peft_config = {}
     with pytest.raises(ConfigError, match=r"^model: a Qwen3ForCausalLM; give .* an adapter as peft_config"):
         trainer(model)
@@ -123,6 +258,12 @@ def test_what_needs_a_trained_model_is_one_line_before_there_is_one(name):
     assert trainer().state.log_history == []
 
 
+def test_what_the_trainer_does_not_have_is_named():
+    with pytest.raises(AttributeError, match=r"^trainer.optimizer: not available; docs/guides/python.md#from-a-trl"):
+        trainer().optimizer  # noqa: B018
+    assert not hasattr(trainer(), "ref_model")
+
+
 # Callbacks of transformers
 
 
@@ -144,7 +285,8 @@ class Recorder(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **others):
         self.events.append(("log", state.global_step, logs))
-        assert state.log_history[-1] == {**logs, "step": state.global_step}
+        assert state.log_history[-1] == {**logs, "step": state.global_step, "epoch": state.epoch}
+        assert state.epoch == state.global_step / 4
 
     def on_evaluate(self, args, state, control, metrics, **others):
         self.events.append(("evaluate", state.global_step, metrics["eval_reward"]))
@@ -154,7 +296,7 @@ class Recorder(TrainerCallback):
 
 
 def followed(folder, callback, **args) -> Callbacks:
-    trainer = SimpleNamespace(args=grpo_config(**args), processing_class="a tokenizer")
+    trainer = SimpleNamespace(args=grpo_config(**args), processing_class="a tokenizer", epoch=lambda steps: steps / 4)
     following = FollowingCallback(callback, trainer, trainer_callback)
     return Callbacks([following], 5, folder, single_rank_world(), print, None)
 
@@ -198,7 +340,9 @@ def test_what_a_callback_cannot_have_here_is_noted_before_the_run():
 
         def on_step_end(self, args, state, control, processing_class=None, **others): ...
 
-    notes = trainer(callbacks=[Curious])._loaded.notes
+    notes = trainer(callbacks=Curious)._loaded.notes
+    curious = trainer(callbacks=[Curious, Recorder])
+    assert (type(curious.pop_callback(Curious)), curious.pop_callback(Curious)) == (Curious, None)
     assert "callback Curious: here these are never called, or None: on_epoch_end, model" in notes
 
 
@@ -212,8 +356,11 @@ def test_a_request_that_has_no_effect_is_noted(tmp_path, capsys):
 
 
 def test_metrics_have_the_names_of_trl_too():
-    ours = {"held_out/reward/right": 1.0, "reward_std/right": 2.0, "truncated": 3.0, "loss": 4.0}
+    ours = {"held_out/reward/right": 1.0, "reward_std/right": 2.0, "truncated": 3.0, "clip_fraction/low": 4.0}
+    ours |= {"held_out/reward/right_stderr": 5.0, "eval/easy/mean": 6.0, "eval/easy/mean_stderr": 7.0}
     theirs = {"eval_rewards/right/mean": 1.0, "rewards/right/std": 2.0, "completions/clipped_ratio": 3.0}
+    theirs |= {"clip_ratio/low_mean": 4.0}
+    theirs |= {"eval_rewards/right/mean_stderr": 5.0, "eval_easy_reward": 6.0, "eval_easy_reward_stderr": 7.0}
     assert as_in_trl(ours) == ours | theirs
 
 
@@ -239,9 +386,17 @@ def test_a_script_saves_its_model_where_it_wants(seen):
 
 def test_a_script_reads_the_history_and_the_last_evaluation(seen):
     assert [row["step"] for row in seen["history"] if "learning_rate" in row] == [1, 2]
+    assert all(row["epoch"] == row["step"] * seen["prompts"] / 40 for row in seen["history"])
     assert seen["history"][-1]["eval_reward"] == seen["evaluated"]["eval_reward"]
+    assert seen["other_rows"].startswith("trainer.evaluate: returns the run's last evaluation")
     assert seen["steps"] == 2, "a callback has ended the run"
     assert seen["begun"] == [0, 1]
+
+
+def test_a_script_reads_what_train_returned(seen):
+    taken = seen["taken"]
+    assert (taken.global_step, taken.training_loss) == (2, taken.metrics["train_loss"])
+    assert taken.metrics["train_runtime"] * taken.metrics["train_steps_per_second"] == pytest.approx(2)
 
 
 def test_a_push_without_a_token_is_a_line(seen):

@@ -20,6 +20,7 @@ from colocated_grpo.runtime.run_folder import (
     STATE_FILE,
     check_resumed,
     choose_run_folder,
+    complete_checkpoints,
     is_locked,
     lock_folder,
     remove_if_unused,
@@ -97,6 +98,12 @@ def test_a_named_folder_without_a_complete_checkpoint_is_rejected(tmp_path, made
     folder = past_run(tmp_path / "dead", complete=False) if made else tmp_path / "dead"
     with pytest.raises(ConfigError, match=f"^--resume='{folder}': {problem}$"):
         choose_run_folder(tmp_path, None, str(folder), "sorting")
+
+
+def test_a_checkpoint_in_place_of_its_run_is_named_as_such(tmp_path):
+    checkpoint = complete_checkpoints(past_run(tmp_path / "run") / CHECKPOINTS)[-1]
+    with pytest.raises(ConfigError, match=f"; give the run folder, {tmp_path / 'run'}$"):
+        choose_run_folder(tmp_path, None, str(checkpoint), "sorting")
 
 
 @pytest.mark.parametrize("resume", ["auto", None], ids=["auto", "by name"])
