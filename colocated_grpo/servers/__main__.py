@@ -59,7 +59,7 @@ def _run(command: Sequence[str], state: Path) -> int:
         crashes = 1 if time.monotonic() - started > STEADY_SECONDS else crashes + 1
         if code == 0 or not state.exists() or crashes > MAX_CRASHES:
             return code
-        if (model := serving.fall_back(state)) is not None:
+        if (model := serving.save_requested(state, None)) is not None:
             print(f"note: {model} could not be served; the model before it is loaded again")
         print(f"note: the engine ended with exit code {code}; it is started again ({crashes} of {MAX_CRASHES})")
         sys.stdout.flush()
@@ -88,14 +88,15 @@ def _problem(options: ServeOptions) -> str | None:
 def serve_engine() -> int:
     """Serve from this process until SIGTERM, SIGINT or a restart. Returns the exit code."""
     program.prepare_streams()
-    options = serving.resumed(parse(None))
+    state = Path(os.environ[STATE_VARIABLE])
+    options = serving.resumed(parse(None), state)
     program.prepare_libraries(options.log_level)
     try:
         options = serving.with_model(options)
         with program.frozen_imports():
             from colocated_grpo.servers.server import serve
 
-        return serve(options)
+        return serve(options, state)
     except (ConfigError, RunError) as error:
         return program.exit_code(error)
 

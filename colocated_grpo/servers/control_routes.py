@@ -24,7 +24,6 @@ from colocated_grpo.runtime.rendezvous import CONNECT_SECONDS, connect_store
 from colocated_grpo.servers.broadcast import JoinedGroup
 from colocated_grpo.servers.engine_control import EngineControl
 from colocated_grpo.servers.engine_routes import Sessions
-from colocated_grpo.servers.options import Restart
 from colocated_grpo.servers.rank_links import result_of
 from colocated_grpo.servers.request_bodies import StrictBody
 from colocated_grpo.servers.text import InvalidRequest
@@ -210,9 +209,10 @@ def add_weight_routes(
     sessions: Sessions,
     call: Callable[..., object],
     adapters: Callable[[], JsonObject],
-    restart: Restart,
+    restart: Callable[[str], object],
 ) -> None:
-    """call: `MirroredEngine.call` of the engine. adapters: returns the status of the adapters.
+    """call: `MirroredEngine.call` of the engine. adapters: returns the status of the adapters. restart: begins a
+    restart with a model.
 
     A loaded adapter applies to all later requests, regardless of their `model`. Requests that already run finish first.
     """
@@ -237,7 +237,7 @@ def add_weight_routes(
     async def status() -> JSONResponse:
         return JSONResponse(adapters())
 
-    def note_failure(joined: Future[object]) -> None:
+    def note_failure(joined: Future[None]) -> None:
         if not joined.cancelled() and (error := joined.exception()) is not None:
             sessions.note(str(error))
 
@@ -258,7 +258,7 @@ def add_weight_routes(
     async def restarted(request: Request) -> JSONResponse:
         body = await read_json(request, RestartBody.from_json)
         _require_file(body.model, "config.json", "model")
-        return JSONResponse(await result_of(control.submit_idle(lambda: restart.request(body.model))))
+        return JSONResponse(await result_of(control.run_idle(partial(restart, body.model))))
 
     app.include_router(commands)
     app.include_router(trainers)

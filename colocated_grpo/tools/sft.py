@@ -79,7 +79,7 @@ def read_settings(options: argparse.Namespace, overrides: Sequence[str]) -> Conf
     }
     own = {key: tree.parse_value(text) for key, text in config_file.parse_overrides(overrides)}
     if refused := [key for key in own if any(key[: len(known)] == known for known in fixed)]:
-        raise ConfigError(f"--{'.'.join(refused[0])}: sft sets it; use --epochs, --batch-size and --lr")
+        raise ConfigError(f"--{'.'.join(map(str, refused[0]))}: sft sets it; use --epochs, --batch-size and --lr")
     given = {
         ("model",): {"name": options.model},
         ("rollout", "prompts_per_step"): options.batch_size,
