@@ -11,7 +11,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
@@ -194,14 +194,9 @@ _watches: list[UserCodeWatch] = []
 """The watch of this process's run; empty without a run."""
 
 
-@contextmanager
-def limited() -> Generator[None]:
-    """Context of a reward or an episode, with the run's limit."""
-    if not _watches:
-        yield
-        return
-    with _watches[-1].limited():
-        yield
+def limited() -> AbstractContextManager[None]:
+    """Return the context of a reward or an episode, with the run's limit."""
+    return _watches[-1].limited() if _watches else nullcontext()
 
 
 def explain_blocked(stacks: Path) -> str | None:
