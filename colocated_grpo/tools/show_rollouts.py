@@ -43,15 +43,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def show_game(run_dir: Path, game_number: int) -> int:
     """Print the transcript of one ended game; -1 is the latest. Raises RunFolderError if there is no such game."""
-    games = files.read_games(run_dir)
+    ended, name = files.read_games(run_dir), "game"
+    games = ended[-1:]
     if game_number >= 0:
-        games = [game for game in games if game["game"] == game_number]
+        games, name = [game for game in ended if game["game"] == game_number], f"game {game_number}"
     if not games:
-        raise files.RunFolderError(
-            f"{run_dir}: " + (f"no game {game_number} has ended" if game_number >= 0 else "no game has ended")
-        )
+        raise files.RunFolderError(f"{run_dir}: no {name} has ended")
     console = Console()
-    for game in games[-1:] if game_number < 0 else games:
+    for game in games:
         console.print(Rule(Text(printable(files.game_title(game), console.encoding))))
         console.print(Text(printable(game.get("transcript", ""), console.encoding)))
     return 0
