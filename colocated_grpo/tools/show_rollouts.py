@@ -99,10 +99,11 @@ def rollout_panel(row: files.Row, encoding: str) -> Panel:
 
 def _shown(messages: Sequence[transcripts.Passage], encoding: str) -> Iterator[Text | Padding]:
     """Yield each message below its speaker. Text that the policy read is dim; text that it sampled is indented."""
-    for message in messages:
-        text = Text(printable(message.text, encoding), style="" if message.sampled else "dim")
-        yield Text(printable(message.speaker, encoding), style="bold green" if message.sampled else "bold cyan")
-        yield Padding(text, (0, 0, 0, INDENT)) if message.sampled else text
+    for speaker, said in messages:
+        sampled = speaker == transcripts.POLICY
+        text = Text(printable(said, encoding), style="" if sampled else "dim")
+        yield Text(speaker, style="bold green" if sampled else "bold cyan")
+        yield Padding(text, (0, 0, 0, INDENT)) if sampled else text
 
 
 def _reward(row: files.Row) -> float:
