@@ -100,7 +100,9 @@ def _start_ranks(benchmark: str, arguments: Sequence[str], options: argparse.Nam
         command += ["colocated_grpo.launch.elastic", "--standalone", "--local-addr", "127.0.0.1"]
         # After "--", or torchrun would read --nproc as its own --nproc-per-node.
         command += ["--nproc-per-node", str(ranks), "-m", "--"]
-    return run_command([*command, f"benchmarks.{benchmark}", *arguments], environment)
+    return run_command(
+        [*command, f"benchmarks.{benchmark}", *arguments], environment, None, lambda number: (b"\nstopping\n", None)
+    )
 
 
 def main_here(

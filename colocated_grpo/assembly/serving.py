@@ -126,7 +126,7 @@ def build_remote(
         case "adapter":
             assert lora is not None  # the config requires an adapter for this bridge
             adapter = AdapterExport(policy=policy, lora=lora, base=base, tokenizer=model.tokenizer, world=world)
-            sync = load = AdapterSync(adapter, files, servers, world)
+            sync = load = AdapterSync(adapter, files / "adapter", servers, world)
             restore = load.restore
         case "restart":
             export = model_export(policy, model, policy.dtype, world)

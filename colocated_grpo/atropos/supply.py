@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 
 from colocated_grpo.atropos.source import AtroposSource
 from colocated_grpo.environments.base import BatchResult
@@ -42,17 +43,10 @@ class AtroposSupply(Supply):
     def order(self, step: int) -> Order:
         if self.world.from_main(self.stop_requested):
             raise Stopped
+        return partial(self._serve, step)
 
-        def collect() -> list[Group]:
-            groups = self._serve(step)
-            if groups is None:
-                raise Stopped
-            return groups
-
-        return collect
-
-    def _serve(self, step: int) -> list[Group] | None:
-        """Serve until a batch has arrived and return its groups; None on a stop request. Collective, engine awake."""
+    def _serve(self, step: int) -> list[Group]:
+        """Serve until a batch has arrived and return its groups. Collective, engine awake. Raises Stopped."""
         raise NotImplementedError
 
     def settle(self, groups: list[Group]) -> BatchResult:
@@ -78,11 +72,11 @@ class MainSupply(AtroposSupply):
         self._asleep_since = time.monotonic()
         self._batch_thread = ThreadPoolExecutor(1, thread_name_prefix="atropos")
 
-    def _serve(self, step: int) -> list[Group] | None:
+    def _serve(self, step: int) -> list[Group]:
         # An error of the source is raised on all ranks with the same message.
         return self.world.from_main(lambda: self._serve_clients(step))
 
-    def _serve_clients(self, step: int) -> list[Group] | None:
+    def _serve_clients(self, step: int) -> list[Group]:
         if (asleep := time.monotonic() - self._asleep_since) > LONG_SLEEP_SECONDS:
             self.note(
                 f"atropos: requests were pending for {asleep:.0f} s while the policy trained; environments give up "
@@ -106,10 +100,12 @@ class MainSupply(AtroposSupply):
                     f"atropos: the API server did not answer within {LAST_BATCH_SECONDS:g} s; if it still sends a "
                     "batch, that batch is lost"
                 )
-            return None
+            raise Stopped
         self.driver.drain()
         self._asleep_since = time.monotonic()
-        return batch.result()
+        groups = batch.result()
+        assert groups is not None, "`end` was set after the batch had arrived"
+        return groups
 
     def settle(self, groups: list[Group]) -> BatchResult:
         self.source.settle()
@@ -134,6 +130,6 @@ class WorkerSupply(AtroposSupply):
 
     inbox: RemoteInbox
 
-    def _serve(self, step: int) -> list[Group] | None:
+    def _serve(self, step: int) -> list[Group]:
         self.inbox.serve(self.driver, step + 1)
-        return self.world.from_main(lambda: None)  # receives rank 0's groups; the argument is not called on this rank
+        return self.world.from_main(list)  # receives rank 0's groups; the argument is not called on this rank

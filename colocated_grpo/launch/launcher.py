@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -33,6 +34,10 @@ SHUTDOWN_SECONDS = 600
 # Maximum characters of a folder's path. A socket's path has at most 107 characters, of which vLLM needs 37.
 MAX_SOCKET_FOLDER = 70
 TRAINER_LOG = "trainer.log"
+SAVING = (
+    b"\nstopping: the run saves a checkpoint at the next safe point and ends; "
+    b"Ctrl-C again, or SIGTERM, kills it at once\n"
+)
 STARTING = b"\nstopping during start-up, before the first step\n"
 START_SECONDS = 5.0
 """Seconds for ranks to exit before training has begun. A rank that is blocked in a library handles no signal."""
@@ -239,7 +244,7 @@ def _run(command: Sequence[str], environment: Mapping[str, str], redirect: Path 
         inside = {"PET_LOG_DIR": str(folder), **environment, verdict.VERDICT_VARIABLE: str(folder)}
         if len(str(folder)) <= MAX_SOCKET_FOLDER:
             inside.setdefault("VLLM_RPC_BASE_PATH", str(folder))
-        code = processes.run_command(command, inside, redirect, stop_action(folder))
+        code = processes.run_command(command, inside, redirect, partial(begin_stop, folder))
         verdicts = verdict.read_verdicts(folder) if folder.is_dir() else None
     if code == 0 and any(end.finished and not end.stopped for end in verdicts or ()):
         return 0
@@ -252,20 +257,16 @@ def _run(command: Sequence[str], environment: Mapping[str, str], redirect: Path 
     return code
 
 
-def stop_action(folder: Path) -> processes.StopAction:
-    """Return the effect of the first stop signal: save a checkpoint if the run trains; exit if it is still starting.
+def begin_stop(folder: Path, number: int) -> tuple[bytes, float | None]:
+    """Begin a stop: the ranks save a checkpoint if the run trains, and exit if it is still starting.
 
-    folder: folder of the verdicts.
+    folder: folder of the verdicts. number: of the first stop signal. Returns a `processes.BeginStop`'s result.
     """
-
-    def begin(number: int) -> tuple[bytes, float | None]:
-        if any(end.training for end in verdict.read_verdicts(folder)):
-            return processes.SAVING, None
-        # This verdict keeps torchrun from reporting the exits of the ranks: the line STARTING is sufficient.
-        verdict.write_verdict(folder / "launcher.json", verdict.ProcessEnd(code=128 + number, reported=time.time()))
-        return STARTING, START_SECONDS
-
-    return processes.StopAction(begin=begin, targets=processes.STOP_RANKS.targets)
+    if any(end.training for end in verdict.read_verdicts(folder)):
+        return SAVING, None
+    # This verdict keeps torchrun from reporting the exits of the ranks: the line STARTING is sufficient.
+    verdict.write_verdict(folder / "launcher.json", verdict.ProcessEnd(code=128 + number, reported=time.time()))
+    return STARTING, START_SECONDS
 
 
 def _show(text: str, redirect: Path | None, console: TextIO) -> None:

@@ -33,40 +33,28 @@ PREFIX = "colocated-grpo-"
 LOCK_FILE = "launcher.lock"
 """Locked while the launcher runs; the system releases the lock at any kind of exit. Process ids would not work, because
 containers that share a temporary folder have separate process ids."""
-SAVING = (
-    b"\nstopping: the run saves a checkpoint at the next safe point and ends; "
-    b"Ctrl-C again, or SIGTERM, kills it at once\n"
-)
 
-
-@dataclass(frozen=True, kw_only=True)
-class StopAction:
-    """The effect of the first stop signal."""
-
-    begin: Callable[[int], tuple[bytes, float | None]]
-    """Maps the signal's number to the message to print, and the seconds after which remaining processes are killed."""
-    targets: Callable[[psutil.Process], Sequence[psutil.Process]]
-    """Maps the command's process to the processes that receive SIGTERM."""
-
-
-STOP_RANKS = StopAction(begin=lambda number: (SAVING, None), targets=lambda command: command.children() or [command])
-"""Sends SIGTERM only to the ranks, which are torchrun's children and may take any time to save. A SIGTERM to torchrun
-would make torchrun kill the ranks after a time limit, by default 30 seconds."""
+BeginStop = Callable[[int], tuple[bytes, float | None]]
+"""Maps the number of the first stop signal to the message to print, and to the seconds after which remaining processes
+are killed; None: no limit."""
 
 
 def run_command(
-    command: Sequence[str], env: Mapping[str, str], redirect: Path | None = None, stop_action: StopAction = STOP_RANKS
+    command: Sequence[str], env: Mapping[str, str], redirect: Path | None, begin_stop: BeginStop, *, ranks: bool = True
 ) -> int:
     """Run `command` and return its exit code, or 128 + n if signal n ended it. Call from the main thread.
 
-    The first stop signal is forwarded as SIGTERM to the targets of `stop_action`. A second SIGINT or SIGTERM kills all
-    processes. No process started by the command is alive when this function returns.
+    The first stop signal is forwarded as SIGTERM. A second SIGINT or SIGTERM kills all processes. No process started by
+    the command is alive when this function returns.
+
+    ranks: the command is torchrun, whose children receive the SIGTERM, if it has started them. They may take any time
+    to save. A SIGTERM to torchrun would make it kill them after a time limit, by default 30 seconds.
     """
     others = {child.pid for child in psutil.Process().children()}
     # Become the parent of orphaned descendants. Ranks have sessions of their own, so killpg would miss the ranks.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     file = nullcontext() if redirect is None else redirect.open("ab")
-    with file as output, _StopSignals(others, stop_action) as stop:
+    with file as output, _StopSignals(others, begin_stop, ranks=ranks) as stop:
         try:
             process = subprocess.Popen(
                 command,
@@ -88,9 +76,9 @@ def run_command(
 class _StopSignals:
     """Context with signal handlers: the first request stops the process gracefully, the second kills it."""
 
-    def __init__(self, spare: set[int], action: StopAction) -> None:
+    def __init__(self, spare: set[int], begin: BeginStop, *, ranks: bool) -> None:
         self.received: list[int] = []
-        self._action = action
+        self._begin, self._ranks = begin, ranks
         self._spare = spare
         self._process: subprocess.Popen[bytes] | None = None
         self._last: dict[int, float] = {}
@@ -125,11 +113,12 @@ class _StopSignals:
             self._request_stop(self._process)
 
     def _request_stop(self, process: subprocess.Popen[bytes]) -> None:
-        message, limit = self._action.begin(self.received[0])
+        message, limit = self._begin(self.received[0])
         with suppress(OSError):  # the terminal may be closed
             os.write(2, message)  # print is not reentrant, and this runs in a signal handler
         with suppress(psutil.NoSuchProcess):
-            for target in self._action.targets(psutil.Process(process.pid)):
+            command = psutil.Process(process.pid)
+            for target in (self._ranks and command.children()) or [command]:
                 _signal(target, signal.SIGTERM)
         if limit is not None:
             self._limit = threading.Timer(limit, kill_descendants, [self._spare])

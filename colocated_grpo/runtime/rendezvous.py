@@ -115,8 +115,8 @@ class NodeLinks:
     """This rank's connections to ranks of other nodes. Call `lost` from one thread only."""
 
     def __init__(self) -> None:
-        self._links: dict[int, socket.socket] = {}
-        self._hosts: dict[int, str] = {}
+        self._links: dict[int, tuple[socket.socket, str]] = {}
+        """Connection and host, by rank."""
         self._listener: socket.socket | None = None
         self._token = ""
         _all_links.add(self)
@@ -139,13 +139,14 @@ class NodeLinks:
     def lost(self) -> list[Lost]:
         if self._listener is not None:
             self._accept(self._listener)
-        found = ((rank, _silent(link)) for rank, link in list(self._links.items()))
-        return [Lost(rank, self._hosts[rank], silent) for rank, silent in found if silent is not None]
+        links = list(self._links.items())
+        return [Lost(rank, host, silent) for rank, (link, host) in links if (silent := _silent(link)) is not None]
 
     def close(self) -> None:
-        for each in (self._listener, *self._links.values()):
-            if each is not None:
-                each.close()
+        if self._listener is not None:
+            self._listener.close()
+        for link, _ in self._links.values():
+            link.close()
         self._listener, self._links = None, {}
 
     def _accept(self, listener: socket.socket) -> None:
@@ -165,8 +166,7 @@ class NodeLinks:
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE_SECONDS)
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_SECONDS)
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
-        self._hosts[rank] = host
-        self._links[rank] = link
+        self._links[rank] = link, host
 
 
 def _hello(link: socket.socket) -> bytes:

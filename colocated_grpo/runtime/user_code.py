@@ -11,7 +11,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
@@ -115,22 +115,13 @@ class UserCodeWatch:
     return, the thread only reports the line.
     """
 
-    def __init__(
-        self,
-        seconds: float,
-        setting: str,
-        report: Callable[[str], None],
-        *,
-        stacks: Path | None = None,
-        first: float = FIRST_REPORT_SECONDS,
-        poll: float = POLL_SECONDS,
-    ) -> None:
+    def __init__(self, seconds: float, setting: str, report: Callable[[str], None], stacks: Path | None = None) -> None:
         """seconds: the limit, from `setting`. stacks: a file for the launcher; None: standard error.
 
         Call from the thread whose lines are passed to `report`.
         """
         self._seconds = max(seconds, MIN_SECONDS)
-        self._report, self._first, self._poll = report, first, poll
+        self._report = report
         self._path = stacks
         self._stacks = None if stacks is None else stacks.open("w", encoding="utf-8")
         if self._stacks is not None:
@@ -174,7 +165,7 @@ class UserCodeWatch:
 
     def _watch(self) -> None:
         frame, since, due = 0, 0.0, 0.0
-        while not self._done.wait(self._poll):
+        while not self._done.wait(POLL_SECONDS):
             with self._lock:
                 if self._running:
                     self._set_timer()
@@ -183,7 +174,7 @@ class UserCodeWatch:
                     self._is_set = False
             line, now = line_of_thread(self._watched), time.monotonic()
             if line is None or line.frame != frame:
-                frame, since, due = 0 if line is None else line.frame, now, self._first
+                frame, since, due = 0 if line is None else line.frame, now, FIRST_REPORT_SECONDS
             elif now - since >= due:
                 self._report(f"blocked for {now - since:.0f} s in {line}; the run continues when this code returns")
                 due *= 2
@@ -193,14 +184,9 @@ _watches: list[UserCodeWatch] = []
 """The watch of this process's run; empty without a run."""
 
 
-@contextmanager
-def limited() -> Generator[None]:
-    """Context of a reward or an episode, with the run's limit."""
-    if not _watches:
-        yield
-        return
-    with _watches[-1].limited():
-        yield
+def limited() -> AbstractContextManager[None]:
+    """Return the context of a reward or an episode, with the run's limit."""
+    return _watches[-1].limited() if _watches else nullcontext()
 
 
 def explain_blocked(stacks: Path) -> str | None:

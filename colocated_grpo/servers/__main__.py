@@ -14,7 +14,7 @@ from pathlib import Path
 
 from colocated_grpo.errors import ConfigError, RunError
 from colocated_grpo.runtime import program
-from colocated_grpo.runtime.processes import StopAction, run_command, scratch_folder
+from colocated_grpo.runtime.processes import run_command, scratch_folder
 from colocated_grpo.runtime.verdict import USAGE_ERROR, run_program
 from colocated_grpo.servers import options as serving
 from colocated_grpo.servers.options import RESTART, STATE_VARIABLE, ServeOptions, parse
@@ -24,9 +24,7 @@ MAX_CRASHES = 3
 """Number of consecutive crashes after which the server exits."""
 STEADY_SECONDS = 60.0
 """A crash after this uptime counts as the first of a new series."""
-STOP_ENGINE = StopAction(
-    begin=lambda number: (b"\nstopping: running requests are aborted\n", None), targets=lambda command: [command]
-)
+STOPPING = b"\nstopping: running requests are aborted\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,7 +48,7 @@ def _run(command: Sequence[str], state: Path) -> int:
     crashes = 0
     while True:
         started = time.monotonic()
-        code = run_command(command, environment, stop_action=STOP_ENGINE)
+        code = run_command(command, environment, None, lambda number: (STOPPING, None), ranks=False)
         if code in stopped:
             return 0
         if code == RESTART:
@@ -59,7 +57,7 @@ def _run(command: Sequence[str], state: Path) -> int:
         crashes = 1 if time.monotonic() - started > STEADY_SECONDS else crashes + 1
         if code == 0 or not state.exists() or crashes > MAX_CRASHES:
             return code
-        if (model := serving.fall_back(state)) is not None:
+        if (model := serving.save_requested(state, None)) is not None:
             print(f"note: {model} could not be served; the model before it is loaded again")
         print(f"note: the engine ended with exit code {code}; it is started again ({crashes} of {MAX_CRASHES})")
         sys.stdout.flush()
@@ -88,14 +86,15 @@ def _problem(options: ServeOptions) -> str | None:
 def serve_engine() -> int:
     """Serve from this process until SIGTERM, SIGINT or a restart. Returns the exit code."""
     program.prepare_streams()
-    options = serving.resumed(parse(None))
+    state = Path(os.environ[STATE_VARIABLE])
+    options = serving.resumed(parse(None), state)
     program.prepare_libraries(options.log_level)
     try:
         options = serving.with_model(options)
         with program.frozen_imports():
             from colocated_grpo.servers.server import serve
 
-        return serve(options)
+        return serve(options, state)
     except (ConfigError, RunError) as error:
         return program.exit_code(error)
 

@@ -6,6 +6,7 @@ import json
 import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -59,24 +60,24 @@ def listen_for_agents(
     return server
 
 
+@dataclass(eq=False)
 class EpisodeGate:
     """Route `/episodes/<id>/<path>` with that episode's key to `<path>`, counting chat requests; else respond 401."""
 
-    def __init__(self, app: ASGIApp, episodes: OpenEpisodes) -> None:
-        self._app = app
-        self._episodes = episodes
+    app: ASGIApp
+    episodes: OpenEpisodes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
         episode_id, _, path = scope["path"].removeprefix(PREFIX).partition("/")
         key = key_in(Headers(scope=scope).get("authorization", ""))
-        episode = self._episodes.find(episode_id, key)
+        episode = self.episodes.find(episode_id, key)
         if episode is None:
             await error_response(401, "no running episode has this path and API key")(scope, receive, send)
         else:
             episode.conversation.requests += f"/{path}" == CHAT  # counted here to include rejected requests
-            await self._app({**scope, "path": f"/{path}", EPISODE: episode}, receive, send)
+            await self.app({**scope, "path": f"/{path}", EPISODE: episode}, receive, send)
 
 
 def create_agent_app(

@@ -205,29 +205,25 @@ def _urls(servers: Sequence[EngineServer]) -> str:
 ADAPTER_NAME = "policy"
 
 
+@dataclass(eq=False)
 class AdapterSync:
     """Saves the adapter and loads it into every running server, beside the base weights."""
 
-    def __init__(self, export: Export, folder: Path, servers: Sequence[EngineServer], world: World) -> None:
-        """folder: must be readable by the servers. Each sync overwrites it."""
-        self._export = export
-        self._target = folder / "adapter"
-        self._servers = servers
-        self._world = world
+    export: Export
+    target: Path
+    """Must be readable by the servers. Each sync overwrites it."""
+    servers: Sequence[EngineServer]
+    world: World
 
     def sync(self) -> None:
         """Save the adapter and load it into every server. Collective. Raises RunError on every rank."""
-        self._export.write(self._target)
-        self._world.from_main(self._load_everywhere)
-
-    def _load_everywhere(self) -> None:
-        for server in self._servers:
-            server.until_answered(partial(self.restore, server))
+        self.export.write(self.target)
+        self.world.from_main(lambda: [server.until_answered(partial(self.restore, server)) for server in self.servers])
 
     def restore(self, server: EngineServer) -> bool:
         """Load the adapter of the last sync. Raises Unavailable, RequestRejected, or RunError for other files."""
-        body = {"adapter_path": str(self._target.absolute()), "adapter_name": ADAPTER_NAME}
-        _require_same(server, server.post("/lora/load", body)["exported"], self._target)
+        body = {"adapter_path": str(self.target.absolute()), "adapter_name": ADAPTER_NAME}
+        _require_same(server, server.post("/lora/load", body)["exported"], self.target)
         return True
 
 

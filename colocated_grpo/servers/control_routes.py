@@ -24,7 +24,6 @@ from colocated_grpo.runtime.rendezvous import CONNECT_SECONDS, connect_store
 from colocated_grpo.servers.broadcast import JoinedGroup
 from colocated_grpo.servers.engine_control import EngineControl
 from colocated_grpo.servers.engine_routes import Sessions
-from colocated_grpo.servers.options import Restart
 from colocated_grpo.servers.rank_links import result_of
 from colocated_grpo.servers.request_bodies import StrictBody
 from colocated_grpo.servers.text import InvalidRequest
@@ -76,7 +75,6 @@ class WeightReceiver:
         self._engine = engine
         self._folder = folder
         self._conversion = read_conversion(folder)
-        self._device = world.device
         self._world = world
         self._dtype = next(engine.model.parameters()).dtype
         self._group: JoinedGroup | None = None
@@ -110,7 +108,7 @@ class WeightReceiver:
             # unreachable store is gone.
             store = connect_store(offer.address, offer.port, CONNECT_SECONDS)
             store.set_timeout(timedelta(seconds=offer.timeout))
-            self._group = JoinedGroup(store, rank, offer.group_size, self._device, offer.timeout)
+            self._group = JoinedGroup(store, rank, offer.group_size, self._world.device, offer.timeout)
         except RuntimeError as error:
             raise ValueError(f"cannot join the trainer at {offer.address}:{offer.port}: {in_one_line(error)}") from None
 
@@ -121,14 +119,13 @@ class WeightReceiver:
         With a plan, these are the fingerprints of the engine's views; else of the tensors passed to the engine's
         loader. Call only after `join`. Raises ValueError if the connection of the trainer is lost.
         """
-        assert self._group is not None  # `EngineControl.receive_weights` requires a trainer
         plan, views, loaded = self._plan, self._views, list[Tensor]()
         try:
             if plan is None:
                 self._engine.load_weights(self._stored(loaded))
             else:
                 received = ((buckets.shard_slices(bucket, plan), values) for bucket, values in self._received())
-                buckets.write_planned(received, plan, self._device)
+                buckets.write_planned(received, plan, self._world.device)
         except RuntimeError as error:
             self._leave()
             raise ValueError(f"the trainer's connection is lost: {in_one_line(error)}") from None
@@ -141,14 +138,14 @@ class WeightReceiver:
         for bucket in self._received():
             values = dict(buckets.full_tensors(*bucket))
             parts = [rows_of(value, 0) for value in values.values()]
-            fingerprints.append(transport.Fingerprints(parts, None, self._device).compute())
+            fingerprints.append(transport.Fingerprints(parts, None, self._world.device).compute())
             for name, value in values.items():
                 yield from self._conversion.stored(name, value)
 
     def _received(self) -> Iterator[tuple[buckets.Bucket, Tensor]]:
-        assert self._group is not None
+        assert self._group is not None  # `EngineControl.receive_weights` requires a trainer
         for bucket in self._buckets:
-            values = torch.empty(bucket.num_shards, bucket.size, dtype=self._dtype, device=self._device)
+            values = torch.empty(bucket.num_shards, bucket.size, dtype=self._dtype, device=self._world.device)
             self._group.broadcast(values).wait()
             yield bucket, values
 
@@ -210,9 +207,10 @@ def add_weight_routes(
     sessions: Sessions,
     call: Callable[..., object],
     adapters: Callable[[], JsonObject],
-    restart: Restart,
+    restart: Callable[[str], object],
 ) -> None:
-    """call: `MirroredEngine.call` of the engine. adapters: returns the status of the adapters.
+    """call: `MirroredEngine.call` of the engine. adapters: returns the status of the adapters. restart: begins a
+    restart with a model.
 
     A loaded adapter applies to all later requests, regardless of their `model`. Requests that already run finish first.
     """
@@ -237,7 +235,7 @@ def add_weight_routes(
     async def status() -> JSONResponse:
         return JSONResponse(adapters())
 
-    def note_failure(joined: Future[object]) -> None:
+    def note_failure(joined: Future[None]) -> None:
         if not joined.cancelled() and (error := joined.exception()) is not None:
             sessions.note(str(error))
 
@@ -257,7 +255,7 @@ def add_weight_routes(
     async def restarted(request: Request) -> JSONResponse:
         body = await read_json(request, RestartBody.from_json)
         _require_file(body.model, "config.json", "model")
-        return JSONResponse(await result_of(control.submit_idle(lambda: restart.request(body.model))))
+        return JSONResponse(await result_of(control.run_idle(partial(restart, body.model))))
 
     app.include_router(commands)
     app.include_router(trainers)

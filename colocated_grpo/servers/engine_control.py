@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
@@ -146,23 +146,34 @@ class MirroredEngine:
         self.engine.close()
 
 
+P = ParamSpec("P")
 T = TypeVar("T")
 SERVING, NO_WEIGHTS = "serving", "waiting for weights"
 
 
-class EngineControl:
-    """Commands for one engine. `run` executes them on the driving thread; other methods may be called from any thread.
+def between_steps(
+    command: Callable[Concatenate["EngineControl", P], T],
+) -> Callable[Concatenate["EngineControl", P], Future[T]]:
+    """Make a command of `EngineControl` run on the driving thread. A call returns the future of its result."""
 
-    Requests wait while the engine is paused. A command that is invalid in the current state sets ValueError
-    on its future.
+    def submit(control: "EngineControl", *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        return control.commands.submit(partial(command, control, *args, **kwargs))
+
+    return submit
+
+
+class EngineControl:
+    """Commands for one engine, between two decode steps. They may be called from any thread, but `run` from one only.
+
+    Requests wait while the engine is paused. The future of a command that is invalid in the current state raises
+    ValueError.
     """
 
     def __init__(self, engine: RolloutEngine, inbox: Inbox, driver: Driver) -> None:
         self._engine = engine
         self._inbox = inbox
         self._driver = driver
-        self._commands = Calls(inbox.wake)
-        """Run between two decode steps."""
+        self.commands = Calls(inbox.wake)
         self.is_paused = False
         self._has_trainer = False
         """True while a trainer has joined to send weights. False after it is lost."""
@@ -184,86 +195,75 @@ class EngineControl:
         """Serve requests and commands on this thread until a stop is requested."""
         try:
             while not stop_requested():
-                self._commands.run()
+                self.commands.run()
                 if self.state != SERVING:
                     self._inbox.wait(IDLE_SECONDS)
                 else:
                     self._driver.step()
         finally:
             self._driver.abort()
-            self._commands.cancel()
+            self.commands.cancel()
 
-    def pause(self) -> Future[None]:
+    @between_steps
+    def pause(self) -> None:
         """Stop after the current decode step. Running requests keep their tokens and KV cache."""
-        return self._commands.submit(partial(setattr, self, "is_paused", True))
+        self.is_paused = True
 
-    def resume(self) -> Future[None]:
-        return self._commands.submit(partial(setattr, self, "is_paused", False))
+    @between_steps
+    def resume(self) -> None:
+        self.is_paused = False
 
-    def set_version(self, policy_version: int) -> Future[None]:
+    @between_steps
+    def set_version(self, policy_version: int) -> None:
         """Finish running requests, drop cached prefixes and stamp later completions with `policy_version`.
 
         Repeated calls have no effect: each rank of a trainer calls this after a sync.
         """
+        if policy_version != self.policy_version:
+            self._finish_requests()
+            self._engine.weights_changed(policy_version)
+            self.policy_version = policy_version
 
-        def set_version() -> None:
-            if policy_version != self.policy_version:
-                self._finish_requests()
-                self._engine.weights_changed(policy_version)
-                self.policy_version = policy_version
-
-        return self._commands.submit(set_version)
-
-    def change_weights(self, change: Callable[[], T]) -> Future[T]:
+    @between_steps
+    def change_weights(self, change: Callable[[], object]) -> object:
         """Finish running requests, then run `change`. After it, trainers' requests are rejected until `set_version`."""
+        self._finish_requests()
+        result = change()
+        self.policy_version = None
+        return result
 
-        def changed() -> T:
-            result = change()
-            self.policy_version = None
-            return result
-
-        return self.submit_idle(changed)
-
-    def join_trainer(self, join: Callable[[], T]) -> Future[T]:
+    @between_steps
+    def join_trainer(self, join: Callable[[], object]) -> None:
         """Finish running requests, then run `join`. Weights can be received once it has succeeded."""
+        self._finish_requests()
+        self._has_trainer = False
+        join()
+        self._has_trainer = True
 
-        def joined() -> T:
-            self._has_trainer = False
-            result = join()
-            self._has_trainer = True
-            return result
-
-        return self.submit_idle(joined)
-
-    def receive_weights(self, receive: Callable[[], T]) -> Future[T]:
-        """Run `receive` like `change_weights`. Sets ValueError if no trainer has joined.
+    @between_steps
+    def receive_weights(self, receive: Callable[[], object]) -> object:
+        """Run `receive` like `change_weights`. Raises ValueError if no trainer has joined.
 
         After a failure, some weights may be new and others old, so all requests wait until a later call succeeds.
         """
+        self._finish_requests()
+        if not self._has_trainer:  # a stranger's request must not mark the weights as damaged
+            raise ValueError("no trainer has joined since this server started; POST /bridge/init first")
+        self.policy_version, self.has_received_weights = None, True
+        self._has_trainer = False
+        try:
+            result = receive()
+        except BaseException:
+            self.has_whole_weights = False
+            raise
+        self.has_whole_weights = self._has_trainer = True
+        return result
 
-        def received() -> T:
-            if not self._has_trainer:  # a stranger's request must not mark the weights as damaged
-                raise ValueError("no trainer has joined since this server started; POST /bridge/init first")
-            self.policy_version, self.has_received_weights = None, True
-            self._has_trainer = False
-            try:
-                result = receive()
-            except BaseException:
-                self.has_whole_weights = False
-                raise
-            self.has_whole_weights = self._has_trainer = True
-            return result
-
-        return self.submit_idle(received)
-
-    def submit_idle(self, command: Callable[[], T]) -> Future[T]:
-        """Finish running requests, then run `command` on the driving thread. Returns the future of its result."""
-
-        def when_idle() -> T:
-            self._finish_requests()
-            return command()
-
-        return self._commands.submit(when_idle)
+    @between_steps
+    def run_idle(self, command: Callable[[], object]) -> None:
+        """Finish running requests, then run `command`."""
+        self._finish_requests()
+        command()
 
     def _finish_requests(self) -> None:
         if self.is_paused and self._driver.running:

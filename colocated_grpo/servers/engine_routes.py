@@ -80,13 +80,13 @@ class TrainerSession:
 
     def __init__(self, client: str, inbox: Inbox) -> None:
         self.client = client
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self._messages: asyncio.Queue[JsonObject | None] = asyncio.Queue()
         self.requests = PeerRequests(inbox, self._send)
 
     def _send(self, number: int, outcome: Outcome) -> None:
         with suppress(RuntimeError):  # the loop is closed because the server is shutting down
-            self._loop.call_soon_threadsafe(self._queue, number, outcome)
+            self.loop.call_soon_threadsafe(self._queue, number, outcome)
 
     def _queue(self, number: int, outcome: Outcome) -> None:
         """Queue the message. None if the engine has stopped: the client posts to the next engine."""
@@ -113,9 +113,6 @@ class TrainerSession:
         """End the stream and abort all requests."""
         self.requests.cancel()
         self._messages.put_nowait(None)
-
-    def close_from_another_thread(self) -> None:
-        self._loop.call_soon_threadsafe(self.close)
 
 
 class Sessions:
@@ -170,7 +167,7 @@ class Sessions:
     def close_all(self) -> None:
         """End all streams before the server closes, because open streams would delay it. Call from another thread."""
         for session in list(self._open.values()):
-            session.close_from_another_thread()
+            session.loop.call_soon_threadsafe(session.close)
 
 
 def add_engine_routes(app: FastAPI, control: EngineControl, inbox: Inbox, sessions: Sessions, limits: Limits) -> None:

@@ -217,45 +217,21 @@ def with_model(options: ServeOptions) -> ServeOptions:
     return replace(options, max_model_len=min(options.max_model_len, own_limit or options.max_model_len))
 
 
-def _file() -> Path | None:
-    path = os.environ.get(STATE_VARIABLE)
-    return None if path is None else Path(path)
+def save_ready(file: Path, model: str, port: int) -> None:
+    """Record the model and the port to use for a restart after a crash."""
+    write_atomically(file, json.dumps({"model": model, "port": port, REQUESTED: None}))
 
 
-def resumed(options: ServeOptions) -> ServeOptions:
+def save_requested(file: Path, model: str | None) -> str | None:
+    """Record the model to load at the next start; None: the last one served. Return the model recorded before."""
+    state = json.loads(file.read_text(encoding="utf-8"))
+    write_atomically(file, json.dumps({**state, REQUESTED: model}))
+    return state[REQUESTED]
+
+
+def resumed(options: ServeOptions, file: Path) -> ServeOptions:
     """Return the options with the port of the previous process, if there was one, and the model that was requested."""
-    file = _file()
-    if file is None or not file.exists():
+    if not file.exists():
         return options
     state = json.loads(file.read_text(encoding="utf-8"))
     return replace(options, port=state["port"], model=state[REQUESTED] or state["model"])
-
-
-def fall_back(file: Path) -> str | None:
-    """Withdraw and return the requested model, whose process has ended; None if no model was requested."""
-    state = json.loads(file.read_text(encoding="utf-8"))
-    if (requested := state[REQUESTED]) is not None:
-        write_atomically(file, json.dumps({**state, REQUESTED: None}))
-    return requested
-
-
-class Restart:
-    """A request to restart the engine with another model on the same port."""
-
-    def __init__(self) -> None:
-        self.requested = False
-        self._state: JsonObject = {}
-
-    def ready(self, model: str, port: int) -> None:
-        """Record the model and port to use for a restart after a crash."""
-        self._save(model=model, port=port, requested=None)
-
-    def request(self, model: str) -> None:
-        """End this process and request a restart with `model`."""
-        self._save(requested=model)
-        self.requested = True
-
-    def _save(self, **changes: object) -> None:
-        self._state |= changes
-        if (file := _file()) is not None:
-            write_atomically(file, json.dumps(self._state))

@@ -253,7 +253,6 @@ class CompletionBody(OpenAIBody):
 
     prompt: str | TokenIds | Annotated[list[str], Several] | Annotated[list[TokenIds], Several]
     logprobs: LogprobCount | None = None
-    echo: Annotated[bool, Field(strict=True)] = False
     suffix: None = None
 
     @property
@@ -270,8 +269,6 @@ class CompletionBody(OpenAIBody):
 
     @model_validator(mode="after")
     def _is_supported(self) -> Self:
-        if self.echo:
-            raise ValueError("echo is not supported")
         if len(self.prompts) * self.sampling_parameters.n > MAX_COMPLETIONS:
             raise ValueError(f"at most {MAX_COMPLETIONS} completions a request")
         return self

@@ -5,6 +5,7 @@ import secrets
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from threading import Event
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from colocated_grpo.runtime.supervision import StopRequest
 from colocated_grpo.servers import control_routes, engine_control, engine_routes, rank_links, sampler, text
 from colocated_grpo.servers.app import create_app
 from colocated_grpo.servers.exported import export, export_folder, move_to_shared_memory
-from colocated_grpo.servers.options import RESTART, Restart, ServeOptions, model_settings
+from colocated_grpo.servers.options import RESTART, ServeOptions, model_settings, save_ready, save_requested
 from colocated_grpo.settings.config_json import config_json_in, shape_of
 from colocated_grpo.types import JsonObject
 from colocated_grpo.web.server import Hosts, ServerThread
@@ -36,8 +37,10 @@ IDLE_LIMIT = timedelta(days=3650)
 """The other ranks of an engine wait for rank 0's next call without limit."""
 
 
-def serve(options: ServeOptions) -> int:
+def serve(options: ServeOptions, state: Path) -> int:
     """Load the model, listen, and answer requests until SIGTERM, SIGINT or a restart. Returns the exit code.
+
+    state: file for the model and the port of a restart.
 
     Raises ConfigError or RunError with one line. The port opens only once the engine is ready, so clients can wait for
     the engine by polling /health.
@@ -72,7 +75,7 @@ def serve(options: ServeOptions) -> int:
     if world.is_main:
         stop = StopRequest(world.store)
         stop.listen()
-        return _lead(options, model, engine, whole, stop, facts)
+        return _lead(options, state, model, engine, whole, stop, facts)
     whole.follow()
     return 0
 
@@ -118,6 +121,7 @@ def _share_weights(engine: VLLMEngine, model: ModelFiles, facts: JsonObject) -> 
 
 def _lead(
     options: ServeOptions,
+    state: Path,
     model: ModelFiles,
     engine: VLLMEngine,
     whole: engine_control.MirroredEngine,
@@ -126,10 +130,14 @@ def _lead(
 ) -> int:
     """Serve on rank 0. engine: this rank's engine. whole: the engine of all ranks."""
     note = partial(print, "note:", flush=True)
-    inbox, restart = Inbox(), Restart()
+    inbox, restarts = Inbox(), Event()
     control = engine_control.EngineControl(whole, inbox, Driver(whole, inbox))
     sessions = engine_routes.Sessions(inbox, note, attached=control.resume)
     limits = text.limits_of(model, options.max_model_len, seed=0, max_tokens_setting="--max-model-len")
+
+    def restart(with_model: str) -> None:
+        save_requested(state, with_model)
+        restarts.set()
 
     def add_routes(app: FastAPI) -> None:
         control_routes.add_control_routes(app, control, facts, sessions)
@@ -153,17 +161,17 @@ def _lead(
             server = ServerThread(app, options.host, [options.port])
         except OSError as error:  # the port was taken while the engine was built
             raise RunError(f"--port={options.port}: cannot listen on {error.strerror}") from None
-        restart.ready(options.named, server.ports[0])
+        save_ready(state, options.named, server.ports[0])
         host = f"[{options.host}]" if ":" in options.host else options.host
         print(f"serving {options.named} at http://{host}:{server.ports[0]}", flush=True)
         try:
-            control.run(lambda: stop.requested() or restart.requested)
+            control.run(lambda: stop.requested() or restarts.is_set())
         finally:
             sessions.close_all()
             server.close()
     finally:
         whole.close()
-    return RESTART if restart.requested else 0
+    return RESTART if restarts.is_set() else 0
 
 
 def describe(options: ServeOptions, model: ModelFiles, engine: VLLMEngine, world: World) -> JsonObject:

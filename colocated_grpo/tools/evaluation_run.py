@@ -13,7 +13,6 @@ from colocated_grpo.evaluation.evaluator import Evaluator
 from colocated_grpo.policy.model_files import read_model_files
 from colocated_grpo.rollout.collect import Stopped
 from colocated_grpo.rollout.inbox import Driver, Inbox
-from colocated_grpo.rollout.vllm.spec import EngineSpec
 from colocated_grpo.rollout.vllm.vllm_engine import VLLMEngine
 from colocated_grpo.runtime.distributed import World, init_world
 from colocated_grpo.runtime.joining import join
@@ -46,7 +45,10 @@ def evaluate(prepared: Evaluation) -> JsonObject | None:
 
 @contextmanager
 def prepare_evaluation(config: Config, adapter: Path | None) -> Generator[Evaluation]:
-    """Start the engine and read the prompts of all evaluation sets. Collective. Raises ConfigError or RunError."""
+    """Start the engine and read the prompts of all evaluation sets. Collective. Raises ConfigError or RunError.
+
+    config: returned by `tools.evaluate.with_subject`.
+    """
     joined = join()
     world, stop = init_world(joined.store), joined.stop
     stop.listen()
@@ -59,7 +61,13 @@ def prepare_evaluation(config: Config, adapter: Path | None) -> Generator[Evalua
     engines = world.size // config.engine.tensor_parallel_size
     # One engine's part of the completions of the largest set.
     sequences = max(ceil(len(each.prompts) / engines) * each.samples for each in data.sets)
-    engine = subject_engine(engine_spec(config, model.folder, world.size, world.device, sequences), adapter, world)
+    spec = engine_spec(config, model.folder, world.size, world.device, sequences)
+    engine = VLLMEngine(replace(spec, reads_weights=True), world)
+    if adapter is not None:
+        try:
+            engine.adapters.load(adapter.name, str(adapter))
+        except ValueError as error:
+            raise RunError(str(error)) from None
     inbox = Inbox()
     collector = build_collector(config, Driver(engine, inbox), inbox, data, model, site)
     try:
@@ -69,20 +77,6 @@ def prepare_evaluation(config: Config, adapter: Path | None) -> Generator[Evalua
     site.resources.close()
     joined.watchdog.close()
     world.barrier()
-
-
-def subject_engine(spec: EngineSpec, adapter: Path | None, world: World) -> VLLMEngine:
-    """Return an engine with the model's weights from disk, and with the adapter if given. Raises RunError. Collective.
-
-    spec: built from a config that `tools.evaluate.with_subject` returned.
-    """
-    engine = VLLMEngine(replace(spec, reads_weights=True), world)
-    if adapter is not None:
-        try:
-            engine.adapters.load(adapter.name, str(adapter))
-        except ValueError as error:
-            raise RunError(str(error)) from None
-    return engine
 
 
 def _lines(group: Group) -> list[JsonObject]:

@@ -43,15 +43,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def show_game(run_dir: Path, game_number: int) -> int:
     """Print the transcript of one ended game; -1 is the latest. Raises RunFolderError if there is no such game."""
-    games = files.read_games(run_dir)
+    ended, name = files.read_games(run_dir), "game"
+    games = ended[-1:]
     if game_number >= 0:
-        games = [game for game in games if game["game"] == game_number]
+        games, name = [game for game in ended if game["game"] == game_number], f"game {game_number}"
     if not games:
-        raise files.RunFolderError(
-            f"{run_dir}: " + (f"no game {game_number} has ended" if game_number >= 0 else "no game has ended")
-        )
+        raise files.RunFolderError(f"{run_dir}: no {name} has ended")
     console = Console()
-    for game in games[-1:] if game_number < 0 else games:
+    for game in games:
         console.print(Rule(Text(printable(files.game_title(game), console.encoding))))
         console.print(Text(printable(game.get("transcript", ""), console.encoding)))
     return 0
@@ -100,10 +99,11 @@ def rollout_panel(row: files.Row, encoding: str) -> Panel:
 
 def _shown(messages: Sequence[transcripts.Passage], encoding: str) -> Iterator[Text | Padding]:
     """Yield each message below its speaker. Text that the policy read is dim; text that it sampled is indented."""
-    for message in messages:
-        text = Text(printable(message.text, encoding), style="" if message.sampled else "dim")
-        yield Text(printable(message.speaker, encoding), style="bold green" if message.sampled else "bold cyan")
-        yield Padding(text, (0, 0, 0, INDENT)) if message.sampled else text
+    for speaker, said in messages:
+        sampled = speaker == transcripts.POLICY
+        text = Text(printable(said, encoding), style="" if sampled else "dim")
+        yield Text(speaker, style="bold green" if sampled else "bold cyan")
+        yield Padding(text, (0, 0, 0, INDENT)) if sampled else text
 
 
 def _reward(row: files.Row) -> float:

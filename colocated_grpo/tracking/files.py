@@ -290,31 +290,20 @@ def game_title(game: Row) -> str:
     return f"{game['source']}, game {game['game']}, ended in step {game['step']}: {game['winner']}"
 
 
-class GameWriter:
-    """Append ended games. No file is created before the first game has ended.
+def keep_games_before(run_dir: Path, first_step: int, note: Callable[[str], None]) -> None:
+    """Drop the games of steps >= `first_step`: they ended after the checkpoint that is resumed."""
+    # Events are written before games, so a kill may leave events only.
+    for name, schema in ((EVENTS_FILE, STEP_ROW), (GAMES_FILE, GAME_ROW)):
+        if (run_dir / name).exists():
+            keep_before(run_dir / name, first_step, schema, note)
 
-    Games of steps >= `first_step` are dropped on opening: they ended after the checkpoint that is resumed.
-    """
 
-    def __init__(self, run_dir: Path, first_step: int, note: Callable[[str], None]) -> None:
-        self._folder = run_dir
-        if (run_dir / GAMES_FILE).exists():
-            keep_before(run_dir / GAMES_FILE, first_step, GAME_ROW, note)
-        # Check the events separately: events are written before games, so a kill may leave events only.
-        if (run_dir / EVENTS_FILE).exists():
-            keep_before(run_dir / EVENTS_FILE, first_step, STEP_ROW, note)
-
-    def write(self, step: int, games: Sequence[JsonObject]) -> None:
-        """Append the games that ended in `step`. The files are closed again, so a killed run keeps every ended game."""
-        if not games:
-            return
-        events = [
-            {"step": step, "source": game["source"], **event} for game in games for event in game.get("events", ())
-        ]
-        ended = [{"step": step, **{key: value for key, value in game.items() if key != "events"}} for game in games]
-        self._append(EVENTS_FILE, events)
-        self._append(GAMES_FILE, ended)
-
-    def _append(self, name: str, rows: Sequence[Row]) -> None:
-        with (self._folder / name).open("a", encoding="utf-8") as file:
+def append_games(run_dir: Path, step: int, games: Sequence[JsonObject]) -> None:
+    """Append the games that ended in `step`. The files are closed again, so a killed run keeps every ended game."""
+    if not games:  # a run without games has no such files
+        return
+    events = [{"step": step, "source": game["source"], **event} for game in games for event in game.get("events", ())]
+    ended = [{"step": step, **{key: value for key, value in game.items() if key != "events"}} for game in games]
+    for name, rows in ((EVENTS_FILE, events), (GAMES_FILE, ended)):
+        with (run_dir / name).open("a", encoding="utf-8") as file:
             file.writelines(map(json_line, rows))

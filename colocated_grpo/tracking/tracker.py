@@ -160,7 +160,6 @@ class Tracker:
         self._stability = StabilityWatch()
         self._scoring_errors = ScoringErrors()
         self._writer: RunWriter | None = None
-        self._games: files.GameWriter | None = None
         self._held_out: dict[str, float] = {}
 
     def start(self, settings: JsonObject, facts: dict[str, str], first_step: int, decode: Decode | None) -> None:
@@ -176,7 +175,7 @@ class Tracker:
         secrets = files.write_config(self._run_dir, settings)
         files.append_environment(self._run_dir, describe_start(first_step), self.note)
         self._writer = RunWriter(self._run_dir, first_step, self._tracking.rollouts_per_step, self.note, decode)
-        self._games = files.GameWriter(self._run_dir, first_step, self.note)
+        files.keep_games_before(self._run_dir, first_step, self.note)
         self._sinks.open(settings, self._tracking, self._run_dir, first_step)
         self._output.open(banner_facts(settings, facts["model"], self._run_dir), first_step)
         for name, value in facts.items():
@@ -213,8 +212,7 @@ class Tracker:
             self.note(warning)
 
     def games(self, step: int, games: list[JsonObject]) -> None:
-        if self._games is not None:
-            self._games.write(step, games)
+        files.append_games(self._run_dir, step, games)
 
     def evaluation(self, step: int, row: dict[str, float], groups: list[Group]) -> None:
         """Record an evaluation: on held-out prompts, or on a set, whose metrics are named eval/<name>/..."""

@@ -1,7 +1,6 @@
 """Stored rollouts and games, split into passages by speaker, for the report and the tools."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from colocated_grpo.errors import shortened
 from colocated_grpo.tracking import files
@@ -17,27 +16,20 @@ MAX_TEXT_LENGTH = 6000
 MAX_GAME_LENGTH = 30_000
 """Characters shown of a transcript; games.jsonl has the full text."""
 
-
-@dataclass(frozen=True, slots=True)
-class Passage:
-    """Consecutive text that is either sampled or read, with the tokens of its chat template."""
-
-    speaker: str
-    text: str
-    sampled: bool
-    """True: written by the policy in this rollout. False: read by the policy."""
+Passage = tuple[str, str]
+"""Speaker, and text with the tokens of its chat template. The policy has sampled its own text, and read all other."""
 
 
 def passages(row: files.Row) -> list[Passage]:
     """Return the policy's turns of a rollout and the observations between them."""
     turns = row.get("turns") or [{"sampled": True, "text": row["completion"]}]
-    return [Passage(POLICY if turn["sampled"] else ENVIRONMENT, turn["text"], turn["sampled"]) for turn in turns]
+    return [(POLICY if turn["sampled"] else ENVIRONMENT, turn["text"]) for turn in turns]
 
 
 def question(row: files.Row) -> list[Passage]:
     """Return the prompt as the model reads it, and the reference answer if the row has one."""
-    answer = [] if row.get("answer") is None else [Passage(ANSWER, row["answer"], sampled=False)]
-    return [Passage(PROMPT, row["prompt"], sampled=False), *answer]
+    answer = [] if row.get("answer") is None else [(ANSWER, row["answer"])]
+    return [(PROMPT, row["prompt"]), *answer]
 
 
 def one_line(text: str, limit: int) -> str:
@@ -112,9 +104,9 @@ def _label(row: files.Row) -> str:
 
 def _bubbles(messages: Sequence[Passage]) -> str:
     bubbles = "".join(
-        f'<div class="bubble {"sampled" if message.sampled else "observed"}"><span>{as_html(message.speaker)}</span>'
-        f"<pre>{_shortened(message.text)}</pre></div>"
-        for message in messages
+        f'<div class="bubble {"sampled" if speaker == POLICY else "observed"}"><span>{as_html(speaker)}</span>'
+        f"<pre>{_shortened(text)}</pre></div>"
+        for speaker, text in messages
     )
     return f'<div class="chat">{bubbles}</div>'
 

@@ -14,6 +14,7 @@ import socket
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 import uvicorn
@@ -40,23 +41,23 @@ def error_body(status: int, message: str) -> JsonObject:
     return {"error": {"message": message, "type": kind, "code": status}}
 
 
+@dataclass(eq=False)
 class RequireApiKey:
     """Respond 401 to requests without the key. The key is a bearer token, or the password in Basic authentication,
     which HTTP clients send for a URL such as `http://any:KEY@host`. `public_paths` need no key."""
 
-    def __init__(self, app: ASGIApp, key: str, public_paths: Collection[str]) -> None:
-        self._app = app
-        self._key = key.encode()
-        self._public_paths = public_paths
+    app: ASGIApp
+    key: str
+    public_paths: Collection[str]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in self._public_paths:
+        if scope["type"] == "http" and scope["path"] not in self.public_paths:
             given = key_in(Headers(scope=scope).get("authorization", ""))
             # Constant time: the duration of an ordinary comparison reveals how many leading characters are correct.
-            if not hmac.compare_digest(given, self._key):
+            if not hmac.compare_digest(given, self.key.encode()):
                 await error_response(401, "this server requires its API key")(scope, receive, send)
                 return
-        await self._app(scope, receive, send)
+        await self.app(scope, receive, send)
 
 
 def key_in(authorization: str) -> bytes:
@@ -71,29 +72,29 @@ def key_in(authorization: str) -> bytes:
     return credentials.partition(b":")[2]
 
 
+@dataclass(eq=False)
 class ConcurrencyLimit:
     """Respond 503 with Retry-After while `limit` requests are in flight. Requests for `exempt_paths` do not count."""
 
-    def __init__(self, app: ASGIApp, limit: int, exempt_paths: Collection[str]) -> None:
-        self._app = app
-        self._limit = limit
-        self._exempt_paths = exempt_paths
-        self._in_flight = 0
+    app: ASGIApp
+    limit: int
+    exempt_paths: Collection[str]
+    in_flight: int = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in self._exempt_paths:
-            await self._app(scope, receive, send)
+        if scope["type"] != "http" or scope["path"] in self.exempt_paths:
+            await self.app(scope, receive, send)
             return
-        if self._in_flight >= self._limit:
-            response = error_response(503, f"{self._limit} requests are in flight; try again later")
+        if self.in_flight >= self.limit:
+            response = error_response(503, f"{self.limit} requests are in flight; try again later")
             response.headers["Retry-After"] = "1"
             await response(scope, receive, send)
             return
-        self._in_flight += 1
+        self.in_flight += 1
         try:
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
         finally:
-            self._in_flight -= 1
+            self.in_flight -= 1
 
 
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -126,33 +127,31 @@ class Hosts:
         return ", ".join(sorted(self._names)) + (" and this machine's addresses" if self._any_address else "")
 
 
+@dataclass(eq=False)
 class OwnRequests:
     """Respond 403 to requests with an unknown `Host`, and to requests from pages of other sites."""
 
-    def __init__(
-        self, app: ASGIApp, hosts: Hosts | None, error_response: ErrorResponse, origins: Collection[str] = ()
-    ) -> None:
-        """hosts: None accepts any `Host`, for servers that require a key, because web pages do not have the key.
-        origins: origins of pages that may send requests, such as `http://localhost:3000`."""
-        self._app = app
-        self._hosts = hosts
-        self._error_response = error_response
-        self._origins = origins
+    app: ASGIApp
+    hosts: Hosts | None
+    """None accepts any `Host`, for servers that require a key, because web pages do not have the key."""
+    error_response: ErrorResponse
+    origins: Collection[str] = ()
+    """Origins of pages that may send requests, such as `http://localhost:3000`."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (problem := self._problem(Headers(scope=scope))):
-            await self._error_response(403, problem)(scope, receive, send)
+            await self.error_response(403, problem)(scope, receive, send)
         else:
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
 
     def _problem(self, headers: Headers) -> str | None:
         host, origin = headers.get("host", ""), headers.get("origin")
-        if self._hosts is not None and not self._hosts.accept(host):
-            return f"Host {host[:100]!r}: this server answers to {self._hosts}; allow further names where it is started"
+        if self.hosts is not None and not self.hosts.accept(host):
+            return f"Host {host[:100]!r}: this server answers to {self.hosts}; allow further names where it is started"
         if origin is None:
             foreign = headers.get("sec-fetch-site") in OTHER_SITES
         else:
-            foreign = origin not in self._origins and not _is_at(host, origin)
+            foreign = origin not in self.origins and not _is_at(host, origin)
         return "requests from web pages of other sites are not accepted" if foreign else None
 
 

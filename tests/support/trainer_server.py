@@ -14,7 +14,6 @@ from colocated_grpo.servers.control_routes import add_control_routes, add_weight
 from colocated_grpo.servers.engine_control import EngineControl
 from colocated_grpo.servers.engine_routes import Sessions, add_engine_routes
 from colocated_grpo.servers.engine_servers import EngineServer
-from colocated_grpo.servers.options import Restart
 from colocated_grpo.servers.rank_links import LoadBalancer
 from colocated_grpo.servers.remote import RemoteEngine, Restore
 from colocated_grpo.servers.sampler import Sampler
@@ -79,7 +78,7 @@ class TrainerServer:
 
     def add_weight_routes(self, app: Any, call: Callable[..., object]) -> None:
         """call: executes a command on the engine's ranks."""
-        add_weight_routes(app, self.process.control, self._sessions, call, dict, Restart())
+        add_weight_routes(app, self.process.control, self._sessions, call, dict, restart=lambda model: None)
 
     def _sampler(self) -> Sampler:
         inbox = self.process.inbox

@@ -204,6 +204,7 @@ NOT_SENDABLE = (pickle.PicklingError, TypeError, AttributeError, RecursionError)
 """Errors that pickle raises for an object that it cannot serialize."""
 
 
+@dataclass(eq=False)
 class RewardScorer:
     """Weighted sum of reward functions.
 
@@ -211,13 +212,10 @@ class RewardScorer:
     0 are left out as well, whatever they return or raise.
     """
 
-    def __init__(
-        self, functions: Sequence[RewardFunction], max_steps: int, workers: "RewardWorkers | None" = None
-    ) -> None:
-        """workers: processes that run some of the functions. All other functions run in the calling thread."""
-        self.functions = functions
-        self.max_steps = max_steps
-        self.workers = workers
+    functions: Sequence[RewardFunction]
+    max_steps: int
+    workers: "RewardWorkers | None" = None
+    """Processes that run some of the functions. All other functions run in the calling thread."""
 
     def score(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Score]:
         inputs = RewardInputs(

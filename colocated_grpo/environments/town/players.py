@@ -48,7 +48,6 @@ def sensible_player(view: Observation, rng: Random) -> str:
 def suspicion(view: Observation) -> dict[int, float]:
     """Return the suspicion against every other living seat. Higher is more suspect."""
     score: defaultdict[int, float] = defaultdict(float)
-    known = {grave.seat: grave.role_name for grave in view.graves}
     numbers = {name: seat for seat, name in enumerate(view.names)}
     accusers: set[tuple[int, int]] = set()
     for event in view.events:
@@ -57,7 +56,7 @@ def suspicion(view: Observation) -> dict[int, float]:
             if accused >= 0 and (event.actor, accused) not in accusers:
                 accusers.add((event.actor, accused))
                 # An accusation weighs more or less once its speaker's death has revealed the role.
-                speaker = known.get(event.actor)
+                speaker = view.graves.get(event.actor)
                 score[accused] += 1.0 if speaker is None else 2.0 if ROLES[speaker].faction is Faction.TOWN else -1.0
         elif event.kind == "result":
             for seat, weight in _finding(view, event, numbers):

@@ -4,22 +4,12 @@ Prompts, look-ups and scripted players read the game only through this view, so 
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
 
 from colocated_grpo.environments.town import legality
 from colocated_grpo.environments.town.phases import seat_result
 from colocated_grpo.environments.town.roles import ROLES, Faction
 from colocated_grpo.environments.town.state import NO_SEAT, Event, Game, Phase
 from colocated_grpo.types import JsonObject
-
-
-class Grave(NamedTuple):
-    """A dead player. Example: Grave(seat=3, name="Ada", role_name="doctor", will="I nursed Bram")"""
-
-    seat: int
-    name: str
-    role_name: str
-    will: str
 
 
 class Observation:
@@ -45,8 +35,11 @@ class Observation:
         self.accused = game.accused if on_trial else NO_SEAT
         self.nominations_needed = legality.nominations_needed(game)
         """Nominations of one player that start a trial."""
-        dead = [(index, other) for index, other in enumerate(game.seats) if not other.alive]
-        self.graves = tuple(Grave(index, other.name, other.role_name, other.will) for index, other in dead)
+        dead = {index: other for index, other in enumerate(game.seats) if not other.alive}
+        self.graves = {index: other.role_name for index, other in dead.items()}
+        """Role names of the dead by seat."""
+        self.wills = {other.name: other.will for other in dead.values()}
+        """Wills of the dead by name."""
         self.events = tuple(event for event in game.events if event.audience is None or seat in event.audience)
         """Events that the seat saw, oldest first."""
         self.legal = legality.legal_actions(game, seat)
@@ -225,7 +218,7 @@ def _situation(view: Observation, memory: int) -> str:
         *event_lines(events, view.names),
         "",
         f"Day {view.day}, {view.phase}. Alive: {', '.join(view.names[seat] for seat in view.living)}.",
-        f"Dead: {_people(view, {grave.seat: grave.role_name for grave in view.graves}) or 'nobody'}.",
+        f"Dead: {_people(view, view.graves) or 'nobody'}.",
         _QUESTIONS[view.phase].format(accused=view.names[view.accused], needed=view.nominations_needed),
         f"Actions: {'; '.join(actions)}",
     ]
@@ -269,9 +262,9 @@ def _answer(view: Observation, tag: str, argument: str) -> str:
             events = [event for event in view.events if str(event.day) == argument]
             return "\n".join(event_lines(events, view.names)) or "Nothing was said."
         case "graveyard":
-            return "; ".join(f"{grave.name}: {grave.role_name}" for grave in view.graves)
+            return "; ".join(f"{view.names[seat]}: {role_name}" for seat, role_name in view.graves.items())
         case "check_will":
-            will = next(grave.will for grave in view.graves if grave.name == argument)
+            will = view.wills[argument]
             return f'The will of {argument}: "{will}"' if will else f"{argument} left no will."
         case "view_will":
             return f'Your will: "{view.will}"' if view.will else "You have not written a will."

@@ -40,8 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.output.write_text(text, encoding="utf-8")
         check_inputs(read_config(options.output).config)
     except (ConfigError, RunError, OSError) as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
+        program.exit_code(error)
         return verdict.USAGE_ERROR
     with suppress(OSError):  # a closed console
         print(f"{text}\nwritten to {options.output}; the first lines are the next commands", flush=True)

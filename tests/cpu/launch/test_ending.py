@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from colocated_grpo.launch.elastic import waiting_line
-from colocated_grpo.launch.launcher import STARTING, stop_action
-from colocated_grpo.runtime.processes import SAVING
+from colocated_grpo.launch.launcher import SAVING, STARTING, begin_stop
 from colocated_grpo.runtime.verdict import ProcessEnd, read_verdicts, write_verdict
 from colocated_grpo.tracking.ending import UNFINISHED, ending
 
@@ -85,7 +84,7 @@ def test_a_run_that_was_killed_by_a_second_signal_says_so(folder):
 
 def test_a_stop_during_the_start_is_one_line_and_leaves_nothing(folder):
     leave(folder)
-    message, limit = stop_action(folder).begin(signal.SIGINT)
+    message, limit = begin_stop(folder, signal.SIGINT)
     assert message == STARTING and limit is not None
     assert ended(folder, 130) == (130, [])
     assert summary(folder) == {}
@@ -93,7 +92,7 @@ def test_a_stop_during_the_start_is_one_line_and_leaves_nothing(folder):
 
 def test_a_run_that_trains_is_asked_to_save(folder):
     leave(folder, training=True)
-    assert stop_action(folder).begin(signal.SIGTERM) == (SAVING, None)
+    assert begin_stop(folder, signal.SIGTERM) == (SAVING, None)
     assert [verdict.code for verdict in read_verdicts(folder)] == [None]
 
 

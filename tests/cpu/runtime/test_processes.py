@@ -21,11 +21,13 @@ TIMEOUT = 30
 DRIVER = """
 import os, signal, subprocess, sys
 from pathlib import Path
+from colocated_grpo.launch.launcher import SAVING
 from colocated_grpo.runtime.processes import run_command
 hangup, redirect, *command = sys.argv[1:]
 signal.signal(signal.SIGHUP, signal.Handlers[hangup])
 bystander = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-code = run_command([sys.executable, *command], os.environ, Path(redirect) if redirect else None)
+redirect = Path(redirect) if redirect else None
+code = run_command([sys.executable, *command], os.environ, redirect, lambda number: (SAVING, None))
 assert bystander.poll() is None, "a process from before the run was killed"
 bystander.kill()
 sys.exit(code)
@@ -145,7 +147,7 @@ HUP, INT, TERM = signal.SIGHUP, signal.SIGINT, signal.SIGTERM
 def test_only_a_second_request_kills_and_a_hangup_never_does(monkeypatch, signals, killed):
     calls = []
     monkeypatch.setattr(processes, "kill_descendants", lambda spare: calls.append("kill"))
-    stop = processes._StopSignals(set(), processes.STOP_RANKS)
+    stop = processes._StopSignals(set(), lambda number: (b"", None), ranks=True)
     monkeypatch.setattr(stop, "_request_stop", lambda process: calls.append("stop"))
     stop._process = object()
     for now, number in signals:

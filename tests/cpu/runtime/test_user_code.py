@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from colocated_grpo.rollout.inbox import Inbox
+from colocated_grpo.runtime import user_code
 from colocated_grpo.runtime.user_code import (
     PACKAGE,
     Line,
@@ -30,8 +31,8 @@ TIMEOUT = 60.0
 RANK = """
 import re, sys, threading, time
 from colocated_grpo.runtime import user_code, verdict
-user_code.MIN_SECONDS = user_code.POLL_SECONDS = 0.4
-watch = user_code.UserCodeWatch(0.4, "rollout.reward_timeout=0.4", print, stacks=verdict.stacks_file(), poll=0.05)
+user_code.MIN_SECONDS, user_code.POLL_SECONDS = 0.4, 0.05
+watch = user_code.UserCodeWatch(0.4, "rollout.reward_timeout=0.4", print, stacks=verdict.stacks_file())
 LONG = range(50_000_000)
 
 def hold():
@@ -116,9 +117,11 @@ def test_the_line_of_an_error_is_the_innermost_of_user_code():
     assert innermost([Line(PACKAGE + "/x.py", 1, "f")]) is None
 
 
-def test_user_code_that_does_not_return_is_reported_repeatedly_with_its_line():
+def test_user_code_that_does_not_return_is_reported_repeatedly_with_its_line(monkeypatch):
+    monkeypatch.setattr(user_code, "FIRST_REPORT_SECONDS", 0.05)
+    monkeypatch.setattr(user_code, "POLL_SECONDS", 0.01)
     lines: queue.Queue[str] = queue.Queue()
-    watch = UserCodeWatch(60.0, "", lines.put, first=0.05, poll=0.01)
+    watch = UserCodeWatch(60.0, "", lines.put)
     reported: list[str] = []
     until(lambda: reported.append(lines.get(timeout=TIMEOUT)) or len(reported) == 3)
     watch.close()

@@ -18,7 +18,7 @@ from colocated_grpo.assembly.serving import connect_servers
 from colocated_grpo.rollout.vllm.adapters import VLLMAdapters
 from colocated_grpo.runtime.supervision import StopRequest
 from colocated_grpo.servers import __main__ as servers
-from colocated_grpo.servers.options import REQUESTED, STATE_VARIABLE, Restart, parse, resumed
+from colocated_grpo.servers.options import REQUESTED, STATE_VARIABLE, parse, resumed, save_ready, save_requested
 from colocated_grpo.settings.config_json import config_json_in, shape_of
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.schema import Config
@@ -111,16 +111,14 @@ sys.exit(1 if json.load(open(os.environ["{STATE_VARIABLE}"]))["{REQUESTED}"] els
 """
 
 
-def test_a_model_that_cannot_be_served_costs_one_start(monkeypatch, tmp_path, capsys):
+def test_a_model_that_cannot_be_served_costs_one_start(tmp_path, capsys):
     """Before, a request for a model that does not load ended the server after four starts."""
     state = tmp_path / "state.json"
-    monkeypatch.setenv(STATE_VARIABLE, str(state))
-    restart = Restart()
-    restart.ready("first", 9001)
-    restart.request("broken")
-    assert resumed(parse(["first"])).model == "broken"
+    save_ready(state, "first", 9001)
+    save_requested(state, "broken")
+    assert resumed(parse(["first"]), state).model == "broken"
     assert servers._run([sys.executable, "-c", LOADS_THE_LAST_MODEL_ALONE], state) == 0
-    assert (resumed(parse(["first"])).model, resumed(parse(["first"])).port) == ("first", 9001)
+    assert (resumed(parse(["first"]), state).model, resumed(parse(["first"]), state).port) == ("first", 9001)
     assert "note: broken could not be served; the model before it is loaded again" in capsys.readouterr().out
 
 

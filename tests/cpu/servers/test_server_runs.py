@@ -113,7 +113,7 @@ broadcast.gather = stale
 
 READS_ANOTHER_FOLDER = """
 from colocated_grpo.servers import broadcast
-broadcast.exported_digest = lambda folder: "another"
+broadcast.checksums.exported_digest = lambda folder: "another"
 """
 
 

@@ -7,7 +7,7 @@ import pytest
 from colocated_grpo.tools import show_rollouts
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.report import write_report
-from colocated_grpo.tracking.transcripts import Passage, passages
+from colocated_grpo.tracking.transcripts import passages
 from colocated_grpo.types import Group, Prompt, Rollout, Score
 from tests.support.tracked_run import TrackedRun, config_of, row_of
 
@@ -47,9 +47,9 @@ def test_what_the_policy_observed_is_told_apart_from_what_it_sampled(
     run.tracker.flush(0, row_of(0), [played(observation)])
     [row] = files.read_rollouts(tmp_path)
     assert passages(row) == [
-        Passage("policy", "look<|im_end|>", True),
-        Passage("environment", observation, False),
-        Passage("policy", "7<|im_end|>", True),
+        ("policy", "look<|im_end|>"),
+        ("environment", observation),
+        ("policy", "7<|im_end|>"),
     ]
     page = write_report(tmp_path).read_text()
     assert page.count('class="bubble sampled"') == 2 and page.count('class="bubble observed"') == 2

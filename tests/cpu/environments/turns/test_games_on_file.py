@@ -6,7 +6,7 @@ import json
 import tracemalloc
 
 from colocated_grpo.tools import show_rollouts
-from colocated_grpo.tracking.files import EVENTS_FILE, GAMES_FILE, GameWriter, read_games
+from colocated_grpo.tracking.files import EVENTS_FILE, GAMES_FILE, append_games, keep_games_before, read_games
 from tests.support.tracked_run import HOSTILE, TrackedRun
 
 
@@ -26,10 +26,9 @@ def events(folder) -> list[dict]:
 
 
 def test_games_and_their_events_are_written(tmp_path):
-    writer = GameWriter(tmp_path, 0, print)
-    writer.write(3, [game(0), game(1, 'says "no",\nthen leaves')])
-    writer.write(4, [])
-    writer.write(5, [{"source": "other", "game": 0, "winner": "nobody"}])
+    append_games(tmp_path, 3, [game(0), game(1, 'says "no",\nthen leaves')])
+    append_games(tmp_path, 4, [])
+    append_games(tmp_path, 5, [{"source": "other", "game": 0, "winner": "nobody"}])
     assert [(row["step"], row["source"], row["game"]) for row in read_games(tmp_path)] == [
         (3, "town", 0),
         (3, "town", 1),
@@ -40,36 +39,36 @@ def test_games_and_their_events_are_written(tmp_path):
 
 
 def test_a_run_without_games_writes_no_games_file(tmp_path):
-    GameWriter(tmp_path, 0, print).write(1, [])
+    keep_games_before(tmp_path, 0, print)
+    append_games(tmp_path, 1, [])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_events_whose_game_was_not_written_before_a_kill_are_dropped(tmp_path):
-    GameWriter(tmp_path, 0, print).write(0, [game(0)])
+    append_games(tmp_path, 0, [game(0)])
     (tmp_path / GAMES_FILE).unlink()
-    GameWriter(tmp_path, 0, print).write(0, [game(0)])
+    keep_games_before(tmp_path, 0, print)
+    append_games(tmp_path, 0, [game(0)])
     assert len(read_games(tmp_path)) == 1
     assert len(events(tmp_path)) == 2
 
 
 def test_a_resume_drops_the_games_of_the_steps_that_it_repeats(tmp_path):
-    writer = GameWriter(tmp_path, 0, print)
     for step in range(4):
-        writer.write(step, [game(step)])
-    resumed = GameWriter(tmp_path, 2, print)
+        append_games(tmp_path, step, [game(step)])
+    keep_games_before(tmp_path, 2, print)
     assert [row["game"] for row in read_games(tmp_path)] == [0, 1]
-    resumed.write(2, [game(7)])
+    append_games(tmp_path, 2, [game(7)])
     assert [row["game"] for row in read_games(tmp_path)] == [0, 1, 7]
     assert [row["game"] for row in events(tmp_path)] == [0, 0, 1, 1, 7, 7]
 
 
 def test_a_resume_streams_the_events_instead_of_loading_them(tmp_path):
-    writer = GameWriter(tmp_path, 0, print)
     long_game = {**game(0), "events": [{"game": 0, "day": day, "text": "hm" * 50} for day in range(2_000)]}
     for step in range(10):
-        writer.write(step, [long_game])
+        append_games(tmp_path, step, [long_game])
     tracemalloc.start()
-    GameWriter(tmp_path, 9, print)
+    keep_games_before(tmp_path, 9, print)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 2 * 2**20
