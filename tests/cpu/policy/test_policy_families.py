@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from colocated_grpo.batching.micro_batch import MicroBatch
+from colocated_grpo.policy import model_loader
 from colocated_grpo.policy.checkpoint_files import CheckpointReader
 from colocated_grpo.policy.model import PackedLM, build_empty, read_model_config, reshard
 from colocated_grpo.policy.model_loader import ModelLoader
@@ -241,7 +242,7 @@ def test_shapes_are_compared_before_parameters_are_allocated(policy, world, mode
         built.append(build_empty(*args, **kwargs))
         return built[0]
 
-    monkeypatch.setattr("colocated_grpo.policy.model.build_empty", build_and_keep)
+    monkeypatch.setattr(model_loader, "build_empty", build_and_keep)
 
     with pytest.raises(ConfigError) as caught:
         policy_of(config_of(folder, policy=policy), world)
