@@ -22,6 +22,7 @@ last query of a run is at the position of the run's last key.
 import os
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -187,8 +188,11 @@ def _export_whole(cache: Any, key: Any, kernel: Any) -> None:
     """Write a compiled kernel to the cache folder in one step. vLLM's own method could leave a part of one."""
     path = cache.cache_path / f"{cache._key_to_hash(key)}.o"
     written = path.with_suffix(f".{os.getpid()}")
-    kernel.export_to_c(object_file_path=str(written), function_name=cache.EXPORT_FUNCTION_PREFIX)
-    written.replace(path)
+    # The compiler may raise any error, as on a full disk. This process has the kernel; the next compiles it again.
+    with suppress(Exception):
+        kernel.export_to_c(object_file_path=str(written), function_name=cache.EXPORT_FUNCTION_PREFIX)
+        written.replace(path)
+    written.unlink(missing_ok=True)
 
 
 @torch.library.custom_op("colocated_grpo::packed_fa4", mutates_args=())

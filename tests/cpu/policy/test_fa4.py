@@ -6,6 +6,7 @@ import logging
 from functools import partial
 from itertools import pairwise, product
 from math import nan
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -100,6 +101,17 @@ def test_a_failed_compilation_or_comparison_falls_back_and_is_logged_once(hopper
         assert implementation_for(QWEN, torch.bfloat16, GPU, longest=1024) == PACKED
         assert implementation_for(QWEN, torch.bfloat16, GPU, longest=1024) == PACKED
     assert caplog.messages == [f"training with FlashAttention 2 instead of the faster 4: {reason}"]
+
+
+def test_a_compiled_kernel_that_cannot_be_kept_is_used_all_the_same(tmp_path):
+    def export(*, object_file_path: str, function_name: str):
+        with open(object_file_path, "wb") as file:
+            file.write(b"half of " + function_name.encode())
+        raise OSError(28, "No space left on device")
+
+    cache = SimpleNamespace(cache_path=tmp_path, _key_to_hash="{0[0]}".format, EXPORT_FUNCTION_PREFIX="func")
+    flash_attention._export_whole(cache, ("key",), SimpleNamespace(export_to_c=export))
+    assert not [*tmp_path.iterdir()]
 
 
 def test_on_cpu_a_policy_built_for_it_scores_like_any_other(world, model_folder, monkeypatch):
