@@ -173,7 +173,7 @@ def _from_args(args: Any) -> dict[str, object]:
         settings["fsdp"] = args.fsdp
     if any(name.startswith("vllm_importance_sampling_") for name in settings):  # a bound belongs to a mode
         settings["vllm_importance_sampling_mode"] = args.vllm_importance_sampling_mode
-        settings[_CLIP_MAX] = getattr(args, _CLIP_MAX, settings.get("vllm_importance_sampling_cap")) or 1e30
+        settings[_CLIP_MAX] = getattr(args, _CLIP_MAX, getattr(args, "vllm_importance_sampling_cap", None)) or 1e30
     if kind == "RLOOConfig":
         settings = {"num_generations": args.num_generations, "beta": args.beta, **_RLOO, **settings}
     return {name: value for name, value in settings.items() if name not in unused} | _batch_sizes(args)
@@ -297,12 +297,8 @@ def in_steps(epochs: float, by_default: bool, environments: Sequence[object], pr
     """
     entry, *others = environments
     shown = f"num_train_epochs={epochs:g}"
-    if (
-        others
-        or not isinstance(entry, sources.DatasetSourceConfig)
-        or entry.given is None
-        or objects.is_stream(entry.given)
-    ):
+    of_rows = sources.DatasetSourceConfig
+    if others or not isinstance(entry, of_rows) or entry.given is None or objects.is_stream(entry.given):
         if not by_default:
             raise ConfigError(f"{shown}: {_NEEDS_ROWS}; or set training_steps")
         steps = Config.model_fields["training_steps"].default

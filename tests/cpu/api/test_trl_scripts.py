@@ -89,6 +89,23 @@ def test_a_bound_of_the_correction_belongs_to_its_mode():
     assert trainer().config.loss.correction.mode == "truncate"
 
 
+def test_the_default_bound_of_an_older_trl_stays():
+    @dataclass
+    class GRPOConfig:
+        max_steps: int = 3
+        steps_per_generation: int = 1
+        gradient_accumulation_steps: int = 1
+        generation_batch_size: int = 8
+        push_to_hub: bool = False
+        vllm_importance_sampling_correction: bool = True
+        vllm_importance_sampling_mode: str = "token_truncate"
+        vllm_importance_sampling_cap: float = 2.0
+
+    GRPOConfig.__module__ = "trl.trainer.grpo_config"
+    correction = trainer(args=GRPOConfig(vllm_importance_sampling_mode="sequence_mask")).config.loss.correction
+    assert (correction.level, correction.mode, correction.cap) == ("sequence", "mask", 2.0)
+
+
 def test_generations_between_two_updates_are_one_batch():
     sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
     assert in_batches(**sizes) == (4, 1)
