@@ -59,19 +59,9 @@ def fa2_backward(
     """Compute the gradients of query, key and value, laid out like them; grad and out: [T, H, D]."""
     # Required arguments of dropout, which is off.
     random_state, unused = query.new_zeros(2, dtype=torch.uint64), query.new_empty(0)
+    settings = _fa2_settings(scale, left)
     return torch.ops.aten._flash_attention_backward(
-        grad,
-        query,
-        key,
-        value,
-        out,
-        logsumexp,
-        *runs,
-        0.0,
-        left == -1,
-        random_state,
-        unused,
-        **_fa2_settings(scale, left),
+        grad, query, key, value, out, logsumexp, *runs, 0.0, left == -1, random_state, unused, **settings
     )
 
 
