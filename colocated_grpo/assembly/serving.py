@@ -211,7 +211,7 @@ class Serving:
         self._world.from_main(open_ports)
 
     def close(self) -> None:
-        """Close ports and links, unless `start` was called: the supply then closes both, after its last response."""
+        """Close ports and links. The supply of `start` calls this after its last response; later calls do nothing."""
         for server in self._servers:
             server.close()
         for link in self._links:

@@ -45,7 +45,7 @@ def engine_dtype(engine: EngineConfig, policy: PolicyConfig, device: torch.devic
 
 
 def check_model(settings: ModelConfig, folder: Path) -> PackedLM:
-    """Return the model in `folder`, without parameters.
+    """Return the model in `folder`. Its parameters have no storage.
 
     folder: may lack the weights of a Hub model, which are not downloaded. Raises ConfigError if the model cannot be
     built, or if a local checkpoint does not fit it.

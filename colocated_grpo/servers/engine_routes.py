@@ -89,7 +89,7 @@ class TrainerSession:
             self.loop.call_soon_threadsafe(self._queue, number, outcome)
 
     def _queue(self, number: int, outcome: Outcome) -> None:
-        """Queue the message. None if the engine has stopped: the client posts to the next engine."""
+        """Queue the message, unless the engine has stopped: the client then posts its requests to the next engine."""
         if isinstance(outcome, Completion):
             self._messages.put_nowait({"id": number, "completion": asdict(outcome)})
         elif isinstance(outcome, str):
