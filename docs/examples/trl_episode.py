@@ -30,6 +30,8 @@ class TRLEpisode:
         held_out=8,
     ):
         """Take what the script gives to GRPOTrainer and GRPOConfig. held_out: rows at the end that are evaluated."""
+        if train_dataset is not None and held_out >= len(train_dataset):
+            raise ValueError(f"held_out={held_out}: must be below the number of rows, {len(train_dataset)}")
         self.rows = train_dataset
         self.functions = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
         self.weights = reward_weights or [1.0] * len(self.functions)
@@ -87,8 +89,10 @@ class TRLEpisode:
         with self.seeding:
             state = random.getstate()
             random.seed(item["seed"])
-            text = environment.reset(**row)
-            random.setstate(state)
+            try:
+                text = environment.reset(**row)
+            finally:
+                random.setstate(state)
         return environment, text
 
     def _tools(self, environment):

@@ -8,6 +8,8 @@ import json
 import random
 from itertools import islice
 
+import pytest
+
 from colocated_grpo import Trainer
 from colocated_grpo.environments import AssistantMessage, ContextExhausted
 from tests.support.paths import ROOT
@@ -96,6 +98,22 @@ def test_an_environment_that_draws_its_task_draws_the_same_for_a_whole_group():
         target = int(item["text"].split()[-1].strip("."))
         reward = asyncio.run(made.run(item, Scripted(call("add", amount=target), "done")))
         assert reward == {"reward": 1.0, "get_reward": 1.0}
+
+
+def test_a_reset_that_fails_leaves_the_state_of_random():
+    class Broken:
+        def reset(self, **row):
+            raise ValueError("no task")
+
+    state = random.getstate()
+    with pytest.raises(ValueError, match="no task"):
+        next(episode(environment_factory=Broken).prompts(0, "train"))
+    assert random.getstate() == state
+
+
+def test_more_held_out_rows_than_there_are_is_an_error():
+    with pytest.raises(ValueError, match="held_out=8: must be below the number of rows, 5"):
+        episode([{"prompt": []}] * 5)
 
 
 def test_rewards_see_the_messages_as_in_trl():
