@@ -78,7 +78,8 @@ def read_settings(options: argparse.Namespace, overrides: Sequence[str]) -> Conf
         ("batch", "epochs"): 1,
     }
     own = {key: tree.parse_value(text) for key, text in config_file.parse_overrides(overrides)}
-    if refused := [key for key in own if any(key[: len(known)] == known for known in fixed)]:
+    named = own.keys() | {(*key, name) for key, value in own.items() if isinstance(value, dict) for name in value}
+    if refused := sorted((key for key in named if any(key[: len(known)] == known for known in fixed)), key=str):
         raise ConfigError(f"--{'.'.join(map(str, refused[0]))}: sft sets it; use --epochs, --batch-size and --lr")
     given = {
         ("model",): {"name": options.model},

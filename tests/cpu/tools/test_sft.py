@@ -193,6 +193,16 @@ def test_a_setting_that_the_rows_decide_is_rejected(tmp_path, flag):
         sft.read_settings(options, [flag, "2"])
 
 
+def test_a_mapping_with_a_setting_that_the_rows_decide_is_rejected(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    flags = ["rows.jsonl", "--model", str(tiny_model()), "--output", str(tmp_path / "tuned")]
+    options = sft.parser().parse_args(flags)
+    with pytest.raises(ConfigError, match=r"^--batch.minibatches: sft sets it; use --epochs"):
+        sft.read_settings(options, ["--batch", "{minibatches: 2}"])
+    kept = sft.read_settings(options, ["--batch", "{max_tokens_per_micro_batch: 8192}"])
+    assert kept.batch.max_tokens_per_micro_batch == 8192
+
+
 def test_a_warmup_is_compared_with_the_steps_that_the_rows_give(tmp_path, monkeypatch, world):
     monkeypatch.setenv("WORLD_SIZE", "1")
     flags = ["rows.jsonl", "--model", str(tiny_model()), "--output", str(tmp_path / "tuned"), "--epochs", "1"]
