@@ -45,10 +45,10 @@ NOT_IN_CONFIG = {"torch", "vllm", "transformers"}
 PURE = {"advantages", "batching", "losses"}
 NOT_IN_PURE = {"torch.distributed", "vllm", "transformers"}
 # Lower them with what is deleted; what comes in must be worth what it costs to read.
-MOST_FILES, MOST_LINES = 251, 45_165
-MOST_LOADED_FILES, MOST_LOADED_LINES = 82, 13_235
+MOST_FILES, MOST_LINES = 251, 45_066
+MOST_LOADED_FILES, MOST_LOADED_LINES = 82, 13_221
 """What `import colocated_grpo.trainer` loads."""
-MOST_WITH_CONFIG = 39
+MOST_WITH_CONFIG = 38
 """Functions that take the whole `Config` instead of what they use."""
 LONGEST_FILE, LONGEST_FUNCTION, MOST_LOOSE_FILES = 350, 80, 12
 
