@@ -294,7 +294,7 @@ def choose_batch(
         chosen: dict[int, None] = {}
         taken: Counter[int | None] = Counter()
         total = 0
-        for reserved_only in (True, False) if reserved else (False,):
+        for reserved_only in (True, False):
             for position in packed:
                 env, size = envs[position], sizes[position]
                 wanted = not reserved_only or (env is not None and taken[env] < reserved.get(env, 0))

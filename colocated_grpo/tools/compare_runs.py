@@ -1,8 +1,7 @@
 """Compare two runs metric by metric: colocated-grpo compare-runs A B [--assert-equal]"""
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from statistics import fmean
 
@@ -22,22 +21,6 @@ Values = dict[int, float | None]
 """Step -> value; None where the value was not finite."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Difference:
-    """One metric of runs A and B. `a` or `b` is empty when that run does not have the metric."""
-
-    metric: str
-    a: Values
-    b: Values
-
-    @property
-    def first_step(self) -> int | None:
-        """First step where the values differ or only one run has a value; None when the runs are equal."""
-        # None is a value that was not finite, so a missing step needs another default.
-        steps = sorted(self.a.keys() | self.b.keys())
-        return next((step for step in steps if self.a.get(step, "") != self.b.get(step, "")), None)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the comparison. Returns 0, 1 if a metric differs under --assert-equal, or 2 if a run cannot be read."""
     options = _parser().parse_args(arguments)
@@ -46,25 +29,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except files.RunFolderError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    differences = compare(a, b, ignore=(*WALL_CLOCK, *options.ignore))
+    metrics = compare(a, b, ignore=(*WALL_CLOCK, *options.ignore))
     console = Console()
     for name, run in (("A", options.a), ("B", options.b)):
         console.print(Text(printable(f"{name}: {run}")))
-    console.print(_table(differences))
-    unequal = [difference for difference in differences if difference.first_step is not None]
-    console.print(f"{len(differences) - len(unequal)} metrics equal, {len(unequal)} differ", highlight=False)
+    console.print(_table(metrics))
+    unequal = sum(first_difference(*both) is not None for both in metrics.values())
+    console.print(f"{len(metrics) - unequal} metrics equal, {unequal} differ", highlight=False)
     return 1 if options.assert_equal and unequal else 0
 
 
-def compare(a: list[files.Row], b: list[files.Row], ignore: Sequence[str]) -> list[Difference]:
-    """Compare every metric of either run that matches no pattern of `ignore`, in order of appearance."""
-    by_metric_a, by_metric_b = _by_metric(a), _by_metric(b)
-    metrics = dict.fromkeys([*by_metric_a, *by_metric_b])
-    return [
-        Difference(metric=label, a=by_metric_a.get((label, key), {}), b=by_metric_b.get((label, key), {}))
-        for label, key in metrics
+def compare(a: list[files.Row], b: list[files.Row], ignore: Sequence[str]) -> dict[str, tuple[Values, Values]]:
+    """Return the values of both runs for each metric that matches no pattern of `ignore`, in order of appearance.
+
+    They are empty for a run that does not have the metric.
+    """
+    of_a, of_b = _by_metric(a), _by_metric(b)
+    return {
+        label: (of_a.get((label, key), {}), of_b.get((label, key), {}))
+        for label, key in of_a | of_b
         if not any(fnmatchcase(key, pattern) for pattern in ignore)
-    ]
+    }
+
+
+def first_difference(a: Values, b: Values) -> int | None:
+    """Return the first step where the values differ or only one run has a value; None when the runs are equal."""
+    # None is a value that was not finite, so a missing step needs another default.
+    return next((step for step in sorted(a.keys() | b.keys()) if a.get(step, "") != b.get(step, "")), None)
 
 
 def _by_metric(rows: list[files.Row]) -> dict[tuple[str, str], Values]:
@@ -78,17 +69,17 @@ def _by_metric(rows: list[files.Row]) -> dict[tuple[str, str], Values]:
     return table
 
 
-def _table(differences: list[Difference]) -> Table:
+def _table(metrics: Mapping[str, tuple[Values, Values]]) -> Table:
     table = Table(box=SIMPLE_HEAD, header_style="bold cyan")
     table.add_column("metric", overflow="fold")
     for title in ("last A", "last B", "mean A", "mean B", "differs from"):
         table.add_column(title, justify="right")
-    for difference in differences:
-        step, a, b = difference.first_step, difference.a, difference.b
+    for metric, (a, b) in metrics.items():
+        step = first_difference(a, b)
         (last_a, mean_a), (last_b, mean_b) = _last_and_mean(a), _last_and_mean(b)
         figures = (last_a, last_b, mean_a, mean_b)
         where = Text("equal", style="green") if step is None else Text(str(step), style="bold red")
-        table.add_row(Text(printable(difference.metric)), *map(number, figures), where)
+        table.add_row(Text(printable(metric)), *map(number, figures), where)
     return table
 
 

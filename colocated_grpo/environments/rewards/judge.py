@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from hashlib import sha256
+from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
@@ -165,8 +166,7 @@ class Judge(Section):
     async def _ask(self, body: object) -> object:
         """Return the JSON of the response. Raises BudgetSpent, and NoReward if no attempt succeeds."""
         path = "" if self.model is None else "/chat/completions"
-        attempt = 0
-        while True:
+        for attempt in count():
             if self._requests >= (self.max_requests or math.inf) or self._tokens >= (self.max_tokens or math.inf):
                 raise BudgetSpent
             self._requests += 1
@@ -179,7 +179,6 @@ class Judge(Section):
                     raise NoReward(f"the judge is unavailable, attempts: {attempt + 1}, the last: {error}") from None
             # Random, so that requests refused together are not retried together. The wait blocks no thread.
             await asyncio.sleep(min(MAX_WAIT, self.backoff * 2**attempt) * random.uniform(0.5, 1.0))
-            attempt += 1
 
     def _score(self, response: Any) -> float:
         """Return the score in a response, and count its tokens. Raises NoReward."""

@@ -69,13 +69,13 @@ class Memory:
 def lengths_of(prompts: Sequence[int], answers: Sequence[int], positions: int | None, on_gpu: bool) -> Lengths:
     """prompts, answers: numbers of tokens. positions: longest sequence of the model; None if unknown."""
     limit = (positions or max(prompts) * 4) // 2
-    prompt = min(_round_up(max(prompts), PROMPT_STEP), limit)
+    prompt = min(_round_up(max(prompts)), limit)
     dropped = sum(length > prompt for length in prompts)
     prompt_why = f"the longest of {len(prompts):,} prompts has {max(prompts)} tokens"
     if dropped:
         prompt_why += f"; {dropped} are longer than half of the model's {positions} positions and are dropped"
     wanted = GPU_COMPLETION if on_gpu else CPU_COMPLETION
-    answer = _round_up(2 * max(answers, default=0), PROMPT_STEP)
+    answer = _round_up(2 * max(answers, default=0))
     completion = max(wanted, answer)
     completion_why = "room to reason; raise it if the metric `truncated` stays above 0.1"
     if answer > wanted:
@@ -152,8 +152,8 @@ def _candidates(ranks: int, on_gpu: bool, tensor_parallel_sizes: Sequence[int]) 
                 yield changes | parallel, f"{why}; an engine of {size} GPUs, as one cannot hold its weights"
 
 
-def _round_up(number: int, step: int) -> int:
-    return ceil(number / step) * step
+def _round_up(tokens: int) -> int:
+    return ceil(tokens / PROMPT_STEP) * PROMPT_STEP
 
 
 PROMPTS = ("prompt", "question", "messages", "problem", "instruction", "query", "input")
