@@ -137,6 +137,8 @@ class TrainedModel:
     _result: Any = None
 
     def __getattr__(self, name: str) -> Any:
+        if hasattr(type(self), name):
+            return object.__getattribute__(self, name)  # a property that has failed: its own error
         raise AttributeError(f"trainer.{name}: not available; docs/guides/python.md#from-a-trl-script lists what is")
 
     def is_local_process_zero(self) -> bool:

@@ -150,9 +150,12 @@ class Checkpoints:
     def restore(self, policy: Policy) -> tuple[int, JsonObject]:
         """Load the newest intact checkpoint into the policy. Returns its step and `state`; (0, {}) without a
         checkpoint. Deletes what a kill while saving or deleting a checkpoint has left."""
-        if self._world.is_main:
+
+        def newest() -> storage.SavedCheckpoint | None:
             self._delete_unfinished()
-        saved = self._world.from_main(lambda: storage.newest_whole(self._folder, self._note))
+            return storage.newest_whole(self._folder, self._note)
+
+        saved = self._world.from_main(newest)
         if saved is None:
             return 0, {}
         self._verified = saved.folder

@@ -168,9 +168,12 @@ def kernels() -> Kernels:
     # Read when the module is imported. The default folder is below /tmp, where another user could place code.
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(Path(envs.VLLM_CACHE_ROOT) / "flash_attention_4"))
-    from vllm.vllm_flash_attn.cute import cache_utils, interface
+    with suppress(ImportError, AttributeError):  # a vLLM that writes its cache in another way
+        from vllm.vllm_flash_attn.cute.cache_utils import JITPersistentCache
 
-    cache_utils.JITPersistentCache._try_export_to_storage = _export_whole
+        JITPersistentCache._try_export_to_storage = _export_whole
+    from vllm.vllm_flash_attn.cute import interface
+
     return Kernels(interface._flash_attn_fwd, interface._flash_attn_bwd)
 
 

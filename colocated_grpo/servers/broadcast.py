@@ -221,7 +221,7 @@ class AdapterSync:
         self.world.from_main(lambda: [server.until_answered(partial(self.restore, server)) for server in self.servers])
 
     def restore(self, server: EngineServer) -> bool:
-        """Load the adapter of the last sync. Raises Unavailable, RequestRejected, or RunError for other files."""
+        """Load the adapter of the last sync. Raises Unavailable, RequestRejected, or RunError if it is another."""
         body = {"adapter_path": str(self.target.absolute()), "adapter_name": ADAPTER_NAME}
         _require_same(server, server.post("/lora/load", body)["exported"], self.target)
         return True

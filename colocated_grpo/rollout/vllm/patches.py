@@ -1,4 +1,4 @@
-"""All replacements inside vLLM, one row each: target, replacement, failure avoided, versions, upstream, hits.
+"""All replacements inside vLLM's engine, one row each: target, replacement, failure avoided, versions, upstream, hits.
 
 vLLM is written to run in its own process. Inside the trainer's process it would destroy the trainer's process group,
 freeze its heap and repack weights that the trainer writes in place. The remaining rows make decoding faster.

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallback, TrainerCallback, trainer_callback
 
 from colocated_grpo import ConfigError, RunError, Trainer
-from colocated_grpo.api.ported import FollowingCallback, as_in_trl
+from colocated_grpo.api.ported import FollowingCallback, TrainedModel, as_in_trl
 from colocated_grpo.assembly.engines import engine_spec
 from colocated_grpo.callbacks import Callbacks
 from colocated_grpo.policy.model_files import read_tokenizer
@@ -279,6 +279,16 @@ def test_what_the_trainer_does_not_have_is_named():
     with pytest.raises(AttributeError, match=r"^trainer.optimizer: not available; docs/guides/python.md#from-a-trl"):
         trainer().optimizer  # noqa: B018
     assert not hasattr(trainer(), "ref_model")
+
+
+def test_a_property_that_fails_shows_its_own_error():
+    class Broken(TrainedModel):
+        @property
+        def model(self) -> None:
+            raise AttributeError("its own error")
+
+    with pytest.raises(AttributeError, match=r"^its own error$"):
+        _ = Broken().model
 
 
 # Callbacks of transformers
