@@ -41,7 +41,7 @@ def error_body(status: int, message: str) -> JsonObject:
     return {"error": {"message": message, "type": kind, "code": status}}
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)  # its repr would show the key
 class RequireApiKey:
     """Respond 401 to requests without the key. The key is a bearer token, or the password in Basic authentication,
     which HTTP clients send for a URL such as `http://any:KEY@host`. `public_paths` need no key."""

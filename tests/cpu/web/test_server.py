@@ -134,3 +134,9 @@ def test_an_endless_request_head_is_rejected(server):
 def test_a_quarter_of_the_descriptors_is_reserved_for_the_run(monkeypatch, soft, most):
     monkeypatch.setattr(program.resource, "getrlimit", lambda which: (soft, -1))
     assert program.max_client_connections() == most
+
+
+def test_the_repr_of_the_guard_does_not_show_the_key():
+    async def app(*_arguments: object) -> None: ...
+
+    assert "hush" not in repr(server_module.RequireApiKey(app, "hush", ()))
