@@ -23,8 +23,9 @@ SERVER_FLAGS = ("--max-num-seqs", str(SEQUENCES), "--max-model-len", str(MAX_PRO
 
 # In a file beside this module: how many completions to score, and what to do then, once.
 TASK = """
-import ctypes, json, os, signal, threading, urllib.request
+import ctypes, json, threading
 from pathlib import Path
+import psutil
 from benchmarks.workload import RandomWork
 
 ORDER, COUNT, LOCK = Path(__file__).with_suffix(".json"), [0], threading.Lock()
@@ -34,12 +35,12 @@ class Work(RandomWork):
         with LOCK:
             COUNT[0] += 1
             if ORDER.exists() and COUNT[0] == json.loads(ORDER.read_text())["after"]:
-                url = json.loads(ORDER.read_text())["url"]
+                server = json.loads(ORDER.read_text())["server"]
                 ORDER.rename(ORDER.with_suffix(".done"))
-                if url is None:
+                if server is None:
                     ctypes.PyDLL(None).sleep(3600)
-                with urllib.request.urlopen(url + "/bridge/info") as info:
-                    os.kill(json.load(info)["pid"], signal.SIGKILL)
+                [engine] = psutil.Process(server).children()
+                engine.kill()
         return super().score(item, completion)
 """
 
@@ -64,7 +65,7 @@ def kill_engine(task: Path, server: ServeProcess, step: int) -> Path:
 
     Returns a file that exists afterwards.
     """
-    return _order(task, step, server.url)
+    return _order(task, step, server.process.pid)
 
 
 def block_rank(task: Path, step: int) -> Path:
@@ -75,8 +76,8 @@ def block_rank(task: Path, step: int) -> Path:
     return _order(task, step, None)
 
 
-def _order(task: Path, step: int, url: str | None) -> Path:
-    order = {"after": step * PROMPTS * GROUP_SIZE + 1, "url": url}
+def _order(task: Path, step: int, server: int | None) -> Path:
+    order = {"after": step * PROMPTS * GROUP_SIZE + 1, "server": server}
     task.with_suffix(".json").write_text(json.dumps(order))
     done = task.with_suffix(".done")
     done.unlink(missing_ok=True)
