@@ -68,9 +68,15 @@ def settings(model: str, environment: dict[str, Any], steps: int, **changes: Any
 
 @pytest.fixture(scope="module")
 def folder() -> Iterator[Path]:
-    """A folder that is deleted after the module: checkpoints of these models have gigabytes."""
+    """A folder that is deleted after the module."""
     with TemporaryDirectory(prefix="colocated-grpo-real-") as name:
         yield Path(name)
+
+
+def without_checkpoints(run: TrainingRun) -> TrainingRun:
+    """Delete the checkpoints, which no test reads: they have gigabytes."""
+    shutil.rmtree(run.folder / "checkpoints")
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +86,8 @@ def smollm2(folder) -> TrainingRun:
     output.mkdir()
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("OMP_NUM_THREADS", raising=False)
-        return launch(output, settings("smollm2", sums.entry(output, ROWS, chat=True), STEPS), timeout=TIMEOUT)
+        config = settings("smollm2", sums.entry(output, ROWS, chat=True), STEPS)
+        return without_checkpoints(launch(output, config, timeout=TIMEOUT))
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +123,7 @@ def gemma3(folder) -> TrainingRun:
     """A run of a base model without a chat template, whose prompts are text."""
     output = folder / "gemma"
     output.mkdir()
-    return train(output, settings("gemma3", sums.entry(output, ROWS, chat=False), 1))
+    return without_checkpoints(train(output, settings("gemma3", sums.entry(output, ROWS, chat=False), 1)))
 
 
 def assert_trained(rows: list[Row], steps: int) -> None:
@@ -275,14 +282,13 @@ def assert_resumes_bit_for_bit(model: str, output: Path, steps: int, chat: bool,
     assert whole[:2] == ("finished", steps)
 
 
-def test_smollm2_trains_in_a_python_program_and_resumes_bit_for_bit(folder):
-    assert_resumes_bit_for_bit("smollm2", folder / "program", STEPS, chat=True)
+def test_smollm2_trains_in_a_python_program_and_resumes_bit_for_bit(tmp_path):
+    assert_resumes_bit_for_bit("smollm2", tmp_path, STEPS, chat=True)
 
 
-def test_an_adapter_of_gemma3_trains_resumes_bit_for_bit_and_loads_in_peft(folder):
-    output = folder / "gemma_adapter"
-    assert_resumes_bit_for_bit("gemma3", output, 2, chat=False, policy={"lora": {}})
-    assert_loads_in_peft(output / "run/final_adapter", "gemma3", blocks=18)
+def test_an_adapter_of_gemma3_trains_resumes_bit_for_bit_and_loads_in_peft(tmp_path):
+    assert_resumes_bit_for_bit("gemma3", tmp_path, 2, chat=False, policy={"lora": {}})
+    assert_loads_in_peft(tmp_path / "run/final_adapter", "gemma3", blocks=18)
 
 
 def test_gemma3_trains_a_step_at_the_defaults_and_every_tensor_moves(gemma3):
