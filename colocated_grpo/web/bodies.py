@@ -7,14 +7,13 @@ times the memory of its text, as `[],` is three bytes of text and a 56-byte obje
 import asyncio
 import re
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 import msgspec
-import numpy as np
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -23,14 +22,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from colocated_grpo.web.client import TooLarge, gunzip
 from colocated_grpo.web.server import ErrorResponse
 
-CHUNK_BYTES = 1 << 18
-"""Size of a chunk of text. Small, to limit memory and the time for which other threads are blocked."""
-NO_BACKSLASH = re.compile(rb"[^\\]")
-NEITHER_BRACKETS_NOR_COMMAS = bytes(byte for byte in range(256) if byte not in b"[]{},")
-STEPS = np.zeros(256, dtype=np.int8)
-"""Change of depth at each byte."""
-STEPS[[ord("["), ord("{")]] = 1
-STEPS[[ord("]"), ord("}")]] = -1
+STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+"""A string; the last one may be open. The possessive quantifiers keep the time linear in the length."""
+BRACKET = re.compile(rb"[\[\]{}]")
 
 
 class TooComplex(Exception):
@@ -59,41 +53,22 @@ class BodyShape:
             and text.count(b",") + opened <= self.values
         ):
             return
-        quotes = values = containers = depth = 0
-        for chunk in _without_escapes(text):
-            structure = _outside_strings(chunk, inside=quotes % 2 == 1)
-            quotes += chunk.count(b'"')
-            steps = STEPS[np.frombuffer(structure, dtype=np.uint8)]
-            depths = np.cumsum(steps, dtype=np.int64)
-            values += len(structure) - int(np.count_nonzero(steps < 0))
-            containers += int(np.count_nonzero(steps > 0))
-            deepest = depth + int(depths.max(initial=0))
-            depth += int(depths[-1]) if len(depths) else 0
-            for count, bound, name in (
-                (values, self.values, "values"),
-                (containers, self.containers, "lists and objects"),
-                (quotes // 2, self.strings, "strings"),
-                (deepest, self.depth, "levels of nesting"),
-            ):
-                if count > bound:
-                    raise TooComplex(f"more than {bound} {name}")
-
-
-def _without_escapes(text: bytes) -> Iterator[bytes]:
-    r"""Yield the text in chunks, with \\ and \" blanked out: every remaining quote begins or ends a string."""
-    start = 0
-    while start < len(text):
-        # A chunk ends after a byte other than a backslash, so no escape spans two chunks.
-        end = NO_BACKSLASH.search(text, start + CHUNK_BYTES - 1)
-        chunk = text[start : end.end() if end else len(text)]
-        start += len(chunk)
-        yield chunk.replace(rb"\\", b"  ").replace(rb"\"", b"  ") if b"\\" in chunk else chunk
-
-
-def _outside_strings(chunk: bytes, *, inside: bool) -> bytes:
-    """Return the brackets and commas of a chunk that are outside strings. inside: True if it begins in a string."""
-    outside = chunk.split(b'"')[inside::2] if b'"' in chunk else [] if inside else [chunk]
-    return b"".join(outside).translate(None, NEITHER_BRACKETS_NOR_COMMAS)
+        outside, strings = STRING.subn(b"", text, self.strings + 1)
+        containers = outside.count(b"[") + outside.count(b"{")
+        for count, bound, name in (
+            (strings, self.strings, "strings"),
+            (containers, self.containers, "lists and objects"),
+            (outside.count(b",") + containers, self.values, "values"),
+        ):
+            if count > bound:
+                raise TooComplex(f"more than {bound} {name}")
+        depth = 0
+        for bracket in BRACKET.finditer(outside):
+            depth += 1 if bracket[0] in b"[{" else -1
+            if depth > self.depth:
+                raise TooComplex(f"more than {self.depth} levels of nesting")
+            if depth < 0:  # no JSON: parsers stop here
+                return
 
 
 T = TypeVar("T")
