@@ -7,10 +7,10 @@ from functools import lru_cache, partial
 from hashlib import blake2b
 from itertools import count, islice
 from random import Random
-from typing import Protocol
 
 from colocated_grpo.environments import base
 from colocated_grpo.environments.prompts import PromptEncoder
+from colocated_grpo.environments.rows.readers import AnyRows
 from colocated_grpo.environments.user_code.loading import one_line
 from colocated_grpo.errors import ConfigError
 from colocated_grpo.settings.generation import SkipSolvedConfig
@@ -96,18 +96,10 @@ def _user_items(name: str, call: str, items: Callable[[], Iterable[base.Item]]) 
         raise base.EnvironmentSetupError(f"environments {name!r}: {call}: {one_line(error)}") from error
 
 
-class Rows(Protocol):
-    """Rows by index: a list, or a memory-mapped Hugging Face dataset."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> base.Item: ...
-
-
 class RowStream(SequenceStream):
     """Rows of a dataset, epoch after epoch. With a seed, each epoch is shuffled differently."""
 
-    def __init__(self, name: str, rows: Rows, to_item: Callable[[int], base.Item], seed: int | None) -> None:
+    def __init__(self, name: str, rows: AnyRows, to_item: Callable[[int], base.Item], seed: int | None) -> None:
         """seed: None keeps the order of the data."""
         size = self.max_attempts = len(rows)
         super().__init__(lambda start: (to_item(row) for row in row_indices(size, seed, start)))
@@ -129,7 +121,7 @@ class RowStream(SequenceStream):
         raise base.EnvironmentSetupError(f"environments {self._name!r}: {problem}; an exact resume needs the same data")
 
 
-def sample_digest(rows: Rows) -> str:
+def sample_digest(rows: AnyRows) -> str:
     """Hash evenly spaced rows; hashing every row of a large dataset would take too long."""
     hashed = blake2b(digest_size=8)
     for step in range(DIGEST_ROWS):

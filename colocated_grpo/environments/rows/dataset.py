@@ -7,9 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from colocated_grpo.environments.base import EnvironmentSetupError, Item, Items, ItemStream
-from colocated_grpo.environments.prompts import PLAIN, TOOLS, VARIABLES, checked_prompt, with_system_prompt
-from colocated_grpo.environments.rows.readers import READERS, AnyRows, RowFilter, column_values, read_file, select
-from colocated_grpo.environments.streams import Rows, RowStream
+from colocated_grpo.environments.prompts import (
+    PLAIN,
+    TOOLS,
+    VARIABLES,
+    checked_prompt,
+    with_system_prompt,
+    without_nulls,
+)
+from colocated_grpo.environments.rows.readers import READERS, AnyRows, column_values, filter_rows, read_file, select
+from colocated_grpo.environments.streams import RowStream
 from colocated_grpo.environments.user_code.loading import one_line
 from colocated_grpo.errors import ConfigError
 from colocated_grpo.settings.sources import RowsSourceConfig
@@ -36,7 +43,6 @@ class RowItems(Items):
         self._name = name
         self._config = config
         self._check = check
-        self._filter = RowFilter(config, f"environments {name!r}")
         self._filter_notes: list[str] = []
 
     @cached_property
@@ -78,7 +84,7 @@ class RowItems(Items):
         """Yield all rows of `split` in the order of the data. Held-out rows are the last rows."""
         return (self._item(rows, index) for rows in self._parts for index in range(len(rows)))
 
-    def _item(self, rows: Rows, index: int) -> Item:
+    def _item(self, rows: AnyRows, index: int) -> Item:
         return self._checked_item(rows[index], f"{self._name} row {index}")
 
     def _checked_item(self, row: Item, where: str) -> Item:
@@ -89,7 +95,7 @@ class RowItems(Items):
                 f"environments {where!r}: no column {column!r}; it has: {', '.join(map(str, row))}"
             )
         rest = {names.get(key, key): value for key, value in row.items() if key != column}
-        item = {**rest, "prompt": without_null_fields(row[column])}
+        item = {**rest, "prompt": without_nulls(row[column])}
         prompt = checked_prompt(item, where)
         PLAIN.arguments(item, where)
         if self._config.system_prompt is not None:
@@ -115,10 +121,7 @@ class RowItems(Items):
 
     def _filtered(self, rows: AnyRows, split: str) -> tuple[AnyRows, Sequence[int]]:
         """Return the rows that meet `where` and `filter`, and their row numbers in the unfiltered data."""
-        try:
-            numbers, note = self._filter.kept(rows)
-        except ValueError as error:
-            raise self._error(f"{split!r}: {error}") from error
+        numbers, note = filter_rows(rows, self._config, f"environments {self._name!r}: {split!r}")
         if note is None:
             return rows, numbers
         if not numbers:
@@ -172,7 +175,7 @@ class RowItems(Items):
                 for number, value in zip(numbers, column_values(rows, column), strict=True):
                     PLAIN.arguments({key: value}, f"{where} row {number}")
 
-    def _check_columns(self, rows: Rows, split: str) -> None:
+    def _check_columns(self, rows: AnyRows, split: str) -> None:
         """Raise if a split has no rows, or if row 0 lacks a column that the config names for this split."""
         if not len(rows):
             raise self._error(f"no rows (split {split!r})")
@@ -199,10 +202,8 @@ class RowItems(Items):
             raise self._error(f"cannot read {error}") from error
 
     def _load_hub(self, split: str) -> "Dataset":
-        try:
-            from datasets import DatasetDict, load_dataset, load_from_disk
-        except ModuleNotFoundError as error:
-            raise self._error(f"cannot import {error.name!r}; install it with: pip install datasets") from None
+        from datasets import DatasetDict, load_dataset, load_from_disk
+
         try:
             if not any((Path(self._config.name) / mark).is_file() for mark in SAVED_TO_DISK):
                 return load_dataset(self._config.name, self._config.subset, split=split)
@@ -222,13 +223,3 @@ class RowItems(Items):
 def num_held_out(config: RowsSourceConfig, rows: int) -> int:
     """Return how many rows at the end are held out if the config has no eval_split. rows: number of all rows."""
     return min(MAX_HELD_OUT, rows // 10) if config.held_out is None else config.held_out
-
-
-def without_null_fields(prompt: object) -> object:
-    """Return a prompt without the null fields of its messages.
-
-    Columnar formats give all messages the same keys, and chat templates would print None.
-    """
-    if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
-        return prompt
-    return [{key: value for key, value in message.items() if value is not None} for message in prompt]
