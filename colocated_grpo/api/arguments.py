@@ -303,12 +303,7 @@ def in_steps(epochs: float, by_default: bool, environments: Sequence[object], pr
             raise ConfigError(f"{shown}: {_NEEDS_ROWS}; or set training_steps")
         steps = Config.model_fields["training_steps"].default
         return {}, f"training_steps={steps}: the default; {shown} {_NEEDS_ROWS}; set max_steps"
-    rows = _num_rows(entry)
+    kept, _ = filter_rows(entry.given, entry, "environments.0")
+    rows = len(kept) - (num_held_out(entry, len(kept)) if entry.eval_split is None else 0)
     steps = max(1, math.ceil(rows * epochs / prompts))
     return {_STEPS: steps}, f"training_steps={steps}: {shown} over {rows} rows, {prompts} prompts a step"
-
-
-def _num_rows(entry: sources.DatasetSourceConfig) -> int:
-    """Return the number of training rows."""
-    kept, _ = filter_rows(entry.given, entry, "environments.0")
-    return len(kept) - (num_held_out(entry, len(kept)) if entry.eval_split is None else 0)

@@ -26,7 +26,7 @@ from typing import Any
 import cloudpickle
 
 from colocated_grpo.environments.base import EnvironmentSetupError
-from colocated_grpo.environments.turns.base import FinishedGames, Outcome
+from colocated_grpo.environments.turns.base import Outcome, Return
 from colocated_grpo.environments.user_code.isolation import OwnLogs, isolated
 from colocated_grpo.environments.user_code.loading import construct, load_object, one_line
 from colocated_grpo.types import JsonObject
@@ -171,14 +171,13 @@ def _numbers(stats: Mapping[str, object]) -> dict[str, float]:
     return {name: float(value) for name, value in stats.items() if isinstance(value, int | float)}
 
 
-class ToSSim(FinishedGames):
+class ToSSim:
     """Turn environment of tables with one batcher each. It starts with one table; add_game() adds more."""
 
     delayed = False
 
     def __init__(self, seed: int, environment: str, **args: object) -> None:
         """environment: 'module:Class' of the batcher. args: keyword arguments of that class."""
-        super().__init__()
         self._key = f"environments 'tossim': args.environment={environment!r}"
         self._class = load_object(environment, self._key)
         self._args = args
@@ -227,6 +226,12 @@ class ToSSim(FinishedGames):
 
     def play_on(self, turn: ToSSimTurn) -> None:
         self.commit(turn, WAIT)
+
+    def drain_returns(self) -> list[Return]:
+        return []
+
+    def drain_games(self) -> list[JsonObject]:
+        return []
 
     def drain_stats(self) -> dict[str, float]:
         """Return the number of games at all tables, the batchers' counts, and the number of replaced tables.

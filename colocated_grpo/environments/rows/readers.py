@@ -104,7 +104,7 @@ def read_file(path: Path) -> list[Item]:
         if not path.is_file():
             raise ValueError("no such file")
         return reader(path)
-    except (OSError, ImportError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{str(path)!r}: {error}") from error
 
 
@@ -147,10 +147,6 @@ def _conditions(
         yield f"filter {config.filter}", partial(_is_kept, rows, keep, config.filter)
 
 
-def _meets(values: Sequence[object], condition: ConditionConfig, column: str, number: int) -> bool:
-    return meets_condition(values[number], condition, f"row {number}: column {column!r}")
-
-
 def _is_kept(rows: AnyRows, keep: Callable[[Item], object], name: str, number: int) -> bool:
     try:
         kept = keep(dict(rows[number]))
@@ -161,15 +157,16 @@ def _is_kept(rows: AnyRows, keep: Callable[[Item], object], name: str, number: i
     return bool(kept)
 
 
-def meets_condition(value: object, condition: ConditionConfig, where: str) -> bool:
-    """Return whether a value meets a condition; null meets none. Raises ValueError for bounds on a non-number."""
+def _meets(values: Sequence[object], condition: ConditionConfig, column: str, row: int) -> bool:
+    """Return whether a row's value meets a condition; null meets none. Raises ValueError for bounds on a non-number."""
+    value = values[row]
     if value is None:
         return False
     if condition.any is not None:
         return any(is_equal(value, wanted) for wanted in condition.any)
     number = as_number(value)
     if number is None:
-        raise ValueError(f"{where} is {repr(value)[:60]}, not a number, and where sets bounds")
+        raise ValueError(f"row {row}: column {column!r} is {repr(value)[:60]}, not a number, and where sets bounds")
     low, high = condition.min, condition.max
     return (low is None or number >= low) and (high is None or number <= high)
 

@@ -9,13 +9,14 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from colocated_grpo.environments.base import Item, Split
+from colocated_grpo.environments.chat import Message
 from colocated_grpo.environments.town import state, verdicts
 from colocated_grpo.environments.town.legality import LegalActions, reply_pattern
 from colocated_grpo.environments.town.phases import enter, seat_result, to_act
 from colocated_grpo.environments.town.players import SCRIPTED, scripted_reply, scripted_turn, sensible_player
 from colocated_grpo.environments.town.state import Game, Phase, Rules
-from colocated_grpo.environments.town.texts import PROMPT_STYLES, Message, Observation, game_record
-from colocated_grpo.environments.turns.base import FinishedGames, Outcome
+from colocated_grpo.environments.town.texts import PROMPT_STYLES, Observation, game_record
+from colocated_grpo.environments.turns.base import Outcome, Return
 from colocated_grpo.environments.user_code.loading import construct, unknown_name
 from colocated_grpo.settings.base import Section
 from colocated_grpo.settings.sources import FROZEN
@@ -70,10 +71,6 @@ class TownSettings(Section):
         return (self.seats, self.seats) if isinstance(self.seats, int) else self.seats
 
 
-class TurnError(ValueError):
-    """The turn is not open: it was already committed, or its game has not reached the turn."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TownTurn:
     """One open turn, as plain data that does not change with the game."""
@@ -99,14 +96,17 @@ class TownTurn:
         return reply_pattern(self.legal, self.max_speech)
 
 
-class TownEnvironment(FinishedGames):
+class TownEnvironment:
     """Concurrent games. The same settings and commits give the same turns, also across snapshot and restore."""
 
     def __init__(self, settings: TownSettings) -> None:
-        super().__init__()
         self.settings = settings
         self.stats = verdicts.TownStats()
         self._started = 0
+        self._returns: list[Return] = []
+        """Returns of ended games that are not drained yet."""
+        self._ended: list[JsonObject] = []
+        """Records of ended games that are not drained yet."""
         self._games = [self._new_game() for _ in range(settings.games)]
 
     @property
@@ -127,7 +127,7 @@ class TownEnvironment(FinishedGames):
         return [self._outcome(game, turn, verdicts.judge(game, turn.seat, each, turn.legal)) for each in completions]
 
     def commit(self, turn: TownTurn, completion: str) -> Outcome:
-        """Apply one completion to the game and close the turn. Raises TurnError if the turn is not open."""
+        """Apply one completion to the game and close the turn. Raises ValueError if the turn is not open."""
         game = self._game_of(turn)
         verdict = verdicts.judge(game, turn.seat, completion, turn.legal)
         outcome = self._outcome(game, turn, verdict)
@@ -149,6 +149,14 @@ class TownEnvironment(FinishedGames):
         """Return the sensible player's reply to an open turn."""
         return scripted_reply(self._game_of(turn), turn.seat, sensible_player)
 
+    def drain_returns(self) -> list[Return]:
+        returns, self._returns = self._returns, []
+        return returns
+
+    def drain_games(self) -> list[JsonObject]:
+        ended, self._ended = self._ended, []
+        return ended
+
     def drain_stats(self) -> dict[str, float]:
         """Return rates since the last call. Win rates cover the latest WIN_RATE_GAMES games instead."""
         rates = self.stats.rates()
@@ -160,7 +168,8 @@ class TownEnvironment(FinishedGames):
             "started": self._started,
             "games": [state.snapshot_game(game) for game in self._games],
             "kpis": asdict(self.stats),
-            **self._finished_state(),
+            "returns": [asdict(each) for each in self._returns],
+            "ended": list(self._ended),
         }
 
     def restore(self, snapshot: JsonObject) -> None:
@@ -168,7 +177,8 @@ class TownEnvironment(FinishedGames):
             raise ValueError(f"town: games={self.settings.games}, but the snapshot holds {len(snapshot['games'])}")
         self._started = snapshot["started"]
         self._games = [state.restore_game(game) for game in snapshot["games"]]
-        self._restore_finished(snapshot)
+        self._returns = [Return(**each) for each in snapshot["returns"]]
+        self._ended = deepcopy(snapshot["ended"])
         self.stats = verdicts.TownStats(**deepcopy(snapshot["kpis"]))
 
     def _new_game(self) -> Game:
@@ -226,7 +236,7 @@ class TownEnvironment(FinishedGames):
         for game in self._games:
             if game.number == turn.game and turn.seat in to_act(game) and _turn_id(game, turn.seat) == turn.id:
                 return game
-        raise TurnError(f"turn {turn.id}: not open; a turn takes exactly one commit")
+        raise ValueError(f"turn {turn.id}: not open; a turn takes exactly one commit")
 
     def _outcome(self, game: Game, turn: TownTurn, verdict: verdicts.Verdict) -> Outcome:
         legal, credit = verdict.status is verdicts.Status.OK, self.settings.credit

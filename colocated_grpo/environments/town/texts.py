@@ -5,6 +5,7 @@ Prompts, look-ups and scripted players read the game only through this view, so 
 
 from collections.abc import Callable, Iterable, Sequence
 
+from colocated_grpo.environments.chat import Message
 from colocated_grpo.environments.town import legality
 from colocated_grpo.environments.town.phases import seat_result
 from colocated_grpo.environments.town.roles import ROLES, Faction
@@ -144,9 +145,6 @@ def _event_row(game: Game, number: int, event: Event) -> JsonObject:
         "audience": "all" if event.audience is None else ", ".join(game.names(event.audience)) or "record",
     }
 
-
-Message = dict[str, str]
-"""A chat message: role and content."""
 
 _RULES = """\
 You are {name}, one of {seats} people in a small town. The town wants to hang every killer; the mafia knows its own \
