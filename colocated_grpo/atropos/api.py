@@ -79,10 +79,7 @@ EMPTY_GROUP = {name: [] for name in [*ROWS, "scores", "generation_params", "mess
 
 
 def read_group(posted: PostedGroup, longest: int) -> state.ScoredGroup:
-    """Check that the trainer can parse a group. The lengths of its lists are not compared.
-
-    longest: maximum numbers of a sequence. Raises InvalidGroup.
-    """
+    """Check that the trainer can parse a group. longest: maximum numbers of a sequence. Raises InvalidGroup."""
     for name, decoder in ROWS.items():
         for index, row in enumerate(getattr(posted, name) or []):
             _parsed(f"{name}: sequence {index}", row, decoder, longest)

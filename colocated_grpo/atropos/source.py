@@ -238,10 +238,7 @@ class AtroposSource:
         return batch.groups
 
     def _check_patience(self) -> None:
-        """Raise NothingUsable once unusable batches have arrived for `unusable_timeout`.
-
-        A client that posts invalid groups does not end the run while any other client posts valid groups.
-        """
+        """Raise NothingUsable once batches have arrived for `unusable_timeout` and none of them was usable."""
         now = time.monotonic()
         if self._unusable_since is None:
             self._unusable_since = now

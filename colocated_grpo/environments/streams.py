@@ -56,10 +56,7 @@ class GeneratedItems(base.Items):
         return self._items(seed, "held_out")
 
     def _train(self, seed: int, start: int) -> Iterator[base.Item]:
-        """Yield the training items from a position on. When the items end, the sequence starts again.
-
-        All earlier items are generated again, unless the task is Seekable.
-        """
+        """Yield the training items from a position on, pass after pass. Only a Seekable task skips earlier items."""
         if not isinstance(self._task, base.Seekable):
             yield from islice(self._endless(seed), start, None)
             return
@@ -215,10 +212,7 @@ MIN_OPPONENT_LIMIT = 16
 
 
 class Mixture:
-    """Deterministic mixing by weight.
-
-    The next name is that of the environment whose count is furthest below its fraction of the total count.
-    """
+    """Deterministic mixing: the next name is the one whose count is furthest below its fraction of the total count."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         total = sum(weights.values())

@@ -41,10 +41,7 @@ def key_file() -> Path:
 
 
 def sign(data: bytes) -> str | None:
-    """Return the signature of `data`.
-
-    None if the key can be neither read nor created, for example in a read-only home folder.
-    """
+    """Return the signature of `data`; None if the key can be neither read nor created, as in a read-only home."""
     try:
         return _signature(_key(), data)
     except (OSError, RuntimeError):  # RuntimeError: there is no home folder
@@ -144,10 +141,7 @@ class ToSSimTable:
         return [index for index in range(len(self.prompts)) if index not in self.replies]
 
     def apply(self, replies: Mapping[int, str]) -> dict[int, float]:
-        """Apply replies and return their rewards. Both are keyed by position in the batch.
-
-        For bare prompts, WAIT replaces missing replies.
-        """
+        """Apply replies and return their rewards, both by position. For bare prompts, WAIT replaces missing replies."""
         if self.meta is None:
             indices = list(range(len(self.prompts)))
             rewards = self.batcher.apply_actions([replies.get(index, WAIT) for index in indices])
@@ -210,10 +204,7 @@ class ToSSim:
         return Outcome(reward, {"parse_rate": float(reward > -1), "legal_rate": float(reward >= 1)})
 
     def commit(self, turn: ToSSimTurn, completion: str) -> None:
-        """Store a completion. The last completion of a batch applies all completions of the batch.
-
-        A phase ends for all seats together, so all completions of the batch are applied together.
-        """
+        """Store a completion. The last one of a batch applies them all, because a phase ends for all seats together."""
         table = self._tables[turn.table]
         if turn.index not in table.open_indices() or turn.id != _turn_id(turn.table, table, turn.index):
             raise ValueError(f"turn {turn.id}: not open; a turn takes exactly one commit")
@@ -257,10 +248,7 @@ class ToSSim:
         }
 
     def restore(self, snapshot: JsonObject) -> None:
-        """Restore the tables. Raises ValueError unless `is_trusted` accepts the snapshot.
-
-        Unpickling a batcher can run arbitrary code.
-        """
+        """Restore the tables. Raises ValueError unless `is_trusted` accepts the snapshot: pickles can run code."""
         tables, logs = b64decode(snapshot["tables"]), b64decode(snapshot["logs"])
         if not is_trusted(tables + logs, snapshot["signature"]):
             raise ValueError(

@@ -85,10 +85,7 @@ def read_calls(text: str) -> Calls | None:
 
 
 def expected_calls(value: Any) -> Calls:
-    """Return the calls in a cell of a dataset. Raises ValueError.
-
-    The cell holds a list of calls, one call, JSON of either, or text with <tool_call> blocks.
-    """
+    """Return the calls in a cell: one or a list, also as JSON, or text with <tool_call> blocks. Raises ValueError."""
     if isinstance(value, str):
         value = [json.loads(block) for block in _blocks(value)] if OPEN_CALL in value else json.loads(value)
     calls = [as_call(call) for call in ([value] if isinstance(value, dict) else value)]
@@ -98,10 +95,7 @@ def expected_calls(value: Any) -> Calls:
 
 
 def as_call(value: object) -> JsonObject:
-    """Return a call as {"name", "arguments"}. Raises ValueError.
-
-    Also accepts OpenAI's form, nested under "function", and arguments as JSON text.
-    """
+    """Return a call, which may be nested as in OpenAI's form, as {"name", "arguments"}. Raises ValueError."""
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = value["function"]
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):

@@ -152,10 +152,7 @@ class RowItems(Items):
             raise EnvironmentSetupError(f"environments {where!r}: {error}") from None
 
     def _check_nulls(self, rows: "Dataset", numbers: Sequence[int], split: str) -> None:
-        """Raise if a prompt is null.
-
-        Columns are typed: if the prompt of row 0 is valid, another prompt can be bad only if it is null.
-        """
+        """Raise if a prompt is null. Columns are typed: if the prompt of row 0 is valid, only a null can be bad."""
         # The Arrow format is scanned without decoding rows. `datasets` has no annotation for this format.
         column: Any = rows.select_columns([self._config.prompt_column]).with_format("arrow")
         for number, table in enumerate(column.iter(NULL_CHECK_ROWS)):

@@ -149,10 +149,7 @@ def _act_at_night(view: Observation, rng: Random) -> str | None:
 
 
 def _preferred(view: Observation, tag: str, options: tuple[str, ...]) -> list[str]:
-    """Return the preferred targets.
-
-    A sheriff prefers players not yet investigated. To kill or to protect, revealed mayors are preferred.
-    """
+    """Return the targets to prefer: players not yet investigated, and revealed mayors to kill or to protect."""
     if tag == "investigate":
         investigated = {view.names[event.target] for event in view.events if event.kind == "result"}
         return [name for name in options if name not in investigated]

@@ -91,11 +91,7 @@ MAX_RECORDED_THOUGHT = 500
 
 
 def apply_verdict(game: Game, seat: int, verdict: Verdict, completion: str) -> str | None:
-    """Apply a judged reply to the game. A reply that is not OK acts as waiting.
-
-    A look-up leaves the turn open, and its observation is returned. Any other reply ends the turn, and None is
-    returned.
-    """
+    """Apply a judged reply. A look-up leaves the turn open and returns an observation. Other replies end the turn."""
     holder = game.seats[seat]
     holder.acted += 1
     if verdict.think:

@@ -106,10 +106,7 @@ class _PendingGroup(NamedTuple):
 
 
 class PendingGroups:
-    """Groups whose rewards are incomplete until their game has ended, by turn id.
-
-    A group is released with the return of its committed completion, or without a return after `max_wait` steps.
-    """
+    """Groups that wait for the return of their committed completion, at most `max_wait` steps, by turn id."""
 
     def __init__(self, max_wait: int) -> None:
         self._max_wait = max_wait
