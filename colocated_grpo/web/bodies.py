@@ -27,8 +27,8 @@ STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 BRACKET = re.compile(rb"[\[\]{}]")
 
 
-class TooComplex(Exception):
-    """The text exceeds a bound, given in the message."""
+class InvalidBody(Exception):
+    """A request body that is not accepted. The message is one line for the client."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class BodyShape:
     depth: int
 
     def check(self, text: bytes) -> None:
-        """Raise TooComplex above a bound, in time linear in the length. The text need not be valid JSON."""
+        """Raise InvalidBody above a bound, in time linear in the length. The text need not be valid JSON."""
         # Counts over the whole text are upper bounds, which are sufficient for most texts.
         opened = text.count(b"[") + text.count(b"{")
         if (
@@ -61,12 +61,12 @@ class BodyShape:
             (outside.count(b",") + containers, self.values, "values"),
         ):
             if count > bound:
-                raise TooComplex(f"more than {bound} {name}")
+                raise InvalidBody(f"more than {bound} {name}")
         depth = 0
         for bracket in BRACKET.finditer(outside):
             depth += 1 if bracket[0] in b"[{" else -1
             if depth > self.depth:
-                raise TooComplex(f"more than {self.depth} levels of nesting")
+                raise InvalidBody(f"more than {self.depth} levels of nesting")
             if depth < 0:  # no JSON: parsers stop here
                 return
 
@@ -185,7 +185,7 @@ class BodyLimit:
     def _check(self, body: bytes) -> None:
         try:
             self.shape.check(body)
-        except TooComplex as error:
+        except InvalidBody as error:
             raise HTTPException(400, f"the request body has {error}") from None
 
     def _grow(self, reservation: "Reservation", num_bytes: int) -> None:
@@ -247,14 +247,10 @@ def _replay(body: bytes, receive: Receive, consumed: Callable[[], None]) -> Rece
     return replay
 
 
-class InvalidBody(Exception):
-    """A request body that cannot be parsed. The message is one line for the client."""
-
-
 async def read_json(request: Request, decode: Callable[[bytes], T]) -> T:
     """Return the decoded body of the request. Raises InvalidBody.
 
-    decode: may raise InvalidBody, TooComplex or msgspec's errors. Large bodies are decoded on another thread.
+    decode: may raise InvalidBody or msgspec's errors. Large bodies are decoded on another thread.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
@@ -278,5 +274,5 @@ def _decoded(body: bytes, decode: Callable[[bytes], T]) -> T:
         raise InvalidBody("nested too deep") from None
     except UnicodeDecodeError:
         raise InvalidBody("the request body must be text in UTF-8") from None
-    except (msgspec.DecodeError, TooComplex) as error:
+    except msgspec.DecodeError as error:
         raise InvalidBody(str(error)) from None

@@ -35,25 +35,6 @@ def final_answer(completion: str) -> str:
     return without_thoughts(completion).strip()
 
 
-def tagged_parts(text: str, opening: re.Pattern[str]) -> Iterator[tuple[str, str]]:
-    """Yield name and content of each <name>content</name>, in time linear in the text.
-
-    opening: matches opening tags, with the name as its first group. A regular expression for the whole element takes
-    quadratic time on a long run of opening tags that are not closed.
-    """
-    unclosed: set[str] = set()
-    position = 0
-    while found := opening.search(text, position):
-        position, name = found.end(), found[1]
-        closing = f"</{name}>"
-        end = -1 if name in unclosed else text.find(closing, position)
-        if end < 0:
-            unclosed.add(name)
-        else:
-            yield name, text[position:end]
-            position = end + len(closing)
-
-
 def last_number(text: str) -> str | None:
     """Return the last decimal number in the text, without thousands separators; None if there is none."""
     numbers = NUMBER.findall(text)
