@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from colocated_grpo.web.client import TooLarge, gunzip
-from colocated_grpo.web.server import ErrorResponse
+from colocated_grpo.web.server import error_response
 
 STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 """A string; the last one may be open. The possessive quantifiers keep the time linear in the length."""
@@ -108,7 +108,6 @@ class BodyLimit:
 
     app: ASGIApp
     max_bytes: int
-    error_response: ErrorResponse
     shape: BodyShape
     large_paths: Collection[str]
     """Paths with limit `max_bytes`. All other paths have the limit OTHER_BYTES, or `max_bytes` if that is lower."""
@@ -132,10 +131,10 @@ class BodyLimit:
                     body = await self._read(Headers(scope=scope), receive, reservation, most)
             except TimeoutError:
                 message = f"the request body did not arrive within {BODY_SECONDS:g} s, or sooner while others wait"
-                await self.error_response(408, message)(scope, receive, send)
+                await error_response(408, message)(scope, receive, send)
                 return
             except HTTPException as error:
-                response = self.error_response(error.status_code, error.detail)
+                response = error_response(error.status_code, error.detail)
                 response.headers.update(error.headers or {})
                 await response(scope, receive, send)
                 return
