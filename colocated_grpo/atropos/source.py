@@ -301,10 +301,7 @@ class AtroposSource:
         return row | {f"atropos/{name}": value for name, value in self._status.items()}
 
     def state_dict(self) -> JsonObject:
-        """Return the count of groups read, the untrained batches, and the origins of served completions: a few MB.
-
-        The server's queue is not part of the state: the queue outlives this process.
-        """
+        """Return groups read, untrained batches and origins: a few MB. The server's queue outlives this process."""
         origins = self.reader.origins.state_dict()
         return {"groups_read": self._groups_read, "taken": list(self._untrained), "origins": origins}
 

@@ -22,10 +22,7 @@ TOOLS, VARIABLES = "tools", "chat_template_kwargs"
 
 @dataclass(frozen=True, kw_only=True)
 class PromptTemplate:
-    """Tools, variables and system prompt that one environment adds to its prompts.
-
-    An item's own tools and variables take precedence.
-    """
+    """What one environment adds to its prompts. An item's own tools and variables take precedence."""
 
     tools: Sequence[JsonObject] = ()
     variables: JsonObject = field(default_factory=dict)

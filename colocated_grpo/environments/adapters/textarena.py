@@ -213,10 +213,7 @@ class TextArena(SeededEpisode):
         return self._score(game, item["seat"])
 
     def _play(self, game: TextArenaGame, reply: str) -> None:
-        """Play a reply of the policy.
-
-        Raises AnswerError, with `unfinished_reward`, if this reply makes the game raise and a random move does not.
-        """
+        """Play a reply. Raises AnswerError if this reply makes the game raise and a random move does not."""
         before = game.copy()
         try:
             game.play(reply)

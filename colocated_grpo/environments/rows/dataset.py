@@ -103,10 +103,7 @@ class RowItems(Items):
         return item
 
     def _load(self, split: str) -> AnyRows:
-        """Load the rows of a split and check them.
-
-        A bad row that is found only later would stop the run, and would stop it again after each resume.
-        """
+        """Load and check the rows of a split. A bad row found later would stop the run, and again after each resume."""
         rows, where = self._read(split)
         self._check_columns(rows, split)
         rows, numbers = self._filtered(rows, split)
@@ -130,11 +127,7 @@ class RowItems(Items):
         return select(rows, numbers), numbers
 
     def _read(self, split: str) -> tuple[AnyRows, str]:
-        """Return the rows of a split, and the name of their source for messages.
-
-        Rows that the user's program passed take precedence. A file has no splits: `eval_split` is the path of another
-        file.
-        """
+        """Return the rows of a split, and the name of their source. For a file, `eval_split` is another file."""
         trained = split == self._config.split
         given = self._config.given if trained else self._config.given_held_out
         if given is not None:

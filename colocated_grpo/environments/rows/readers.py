@@ -144,16 +144,17 @@ def _conditions(
         values = column_values(rows, column)
         yield f"where.{column}", partial(_meets, values, condition, column)
     if keep is not None:
-        yield f"filter {config.filter}", partial(_is_kept, rows, keep, config.filter)
+        name = f"filter {config.filter}"
+        yield name, partial(_is_kept, rows, keep, name)
 
 
 def _is_kept(rows: AnyRows, keep: Callable[[Item], object], name: str, number: int) -> bool:
     try:
         kept = keep(dict(rows[number]))
     except Exception as error:  # user code
-        raise ValueError(f"filter {name}: row {number}: {one_line(error)}") from error
+        raise ValueError(f"{name}: row {number}: {one_line(error)}") from error
     if kept is None:
-        raise ValueError(f"filter {name}: row {number}: returned None, not true or false")
+        raise ValueError(f"{name}: row {number}: returned None, not true or false")
     return bool(kept)
 
 

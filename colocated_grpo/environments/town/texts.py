@@ -169,10 +169,7 @@ _LASTING = frozenset({"result", "killed", "hanged", "revealed"})
 
 
 def full_prompt(view: Observation, memory: int) -> list[Message]:
-    """Return the rules, the situation with the latest `memory` events, and the look-ups of this turn.
-
-    A look-up only appends messages, so that sampled tokens keep their positions.
-    """
+    """Return rules, situation and look-ups. A look-up only appends messages: sampled tokens keep their positions."""
     role = view.role
     rules = _RULES.format(name=view.name, seats=len(view.names), role=role.name, faction=role.faction, card=role.card)
     if view.allies:

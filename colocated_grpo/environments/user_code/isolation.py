@@ -31,6 +31,9 @@ class _SilentHere:
     def write(self, text: str) -> int:
         return len(text) if getattr(_inside, "silent", False) else self._stream.write(text)
 
+    def flush(self) -> None:
+        self._stream.flush()
+
     def __getattr__(self, name: str) -> object:
         return getattr(self._stream, name)
 
