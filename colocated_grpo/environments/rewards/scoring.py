@@ -69,7 +69,7 @@ def score_texts(task: Task, item: Item, texts: Sequence[str]) -> list[Score]:
 def score_each(
     calls: Iterable[Callable[[], Score]], explain: Callable[[BaseException], str] = one_line, worst: Worst = min
 ) -> list[Score]:
-    """Call a function for each completion of a prompt. Exceptions become Score.error. worst: see reward_of_unscorable."""
+    """Call a function for each completion. Exceptions become Score.error. worst: see reward_of_unscorable."""
     results: list[Score | BaseException] = []
     for call in calls:
         try:
