@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from colocated_grpo.environments.base import Item, Split
 from colocated_grpo.environments.chat import Message
 from colocated_grpo.environments.town import state, verdicts
-from colocated_grpo.environments.town.legality import LegalActions, reply_pattern
+from colocated_grpo.environments.town.legality import legal_actions, reply_pattern
 from colocated_grpo.environments.town.phases import enter, seat_result, to_act
 from colocated_grpo.environments.town.players import SCRIPTED, scripted_reply, scripted_turn, sensible_player
 from colocated_grpo.environments.town.state import Game, Phase, Rules
@@ -83,8 +83,6 @@ class TownTurn:
     player: str
     phase: str
     messages: list[Message]
-    legal: LegalActions
-    max_speech: int
     state: JsonObject = field(compare=False, repr=False)
     """The game without its events and turns: all state that score() needs, in any process."""
 
@@ -93,7 +91,8 @@ class TownTurn:
         return self.player == POLICY
 
     def pattern(self) -> str:
-        return reply_pattern(self.legal, self.max_speech)
+        game = state.restore_game(self.state)
+        return reply_pattern(legal_actions(game, self.seat), game.rules.max_speech)
 
 
 class TownEnvironment:
@@ -124,12 +123,12 @@ class TownEnvironment:
 
     def score(self, turn: TownTurn, completions: Sequence[str]) -> list[Outcome]:
         game = state.restore_game(turn.state)
-        return [self._outcome(game, turn, verdicts.judge(game, turn.seat, each, turn.legal)) for each in completions]
+        return [self._outcome(game, turn, verdicts.judge(game, turn.seat, each)) for each in completions]
 
     def commit(self, turn: TownTurn, completion: str) -> Outcome:
         """Apply one completion to the game and close the turn. Raises ValueError if the turn is not open."""
         game = self._game_of(turn)
-        verdict = verdicts.judge(game, turn.seat, completion, turn.legal)
+        verdict = verdicts.judge(game, turn.seat, completion)
         outcome = self._outcome(game, turn, verdict)
         if turn.trainable:
             self.stats.add_turn(verdict)
@@ -225,8 +224,6 @@ class TownEnvironment:
                 player=game.seats[view.seat].player,
                 phase=str(game.phase),
                 messages=PROMPT_STYLES[self.settings.prompts](view, self.settings.memory),
-                legal=view.legal,
-                max_speech=view.max_speech,
                 state=state.snapshot_game(replace(game, events=[], turns=[])),  # no score depends on the past
             )
             for view in views

@@ -50,7 +50,6 @@ class Observation:
         """(completion, observation) of each look-up of this turn so far."""
         self.tool_calls = game.rules.tool_calls
         """Look-ups that the rules allow in one turn."""
-        self.max_speech = game.rules.max_speech
 
 
 _SENTENCES = {

@@ -43,12 +43,12 @@ class Verdict:
     think: str = ""
 
 
-def judge(game: Game, seat: int, completion: str, legal: legality.LegalActions | None = None) -> Verdict:
-    """Judge a completion. Pure. legal: the seat's legal actions, if the caller already has them."""
+def judge(game: Game, seat: int, completion: str) -> Verdict:
+    """Judge a completion. Pure."""
     reply = legality.parse(completion)
     if isinstance(reply, legality.Problem):
         return Verdict(Status.MALFORMED, reply.code, reply.detail)
-    legal = legality.legal_actions(game, seat) if legal is None else legal
+    legal = legality.legal_actions(game, seat)
     if reply.tag in legal:
         resolved = _resolve_argument(game, seat, reply, legal[reply.tag])
     else:

@@ -18,7 +18,7 @@ from colocated_grpo.environments.town.environment import TownSettings
 from colocated_grpo.environments.town.players import reply
 from colocated_grpo.environments.town.state import Phase, Rules
 from colocated_grpo.environments.town.verdicts import CREDITS
-from tests.support.town_tables import play, play_game, random_reply, small_town
+from tests.support.town_tables import legal_of, play, play_game, random_reply, small_town
 
 
 @given(st.lists(st.text(max_size=40), max_size=3), st.integers(0, 40))
@@ -236,7 +236,7 @@ def test_brief_prompts_are_short_and_list_every_choice():
         turn = environment.next_batch()[0]
         [message] = turn.messages
         assert len(message["content"]) < 450
-        for tag, spec in turn.legal.items():
+        for tag, spec in legal_of(turn).items():
             assert f"<{tag}" in message["content"]
             assert all(option in message["content"] for option in spec.options)
         environment.commit(turn, random_reply(turn, Random(turn.id)))
