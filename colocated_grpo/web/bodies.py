@@ -27,10 +27,6 @@ STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 BRACKET = re.compile(rb"[\[\]{}]")
 
 
-class InvalidBody(Exception):
-    """A request body that is not accepted. The message is one line for the client."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class BodyShape:
     """Maximum structure of a JSON text. Brackets and commas in strings do not count."""
@@ -44,7 +40,7 @@ class BodyShape:
     depth: int
 
     def check(self, text: bytes) -> None:
-        """Raise InvalidBody above a bound, in time linear in the length. The text need not be valid JSON."""
+        """Raise HTTPException above a bound, in time linear in the length. The text need not be valid JSON."""
         # Counts over the whole text are upper bounds, which are sufficient for most texts.
         opened = text.count(b"[") + text.count(b"{")
         if (
@@ -61,12 +57,12 @@ class BodyShape:
             (outside.count(b",") + containers, self.values, "values"),
         ):
             if count > bound:
-                raise InvalidBody(f"more than {bound} {name}")
+                raise HTTPException(400, f"the request body has more than {bound} {name}")
         depth = 0
         for bracket in BRACKET.finditer(outside):
             depth += 1 if bracket[0] in b"[{" else -1
             if depth > self.depth:
-                raise InvalidBody(f"more than {self.depth} levels of nesting")
+                raise HTTPException(400, f"the request body has more than {self.depth} levels of nesting")
             if depth < 0:  # no JSON: parsers stop here
                 return
 
@@ -176,16 +172,10 @@ class BodyLimit:
             body = await off_the_loop(partial(_decompress, body, most))
             self._grow(reservation, len(body))
         if len(body) <= INLINE_BYTES:
-            self._check(body)
-        else:
-            await off_the_loop(partial(self._check, body))
-        return body
-
-    def _check(self, body: bytes) -> None:
-        try:
             self.shape.check(body)
-        except InvalidBody as error:
-            raise HTTPException(400, f"the request body has {error}") from None
+        else:
+            await off_the_loop(partial(self.shape.check, body))
+        return body
 
     def _grow(self, reservation: "Reservation", num_bytes: int) -> None:
         """Reserve memory for a large body. Raises HTTPException."""
@@ -244,6 +234,10 @@ def _replay(body: bytes, receive: Receive, consumed: Callable[[], None]) -> Rece
         return await receive()
 
     return replay
+
+
+class InvalidBody(Exception):
+    """A request body that cannot be parsed. The message is one line for the client."""
 
 
 async def read_json(request: Request, decode: Callable[[bytes], T]) -> T:
