@@ -3,21 +3,16 @@
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from hashlib import blake2b
-from itertools import count, islice
-from random import Random
+from itertools import islice
 
 from colocated_grpo.environments import base
 from colocated_grpo.environments.prompts import PromptEncoder
-from colocated_grpo.environments.rows.readers import AnyRows
 from colocated_grpo.environments.user_code.loading import one_line
 from colocated_grpo.errors import ConfigError
 from colocated_grpo.settings.generation import SkipSolvedConfig
 from colocated_grpo.types import Group, JsonObject, Prompt
-
-DIGEST_ROWS = 64
-"""Rows that are hashed per dataset. A resume detects changed data by these rows, without reading all rows."""
 
 
 class SequenceStream(base.ItemStream):
@@ -93,59 +88,6 @@ def _user_items(name: str, call: str, items: Callable[[], Iterable[base.Item]]) 
         raise base.EnvironmentSetupError(f"environments {name!r}: {call}: {one_line(error)}") from error
 
 
-class RowStream(SequenceStream):
-    """Rows of a dataset, epoch after epoch. With a seed, each epoch is shuffled differently."""
-
-    def __init__(self, name: str, rows: AnyRows, to_item: Callable[[int], base.Item], seed: int | None) -> None:
-        """seed: None keeps the order of the data."""
-        size = self.max_attempts = len(rows)
-        super().__init__(lambda start: (to_item(row) for row in row_indices(size, seed, start)))
-        self._name = name
-        self._content = {"rows": size, "content": sample_digest(rows)}
-
-    def state_dict(self) -> JsonObject:
-        return super().state_dict() | self._content
-
-    def load_state_dict(self, state: JsonObject) -> None:
-        size = self._content["rows"]
-        if state["rows"] != size:
-            problem = f"the checkpoint was saved with {state['rows']} training rows and there are {size} now"
-        elif state["content"] != self._content["content"]:
-            problem = f"the {size} training rows differ from those of the checkpoint"
-        else:
-            super().load_state_dict(state)
-            return
-        raise base.EnvironmentSetupError(f"environments {self._name!r}: {problem}; an exact resume needs the same data")
-
-
-def sample_digest(rows: AnyRows) -> str:
-    """Hash evenly spaced rows; hashing every row of a large dataset would take too long."""
-    hashed = blake2b(digest_size=8)
-    for step in range(DIGEST_ROWS):
-        hashed.update(json_bytes(rows[step * (len(rows) - 1) // (DIGEST_ROWS - 1)]))
-    return hashed.hexdigest()
-
-
-def json_bytes(row: base.Item) -> bytes:
-    """Return a row as JSON, to be hashed. Of a value that JSON lacks, such as an image, it has the type only, because
-    its repr() may differ between processes."""
-    return json.dumps(row, sort_keys=True, default=lambda value: type(value).__name__).encode()
-
-
-def row_indices(size: int, seed: int | None, start: int) -> Iterator[int]:
-    """Yield the indices of the rows from a position on, in passes over `size` rows."""
-    for taken in count(start):
-        epoch, position = divmod(taken, size)
-        yield position if seed is None else epoch_order(size, seed, epoch)[position]
-
-
-@lru_cache(maxsize=32)  # a mixture alternates between environments, so it uses several orders
-def epoch_order(size: int, seed: int, epoch: int) -> list[int]:
-    order = list(range(size))
-    Random(f"{seed}:{epoch}").shuffle(order)
-    return order
-
-
 REMEMBERED = 1 << 17
 """Maximum count of items with a stored number, above the rows of common datasets. Every checkpoint has them all."""
 SOLVED_KEY = "solved"
@@ -205,6 +147,12 @@ class UnsolvedItems(base.ItemStream):
 def key_of(item: base.Item) -> str:
     """Return a short hash of an item. Items with equal prompts but different columns have different hashes."""
     return blake2b(json_bytes(item), digest_size=8).hexdigest()
+
+
+def json_bytes(row: base.Item) -> bytes:
+    """Return a row as JSON, to be hashed. Of a value that JSON lacks, such as an image, it has the type only, because
+    its repr() may differ between processes."""
+    return json.dumps(row, sort_keys=True, default=lambda value: type(value).__name__).encode()
 
 
 MIN_OPPONENT_LIMIT = 16

@@ -2,8 +2,11 @@
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
+from hashlib import blake2b
+from itertools import count
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 from colocated_grpo.environments.base import EnvironmentSetupError, Item, Items, ItemStream
@@ -16,10 +19,11 @@ from colocated_grpo.environments.prompts import (
     without_nulls,
 )
 from colocated_grpo.environments.rows.readers import READERS, AnyRows, column_values, filter_rows, read_file, select
-from colocated_grpo.environments.streams import RowStream
+from colocated_grpo.environments.streams import SequenceStream, json_bytes
 from colocated_grpo.environments.user_code.loading import one_line
 from colocated_grpo.errors import ConfigError
 from colocated_grpo.settings.sources import RowsSourceConfig
+from colocated_grpo.types import JsonObject
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -213,3 +217,54 @@ class RowItems(Items):
 def num_held_out(config: RowsSourceConfig, rows: int) -> int:
     """Return how many rows at the end are held out if the config has no eval_split. rows: number of all rows."""
     return min(MAX_HELD_OUT, rows // 10) if config.held_out is None else config.held_out
+
+
+DIGEST_ROWS = 64
+"""Rows that are hashed per dataset. A resume detects changed data by these rows, without reading all rows."""
+
+
+class RowStream(SequenceStream):
+    """Rows of a dataset, epoch after epoch. With a seed, each epoch is shuffled differently."""
+
+    def __init__(self, name: str, rows: AnyRows, to_item: Callable[[int], Item], seed: int | None) -> None:
+        """seed: None keeps the order of the data."""
+        size = self.max_attempts = len(rows)
+        super().__init__(lambda start: (to_item(row) for row in row_indices(size, seed, start)))
+        self._name = name
+        self._content = {"rows": size, "content": sample_digest(rows)}
+
+    def state_dict(self) -> JsonObject:
+        return super().state_dict() | self._content
+
+    def load_state_dict(self, state: JsonObject) -> None:
+        size = self._content["rows"]
+        if state["rows"] != size:
+            problem = f"the checkpoint was saved with {state['rows']} training rows and there are {size} now"
+        elif state["content"] != self._content["content"]:
+            problem = f"the {size} training rows differ from those of the checkpoint"
+        else:
+            super().load_state_dict(state)
+            return
+        raise EnvironmentSetupError(f"environments {self._name!r}: {problem}; an exact resume needs the same data")
+
+
+def sample_digest(rows: AnyRows) -> str:
+    """Hash evenly spaced rows; hashing every row of a large dataset would take too long."""
+    hashed = blake2b(digest_size=8)
+    for step in range(DIGEST_ROWS):
+        hashed.update(json_bytes(rows[step * (len(rows) - 1) // (DIGEST_ROWS - 1)]))
+    return hashed.hexdigest()
+
+
+def row_indices(size: int, seed: int | None, start: int) -> Iterator[int]:
+    """Yield the indices of the rows from a position on, in passes over `size` rows."""
+    for taken in count(start):
+        epoch, position = divmod(taken, size)
+        yield position if seed is None else epoch_order(size, seed, epoch)[position]
+
+
+@lru_cache(maxsize=32)  # a mixture alternates between environments, so it uses several orders
+def epoch_order(size: int, seed: int, epoch: int) -> list[int]:
+    order = list(range(size))
+    Random(f"{seed}:{epoch}").shuffle(order)
+    return order

@@ -6,8 +6,7 @@ Prompts, look-ups and scripted players read the game only through this view, so 
 from collections.abc import Callable, Iterable, Sequence
 
 from colocated_grpo.environments.chat import Message
-from colocated_grpo.environments.town import legality
-from colocated_grpo.environments.town.phases import seat_result
+from colocated_grpo.environments.town import legality, phases
 from colocated_grpo.environments.town.roles import ROLES, Faction
 from colocated_grpo.environments.town.state import NO_SEAT, Event, Game, Phase
 from colocated_grpo.types import JsonObject
@@ -111,7 +110,7 @@ def game_record(game: Game) -> JsonObject:
             "faction": str(seat.role.faction),
             "player": seat.player,
             "alive": seat.alive,
-            "result": seat_result(game, index),
+            "result": phases.seat_result(game, index),
         }
         for index, seat in enumerate(game.seats)
     ]

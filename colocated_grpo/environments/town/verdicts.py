@@ -11,11 +11,10 @@ from enum import IntEnum
 
 from pydantic import Field
 
-from colocated_grpo.environments.town import legality
+from colocated_grpo.environments.town import legality, texts
 from colocated_grpo.environments.town.phases import channels, end_turn, nominate, seat_result
 from colocated_grpo.environments.town.roles import Faction
 from colocated_grpo.environments.town.state import NO_SEAT, Game, Phase
-from colocated_grpo.environments.town.texts import look_up
 from colocated_grpo.environments.turns.base import Return
 from colocated_grpo.settings.base import Section
 
@@ -100,7 +99,7 @@ def apply_verdict(game: Game, seat: int, verdict: Verdict, completion: str) -> s
     if verdict.status is not Status.OK:
         game.announce("rejected", actor=seat, text=f"{verdict.code}: {verdict.detail}", audience=[seat])
     elif verdict.tag in legality.LOOK_UP_TAGS:
-        observation = look_up(game, seat, verdict.tag, verdict.argument or verdict.text)
+        observation = texts.look_up(game, seat, verdict.tag, verdict.argument or verdict.text)
         holder.dialog.append((completion, observation))
         return observation
     else:
