@@ -56,19 +56,19 @@ def _parsed(item: Item, key: str) -> object:
     """Return the parsed value of an item's key; None if it has no value, as in an empty cell of a .csv."""
     value = item.get(key)
     try:
-        return None if value == "" else without_nulls(read_json(value))
+        return None if value == "" else strip_nulls(read_json(value))
     except ValueError as error:
         raise ValueError(f"{key} is text that is not JSON: {error}") from None
 
 
-def without_nulls(value: object) -> object:
+def strip_nulls(value: object) -> object:
     """Return a value of a row without the null fields of its mappings.
 
     Columnar formats give all mappings of a column the same keys, and chat templates would print None.
     """
     if isinstance(value, dict):
-        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
+        return {key: strip_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [strip_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def with_system_prompt(prompt: str | list[Message], system_prompt: str) -> list[Message]:

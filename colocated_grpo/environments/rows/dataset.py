@@ -10,14 +10,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from colocated_grpo.environments.base import EnvironmentSetupError, Item, Items, ItemStream
-from colocated_grpo.environments.prompts import (
-    PLAIN,
-    TOOLS,
-    VARIABLES,
-    checked_prompt,
-    with_system_prompt,
-    without_nulls,
-)
+from colocated_grpo.environments.prompts import PLAIN, TOOLS, VARIABLES, checked_prompt, strip_nulls, with_system_prompt
 from colocated_grpo.environments.rows.readers import READERS, AnyRows, column_values, filter_rows, read_file, select
 from colocated_grpo.environments.streams import SequenceStream, json_bytes
 from colocated_grpo.environments.user_code.loading import one_line
@@ -99,7 +92,7 @@ class RowItems(Items):
                 f"environments {where!r}: no column {column!r}; it has: {', '.join(map(str, row))}"
             )
         rest = {names.get(key, key): value for key, value in row.items() if key != column}
-        item = {**rest, "prompt": without_nulls(row[column])}
+        item = {**rest, "prompt": strip_nulls(row[column])}
         prompt = checked_prompt(item, where)
         PLAIN.arguments(item, where)
         if self._config.system_prompt is not None:

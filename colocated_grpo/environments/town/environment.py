@@ -9,13 +9,12 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from colocated_grpo.environments.base import Item, Split
-from colocated_grpo.environments.chat import Message
 from colocated_grpo.environments.town import state, verdicts
 from colocated_grpo.environments.town.legality import legal_actions, reply_pattern
 from colocated_grpo.environments.town.phases import enter, seat_result, to_act
 from colocated_grpo.environments.town.players import SCRIPTED, scripted_reply, scripted_turn, sensible_player
 from colocated_grpo.environments.town.state import Game, Phase, Rules
-from colocated_grpo.environments.town.texts import PROMPT_STYLES, Observation, game_record
+from colocated_grpo.environments.town.texts import PROMPT_STYLES, Message, Observation, game_record
 from colocated_grpo.environments.turns.base import Outcome, Return
 from colocated_grpo.environments.user_code.loading import construct, unknown_name
 from colocated_grpo.settings.base import Section
