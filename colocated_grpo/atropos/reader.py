@@ -60,13 +60,19 @@ class Origins:
         return None
 
     def state_dict(self) -> list[list[object]]:
-        """Return rows `[base64 of a key, *origin]`, oldest first."""
+        """Return rows `[*origin, base64 of the concatenated keys]`, one per distinct origin, oldest first."""
+        keys: dict[Origin, bytearray] = {}
         with self._lock:
-            return [[b64encode(key).decode(), *origin] for key, origin in self._known.items()]
+            for key, origin in self._known.items():
+                keys.setdefault(origin, bytearray()).extend(key)
+        return [[*origin, b64encode(joined).decode()] for origin, joined in keys.items()]
 
     def load_state_dict(self, state: list[list[Any]]) -> None:
         """Insert the saved origins as the oldest, so that they are evicted before this process's origins."""
-        known = OrderedDict((b64decode(key), Origin(*fields)) for key, *fields in state)
+        known: OrderedDict[bytes, Origin] = OrderedDict()
+        for *fields, joined in state:
+            keys, origin = b64decode(joined), Origin(*fields)
+            known.update((keys[start : start + KEY_BYTES], origin) for start in range(0, len(keys), KEY_BYTES))
         with self._lock:
             self._known = known | self._known
             self._evict()

@@ -64,7 +64,12 @@ class RewardFunction:
         self.weight = weight
         self.function = function
         self.relative = relative
-        parameters = inspect.signature(function).parameters.values()
+        try:
+            parameters = inspect.signature(function).parameters.values()
+        except ValueError as error:
+            raise EnvironmentSetupError(
+                f"rewards: {name!r} has no readable signature: {loading.one_line(error)}"
+            ) from None
         named = [parameter for parameter in parameters if parameter.kind in KEYWORD_KINDS]
         self.accepts_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
         self.accepted = {parameter.name for parameter in named}
