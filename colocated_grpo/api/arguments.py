@@ -11,7 +11,7 @@ from typing import Any
 
 from colocated_grpo.api import objects
 from colocated_grpo.environments.rows.dataset import MAX_HELD_OUT, num_held_out
-from colocated_grpo.environments.rows.readers import RowFilter
+from colocated_grpo.environments.rows.readers import filter_rows
 from colocated_grpo.settings import sources
 from colocated_grpo.settings.config_file import LoadedConfig, build_config
 from colocated_grpo.settings.errors import ConfigError, KeyPath, parse_path
@@ -303,16 +303,7 @@ def in_steps(epochs: float, by_default: bool, environments: Sequence[object], pr
             raise ConfigError(f"{shown}: {_NEEDS_ROWS}; or set training_steps")
         steps = Config.model_fields["training_steps"].default
         return {}, f"training_steps={steps}: the default; {shown} {_NEEDS_ROWS}; set max_steps"
-    rows = _num_rows(entry)
+    kept, _ = filter_rows(entry.given, entry, "environments.0")
+    rows = len(kept) - (num_held_out(entry, len(kept)) if entry.eval_split is None else 0)
     steps = max(1, math.ceil(rows * epochs / prompts))
     return {_STEPS: steps}, f"training_steps={steps}: {shown} over {rows} rows, {prompts} prompts a step"
-
-
-def _num_rows(entry: sources.DatasetSourceConfig) -> int:
-    """Return the number of training rows."""
-    key = "environments.0"
-    try:
-        kept, _ = RowFilter(entry, key).kept(entry.given)
-    except ValueError as error:
-        raise ConfigError(f"{key}: {error}") from error
-    return len(kept) - (num_held_out(entry, len(kept)) if entry.eval_split is None else 0)

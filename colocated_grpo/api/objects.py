@@ -120,10 +120,7 @@ def _take_environment(entry: dict[str, object], key: str, objects: ObjectsByName
 
 
 def model_settings(model: Any) -> dict[str, str | None]:
-    """Return name and revision of the files that have the weights of a model object.
-
-    Raises ConfigError if the model was not loaded from files, or if a weight has changed since.
-    """
+    """Return name and revision of a model object's files. Raises ConfigError if it has none, or if a weight differs."""
     name = None if hasattr(model, "peft_config") else getattr(getattr(model, "config", None), "_name_or_path", None)
     if not name:
         rule = "give its folder or name, from which each rank reads its shard, and an adapter as peft_config"

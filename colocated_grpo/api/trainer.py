@@ -18,7 +18,6 @@ from colocated_grpo.environments.registry import check_names
 from colocated_grpo.errors import AlreadyReported, ConfigError, RunError
 from colocated_grpo.launch.cli import AUTO, checked
 from colocated_grpo.runtime import program, run_folder, verdict
-from colocated_grpo.settings.schema import Config
 from colocated_grpo.tracking import ending, files
 
 __all__ = ["ConfigError", "Result", "RunError", "RunState", "Trainer"]
@@ -206,21 +205,18 @@ class Trainer(TrainedModel):
             output.note(line)
         program.raise_descriptor_limit()
         try:
-            return self._train_here(config, resume, output)
+            with quiet_libraries(), process_of(config, output, replace_group=self._replaces_group) as process:
+                from colocated_grpo.launch.rank import train_on
+
+                callbacks = self._callbacks
+                folder = train_on(process, config, resume=resume, name=self._name, output=output, callbacks=callbacks)
+                return process.world.from_main(lambda: read_result(folder))
         except AlreadyReported:
             output.close()
             raise
         except BaseException as error:
             ending.record_ending(output, error, [config.output_dir, resume])
             raise
-
-    def _train_here(self, config: Config, resume: str | None, output: ending.RunOutput) -> Result:
-        with quiet_libraries(), process_of(config, output, replace_group=self._replaces_group) as process:
-            from colocated_grpo.launch.rank import train_on
-
-            callbacks = self._callbacks
-            folder = train_on(process, config, resume=resume, name=self._name, output=output, callbacks=callbacks)
-            return process.world.from_main(lambda: read_result(folder))
 
 
 def read_result(folder: Path) -> Result:

@@ -79,10 +79,7 @@ EMPTY_GROUP = {name: [] for name in [*ROWS, "scores", "generation_params", "mess
 
 
 def read_group(posted: PostedGroup, longest: int) -> state.ScoredGroup:
-    """Check that the trainer can parse a group. The lengths of its lists are not compared.
-
-    longest: maximum numbers of a sequence. Raises InvalidGroup.
-    """
+    """Check that the trainer can parse a group. longest: maximum numbers of a sequence. Raises InvalidGroup."""
     for name, decoder in ROWS.items():
         for index, row in enumerate(getattr(posted, name) or []):
             _parsed(f"{name}: sequence {index}", row, decoder, longest)
@@ -122,20 +119,16 @@ def create_app(
         app.add_exception_handler(error, partial(_on_exception, status))
     _add_trainer_routes(app, exchange)
     _add_environment_routes(app, exchange)
-    guarded: ASGIApp = BodyLimit(app, max_body_bytes, _error_response, GROUPS, GROUP_PATHS)
+    guarded: ASGIApp = BodyLimit(app, max_body_bytes, GROUPS, GROUP_PATHS)
     if api_key is not None:
         guarded = RequireApiKey(guarded, api_key, {"/"})
     if origins:
         guarded = CORSMiddleware(guarded, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
-    return OwnRequests(guarded, hosts if api_key is None else None, _error_response, origins)
-
-
-def _error_response(status: int, message: str) -> JSONResponse:
-    return JSONResponse({"detail": message}, status)
+    return OwnRequests(guarded, hosts if api_key is None else None, origins)
 
 
 async def _on_exception(status: int, _request: Request, error: Exception) -> JSONResponse:
-    return _error_response(status, str(error))
+    return JSONResponse({"detail": str(error)}, status)
 
 
 def _add_trainer_routes(app: FastAPI, exchange: state.Exchange) -> None:

@@ -238,10 +238,7 @@ class AtroposSource:
         return batch.groups
 
     def _check_patience(self) -> None:
-        """Raise NothingUsable once unusable batches have arrived for `unusable_timeout`.
-
-        A client that posts invalid groups does not end the run while any other client posts valid groups.
-        """
+        """Raise NothingUsable once batches have arrived for `unusable_timeout` and none of them was usable."""
         now = time.monotonic()
         if self._unusable_since is None:
             self._unusable_since = now
@@ -304,10 +301,7 @@ class AtroposSource:
         return row | {f"atropos/{name}": value for name, value in self._status.items()}
 
     def state_dict(self) -> JsonObject:
-        """Return the count of groups read, the untrained batches, and the origins of served completions: a few MB.
-
-        The server's queue is not part of the state: the queue outlives this process.
-        """
+        """Return groups read, untrained batches and origins: a few MB. The server's queue outlives this process."""
         origins = self.reader.origins.state_dict()
         return {"groups_read": self._groups_read, "taken": list(self._untrained), "origins": origins}
 

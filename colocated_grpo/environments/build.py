@@ -41,26 +41,13 @@ class Environments:
     encoder: PromptEncoder
     seed: int
     skip_solved: SkipSolvedConfig | None
+    scorers: Mapping[str, base.Scorer]
+    """By `Prompt.source`, as `episodes` and `limits`."""
+    episodes: Mapping[str, base.Playable]
+    limits: Mapping[str, base.AgentLimits]
+    """Limits of the episodes that agents play."""
     open_episodes: "OpenEpisodes | None"
     """Open episodes, through which the agents of this rank sample. None if no environment has agents."""
-
-    @property
-    def scorers(self) -> dict[str, base.Scorer]:
-        """Return scorers by `Prompt.source`. The properties `episodes` and `limits` are keyed in the same way."""
-        return {each.name: each.scorer for each in self._all if each.scorer is not None}
-
-    @property
-    def episodes(self) -> dict[str, base.Playable]:
-        return {each.name: each.episode for each in self._all if each.episode is not None}
-
-    @property
-    def limits(self) -> dict[str, base.AgentLimits]:
-        """Limits of the episodes that agents play."""
-        return {each.name: each.limits for each in self._all if each.limits is not None}
-
-    @property
-    def _all(self) -> list[base.Environment]:
-        return [*self.trained, *self.sets]
 
     def load_reward_models(self, device: "torch.device") -> None:
         """Load the weights of reward models. Call before an engine's cache is sized. Raises EnvironmentSetupError."""
@@ -159,6 +146,7 @@ def build_environments(config: Config, tokenizer: "PreTrainedTokenizerBase") -> 
         max_tokens=config.max_sequence_tokens,
     )
     built = {name: BUILDERS[entry.type](name, entry, run) for name, entry in (trained | sets).items()}
+    limits = {name: each.limits for name, each in built.items() if each.limits is not None}
     templates = {name: build_template(entry, name, tokenizer, variables) for name, entry in (trained | sets).items()}
     return Environments(
         trained=[built[name] for name in trained],
@@ -167,7 +155,10 @@ def build_environments(config: Config, tokenizer: "PreTrainedTokenizerBase") -> 
         encoder=PromptEncoder(tokenizer, config.rollout.max_prompt_tokens, templates),
         seed=config.seed,
         skip_solved=config.rollout.skip_solved,
-        open_episodes=run.open_episodes if any(each.limits for each in built.values()) else None,
+        scorers={name: each.scorer for name, each in built.items() if each.scorer is not None},
+        episodes={name: each.episode for name, each in built.items() if each.episode is not None},
+        limits=limits,
+        open_episodes=run.open_episodes if limits else None,
     )
 
 

@@ -66,10 +66,7 @@ class ChatCodec:
 
 
 def render_tokens(tokenizer: "PreTrainedTokenizerBase", messages: list[Message], template: JsonObject) -> list[int]:
-    """Return the tokens of a chat, including the start of the next assistant message.
-
-    template: further arguments of the chat template, such as tools.
-    """
+    """Return the tokens of a chat and of the start of a reply. template: further arguments of the chat template."""
     token_ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **template)
     return list(cast("list[int]", token_ids))  # annotated as a union of all return types
 
@@ -141,10 +138,7 @@ class Tokens:
         )
 
     def rollout(self, codec: ChatCodec, score: Score, temperature: float, *, cut: bool, plain: bool) -> Rollout:
-        """Return the training rollout.
-
-        cut: True if a message or an observation did not fit. plain: see `Rollout.plain`.
-        """
+        """Return the training rollout. cut: a message or an observation did not fit. plain: see `Rollout.plain`."""
         last = self.last
         return Rollout(
             token_ids=self.token_ids,

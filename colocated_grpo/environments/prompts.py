@@ -22,10 +22,7 @@ TOOLS, VARIABLES = "tools", "chat_template_kwargs"
 
 @dataclass(frozen=True, kw_only=True)
 class PromptTemplate:
-    """Tools, variables and system prompt that one environment adds to its prompts.
-
-    An item's own tools and variables take precedence.
-    """
+    """What one environment adds to its prompts. An item's own tools and variables take precedence."""
 
     tools: Sequence[JsonObject] = ()
     variables: JsonObject = field(default_factory=dict)
@@ -56,22 +53,22 @@ PLAIN = PromptTemplate()
 
 
 def _parsed(item: Item, key: str) -> object:
-    """Return the parsed value of an item's key, without null fields.
-
-    Columnar formats give all mappings of a column the same keys and fill missing values with null. Returns None if the
-    item has no value, as in an empty cell of a .csv. An empty list is a value.
-    """
+    """Return the parsed value of an item's key; None if it has no value, as in an empty cell of a .csv."""
     value = item.get(key)
     try:
-        return None if value == "" else _without_nulls(read_json(value))
+        return None if value == "" else strip_nulls(read_json(value))
     except ValueError as error:
         raise ValueError(f"{key} is text that is not JSON: {error}") from None
 
 
-def _without_nulls(value: object) -> object:
+def strip_nulls(value: object) -> object:
+    """Return a value of a row without the null fields of its mappings.
+
+    Columnar formats give all mappings of a column the same keys, and chat templates would print None.
+    """
     if isinstance(value, dict):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+        return {key: strip_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [strip_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def with_system_prompt(prompt: str | list[Message], system_prompt: str) -> list[Message]:

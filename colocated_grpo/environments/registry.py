@@ -132,10 +132,7 @@ def build_episode(name: str, args: JsonObject, given: object = None) -> Episode:
 
 
 def _built(kind: Kind, name: str, args: JsonObject, given: Any, what: str, method: str) -> Any:
-    """Return the task or episode. A class or an adapter is called with args; an instance accepts no args.
-
-    method: its method besides prompts().
-    """
+    """Return the task or episode. A class or an adapter is called with args. method: its method besides prompts()."""
     found, args = find(kind, name, args) if given is None else (given, args)
     key = f"environments {name!r}"
     if isinstance(found, type) or (given is None and name.partition(":")[0] in kind.adapters):

@@ -3,11 +3,9 @@
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from hashlib import blake2b
-from itertools import count, islice
-from random import Random
-from typing import Protocol
+from itertools import islice
 
 from colocated_grpo.environments import base
 from colocated_grpo.environments.prompts import PromptEncoder
@@ -15,9 +13,6 @@ from colocated_grpo.environments.user_code.loading import one_line
 from colocated_grpo.errors import ConfigError
 from colocated_grpo.settings.generation import SkipSolvedConfig
 from colocated_grpo.types import Group, JsonObject, Prompt
-
-DIGEST_ROWS = 64
-"""Rows that are hashed per dataset. A resume detects changed data by these rows, without reading all rows."""
 
 
 class SequenceStream(base.ItemStream):
@@ -56,10 +51,7 @@ class GeneratedItems(base.Items):
         return self._items(seed, "held_out")
 
     def _train(self, seed: int, start: int) -> Iterator[base.Item]:
-        """Yield the training items from a position on. When the items end, the sequence starts again.
-
-        All earlier items are generated again, unless the task is Seekable.
-        """
+        """Yield the training items from a position on, pass after pass. Only a Seekable task skips earlier items."""
         if not isinstance(self._task, base.Seekable):
             yield from islice(self._endless(seed), start, None)
             return
@@ -94,67 +86,6 @@ def _user_items(name: str, call: str, items: Callable[[], Iterable[base.Item]]) 
         raise
     except (Exception, SystemExit) as error:
         raise base.EnvironmentSetupError(f"environments {name!r}: {call}: {one_line(error)}") from error
-
-
-class Rows(Protocol):
-    """Rows by index: a list, or a memory-mapped Hugging Face dataset."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> base.Item: ...
-
-
-class RowStream(SequenceStream):
-    """Rows of a dataset, epoch after epoch. With a seed, each epoch is shuffled differently."""
-
-    def __init__(self, name: str, rows: Rows, to_item: Callable[[int], base.Item], seed: int | None) -> None:
-        """seed: None keeps the order of the data."""
-        size = self.max_attempts = len(rows)
-        super().__init__(lambda start: (to_item(row) for row in row_indices(size, seed, start)))
-        self._name = name
-        self._content = {"rows": size, "content": sample_digest(rows)}
-
-    def state_dict(self) -> JsonObject:
-        return super().state_dict() | self._content
-
-    def load_state_dict(self, state: JsonObject) -> None:
-        size = self._content["rows"]
-        if state["rows"] != size:
-            problem = f"the checkpoint was saved with {state['rows']} training rows and there are {size} now"
-        elif state["content"] != self._content["content"]:
-            problem = f"the {size} training rows differ from those of the checkpoint"
-        else:
-            super().load_state_dict(state)
-            return
-        raise base.EnvironmentSetupError(f"environments {self._name!r}: {problem}; an exact resume needs the same data")
-
-
-def sample_digest(rows: Rows) -> str:
-    """Hash evenly spaced rows; hashing every row of a large dataset would take too long."""
-    hashed = blake2b(digest_size=8)
-    for step in range(DIGEST_ROWS):
-        hashed.update(json_bytes(rows[step * (len(rows) - 1) // (DIGEST_ROWS - 1)]))
-    return hashed.hexdigest()
-
-
-def json_bytes(row: base.Item) -> bytes:
-    """Return a row as JSON, to be hashed. Of a value that JSON lacks, such as an image, it has the type only, because
-    its repr() may differ between processes."""
-    return json.dumps(row, sort_keys=True, default=lambda value: type(value).__name__).encode()
-
-
-def row_indices(size: int, seed: int | None, start: int) -> Iterator[int]:
-    """Yield the indices of the rows from a position on, in passes over `size` rows."""
-    for taken in count(start):
-        epoch, position = divmod(taken, size)
-        yield position if seed is None else epoch_order(size, seed, epoch)[position]
-
-
-@lru_cache(maxsize=32)  # a mixture alternates between environments, so it uses several orders
-def epoch_order(size: int, seed: int, epoch: int) -> list[int]:
-    order = list(range(size))
-    Random(f"{seed}:{epoch}").shuffle(order)
-    return order
 
 
 REMEMBERED = 1 << 17
@@ -218,15 +149,18 @@ def key_of(item: base.Item) -> str:
     return blake2b(json_bytes(item), digest_size=8).hexdigest()
 
 
+def json_bytes(row: base.Item) -> bytes:
+    """Return a row as JSON, to be hashed. Of a value that JSON lacks, such as an image, it has the type only, because
+    its repr() may differ between processes."""
+    return json.dumps(row, sort_keys=True, default=lambda value: type(value).__name__).encode()
+
+
 MIN_OPPONENT_LIMIT = 16
 """The limit on opponent turns per step is the batch size, but at least this number."""
 
 
 class Mixture:
-    """Deterministic mixing by weight.
-
-    The next name is that of the environment whose count is furthest below its fraction of the total count.
-    """
+    """Deterministic mixing: the next name is the one whose count is furthest below its fraction of the total count."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         total = sum(weights.values())

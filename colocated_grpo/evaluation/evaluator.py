@@ -47,10 +47,7 @@ class Evaluator:
         return [each for each in chosen if self._evaluated.get(each.name) != step]
 
     def evaluate(self, step: int, evaluated: EvaluationSet) -> tuple[Metrics, list[Group]]:
-        """Sample and score one set. Collective; the engine must be awake. Returns metrics and groups on every rank.
-
-        Raises Stopped on every rank after a stop request.
-        """
+        """Sample and score one set. Collective, engine awake. Metrics and groups are on every rank. Raises Stopped."""
         groups = self._collector.collect(
             Job(
                 name=f"{evaluated.name}/{step}",

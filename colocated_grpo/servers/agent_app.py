@@ -121,8 +121,8 @@ def create_agent_app(
         return Response("".join([*events, "data: [DONE]\n\n"]), media_type=EVENT_STREAM)
 
     shape = shape_of_bodies(max_tokens)
-    limited = BodyLimit(ConcurrencyLimit(app, MAX_REQUESTS, ()), MAX_BODY_BYTES, error_response, shape, {CHAT})
-    return OwnRequests(EpisodeGate(limited, episodes), None, error_response)
+    limited = BodyLimit(ConcurrencyLimit(app, MAX_REQUESTS, ()), MAX_BODY_BYTES, shape, {CHAT})
+    return OwnRequests(EpisodeGate(limited, episodes), None)
 
 
 def _parse_calls(response: JsonObject, episode: OpenEpisode) -> None:

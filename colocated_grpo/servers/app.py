@@ -76,10 +76,10 @@ def create_app(
     shape = shape_of_bodies(max_tokens)
     # A request counts once its body has arrived: unfinished bodies must not keep others out.
     bounded = ConcurrencyLimit(app, max_requests, PUBLIC_PATHS)
-    limited = BodyLimit(bounded, max_body_bytes, error_response, shape, SAMPLING_PATHS.union(large_paths))
+    limited = BodyLimit(bounded, max_body_bytes, shape, SAMPLING_PATHS.union(large_paths))
     if api_key is None:
-        return OwnRequests(limited, hosts, error_response)
-    return OwnRequests(RequireApiKey(limited, api_key, PUBLIC_PATHS), None, error_response)
+        return OwnRequests(limited, hosts)
+    return OwnRequests(RequireApiKey(limited, api_key, PUBLIC_PATHS), None)
 
 
 def shape_of_bodies(max_tokens: int) -> BodyShape:

@@ -14,8 +14,7 @@ from random import Random
 from colocated_grpo.batching.pack import pack
 from colocated_grpo.environments.base import Item
 from colocated_grpo.environments.chat import ChatCodec, Tokens
-from colocated_grpo.environments.prompts import PromptEncoder, PromptTemplate
-from colocated_grpo.environments.rows.dataset import without_null_fields
+from colocated_grpo.environments.prompts import PromptEncoder, PromptTemplate, strip_nulls
 from colocated_grpo.environments.rows.readers import READERS, read_file
 from colocated_grpo.errors import ConfigError, RunError
 from colocated_grpo.launch.cli import parse_rank_arguments
@@ -122,7 +121,7 @@ def completions(row: Item, source: str) -> Iterator[tuple[object, str]]:
 
     A chat has a completion for each message of the assistant; the prompt is the chat before it.
     """
-    prompt, said, messages = (without_null_fields(row.get(key)) for key in ("prompt", "completion", "messages"))
+    prompt, said, messages = (strip_nulls(row.get(key)) for key in ("prompt", "completion", "messages"))
     before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if isinstance(messages, list):
         prompt, before, said = None, [], messages

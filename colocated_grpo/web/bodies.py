@@ -7,34 +7,24 @@ times the memory of its text, as `[],` is three bytes of text and a 56-byte obje
 import asyncio
 import re
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 import msgspec
-import numpy as np
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from colocated_grpo.web.client import TooLarge, gunzip
-from colocated_grpo.web.server import ErrorResponse
+from colocated_grpo.web.server import error_response
 
-CHUNK_BYTES = 1 << 18
-"""Size of a chunk of text. Small, to limit memory and the time for which other threads are blocked."""
-NO_BACKSLASH = re.compile(rb"[^\\]")
-NEITHER_BRACKETS_NOR_COMMAS = bytes(byte for byte in range(256) if byte not in b"[]{},")
-STEPS = np.zeros(256, dtype=np.int8)
-"""Change of depth at each byte."""
-STEPS[[ord("["), ord("{")]] = 1
-STEPS[[ord("]"), ord("}")]] = -1
-
-
-class TooComplex(Exception):
-    """The text exceeds a bound, given in the message."""
+STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+"""A string; the last one may be open. The possessive quantifiers keep the time linear in the length."""
+BRACKET = re.compile(rb"[\[\]{}]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +40,7 @@ class BodyShape:
     depth: int
 
     def check(self, text: bytes) -> None:
-        """Raise TooComplex above a bound, in time linear in the length. The text need not be valid JSON."""
+        """Raise HTTPException above a bound, in time linear in the length. The text need not be valid JSON."""
         # Counts over the whole text are upper bounds, which are sufficient for most texts.
         opened = text.count(b"[") + text.count(b"{")
         if (
@@ -59,41 +49,22 @@ class BodyShape:
             and text.count(b",") + opened <= self.values
         ):
             return
-        quotes = values = containers = depth = 0
-        for chunk in _without_escapes(text):
-            structure = _outside_strings(chunk, inside=quotes % 2 == 1)
-            quotes += chunk.count(b'"')
-            steps = STEPS[np.frombuffer(structure, dtype=np.uint8)]
-            depths = np.cumsum(steps, dtype=np.int64)
-            values += len(structure) - int(np.count_nonzero(steps < 0))
-            containers += int(np.count_nonzero(steps > 0))
-            deepest = depth + int(depths.max(initial=0))
-            depth += int(depths[-1]) if len(depths) else 0
-            for count, bound, name in (
-                (values, self.values, "values"),
-                (containers, self.containers, "lists and objects"),
-                (quotes // 2, self.strings, "strings"),
-                (deepest, self.depth, "levels of nesting"),
-            ):
-                if count > bound:
-                    raise TooComplex(f"more than {bound} {name}")
-
-
-def _without_escapes(text: bytes) -> Iterator[bytes]:
-    r"""Yield the text in chunks, with \\ and \" blanked out: every remaining quote begins or ends a string."""
-    start = 0
-    while start < len(text):
-        # A chunk ends after a byte other than a backslash, so no escape spans two chunks.
-        end = NO_BACKSLASH.search(text, start + CHUNK_BYTES - 1)
-        chunk = text[start : end.end() if end else len(text)]
-        start += len(chunk)
-        yield chunk.replace(rb"\\", b"  ").replace(rb"\"", b"  ") if b"\\" in chunk else chunk
-
-
-def _outside_strings(chunk: bytes, *, inside: bool) -> bytes:
-    """Return the brackets and commas of a chunk that are outside strings. inside: True if it begins in a string."""
-    outside = chunk.split(b'"')[inside::2] if b'"' in chunk else [] if inside else [chunk]
-    return b"".join(outside).translate(None, NEITHER_BRACKETS_NOR_COMMAS)
+        outside, strings = STRING.subn(b"", text, self.strings + 1)
+        containers = outside.count(b"[") + outside.count(b"{")
+        for count, bound, name in (
+            (strings, self.strings, "strings"),
+            (containers, self.containers, "lists and objects"),
+            (outside.count(b",") + containers, self.values, "values"),
+        ):
+            if count > bound:
+                raise HTTPException(400, f"the request body has more than {bound} {name}")
+        depth = 0
+        for bracket in BRACKET.finditer(outside):
+            depth += 1 if bracket[0] in b"[{" else -1
+            if depth > self.depth:
+                raise HTTPException(400, f"the request body has more than {self.depth} levels of nesting")
+            if depth < 0:  # no JSON: parsers stop here
+                return
 
 
 T = TypeVar("T")
@@ -133,7 +104,6 @@ class BodyLimit:
 
     app: ASGIApp
     max_bytes: int
-    error_response: ErrorResponse
     shape: BodyShape
     large_paths: Collection[str]
     """Paths with limit `max_bytes`. All other paths have the limit OTHER_BYTES, or `max_bytes` if that is lower."""
@@ -157,10 +127,10 @@ class BodyLimit:
                     body = await self._read(Headers(scope=scope), receive, reservation, most)
             except TimeoutError:
                 message = f"the request body did not arrive within {BODY_SECONDS:g} s, or sooner while others wait"
-                await self.error_response(408, message)(scope, receive, send)
+                await error_response(408, message)(scope, receive, send)
                 return
             except HTTPException as error:
-                response = self.error_response(error.status_code, error.detail)
+                response = error_response(error.status_code, error.detail)
                 response.headers.update(error.headers or {})
                 await response(scope, receive, send)
                 return
@@ -202,16 +172,10 @@ class BodyLimit:
             body = await off_the_loop(partial(_decompress, body, most))
             self._grow(reservation, len(body))
         if len(body) <= INLINE_BYTES:
-            self._check(body)
-        else:
-            await off_the_loop(partial(self._check, body))
-        return body
-
-    def _check(self, body: bytes) -> None:
-        try:
             self.shape.check(body)
-        except TooComplex as error:
-            raise HTTPException(400, f"the request body has {error}") from None
+        else:
+            await off_the_loop(partial(self.shape.check, body))
+        return body
 
     def _grow(self, reservation: "Reservation", num_bytes: int) -> None:
         """Reserve memory for a large body. Raises HTTPException."""
@@ -279,7 +243,7 @@ class InvalidBody(Exception):
 async def read_json(request: Request, decode: Callable[[bytes], T]) -> T:
     """Return the decoded body of the request. Raises InvalidBody.
 
-    decode: may raise InvalidBody, TooComplex or msgspec's errors. Large bodies are decoded on another thread.
+    decode: may raise InvalidBody or msgspec's errors. Large bodies are decoded on another thread.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
@@ -303,5 +267,5 @@ def _decoded(body: bytes, decode: Callable[[bytes], T]) -> T:
         raise InvalidBody("nested too deep") from None
     except UnicodeDecodeError:
         raise InvalidBody("the request body must be text in UTF-8") from None
-    except (msgspec.DecodeError, TooComplex) as error:
+    except msgspec.DecodeError as error:
         raise InvalidBody(str(error)) from None

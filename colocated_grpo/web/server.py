@@ -12,23 +12,20 @@ import binascii
 import hmac
 import socket
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 import uvicorn
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from colocated_grpo.runtime.program import max_client_connections, raise_descriptor_limit
 from colocated_grpo.settings.atropos import is_address, is_wildcard
 from colocated_grpo.types import JsonObject
-
-ErrorResponse = Callable[[int, str], Response]
-"""Builds a response from a status and a message."""
 
 
 def error_response(status: int, message: str) -> JSONResponse:
@@ -134,13 +131,12 @@ class OwnRequests:
     app: ASGIApp
     hosts: Hosts | None
     """None accepts any `Host`, for servers that require a key, because web pages do not have the key."""
-    error_response: ErrorResponse
     origins: Collection[str] = ()
     """Origins of pages that may send requests, such as `http://localhost:3000`."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (problem := self._problem(Headers(scope=scope))):
-            await self.error_response(403, problem)(scope, receive, send)
+            await error_response(403, problem)(scope, receive, send)
         else:
             await self.app(scope, receive, send)
 

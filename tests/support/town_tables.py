@@ -7,10 +7,10 @@ from random import Random
 from typing import Any
 
 from colocated_grpo.environments.town.environment import TownEnvironment, TownSettings, TownTurn
-from colocated_grpo.environments.town.legality import WAIT, ArgumentSpec
+from colocated_grpo.environments.town.legality import WAIT, ArgumentSpec, LegalActions, legal_actions
 from colocated_grpo.environments.town.phases import enter, resolve_night, to_act
 from colocated_grpo.environments.town.players import SCRIPTED, reply, scripted_turn
-from colocated_grpo.environments.town.state import NAMES, Event, Game, Phase, Rules, Seat, new_game
+from colocated_grpo.environments.town.state import NAMES, Event, Game, Phase, Rules, Seat, new_game, restore_game
 from colocated_grpo.environments.town.verdicts import Verdict, judge
 
 
@@ -84,8 +84,13 @@ def random_games(count: int, seats: int | None = None, players: tuple[str, ...] 
 
 
 def random_reply(turn: TownTurn, rng: Random) -> str:
-    tag = rng.choice(list(turn.legal))
-    return reply(tag, argument_for(turn.legal[tag], rng))
+    legal = legal_of(turn)
+    tag = rng.choice(list(legal))
+    return reply(tag, argument_for(legal[tag], rng))
+
+
+def legal_of(turn: TownTurn) -> LegalActions:
+    return legal_actions(restore_game(turn.state), turn.seat)
 
 
 def argument_for(spec: ArgumentSpec, rng: Random) -> str:

@@ -12,10 +12,7 @@ from colocated_grpo.settings.base import Section
 
 
 class SeededEpisode(Section):
-    """Episode with an endless stream of items. A resumed run can start at any position.
-
-    Building an item may take a whole game or a request to a server, so earlier items are skipped rather than rebuilt.
-    """
+    """Episode with endless items. A resumed run skips earlier ones: one may take a game or a request to a server."""
 
     def prompts(self, seed: int, split: Split) -> Iterator[Item]:
         return self.prompts_from(seed, split, 0)

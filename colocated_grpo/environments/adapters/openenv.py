@@ -160,10 +160,7 @@ class OpenEnv(SeededEpisode):
         return json.dumps(observation) if self.observation is None else str(observation[self.observation])
 
     def _request(self, path: str, body: JsonObject | None = None, *, timeout: float = 0.0) -> JsonObject:
-        """Send a GET request, or POST if there is a body, and return the response.
-
-        If the server is unavailable, the request is retried for `timeout` seconds.
-        """
+        """Send a GET request, or POST if there is a body. Retries an unavailable server for `timeout` seconds."""
         http, deadline = JsonClient(self.url, timeout=HTTP_TIMEOUT), time.monotonic() + timeout
         while True:
             try:
@@ -178,10 +175,7 @@ class OpenEnv(SeededEpisode):
 
 
 async def _send(socket: "ClientWebSocketResponse", message: JsonObject) -> JsonObject:
-    """Send one message and return the data of the response.
-
-    Raises ServerError if the server returns an error, and ConnectionError if the server has closed the connection.
-    """
+    """Send a message and return the response's data. Raises ServerError, or ConnectionError for a closed session."""
     with suppress(ConnectionError):  # Before closing, the server may have sent the reason, which is read below.
         await socket.send_json(message)
     received = await socket.receive()

@@ -104,10 +104,7 @@ class TextArenaGame:
             return None
 
     def shown_moves(self) -> tuple[list[str], list[str]]:
-        """Return the moves in the latest message that shows any, and the moves in the rules.
-
-        Only messages from the game to the seat whose turn it is are searched.
-        """
+        """Return the moves in the game's latest message to this seat that shows any, and the moves in the rules."""
         shown = [(kind_name(kind), MOVE.findall(text)) for sender, text, kind in self.messages() if sender < 0]
         rules = [move for kind, moves in shown if kind == RULES for move in moves]
         latest = next((moves for kind, moves in reversed(shown) if moves and kind != RULES), [])
@@ -133,10 +130,7 @@ def kind_name(kind: object) -> str:
 
 
 def random_move(game: TextArenaGame, rng: Random) -> str:
-    """Return a random legal move that the game has shown, or NO_MOVE.
-
-    Moves in the latest message are tried before moves in the rules.
-    """
+    """Return a random legal move that the game has shown, if possible in its latest message; else NO_MOVE."""
     latest, rules = game.shown_moves()
     candidates = [*rng.sample(latest, len(latest)), *rng.sample(rules, len(rules))]
     return next((move for move in candidates[:MAX_TRIED_MOVES] if game.try_move(move)), NO_MOVE)
@@ -219,10 +213,7 @@ class TextArena(SeededEpisode):
         return self._score(game, item["seat"])
 
     def _play(self, game: TextArenaGame, reply: str) -> None:
-        """Play a reply of the policy.
-
-        Raises AnswerError, with `unfinished_reward`, if this reply makes the game raise and a random move does not.
-        """
+        """Play a reply. Raises AnswerError if this reply makes the game raise and a random move does not."""
         before = game.copy()
         try:
             game.play(reply)

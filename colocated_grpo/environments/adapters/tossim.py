@@ -26,7 +26,7 @@ from typing import Any
 import cloudpickle
 
 from colocated_grpo.environments.base import EnvironmentSetupError
-from colocated_grpo.environments.turns.base import FinishedGames, Outcome
+from colocated_grpo.environments.turns.base import Outcome, Return
 from colocated_grpo.environments.user_code.isolation import OwnLogs, isolated
 from colocated_grpo.environments.user_code.loading import construct, load_object, one_line
 from colocated_grpo.types import JsonObject
@@ -41,10 +41,7 @@ def key_file() -> Path:
 
 
 def sign(data: bytes) -> str | None:
-    """Return the signature of `data`.
-
-    None if the key can be neither read nor created, for example in a read-only home folder.
-    """
+    """Return the signature of `data`; None if the key can be neither read nor created, as in a read-only home."""
     try:
         return _signature(_key(), data)
     except (OSError, RuntimeError):  # RuntimeError: there is no home folder
@@ -144,10 +141,7 @@ class ToSSimTable:
         return [index for index in range(len(self.prompts)) if index not in self.replies]
 
     def apply(self, replies: Mapping[int, str]) -> dict[int, float]:
-        """Apply replies and return their rewards. Both are keyed by position in the batch.
-
-        For bare prompts, WAIT replaces missing replies.
-        """
+        """Apply replies and return their rewards, both by position. For bare prompts, WAIT replaces missing replies."""
         if self.meta is None:
             indices = list(range(len(self.prompts)))
             rewards = self.batcher.apply_actions([replies.get(index, WAIT) for index in indices])
@@ -171,14 +165,13 @@ def _numbers(stats: Mapping[str, object]) -> dict[str, float]:
     return {name: float(value) for name, value in stats.items() if isinstance(value, int | float)}
 
 
-class ToSSim(FinishedGames):
+class ToSSim:
     """Turn environment of tables with one batcher each. It starts with one table; add_game() adds more."""
 
     delayed = False
 
     def __init__(self, seed: int, environment: str, **args: object) -> None:
         """environment: 'module:Class' of the batcher. args: keyword arguments of that class."""
-        super().__init__()
         self._key = f"environments 'tossim': args.environment={environment!r}"
         self._class = load_object(environment, self._key)
         self._args = args
@@ -211,10 +204,7 @@ class ToSSim(FinishedGames):
         return Outcome(reward, {"parse_rate": float(reward > -1), "legal_rate": float(reward >= 1)})
 
     def commit(self, turn: ToSSimTurn, completion: str) -> None:
-        """Store a completion. The last completion of a batch applies all completions of the batch.
-
-        A phase ends for all seats together, so all completions of the batch are applied together.
-        """
+        """Store a completion. The last one of a batch applies them all, because a phase ends for all seats together."""
         table = self._tables[turn.table]
         if turn.index not in table.open_indices() or turn.id != _turn_id(turn.table, table, turn.index):
             raise ValueError(f"turn {turn.id}: not open; a turn takes exactly one commit")
@@ -227,6 +217,12 @@ class ToSSim(FinishedGames):
 
     def play_on(self, turn: ToSSimTurn) -> None:
         self.commit(turn, WAIT)
+
+    def drain_returns(self) -> list[Return]:
+        return []
+
+    def drain_games(self) -> list[JsonObject]:
+        return []
 
     def drain_stats(self) -> dict[str, float]:
         """Return the number of games at all tables, the batchers' counts, and the number of replaced tables.
@@ -252,10 +248,7 @@ class ToSSim(FinishedGames):
         }
 
     def restore(self, snapshot: JsonObject) -> None:
-        """Restore the tables. Raises ValueError unless `is_trusted` accepts the snapshot.
-
-        Unpickling a batcher can run arbitrary code.
-        """
+        """Restore the tables. Raises ValueError unless `is_trusted` accepts the snapshot: pickles can run code."""
         tables, logs = b64decode(snapshot["tables"]), b64decode(snapshot["logs"])
         if not is_trusted(tables + logs, snapshot["signature"]):
             raise ValueError(

@@ -35,25 +35,6 @@ def final_answer(completion: str) -> str:
     return without_thoughts(completion).strip()
 
 
-def tagged_parts(text: str, opening: re.Pattern[str]) -> Iterator[tuple[str, str]]:
-    """Yield name and content of each <name>content</name>, in time linear in the text.
-
-    opening: matches opening tags, with the name as its first group. A regular expression for the whole element takes
-    quadratic time on a long run of opening tags that are not closed.
-    """
-    unclosed: set[str] = set()
-    position = 0
-    while found := opening.search(text, position):
-        position, name = found.end(), found[1]
-        closing = f"</{name}>"
-        end = -1 if name in unclosed else text.find(closing, position)
-        if end < 0:
-            unclosed.add(name)
-        else:
-            yield name, text[position:end]
-            position = end + len(closing)
-
-
 def last_number(text: str) -> str | None:
     """Return the last decimal number in the text, without thousands separators; None if there is none."""
     numbers = NUMBER.findall(text)
@@ -85,10 +66,7 @@ def read_calls(text: str) -> Calls | None:
 
 
 def expected_calls(value: Any) -> Calls:
-    """Return the calls in a cell of a dataset. Raises ValueError.
-
-    The cell holds a list of calls, one call, JSON of either, or text with <tool_call> blocks.
-    """
+    """Return the calls in a cell: one or a list, also as JSON, or text with <tool_call> blocks. Raises ValueError."""
     if isinstance(value, str):
         value = [json.loads(block) for block in _blocks(value)] if OPEN_CALL in value else json.loads(value)
     calls = [as_call(call) for call in ([value] if isinstance(value, dict) else value)]
@@ -98,10 +76,7 @@ def expected_calls(value: Any) -> Calls:
 
 
 def as_call(value: object) -> JsonObject:
-    """Return a call as {"name", "arguments"}. Raises ValueError.
-
-    Also accepts OpenAI's form, nested under "function", and arguments as JSON text.
-    """
+    """Return a call, which may be nested as in OpenAI's form, as {"name", "arguments"}. Raises ValueError."""
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = value["function"]
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):

@@ -70,13 +70,11 @@ class RewardFunction:
             raise EnvironmentSetupError(
                 f"rewards: {name!r} has no readable signature: {loading.one_line(error)}"
             ) from None
+        named = [parameter for parameter in parameters if parameter.kind in KEYWORD_KINDS]
         self.accepts_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
-        self.accepted = {parameter.name for parameter in parameters if parameter.kind in KEYWORD_KINDS}
-        self.required = {
-            parameter.name
-            for parameter in parameters
-            if parameter.kind in KEYWORD_KINDS and parameter.default is inspect.Parameter.empty
-        } - PROVIDED | set(getattr(function, "required_columns", ()))
+        self.accepted = {parameter.name for parameter in named}
+        self.required = {parameter.name for parameter in named if parameter.default is parameter.empty} - PROVIDED
+        self.required |= set(getattr(function, "required_columns", ()))
         self._check_with_text = str(getattr(function, "__module__", "")).startswith(TRL)
 
     def check_columns(self, columns: set[str]) -> None:

@@ -112,10 +112,7 @@ def _passed_tests(nonce: str, most: int, response: bytes) -> int:
 
 
 def last_code_block(text: str) -> str | None:
-    """Return the content of the last closed block between ``` fences; None if there is none.
-
-    The rest of the opening line, such as "python", is left out.
-    """
+    """Return the content of the last closed ``` block, without the rest of its opening line; None if there is none."""
     parts = text.split(FENCE)
     blocks = [part for part in parts[1:-1:2] if "\n" in part]
     return blocks[-1].partition("\n")[2] if blocks else None

@@ -69,10 +69,7 @@ def score_texts(task: Task, item: Item, texts: Sequence[str]) -> list[Score]:
 def score_each(
     calls: Iterable[Callable[[], Score]], explain: Callable[[BaseException], str] = one_line, worst: Worst = min
 ) -> list[Score]:
-    """Call a function for each completion of a prompt. An exception becomes Score.error.
-
-    worst: see `reward_of_unscorable`.
-    """
+    """Call a function for each completion. Exceptions become Score.error. worst: see reward_of_unscorable."""
     results: list[Score | BaseException] = []
     for call in calls:
         try:
@@ -89,10 +86,7 @@ def score_each(
 
 
 def as_score(result: object) -> Score:
-    """Convert a number, None or a dict of named parts.
-
-    Raises ValueError if the dict has no "reward": summing the parts would be a guess.
-    """
+    """Convert a number, None or a dict of named parts. Raises ValueError for a dict without "reward"."""
     if not isinstance(result, dict):
         return Score(reward=as_number(result))
     parts = {str(name): number for name, value in result.items() if (number := as_number(value)) is not None}

@@ -2,17 +2,21 @@
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
+from hashlib import blake2b
+from itertools import count
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 from colocated_grpo.environments.base import EnvironmentSetupError, Item, Items, ItemStream
-from colocated_grpo.environments.prompts import PLAIN, TOOLS, VARIABLES, checked_prompt, with_system_prompt
-from colocated_grpo.environments.rows.readers import READERS, AnyRows, RowFilter, column_values, read_file, select
-from colocated_grpo.environments.streams import Rows, RowStream
+from colocated_grpo.environments.prompts import PLAIN, TOOLS, VARIABLES, checked_prompt, strip_nulls, with_system_prompt
+from colocated_grpo.environments.rows.readers import READERS, AnyRows, column_values, filter_rows, read_file, select
+from colocated_grpo.environments.streams import SequenceStream, json_bytes
 from colocated_grpo.environments.user_code.loading import one_line
 from colocated_grpo.errors import ConfigError
 from colocated_grpo.settings.sources import RowsSourceConfig
+from colocated_grpo.types import JsonObject
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -36,7 +40,6 @@ class RowItems(Items):
         self._name = name
         self._config = config
         self._check = check
-        self._filter = RowFilter(config, f"environments {name!r}")
         self._filter_notes: list[str] = []
 
     @cached_property
@@ -78,7 +81,7 @@ class RowItems(Items):
         """Yield all rows of `split` in the order of the data. Held-out rows are the last rows."""
         return (self._item(rows, index) for rows in self._parts for index in range(len(rows)))
 
-    def _item(self, rows: Rows, index: int) -> Item:
+    def _item(self, rows: AnyRows, index: int) -> Item:
         return self._checked_item(rows[index], f"{self._name} row {index}")
 
     def _checked_item(self, row: Item, where: str) -> Item:
@@ -89,7 +92,7 @@ class RowItems(Items):
                 f"environments {where!r}: no column {column!r}; it has: {', '.join(map(str, row))}"
             )
         rest = {names.get(key, key): value for key, value in row.items() if key != column}
-        item = {**rest, "prompt": without_null_fields(row[column])}
+        item = {**rest, "prompt": strip_nulls(row[column])}
         prompt = checked_prompt(item, where)
         PLAIN.arguments(item, where)
         if self._config.system_prompt is not None:
@@ -97,10 +100,7 @@ class RowItems(Items):
         return item
 
     def _load(self, split: str) -> AnyRows:
-        """Load the rows of a split and check them.
-
-        A bad row that is found only later would stop the run, and would stop it again after each resume.
-        """
+        """Load and check the rows of a split. A bad row found later would stop the run, and again after each resume."""
         rows, where = self._read(split)
         self._check_columns(rows, split)
         rows, numbers = self._filtered(rows, split)
@@ -115,10 +115,7 @@ class RowItems(Items):
 
     def _filtered(self, rows: AnyRows, split: str) -> tuple[AnyRows, Sequence[int]]:
         """Return the rows that meet `where` and `filter`, and their row numbers in the unfiltered data."""
-        try:
-            numbers, note = self._filter.kept(rows)
-        except ValueError as error:
-            raise self._error(f"{split!r}: {error}") from error
+        numbers, note = filter_rows(rows, self._config, f"environments {self._name!r}: {split!r}")
         if note is None:
             return rows, numbers
         if not numbers:
@@ -127,11 +124,7 @@ class RowItems(Items):
         return select(rows, numbers), numbers
 
     def _read(self, split: str) -> tuple[AnyRows, str]:
-        """Return the rows of a split, and the name of their source for messages.
-
-        Rows that the user's program passed take precedence. A file has no splits: `eval_split` is the path of another
-        file.
-        """
+        """Return the rows of a split, and the name of their source. For a file, `eval_split` is another file."""
         trained = split == self._config.split
         given = self._config.given if trained else self._config.given_held_out
         if given is not None:
@@ -149,10 +142,7 @@ class RowItems(Items):
             raise EnvironmentSetupError(f"environments {where!r}: {error}") from None
 
     def _check_nulls(self, rows: "Dataset", numbers: Sequence[int], split: str) -> None:
-        """Raise if a prompt is null.
-
-        Columns are typed: if the prompt of row 0 is valid, another prompt can be bad only if it is null.
-        """
+        """Raise if a prompt is null. Columns are typed: if the prompt of row 0 is valid, only a null can be bad."""
         # The Arrow format is scanned without decoding rows. `datasets` has no annotation for this format.
         column: Any = rows.select_columns([self._config.prompt_column]).with_format("arrow")
         for number, table in enumerate(column.iter(NULL_CHECK_ROWS)):
@@ -172,7 +162,7 @@ class RowItems(Items):
                 for number, value in zip(numbers, column_values(rows, column), strict=True):
                     PLAIN.arguments({key: value}, f"{where} row {number}")
 
-    def _check_columns(self, rows: Rows, split: str) -> None:
+    def _check_columns(self, rows: AnyRows, split: str) -> None:
         """Raise if a split has no rows, or if row 0 lacks a column that the config names for this split."""
         if not len(rows):
             raise self._error(f"no rows (split {split!r})")
@@ -199,10 +189,8 @@ class RowItems(Items):
             raise self._error(f"cannot read {error}") from error
 
     def _load_hub(self, split: str) -> "Dataset":
-        try:
-            from datasets import DatasetDict, load_dataset, load_from_disk
-        except ModuleNotFoundError as error:
-            raise self._error(f"cannot import {error.name!r}; install it with: pip install datasets") from None
+        from datasets import DatasetDict, load_dataset, load_from_disk
+
         try:
             if not any((Path(self._config.name) / mark).is_file() for mark in SAVED_TO_DISK):
                 return load_dataset(self._config.name, self._config.subset, split=split)
@@ -224,11 +212,52 @@ def num_held_out(config: RowsSourceConfig, rows: int) -> int:
     return min(MAX_HELD_OUT, rows // 10) if config.held_out is None else config.held_out
 
 
-def without_null_fields(prompt: object) -> object:
-    """Return a prompt without the null fields of its messages.
+DIGEST_ROWS = 64
+"""Rows that are hashed per dataset. A resume detects changed data by these rows, without reading all rows."""
 
-    Columnar formats give all messages the same keys, and chat templates would print None.
-    """
-    if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
-        return prompt
-    return [{key: value for key, value in message.items() if value is not None} for message in prompt]
+
+class RowStream(SequenceStream):
+    """Rows of a dataset, epoch after epoch. With a seed, each epoch is shuffled differently."""
+
+    def __init__(self, name: str, rows: AnyRows, to_item: Callable[[int], Item], seed: int | None) -> None:
+        """seed: None keeps the order of the data."""
+        size = self.max_attempts = len(rows)
+        super().__init__(lambda start: (to_item(row) for row in row_indices(size, seed, start)))
+        self._name = name
+        self._content = {"rows": size, "content": sample_digest(rows)}
+
+    def state_dict(self) -> JsonObject:
+        return super().state_dict() | self._content
+
+    def load_state_dict(self, state: JsonObject) -> None:
+        size = self._content["rows"]
+        if state["rows"] != size:
+            problem = f"the checkpoint was saved with {state['rows']} training rows and there are {size} now"
+        elif state["content"] != self._content["content"]:
+            problem = f"the {size} training rows differ from those of the checkpoint"
+        else:
+            super().load_state_dict(state)
+            return
+        raise EnvironmentSetupError(f"environments {self._name!r}: {problem}; an exact resume needs the same data")
+
+
+def sample_digest(rows: AnyRows) -> str:
+    """Hash evenly spaced rows; hashing every row of a large dataset would take too long."""
+    hashed = blake2b(digest_size=8)
+    for step in range(DIGEST_ROWS):
+        hashed.update(json_bytes(rows[step * (len(rows) - 1) // (DIGEST_ROWS - 1)]))
+    return hashed.hexdigest()
+
+
+def row_indices(size: int, seed: int | None, start: int) -> Iterator[int]:
+    """Yield the indices of the rows from a position on, in passes over `size` rows."""
+    for taken in count(start):
+        epoch, position = divmod(taken, size)
+        yield position if seed is None else epoch_order(size, seed, epoch)[position]
+
+
+@lru_cache(maxsize=32)  # a mixture alternates between environments, so it uses several orders
+def epoch_order(size: int, seed: int, epoch: int) -> list[int]:
+    order = list(range(size))
+    Random(f"{seed}:{epoch}").shuffle(order)
+    return order

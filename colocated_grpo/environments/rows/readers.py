@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-from colocated_grpo.environments.base import Item
+from colocated_grpo.environments.base import EnvironmentSetupError, Item
 from colocated_grpo.environments.user_code.loading import load_function, one_line
 from colocated_grpo.errors import ConfigError
 from colocated_grpo.settings.sources import ConditionConfig, RowsSourceConfig, Scalar
@@ -104,7 +104,7 @@ def read_file(path: Path) -> list[Item]:
         if not path.is_file():
             raise ValueError("no such file")
         return reader(path)
-    except (OSError, ImportError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{str(path)!r}: {error}") from error
 
 
@@ -116,59 +116,58 @@ SHOWN = 3
 AnyRows: TypeAlias = "list[Item] | Dataset"
 
 
-class RowFilter:
-    """The conditions of an entry, `where` and `filter`, applied one after the other."""
+def filter_rows(rows: AnyRows, config: RowsSourceConfig, key: str) -> tuple[list[int], str | None]:
+    """Return the numbers of the rows that meet `where` and `filter`, and a log line about the dropped rows, if any.
 
-    def __init__(self, config: RowsSourceConfig, key: str) -> None:
-        """Import the function that `filter` names. Raises EnvironmentSetupError. key: position in the config."""
-        self._where = config.where
-        self._name = config.filter
-        self._keep: Any = None if config.filter is None else load_function(config.filter, f"{key}: filter")
-
-    def kept(self, rows: AnyRows) -> tuple[list[int], str | None]:
-        """Return the numbers of the rows that meet all conditions, and a log line about the dropped rows.
-
-        The log line is None if no row was dropped. Raises ValueError if a condition cannot be applied to a row.
-        """
-        left, parts = list(range(len(rows))), []
-        for name, meets in self._conditions(rows):
-            kept = [number for number in left if meets(number)]
-            if len(kept) < len(left):
-                dropped = sorted(set(left) - set(kept))
-                shown = ", ".join(map(str, dropped[:SHOWN])) + ", ..." * (len(dropped) > SHOWN)
-                parts.append(f"{len(dropped)} by {name} (rows {shown})")
-            left = kept
-        return left, f"{len(left)} of {len(rows)} rows are kept; left out: {', '.join(parts)}" if parts else None
-
-    def _conditions(self, rows: AnyRows) -> Iterator[tuple[str, Callable[[int], bool]]]:
-        """Yield the name of each condition, and a function that tests a row by its number."""
-        for column in self._where:
-            yield f"where.{column}", partial(self._meets, column, column_values(rows, column))
-        if self._keep is not None:
-            yield f"filter {self._name}", lambda number: self._is_kept(rows[number], number)
-
-    def _meets(self, column: str, values: Sequence[object], number: int) -> bool:
-        return meets_condition(values[number], self._where[column], f"row {number}: column {column!r}")
-
-    def _is_kept(self, row: Item, number: int) -> bool:
+    Raises EnvironmentSetupError if `filter` cannot be imported, or if a condition cannot be applied to a row.
+    """
+    keep = None if config.filter is None else load_function(config.filter, f"{key}: filter")
+    left, parts = list(range(len(rows))), []
+    for name, meets in _conditions(rows, config, keep):
         try:
-            kept = self._keep(dict(row))
-        except Exception as error:  # user code
-            raise ValueError(f"filter {self._name}: row {number}: {one_line(error)}") from error
-        if kept is None:
-            raise ValueError(f"filter {self._name}: row {number}: returned None, not true or false")
-        return bool(kept)
+            kept = [number for number in left if meets(number)]
+        except ValueError as error:
+            raise EnvironmentSetupError(f"{key}: {error}") from error
+        if len(kept) < len(left):
+            dropped = sorted(set(left) - set(kept))
+            shown = ", ".join(map(str, dropped[:SHOWN])) + ", ..." * (len(dropped) > SHOWN)
+            parts.append(f"{len(dropped)} by {name} (rows {shown})")
+        left = kept
+    return left, f"{len(left)} of {len(rows)} rows are kept; left out: {', '.join(parts)}" if parts else None
 
 
-def meets_condition(value: object, condition: ConditionConfig, where: str) -> bool:
-    """Return whether a value meets a condition; null meets none. Raises ValueError for bounds on a non-number."""
+def _conditions(
+    rows: AnyRows, config: RowsSourceConfig, keep: Callable[[Item], object] | None
+) -> Iterator[tuple[str, Callable[[int], bool]]]:
+    """Yield the name of each condition, and a function that tests a row by its number."""
+    for column, condition in config.where.items():
+        values = column_values(rows, column)
+        yield f"where.{column}", partial(_meets, values, condition, column)
+    if keep is not None:
+        name = f"filter {config.filter}"
+        yield name, partial(_is_kept, rows, keep, name)
+
+
+def _is_kept(rows: AnyRows, keep: Callable[[Item], object], name: str, number: int) -> bool:
+    try:
+        kept = keep(dict(rows[number]))
+    except Exception as error:  # user code
+        raise ValueError(f"{name}: row {number}: {one_line(error)}") from error
+    if kept is None:
+        raise ValueError(f"{name}: row {number}: returned None, not true or false")
+    return bool(kept)
+
+
+def _meets(values: Sequence[object], condition: ConditionConfig, column: str, row: int) -> bool:
+    """Return whether a row's value meets a condition; null meets none. Raises ValueError for bounds on a non-number."""
+    value = values[row]
     if value is None:
         return False
     if condition.any is not None:
         return any(is_equal(value, wanted) for wanted in condition.any)
     number = as_number(value)
     if number is None:
-        raise ValueError(f"{where} is {repr(value)[:60]}, not a number, and where sets bounds")
+        raise ValueError(f"row {row}: column {column!r} is {repr(value)[:60]}, not a number, and where sets bounds")
     low, high = condition.min, condition.max
     return (low is None or number >= low) and (high is None or number <= high)
 

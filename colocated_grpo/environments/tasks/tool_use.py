@@ -5,7 +5,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import islice
 from random import Random
 from typing import Literal, NamedTuple
 
@@ -13,7 +12,7 @@ from pydantic import Field
 
 from colocated_grpo.environments.base import Item
 from colocated_grpo.environments.chat import ContextExhausted, Conversation
-from colocated_grpo.environments.rewards.builtin import last_number, tagged_parts, without_thoughts
+from colocated_grpo.environments.rewards.builtin import last_number, without_thoughts
 from colocated_grpo.environments.tasks.procedural import Procedural, Template, normal_integer
 
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
@@ -43,6 +42,7 @@ def search(text: str, name: str) -> str:
 NAMES = ("ann", "bob", "cat", "dan", "eve", "fay", "gus", "hal", "ivy", "jon", "kim", "leo")
 NAME = re.compile(r"[a-z]+")
 OPENING = re.compile(r"<(search|calc|answer)>")
+CLOSING = {"search": "</search>", "calc": "</calc>", "answer": "</answer>"}
 ANSWER = "answer"
 
 
@@ -143,8 +143,18 @@ class ToolUse(Procedural):
 
 def read_call(text: str) -> Call:
     """Return the call of a message, ignoring its thoughts; MALFORMED if the message has no call or several."""
-    found = list(islice(tagged_parts(without_thoughts(text), OPENING), 2))
-    return Call(*found[0]) if len(found) == 1 else MALFORMED
+    text = without_thoughts(text)
+    last = {name: text.rfind(closing) for name, closing in CLOSING.items()}
+    calls: list[Call] = []
+    position = 0
+    # Not one expression for the whole element: its time is quadratic in a run of opening tags that are not closed.
+    while len(calls) < 2 and (opening := OPENING.search(text, position)):
+        position, name = opening.end(), opening[1]
+        if position <= last[name]:
+            end = text.index(CLOSING[name], position)
+            calls.append(Call(name, text[position:end]))
+            position = end + len(CLOSING[name])
+    return calls[0] if len(calls) == 1 else MALFORMED
 
 
 def _number(observation: str) -> str:

@@ -10,12 +10,12 @@ from pydantic import Field, model_validator
 
 from colocated_grpo.environments.base import Item, Split
 from colocated_grpo.environments.town import state, verdicts
-from colocated_grpo.environments.town.legality import LegalActions, reply_pattern
+from colocated_grpo.environments.town.legality import legal_actions, reply_pattern
 from colocated_grpo.environments.town.phases import enter, seat_result, to_act
 from colocated_grpo.environments.town.players import SCRIPTED, scripted_reply, scripted_turn, sensible_player
 from colocated_grpo.environments.town.state import Game, Phase, Rules
 from colocated_grpo.environments.town.texts import PROMPT_STYLES, Message, Observation, game_record
-from colocated_grpo.environments.turns.base import FinishedGames, Outcome
+from colocated_grpo.environments.turns.base import Outcome, Return
 from colocated_grpo.environments.user_code.loading import construct, unknown_name
 from colocated_grpo.settings.base import Section
 from colocated_grpo.settings.sources import FROZEN
@@ -70,10 +70,6 @@ class TownSettings(Section):
         return (self.seats, self.seats) if isinstance(self.seats, int) else self.seats
 
 
-class TurnError(ValueError):
-    """The turn is not open: it was already committed, or its game has not reached the turn."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TownTurn:
     """One open turn, as plain data that does not change with the game."""
@@ -86,8 +82,6 @@ class TownTurn:
     player: str
     phase: str
     messages: list[Message]
-    legal: LegalActions
-    max_speech: int
     state: JsonObject = field(compare=False, repr=False)
     """The game without its events and turns: all state that score() needs, in any process."""
 
@@ -96,17 +90,21 @@ class TownTurn:
         return self.player == POLICY
 
     def pattern(self) -> str:
-        return reply_pattern(self.legal, self.max_speech)
+        game = state.restore_game(self.state)
+        return reply_pattern(legal_actions(game, self.seat), game.rules.max_speech)
 
 
-class TownEnvironment(FinishedGames):
+class TownEnvironment:
     """Concurrent games. The same settings and commits give the same turns, also across snapshot and restore."""
 
     def __init__(self, settings: TownSettings) -> None:
-        super().__init__()
         self.settings = settings
         self.stats = verdicts.TownStats()
         self._started = 0
+        self._returns: list[Return] = []
+        """Returns of ended games that are not drained yet."""
+        self._ended: list[JsonObject] = []
+        """Records of ended games that are not drained yet."""
         self._games = [self._new_game() for _ in range(settings.games)]
 
     @property
@@ -124,12 +122,12 @@ class TownEnvironment(FinishedGames):
 
     def score(self, turn: TownTurn, completions: Sequence[str]) -> list[Outcome]:
         game = state.restore_game(turn.state)
-        return [self._outcome(game, turn, verdicts.judge(game, turn.seat, each, turn.legal)) for each in completions]
+        return [self._outcome(game, turn, verdicts.judge(game, turn.seat, each)) for each in completions]
 
     def commit(self, turn: TownTurn, completion: str) -> Outcome:
-        """Apply one completion to the game and close the turn. Raises TurnError if the turn is not open."""
+        """Apply one completion to the game and close the turn. Raises ValueError if the turn is not open."""
         game = self._game_of(turn)
-        verdict = verdicts.judge(game, turn.seat, completion, turn.legal)
+        verdict = verdicts.judge(game, turn.seat, completion)
         outcome = self._outcome(game, turn, verdict)
         if turn.trainable:
             self.stats.add_turn(verdict)
@@ -149,6 +147,14 @@ class TownEnvironment(FinishedGames):
         """Return the sensible player's reply to an open turn."""
         return scripted_reply(self._game_of(turn), turn.seat, sensible_player)
 
+    def drain_returns(self) -> list[Return]:
+        returns, self._returns = self._returns, []
+        return returns
+
+    def drain_games(self) -> list[JsonObject]:
+        ended, self._ended = self._ended, []
+        return ended
+
     def drain_stats(self) -> dict[str, float]:
         """Return rates since the last call. Win rates cover the latest WIN_RATE_GAMES games instead."""
         rates = self.stats.rates()
@@ -160,7 +166,8 @@ class TownEnvironment(FinishedGames):
             "started": self._started,
             "games": [state.snapshot_game(game) for game in self._games],
             "kpis": asdict(self.stats),
-            **self._finished_state(),
+            "returns": [asdict(each) for each in self._returns],
+            "ended": list(self._ended),
         }
 
     def restore(self, snapshot: JsonObject) -> None:
@@ -168,7 +175,8 @@ class TownEnvironment(FinishedGames):
             raise ValueError(f"town: games={self.settings.games}, but the snapshot holds {len(snapshot['games'])}")
         self._started = snapshot["started"]
         self._games = [state.restore_game(game) for game in snapshot["games"]]
-        self._restore_finished(snapshot)
+        self._returns = [Return(**each) for each in snapshot["returns"]]
+        self._ended = deepcopy(snapshot["ended"])
         self.stats = verdicts.TownStats(**deepcopy(snapshot["kpis"]))
 
     def _new_game(self) -> Game:
@@ -215,8 +223,6 @@ class TownEnvironment(FinishedGames):
                 player=game.seats[view.seat].player,
                 phase=str(game.phase),
                 messages=PROMPT_STYLES[self.settings.prompts](view, self.settings.memory),
-                legal=view.legal,
-                max_speech=view.max_speech,
                 state=state.snapshot_game(replace(game, events=[], turns=[])),  # no score depends on the past
             )
             for view in views
@@ -226,7 +232,7 @@ class TownEnvironment(FinishedGames):
         for game in self._games:
             if game.number == turn.game and turn.seat in to_act(game) and _turn_id(game, turn.seat) == turn.id:
                 return game
-        raise TurnError(f"turn {turn.id}: not open; a turn takes exactly one commit")
+        raise ValueError(f"turn {turn.id}: not open; a turn takes exactly one commit")
 
     def _outcome(self, game: Game, turn: TownTurn, verdict: verdicts.Verdict) -> Outcome:
         legal, credit = verdict.status is verdicts.Status.OK, self.settings.credit

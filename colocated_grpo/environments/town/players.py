@@ -5,11 +5,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from random import Random
 
-from colocated_grpo.environments.town.legality import EMPTY, LOOK_UP_TAGS, WAIT
+from colocated_grpo.environments.town import legality, verdicts
 from colocated_grpo.environments.town.roles import ROLES, Faction
 from colocated_grpo.environments.town.state import NAMES, NO_SEAT, Event, Game, Phase
 from colocated_grpo.environments.town.texts import Observation
-from colocated_grpo.environments.town.verdicts import apply_verdict, judge
 
 Player = Callable[[Observation, Random], str]
 """(observation, random stream) -> completion."""
@@ -42,7 +41,7 @@ def random_player(view: Observation, rng: Random) -> str:
 
 def sensible_player(view: Observation, rng: Random) -> str:
     """Play by rules of thumb: the town reports its findings and votes by them, the other factions bluff."""
-    return _BY_PHASE[view.phase](view, rng) or reply(WAIT)
+    return _BY_PHASE[view.phase](view, rng) or reply(legality.WAIT)
 
 
 def suspicion(view: Observation) -> dict[int, float]:
@@ -109,7 +108,7 @@ def _discuss(view: Observation, rng: Random) -> str | None:
 def _nominate(view: Observation, rng: Random) -> str | None:
     suspect, score = _most_suspect(view, rng)
     eager = score >= _TRIAL_THRESHOLD or (view.role.faction is not Faction.TOWN and score > 0)
-    if suspect == NO_SEAT or not eager or view.names[suspect] not in view.legal.get("nominate", EMPTY).options:
+    if suspect == NO_SEAT or not eager or view.names[suspect] not in view.legal.get("nominate", legality.EMPTY).options:
         return None
     return reply("nominate", view.names[suspect])
 
@@ -134,7 +133,7 @@ def _talk_at_night(view: Observation, rng: Random) -> str | None:
 
 
 def _act_at_night(view: Observation, rng: Random) -> str | None:
-    tags = [tag for tag in view.legal if tag != WAIT and tag not in LOOK_UP_TAGS]
+    tags = [tag for tag in view.legal if tag != legality.WAIT and tag not in legality.LOOK_UP_TAGS]
     if not tags:
         return None
     tag = rng.choice(tags)
@@ -149,10 +148,7 @@ def _act_at_night(view: Observation, rng: Random) -> str | None:
 
 
 def _preferred(view: Observation, tag: str, options: tuple[str, ...]) -> list[str]:
-    """Return the preferred targets.
-
-    A sheriff prefers players not yet investigated. To kill or to protect, revealed mayors are preferred.
-    """
+    """Return the targets to prefer: players not yet investigated, and revealed mayors to kill or to protect."""
     if tag == "investigate":
         investigated = {view.names[event.target] for event in view.events if event.kind == "result"}
         return [name for name in options if name not in investigated]
@@ -179,7 +175,7 @@ SCRIPTED: dict[str, Player] = {"random": random_player, "sensible": sensible_pla
 def scripted_turn(game: Game, seat: int, player: Player) -> None:
     """Let a scripted player take an open turn."""
     completion = scripted_reply(game, seat, player)
-    apply_verdict(game, seat, judge(game, seat, completion), completion)
+    verdicts.apply_verdict(game, seat, verdicts.judge(game, seat, completion), completion)
 
 
 def scripted_reply(game: Game, seat: int, player: Player) -> str:

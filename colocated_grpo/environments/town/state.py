@@ -213,11 +213,7 @@ class Game:
 
 
 def new_game(number: int, seed: int, roles: list[str] | int, players: list[str], rules: Rules) -> Game:
-    """Return a game before its first phase.
-
-    roles: the cast, or the number of seats for a drawn cast. players: labels, repeated over the seats. Roles and labels
-    are dealt at random.
-    """
+    """Return a game before its first phase. roles: the cast, or its size. players: labels, repeated over the seats."""
     rng = Random(f"{seed}/0")
     dealt = draw_cast(roles, rng) if isinstance(roles, int) else rng.sample(roles, len(roles))
     names = rng.sample(NAMES, len(dealt))

@@ -5,8 +5,8 @@ Prompts, look-ups and scripted players read the game only through this view, so 
 
 from collections.abc import Callable, Iterable, Sequence
 
-from colocated_grpo.environments.town import legality
-from colocated_grpo.environments.town.phases import seat_result
+from colocated_grpo.environments.chat import Message
+from colocated_grpo.environments.town import legality, phases
 from colocated_grpo.environments.town.roles import ROLES, Faction
 from colocated_grpo.environments.town.state import NO_SEAT, Event, Game, Phase
 from colocated_grpo.types import JsonObject
@@ -49,7 +49,6 @@ class Observation:
         """(completion, observation) of each look-up of this turn so far."""
         self.tool_calls = game.rules.tool_calls
         """Look-ups that the rules allow in one turn."""
-        self.max_speech = game.rules.max_speech
 
 
 _SENTENCES = {
@@ -111,7 +110,7 @@ def game_record(game: Game) -> JsonObject:
             "faction": str(seat.role.faction),
             "player": seat.player,
             "alive": seat.alive,
-            "result": seat_result(game, index),
+            "result": phases.seat_result(game, index),
         }
         for index, seat in enumerate(game.seats)
     ]
@@ -145,9 +144,6 @@ def _event_row(game: Game, number: int, event: Event) -> JsonObject:
     }
 
 
-Message = dict[str, str]
-"""A chat message: role and content."""
-
 _RULES = """\
 You are {name}, one of {seats} people in a small town. The town wants to hang every killer; the mafia knows its own \
 and wants to reach half of the living; others have goals of their own. By night people act in secret. By day all \
@@ -171,10 +167,7 @@ _LASTING = frozenset({"result", "killed", "hanged", "revealed"})
 
 
 def full_prompt(view: Observation, memory: int) -> list[Message]:
-    """Return the rules, the situation with the latest `memory` events, and the look-ups of this turn.
-
-    A look-up only appends messages, so that sampled tokens keep their positions.
-    """
+    """Return rules, situation and look-ups. A look-up only appends messages: sampled tokens keep their positions."""
     role = view.role
     rules = _RULES.format(name=view.name, seats=len(view.names), role=role.name, faction=role.faction, card=role.card)
     if view.allies:

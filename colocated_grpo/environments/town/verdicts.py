@@ -11,11 +11,10 @@ from enum import IntEnum
 
 from pydantic import Field
 
-from colocated_grpo.environments.town import legality
+from colocated_grpo.environments.town import legality, texts
 from colocated_grpo.environments.town.phases import channels, end_turn, nominate, seat_result
 from colocated_grpo.environments.town.roles import Faction
 from colocated_grpo.environments.town.state import NO_SEAT, Game, Phase
-from colocated_grpo.environments.town.texts import look_up
 from colocated_grpo.environments.turns.base import Return
 from colocated_grpo.settings.base import Section
 
@@ -43,12 +42,12 @@ class Verdict:
     think: str = ""
 
 
-def judge(game: Game, seat: int, completion: str, legal: legality.LegalActions | None = None) -> Verdict:
-    """Judge a completion. Pure. legal: the seat's legal actions, if the caller already has them."""
+def judge(game: Game, seat: int, completion: str) -> Verdict:
+    """Judge a completion. Pure."""
     reply = legality.parse(completion)
     if isinstance(reply, legality.Problem):
         return Verdict(Status.MALFORMED, reply.code, reply.detail)
-    legal = legality.legal_actions(game, seat) if legal is None else legal
+    legal = legality.legal_actions(game, seat)
     if reply.tag in legal:
         resolved = _resolve_argument(game, seat, reply, legal[reply.tag])
     else:
@@ -91,11 +90,7 @@ MAX_RECORDED_THOUGHT = 500
 
 
 def apply_verdict(game: Game, seat: int, verdict: Verdict, completion: str) -> str | None:
-    """Apply a judged reply to the game. A reply that is not OK acts as waiting.
-
-    A look-up leaves the turn open, and its observation is returned. Any other reply ends the turn, and None is
-    returned.
-    """
+    """Apply a judged reply. A look-up leaves the turn open and returns an observation. Other replies end the turn."""
     holder = game.seats[seat]
     holder.acted += 1
     if verdict.think:
@@ -104,7 +99,7 @@ def apply_verdict(game: Game, seat: int, verdict: Verdict, completion: str) -> s
     if verdict.status is not Status.OK:
         game.announce("rejected", actor=seat, text=f"{verdict.code}: {verdict.detail}", audience=[seat])
     elif verdict.tag in legality.LOOK_UP_TAGS:
-        observation = look_up(game, seat, verdict.tag, verdict.argument or verdict.text)
+        observation = texts.look_up(game, seat, verdict.tag, verdict.argument or verdict.text)
         holder.dialog.append((completion, observation))
         return observation
     else:

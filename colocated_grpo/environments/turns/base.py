@@ -1,8 +1,7 @@
 """Interfaces of `type: turns`: multi-player games trained turn by turn."""
 
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Protocol, TypeVar, runtime_checkable
 
 from colocated_grpo.environments.chat import Message
@@ -97,26 +96,3 @@ class TurnEnvironment(Protocol[TurnT]):
         """Return the state as plain data that JSON can represent."""
 
     def restore(self, snapshot: JsonObject) -> None: ...
-
-
-class FinishedGames:
-    """Base of turn environments. Stores the returns and records of ended games until they are drained."""
-
-    def __init__(self) -> None:
-        self._returns: list[Return] = []
-        self._ended: list[JsonObject] = []
-
-    def drain_returns(self) -> list[Return]:
-        returns, self._returns = self._returns, []
-        return returns
-
-    def drain_games(self) -> list[JsonObject]:
-        ended, self._ended = self._ended, []
-        return ended
-
-    def _finished_state(self) -> JsonObject:
-        return {"returns": [asdict(each) for each in self._returns], "ended": list(self._ended)}
-
-    def _restore_finished(self, state: JsonObject) -> None:
-        self._returns = [Return(**each) for each in state["returns"]]
-        self._ended = deepcopy(state["ended"])

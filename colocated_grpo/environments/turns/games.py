@@ -9,7 +9,7 @@ import math
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import NamedTuple
@@ -106,10 +106,7 @@ class _PendingGroup(NamedTuple):
 
 
 class PendingGroups:
-    """Groups whose rewards are incomplete until their game has ended, by turn id.
-
-    A group is released with the return of its committed completion, or without a return after `max_wait` steps.
-    """
+    """Groups that wait for the return of their committed completion, at most `max_wait` steps, by turn id."""
 
     def __init__(self, max_wait: int) -> None:
         self._max_wait = max_wait
@@ -169,21 +166,6 @@ def _with_return(pending: _PendingGroup, value: float) -> Group:
     return replace(pending.group, rollouts=rollouts)
 
 
-@dataclass(slots=True)
-class EarlyStop:
-    """Stops a run after `consecutive` steps in a row with a parse rate of at least `threshold`."""
-
-    threshold: float
-    consecutive: int
-    reached: int = 0
-
-    def due(self, parse_rate: float | None) -> bool:
-        """Count one step and return whether to stop. parse_rate: None, if no completion was rated, counts nothing."""
-        if parse_rate is not None:
-            self.reached = self.reached + 1 if parse_rate >= self.threshold else 0
-        return self.reached >= self.consecutive
-
-
 class TurnStream(ItemStream):
     """The games of one training run, on rank 0. state_dict() is exact only between steps."""
 
@@ -195,7 +177,8 @@ class TurnStream(ItemStream):
         self._config = config
         self._seed = seed
         self._pending = PendingGroups(config.max_wait)
-        self._early_stop = EarlyStop(config.stop_at_parse_rate or math.inf, config.stop_after)
+        self._steps_at_goal = 0
+        """Steps in a row with a parse rate of at least `stop_at_parse_rate`."""
         self._start_step()
 
     def _start_step(self) -> None:
@@ -267,8 +250,15 @@ class TurnStream(ItemStream):
             released=complete + overdue,
             metrics={f"{self._metric_prefix}/{key}": float(value) for key, value in metrics.items()},
             games=games,
-            finished=self._early_stop.due(metrics.get("parse_rate")),
+            finished=self.reached_goal(metrics.get("parse_rate")),
         )
+
+    def reached_goal(self, parse_rate: float | None) -> bool:
+        """Count one step and return whether to stop. parse_rate: None, if no completion was rated, counts nothing."""
+        goal = self._config.stop_at_parse_rate or math.inf
+        if parse_rate is not None:
+            self._steps_at_goal = self._steps_at_goal + 1 if parse_rate >= goal else 0
+        return self._steps_at_goal >= self._config.stop_after
 
     def _choose(self, turn: Turn, group: Group) -> int:
         """Return the position of the completion to commit."""
@@ -283,7 +273,7 @@ class TurnStream(ItemStream):
         with self._errors_of("snapshot"):
             games = self._environment.snapshot()
             json.dumps(games)  # raises here, not when the checkpoint is written, to name the environment
-        return {"games": games, "pending": self._pending.state_dict(), "early_stop": self._early_stop.reached}
+        return {"games": games, "pending": self._pending.state_dict(), "early_stop": self._steps_at_goal}
 
     def load_state_dict(self, state: JsonObject) -> None:
         try:
@@ -293,7 +283,7 @@ class TurnStream(ItemStream):
                 f"environments {self._name!r}: the games of the checkpoint cannot be restored: {one_line(error)}"
             ) from error
         self._pending.load_state_dict(state["pending"])
-        self._early_stop.reached = state["early_stop"]
+        self._steps_at_goal = state["early_stop"]
         self._start_step()
 
 

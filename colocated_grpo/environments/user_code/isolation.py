@@ -7,7 +7,7 @@ import threading
 from collections.abc import Generator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import TextIO, cast
+from typing import TextIO
 
 import numpy
 
@@ -31,12 +31,11 @@ class _SilentHere:
     def write(self, text: str) -> int:
         return len(text) if getattr(_inside, "silent", False) else self._stream.write(text)
 
+    def flush(self) -> None:
+        self._stream.flush()
+
     def __getattr__(self, name: str) -> object:
         return getattr(self._stream, name)
-
-
-def _silent(stream: TextIO) -> TextIO:
-    return cast(TextIO, _SilentHere(stream))
 
 
 def _from_elsewhere(_record: logging.LogRecord) -> bool:
@@ -53,7 +52,7 @@ def isolated(rng: random.Random) -> Generator[None]:
     if not _process_state_lock.acquire(timeout=LOCK_TIMEOUT):
         raise RuntimeError(f"another game call has not returned for {LOCK_TIMEOUT:g} s")
     try:
-        with redirect_stdout(_silent(sys.stdout)), redirect_stderr(_silent(sys.stderr)):
+        with redirect_stdout(_SilentHere(sys.stdout)), redirect_stderr(_SilentHere(sys.stderr)):
             for handler in logging.getLogger().handlers:
                 if not isinstance(handler, logging.FileHandler):
                     handler.addFilter(_from_elsewhere)  # once; its stream was opened before the block

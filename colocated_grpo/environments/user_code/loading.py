@@ -33,10 +33,7 @@ MAX_ERROR_CHARACTERS = 200
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error's type and message without newlines, and the line of user code that raised.
-
-    Type and message are cut to MAX_ERROR_CHARACTERS.
-    """
+    """Return an error's type and message, cut to MAX_ERROR_CHARACTERS, and the line of user code that raised."""
     shown = shortened(in_one_line(error), MAX_ERROR_CHARACTERS)
     own = innermost(lines_of_error(error))
     return shown if own is None else f"{shown} ({own.place})"
@@ -172,10 +169,7 @@ def retire_loop(loop: asyncio.AbstractEventLoop) -> None:
 
 
 class ReusableLoop:
-    """One loop for calls from many threads.
-
-    All calls share a loop because an HTTP client of user code works only on the loop that first used it.
-    """
+    """One loop for calls from many threads: an HTTP client of user code works only on the loop that first used it."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -13,6 +13,7 @@ from datasets import Dataset, DatasetDict
 from colocated_grpo.assembly.data import draw_evaluated
 from colocated_grpo.environments import EnvironmentSetupError
 from colocated_grpo.environments.build import build_environments
+from colocated_grpo.environments.prompts import strip_nulls
 from colocated_grpo.environments.rows import dataset
 from colocated_grpo.settings.evaluation import EvaluationConfig
 from colocated_grpo.settings.schema import Config
@@ -141,6 +142,8 @@ def test_null_fields_that_parquet_adds_to_messages_do_not_reach_the_template(tmp
     path = write(tmp_path / "chat.parquet", rows * 4)
     [prompt] = environments(path, rewards=["format_think"]).open_source().next(1)
     assert prompt.item["prompt"][0] == {"role": "user", "content": "a"}
+    calls = [{"id": None, "function": {"name": "f", "arguments": {"x": 1, "y": None}}}]
+    assert strip_nulls(calls) == [{"function": {"name": "f", "arguments": {"x": 1}}}]
 
 
 def test_eval_split_of_a_file_is_another_file(tmp_path, file):

@@ -28,7 +28,6 @@ from colocated_grpo.servers.request_bodies import (
     TokensBody,
 )
 from colocated_grpo.web.bodies import BUFFERED_BODIES, BodyLimit
-from colocated_grpo.web.server import error_response
 from tests.support.engine_server import GENERATE, JSON_TYPE, MAX_BODY_BYTES, MAX_TOKENS, MODEL, EngineServer
 from tests.support.fakes import VOCABULARY
 from tests.support.servers import until
@@ -187,7 +186,7 @@ def test_the_memory_of_a_body_that_makes_room_for_itself_is_free_once(monkeypatc
             await served.wait()
             await Response()(scope, receive, send)
 
-        limit = BodyLimit(app, size, error_response, shape_of_bodies(16), {"/"})
+        limit = BodyLimit(app, size, shape_of_bodies(16), {"/"})
         found = []
         for others, last in ([(size,)] * 3 + [(size - part,)], (part, 1)), ([(size,)] * 4, (part,)):
             served.clear()

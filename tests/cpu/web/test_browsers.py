@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
 import socket
 from collections.abc import Iterator
 from http.client import HTTPConnection
@@ -72,7 +71,7 @@ def test_requests_to_this_machine_are_served(server, host):
 def test_a_page_whose_name_resolves_to_this_machine_is_rejected(server, host):
     status, text = server.call("GET", server.path, Host=host.format(port=server.port))
     assert status == 403
-    assert "this server answers to 127.0.0.1, ::1, localhost" in json.loads(text).get("detail", text)
+    assert "this server answers to 127.0.0.1, ::1, localhost" in text
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from colocated_grpo.environments.town.phases import seat_result
 from colocated_grpo.environments.town.players import reply
 from colocated_grpo.environments.town.state import Phase
 from colocated_grpo.environments.town.verdicts import CREDITS, Credit, judge, outcome_returns, shaping
-from colocated_grpo.environments.turns.games import RATES, EarlyStop
+from colocated_grpo.environments.turns.games import RATES, TurnStream
+from colocated_grpo.settings.sources import TurnsSourceConfig
 from tests.support.town_tables import play, play_game, random_reply, small_town, table
 
 
@@ -98,8 +99,9 @@ def test_win_rates_sum_to_one_and_means_over_all_completions_are_left_out():
 
 
 def test_early_stop_needs_consecutive_windows_at_the_threshold():
-    stop = EarlyStop(threshold=0.9, consecutive=2)
-    assert [stop.due(rate) for rate in (0.95, 0.8, 0.95, None, 0.9)] == [False, False, False, False, True]
+    config = TurnsSourceConfig(type="turns", name="town", stop_at_parse_rate=0.9, stop_after=2)
+    stream = TurnStream("town", small_town(games=1), config, seed=0)
+    assert [stream.reached_goal(rate) for rate in (0.95, 0.8, 0.95, None, 0.9)] == [False, False, False, False, True]
 
 
 def test_draining_resets_the_counts_and_keeps_the_win_rates():
