@@ -199,7 +199,7 @@ def with_logprobs(run: Run, batch: Batch) -> Batch:
     if config.recomputes_logprobs:
         batch = run.policy.with_old_logprobs(batch)
     if run.reference is not None:
-        with run.reference.scoring() as reference:
+        with run.reference() as reference:
             batch = batch.map(lambda m: with_ref_logprobs(m, reference, run.world.device))
     return batch
 

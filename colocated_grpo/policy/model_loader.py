@@ -109,7 +109,8 @@ class ModelLoader:
         self._prepare_blocks(model, replays=self._policy.routing_replay)
         if self._without_fsdp:
             masters.allocate(model, device)
-            masters.read_parameters(model.hf_parameters(), model.lm.base_model_prefix, self._folder)
+            reader, prefix = CheckpointReader(self._folder), model.lm.base_model_prefix
+            masters.read_parameters(reader, model.hf_parameters(), prefix)
         else:
             self._load_sharded(model, offloaded=False)
         read_4_bits(model, self._folder, device)
@@ -133,7 +134,7 @@ class ModelLoader:
             linear_attention.kernel()  # raises before device memory is allocated
         reader, prefix = CheckpointReader(self._folder), model.lm.base_model_prefix
         masters.stored_names(reader, model.hf_parameters(), prefix)
-        masters.read_from(reader, model.hf_buffers(), prefix)
+        masters.read_parameters(reader, model.hf_buffers(), prefix)
         return model
 
     def _prepare_blocks(self, model: PackedLM, *, replays: bool) -> None:

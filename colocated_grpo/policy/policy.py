@@ -66,7 +66,7 @@ class Policy:
         self.context = world.context
         assert config.policy.context_parallel == (1 if world.context is None else world.context.size)
         self.dtype = loader.dtype
-        self.optimizer = build_optimizer(self.parameters().values(), config.policy.optimizer, config.policy.lr)
+        self.optimizer = build_optimizer(list(self.parameters().values()), config.policy.optimizer, config.policy.lr)
         self.version = 0
         """Completed optimizer steps."""
         self.fixed_lr: float | None = None
