@@ -35,34 +35,13 @@ from colocated_grpo.policy.blocks import blocks_of
 from colocated_grpo.types import MAX_UINT8_EXPERTS
 
 
-class BackwardSum:
-    """Accumulates values of blocks during their backward pass.
+class _WithGradient(torch.autograd.Function):
+    """Returns `value` unchanged; its backward pass adds `gradient`, shaped like `target`, to `target`'s gradient.
 
-    The sum is the gradient of a dummy leaf tensor, so a checkpointed block counts once although it runs forward twice,
-    and a compiled block has no side effect.
+    The gradient of a leaf tensor sums over the blocks of a backward pass: a checkpointed block counts once although it
+    runs forward twice, and a compiled block has no side effect.
     """
 
-    def __init__(self, size: int, device: torch.device) -> None:
-        self._total = torch.zeros(size, device=device, requires_grad=True)
-
-    def reset(self) -> None:
-        self._total.grad = None
-
-    def attach(self, value: Tensor, statistics: Tensor) -> Tensor:
-        """Return `value` unchanged; its backward pass adds `statistics` [size] to the sum."""
-        return with_gradient(value, self._total, statistics)
-
-    def values(self) -> Tensor:
-        """Return the sum [size] float32; zeros after a reset."""
-        return torch.zeros_like(self._total.detach()) if self._total.grad is None else self._total.grad
-
-
-def with_gradient(value: Tensor, target: Tensor, gradient: Tensor) -> Tensor:
-    """Return `value` unchanged; its backward pass adds `gradient`, shaped like `target`, to `target`'s gradient."""
-    return _WithGradient.apply(value, target, gradient)
-
-
-class _WithGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, target: Tensor, gradient: Tensor) -> Tensor:
         ctx.save_for_backward(gradient)
@@ -74,6 +53,8 @@ class _WithGradient(torch.autograd.Function):
         (gradient,) = ctx.saved_tensors
         return grad, gradient, None
 
+
+with_gradient = _WithGradient.apply
 
 FIRST_WITH_LOGITS = Version("5.6")
 """First minor release of transformers after pull request 45131. Earlier, most routers returned probabilities."""
@@ -128,7 +109,8 @@ class RoutingReplay:
             raise ConfigError(f"policy.routing_replay=true: not supported for model type {config.model_type!r}")
         self._experts_per_token: int = config.num_experts_per_tok
         self._routers = routers_of(blocks)
-        self._replaced_and_recorded = BackwardSum(2, device)
+        self._replaced_and_recorded = torch.zeros(2, device=device, requires_grad=True)
+        """Its gradient counts the recorded tokens, and those whose experts were replaced. See `_WithGradient`."""
         self._layers = [_LayerReplay(router, weigh, self._replaced_and_recorded) for router in self._routers]
 
     def load(self, tokens: PackedTokens) -> None:
@@ -152,8 +134,9 @@ class RoutingReplay:
 
     def take_mismatch(self) -> Stat:
         """Return the fraction of recorded tokens whose experts were replaced, over the layers that backward reached."""
-        replaced, recorded = self._replaced_and_recorded.values()
-        self._replaced_and_recorded.reset()
+        counts = self._replaced_and_recorded
+        replaced, recorded = torch.zeros_like(counts.detach()) if counts.grad is None else counts.grad
+        counts.grad = None
         return Stat.mean(replaced, recorded)
 
 
@@ -163,7 +146,7 @@ class _LayerReplay:
     A forward hook sees the router's logits, weights and experts, so the code of model families needs no change.
     """
 
-    def __init__(self, router: nn.Module, weigh: Weigh, replaced_and_recorded: BackwardSum) -> None:
+    def __init__(self, router: nn.Module, weigh: Weigh, replaced_and_recorded: Tensor) -> None:
         self.experts_TK: Tensor
         self.recorded_T: Tensor
         self._weigh = weigh
@@ -181,7 +164,7 @@ class _LayerReplay:
         weights_TK = torch.where(replaced_T1, weights_TK, own_weights_TK)
         if weights_TK.requires_grad:
             counts = torch.stack([replaced_T.sum(), self.recorded_T.sum()]).float()
-            weights_TK = self._replaced_and_recorded.attach(weights_TK, counts)
+            weights_TK = with_gradient(weights_TK, self._replaced_and_recorded, counts)
         return logits_TE, weights_TK, torch.where(replaced_T1, experts_TK, own_experts_TK)
 
 
@@ -207,15 +190,16 @@ def routed(output: object, setting: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def routers_of(blocks: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the routers of the blocks that have experts, in order."""
-    return [router for block in blocks if (router := router_of(block)) is not None]
+    """Return the routers of the blocks that have experts, in order.
 
-
-def router_of(block: nn.Module) -> nn.Module | None:
-    """Return the module next to `experts`: `router` in gpt-oss, `gate` in all other families here."""
-    modules = dict(block.named_modules())
-    places = [name.removesuffix("experts") for name in modules if name.endswith(".experts")]
-    return (modules.get(f"{places[0]}gate") or modules[f"{places[0]}router"]) if places else None
+    A router is the module next to `experts`: `router` in gpt-oss, `gate` in all other families here.
+    """
+    found = []
+    for block in blocks:
+        modules = dict(block.named_modules())
+        places = [name.removesuffix("experts") for name in modules if name.endswith(".experts")]
+        found += [modules.get(f"{place}gate") or modules[f"{place}router"] for place in places[:1]]
+    return found
 
 
 Probabilities = Callable[[Tensor], Tensor]
