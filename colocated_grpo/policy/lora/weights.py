@@ -78,14 +78,16 @@ def target_names(lm: PreTrainedModel, blocks: nn.ModuleList, config: LoRAConfig)
     wanted = linear if everything else config.target_modules
     selected = _selected("target_modules", wanted, lm) - _selected("exclude_modules", config.exclude_modules, lm)
     matched = [name for name, _ in lm.named_modules() if name in selected]
-    by_name = config.init == DEFAULT_INIT and isinstance(wanted, list)  # a loaded adapter may also name absent layers
-    if by_name:
-        _require_all_found(wanted, (name for name, _ in lm.named_modules()), linear)
+    known = f"linear layers of this model: {_kinds(linear)}"
+    # A loaded adapter may also name absent layers.
+    named = wanted if config.init == DEFAULT_INIT and isinstance(wanted, list) else []
+    for one in named:
+        if not _selected("target_modules", [one], lm):
+            raise ConfigError(f"policy.lora.target_modules: no module is called {one!r}; {known}")
     if config.layers is not None:
         chosen = {id(module) for index in config.layers for module in blocks[index].modules()}
         matched = [name for name in matched if id(lm.get_submodule(name)) in chosen]
     if not matched:
-        known = f"linear layers of this model: {_kinds(linear)}"
         raise ConfigError(f"policy.lora.target_modules={config.target_modules!r}: matches no layer; {known}")
     for name in matched:
         if name not in linear:
@@ -124,14 +126,6 @@ def linear_names(lm: PreTrainedModel) -> Iterator[str]:
     for name, module in lm.named_modules():
         if type(module) in ADAPTED and module is not head:
             yield name
-
-
-def _require_all_found(wanted: Iterable[str], names: Iterable[str], linear: list[str]) -> None:
-    names = list(names)
-    missing = [one for one in wanted if not any(name == one or name.endswith(f".{one}") for name in names)]
-    if missing:
-        known = f"linear layers of this model: {_kinds(linear)}"
-        raise ConfigError(f"policy.lora.target_modules: no module is called {missing[0]!r}; {known}")
 
 
 def _kinds(names: Iterable[str]) -> str:
