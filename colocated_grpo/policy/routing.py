@@ -275,14 +275,12 @@ class _LayerBalancing:
         logits_TE, weights_TK, experts_TK = routed(output, self._setting)
         summed_E = self.weights_T @ self._probabilities(logits_TE)
         if not torch.is_grad_enabled():
-            self.sums_2E.add_(torch.stack([self._choices(experts_TK), summed_E]))
+            weights_K = self.weights_T[:, None].expand(experts_TK.shape).reshape(-1)
+            choices_E = torch.zeros_like(self.factors_E).scatter_add_(0, experts_TK.reshape(-1), weights_K)
+            self.sums_2E.add_(torch.stack([choices_E, summed_E]))
             return output
         loss = (self.factors_E * summed_E).sum()
         return logits_TE, with_gradient(weights_TK, loss, torch.ones_like(loss)), experts_TK
-
-    def _choices(self, experts_TK: Tensor) -> Tensor:
-        weights_TK = self.weights_T[:, None].expand(experts_TK.shape)
-        return torch.zeros_like(self.factors_E).scatter_add_(0, experts_TK.reshape(-1), weights_TK.reshape(-1))
 
 
 def sequences_per_row(tokens: PackedTokens) -> Tensor:
