@@ -125,7 +125,10 @@ def pack(
     outlines = [_outlines(index, group, config, share_prefixes) for index, group in enumerate(groups)]
     batch_tokens = sum(outline.loss_tokens for siblings in outlines for outline in siblings)
     sequence = partial(_sequence, groups=groups, advantages=advantages)
-    build = lambda bin: local_rows(build_micro_batch([sequence(outline) for outline in bin]), context)  # noqa: E731
+
+    def build(bin: Sequence[Outline]) -> MicroBatch:
+        return local_rows(build_micro_batch([sequence(outline) for outline in bin], size), context)
+
     minibatches, loads, num_tokens, num_padding = [], [0] * data_ranks, 0, 0
     count = min(config.minibatches, len(groups))  # a source may return fewer groups, even none
     for part in range(count):

@@ -308,7 +308,7 @@ def dummy_micro_batch(step: StepSettings, tokens: int, prefix: int = TRIAL_PREFI
         )
         for length, positions in zip(lengths, scored, strict=True)
     ]
-    micro_batch = build_micro_batch(sequences)
+    micro_batch = build_micro_batch(sequences, step.context_parallel)
     inputs = micro_batch.loss_inputs
     logprobs_N = inputs.sampling_logprobs_N
     return replace(micro_batch, loss_inputs=replace(inputs, old_logprobs_N=logprobs_N, ref_logprobs_N=logprobs_N))
