@@ -198,7 +198,7 @@ def rehearse(
         # A shape's first step has no graph, also after a resume, and the two may round differently.
         if not config.deterministic and policy.use_graphs():
             note("small training steps run as CUDA graphs")
-    return config.with_micro_batches(fit.tokens)
+    return config.with_values("batch", max_tokens_per_micro_batch=fit.tokens)
 
 
 def build_sync(policy: Policy, engine: LocalEngine, world: World, *, shared: bool, check_every: int) -> WeightSync:

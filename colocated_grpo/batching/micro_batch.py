@@ -8,8 +8,8 @@ tokens that the policy sampled), L layers with experts, K experts per token.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -134,6 +134,10 @@ class MicroBatch:
 
     tokens: PackedTokens
     loss_inputs: LossInputs
+
+    def with_inputs(self, **inputs: Tensor | Callable[[Tensor], Tensor]) -> "MicroBatch":
+        """Return the micro-batch with other inputs of the loss."""
+        return replace(self, loss_inputs=replace(self.loss_inputs, **inputs))
 
 
 def build_micro_batch(sequences: Sequence[TrainSequence], ranks: int = 1) -> MicroBatch:

@@ -6,7 +6,7 @@ Memory is measured in trial steps, because it depends on kernels, the compiler a
 import gc
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 from typing import Literal, NamedTuple
 
@@ -309,9 +309,8 @@ def dummy_micro_batch(step: StepSettings, tokens: int, prefix: int = TRIAL_PREFI
         for length, positions in zip(lengths, scored, strict=True)
     ]
     micro_batch = build_micro_batch(sequences, step.context_parallel)
-    inputs = micro_batch.loss_inputs
-    logprobs_N = inputs.sampling_logprobs_N
-    return replace(micro_batch, loss_inputs=replace(inputs, old_logprobs_N=logprobs_N, ref_logprobs_N=logprobs_N))
+    logprobs_N = micro_batch.loss_inputs.sampling_logprobs_N
+    return micro_batch.with_inputs(old_logprobs_N=logprobs_N, ref_logprobs_N=logprobs_N)
 
 
 def _with_a_chunk(scored: Sequence[np.ndarray], step: StepSettings) -> list[np.ndarray]:

@@ -8,7 +8,6 @@ Shapes: P ranks of the group, R rows of one rank, T = P * R rows of all ranks, H
 size, V head size of values, S completions.
 """
 
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -100,8 +99,7 @@ def with_group_sums(micro_batch: MicroBatch) -> MicroBatch:
     if context is None:
         return micro_batch
     ranks = _ranks_of(context.name)
-    inputs = replace(micro_batch.loss_inputs, sum_over_group=lambda sums_S: _AllReduceSum.apply(sums_S, ranks))
-    return replace(micro_batch, loss_inputs=inputs)
+    return micro_batch.with_inputs(sum_over_group=lambda sums_S: _AllReduceSum.apply(sums_S, ranks))
 
 
 class _AllReduceSum(torch.autograd.Function):

@@ -6,7 +6,7 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from safetensors.torch import save_file
@@ -14,13 +14,15 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from colocated_grpo.errors import in_one_line, write_failed
-from colocated_grpo.policy.model_files import ModelFiles
 from colocated_grpo.policy.model_loader import dtype_of
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.runtime.checksums import write_checksums
 from colocated_grpo.runtime.distributed import World, whole
 from colocated_grpo.settings.schema import CheckpointConfig
 from colocated_grpo.settings.training import LoRAConfig
+
+if TYPE_CHECKING:
+    from colocated_grpo.policy.model_files import ModelFiles
 
 FILE_BYTES = 4 << 30
 
@@ -48,7 +50,7 @@ class ModelExport:
     """All weights, merged if there is an adapter, with config, tokenizer and generation settings."""
 
     policy: Policy
-    files: ModelFiles
+    files: "ModelFiles"
     """Of the model that the run started from."""
     dtype: torch.dtype
     world: World
@@ -113,7 +115,7 @@ class AdapterExport:
 
 
 def build_exports(
-    checkpoint: CheckpointConfig, lora: LoRAConfig | None, base: str, policy: Policy, model: ModelFiles, world: World
+    checkpoint: CheckpointConfig, lora: LoRAConfig | None, base: str, policy: Policy, model: "ModelFiles", world: World
 ) -> list[Export]:
     """Return the run's exports: its model, or the adapter and, with export_merged, the merged model.
 

@@ -58,6 +58,8 @@ with_gradient = _WithGradient.apply
 
 FIRST_WITH_LOGITS = Version("5.6")
 """First minor release of transformers after pull request 45131. Earlier, most routers returned probabilities."""
+RouterOutput = tuple[Tensor, Tensor, Tensor]
+"""Logits [T, E], routing weights [T, K] and expert indices [T, K]."""
 Weigh = Callable[[Any, Tensor, Tensor], Tensor]
 """(router, its logits [T, E], experts [T, K]) -> their weights [T, K], as the router of the family computes them."""
 
@@ -153,8 +155,8 @@ class _LayerReplay:
         self._replaced_and_recorded = replaced_and_recorded
         router.register_forward_hook(self._replace)
 
-    def _replace(self, router: nn.Module, _inputs: object, output: tuple[Tensor, Tensor, Tensor]) -> object:
-        logits_TE, own_weights_TK, own_experts_TK = routed(output, "policy.routing_replay=true")
+    def _replace(self, router: nn.Module, _inputs: object, output: RouterOutput) -> object:
+        logits_TE, own_weights_TK, own_experts_TK = output
         # Skip tokens without a record: their zeros name one expert several times, and could make the gradient NaN.
         experts_TK = torch.where(self.recorded_T[:, None], self.experts_TK.to(own_experts_TK.dtype), own_experts_TK)
         # If engine and policy chose the same experts, keep the policy's order, for the same bits as without replay.
@@ -175,18 +177,6 @@ def check_returns_logits(setting: str) -> None:
             f"{setting}: routers of transformers {transformers.__version__} return probabilities in place of logits; "
             f"install {FIRST_WITH_LOGITS} or later"
         )
-
-
-def routed(output: object, setting: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a router's output: logits [T, E], routing weights [T, K] and expert indices [T, K].
-
-    Raises ConfigError if the installed transformers has routers with another output.
-    """
-    if not (isinstance(output, tuple) and len(output) == 3):
-        raise ConfigError(
-            f"{setting}: the routers of this version of transformers return no experts; install a newer one"
-        )
-    return output
 
 
 def routers_of(blocks: Iterable[nn.Module]) -> list[nn.Module]:
@@ -217,7 +207,6 @@ class LoadBalancing:
 
         Raises ConfigError if no router is trained, or if the routers of this transformers return no logits.
         """
-        # Formatted here, because compiled blocks cannot format numbers.
         setting = f"policy.load_balancing={coefficient:g}"
         check_returns_logits(setting)
         probabilities = normalized_sigmoid if WEIGHTS.get(model_type) is sigmoid_weights else softmax
@@ -226,7 +215,7 @@ class LoadBalancing:
         if not trained:
             raise ConfigError(f"{setting}: no trained block has a router; leave the setting out")
         self._coefficient = coefficient
-        self._layers = [_LayerBalancing(router, probabilities, setting, device) for router in trained]
+        self._layers = [_LayerBalancing(router, probabilities, device) for router in trained]
 
     def load(self, tokens: PackedTokens) -> None:
         """Set the weights of the next forward pass, and of its recomputation in the backward pass."""
@@ -261,18 +250,17 @@ class _LayerBalancing:
     blocks need not return the loss. All state is in tensors: compiled blocks would treat numbers as constants.
     """
 
-    def __init__(self, router: Any, probabilities: Probabilities, setting: str, device: torch.device) -> None:
+    def __init__(self, router: Any, probabilities: Probabilities, device: torch.device) -> None:
         self.weights_T: Tensor
         self.sums_2E = torch.zeros(2, router.weight.shape[0], device=device)
         """Choices of each expert, and sums of its probabilities, in forward passes without gradient."""
         self.factors_E = torch.zeros(router.weight.shape[0], device=device)
         """One per expert: the loss is the sum over experts of this factor times the expert's summed probabilities."""
         self._probabilities = probabilities
-        self._setting = setting
         router.register_forward_hook(self._attach)
 
-    def _attach(self, _router: nn.Module, _inputs: object, output: object) -> object:
-        logits_TE, weights_TK, experts_TK = routed(output, self._setting)
+    def _attach(self, _router: nn.Module, _inputs: object, output: RouterOutput) -> object:
+        logits_TE, weights_TK, experts_TK = output
         summed_E = self.weights_T @ self._probabilities(logits_TE)
         if not torch.is_grad_enabled():
             weights_K = self.weights_T[:, None].expand(experts_TK.shape).reshape(-1)

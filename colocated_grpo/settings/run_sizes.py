@@ -219,12 +219,8 @@ class RunSizes:
             "--engine.kv_cache_memory_bytes null": {"kv_cache_memory_bytes": None},
             "--engine.sleep true": {"sleep": True},
         }
-        runs = {setting: self._with(setting.split(".")[0][2:], change) for setting, change in changes.items()}
-        return {setting: run for setting, run in runs.items() if run.config != self.config}
-
-    def _with(self, section: str, change: JsonObject) -> "RunSizes":
-        changed = getattr(self.config, section).model_copy(update=change)
-        return replace(self, config=self.config.model_copy(update={section: changed}))
+        configs = {key: self.config.with_values(key.split(".")[0][2:], **change) for key, change in changes.items()}
+        return {key: replace(self, config=one) for key, one in configs.items() if one != self.config}
 
 
 def _parameters(model: ModelConfig) -> int:

@@ -315,7 +315,7 @@ def test_on_cpu_the_automatic_size_is_chosen_without_measuring(world, model_fold
     rollout = {"max_prompt_tokens": 100, "max_completion_tokens": longest - 100}
     config = config_of(model_folder(), batch={"max_tokens_per_micro_batch": "auto", "epochs": 2}, rollout=rollout)
     fit = choose_micro_batch_size(policy_of(config, world), StepSettings.of(config), world)
-    chosen = config.with_micro_batches(fit.tokens)
+    chosen = config.with_values("batch", max_tokens_per_micro_batch=fit.tokens)
     assert chosen.batch.max_tokens_per_micro_batch == tokens
     assert chosen.batch.epochs == 2
 
