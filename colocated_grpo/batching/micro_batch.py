@@ -8,9 +8,9 @@ tokens that the policy sampled), L layers with experts, K experts per token.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -135,7 +135,7 @@ class MicroBatch:
     tokens: PackedTokens
     loss_inputs: LossInputs
 
-    def with_inputs(self, **inputs: Tensor | Callable[[Tensor], Tensor]) -> "MicroBatch":
+    def with_inputs(self, **inputs: Any) -> "MicroBatch":
         """Return the micro-batch with other inputs of the loss."""
         return replace(self, loss_inputs=replace(self.loss_inputs, **inputs))
 

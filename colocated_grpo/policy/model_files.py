@@ -57,7 +57,8 @@ def load_tokenizer(model: ModelConfig, folder: Path) -> PreTrainedTokenizerBase:
     """Return the tokenizer of `folder`, with the configured chat template if set. Raises ConfigError if unusable."""
     try:
         source = folder if model.tokenizer is None else fetch_tokenizer(ModelConfig(name=model.tokenizer))
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=model.trust_remote_code)
+        loaded = AutoTokenizer.from_pretrained(source, trust_remote_code=model.trust_remote_code)
+        tokenizer = cast(PreTrainedTokenizerBase, loaded)  # a model's own code may return another class
         if type(tokenizer).__name__ == "MistralCommonBackend":
             tokenizer = _without_mistral_common(model, source)
         template = model.chat_template
@@ -71,7 +72,7 @@ def load_tokenizer(model: ModelConfig, folder: Path) -> PreTrainedTokenizerBase:
     except Exception as error:  # damaged files raise many kinds of errors
         fix = "copy the tokenizer's files there, or set model.tokenizer"
         raise ConfigError(f"model.name={model.name!r}: no usable tokenizer; {fix}: {in_one_line(error)}") from error
-    return cast(PreTrainedTokenizerBase, tokenizer)  # a model's own code may return another class
+    return tokenizer
 
 
 def _without_mistral_common(model: ModelConfig, folder: Path) -> PreTrainedTokenizerBase:

@@ -261,7 +261,9 @@ def _on_device(data: Packed, device: torch.device) -> Packed:
 
 
 def _moved(value: object, device: torch.device) -> Any:
-    if isinstance(value, PackedTokens | LossInputs):
+    if isinstance(value, PackedTokens):
+        return _on_device(value, device)
+    if isinstance(value, LossInputs):
         return _on_device(value, device)
     if isinstance(value, PrefixKeys | PackedRoutes):
         return type(value)(*(_moved(item, device) for item in value))

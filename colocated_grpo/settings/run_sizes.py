@@ -146,7 +146,7 @@ class RunSizes:
         policy, sizes = self.config.policy, self.sizes
         if self.place.ranks == 1 and not policy.cpu_offload:
             return self.compute_bytes * self.trained
-        return self.compute_bytes * (sizes.outside + 2 * sizes.largest.total)
+        return self.compute_bytes * (sizes.outside + 2 * max(block.total for block in sizes.blocks))
 
     def _activations(self) -> int:
         """Return the bytes of a micro-batch: inputs of all blocks, one block's activations, twice a chunk's logits."""

@@ -115,16 +115,16 @@ def assign(tree: SettingsTree, path: KeyPath, value: object) -> None:
     """
     node: Any = tree
     for depth, step in enumerate(path):
-        parent = dotted(path[:depth])
-        if isinstance(node, list):
+        section, name = node, dotted(path[:depth])
+        if isinstance(section, list):
             if not isinstance(step, int):
-                raise ConfigError(f"{dotted(path)}: {parent} is a list; name an entry, as in {parent}.0")
-            if step > len(node):
-                raise ConfigError(f"{dotted(path)}: {parent} has {len(node)} entries, numbered from 0")
-            if step == len(node):
-                node.append(None)
-        elif not isinstance(node, dict):
-            raise ConfigError(f"{dotted(path)}: {parent} is a value, not a section")
+                raise ConfigError(f"{dotted(path)}: {name} is a list; name an entry, as in {name}.0")
+            if step > len(section):
+                raise ConfigError(f"{dotted(path)}: {name} has {len(section)} entries, numbered from 0")
+            if step == len(section):
+                section.append(None)
+        elif not isinstance(section, dict):
+            raise ConfigError(f"{dotted(path)}: {name} is a value, not a section")
         if depth + 1 == len(path):
             node[step] = value
         elif lookup(node, (step,)) is None:
