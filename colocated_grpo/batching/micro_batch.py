@@ -182,7 +182,7 @@ def build_micro_batch(sequences: Sequence[TrainSequence], ranks: int = 1) -> Mic
 
 
 def _blank(length: int, scored: int = 0) -> TrainSequence:
-    """Return tokens that belong to no rollout and have no loss. scored: number of scored ones."""
+    """Return tokens that belong to no rollout and have no loss. scored: how many are scored."""
     unused = np.zeros(scored, np.float32)
     return TrainSequence(
         token_ids=np.zeros(length, np.int64),

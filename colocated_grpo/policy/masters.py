@@ -22,7 +22,7 @@ from colocated_grpo.runtime.distributed import local_part
 
 
 class Weights:
-    """A model and its master weights. Every method is collective. Those that have a body by default do nothing."""
+    """A model and its master weights. Every method is collective; the last four do nothing by default."""
 
     model: PackedLM
 

@@ -112,7 +112,7 @@ class RoutingReplay:
         self._experts_per_token: int = config.num_experts_per_tok
         self._routers = routers_of(blocks)
         self._replaced_and_recorded = torch.zeros(2, device=device, requires_grad=True)
-        """Its gradient counts the recorded tokens, and those whose experts were replaced. See `_WithGradient`."""
+        """Its gradient counts the tokens whose experts were replaced, and the recorded tokens. See `_WithGradient`."""
         self._layers = [_LayerReplay(router, weigh, self._replaced_and_recorded) for router in self._routers]
 
     def load(self, tokens: PackedTokens) -> None:
@@ -263,8 +263,8 @@ class _LayerBalancing:
         logits_TE, weights_TK, experts_TK = output
         summed_E = self.weights_T @ self._probabilities(logits_TE)
         if not torch.is_grad_enabled():
-            weights_K = self.weights_T[:, None].expand(experts_TK.shape).reshape(-1)
-            choices_E = torch.zeros_like(self.factors_E).scatter_add_(0, experts_TK.reshape(-1), weights_K)
+            weights_TK = self.weights_T[:, None].expand(experts_TK.shape)
+            choices_E = torch.zeros_like(self.factors_E).scatter_add_(0, experts_TK.reshape(-1), weights_TK.reshape(-1))
             self.sums_2E.add_(torch.stack([choices_E, summed_E]))
             return output
         loss = (self.factors_E * summed_E).sum()

@@ -278,7 +278,7 @@ def _experts(text: Settings) -> int:
     named = "moe" in str(text.get("model_type")) or text.get("model_type") in EXPERT_TYPES
     stated = [count for key in EXPERT_COUNTS if isinstance(count := text.get(key), int | list)]
     # Some families state one count for each layer.
-    return max([2 if named else 0, *(max(count) if isinstance(count, list) else count for count in stated)])
+    return max([2 if named else 0, *(max(count, default=0) if isinstance(count, list) else count for count in stated)])
 
 
 def _scales_logits(text: Settings) -> bool:
