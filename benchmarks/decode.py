@@ -88,8 +88,7 @@ def with_full_cache(config: Config, options: argparse.Namespace, size: ModelSize
     """
     full_length = options.prompt + total_tokens(options) + BLOCK
     cache_bytes = config.engine.kv_cache_memory_bytes or max(options.sequences) * full_length * size.kv_bytes_per_token
-    engine = config.engine.model_copy(update={"kv_cache_memory_bytes": cache_bytes})
-    return config.model_copy(update={"engine": engine})
+    return config.with_values("engine", kv_cache_memory_bytes=cache_bytes)
 
 
 def measure_all(engine: RolloutEngine, options: argparse.Namespace, world: World) -> dict[int, DecodeTime]:

@@ -112,7 +112,7 @@ def settle_memory(policy: Policy, config: Config, world: World) -> Config:
     fit = choose_micro_batch_size(policy, StepSettings.of(config), world)
     if world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(world.device)
-    return config.with_micro_batches(fit.tokens)
+    return config.with_values("batch", max_tokens_per_micro_batch=fit.tokens)
 
 
 def sections(options: argparse.Namespace) -> JsonObject:

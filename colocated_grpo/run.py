@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from colocated_grpo.freshness import Judge
     from colocated_grpo.phases import Choreography, Clock
     from colocated_grpo.policy.export import Export
+    from colocated_grpo.policy.masters import Reference
     from colocated_grpo.policy.policy import Policy
-    from colocated_grpo.policy.reference import Reference
     from colocated_grpo.rollout.collect import Collector
     from colocated_grpo.rollout.engine import RolloutEngine
     from colocated_grpo.rollout.supply import Supply

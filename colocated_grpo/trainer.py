@@ -199,18 +199,17 @@ def with_logprobs(run: Run, batch: Batch) -> Batch:
     if config.recomputes_logprobs:
         batch = run.policy.with_old_logprobs(batch)
     if run.reference is not None:
-        with run.reference.scoring() as reference:
+        with run.reference() as reference:
             batch = batch.map(lambda m: with_ref_logprobs(m, reference, run.world.device))
     return batch
 
 
 def with_ref_logprobs(micro_batch: MicroBatch, reference: Weights, device: torch.device) -> MicroBatch:
     """Add the log-probabilities that the environment gave, and elsewhere those of the reference model. Collective."""
-    inputs = micro_batch.loss_inputs
     # The reference chooses its own experts, as it did when it was the policy.
     unrouted = replace(micro_batch, tokens=replace(micro_batch.tokens, routes=None))
-    ref_logprobs_N = fill_missing(inputs.ref_logprobs_N, score(reference, unrouted, device))
-    return replace(micro_batch, loss_inputs=replace(inputs, ref_logprobs_N=ref_logprobs_N))
+    scored_N = score(reference, unrouted, device)
+    return micro_batch.with_inputs(ref_logprobs_N=fill_missing(micro_batch.loss_inputs.ref_logprobs_N, scored_N))
 
 
 def update(run: Run, batch: Batch, staleness: int) -> Metrics:

@@ -1,7 +1,7 @@
 """The policy, its reference and the engines of a run, with the sync between them."""
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
@@ -17,12 +17,11 @@ from colocated_grpo.phases import WeightSync
 from colocated_grpo.policy.activations import StepSettings, choose_micro_batch_size
 from colocated_grpo.policy.checkpoint_files import fetch_model
 from colocated_grpo.policy.lora.weights import AdapterWeights
-from colocated_grpo.policy.masters import ShardedWeights, adopt
+from colocated_grpo.policy.masters import Reference, ShardedWeights, adopt
 from colocated_grpo.policy.model import host_copy
 from colocated_grpo.policy.model_files import ModelFiles, read_model_files
 from colocated_grpo.policy.model_loader import ModelLoader, engine_dtype
 from colocated_grpo.policy.policy import Policy
-from colocated_grpo.policy.reference import InitialAdapter, Reference, ReferenceModel
 from colocated_grpo.rollout.engine import LocalEngine, RolloutEngine
 from colocated_grpo.rollout.vllm.spec import SERVER_NUM_SEQS, EngineSpec, num_seqs_for
 from colocated_grpo.rollout.vllm.vllm_engine import VLLMEngine
@@ -110,10 +109,10 @@ def build_reference(kl: KLConfig, policy: Policy, loader: ModelLoader, *, offloa
     if not kl.has_reference:
         return None
     if kl.model is None and isinstance(policy.weights, AdapterWeights):
-        return InitialAdapter(policy.weights)
+        return partial(policy.weights.with_factors, policy.weights.nonzero_factors())
     model = loader.model(offloaded=offloaded)
     policy.model.shares_prefixes &= model.shares_prefixes  # both compute the same micro-batches
-    return ReferenceModel(ShardedWeights(model))
+    return partial(nullcontext, ShardedWeights(model))
 
 
 def read_reference(reference: ModelConfig | None, policy: ModelFiles, world: World) -> ModelFiles:
@@ -199,7 +198,7 @@ def rehearse(
         # A shape's first step has no graph, also after a resume, and the two may round differently.
         if not config.deterministic and policy.use_graphs():
             note("small training steps run as CUDA graphs")
-    return config.with_micro_batches(fit.tokens)
+    return config.with_values("batch", max_tokens_per_micro_batch=fit.tokens)
 
 
 def build_sync(policy: Policy, engine: LocalEngine, world: World, *, shared: bool, check_every: int) -> WeightSync:

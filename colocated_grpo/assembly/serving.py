@@ -22,7 +22,7 @@ from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.environments.chat import ChatCodec
 from colocated_grpo.errors import ConfigError
 from colocated_grpo.phases import WeightSync
-from colocated_grpo.policy.export import AdapterExport, model_export
+from colocated_grpo.policy.export import AdapterExport, ModelExport
 from colocated_grpo.policy.masters import adopt
 from colocated_grpo.policy.model_files import ModelFiles
 from colocated_grpo.policy.model_loader import engine_dtype
@@ -129,7 +129,7 @@ def build_remote(
             sync = load = AdapterSync(adapter, files / "adapter", servers, world)
             restore = load.restore
         case "restart":
-            export = model_export(policy, model, policy.dtype, world)
+            export = ModelExport(policy=policy, files=model, dtype=policy.dtype, world=world)
             sync = restart = RestartSync(export, files, servers, world, base=base, version=lambda: policy.version)
             restore = restart.restore
         case "shared":

@@ -9,8 +9,8 @@ tokens that the policy sampled), L layers with experts, K experts per token.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ from colocated_grpo.types import ContextGroup, Routes
 PADDING_TOKENS = [0] * 4
 """Tokens of a padding micro-batch, one of them scored and masked out. With fewer tokens, another graph would be
 compiled: torch.compile specializes on sizes below two."""
+MIN_ROWS = 2
+"""Minimum rows per rank of a context-parallel group: torch.compile specializes on sizes of 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,16 +135,25 @@ class MicroBatch:
     tokens: PackedTokens
     loss_inputs: LossInputs
 
+    def with_inputs(self, **inputs: Any) -> "MicroBatch":
+        """Return the micro-batch with other inputs of the loss."""
+        return replace(self, loss_inputs=replace(self.loss_inputs, **inputs))
 
-def build_micro_batch(sequences: Sequence[TrainSequence]) -> MicroBatch:
+
+def build_micro_batch(sequences: Sequence[TrainSequence], ranks: int = 1) -> MicroBatch:
     """Concatenate sequences. Sequences with a common prefix must be adjacent.
 
     An empty list yields a padding micro-batch, so that a rank without work still joins the collectives.
+    ranks: size of a context-parallel group. The rows are padded to a multiple of it, with a run that no other run sees.
     """
-    if not sequences:
-        return _padding_micro_batch()
+    padding, sequences = not sequences, list(sequences) or [_blank(len(PADDING_TOKENS), scored=1)]
+    num_sequences = len(sequences)
     before = [None, *(seq.group for seq in sequences[:-1])]
     pairs = [(s, s.prefix_length if group == s.group else 0) for s, group in zip(sequences, before, strict=True)]
+    total = sum(seq.length - prefix for seq, prefix in pairs)
+    if ranks > 1 and (missing := max(MIN_ROWS, -(-total // ranks)) * ranks - total):
+        pairs.append((_blank(missing), 0))
+        sequences.append(pairs[-1][0])
     rows = _rows(pairs)
     lengths = np.array([seq.length - prefix for seq, prefix in pairs])
     scored = [len(seq.scored) for seq in sequences]
@@ -156,10 +167,11 @@ def build_micro_batch(sequences: Sequence[TrainSequence]) -> MicroBatch:
         temperature_N=_repeated(np.array([seq.temperature for seq in sequences], np.float32), scored),
         prefix_keys=_prefix_keys(rows) if any(prefix for _, prefix in pairs) else None,
         routes=_packed_routes(sequences, rows, int(lengths.sum())),
+        padding=padding,
     )
     loss_inputs = LossInputs(
         sequence_N=_repeated(np.arange(len(sequences)), scored),
-        num_sequences=len(sequences),
+        num_sequences=num_sequences,
         loss_mask_N=_repeated(np.array([seq.trained for seq in sequences]), scored),
         plain_N=_repeated(np.array([seq.plain for seq in sequences]), scored),
         advantages_N=_concatenated([seq.advantages for seq in sequences]),
@@ -167,6 +179,19 @@ def build_micro_batch(sequences: Sequence[TrainSequence]) -> MicroBatch:
         ref_logprobs_N=_given_ref_logprobs(sequences),
     )
     return MicroBatch(tokens=tokens, loss_inputs=loss_inputs)
+
+
+def _blank(length: int, scored: int = 0) -> TrainSequence:
+    """Return tokens that belong to no rollout and have no loss. scored: how many are scored."""
+    unused = np.zeros(scored, np.float32)
+    return TrainSequence(
+        token_ids=np.zeros(length, np.int64),
+        scored=np.arange(1, 1 + scored),
+        sampling_logprobs=unused,
+        advantages=unused,
+        temperature=1.0,
+        trained=False,
+    )
 
 
 def _rows(pairs: Sequence[tuple[TrainSequence, int]]) -> list[np.ndarray]:
@@ -222,26 +247,3 @@ def _concatenated(arrays: Sequence[np.ndarray]) -> Tensor:
 
 def _repeated(values: np.ndarray, counts: Sequence[int]) -> Tensor:
     return torch.from_numpy(np.repeat(values, counts))
-
-
-def _padding_micro_batch() -> MicroBatch:
-    return MicroBatch(
-        tokens=PackedTokens(
-            input_ids_T=torch.tensor(PADDING_TOKENS),
-            position_ids_T=torch.arange(len(PADDING_TOKENS)),
-            cu_seqlens=torch.tensor([0, len(PADDING_TOKENS)], dtype=torch.int32),
-            max_seqlen=len(PADDING_TOKENS),
-            source_N=torch.tensor([0]),
-            targets_N=torch.tensor([0]),
-            temperature_N=torch.ones(1),
-            padding=True,
-        ),
-        loss_inputs=LossInputs(
-            sequence_N=torch.tensor([0]),
-            num_sequences=1,
-            loss_mask_N=torch.tensor([False]),
-            advantages_N=torch.zeros(1),
-            sampling_logprobs_N=torch.zeros(1),
-            plain_N=torch.tensor([False]),
-        ),
-    )

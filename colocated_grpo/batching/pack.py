@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
-from typing import overload
 
 import numpy as np
 
@@ -46,18 +45,7 @@ class LeftOut:
         return {"entropy": entropy} | dict.fromkeys(clipped, unclipped)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Minibatch:
-    """Input of one optimizer step on this rank."""
-
-    micro_batches: Sequence[MicroBatch]
-    counts: Counts
-    """Over all ranks, including rollouts that were dropped before packing."""
-    left_out: LeftOut = field(default_factory=LeftOut)
-    """Tokens of the rollouts that were dropped before packing."""
-
-
-class LazyMicroBatches(Sequence[MicroBatch]):
+class LazyMicroBatches:
     """Micro-batches built on access: the host builds a micro-batch while the device runs the previous micro-batch."""
 
     def __init__(self, bins: Sequence[Sequence[Outline]], build: Callable[[Sequence[Outline]], MicroBatch]) -> None:
@@ -67,16 +55,19 @@ class LazyMicroBatches(Sequence[MicroBatch]):
     def __len__(self) -> int:
         return len(self._bins)
 
-    @overload
-    def __getitem__(self, index: int) -> MicroBatch: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> "LazyMicroBatches": ...
-
-    def __getitem__(self, index: int | slice) -> "MicroBatch | LazyMicroBatches":
-        if isinstance(index, slice):
-            return LazyMicroBatches(self._bins[index], self._build)
+    def __getitem__(self, index: int) -> MicroBatch:
         return self._build(self._bins[index])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Minibatch:
+    """Input of one optimizer step on this rank."""
+
+    micro_batches: Sequence[MicroBatch] | LazyMicroBatches
+    counts: Counts
+    """Over all ranks, including rollouts that were dropped before packing."""
+    left_out: LeftOut = field(default_factory=LeftOut)
+    """Tokens of the rollouts that were dropped before packing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +125,10 @@ def pack(
     outlines = [_outlines(index, group, config, share_prefixes) for index, group in enumerate(groups)]
     batch_tokens = sum(outline.loss_tokens for siblings in outlines for outline in siblings)
     sequence = partial(_sequence, groups=groups, advantages=advantages)
-    build = lambda bin: local_rows(build_micro_batch([sequence(outline) for outline in bin]), context)  # noqa: E731
+
+    def build(bin: Sequence[Outline]) -> MicroBatch:
+        return local_rows(build_micro_batch([sequence(outline) for outline in bin], size), context)
+
     minibatches, loads, num_tokens, num_padding = [], [0] * data_ranks, 0, 0
     count = min(config.minibatches, len(groups))  # a source may return fewer groups, even none
     for part in range(count):

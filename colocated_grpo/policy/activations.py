@@ -6,7 +6,7 @@ Memory is measured in trial steps, because it depends on kernels, the compiler a
 import gc
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 from typing import Literal, NamedTuple
 
@@ -180,22 +180,15 @@ def fit_to_memory(policy: Policy, step: StepSettings, world: World) -> Fit:
         if step.checkpointing == "auto":
             return fit_tokens_and_blocks(policy, step, world)
         sizes = step.candidate_sizes()
-        return Fit(sizes[0]) if len(sizes) == 1 else fit_tokens(policy, step, world)
+        if len(sizes) == 1:
+            return Fit(sizes[0])
+        # The estimate is conservative: if no size fits by it, the smallest may still fit, or a step ends the run.
+        return next(_sizes_that_fit(sizes, _measure_all_ranks(policy, step, world), policy), Fit(sizes[-1]))
     except torch.OutOfMemoryError as error:
         raise RunError(
             f"batch.max_tokens_per_micro_batch={step.max_tokens}: a trial step of {step.trial_sizes()[1]} tokens does "
             f"not fit beside weights, optimizer state and engine; {TO_HOST}"
         ) from error
-
-
-def fit_tokens(policy: Policy, step: StepSettings, world: World) -> Fit:
-    """Return the best size that fits with the current checkpointing, or the smallest size if none fits. Collective.
-
-    The estimate is conservative, so the smallest size may still fit. A step that does not fit ends the run with an
-    error of one line.
-    """
-    sizes = step.candidate_sizes()
-    return next(_sizes_that_fit(sizes, _measure_all_ranks(policy, step, world), policy), Fit(sizes[-1]))
 
 
 def fit_tokens_and_blocks(policy: Policy, step: StepSettings, world: World) -> Fit:
@@ -308,10 +301,9 @@ def dummy_micro_batch(step: StepSettings, tokens: int, prefix: int = TRIAL_PREFI
         )
         for length, positions in zip(lengths, scored, strict=True)
     ]
-    micro_batch = build_micro_batch(sequences)
-    inputs = micro_batch.loss_inputs
-    logprobs_N = inputs.sampling_logprobs_N
-    return replace(micro_batch, loss_inputs=replace(inputs, old_logprobs_N=logprobs_N, ref_logprobs_N=logprobs_N))
+    micro_batch = build_micro_batch(sequences, step.context_parallel)
+    logprobs_N = micro_batch.loss_inputs.sampling_logprobs_N
+    return micro_batch.with_inputs(old_logprobs_N=logprobs_N, ref_logprobs_N=logprobs_N)
 
 
 def _with_a_chunk(scored: Sequence[np.ndarray], step: StepSettings) -> list[np.ndarray]:

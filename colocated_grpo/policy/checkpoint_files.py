@@ -125,17 +125,13 @@ def conversion_of(model_type: str | None) -> Conversion:
 def _is_merge(entry: WeightConverter) -> bool:
     operations = [(type(operation), getattr(operation, "dim", None)) for operation in entry.operations]
     return operations in _MERGES and all(
-        pattern.count("*") == 1 and _is_plain(pattern.replace("*", "")) for pattern in entry.source_patterns
+        pattern.count("*") == 1 and _SPECIAL.isdisjoint(pattern.replace("*", "")) for pattern in entry.source_patterns
     )
 
 
 def _is_rename(entry: WeightRenaming) -> bool:
     patterns = [*entry.source_patterns, *entry.target_patterns]
-    return len(patterns) == 2 and all(map(_is_plain, patterns))
-
-
-def _is_plain(pattern: str) -> bool:
-    return _SPECIAL.isdisjoint(pattern)
+    return len(patterns) == 2 and all(map(_SPECIAL.isdisjoint, patterns))
 
 
 SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.py"]
@@ -222,20 +218,17 @@ class CheckpointReader:
                 self._add(file, self._add_torch)
         if not self._stored:
             raise ConfigError(f"model.name={str(folder)!r}: the folder has no *.safetensors or pytorch_model*.bin")
-        self._keep(own_names(folder))
-        self._convert(read_conversion(folder))
+        self._convert(own_names(folder), read_conversion(folder))
 
-    def _keep(self, own_name: OwnName) -> None:
-        own = {name: new for name in self._stored if (new := own_name(name)) is not None}
-        self._stored = {new: self._stored[name] for name, new in own.items()}
-        self.shapes = {new: self.shapes[name] for name, new in own.items()}
-
-    def _convert(self, conversion: Conversion) -> None:
+    def _convert(self, own_name: OwnName, conversion: Conversion) -> None:
+        """Replace stored names by the parameters' names, and leave out the tensors of untrained parts."""
         stored, shapes = self._stored, self.shapes
         self._stored, self.shapes = {}, {}
         experts: dict[str, dict[int, dict[int, str]]] = {}
         for name in stored:
-            piece = conversion.piece(name)
+            if (own := own_name(name)) is None:
+                continue
+            piece = conversion.piece(own)
             if piece.expert is None:
                 self._stored[piece.name], self.shapes[piece.name] = stored[name], shapes[name]
             else:

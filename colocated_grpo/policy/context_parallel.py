@@ -8,8 +8,6 @@ Shapes: P ranks of the group, R rows of one rank, T = P * R rows of all ranks, H
 size, V head size of values, S completions.
 """
 
-from dataclasses import replace
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -100,28 +98,21 @@ def with_group_sums(micro_batch: MicroBatch) -> MicroBatch:
     context = micro_batch.tokens.context
     if context is None:
         return micro_batch
-    inputs = replace(micro_batch.loss_inputs, sum_over_group=partial(all_reduce_sum, context.name))
-    return replace(micro_batch, loss_inputs=inputs)
-
-
-def all_reduce_sum(group: str, sums_S: Tensor) -> Tensor:
-    """Return the sum over the group; backward sums the gradients of the group's ranks. Both passes are collective."""
-    return _AllReduceSum.apply(sums_S, _ranks_of(group))
+    ranks = _ranks_of(context.name)
+    return micro_batch.with_inputs(sum_over_group=lambda sums_S: _AllReduceSum.apply(sums_S, ranks))
 
 
 class _AllReduceSum(torch.autograd.Function):
+    """Sums over the ranks; the backward pass sums their gradients. Both passes are collective."""
+
     @staticmethod
     def forward(ctx: Any, sums_S: Tensor, ranks: dist.ProcessGroup) -> Tensor:
         ctx.ranks = ranks
-        return _summed(sums_S, ranks)
+        total_S = sums_S.clone()
+        dist.all_reduce(total_S, group=ranks)
+        return total_S
 
     @staticmethod
     # pyrefly: ignore[bad-override]  (torch declares *grad_outputs, but passes one argument per output)
     def backward(ctx: Any, grad_S: Tensor) -> tuple[Tensor, None]:
-        return _summed(grad_S, ctx.ranks), None
-
-
-def _summed(values: Tensor, ranks: dist.ProcessGroup) -> Tensor:
-    total = values.clone()
-    dist.all_reduce(total, group=ranks)
-    return total
+        return _AllReduceSum.apply(grad_S, ctx.ranks), None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from colocated_grpo.errors import in_one_line, write_failed
 from colocated_grpo.policy.model_loader import dtype_of
@@ -50,10 +50,8 @@ class ModelExport:
     """All weights, merged if there is an adapter, with config, tokenizer and generation settings."""
 
     policy: Policy
-    hf_config: PretrainedConfig
-    tokenizer: PreTrainedTokenizerBase
-    source: Path
-    """Folder of the model that the run started from."""
+    files: "ModelFiles"
+    """Of the model that the run started from."""
     dtype: torch.dtype
     world: World
     final_name: str = "final_model"
@@ -83,11 +81,11 @@ class ModelExport:
             yield name, buffer
 
     def _write_settings(self, folder: Path) -> None:
-        self.hf_config.dtype = self.dtype
-        self.hf_config.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
-        if (self.source / "generation_config.json").exists():
-            shutil.copy(self.source / "generation_config.json", folder)
+        self.files.hf_config.dtype = self.dtype
+        self.files.hf_config.save_pretrained(folder)
+        self.files.tokenizer.save_pretrained(folder)
+        if (settings := self.files.folder / "generation_config.json").exists():
+            shutil.copy(settings, folder)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,18 +121,12 @@ def build_exports(
 
     base: name of the model that an adapter belongs to.
     """
-    whole_model = model_export(policy, model, dtype_of(checkpoint.export_dtype, auto=policy.dtype), world)
+    dtype = dtype_of(checkpoint.export_dtype, auto=policy.dtype)
+    whole_model = ModelExport(policy=policy, files=model, dtype=dtype, world=world)
     if lora is None:
         return [whole_model]
     adapter = AdapterExport(policy=policy, lora=lora, base=base, tokenizer=model.tokenizer, world=world)
     return [adapter, whole_model] if checkpoint.export_merged else [adapter]
-
-
-def model_export(policy: Policy, model: "ModelFiles", dtype: torch.dtype, world: World) -> ModelExport:
-    config, tokenizer = model.hf_config, model.tokenizer
-    return ModelExport(
-        policy=policy, hf_config=config, tokenizer=tokenizer, source=model.folder, dtype=dtype, world=world
-    )
 
 
 @contextmanager

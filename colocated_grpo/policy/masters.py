@@ -5,8 +5,8 @@ Both are allocated, and this rank's rows read, from a checkpoint.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,16 +21,18 @@ from colocated_grpo.policy.model import PackedLM, reshard
 from colocated_grpo.runtime.distributed import local_part
 
 
-class Weights(Protocol):
-    """A model and its master weights. Every method is collective."""
+class Weights:
+    """A model and its master weights. Every method is collective; the last four do nothing by default."""
 
     model: PackedLM
 
     def masters(self) -> dict[str, nn.Parameter]:
         """Return the trained parameters by name, in the same order on every rank. Parameters and gradients are fp32."""
+        raise NotImplementedError
 
     def published(self) -> Mapping[str, Tensor]:
         """Return all weights of the model by checkpoint name, including frozen weights, for syncs and exports."""
+        raise NotImplementedError
 
     def before_forward(self, *, last: bool) -> None:
         """Call before each micro-batch of a minibatch. last: an optimizer step follows this micro-batch."""
@@ -45,7 +47,11 @@ class Weights(Protocol):
         """Make the model compute with the current masters. Call whenever the masters have changed."""
 
 
-class ShardedWeights:
+Reference = Callable[[], AbstractContextManager[Weights]]
+"""Returns a context with the weights that score batches for the KL penalty. The policy must not train inside it."""
+
+
+class ShardedWeights(Weights):
     """FSDP2: the model's own parameters are the masters, sharded by rows over ranks and gathered for each use.
 
     Frozen parameters are sharded in the compute type.
@@ -65,17 +71,11 @@ class ShardedWeights:
         # Gradients accumulate unsharded and are reduced once: micro-batches add no communication.
         self.model.set_requires_gradient_sync(last)
 
-    def reduce_gradients(self) -> None:
-        """Do nothing: FSDP2 reduces gradients in the backward pass of the last micro-batch."""
-
     def release(self) -> None:
         reshard(self.model)
 
-    def publish(self) -> None:
-        """Do nothing: the next forward pass gathers the new values of the masters."""
 
-
-class UnshardedWeights:
+class UnshardedWeights(Weights):
     """One rank without FSDP: fp32 masters beside a plain model with parameters in the compute type.
 
     Device memory per trained parameter: 4 bytes for the master, 4 for its gradient during a minibatch, and one value of
@@ -91,11 +91,11 @@ class UnshardedWeights:
             for name, parameter in model.hf_parameters().items()
             if parameter.requires_grad
         }
-        prefix = model.lm.base_model_prefix
-        read_parameters(self._masters, prefix, folder)
+        reader, prefix = CheckpointReader(folder), model.lm.base_model_prefix
+        read_parameters(reader, self._masters, prefix)
         allocate(model, device, dtype)
         self._trained = {name: p for name, p in model.hf_parameters().items() if name in self._masters}
-        read_parameters({n: p for n, p in model.hf_parameters().items() if n not in self._trained}, prefix, folder)
+        read_parameters(reader, {n: p for n, p in model.hf_parameters().items() if n not in self._trained}, prefix)
         for name, parameter in self._trained.items():
             parameter.register_post_accumulate_grad_hook(_accumulate_into(self._masters[name]))
         self.publish()
@@ -106,15 +106,6 @@ class UnshardedWeights:
     def published(self) -> dict[str, nn.Parameter]:
         """Return the masters, which are exact, and the model's frozen parameters."""
         return {name: self._masters.get(name, p) for name, p in self.model.hf_parameters().items()}
-
-    def before_forward(self, *, last: bool) -> None:
-        """Do nothing: the backward pass adds each micro-batch's gradient to the gradient of the masters."""
-
-    def reduce_gradients(self) -> None:
-        """Do nothing: there is one rank."""
-
-    def release(self) -> None:
-        """Do nothing: nothing was gathered."""
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -184,23 +175,20 @@ def load_shards(model: PackedLM, folder: Path, device: torch.device, *, offloade
 
     device: where the model computes. offloaded: parameters stay in host memory between uses (FSDP2 CPU offload).
     """
-    _allocate_shards(model, torch.device("cpu") if offloaded else device, device)
-    read_parameters(model.hf_parameters(), model.lm.base_model_prefix, folder)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # `to_empty` loses their values
+    model.to_empty(device="cpu" if offloaded else device)
+    for name, buffer in model.named_buffers():
+        buffer.data = buffers[name].to(device)
+    read_parameters(CheckpointReader(folder), model.hf_parameters(), model.lm.base_model_prefix)
 
 
 @torch.no_grad()
-def read_parameters(parameters: Mapping[str, Tensor], prefix: str, folder: Path) -> None:
-    """Read parameters or buffers from the checkpoint in `folder`; only this rank's rows if they are sharded.
+def read_parameters(reader: CheckpointReader, parameters: Mapping[str, Tensor], prefix: str) -> None:
+    """Read parameters or buffers from the reader's checkpoint; only this rank's rows if they are sharded.
 
     prefix: prefix of the base model's names, such as "model". Names in the checkpoint may have or lack this prefix.
     Raises ConfigError if tensors are missing or have other shapes.
     """
-    read_from(CheckpointReader(folder), parameters, prefix)
-
-
-@torch.no_grad()
-def read_from(reader: CheckpointReader, parameters: Mapping[str, Tensor], prefix: str) -> None:
-    """Read parameters from an open reader. Raises ConfigError as `read_parameters` does."""
     for name, source in stored_names(reader, parameters, prefix).items():
         _fill(parameters[name], reader, source)
 
@@ -229,14 +217,6 @@ def stored_names(reader: CheckpointReader, parameters: Mapping[str, Tensor], pre
             f"model.name={str(reader.folder)!r}: the checkpoint lacks {len(missing)} tensors, first {missing[0]!r}"
         )
     return found
-
-
-def _allocate_shards(model: PackedLM, parameters_on: torch.device, buffers_on: torch.device) -> None:
-    """Allocate parameters and move buffers; `to_empty` alone would lose the values of the buffers."""
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    model.to_empty(device=parameters_on)
-    for name, buffer in model.named_buffers():
-        buffer.data = buffers[name].to(buffers_on)
 
 
 def _fill(parameter: Tensor, reader: CheckpointReader, source: str) -> None:

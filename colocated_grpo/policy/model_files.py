@@ -56,7 +56,11 @@ def read_model_files(
 def load_tokenizer(model: ModelConfig, folder: Path) -> PreTrainedTokenizerBase:
     """Return the tokenizer of `folder`, with the configured chat template if set. Raises ConfigError if unusable."""
     try:
-        tokenizer = _read_tokenizer(model, folder)
+        source = folder if model.tokenizer is None else fetch_tokenizer(ModelConfig(name=model.tokenizer))
+        loaded = AutoTokenizer.from_pretrained(source, trust_remote_code=model.trust_remote_code)
+        tokenizer = cast(PreTrainedTokenizerBase, loaded)  # a model's own code may return another class
+        if type(tokenizer).__name__ == "MistralCommonBackend":
+            tokenizer = _without_mistral_common(model, source)
         template = model.chat_template
         if template is not None:
             tokenizer.chat_template = template if is_inline(template) else Path(template).read_text(encoding="utf-8")
@@ -69,15 +73,6 @@ def load_tokenizer(model: ModelConfig, folder: Path) -> PreTrainedTokenizerBase:
         fix = "copy the tokenizer's files there, or set model.tokenizer"
         raise ConfigError(f"model.name={model.name!r}: no usable tokenizer; {fix}: {in_one_line(error)}") from error
     return tokenizer
-
-
-def _read_tokenizer(model: ModelConfig, folder: Path) -> PreTrainedTokenizerBase:
-    if model.tokenizer is not None:
-        folder = fetch_tokenizer(ModelConfig(name=model.tokenizer))
-    loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
-    if type(loaded).__name__ == "MistralCommonBackend":
-        return _without_mistral_common(model, folder)
-    return cast(PreTrainedTokenizerBase, loaded)  # a model's own code may return another class
 
 
 def _without_mistral_common(model: ModelConfig, folder: Path) -> PreTrainedTokenizerBase:

@@ -62,11 +62,7 @@ class ModelLoader:
     """Loads the checkpoint in a folder as a run trains or scores it. Collective."""
 
     def __init__(self, config: Config, hf_config: PretrainedConfig, folder: Path, world: World) -> None:
-        self._policy = config.policy
-        self._trust_remote_code = config.model.trust_remote_code
-        self._longest = config.max_sequence_tokens
-        self._seed = config.seed
-        self._exact = config.numerics == "exact"
+        self._config, self._policy = config, config.policy
         self._hf_config, self._folder, self._world = hf_config, folder, world
         self.dtype = compute_dtype(config.policy.compute_dtype, world.device)
         # One rank has nothing to gather or to reduce, and FSDP2 would hold frozen weights twice.
@@ -109,11 +105,12 @@ class ModelLoader:
         self._prepare_blocks(model, replays=self._policy.routing_replay)
         if self._without_fsdp:
             masters.allocate(model, device)
-            masters.read_parameters(model.hf_parameters(), model.lm.base_model_prefix, self._folder)
+            reader, prefix = CheckpointReader(self._folder), model.lm.base_model_prefix
+            masters.read_parameters(reader, model.hf_parameters(), prefix)
         else:
             self._load_sharded(model, offloaded=False)
         read_4_bits(model, self._folder, device)
-        return AdapterWeights(model, factors, device, self._seed, base_on_host=lora.base_on_host)
+        return AdapterWeights(model, factors, device, self._config.seed, base_on_host=lora.base_on_host)
 
     def _empty(self) -> PackedLM:
         """Build the model with its buffers. The parameters have no storage.
@@ -121,26 +118,25 @@ class ModelLoader:
         Raises ConfigError, before device memory is allocated, if the checkpoint lacks tensors or has other shapes.
         """
         policy, device = self._policy, self._world.device
+        longest, ranks = self._config.max_sequence_tokens, policy.context_parallel
         model = build_empty(
             self._hf_config,
             policy.logprob_chunk_tokens,
-            trust_remote_code=self._trust_remote_code,
-            attention=implementation_for(
-                self._hf_config, self.dtype, device, longest=self._longest, context_parallel=policy.context_parallel
-            ),
+            trust_remote_code=self._config.model.trust_remote_code,
+            attention=implementation_for(self._hf_config, self.dtype, device, longest=longest, context_parallel=ranks),
         )
         if device.type == "cuda" and not model.shares_prefixes:
             linear_attention.kernel()  # raises before device memory is allocated
         reader, prefix = CheckpointReader(self._folder), model.lm.base_model_prefix
         masters.stored_names(reader, model.hf_parameters(), prefix)
-        masters.read_from(reader, model.hf_buffers(), prefix)
+        masters.read_parameters(reader, model.hf_buffers(), prefix)
         return model
 
     def _prepare_blocks(self, model: PackedLM, *, replays: bool) -> None:
         """Prepare the blocks for checkpointing and compilation as configured. replays: also for routing replay."""
         policy, device = self._policy, self._world.device
         compiled = device.type == "cuda" if policy.compile == "auto" else policy.compile
-        if self._exact:
+        if self._config.numerics == "exact":
             # Imported here: other runs do not need it.
             from colocated_grpo.policy.exact import use_exact_operators
 

@@ -1,7 +1,7 @@
 """Optimizers over FSDP2 shards, and the learning-rate schedule."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -24,20 +24,14 @@ class Adafactor(torch.optim.Optimizer):
     versions in torch and transformers use norms and in-place means that DTensor does not support. Each row of a matrix
     is on one rank, so row means are local. Column means and update sizes take two all-reduces per step, for all
     parameters together.
-
-    all_reduce: sums a tensor in place over the ranks of the shards.
     """
 
     def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        *,
-        lr: float,
-        weight_decay: float,
-        all_reduce: Callable[[Tensor], None],
+        self, parameters: Sequence[nn.Parameter], *, lr: float, weight_decay: float, group: dist.ProcessGroup | None
     ) -> None:
+        """group: the ranks of the shards; None if this rank has whole parameters."""
         super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay})
-        self._all_reduce = all_reduce
+        self._group = group
 
     @torch.no_grad()
     # pyrefly: ignore[bad-override]  (torch's overloads also take a closure, unused here)
@@ -93,7 +87,8 @@ class Adafactor(torch.optim.Optimizer):
         if not parts:
             return []
         flat = torch.cat(list(parts))
-        self._all_reduce(flat)
+        if self._group is not None and self._group.size() > 1:
+            dist.all_reduce(flat, group=self._group)
         return list(flat.split([len(part) for part in parts]))
 
 
@@ -118,45 +113,17 @@ def _rows_of(p: Tensor) -> Tensor:
     return DTensor.from_local(local, p.device_mesh, p.placements, run_check=False, shape=shape, stride=(1,))
 
 
-def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig, lr: float) -> torch.optim.Optimizer:
+def build_optimizer(parameters: Sequence[nn.Parameter], config: OptimizerConfig, lr: float) -> torch.optim.Optimizer:
     """Build the optimizer named by `config.type`, over sharded or plain parameters."""
-    return BUILDERS[config.type](list(parameters), config, lr)
-
-
-def _adamw(parameters: Sequence[nn.Parameter], config: OptimizerConfig, lr: float) -> torch.optim.Optimizer:
+    if config.type == "adafactor":
+        return Adafactor(parameters, lr=lr, weight_decay=config.weight_decay, group=shard_group(parameters))
     betas = (config.beta1, config.beta2)
-    return torch.optim.AdamW(
-        parameters, lr=lr, betas=betas, eps=config.eps, weight_decay=config.weight_decay, fused=True
-    )
+    build: Callable[..., torch.optim.Optimizer] = partial(torch.optim.AdamW, fused=True)
+    if config.type == "adamw_8bit":
+        import bitsandbytes  # optional; `settings/inputs.py` has checked that it is installed
 
-
-def _adafactor(parameters: Sequence[nn.Parameter], config: OptimizerConfig, lr: float) -> torch.optim.Optimizer:
-    group = shard_group(parameters)
-    all_reduce = _no_reduction if group is None else partial(_sum_over_shards, group)
-    return Adafactor(parameters, lr=lr, weight_decay=config.weight_decay, all_reduce=all_reduce)
-
-
-def _sum_over_shards(group: dist.ProcessGroup, tensor: Tensor) -> None:
-    if group.size() > 1:
-        dist.all_reduce(tensor, group=group)
-
-
-def _no_reduction(_tensor: Tensor) -> None:
-    """Leave the tensor as it is: every rank has whole parameters."""
-
-
-def _adamw_8bit(parameters: Sequence[nn.Parameter], config: OptimizerConfig, lr: float) -> torch.optim.Optimizer:
-    import bitsandbytes  # optional; `settings/inputs.py` has checked that it is installed
-
-    return LocalShardOptimizer(
-        parameters,
-        lambda shards: bitsandbytes.optim.AdamW8bit(
-            shards, lr=lr, betas=(config.beta1, config.beta2), eps=config.eps, weight_decay=config.weight_decay
-        ),
-    )
-
-
-BUILDERS = {"adamw": _adamw, "adamw_8bit": _adamw_8bit, "adafactor": _adafactor}
+        build = partial(LocalShardOptimizer, build=bitsandbytes.optim.AdamW8bit)
+    return build(parameters, lr=lr, betas=betas, eps=config.eps, weight_decay=config.weight_decay)
 
 
 class LocalShardOptimizer(torch.optim.Optimizer):
@@ -167,11 +134,12 @@ class LocalShardOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], build: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+        self, parameters: Sequence[nn.Parameter], *, build: Callable[..., torch.optim.Optimizer], **settings: object
     ) -> None:
+        """build: called with the shards and the settings."""
         self._parameters = parameters
         self.shards = [nn.Parameter(local_part(p).detach()) for p in parameters]
-        self.inner = build(self.shards)
+        self.inner = build(self.shards, **settings)
         super().__init__(parameters, {})
         # The inner optimizer must see the learning rates that the schedule writes here.
         self.param_groups = self.inner.param_groups

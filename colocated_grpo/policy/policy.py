@@ -66,7 +66,7 @@ class Policy:
         self.context = world.context
         assert config.policy.context_parallel == (1 if world.context is None else world.context.size)
         self.dtype = loader.dtype
-        self.optimizer = build_optimizer(self.parameters().values(), config.policy.optimizer, config.policy.lr)
+        self.optimizer = build_optimizer(list(self.parameters().values()), config.policy.optimizer, config.policy.lr)
         self.version = 0
         """Completed optimizer steps."""
         self.fixed_lr: float | None = None
@@ -109,12 +109,7 @@ class Policy:
 
     def with_old_logprobs(self, batch: Batch) -> Batch:
         """Return the batch with `old_logprobs_N` from the current weights. Call before the first of several updates."""
-
-        def fill(micro_batch: MicroBatch) -> MicroBatch:
-            old_N = self.score(micro_batch)
-            return replace(micro_batch, loss_inputs=replace(micro_batch.loss_inputs, old_logprobs_N=old_N))
-
-        return batch.map(fill)
+        return batch.map(lambda micro_batch: micro_batch.with_inputs(old_logprobs_N=self.score(micro_batch)))
 
     def mismatch(self, minibatch: Minibatch) -> Metrics:
         """Return this rank's statistics of |old_logprobs_N - sampling_logprobs_N|, without a forward pass.
@@ -150,9 +145,8 @@ class Policy:
         """Return the batch with the current policy's log-probabilities where the sampler gave none."""
 
         def fill(micro_batch: MicroBatch) -> MicroBatch:
-            inputs = micro_batch.loss_inputs
-            filled_N = fill_missing(inputs.sampling_logprobs_N, self.score(micro_batch))
-            return replace(micro_batch, loss_inputs=replace(inputs, sampling_logprobs_N=filled_N))
+            given_N = micro_batch.loss_inputs.sampling_logprobs_N
+            return micro_batch.with_inputs(sampling_logprobs_N=fill_missing(given_N, self.score(micro_batch)))
 
         return batch.map(fill)
 

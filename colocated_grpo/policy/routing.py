@@ -35,34 +35,13 @@ from colocated_grpo.policy.blocks import blocks_of
 from colocated_grpo.types import MAX_UINT8_EXPERTS
 
 
-class BackwardSum:
-    """Accumulates values of blocks during their backward pass.
+class _WithGradient(torch.autograd.Function):
+    """Returns `value` unchanged; its backward pass adds `gradient`, shaped like `target`, to `target`'s gradient.
 
-    The sum is the gradient of a dummy leaf tensor, so a checkpointed block counts once although it runs forward twice,
-    and a compiled block has no side effect.
+    The gradient of a leaf tensor sums over the blocks of a backward pass: a checkpointed block counts once although it
+    runs forward twice, and a compiled block has no side effect.
     """
 
-    def __init__(self, size: int, device: torch.device) -> None:
-        self._total = torch.zeros(size, device=device, requires_grad=True)
-
-    def reset(self) -> None:
-        self._total.grad = None
-
-    def attach(self, value: Tensor, statistics: Tensor) -> Tensor:
-        """Return `value` unchanged; its backward pass adds `statistics` [size] to the sum."""
-        return with_gradient(value, self._total, statistics)
-
-    def values(self) -> Tensor:
-        """Return the sum [size] float32; zeros after a reset."""
-        return torch.zeros_like(self._total.detach()) if self._total.grad is None else self._total.grad
-
-
-def with_gradient(value: Tensor, target: Tensor, gradient: Tensor) -> Tensor:
-    """Return `value` unchanged; its backward pass adds `gradient`, shaped like `target`, to `target`'s gradient."""
-    return _WithGradient.apply(value, target, gradient)
-
-
-class _WithGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, target: Tensor, gradient: Tensor) -> Tensor:
         ctx.save_for_backward(gradient)
@@ -75,8 +54,12 @@ class _WithGradient(torch.autograd.Function):
         return grad, gradient, None
 
 
+with_gradient = _WithGradient.apply
+
 FIRST_WITH_LOGITS = Version("5.6")
 """First minor release of transformers after pull request 45131. Earlier, most routers returned probabilities."""
+RouterOutput = tuple[Tensor, Tensor, Tensor]
+"""Logits [T, E], routing weights [T, K] and expert indices [T, K]."""
 Weigh = Callable[[Any, Tensor, Tensor], Tensor]
 """(router, its logits [T, E], experts [T, K]) -> their weights [T, K], as the router of the family computes them."""
 
@@ -128,7 +111,8 @@ class RoutingReplay:
             raise ConfigError(f"policy.routing_replay=true: not supported for model type {config.model_type!r}")
         self._experts_per_token: int = config.num_experts_per_tok
         self._routers = routers_of(blocks)
-        self._replaced_and_recorded = BackwardSum(2, device)
+        self._replaced_and_recorded = torch.zeros(2, device=device, requires_grad=True)
+        """Its gradient counts the tokens whose experts were replaced, and the recorded tokens. See `_WithGradient`."""
         self._layers = [_LayerReplay(router, weigh, self._replaced_and_recorded) for router in self._routers]
 
     def load(self, tokens: PackedTokens) -> None:
@@ -152,8 +136,9 @@ class RoutingReplay:
 
     def take_mismatch(self) -> Stat:
         """Return the fraction of recorded tokens whose experts were replaced, over the layers that backward reached."""
-        replaced, recorded = self._replaced_and_recorded.values()
-        self._replaced_and_recorded.reset()
+        counts = self._replaced_and_recorded
+        replaced, recorded = torch.zeros_like(counts.detach()) if counts.grad is None else counts.grad
+        counts.grad = None
         return Stat.mean(replaced, recorded)
 
 
@@ -163,15 +148,15 @@ class _LayerReplay:
     A forward hook sees the router's logits, weights and experts, so the code of model families needs no change.
     """
 
-    def __init__(self, router: nn.Module, weigh: Weigh, replaced_and_recorded: BackwardSum) -> None:
+    def __init__(self, router: nn.Module, weigh: Weigh, replaced_and_recorded: Tensor) -> None:
         self.experts_TK: Tensor
         self.recorded_T: Tensor
         self._weigh = weigh
         self._replaced_and_recorded = replaced_and_recorded
         router.register_forward_hook(self._replace)
 
-    def _replace(self, router: nn.Module, _inputs: object, output: tuple[Tensor, Tensor, Tensor]) -> object:
-        logits_TE, own_weights_TK, own_experts_TK = routed(output, "policy.routing_replay=true")
+    def _replace(self, router: nn.Module, _inputs: object, output: RouterOutput) -> object:
+        logits_TE, own_weights_TK, own_experts_TK = output
         # Skip tokens without a record: their zeros name one expert several times, and could make the gradient NaN.
         experts_TK = torch.where(self.recorded_T[:, None], self.experts_TK.to(own_experts_TK.dtype), own_experts_TK)
         # If engine and policy chose the same experts, keep the policy's order, for the same bits as without replay.
@@ -181,7 +166,7 @@ class _LayerReplay:
         weights_TK = torch.where(replaced_T1, weights_TK, own_weights_TK)
         if weights_TK.requires_grad:
             counts = torch.stack([replaced_T.sum(), self.recorded_T.sum()]).float()
-            weights_TK = self._replaced_and_recorded.attach(weights_TK, counts)
+            weights_TK = with_gradient(weights_TK, self._replaced_and_recorded, counts)
         return logits_TE, weights_TK, torch.where(replaced_T1, experts_TK, own_experts_TK)
 
 
@@ -194,28 +179,17 @@ def check_returns_logits(setting: str) -> None:
         )
 
 
-def routed(output: object, setting: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a router's output: logits [T, E], routing weights [T, K] and expert indices [T, K].
-
-    Raises ConfigError if the installed transformers has routers with another output.
-    """
-    if not (isinstance(output, tuple) and len(output) == 3):
-        raise ConfigError(
-            f"{setting}: the routers of this version of transformers return no experts; install a newer one"
-        )
-    return output
-
-
 def routers_of(blocks: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the routers of the blocks that have experts, in order."""
-    return [router for block in blocks if (router := router_of(block)) is not None]
+    """Return the routers of the blocks that have experts, in order.
 
-
-def router_of(block: nn.Module) -> nn.Module | None:
-    """Return the module next to `experts`: `router` in gpt-oss, `gate` in all other families here."""
-    modules = dict(block.named_modules())
-    places = [name.removesuffix("experts") for name in modules if name.endswith(".experts")]
-    return (modules.get(f"{places[0]}gate") or modules[f"{places[0]}router"]) if places else None
+    A router is the module next to `experts`: `router` in gpt-oss, `gate` in all other families here.
+    """
+    found = []
+    for block in blocks:
+        modules = dict(block.named_modules())
+        places = [name.removesuffix("experts") for name in modules if name.endswith(".experts")]
+        found += [modules.get(f"{place}gate") or modules[f"{place}router"] for place in places[:1]]
+    return found
 
 
 Probabilities = Callable[[Tensor], Tensor]
@@ -233,7 +207,6 @@ class LoadBalancing:
 
         Raises ConfigError if no router is trained, or if the routers of this transformers return no logits.
         """
-        # Formatted here, because compiled blocks cannot format numbers.
         setting = f"policy.load_balancing={coefficient:g}"
         check_returns_logits(setting)
         probabilities = normalized_sigmoid if WEIGHTS.get(model_type) is sigmoid_weights else softmax
@@ -242,7 +215,7 @@ class LoadBalancing:
         if not trained:
             raise ConfigError(f"{setting}: no trained block has a router; leave the setting out")
         self._coefficient = coefficient
-        self._layers = [_LayerBalancing(router, probabilities, setting, device) for router in trained]
+        self._layers = [_LayerBalancing(router, probabilities, device) for router in trained]
 
     def load(self, tokens: PackedTokens) -> None:
         """Set the weights of the next forward pass, and of its recomputation in the backward pass."""
@@ -277,28 +250,25 @@ class _LayerBalancing:
     blocks need not return the loss. All state is in tensors: compiled blocks would treat numbers as constants.
     """
 
-    def __init__(self, router: Any, probabilities: Probabilities, setting: str, device: torch.device) -> None:
+    def __init__(self, router: Any, probabilities: Probabilities, device: torch.device) -> None:
         self.weights_T: Tensor
         self.sums_2E = torch.zeros(2, router.weight.shape[0], device=device)
         """Choices of each expert, and sums of its probabilities, in forward passes without gradient."""
         self.factors_E = torch.zeros(router.weight.shape[0], device=device)
         """One per expert: the loss is the sum over experts of this factor times the expert's summed probabilities."""
         self._probabilities = probabilities
-        self._setting = setting
         router.register_forward_hook(self._attach)
 
-    def _attach(self, _router: nn.Module, _inputs: object, output: object) -> object:
-        logits_TE, weights_TK, experts_TK = routed(output, self._setting)
+    def _attach(self, _router: nn.Module, _inputs: object, output: RouterOutput) -> object:
+        logits_TE, weights_TK, experts_TK = output
         summed_E = self.weights_T @ self._probabilities(logits_TE)
         if not torch.is_grad_enabled():
-            self.sums_2E.add_(torch.stack([self._choices(experts_TK), summed_E]))
+            weights_TK = self.weights_T[:, None].expand(experts_TK.shape)
+            choices_E = torch.zeros_like(self.factors_E).scatter_add_(0, experts_TK.reshape(-1), weights_TK.reshape(-1))
+            self.sums_2E.add_(torch.stack([choices_E, summed_E]))
             return output
         loss = (self.factors_E * summed_E).sum()
         return logits_TE, with_gradient(weights_TK, loss, torch.ones_like(loss)), experts_TK
-
-    def _choices(self, experts_TK: Tensor) -> Tensor:
-        weights_TK = self.weights_T[:, None].expand(experts_TK.shape)
-        return torch.zeros_like(self.factors_E).scatter_add_(0, experts_TK.reshape(-1), weights_TK.reshape(-1))
 
 
 def sequences_per_row(tokens: PackedTokens) -> Tensor:

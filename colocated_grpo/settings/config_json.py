@@ -74,7 +74,12 @@ def _local_config(model: ModelConfig, key: str) -> Path | None:
     folder, setting = Path(model.name), f"{key}={model.name!r}"
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise ConfigError(f"{setting}: no config.json in this folder; {_instead(folder)}")
+            wanted = "expected a saved transformers model"
+            if (folder / "adapter_config.json").is_file():
+                wanted = f"it is an adapter: name its base model, and set policy.lora.init: {folder}"
+            elif (exported := folder / "final_model").is_dir():
+                wanted = f"it is the folder of a run, whose model is {exported}"
+            raise ConfigError(f"{setting}: no config.json in this folder; {wanted}")
         if not any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "*.bin")):
             raise ConfigError(f"{setting}: no weights in this folder (*.safetensors or *.bin)")
         return folder / "config.json"
@@ -87,15 +92,6 @@ def _local_config(model: ModelConfig, key: str) -> Path | None:
     if folder.is_absolute() or model.name.startswith((".", "~")) or model.name.count("/") > 1:
         raise ConfigError(f"{setting}: no such folder")
     return None
-
-
-def _instead(folder: Path) -> str:
-    """Return what to write in place of a folder that is no model: a run's folder, an adapter's, or another."""
-    if (folder / "adapter_config.json").is_file():
-        return f"it is an adapter: name its base model, and set policy.lora.init: {folder}"
-    if (exported := folder / "final_model").is_dir():
-        return f"it is the folder of a run, whose model is {exported}"
-    return "expected a saved transformers model"
 
 
 def _hub_config(model: ModelConfig, key: str) -> Path:

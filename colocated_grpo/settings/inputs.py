@@ -63,7 +63,7 @@ def check_inputs(config: Config) -> tuple[Config, list[str]]:
         raise ConfigError(f"engine.tensor_parallel_size={size}: must divide the {heads} attention heads of {name}")
     positions = config_json.longest_sequence(text) or config_json.MAX_SIZE  # some files do not state it
     lowered, notes = _lowered_lengths(config.rollout, positions, name)
-    config = config.model_copy(update={"rollout": config.rollout.model_copy(update=lowered)})
+    config = config.with_values("rollout", **lowered)
     original = config_json.original_positions(text)
     longest = f"rollout.max_prompt_tokens + rollout.max_completion_tokens={config.max_sequence_tokens}: must be at most"
     if original is not None and original < config.max_sequence_tokens:
@@ -75,8 +75,7 @@ def check_inputs(config: Config) -> tuple[Config, list[str]]:
     wanted = config.engine.max_model_len
     if wanted is not None and wanted > positions:
         notes.append(f"engine.max_model_len={wanted}: {name} has {positions} positions; using {positions}")
-        engine = config.engine.model_copy(update={"max_model_len": positions})
-        config = config.model_copy(update={"engine": engine})
+        config = config.with_values("engine", max_model_len=positions)
     if config.reference_model is not None:
         _check_reference(config.reference_model, config.policy.context_parallel, config.max_sequence_tokens)
     return config, notes
@@ -313,7 +312,7 @@ def with_adapter_settings(config: Config) -> Config:
                 f"policy.lora.{name}={given[name]}: the adapter {setting} has {getattr(resolved, name)}; leave the "
                 "setting out"
             )
-    return config.model_copy(update={"policy": config.policy.model_copy(update={"lora": resolved})})
+    return config.with_values("policy", lora=resolved)
 
 
 def _unsupported(saved: JsonObject) -> JsonObject:

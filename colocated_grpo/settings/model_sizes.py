@@ -107,11 +107,6 @@ class Sizes:
     def total(self) -> int:
         return self.outside + sum(block.total for block in self.blocks)
 
-    @cached_property
-    def largest(self) -> BlockSizes:
-        """The block with the most parameters."""
-        return max(self.blocks, key=lambda block: block.total)
-
     def kv_bytes_per_token(self, itemsize: int, ranks: int = 1) -> int:
         """Return the bytes per token in the KV cache of each rank of an engine."""
         return itemsize * sum(block.attention.cached(ranks) for block in self.blocks)

@@ -4,7 +4,7 @@ A rule rejects a feature that packed training would compute wrongly, or that wou
 downloaded. Rules test features; model types are listed only where config.json does not show the feature.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from colocated_grpo.errors import ConfigError
@@ -276,16 +276,9 @@ def _experts(text: Settings) -> int:
     if text.get("enable_moe_block") is False:
         return 0
     named = "moe" in str(text.get("model_type")) or text.get("model_type") in EXPERT_TYPES
-    return max([2 if named else 0, *_counts(text)])
-
-
-def _counts(text: Settings) -> Iterator[int]:
-    for key in EXPERT_COUNTS:
-        count = text.get(key)
-        if isinstance(count, list):  # one count for each layer
-            yield from count
-        elif isinstance(count, int):
-            yield count
+    stated = [count for key in EXPERT_COUNTS if isinstance(count := text.get(key), int | list)]
+    # Some families state one count for each layer.
+    return max([2 if named else 0, *(max(count, default=0) if isinstance(count, list) else count for count in stated)])
 
 
 def _scales_logits(text: Settings) -> bool:

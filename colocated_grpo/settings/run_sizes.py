@@ -146,7 +146,7 @@ class RunSizes:
         policy, sizes = self.config.policy, self.sizes
         if self.place.ranks == 1 and not policy.cpu_offload:
             return self.compute_bytes * self.trained
-        return self.compute_bytes * (sizes.outside + 2 * sizes.largest.total)
+        return self.compute_bytes * (sizes.outside + 2 * max(block.total for block in sizes.blocks))
 
     def _activations(self) -> int:
         """Return the bytes of a micro-batch: inputs of all blocks, one block's activations, twice a chunk's logits."""
@@ -219,12 +219,8 @@ class RunSizes:
             "--engine.kv_cache_memory_bytes null": {"kv_cache_memory_bytes": None},
             "--engine.sleep true": {"sleep": True},
         }
-        runs = {setting: self._with(setting.split(".")[0][2:], change) for setting, change in changes.items()}
-        return {setting: run for setting, run in runs.items() if run.config != self.config}
-
-    def _with(self, section: str, change: JsonObject) -> "RunSizes":
-        changed = getattr(self.config, section).model_copy(update=change)
-        return replace(self, config=self.config.model_copy(update={section: changed}))
+        configs = {key: self.config.with_values(key.split(".")[0][2:], **change) for key, change in changes.items()}
+        return {key: replace(self, config=one) for key, one in configs.items() if one != self.config}
 
 
 def _parameters(model: ModelConfig) -> int:

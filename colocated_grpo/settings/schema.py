@@ -215,7 +215,6 @@ class Config(Section):
     def max_sequence_tokens(self) -> int:
         return self.rollout.max_prompt_tokens + self.rollout.max_completion_tokens
 
-    def with_micro_batches(self, tokens: int) -> Self:
-        """Return the config with batch.max_tokens_per_micro_batch set to a number."""
-        batch = self.batch.model_copy(update={"max_tokens_per_micro_batch": tokens})
-        return self.model_copy(update={"batch": batch})
+    def with_values(self, section: str, **values: object) -> Self:
+        """Return the config with other values in a section, without a check: with_values("batch", epochs=2)."""
+        return self.model_copy(update={section: getattr(self, section).model_copy(update=values)})

@@ -119,17 +119,6 @@ def adapter_shape(lora: LoRAConfig | None) -> JsonObject:
     }
 
 
-_BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-
-
-def _parse_boolean(value: object) -> object:
-    """Convert YAML 1.1 booleans (yes, no, on, off), as pydantic does for plain bool fields only."""
-    return _BOOLEANS.get(value.lower(), value) if isinstance(value, str) else value
-
-
-AutoOrBool = Annotated[Literal["auto", True, False], BeforeValidator(_parse_boolean)]
-
-
 class OptimizerConfig(Section):
     type: Literal["adamw", "adamw_8bit", "adafactor"] = "adamw"
     """adamw: torch's fused AdamW, 8 bytes of state per parameter. adamw_8bit: AdamW of bitsandbytes, 2 bytes of state
@@ -165,10 +154,10 @@ class PolicyConfig(Section):
     compute_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Type of activations and of the weights in the forward pass. Master weights and gradient reduction are always
     float32. auto: bfloat16 on CUDA, float32 on CPU."""
-    gradient_checkpointing: AutoOrBool = "auto"
+    gradient_checkpointing: Literal["auto"] | bool = "auto"
     """Recompute the activations of transformer blocks in the backward pass: less memory, up to a third more compute.
     auto: on CUDA as few blocks as the measured free memory requires, none on CPU. true: all blocks. false: none."""
-    compile: AutoOrBool = "auto"
+    compile: Literal["auto"] | bool = "auto"
     """Compile each transformer block with torch.compile. auto: on CUDA. Set false for very small models, where
     compiling costs more time than it saves."""
     cpu_offload: bool = False

@@ -113,32 +113,20 @@ def assign(tree: SettingsTree, path: KeyPath, value: object) -> None:
 
     Raises ConfigError if the path leads through a plain value, or skips list entries.
     """
-    node: object = tree
-    for depth, step in enumerate(path[:-1]):
-        child = _child(node, step, path[:depth], path)
-        if child is None:
-            child = [] if isinstance(path[depth + 1], int) else {}
-            _set(node, step, child)
-        node = child
-    _child(node, path[-1], path[:-1], path)
-    _set(node, path[-1], value)
-
-
-def _child(node: object, step: str | int, parent: KeyPath, path: KeyPath) -> object:
-    """Return entry `step` of `node`; None if the entry is missing. Raises ConfigError if the entry cannot be set."""
-    if isinstance(node, dict):
-        return node.get(step)
-    if not isinstance(node, list):
-        raise ConfigError(f"{dotted(path)}: {dotted(parent)} is a value, not a section")
-    if not isinstance(step, int):
-        raise ConfigError(f"{dotted(path)}: {dotted(parent)} is a list; name an entry, as in {dotted(parent)}.0")
-    if step > len(node):
-        raise ConfigError(f"{dotted(path)}: {dotted(parent)} has {len(node)} entries, numbered from 0")
-    return node[step] if step < len(node) else None
-
-
-def _set(node: Any, step: str | int, value: object) -> None:
-    if isinstance(node, list) and step == len(node):
-        node.append(value)
-    else:
-        node[step] = value
+    node: Any = tree
+    for depth, step in enumerate(path):
+        section, name = node, dotted(path[:depth])
+        if isinstance(section, list):
+            if not isinstance(step, int):
+                raise ConfigError(f"{dotted(path)}: {name} is a list; name an entry, as in {name}.0")
+            if step > len(section):
+                raise ConfigError(f"{dotted(path)}: {name} has {len(section)} entries, numbered from 0")
+            if step == len(section):
+                section.append(None)
+        elif not isinstance(section, dict):
+            raise ConfigError(f"{dotted(path)}: {name} is a value, not a section")
+        if depth + 1 == len(path):
+            node[step] = value
+        elif lookup(node, (step,)) is None:
+            node[step] = [] if isinstance(path[depth + 1], int) else {}
+        node = node[step]

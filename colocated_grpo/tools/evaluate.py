@@ -35,13 +35,9 @@ def with_subject(config: Config, subject: ModelSubject) -> Config:
     arguments: JsonObject = {"use_tqdm_on_load": False, **config.engine.args}
     if subject.adapter is not None:
         arguments |= {"enable_lora": True, "max_lora_rank": lora_limit(subject.rank)}
-    return config.model_copy(
-        update={
-            "engine": config.engine.model_copy(update={"placement": "colocated", "args": arguments}),
-            "policy": config.policy.model_copy(update={"lora": None, "train_layers": None, "routing_replay": False}),
-            "weights": "copied",
-        }
-    )
+    config = config.model_copy(update={"weights": "copied"})
+    config = config.with_values("engine", placement="colocated", args=arguments)
+    return config.with_values("policy", lora=None, train_layers=None, routing_replay=False)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -87,8 +83,7 @@ def settings(subject: ModelSubject, config_file: str | None, overrides: Sequence
         raise ConfigError("--config: required unless MODEL is a run folder; give a file with evaluation.sets")
     config = read_settings(subject, path, overrides)
     sets = [entry.model_copy(update={"every": 1}) for entry in config.evaluation.sets]
-    evaluation = config.evaluation.model_copy(update={"sets": sets, "every": 0 if sets else 1})
-    config = config.model_copy(update={"evaluation": evaluation})
+    config = config.with_values("evaluation", sets=sets, every=0 if sets else 1)
     rules.check_world(config, int(os.environ["WORLD_SIZE"]))
     return inputs.check_inputs(config)[0]
 

@@ -17,7 +17,9 @@ from colocated_grpo.rollout.vllm.vllm_engine import VLLMEngine
 from colocated_grpo.runtime.distributed import World, init_world
 from colocated_grpo.runtime.joining import join
 from colocated_grpo.settings.schema import Config
-from colocated_grpo.types import Group, JsonObject
+from colocated_grpo.tracking import files
+from colocated_grpo.tracking.records import rollout_row
+from colocated_grpo.types import JsonObject
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +40,11 @@ def evaluate(prepared: Evaluation) -> JsonObject | None:
             "prompts": len(groups),
             "samples": each.samples,
             "metrics": metrics,
-            "completions": [line for group in groups for line in _lines(group)],
+            "completions": [
+                rollout_row(files.EVALUATION, 0, group, sample, None)
+                for group in groups
+                for sample in range(len(group.rollouts))
+            ],
         }
     return results if prepared.world.is_main else None
 
@@ -77,20 +83,3 @@ def prepare_evaluation(config: Config, adapter: Path | None) -> Generator[Evalua
     site.resources.close()
     joined.watchdog.close()
     world.barrier()
-
-
-def _lines(group: Group) -> list[JsonObject]:
-    """Return the entries of --output for the completions of a group."""
-    return [
-        {
-            "prompt_index": group.prompt.index,
-            "prompt": group.prompt.text,
-            "answer": group.prompt.answer,
-            "completion": rollout.text,
-            "reward": rollout.score.reward,
-            "parts": rollout.score.parts,
-            "error": rollout.score.error,
-            "finish_reason": rollout.finish_reason,
-        }
-        for rollout in group.rollouts
-    ]

@@ -151,7 +151,8 @@ def fine_tune(config: Config, rows: Sequence[Item], options: argparse.Namespace,
     config = config.model_copy(update={"training_steps": options.epochs * ceil(len(groups) / size)})
     rules.check(config)
     policy = Policy(config, model.hf_config, model.folder, world)
-    config = config.with_micro_batches(choose_micro_batch_size(policy, StepSettings.of(config), world).tokens)
+    tokens = choose_micro_batch_size(policy, StepSettings.of(config), world).tokens
+    config = config.with_values("batch", max_tokens_per_micro_batch=tokens)
     losses = []
     for epoch in range(options.epochs):
         order = Random(derive_seed(config.seed, epoch)).sample(groups, len(groups))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from random import Random
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.nn.utils import clip_grad_norm_
@@ -49,17 +49,35 @@ class WarmStart:
     """
 
 
-class Teacher(Protocol):
+class Teacher:
     """Supervised examples of one task or episode, and the reward that a model gets on it."""
+
+    def __init__(self, task: Any, tokenizer: PreTrainedTokenizerFast, settings: WarmStart) -> None:
+        """task: a `Task` or an `Episode`."""
+        self.task = task
+        self.tokenizer = tokenizer
+        self.settings = settings
+        self.rng = Random(settings.seed)
+        self._prompts = encoded_prompts(task, tokenizer, settings.seed, "train")
 
     def examples(self, count: int) -> list[Example]:
         """Return the next examples of the train split, with slips in the labels."""
+        return [self._example(prompt) for prompt in islice(self._prompts, count)]
 
     def sampled_reward(self, model: PreTrainedModel, split: Split, count: int) -> float:
         """Return the mean reward of one completion for each of `count` prompts, at temperature 1.
 
         A failed score counts as 0. Prompts of the train split differ from the prompts of examples().
         """
+        seed = self.settings.seed + (split == "train")
+        scores = self._scores(model, list(islice(encoded_prompts(self.task, self.tokenizer, seed, split), count)))
+        return sum(score.reward or 0.0 for score in scores) / len(scores)
+
+    def _example(self, prompt: Prompt) -> Example:
+        raise NotImplementedError
+
+    def _scores(self, model: PreTrainedModel, prompts: list[Prompt]) -> Sequence[Score]:
+        raise NotImplementedError
 
 
 def warm_start(
@@ -94,32 +112,22 @@ def warm_start(
     return settings.max_steps
 
 
-class TaskTeacher:
+class TaskTeacher(Teacher):
     """Teacher of a single-turn task: each item's "answer", with slips."""
 
-    def __init__(self, task: Task, tokenizer: PreTrainedTokenizerFast, settings: WarmStart) -> None:
-        self._task = task
-        self._tokenizer = tokenizer
-        self._settings = settings
-        self._prompts = encoded_prompts(task, tokenizer, settings.seed, "train")
-        self._rng = Random(settings.seed)
-
-    def examples(self, count: int) -> list[Example]:
-        return [self._example(prompt) for prompt in islice(self._prompts, count)]
+    task: Task
 
     def _example(self, prompt: Prompt) -> Example:
         if "answer" not in prompt.item:
-            raise ValueError(f"{type(self._task).__name__}: its items have no 'answer' to learn from")
-        answer = with_slips(prompt.item["answer"], self._settings.slips, self._rng)
-        completion = [*self._tokenizer.encode(answer), self._tokenizer.eos_token_id]
+            raise ValueError(f"{type(self.task).__name__}: its items have no 'answer' to learn from")
+        answer = with_slips(prompt.item["answer"], self.settings.slips, self.rng)
+        completion = [*self.tokenizer.encode(answer), self.tokenizer.eos_token_id]
         return prompt.token_ids + completion, [IGNORE_INDEX] * len(prompt.token_ids) + completion
 
-    def sampled_reward(self, model: PreTrainedModel, split: Split, count: int) -> float:
-        prompts = eval_prompts(self._task, self._tokenizer, self._settings.seed, split, count)
-        answers = sample(model, self._tokenizer, [p.token_ids for p in prompts], self._settings.max_completion_tokens)
-        texts = self._tokenizer.batch_decode(answers, skip_special_tokens=True)
-        scores = [score_texts(self._task, prompt.item, [text])[0] for prompt, text in zip(prompts, texts, strict=True)]
-        return sum(score.reward or 0.0 for score in scores) / len(scores)
+    def _scores(self, model: PreTrainedModel, prompts: list[Prompt]) -> Sequence[Score]:
+        answers = sample(model, self.tokenizer, [p.token_ids for p in prompts], self.settings.max_completion_tokens)
+        texts = self.tokenizer.batch_decode(answers, skip_special_tokens=True)
+        return [score_texts(self.task, prompt.item, [text])[0] for prompt, text in zip(prompts, texts, strict=True)]
 
 
 def encoded_prompts(
@@ -131,13 +139,6 @@ def encoded_prompts(
         prompt = encoder.encode(item, index=index, source=type(task).__name__)
         if prompt is not None:
             yield prompt
-
-
-def eval_prompts(
-    task: Task | Episode, tokenizer: PreTrainedTokenizerFast, seed: int, split: Split, count: int
-) -> list[Prompt]:
-    """Return the first `count` prompts of the held-out split, or of the train split under another seed."""
-    return list(islice(encoded_prompts(task, tokenizer, seed + (split == "train"), split), count))
 
 
 def with_slips(answer: str, fraction: float, rng: Random) -> str:
@@ -184,26 +185,17 @@ class TeachableEpisode(Episode, Protocol):
         """Return the correct next turn after these observations."""
 
 
-class EpisodeTeacher:
-    """`Teacher` that plays an episode correctly and puts slips (random errors) into the training labels only.
+class EpisodeTeacher(Teacher):
+    """Plays an episode correctly, and puts slips (random errors) into the training labels only.
 
     Tools would respond to a wrong call, and the model would then learn from a derailed conversation.
     """
 
-    def __init__(self, episode: TeachableEpisode, tokenizer: PreTrainedTokenizerFast, settings: WarmStart) -> None:
-        self.episode = episode
-        self.tokenizer = tokenizer
-        self.settings = settings
-        self.codec = ChatCodec(tokenizer)
-        self._prompts = encoded_prompts(episode, tokenizer, settings.seed, "train")
-        self._rng = Random(settings.seed)
+    task: TeachableEpisode
 
-    def examples(self, count: int) -> list[Example]:
-        return [asyncio.run(self._example(prompt)) for prompt in islice(self._prompts, count)]
-
-    async def _example(self, prompt: Prompt) -> Example:
+    def _example(self, prompt: Prompt) -> Example:
         conversation = _TeacherConversation(self, prompt)
-        await self.episode.run(prompt.item, conversation)
+        asyncio.run(self.task.run(prompt.item, conversation))
         rollout = conversation.rollout(NO_SCORE, temperature=1.0)
         labels = [
             self._label(token) if sampled else IGNORE_INDEX
@@ -212,23 +204,21 @@ class EpisodeTeacher:
         return rollout.token_ids, labels
 
     def _label(self, token: int) -> int:
-        slip = token != self.tokenizer.eos_token_id and self._rng.random() < self.settings.slips
-        return self._rng.choice(self.tokenizer.encode("0123456789")) if slip else token
+        slip = token != self.tokenizer.eos_token_id and self.rng.random() < self.settings.slips
+        return self.rng.choice(self.tokenizer.encode("0123456789")) if slip else token
 
-    def sampled_reward(self, model: PreTrainedModel, split: Split, count: int) -> float:
-        prompts = eval_prompts(self.episode, self.tokenizer, self.settings.seed, split, count)
+    def _scores(self, model: PreTrainedModel, prompts: list[Prompt]) -> Sequence[Score]:
         sampler = _BatchSampler(len(prompts), partial(sample, model, self.tokenizer))
 
         async def play_all() -> list[Score]:
             return await asyncio.gather(*(self._play(prompt, sampler) for prompt in prompts))
 
-        scores = asyncio.run(play_all())
-        return sum(score.reward or 0.0 for score in scores) / len(scores)
+        return asyncio.run(play_all())
 
     async def _play(self, prompt: Prompt, sampler: "_BatchSampler") -> Score:
-        conversation = Conversation(prompt, self.codec, self.settings.max_completion_tokens, sampler.sample)
+        codec, limit = ChatCodec(self.tokenizer), self.settings.max_completion_tokens
         try:
-            return as_score(await self.episode.run(prompt.item, conversation))
+            return as_score(await self.task.run(prompt.item, Conversation(prompt, codec, limit, sampler.sample)))
         except ContextExhausted:
             return NO_SCORE
         finally:
@@ -239,7 +229,8 @@ class _TeacherConversation(Conversation):
     """A conversation whose turns come from the teacher instead of a model."""
 
     def __init__(self, teacher: EpisodeTeacher, prompt: Prompt) -> None:
-        super().__init__(prompt, teacher.codec, teacher.settings.max_completion_tokens, self._teach)
+        codec = ChatCodec(teacher.tokenizer)
+        super().__init__(prompt, codec, teacher.settings.max_completion_tokens, self._teach)
         self._teacher = teacher
         self._item = prompt.item
         self._observations: list[str] = []
@@ -250,7 +241,7 @@ class _TeacherConversation(Conversation):
 
     async def _teach(self, _token_ids: list[int], _max_tokens: int) -> Completion:
         tokenizer = self._teacher.tokenizer
-        turn = tokenizer.encode(self._teacher.episode.teach(self._item, self._observations))
+        turn = tokenizer.encode(self._teacher.task.teach(self._item, self._observations))
         return taught([*turn, tokenizer.eos_token_id])
 
 

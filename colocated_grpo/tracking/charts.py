@@ -137,29 +137,19 @@ def chart_sections(rows: list[Row]) -> Iterator[str]:
     """Yield the HTML of every section with a chart, then a list of the metrics that stayed constant."""
     points = _points(rows)
     errors = {key: dict(points.pop(key + STDERR)) for key in list(points) if key + STDERR in points}
-    sets, families = _evaluation_charts(points), list(family_charts(points))
-    named = DRAWN | {key for chart in (*families, *sets) for key in chart.lines}
+    families = list(family_charts(points))
+    named = DRAWN | {key for chart in families for key in chart.lines}
     rest = [key for key in points if key not in named and not key.startswith(UNPLOTTED)]
     for title, charts in SECTIONS.items():
         if title == "Learning":
-            charts = (charts[0], *families, *charts[1:], *sets)
+            charts = (charts[0], *families, *charts[1:])
         yield _section(title, [_line_figure(chart, points, errors) for chart in charts])
     yield _section("More metrics", [_line_figure(Chart(key, {key: key}), points, errors) for key in rest])
     yield _constant_metrics(points)
 
 
-def _evaluation_charts(points: dict[str, list[Point]]) -> list[Chart]:
-    """Return a chart for each evaluation set, with its mean reward, pass@k and maj@k."""
-    lines: dict[str, dict[str, str]] = {}
-    for key in points:
-        first, *names = key.split("/")
-        if first == "eval" and len(names) == 2 and re.fullmatch(r"mean|(pass|maj)@\d+", names[1]):
-            lines.setdefault(names[0], {})[key] = names[1]
-    return [Chart(f"Evaluation of {name}", shown, "mean over prompts") for name, shown in lines.items()]
-
-
 def family_charts(keys: Iterable[str]) -> Iterator[Chart]:
-    """Yield charts of metrics with a common prefix: parts of the reward, environments, and metrics of games."""
+    """Yield charts of metrics with a common prefix: of the reward, environments, evaluation sets and games."""
     families: dict[str, dict[str, str]] = {}
     for key in keys:
         first, _, name = key.partition("/")
@@ -167,6 +157,8 @@ def family_charts(keys: Iterable[str]) -> Iterator[Chart]:
         environment, _, metric = name.rpartition("/")
         if first == "env" and metric in BY_ENVIRONMENT:
             title, name = f"{BY_ENVIRONMENT[metric]} by environment", environment
+        elif first == "eval" and re.fullmatch(r"mean|(pass|maj)@\d+", metric):
+            title, name = f"Evaluation of {environment}", metric
         elif part_of is not None:
             title, name = PARTS[part_of], key.removeprefix(f"{part_of}/")
         elif first in TRAINER_PREFIXES or key.startswith(UNPLOTTED) or not name or key in DRAWN:

@@ -102,8 +102,12 @@ class RunOutput:
         if self.phase_name == name:
             self._show(lambda display: display.phase_lasts(name))
 
-    def stop_line(self) -> str:
-        return f"stopped during start-up{f' ({self.phase_name})' if self.phase_name else ''}, before the first step"
+    @property
+    def start_phase(self) -> str | None:
+        """The phase of the start; None if the run trains."""
+        if self.trains:
+            return None
+        return f"start-up ({self.phase_name})" if self.phase_name else "start-up"
 
     def open(self, facts: dict[str, str], first_step: int) -> None:
         """Show the banner; steps follow."""
@@ -227,7 +231,7 @@ def record_ending(output: RunOutput, error: BaseException, run_folders: Sequence
     elif isinstance(error, OSError) and (line := explain_os_error(error, run_folders)):
         lines = [f"error: {line}"]
     text = " ".join(lines).removeprefix("error: ") or in_one_line(error)
-    where = "; ".join(place for place in (_phase(output), place_of(error)) if place) or None
+    where = "; ".join(place for place in (output.start_phase, place_of(error)) if place) or None
     failure = Failure(error=text, where=where, exit_code=RUN_ERROR, rank=int(os.environ["RANK"]))
     _record(output, failure, lines or "".join(traceback.format_exception(error)).splitlines())
     return RUN_ERROR, lines
@@ -264,14 +268,14 @@ def leave_start(output: RunOutput) -> str:
     if output.folder is not None:
         remove_if_unused(output.folder)
     leave(recorded=True)
-    return output.stop_line()
+    return f"stopped during {output.start_phase}, before the first step"
 
 
 def leave_with_other_rank(output: RunOutput, line: str | None) -> None:
     """Restore the terminal before the watchdog ends this rank. line: the reason, if no rank is alive to record it."""
     output.close()
     if line is not None:
-        _record(output, Failure(error=line, where=_phase(output), exit_code=RUN_ERROR), [f"error: {line}"])
+        _record(output, Failure(error=line, where=output.start_phase, exit_code=RUN_ERROR), [f"error: {line}"])
     leave(recorded=True)
 
 
@@ -309,13 +313,6 @@ def append_to_log(run_dir: Path, lines: Sequence[str]) -> None:
     """Append lines to run.log. Any process may do so: a rank other than 0, or the launcher."""
     with suppress(OSError), (run_dir / LOG_FILE).open("a", encoding="utf-8", errors="backslashreplace") as log:
         log.writelines(f"{line}\n" for line in lines)
-
-
-def _phase(output: RunOutput) -> str | None:
-    """Return the phase of the start; None if the run trains."""
-    if output.trains:
-        return None
-    return f"start-up ({output.phase_name})" if output.phase_name else "start-up"
 
 
 def place_of(error: BaseException) -> str | None:

@@ -72,7 +72,7 @@ class RunWriter:
             # A write to a deleted file succeeds and is lost. Stop now instead of training for nothing.
             raise RunError(f"{self._run_dir}: the run folder or its {files.METRICS_FILE} was deleted during the run")
         # Rollouts first: a kill between the two writes must not leave a metrics row without its rollouts.
-        lines = [files.json_line(_rollout_row(kind, step, group, sample, self._decode)) for group, sample in samples]
+        lines = [files.json_line(rollout_row(kind, step, group, sample, self._decode)) for group, sample in samples]
         self._rollouts.write("".join(lines))
         self._rollouts.flush()
         row = {"kind": kind, "step": step} | {key: finite(value) for key, value in metrics.items()}
@@ -85,7 +85,8 @@ def finite(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else value
 
 
-def _rollout_row(kind: str, step: int, group: Group, sample: int, decode: Decode | None) -> files.Row:
+def rollout_row(kind: str, step: int, group: Group, sample: int, decode: Decode | None) -> files.Row:
+    """Return the row of one rollout in rollouts.jsonl. decode: as in `RunWriter`."""
     rollout = group.rollouts[sample]
     row = {
         "kind": kind,

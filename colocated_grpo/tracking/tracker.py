@@ -50,49 +50,39 @@ def typical_completion(groups: Sequence[Group]) -> str | None:
     return f"{', '.join(facts)}: {'...' * (end != prompt)}{end} -> {transcripts.one_line(text, COMPLETION_CHARACTERS)}"
 
 
-class ScoringErrors:
-    """Remembers which environments have been reported. The metrics count every error."""
+def scoring_errors(step: int, groups: Sequence[Group], reported: set[tuple[str, bool]]) -> Iterator[str]:
+    """Yield a line for each environment with the first unreadable answers, or the first failed rewards.
 
-    def __init__(self) -> None:
-        self._reported: set[tuple[str, bool]] = set()
-
-    def check(self, step: int, groups: Sequence[Group]) -> Iterator[str]:
-        """Yield a line for each environment with the first unreadable answers, or the first failed rewards."""
-        scores: dict[str, list[Score]] = {}
-        for group in groups:
-            scores.setdefault(group.prompt.source, []).extend(rollout.score for rollout in group.rollouts)
-        for name, own in scores.items():
-            for failed in (False, True):
-                raised = [score for score in own if (score.failed if failed else score.unscorable)]
-                if not raised or (name, failed) in self._reported:
-                    continue
-                self._reported.add((name, failed))
-                what = "made a scorer raise and got no credit from it (metric unscorable"
-                if failed:
-                    what = "have no reward, because scoring failed (metric reward_errors"
-                yield (
-                    f"step {step}: {len(raised)} of {len(own)} completions of {name} {what}; shown once); the first: "
-                    f"{raised[0].error}"
-                )
+    reported: environments of earlier lines, and whether their rewards failed; updated. The metrics count every error.
+    """
+    scores: dict[str, list[Score]] = {}
+    for group in groups:
+        scores.setdefault(group.prompt.source, []).extend(rollout.score for rollout in group.rollouts)
+    for name, own in scores.items():
+        for failed in (False, True):
+            raised = [score for score in own if (score.failed if failed else score.unscorable)]
+            if not raised or (name, failed) in reported:
+                continue
+            reported.add((name, failed))
+            what = "made a scorer raise and got no credit from it (metric unscorable"
+            if failed:
+                what = "have no reward, because scoring failed (metric reward_errors"
+            yield (
+                f"step {step}: {len(raised)} of {len(own)} completions of {name} {what}; shown once); the first: "
+                f"{raised[0].error}"
+            )
 
 
-class StabilityWatch:
-    """Counts consecutive steps out of bounds. Each period of such steps is reported once."""
-
-    def __init__(self) -> None:
-        self._count = 0
-
-    def check(self, row: Mapping[str, float]) -> str | None:
-        """Return a warning at the third step in a row that is out of bounds; else None."""
-        loss, ratio = row.get("loss", 0.0), row.get("ratio", 1.0)
-        self._count = self._count + 1 if loss < LOWEST_LOSS or ratio > HIGHEST_RATIO else 0
-        if self._count != STEPS:
-            return None
-        return (
-            f"warning: loss={number(loss)}, ratio={number(ratio)}: for {STEPS} steps the loss was below "
-            f"{LOWEST_LOSS:g} or the ratio above {HIGHEST_RATIO:g}, so updates are too large; lower policy.lr, add "
-            "policy.warmup_steps, or check that clipping is on (loss.clip_low, loss.clip_high)"
-        )
+def instability(row: Mapping[str, float]) -> str | None:
+    """Return the warning for STEPS steps out of bounds if the step of this row is one; else None."""
+    loss, ratio = row.get("loss", 0.0), row.get("ratio", 1.0)
+    if not (loss < LOWEST_LOSS or ratio > HIGHEST_RATIO):
+        return None
+    return (
+        f"warning: loss={number(loss)}, ratio={number(ratio)}: for {STEPS} steps the loss was below "
+        f"{LOWEST_LOSS:g} or the ratio above {HIGHEST_RATIO:g}, so updates are too large; lower policy.lr, add "
+        "policy.warmup_steps, or check that clipping is on (loss.clip_low, loss.clip_high)"
+    )
 
 
 def banner_facts(settings: JsonObject, model: str, run_dir: Path) -> dict[str, str]:
@@ -157,8 +147,9 @@ class Tracker:
         self._output = output
         self._sinks = Sinks(self.note)
         self._report = report.LiveReport(run_dir, self.note)
-        self._stability = StabilityWatch()
-        self._scoring_errors = ScoringErrors()
+        self._unstable_steps = 0
+        """Consecutive steps out of bounds, up to now."""
+        self._reported_errors: set[tuple[str, bool]] = set()
         self._writer: RunWriter | None = None
         self._held_out: dict[str, float] = {}
 
@@ -205,10 +196,12 @@ class Tracker:
             self.note(f"  step {step}: {lack}, and no mismatch to measure")
         if self._tracking.show_completion and (text := typical_completion(groups)):
             self.note(f"  {text}")
-        for line in self._scoring_errors.check(step, groups):
+        for line in scoring_errors(step, groups, self._reported_errors):
             self.note(line)
         self._report.step()
-        if warning := self._stability.check(row):
+        warning = instability(row)
+        self._unstable_steps = self._unstable_steps + 1 if warning else 0
+        if warning and self._unstable_steps == STEPS:
             self.note(warning)
 
     def games(self, step: int, games: list[JsonObject]) -> None:

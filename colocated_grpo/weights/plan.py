@@ -15,7 +15,7 @@ from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVPar
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from colocated_grpo.policy.checkpoint_files import CheckpointReader
-from colocated_grpo.policy.masters import read_from
+from colocated_grpo.policy.masters import read_parameters
 from colocated_grpo.rollout.engine import LocalEngine
 from colocated_grpo.runtime.text_part import OUTPUT_LAYER
 
@@ -187,7 +187,7 @@ def verified_plan(engine: LocalEngine, shapes: Mapping[str, torch.Size], prefix:
 
 def _is_loaded(target: Target, name: str, shape: torch.Size, prefix: str, reader: CheckpointReader) -> bool:
     whole = torch.empty(shape, dtype=target.view.dtype, device=target.view.device)
-    read_from(reader, {name: whole}, prefix)
+    read_parameters(reader, {name: whole}, prefix)
     part = whole.narrow(target.dim, target.start, target.view.shape[target.dim])
     return torch.equal(target.view, part)
 

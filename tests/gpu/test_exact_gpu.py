@@ -103,7 +103,7 @@ def test_log_probabilities_do_not_depend_on_the_micro_batch(world, tmp_path):
     policy, groups = policy_of(config, world), random_groups(3, 3)
 
     def scored(size: int) -> torch.Tensor:
-        (minibatch,) = pack_for(world, groups, config.with_micro_batches(size)).minibatches
+        (minibatch,) = pack_for(world, groups, config.with_values("batch", max_tokens_per_micro_batch=size)).minibatches
         # Micro-batches order the sequences differently.
         return torch.cat([policy.score(each) for each in minibatch.micro_batches]).sort().values
 

@@ -25,7 +25,7 @@ from colocated_grpo.errors import ConfigError
 from colocated_grpo.policy.checkpoint_files import CheckpointReader
 from colocated_grpo.policy.lora import nf4
 from colocated_grpo.policy.lora.linear import ADAPTED, FACTORS, AdaptedLinear, merge, merged, product
-from colocated_grpo.policy.masters import read_from
+from colocated_grpo.policy.masters import Weights, read_parameters
 from colocated_grpo.policy.model import PackedLM, checkpoint_name, reshard
 from colocated_grpo.runtime.distributed import Computed, derive_seed, first_row, local_part, with_rows
 from colocated_grpo.settings.base import DEFAULT_INIT
@@ -78,14 +78,16 @@ def target_names(lm: PreTrainedModel, blocks: nn.ModuleList, config: LoRAConfig)
     wanted = linear if everything else config.target_modules
     selected = _selected("target_modules", wanted, lm) - _selected("exclude_modules", config.exclude_modules, lm)
     matched = [name for name, _ in lm.named_modules() if name in selected]
-    by_name = config.init == DEFAULT_INIT and isinstance(wanted, list)  # a loaded adapter may also name absent layers
-    if by_name:
-        _require_all_found(wanted, (name for name, _ in lm.named_modules()), linear)
+    known = f"linear layers of this model: {_kinds(linear)}"
+    # A loaded adapter may also name absent layers.
+    named = wanted if config.init == DEFAULT_INIT and isinstance(wanted, list) else []
+    for one in named:
+        if not _selected("target_modules", [one], lm):
+            raise ConfigError(f"policy.lora.target_modules: no module is called {one!r}; {known}")
     if config.layers is not None:
         chosen = {id(module) for index in config.layers for module in blocks[index].modules()}
         matched = [name for name in matched if id(lm.get_submodule(name)) in chosen]
     if not matched:
-        known = f"linear layers of this model: {_kinds(linear)}"
         raise ConfigError(f"policy.lora.target_modules={config.target_modules!r}: matches no layer; {known}")
     for name in matched:
         if name not in linear:
@@ -126,14 +128,6 @@ def linear_names(lm: PreTrainedModel) -> Iterator[str]:
             yield name
 
 
-def _require_all_found(wanted: Iterable[str], names: Iterable[str], linear: list[str]) -> None:
-    names = list(names)
-    missing = [one for one in wanted if not any(name == one or name.endswith(f".{one}") for name in names)]
-    if missing:
-        known = f"linear layers of this model: {_kinds(linear)}"
-        raise ConfigError(f"policy.lora.target_modules: no module is called {missing[0]!r}; {known}")
-
-
 def _kinds(names: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
 
@@ -146,8 +140,8 @@ PREFIX = "base_model.model."
 """PEFT's prefix of tensor names."""
 
 
-class AdapterWeights:
-    """`Weights` of a model with adapters, sharded by FSDP2 or on one rank."""
+class AdapterWeights(Weights):
+    """Weights of a model with adapters, sharded by FSDP2 or on one rank."""
 
     def __init__(
         self, model: PackedLM, factors: Mapping[str, Tensor], device: torch.device, seed: int, *, base_on_host: bool
@@ -183,9 +177,6 @@ class AdapterWeights:
         packed = {f"{name}.weight": partial(_merged, layer) for name, layer in self._layers.items() if layer.in_4_bits}
         return Computed(self.model.hf_parameters(), packed)
 
-    def before_forward(self, *, last: bool) -> None:
-        """Do nothing: the factors' gradients accumulate in float32 and are reduced once, in `reduce_gradients`."""
-
     def reduce_gradients(self) -> None:
         """Sum the factors' gradients over ranks in one all-reduce."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -211,7 +202,7 @@ class AdapterWeights:
             merge(local_part(layer.weight).data, base.to(self._device, non_blocking=True), *_own_rows(layer))
 
     @contextmanager
-    def with_factors(self, factors: Mapping[str, Factors]) -> Generator[None]:
+    def with_factors(self, factors: Mapping[str, Factors]) -> Generator[Weights]:
         """Compute with `factors`, by layer name, inside the context. Layers without an entry use the base weight."""
         own = {
             name: (layer.lora_A.detach().clone() if name in factors else layer.lora_A, layer.lora_B.detach().clone())
@@ -219,7 +210,7 @@ class AdapterWeights:
         }
         self._set(factors)
         try:
-            yield
+            yield self
         finally:
             self._set(own)
 
@@ -262,7 +253,7 @@ def read_4_bits(model: PackedLM, folder: Path, device: torch.device) -> None:
         if layer.in_4_bits:
             packed = local_part(layer.packed)
             rows = torch.empty(len(packed), nf4.weight_columns(packed), device=device)
-            read_from(reader, {f"{name}.weight": with_rows(layer.packed, rows)}, model.lm.base_model_prefix)
+            read_parameters(reader, {f"{name}.weight": with_rows(layer.packed, rows)}, model.lm.base_model_prefix)
             packed.copy_(nf4.pack(rows))
 
 

@@ -7,10 +7,9 @@ the meanings of the flags. Settings that no flag sets are in atropos_command.yam
 import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from colocated_grpo.settings.errors import ConfigError, sections
 from colocated_grpo.settings.names import atropos_meanings as means
@@ -20,22 +19,16 @@ from colocated_grpo.types import JsonObject
 
 BASE = Path(__file__).with_suffix(".yaml")
 MODEL = "--model-name"
-_TYPES: dict[str, Callable[[str], object]] = {"int": int, "float": float}
-Kind = Literal["text", "int", "float", "switch", "words"]
 
 
-@dataclass(frozen=True, kw_only=True)
 class Flag:
-    names: tuple[str, ...]
-    kind: Kind
-    """switch: a flag without a value. words: a flag with one or more values."""
-    default: object = None
-    choices: tuple[str, ...] | None = None
-    meaning: means.Translate
-
-
-def _flag(names: str, kind: Kind, default: object, meaning: means.Translate, *choices: str) -> Flag:
-    return Flag(names=tuple(names.split()), kind=kind, default=default, choices=choices or None, meaning=meaning)
+    def __init__(self, names: str, kind: type, default: object, meaning: means.Translate, *choices: str) -> None:
+        """names: separated by spaces. kind: bool is a flag without a value, list a flag with one or more values."""
+        self.names = names.split()
+        self.kind = kind
+        self.default = default
+        self.meaning = meaning
+        self.choices = choices or None
 
 
 _ADAFACTOR = "Adafactor uses --lr as it is"
@@ -46,54 +39,54 @@ _UTILIZATION = means.server("engine.gpu_memory_utilization")
 
 FLAGS: tuple[Flag, ...] = (
     # Model and training
-    _flag("--model-name --model", "text", None, means.sets("model.name")),
-    _flag("--lr --learning-rate", "float", 1e-5, means.learning_rate),
-    _flag("--training-steps", "int", 10, means.sets("training_steps")),
-    _flag("--warmup-steps", "int", 0, means.warmup),
-    _flag("--batch-size", "int", 2, means.sequences),
-    _flag("--gradient-accumulation-steps", "int", 32, means.nothing()),
-    _flag("--seq-len", "int", 2048, means.sequence_length),
-    _flag("--optimizer", "text", "adamw_8bit", means.optimizer, "adamw", "adamw_8bit", "adafactor"),
-    _flag("--adafactor-scale-parameter", "switch", None, means.refused(_ADAFACTOR)),
-    _flag("--adafactor-relative-step", "switch", None, means.refused(_ADAFACTOR)),
-    _flag("--device", "text", None, means.device),
-    _flag("--save-path", "text", "trained_model_checkpoints", means.save_path),
-    _flag("--checkpoint-interval", "int", 3, means.sets("checkpoint.export_every")),
-    _flag("--clip-eps", "float", 0.2, means.sets("loss.clip_low", "loss.clip_high")),
-    _flag("--kl-coef", "float", 0.0, means.sets("loss.kl.coef")),
-    _flag("--train-layer-indices", "text", None, means.trained_layers),
+    Flag("--model-name --model", str, None, means.sets("model.name")),
+    Flag("--lr --learning-rate", float, 1e-5, means.learning_rate),
+    Flag("--training-steps", int, 10, means.sets("training_steps")),
+    Flag("--warmup-steps", int, 0, means.warmup),
+    Flag("--batch-size", int, 2, means.sequences),
+    Flag("--gradient-accumulation-steps", int, 32, means.nothing()),
+    Flag("--seq-len", int, 2048, means.sequence_length),
+    Flag("--optimizer", str, "adamw_8bit", means.optimizer, "adamw", "adamw_8bit", "adafactor"),
+    Flag("--adafactor-scale-parameter", bool, None, means.refused(_ADAFACTOR)),
+    Flag("--adafactor-relative-step", bool, None, means.refused(_ADAFACTOR)),
+    Flag("--device", str, None, means.device),
+    Flag("--save-path", str, "trained_model_checkpoints", means.save_path),
+    Flag("--checkpoint-interval", int, 3, means.sets("checkpoint.export_every")),
+    Flag("--clip-eps", float, 0.2, means.sets("loss.clip_low", "loss.clip_high")),
+    Flag("--kl-coef", float, 0.0, means.sets("loss.kl.coef")),
+    Flag("--train-layer-indices", str, None, means.trained_layers),
     # Weights
-    _flag(means.MODE, "text", "none", means.bridge, *means.MODES),
-    _flag(means.BROADCAST, "switch", None, means.copies),
-    _flag(means.SINGLE_COPY, "switch", None, means.copies),
-    _flag(means.BRIDGE_CONFIG, "text", None, means.bridge_config),
-    _flag("--vllm-restart-interval", "int", 3, means.restart_interval),
-    _flag("--lora-r", "int", 16, means.adapter("policy.lora.rank")),
-    _flag("--lora-alpha", "float", 32, means.adapter("policy.lora.alpha")),
-    _flag("--lora-dropout", "float", 0.05, means.dropout),
-    _flag("--lora-target-modules", "words", ["q_proj", "v_proj"], means.adapter("policy.lora.target_modules")),
-    _flag("--lora-layer-indices", "text", None, means.adapter("policy.lora.layers")),
+    Flag(means.MODE, str, "none", means.bridge, *means.MODES),
+    Flag(means.BROADCAST, bool, None, means.copies),
+    Flag(means.SINGLE_COPY, bool, None, means.copies),
+    Flag(means.BRIDGE_CONFIG, str, None, means.bridge_config),
+    Flag("--vllm-restart-interval", int, 3, means.restart_interval),
+    Flag("--lora-r", int, 16, means.adapter("policy.lora.rank")),
+    Flag("--lora-alpha", float, 32, means.adapter("policy.lora.alpha")),
+    Flag("--lora-dropout", float, 0.05, means.dropout),
+    Flag("--lora-target-modules", list, ["q_proj", "v_proj"], means.adapter("policy.lora.target_modules")),
+    Flag("--lora-layer-indices", str, None, means.adapter("policy.lora.layers")),
     # Server
-    _flag("--vllm-port --port", "int", 9001, means.port),
-    _flag("--vllm-gpu", "int", None, means.server_gpu),
-    _flag("--gpu-memory-utilization --vllm-gpu-memory-utilization", "float", 0.45, _UTILIZATION),
-    _flag("--max-model-len", "int", 4096, means.model_length),
-    _flag("--dtype", "text", "bfloat16", means.dtype, "bfloat16", "float16", "auto"),
-    _flag("--tensor-parallel-size", "int", 1, means.server("engine.tensor_parallel_size")),
-    _flag("--enforce-eager", "switch", False, means.server("engine.enforce_eager")),
-    _flag("--enable-lora", "switch", None, means.nothing(_ADAPTER)),
+    Flag("--vllm-port --port", int, 9001, means.port),
+    Flag("--vllm-gpu", int, None, means.server_gpu),
+    Flag("--gpu-memory-utilization --vllm-gpu-memory-utilization", float, 0.45, _UTILIZATION),
+    Flag("--max-model-len", int, 4096, means.model_length),
+    Flag("--dtype", str, "bfloat16", means.dtype, "bfloat16", "float16", "auto"),
+    Flag("--tensor-parallel-size", int, 1, means.server("engine.tensor_parallel_size")),
+    Flag("--enforce-eager", bool, False, means.server("engine.enforce_eager")),
+    Flag("--enable-lora", bool, None, means.nothing(_ADAPTER)),
     # Atropos and tracking
-    _flag("--atropos-url", "text", "http://localhost:8000", means.sets("environments.0.url")),
-    _flag("--use-wandb", "switch", None, means.wandb),
-    _flag("--wandb-project", "text", None, means.sets("tracking.wandb_project")),
-    _flag("--wandb-group", "text", None, means.sets("tracking.wandb_group")),
+    Flag("--atropos-url", str, "http://localhost:8000", means.sets("environments.0.url")),
+    Flag("--use-wandb", bool, None, means.given(settings={"tracking.wandb": "online"})),
+    Flag("--wandb-project", str, None, means.sets("tracking.wandb_project")),
+    Flag("--wandb-group", str, None, means.sets("tracking.wandb_group")),
     # Processes and logs
-    _flag("--trainer-rank", "int", 0, means.rank),
-    _flag("--world-size", "int", None, means.world_size),
-    _flag("--init-method", "text", "env://", means.nothing(_MEETING)),
-    _flag("--num-inference-nodes", "int", 0, means.inference_nodes),
-    _flag("--debug-loading", "switch", None, means.debug),
-    _flag("--benchmark", "switch", None, means.nothing(_RECORDS)),
+    Flag("--trainer-rank", int, 0, means.rank),
+    Flag("--world-size", int, None, means.world_size),
+    Flag("--init-method", str, "env://", means.nothing(_MEETING)),
+    Flag("--num-inference-nodes", int, 0, means.inference_nodes),
+    Flag("--debug-loading", bool, None, means.given(launcher={"log_level": "DEBUG"})),
+    Flag("--benchmark", bool, None, means.nothing(_RECORDS)),
 )
 
 
@@ -107,14 +100,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     for flag in FLAGS:
         shown = "" if flag.default is None or flag.default is False else f"default: {_text(flag.default)}"
         options: dict[str, Any] = {"dest": flag.names[0], "default": argparse.SUPPRESS, "help": shown}
-        if flag.kind == "switch":
+        if flag.kind is bool:
             options["action"] = "store_true"
         else:
-            metavar = {"int": "N", "float": "X"}.get(flag.kind, "TEXT")
+            metavar = {int: "N", float: "X"}.get(flag.kind, "TEXT")
             metavar = "{" + ",".join(flag.choices) + "}" if flag.choices else metavar
-            options |= {"type": _TYPES.get(flag.kind, str), "choices": flag.choices, "metavar": metavar}
-        if flag.kind == "words":
-            options["nargs"] = "+"
+            kind, nargs = (str, "+") if flag.kind is list else (flag.kind, None)
+            options |= {"type": kind, "nargs": nargs, "choices": flag.choices, "metavar": metavar}
         group.add_argument(*flag.names, **options)
 
 
@@ -156,7 +148,7 @@ def read_command(
             continue
         settings |= meaning.settings
         launcher |= meaning.launcher
-        shown = name if flag.kind == "switch" else f"{name} {_text(value)}"
+        shown = name if flag.kind is bool else f"{name} {_text(value)}"
         given = meaning.note if name in command.given else ""
         lines = (("note", given), ("note", meaning.remark), ("warning", meaning.warning))
         notes += [f"{kind}: {shown}: {text}" for kind, text in lines if text]

@@ -113,6 +113,11 @@ def sets(*keys: str) -> Translate:
     return lambda value, _command: Meaning(settings={} if value is None else dict.fromkeys(keys, value))
 
 
+def given(**meaning: Any) -> Translate:
+    """Return a meaning that a switch has if it is given."""
+    return lambda value, _command: Meaning(**meaning) if value else Meaning()
+
+
 def server(key: str) -> Translate:
     """Return a meaning that gives the value to an engine setting, for a server that the launcher starts."""
 
@@ -334,11 +339,3 @@ def inference_nodes(value: int, command: Command) -> Meaning:
     if value > 0 and command.override("engine.urls") is None:
         raise ValueError("servers on other machines are named by address: add --engine.urls '[http://HOST:9001]'")
     return Meaning(note="" if value > 0 else "not needed: the server is on this machine")
-
-
-def wandb(value: bool | None, _command: Command) -> Meaning:
-    return Meaning(settings={"tracking.wandb": "online"} if value else {})
-
-
-def debug(value: bool | None, _command: Command) -> Meaning:
-    return Meaning(launcher={"log_level": "DEBUG"} if value else {})

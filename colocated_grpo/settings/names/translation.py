@@ -19,7 +19,6 @@ from colocated_grpo.settings.names.trl import (
     not_supported,
     one_of,
     renamed,
-    unless_null,
 )
 from colocated_grpo.settings.training import ALL_LINEAR
 from colocated_grpo.settings.tree import assign, lookup
@@ -37,7 +36,6 @@ def group_size_of(completions: int) -> int:
     return next(size for size in (8, 4, *range(2, completions + 1)) if completions % size == 0)
 
 
-@unless_null
 def _completions(_key: str, value: object, get: Lookup) -> NewSettings:
     group_size = get("rollout.group_size") or RolloutConfig().group_size
     if not isinstance(value, int) or not isinstance(group_size, int) or value % group_size:
@@ -55,13 +53,11 @@ def _completions_of_any_group(key: str, value: object, get: Lookup) -> NewSettin
     return _completions(key, value, get)
 
 
-@unless_null
 def _cosine_to(_key: str, value: object, _get: Lookup) -> NewSettings:
     """Set the end of ToSSim's schedule, which is always a cosine."""
     return {"policy.min_lr": value, "policy.schedule": "cosine"}
 
 
-@unless_null
 def _loss_type(_key: str, value: object, get: Lookup) -> NewSettings:
     """Set the loss. TRL's name for GSPO is `grpo` with importance sampling per sequence."""
     is_gspo = value == "grpo" and get("importance_sampling_level") == "sequence"
@@ -72,7 +68,7 @@ _SCALE = {True: "group", False: "none", "group": "group", "batch": "batch", "non
 
 _TOSSIM: dict[str, Alias] = {
     "model_name": renamed("model.name"),
-    "vllm_config.*": Alias(_engine_argument, "engine"),
+    "vllm_config.*": Alias(_engine_argument, "engine", reads_null=True),
     "fsdp_config.sharding_strategy": one_of("policy.replicate", {"full_shard": None, "hybrid_shard": "nodes"}),
     "fsdp_config.cpu_offload": renamed("policy.cpu_offload"),
     "fsdp_config.mixed_precision": one_of(
@@ -145,12 +141,6 @@ _REGULAR_EXPRESSION = re.compile(r"[*+?()\[\]{}|^$\\]")
 _PLAIN = "adapters are plain LoRA, or rslora, of linear layers: docs/guides/lora.md"
 
 
-def _add_rank(tree: errors.SettingsTree) -> None:
-    """Add `r: null` to a `peft_config` without a rank, in place. The translation of `r` then sets PEFT's defaults."""
-    if isinstance(tree.get("peft_config"), dict):
-        tree["peft_config"].setdefault("r")
-
-
 def _missing(defaults: NewSettings, get: Lookup) -> NewSettings:
     """Return the defaults that are not set yet; none with policy.lora.init, whose adapter determines all others."""
     if get("policy.lora.init") not in (None, DEFAULT_INIT):
@@ -158,7 +148,6 @@ def _missing(defaults: NewSettings, get: Lookup) -> NewSettings:
     return {name: value for name, value in defaults.items() if get(name) is None}
 
 
-@unless_null
 def _target_modules(_key: str, value: object, _get: Lookup) -> NewSettings:
     """Convert module names to a list. all-linear and regular expressions stay text."""
     if isinstance(value, list) and len(value) == 1:
@@ -171,7 +160,6 @@ def _peft_rank(_key: str, value: object, get: Lookup) -> NewSettings:
     return _missing(_PEFT_ADAPTER, get) | ({} if value is None else {_RANK: value})
 
 
-@unless_null
 def _use_peft(_key: str, value: object, get: Lookup) -> NewSettings:
     if not isinstance(value, bool):
         raise ValueError("must be true or false")
@@ -181,7 +169,7 @@ def _use_peft(_key: str, value: object, get: Lookup) -> NewSettings:
 
 
 _DROPOUT = Alias(
-    unless_null(lambda _key, _value, _get: {"policy.lora.dropout": 0.0}),
+    lambda _key, _value, _get: {"policy.lora.dropout": 0.0},
     "policy.lora.dropout",
     "trained without dropout, because the engine samples without it",
 )
@@ -196,7 +184,7 @@ _LORA: dict[str, Alias] = {
     "peft_config.use_rslora": renamed("policy.lora.rslora"),
     "peft_config.bias": one_of("biases are not trained", {"none": None}),
     "peft_config.task_type": one_of("causal language models are trained", {"causal_lm": None}),
-    "peft_config.r": Alias(_peft_rank, _RANK),
+    "peft_config.r": Alias(_peft_rank, _RANK, reads_null=True),
     "lora_r": renamed(_RANK),
     "lora_alpha": renamed(_ALPHA),
     "lora_target_modules": Alias(_target_modules, _TARGETS),
@@ -223,7 +211,8 @@ _SECTIONS = sorted({name.split(".")[0] for name in ALIASES if "." in name})
 
 def new_names() -> dict[str, str]:
     """Return the name to suggest for each old dotted name: the new one, or the old one without a single new setting."""
-    return {old: alias.new_name if alias.names_a_setting else old for old, alias in ALIASES.items()}
+    names = {old: alias.new_name for old, alias in ALIASES.items()}
+    return {old: old if not new or " " in new else new for old, new in names.items()}
 
 
 def translate_names(tree: errors.SettingsTree, locations: dict[errors.KeyPath, errors.SettingLocation]) -> list[str]:
@@ -232,7 +221,8 @@ def translate_names(tree: errors.SettingsTree, locations: dict[errors.KeyPath, e
     A name on the command line takes precedence over another name of the same setting in the file. Raises ConfigError
     for unsupported values, and for two names of one setting in the same place.
     """
-    _add_rank(tree)
+    if isinstance(peft := tree.get("peft_config"), dict):
+        peft.setdefault("r")  # whose translation sets PEFT's defaults
     for name in ("fsdp", *_SECTIONS):
         if not tree.get(name, True):  # null, "" or []: an empty section in a file of another trainer
             del tree[name]
@@ -305,7 +295,9 @@ def _translate_one(
 ) -> NewSettings:
     # A key merged by a YAML anchor has no line.
     location = locations.get(path, errors.SettingLocation(where="config file"))
-    values = alias.translate(str(path[-1]), lookup(tree, path), lambda name: lookup(tree, errors.parse_path(name)))
+    values, old = {}, lookup(tree, path)
+    if old is not None or alias.reads_null:
+        values = alias.translate(str(path[-1]), old, lambda name: lookup(tree, errors.parse_path(name)))
     for name, value in values.items():
         new_path = errors.parse_path(name)
         existing = locations.get(new_path)

@@ -5,7 +5,6 @@ A name is translated only if its meaning is exactly the same: docs/guides/from_t
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import wraps
 from pathlib import PurePath
 from typing import Any
 
@@ -28,25 +27,13 @@ class Alias:
     """Setting that is suggested for a misspelled old name. If it is no setting's name, the old name is suggested."""
     remark: str = ""
     """Appended to the note that reports the translation."""
-
-    @property
-    def names_a_setting(self) -> bool:
-        return bool(self.new_name) and " " not in self.new_name
-
-
-def unless_null(translate: Translate) -> Translate:
-    """Wrap `translate` so that null sets nothing: other trainers use null for the default."""
-
-    @wraps(translate)
-    def translate_value(key: str, value: object, get: Lookup) -> NewSettings:
-        return {} if value is None else translate(key, value, get)
-
-    return translate_value
+    reads_null: bool = False
+    """False: null sets nothing, as other trainers use null for the default."""
 
 
 def renamed(new_name: str, remark: str = "") -> Alias:
     """Return an alias that passes its value unchanged to the setting `new_name`."""
-    return Alias(unless_null(lambda _key, value, _get: {new_name: value}), new_name, remark)
+    return Alias(lambda _key, value, _get: {new_name: value}, new_name, remark)
 
 
 def one_of(new_name: str, values: Mapping[Any, object], remark: str = "") -> Alias:
@@ -55,7 +42,6 @@ def one_of(new_name: str, values: Mapping[Any, object], remark: str = "") -> Ali
     If all mapped values are None, `new_name` explains why only these keys are accepted.
     """
 
-    @unless_null
     def translate(_key: str, value: object, _get: Lookup) -> NewSettings:
         key = value.lower() if isinstance(value, str) else value
         if isinstance(key, dict | list) or key not in values:
@@ -90,13 +76,11 @@ def each(names: str, alias: Alias, section: str = "") -> dict[str, Alias]:
 # TRL
 
 
-@unless_null
 def _epsilon(_key: str, value: object, get: Lookup) -> NewSettings:
     has_upper_bound = get("epsilon_high") is not None or get("loss.clip_high") is not None
     return {"loss.clip_low": value} | ({} if has_upper_bound else {"loss.clip_high": value})
 
 
-@unless_null
 def _sampler_correction(_key: str, value: object, get: Lookup) -> NewSettings:
     modes = [f"{level}_{mode}" for level in ("token", "sequence") for mode in ("truncate", "mask")]
     if value not in modes:
@@ -112,10 +96,14 @@ _OTHER_TRACKERS = ("clearml", "codecarbon", "comet_ml", "dvclive", "mlflow", "ne
 def _report_to(_key: str, value: object, _get: Lookup) -> NewSettings:
     trackers = {"wandb": {"tracking.wandb": "online"}, "tensorboard": {"tracking.tensorboard": True}, "none": {}}
     trackers |= {name: {} for name in _OTHER_TRACKERS}
-    names = value if isinstance(value, list) else [value or "none"]
+    names = value if isinstance(value, list) else [value]
     if any(name not in trackers for name in names):
         raise ValueError(f"must be one or several of {', '.join(trackers)}")
     return {path: setting for name in names for path, setting in trackers[name].items()}
+
+
+def _dataset_name(_key: str, value: object, _get: Lookup) -> NewSettings:
+    return {"environments.0.type": "dataset", "environments.0.name": value}
 
 
 def _kept_checkpoints(_key: str, value: object, _get: Lookup) -> NewSettings:
@@ -127,22 +115,16 @@ def _kept_checkpoints(_key: str, value: object, _get: Lookup) -> NewSettings:
 _EPOCHS = "set training_steps: rows * epochs / rollout.prompts_per_step"
 
 
-@unless_null
 def _max_steps(_key: str, value: object, _get: Lookup) -> NewSettings:
     if value == -1:
         raise ValueError(f"TRL uses num_train_epochs then; {_EPOCHS}")
     return {"training_steps": value}
 
 
-@unless_null
 def _epochs(_key: str, _value: object, get: Lookup) -> NewSettings:
     if get("max_steps") is None and get("training_steps") is None:
         raise ValueError(f"not supported; {_EPOCHS}")
     return {}
-
-
-def _dataset_name(_key: str, value: object, _get: Lookup) -> NewSettings:
-    return {"environments.0.type": "dataset", "environments.0.name": value}
 
 
 _REWARD_MODEL = "reward_model_name_or_path"
@@ -156,14 +138,12 @@ def _reward_funcs(_key: str, value: object, get: Lookup) -> NewSettings:
     return {"environments.0.rewards": [{**reward, "name": reward_name(reward.get("name"))} for reward in rewards]}
 
 
-@unless_null
 def _reward_model(_key: str, value: object, get: Lookup) -> NewSettings:
     """Set the only reward, unless the translation of `reward_funcs`, which comes first, has the model."""
     rewards, reward = get("environments.0.rewards"), {"name": value}
     return {} if isinstance(rewards, list) and reward in rewards else {"environments.0.rewards": [reward]}
 
 
-@unless_null
 def _reward_weights(_key: str, value: object, get: Lookup) -> NewSettings:
     rewards = get("environments.0.rewards")
     if not isinstance(rewards, list) or not all(isinstance(reward, dict) for reward in rewards):
@@ -175,7 +155,6 @@ def _reward_weights(_key: str, value: object, get: Lookup) -> NewSettings:
     return {f"environments.0.rewards.{index}.weight": weight for index, weight in enumerate(value)}
 
 
-@unless_null
 def _sampling_level(_key: str, value: object, get: Lookup) -> NewSettings:
     """Accept what the loss does already; the translation of `loss_type` comes first."""
     if value != "token" and (value, get("loss.type")) != ("sequence", "gspo"):
@@ -285,7 +264,7 @@ TRL: dict[str, Alias] = {
     "vllm_importance_sampling_clip_min": renamed("loss.correction.floor"),
     "save_steps": renamed("checkpoint.every"),
     "save_strategy": one_of("checkpoint.every", {"steps": None, "no": 0, False: 0}, "also saved at the end"),
-    "save_total_limit": Alias(_kept_checkpoints, "checkpoint.keep_last"),
+    "save_total_limit": Alias(_kept_checkpoints, "checkpoint.keep_last", reads_null=True),
     "eval_steps": renamed("evaluation.every"),
     "eval_strategy": one_of("evaluation.every", {"steps": None, "no": 0, False: 0}),
     "report_to": Alias(_report_to, "tracking", "other trackers are not used: metrics are in the run folder"),

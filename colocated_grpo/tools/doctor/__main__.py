@@ -1,6 +1,5 @@
 """Check a machine, then a run by a dry run: colocated-grpo doctor [--config FILE] [flags and settings]"""
 
-import argparse
 import os
 import sys
 from collections import Counter
@@ -39,8 +38,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the results. Returns 0, 1 if a check failed, or 2 if the command line, the config or the run is invalid."""
     prepare_streams()
     arguments = sys.argv[1:] if arguments is None else arguments
+    parser = cli.run_parser()
+    parser.prog = "colocated-grpo doctor"
+    parser.description = (
+        "Check this machine and, with --config, --resume or atropos, make a dry run of the run that the same command "
+        "line starts."
+    )
     try:
-        options, overrides, _ = cli.read_arguments(arguments, doctor_parser())
+        options, overrides, _ = cli.read_arguments(arguments, parser)
         has_config = options.config is not None or options.resume is not None
         if not has_config:
             options.config = "none"  # not read
@@ -58,16 +63,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
     print(flush=True)
     return launcher.main([*arguments, "--dry-run"]) or code
-
-
-def doctor_parser() -> argparse.ArgumentParser:
-    parser = cli.run_parser()
-    parser.prog = "colocated-grpo doctor"
-    parser.description = (
-        "Check this machine and, with --config, --resume or atropos, make a dry run of the run that the same command "
-        "line starts."
-    )
-    return parser
 
 
 def print_report(findings: Iterable[tuple[str, Finding]], console: Console) -> list[Finding]:

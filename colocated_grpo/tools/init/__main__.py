@@ -7,7 +7,6 @@ import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -21,7 +20,7 @@ from colocated_grpo.runtime.processes import list_gpus, visible
 from colocated_grpo.settings.config_file import read_config
 from colocated_grpo.settings.inputs import check_inputs
 from colocated_grpo.settings.run_sizes import GIB, Placement, gib
-from colocated_grpo.tools.init.choices import Choices, learning_rate, make_plan
+from colocated_grpo.tools.init.choices import Choices, Setting, learning_rate, make_plan
 from colocated_grpo.types import JsonObject
 
 WIDTH = 110
@@ -93,13 +92,6 @@ def _placement(options: argparse.Namespace) -> Placement:
     return Placement(ranks=options.gpus, on_gpu=True, device_bytes=memory)
 
 
-@dataclass(frozen=True)
-class Setting:
-    key: str
-    value: object
-    why: str = ""
-
-
 def config_text(plan: Choices, heading: Sequence[str], folder: Path) -> str:
     """Return YAML.
 
@@ -107,26 +99,20 @@ def config_text(plan: Choices, heading: Sequence[str], folder: Path) -> str:
     """
     changes: JsonObject = {} if plan.memory is None else dict(plan.memory.changes)
     policy, engine = changes.pop("policy", {}), changes.pop("engine", {})
-    rate, rate_why = learning_rate(plan.sizes, plan.memory)
-    batch, lengths = plan.batch, plan.lengths
+    rate, steps = learning_rate(plan.sizes, plan.memory), plan.steps.value
     sections: Mapping[str, Sequence[Setting]] = {
-        "rollout": [
-            Setting("prompts_per_step", batch.prompts, batch.why),
-            Setting("group_size", batch.group, "completions of a prompt, whose rewards are compared with each other"),
-            Setting("max_prompt_tokens", lengths.prompt, lengths.prompt_why),
-            Setting("max_completion_tokens", lengths.completion, lengths.completion_why),
-        ],
-        "policy": [Setting("lr", rate, rate_why), *(Setting(key, value) for key, value in policy.items())],
+        "rollout": plan.rollout,
+        "policy": [rate, *(Setting(key, value) for key, value in policy.items())],
         "engine": [Setting(key, value) for key, value in engine.items()],
-        "evaluation": [Setting("every", max(1, batch.steps // 10), "steps between evaluations on held-out rows")],
-        "checkpoint": [Setting("every", max(1, batch.steps // 4), "steps; a stopped run continues with --resume auto")],
+        "evaluation": [Setting("every", max(1, steps // 10), "steps between evaluations on held-out rows")],
+        "checkpoint": [Setting("every", max(1, steps // 4), "steps; a stopped run continues with --resume auto")],
     }
     top = [Setting(key, value, "policy and engine use one copy of the weights") for key, value in changes.items()]
     blocks = [
         [f"# {line}" for line in heading],
         _lines(_model(plan, folder), ""),
         ["environments:", "  - type: dataset", *_section(_environment(plan, folder), "    ")],
-        *(_lines(setting, "") for setting in [Setting("training_steps", batch.steps, batch.steps_why), *top]),
+        *(_lines(setting, "") for setting in [plan.steps, *top]),
         *([f"{name}:", *_section(section, "  ")] for name, section in sections.items() if section),
     ]
     return "\n\n".join("\n".join(block) for block in blocks) + "\n"

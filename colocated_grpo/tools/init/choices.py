@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -37,21 +37,12 @@ SMALL_MODEL, SMALL_MODEL_LR = 50e6, 1e-4
 """Models with fewer parameters get this learning rate: the default rate hardly changes such models."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Lengths:
-    prompt: int
-    completion: int
-    prompt_why: str
-    completion_why: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchSizes:
-    prompts: int
-    group: int
-    steps: int
-    why: str
-    steps_why: str
+@dataclass(frozen=True)
+class Setting:
+    key: str
+    value: Any
+    why: str = ""
+    """Comment above the setting."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +57,13 @@ class Memory:
     """Sequences of full length in the KV cache at a time."""
 
 
-def lengths_of(prompts: Sequence[int], answers: Sequence[int], positions: int | None, on_gpu: bool) -> Lengths:
-    """prompts, answers: numbers of tokens. positions: longest sequence of the model; None if unknown."""
+def lengths_of(
+    prompts: Sequence[int], answers: Sequence[int], positions: int | None, on_gpu: bool
+) -> tuple[Setting, Setting]:
+    """Return the maximum lengths of prompts and completions.
+
+    prompts, answers: numbers of tokens. positions: longest sequence of the model; None if unknown.
+    """
     limit = (positions or max(prompts) * 4) // 2
     prompt = min(_round_up(max(prompts)), limit)
     dropped = sum(length > prompt for length in prompts)
@@ -83,11 +79,17 @@ def lengths_of(prompts: Sequence[int], answers: Sequence[int], positions: int | 
     if positions is not None and completion > positions - prompt:
         completion = positions - prompt
         completion_why = f"what the model's {positions} positions leave"
-    return Lengths(prompt=prompt, completion=completion, prompt_why=prompt_why, completion_why=completion_why)
+    return (
+        Setting("max_prompt_tokens", prompt, prompt_why),
+        Setting("max_completion_tokens", completion, completion_why),
+    )
 
 
-def batch_of(rows: int, gpus: int) -> BatchSizes:
-    """rows: rows of the data. A tenth of the rows, at most 64, is held out."""
+def batch_of(rows: int, gpus: int) -> tuple[Setting, Setting, Setting]:
+    """Return prompts of a step, completions of a prompt, and steps.
+
+    rows: rows of the data. A tenth of the rows, at most 64, is held out.
+    """
     held_out = min(rows // 10, 64)
     train = rows - held_out
     wanted, group = (max(32, 16 * gpus), 16) if gpus else (8, 8)
@@ -97,15 +99,19 @@ def batch_of(rows: int, gpus: int) -> BatchSizes:
     steps = max(MIN_STEPS, min(MAX_STEPS, ceil(PASSES * train / prompts)))
     passes = steps * prompts / train
     steps_why = f"{passes:.3g} passes over {train:,} rows; {held_out or 'none'} held out for evaluation"
-    return BatchSizes(prompts=prompts, group=group, steps=steps, why=why, steps_why=steps_why)
+    return (
+        Setting("prompts_per_step", prompts, why),
+        Setting("group_size", group, "completions of a prompt, whose rewards are compared with each other"),
+        Setting("training_steps", steps, steps_why),
+    )
 
 
-def learning_rate(sizes: Sizes | None, memory: Memory | None) -> tuple[float, str]:
+def learning_rate(sizes: Sizes | None, memory: Memory | None) -> Setting:
     if memory is not None and memory.changes.get("policy", {}).get("lora") is not None:
-        return LEARNING_RATE, "adapters need about ten times the rate of full training"
+        return Setting("lr", LEARNING_RATE, "adapters need about ten times the rate of full training")
     if sizes is not None and sizes.total < SMALL_MODEL:
-        return SMALL_MODEL_LR, "a model of a few million parameters needs 1e-4 and more"
-    return PolicyConfig().lr, "suits pretrained models; watch `kl` and `entropy` before you raise it"
+        return Setting("lr", SMALL_MODEL_LR, "a model of a few million parameters needs 1e-4 and more")
+    return Setting("lr", PolicyConfig().lr, "suits pretrained models; watch `kl` and `entropy` before you raise it")
 
 
 def fit_memory(config: Config, sizes: Sizes, heads: int, place: Placement, host_bytes: int) -> Memory:
@@ -243,8 +249,8 @@ class Choices:
     rows: int
     column: str
     reward: Reward
-    lengths: Lengths
-    batch: BatchSizes
+    rollout: Sequence[Setting]
+    steps: Setting
     sizes: Sizes | None
     """None if config.json does not state the sizes of the model. `memory` is then None, too."""
     memory: Memory | None
@@ -272,19 +278,20 @@ def make_plan(data: Path, model_name: str, reward_name: str | None, place: Place
         reward = replace(reward, system_prompt=None)
     prompts, answers = _count_tokens(rows, column, reward, tokenizer)
     lengths = lengths_of(prompts, answers, longest_sequence(text), place.on_gpu)
-    limits = {"max_prompt_tokens": lengths.prompt, "max_completion_tokens": lengths.completion}
+    limits = {length.key: length.value for length in lengths}
     config = Config.model_validate(config.model_dump() | {"rollout": config.rollout.model_dump() | limits})
     sizes, memory = sizes_of(model), None
     if sizes is not None:
         memory = fit_memory(config, sizes, attention_heads(text) or 1, place, psutil.virtual_memory().available)
+    *batch, steps = batch_of(len(rows), place.ranks if place.on_gpu else 0)
     return Choices(
         model=model_name,
         data=str(data),
         rows=len(rows),
         column=column,
         reward=reward,
-        lengths=lengths,
-        batch=batch_of(len(rows), place.ranks if place.on_gpu else 0),
+        rollout=[*batch, *lengths],
+        steps=steps,
         sizes=sizes,
         memory=memory,
         place=place,

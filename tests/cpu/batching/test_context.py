@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from colocated_grpo.batching.context import local_rows
-from colocated_grpo.batching.micro_batch import MicroBatch, PackedRoutes, build_micro_batch
+from colocated_grpo.batching.micro_batch import MicroBatch, TrainSequence, build_micro_batch
 from colocated_grpo.batching.pack import pack
 from colocated_grpo.settings.training import BatchConfig
 from colocated_grpo.types import ContextGroup
-from tests.support.small_policy import random_groups, sequence_of, with_own_advantages, with_ref_logprobs
+from tests.support.small_policy import random_groups, sequence_of, with_own_advantages
 
 COUNT = 3
 
 
-def split(micro_batch: MicroBatch) -> list[MicroBatch]:
-    return [local_rows(micro_batch, ContextGroup(rank, COUNT, "group")) for rank in range(COUNT)]
+def split(sequences: Sequence[TrainSequence]) -> list[MicroBatch]:
+    whole = build_micro_batch(sequences, COUNT)
+    return [local_rows(whole, ContextGroup(rank, COUNT, "group")) for rank in range(COUNT)]
 
 
 def packed(siblings: int, budget: int, **place) -> list[MicroBatch]:
-    groups = with_own_advantages(random_groups(5, siblings))
+    groups = [
+        replace(group, rollouts=[replace(one, ref_logprobs=one.sampling_logprobs) for one in group.rollouts])
+        for group in with_own_advantages(random_groups(5, siblings))
+    ]
     advantages = [[0.0] * siblings] * len(groups)
     config = BatchConfig(max_tokens_per_micro_batch=budget)
     batch = pack(groups, advantages, [False] * len(groups), config, shuffle_seed=0, **place)
@@ -38,11 +43,11 @@ def joined(tensors: Sequence[Tensor]) -> Tensor:
 @pytest.mark.parametrize("siblings", [1, 4], ids=["alone", "with common prefixes"])
 def test_parts_together_are_the_micro_batch(siblings):
     (whole,) = packed(siblings, 1024, rank=0, world_size=1)
-    whole = with_ref_logprobs(whole)
     rows = whole.tokens.num_tokens
     assert (whole.tokens.prefix_keys is None) == (siblings == 1)
     assert rows % COUNT, "the last part ends with padding"
-    parts = split(whole)
+    groups = [ContextGroup(rank, COUNT, "group") for rank in range(COUNT)]
+    parts = [packed(siblings, 1024, rank=one.rank, world_size=COUNT, context=one)[0] for one in groups]
     padded = rows + -rows % COUNT
     for name in ("input_ids_T", "position_ids_T"):
         assert torch.equal(joined(getattr(part.tokens, name) for part in parts)[:rows], getattr(whole.tokens, name))
@@ -64,7 +69,7 @@ def test_parts_together_are_the_micro_batch(siblings):
 
 
 def test_a_part_that_predicts_nothing_has_one_token_without_loss():
-    first, *others = split(build_micro_batch([sequence_of(9)]))
+    first, *others = split([sequence_of(9)])
     assert first.loss_inputs.loss_mask_N.tolist() == [True]
     for part in others:
         assert part.loss_inputs.loss_mask_N.tolist() == [False]
@@ -72,18 +77,17 @@ def test_a_part_that_predicts_nothing_has_one_token_without_loss():
 
 
 def test_the_padding_of_a_rank_without_work_is_split_too():
-    parts = split(build_micro_batch([]))
+    parts = split([])
     assert [len(part.tokens.input_ids_T) for part in parts] == [2] * COUNT, "the compiler specializes on sizes of 1"
     assert not any(part.loss_inputs.loss_mask_N.any() for part in parts)
 
 
 def test_routes_stay_beside_their_tokens():
-    routes = PackedRoutes(torch.arange(2 * 8).view(2, 8, 1), torch.arange(8) % 2 == 0)
-    whole = build_micro_batch([sequence_of(8)])
-    object.__setattr__(whole.tokens, "routes", routes)
-    parts = [part.tokens.routes for part in split(whole)]
-    assert torch.equal(torch.cat([part.experts_LTK for part in parts], 1)[:, :8], routes.experts_LTK)
-    assert joined(part.recorded_T for part in parts).tolist() == [*routes.recorded_T.tolist(), False]
+    routes_TLK = np.arange(1, 1 + 5 * 2, dtype=np.uint8).reshape(5, 2, 1)
+    parts = [part.tokens.routes for part in split([replace(sequence_of(8), routes=routes_TLK)])]
+    experts_TLK = torch.cat([part.experts_LTK for part in parts], 1).swapaxes(0, 1)
+    assert experts_TLK.flatten().tolist() == [*routes_TLK.flatten().tolist(), *[0] * 4 * 2]
+    assert joined(part.recorded_T for part in parts).tolist() == [True] * 5 + [False] * 4
 
 
 def test_micro_batches_of_a_group_have_the_tokens_of_all_its_ranks():

@@ -35,7 +35,7 @@ def test_every_flag_is_listed_with_its_default():
     for flag in FLAGS:
         names = [name for name in flag.names if name in listed]
         assert names == list(flag.names)
-        default = " ".join(flag.default) if flag.kind == "words" else str(flag.default)
+        default = " ".join(flag.default) if flag.kind is list else str(flag.default)
         shown = listed[flag.names[0]][1]
         assert shown == default or (shown in ("", "required") and not flag.default)
     assert {name for name in listed if name.startswith("--")} == {name for flag in FLAGS for name in flag.names}

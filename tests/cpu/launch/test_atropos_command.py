@@ -256,7 +256,7 @@ def test_flags_and_defaults_are_those_of_atropos():
     for action in cli.create_full_parser()._actions:
         for name in set(action.option_strings) - {"-h", "--help", "--log-dir"}:  # the launcher has --log-dir itself
             flag = ours[name]
-            assert (flag.kind == "switch") == isinstance(action, argparse._StoreTrueAction), name
+            assert (flag.kind is bool) == isinstance(action, argparse._StoreTrueAction), name
             assert (flag.default or None) == (action.default or None) or name in different, name
             assert flag.choices is None or set(flag.choices) == set(action.choices), name
 

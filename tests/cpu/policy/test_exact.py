@@ -72,7 +72,7 @@ def test_a_log_probability_does_not_depend_on_packing_micro_batches_and_the_orde
 
     def scored(groups: list[list[Rollout]], size: int) -> torch.Tensor:
         packed = [group_of(index, rollouts) for index, rollouts in enumerate(groups)]
-        (minibatch,) = pack_for(world, packed, config.with_micro_batches(size)).minibatches
+        (minibatch,) = pack_for(world, packed, config.with_values("batch", max_tokens_per_micro_batch=size)).minibatches
         # Micro-batches have the sequences in different orders.
         return torch.cat([policy.score(each) for each in minibatch.micro_batches]).sort().values
 

@@ -15,7 +15,7 @@ from colocated_grpo.errors import RunError
 from colocated_grpo.policy import export as export_module
 from colocated_grpo.policy.checkpoint_files import fetch_model, fetch_tokenizer
 from colocated_grpo.policy.export import ModelExport
-from colocated_grpo.policy.model import read_model_config
+from colocated_grpo.policy.model_files import read_model_files
 from colocated_grpo.runtime.checksums import CHECKSUMS_FILE
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings.errors import ConfigError
@@ -44,17 +44,9 @@ def train_and_export(
     policy = policy_of(config, world)
     batch = pack_for(world, random_groups(2, 3), config)
     train(policy, batch, steps=2)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
     default, export_module.FILE_BYTES = export_module.FILE_BYTES, file_bytes
     try:
-        ModelExport(
-            policy=policy,
-            hf_config=read_model_config(config.model, folder),
-            tokenizer=tokenizer,
-            source=folder,
-            dtype=dtype,
-            world=world,
-        ).write(target)
+        ModelExport(policy=policy, files=read_model_files(config.model, world), dtype=dtype, world=world).write(target)
     finally:
         export_module.FILE_BYTES = default
     micro_batch = batch.minibatches[0].micro_batches[0]

@@ -21,7 +21,6 @@ from colocated_grpo.policy.lora import weights
 from colocated_grpo.policy.lora.weights import AdapterWeights, adapted_layers, frozen_experts, insert_adapters
 from colocated_grpo.policy.model import build_empty, transformer_blocks
 from colocated_grpo.policy.policy import Policy
-from colocated_grpo.policy.reference import InitialAdapter
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.schema import CheckpointConfig, Config
@@ -172,11 +171,12 @@ def test_the_reference_is_the_initial_adapter_and_scoring_leaves_no_trace(world,
     (micro_batch,) = pack_for(world, random_groups(3, 3), config_of(model_folder())).minibatches[0].micro_batches
     move(policy, seed=1)
     initial, start = policy.score(micro_batch), merged_weights(policy)
-    reference = InitialAdapter(policy.weights)
+    assert isinstance(policy.weights, AdapterWeights)
+    factors = policy.weights.nonzero_factors()
     move(policy, seed=2)
     moved, after = policy.score(micro_batch), merged_weights(policy)
     assert not torch.equal(moved, initial)
-    with reference.scoring() as weights_of_reference:
+    with policy.weights.with_factors(factors) as weights_of_reference:
         assert weights_of_reference is policy.weights
         assert torch.equal(policy.score(micro_batch), initial)
         assert_same(merged_weights(policy), start, rtol=0, atol=0)

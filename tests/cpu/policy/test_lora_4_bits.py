@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 
 from colocated_grpo.metrics import Metrics
 from colocated_grpo.policy.lora import nf4
-from colocated_grpo.policy.reference import InitialAdapter
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.schema import Config
 from tests.support.compiled_blocks import graph_counter
@@ -126,11 +125,11 @@ def test_the_reference_is_the_initial_adapter_and_scoring_leaves_no_trace(world,
     config = four_bits(folders("qwen3")[0])
     policy = policy_of(config, world)
     (micro_batch,) = pack_for(world, random_groups(3, 3), config_of(folders("qwen3")[0])).minibatches[0].micro_batches
-    reference, initial = InitialAdapter(policy.weights), policy.score(micro_batch)
+    factors, initial = policy.weights.nonzero_factors(), policy.score(micro_batch)
     move(policy)
     moved, after = policy.score(micro_batch), weights_of(policy)
     assert not torch.equal(moved, initial)
-    with reference.scoring():
+    with policy.weights.with_factors(factors):
         assert torch.equal(policy.score(micro_batch), initial)
     assert torch.equal(policy.score(micro_batch), moved)
     assert_same(weights_of(policy), after, rtol=0, atol=0)

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from colocated_grpo.assembly.engines import build_reference
+from colocated_grpo.policy.masters import Reference
 from colocated_grpo.policy.model import read_model_config
 from colocated_grpo.policy.model_loader import ModelLoader
 from colocated_grpo.policy.policy import score
-from colocated_grpo.policy.reference import Reference
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings.losses import KLConfig
 from colocated_grpo.settings.schema import Config
@@ -35,7 +35,7 @@ def test_a_teacher_scores_with_its_own_weights(world, model_folder, policy_setti
     policy = policy_of(config, world)
     (micro_batch,) = pack_for(world, random_groups(3, 3), config).minibatches[0].micro_batches
     expected = policy_of(config_of(teacher, policy=policy_settings), world).score(micro_batch)
-    with reference_of(policy, config, teacher, world).scoring() as weights:
+    with reference_of(policy, config, teacher, world)() as weights:
         torch.testing.assert_close(score(weights, micro_batch, world.device), expected)
     assert not torch.equal(policy.score(micro_batch), expected)
 

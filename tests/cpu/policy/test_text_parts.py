@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from colocated_grpo.batching.micro_batch import MicroBatch
 from colocated_grpo.policy.export import ModelExport
 from colocated_grpo.policy.model import read_model_config
-from colocated_grpo.policy.model_files import load_tokenizer, stop_token_ids
+from colocated_grpo.policy.model_files import load_tokenizer, read_model_files, stop_token_ids
 from colocated_grpo.policy.model_loader import check_model
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings.config_json import text_part
@@ -99,12 +99,8 @@ def train_and_export(world: World, folder: Path, target: Path) -> tuple[dict[str
     policy = policy_of(config, world)
     batch = pack_for(world, random_groups(2, 3), config)
     train(policy, batch, steps=2)
-    hf_config = read_model_config(config.model, folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    export = ModelExport(
-        policy=policy, hf_config=hf_config, tokenizer=tokenizer, source=folder, dtype=torch.float32, world=world
-    )
-    export.write(target)
+    files = read_model_files(config.model, world)
+    ModelExport(policy=policy, files=files, dtype=torch.float32, world=world).write(target)
     return weights_of(policy), policy.score(batch.minibatches[0].micro_batches[0])
 
 

@@ -109,16 +109,15 @@ def test_a_model_that_does_not_fit_is_rejected_with_what_would():
 
 
 def test_lengths_cover_the_data_within_the_positions_of_the_model():
-    lengths = lengths_of([10, 70], [300], 4096, on_gpu=False)
-    assert (lengths.prompt, lengths.completion) == (96, 608)
-    cut = lengths_of([10, 5000], [], 1024, on_gpu=True)
-    assert (cut.prompt, cut.completion) == (512, 512)
-    assert "1 are longer than half of the model's 1024 positions and are dropped" in cut.prompt_why
+    assert [length.value for length in lengths_of([10, 70], [300], 4096, on_gpu=False)] == [96, 608]
+    prompt, completion = lengths_of([10, 5000], [], 1024, on_gpu=True)
+    assert (prompt.value, completion.value) == (512, 512)
+    assert "1 are longer than half of the model's 1024 positions and are dropped" in prompt.why
 
 
 def test_a_batch_needs_no_more_prompts_than_there_are_and_a_prompt_for_each_engine():
-    assert (batch_of(5000, 1).prompts, batch_of(5000, 8).prompts, batch_of(20, 1).prompts) == (32, 128, 18)
-    assert batch_of(3, 8).prompts == 8
+    prompts = [batch_of(rows, gpus)[0].value for rows, gpus in ((5000, 1), (5000, 8), (20, 1), (3, 8))]
+    assert prompts == [32, 128, 18, 8]
 
 
 @pytest.fixture(scope="module")

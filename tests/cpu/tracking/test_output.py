@@ -51,7 +51,7 @@ def test_a_start_that_fails_keeps_the_name_of_its_phase() -> None:
     with pytest.raises(KeyError), output.phase("building the engine"):
         raise KeyError
     assert output.phase_name == "building the engine"
-    assert output.stop_line() == "stopped during start-up (building the engine), before the first step"
+    assert output.start_phase == "start-up (building the engine)"
 
 
 def test_a_phase_is_one_line_with_its_seconds_on_both_consoles() -> None:
