@@ -49,7 +49,7 @@ class Collector:
 
     def __post_init__(self) -> None:
         workers, timeout = self.reward_workers, self.reward_timeout
-        self._rewards = RewardCalls(self._judge, workers=workers, timeout=timeout, stop_requested=self.stop_requested)
+        self.rewards = RewardCalls(self._judge, workers=workers, timeout=timeout, stop_requested=self.stop_requested)
 
     def collect(self, job: Job) -> list[Group]:
         """Return all groups of the job on every rank, in prompt order. Raises Stopped on all ranks if a rank stops."""
@@ -77,7 +77,7 @@ class Collector:
         while batch.admit(queue) or batch.running:
             for index in batch.advance():
                 if queue.counts:
-                    calls[index] = self.score(job.prompts[index], batch.completions_of(index))
+                    calls[index] = self.rewards.submit(job.prompts[index], batch.completions_of(index))
             if queue.may_stop and self.stop_requested():
                 self.episodes.cancel()
                 self.driver.abort()
@@ -91,16 +91,12 @@ class Collector:
 
         return groups
 
-    def score(self, prompt: Prompt, completions: Sequence[Completion]) -> RewardCall:
-        """Start the rewards of a group."""
-        return self._rewards.submit(prompt, completions)
-
     def groups(self, calls: Mapping[int, RewardCall], sampling: Sampling, since: float) -> dict[int, Group] | None:
         """Wait for the rewards, and return the group of each call. Returns None if they are late after a stop request.
 
         sampling: settings of all completions. since: earliest start of the reward timeout, in time.monotonic().
         """
-        if not self._rewards.wait(list(calls.values()), since=since):
+        if not self.rewards.wait(list(calls.values()), since=since):
             return None
         return {index: self._group(call, sampling) for index, call in calls.items()}
 
@@ -120,12 +116,12 @@ class Collector:
         return Group(prompt=call.prompt, rollouts=rollouts)
 
     def _failed(self, call: RewardCall) -> Judged:
-        error = f"{self._rewards.timeout_error}{call.place}"
+        error = f"{self.rewards.timeout_error}{call.place}"
         return self._texts(call.completions), [Score(reward=None, error=error)] * len(call.completions)
 
     def close(self) -> None:
         self.episodes.close()
-        self._rewards.close()
+        self.rewards.close()
 
 
 class _Batch:

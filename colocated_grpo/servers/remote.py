@@ -14,7 +14,7 @@ from dataclasses import asdict
 from queue import Empty
 
 from colocated_grpo.errors import RunError
-from colocated_grpo.rollout.engine import Finished, Part, Request, RolloutEngine, TokenDelta
+from colocated_grpo.rollout.engine import Finished, Request, RolloutEngine
 from colocated_grpo.servers.engine_servers import CONFLICT, EngineServer, Messages
 from colocated_grpo.types import Completion
 from colocated_grpo.web.client import RequestRejected, Unavailable
@@ -32,12 +32,8 @@ Restore = Callable[[EngineServer], bool]
 """Restores a restarted server's weights. Returns False if only a weight sync of all ranks can. Raises Unavailable."""
 
 
-class WeightsLost(RunError):
-    """The server has restarted, and only a weight sync of all ranks can restore its weights."""
-
-
-class RemoteEngine:
-    """The engine of one server. Not thread-safe: one thread drives it."""
+class RemoteEngine(RolloutEngine):
+    """The engine of one server, which never sleeps. Completions arrive whole. Not thread-safe: one thread drives it."""
 
     admission_cost = 0  # the server's driver admits requests in batches
 
@@ -76,34 +72,36 @@ class RemoteEngine:
                 raise RunError(line)
             time.sleep(STEP_SECONDS)
             return []
-        if self._messages is None and not self._connect():
+        if self._messages is None:
+            self._connect()
+        if self._messages is not None:
+            self._send()
+        if self._messages is None:
             time.sleep(STEP_SECONDS)
             return []
-        if self._unsent and not self._send():
-            return []
-        return self._receive()
+        return self._receive(self._messages)
 
-    def _connect(self) -> bool:
-        """Open the stream and queue all running requests again. Return False if the server does not respond."""
+    def _connect(self) -> None:
+        """Open the stream and queue all running requests again, if the server responds."""
         try:
             self._restore_if_restarted()
             self._messages = self._server.stream()
+            self._unsent = list(self._running)
         except (Unavailable, RequestRejected) as error:
             self._record_unavailable(str(error))
-            return False
-        except WeightsLost as error:
+        except RunError as error:
             self._give_up(str(error))
-            return False
-        self._unsent = list(self._running)
-        return True
 
     def _restore_if_restarted(self) -> None:
-        """Restore the weights if the server has restarted. Raises Unavailable, RequestRejected or WeightsLost."""
+        """Restore the weights if the server has restarted.
+
+        Raises Unavailable, RequestRejected, or RunError if only a weight sync of all ranks can restore them.
+        """
         instance = self._server.info()["instance"]
         if instance == self._instance:
             return
         if not self._restore(self._server):
-            raise WeightsLost(f"engine.urls={self._server.url}: it was restarted and has lost the policy's weights")
+            raise RunError(f"engine.urls={self._server.url}: it was restarted and has lost the policy's weights")
         self._server.post("/engine/version", {"policy_version": self._policy_version})
         self._instance = instance
 
@@ -118,8 +116,8 @@ class RemoteEngine:
         self._lost = line, time.monotonic()
         self._on_lost(line)
 
-    def _send(self) -> bool:
-        """Post the unsent requests. Returns False if the connection is lost."""
+    def _send(self) -> None:
+        """Post the unsent requests."""
         try:
             while self._unsent:
                 batch = self._next_post()
@@ -143,7 +141,6 @@ class RemoteEngine:
             if error.status != CONFLICT:
                 raise RunError(f"engine.urls={self._server.url}: rejects a request: {error}") from None
             self._record_unavailable(str(error))  # the server restarted between two steps, or the stream ended
-        return self._messages is not None
 
     def _next_post(self) -> dict[int, Request]:
         """Return as many of the next unsent requests as fit into one body, by number."""
@@ -152,24 +149,19 @@ class RemoteEngine:
         count = sum(total <= TOKENS_PER_POST for total in totals)
         return dict(itertools.islice(unsent.items(), max(1, count)))
 
-    def _receive(self) -> Finished:
+    def _receive(self, messages: Messages) -> Finished:
         finished: Finished = []
-        assert self._messages is not None
         with suppress(Empty):
-            message = self._messages.get(timeout=STEP_SECONDS)
+            message = messages.get(timeout=STEP_SECONDS)
             while message is not None:
                 request = self._running.pop(message["id"], None)
                 if request is not None:  # else aborted on this side while the message was in transit
                     if "error" in message:
                         raise RunError(f"engine.urls={self._server.url}: rejects a request: {message['error']}")
                     finished.append((request.key, Completion(**message["completion"])))
-                message = self._messages.get_nowait()
+                message = messages.get_nowait()
             self._messages = None
         return finished
-
-    def deltas(self) -> list[tuple[Hashable, TokenDelta]]:
-        """Return none: completions arrive whole."""
-        return []
 
     def abort(self, keys: Collection[Hashable] | None = None) -> None:
         numbers = [number for number, one in self._running.items() if keys is None or one.key in keys]
@@ -201,22 +193,16 @@ class RemoteEngine:
 
         self._server.until_answered(post)
 
-    def wake(self, part: Part) -> None:
-        """Do nothing: the server has memory of its own."""
-
-    def sleep(self) -> None:
-        """Do nothing: the server has memory of its own."""
-
     def close(self) -> None:
         self._running.clear()
         self._unsent.clear()
         self._server.close()
 
 
-class EngineGroup:
-    """`RolloutEngine` that sends each request to the engine with the fewest running requests."""
+class EngineGroup(RolloutEngine):
+    """Sends each request to the engine with the fewest running requests."""
 
-    def __init__(self, engines: Sequence[RolloutEngine], max_num_seqs: int | None = None) -> None:
+    def __init__(self, engines: Sequence[RemoteEngine], max_num_seqs: int | None = None) -> None:
         """max_num_seqs: maximum requests submitted at the same time. Default: the engines' combined capacity."""
         self._engines = engines
         self._running = [0] * len(engines)
@@ -241,9 +227,6 @@ class EngineGroup:
     def _forget(self, key: Hashable) -> None:
         self._running[self._engine_of.pop(key)] -= 1
 
-    def deltas(self) -> list[tuple[Hashable, TokenDelta]]:
-        return [pair for engine in self._engines for pair in engine.deltas()]
-
     def abort(self, keys: Collection[Hashable] | None = None) -> None:
         for engine in self._engines:
             engine.abort(keys)
@@ -256,14 +239,6 @@ class EngineGroup:
     def weights_changed(self, policy_version: int) -> None:
         for engine in self._engines:
             engine.weights_changed(policy_version)
-
-    def wake(self, part: Part) -> None:
-        for engine in self._engines:
-            engine.wake(part)
-
-    def sleep(self) -> None:
-        for engine in self._engines:
-            engine.sleep()
 
     def close(self) -> None:
         for engine in self._engines:

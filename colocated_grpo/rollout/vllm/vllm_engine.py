@@ -15,13 +15,7 @@ from colocated_grpo.rollout.engine import Part, Request, TokenDelta
 from colocated_grpo.rollout.vllm import patches, process
 from colocated_grpo.rollout.vllm.adapters import VLLMAdapters, avoid_dependent_launches
 from colocated_grpo.rollout.vllm.kv_budget import check_cache
-from colocated_grpo.rollout.vllm.requests import (
-    CoreRequests,
-    EngineRequests,
-    MixedRequests,
-    prompt_logprobs,
-    scheduler_of,
-)
+from colocated_grpo.rollout.vllm.requests import EngineRequests, prompt_logprobs, scheduler_of
 from colocated_grpo.rollout.vllm.routes import RequestRoutes
 from colocated_grpo.rollout.vllm.spec import EngineSpec
 from colocated_grpo.rollout.vllm.vllm_arguments import check_names, engine_arguments, register_class
@@ -74,7 +68,7 @@ class VLLMEngine:
         self.transforms_weights = bool(arguments.get("quantization")) or absorbs or repacks
         cache_type = arguments.get("kv_cache_dtype", "auto")
         self.is_quantized = bool(arguments.get("quantization")) or cache_type not in UNQUANTIZED_CACHE
-        self._requests: EngineRequests = (MixedRequests if spec.needs_text else CoreRequests)(self._engine)
+        self._requests = EngineRequests(self._engine)
         records, scheduler = spec.records_routes, scheduler_of(self._engine)
         self._routes = RequestRoutes(self._worker.slot_routes, scheduler) if records else None
         self.adapters = VLLMAdapters(self._engine)
