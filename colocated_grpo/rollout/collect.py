@@ -144,24 +144,20 @@ class _Batch:
 
     def admit(self, queue: PromptQueue) -> bool:
         """Start whole groups while there is room. Returns False when the queue is empty."""
-        room = min(self._driver.max_num_seqs, queue.max_running)
+        room, size = min(self._driver.max_num_seqs, queue.max_running), self._job.group_size
         while self.running < room and not self._exhausted:
             index = queue.take()
             if index is None:
                 self._exhausted = True  # taking again would cost a store round trip per decode step
             elif self._episodes.plays(self._job.prompts[index].source):
                 self._episodes.start(self._job, index)
-                self._playing += self._job.group_size
-                self.running += self._job.group_size
+                self._playing += size
+                self.running += size
             else:
-                self._submit(index)
+                self._completions[index] = {}
+                self.running += size
+                self._driver.submit([self._request(index, sibling) for sibling in range(size)])
         return not self._exhausted
-
-    def _submit(self, index: int) -> None:
-        size = self._job.group_size
-        self._completions[index] = {}
-        self.running += size
-        self._driver.submit([self._request(index, sibling) for sibling in range(size)])
 
     def _request(self, index: int, sibling: int) -> Request:
         prompt = self._job.prompts[index]

@@ -47,7 +47,7 @@ class RemoteEngine(RolloutEngine):
         self._max_tokens: int = info["max_model_len"]
         self._instance: str = info["instance"]
         self._numbers = itertools.count()
-        self._running: dict[int, Request] = {}
+        self.running: dict[int, Request] = {}
         """Requests under way, by their number at the server."""
         self._unsent: list[int] = []
         self._messages: Messages | None = None
@@ -61,7 +61,7 @@ class RemoteEngine(RolloutEngine):
             if len(request.token_ids) >= self._max_tokens:
                 raise ValueError(f"a prompt of {len(request.token_ids)} tokens: at most {self._max_tokens - 1}")
             number = next(self._numbers)
-            self._running[number] = request
+            self.running[number] = request
             self._unsent.append(number)
 
     def step(self) -> Finished:
@@ -86,7 +86,7 @@ class RemoteEngine(RolloutEngine):
         try:
             self._restore_if_restarted()
             self._messages = self._server.stream()
-            self._unsent = list(self._running)
+            self._unsent = list(self.running)
         except (Unavailable, RequestRejected) as error:
             self._record_unavailable(str(error))
         except RunError as error:
@@ -144,7 +144,7 @@ class RemoteEngine(RolloutEngine):
 
     def _next_post(self) -> dict[int, Request]:
         """Return as many of the next unsent requests as fit into one body, by number."""
-        unsent = {number: self._running[number] for number in self._unsent[:REQUESTS_PER_POST]}
+        unsent = {number: self.running[number] for number in self._unsent[:REQUESTS_PER_POST]}
         totals = itertools.accumulate(len(request.token_ids) for request in unsent.values())
         count = sum(total <= TOKENS_PER_POST for total in totals)
         return dict(itertools.islice(unsent.items(), max(1, count)))
@@ -154,7 +154,7 @@ class RemoteEngine(RolloutEngine):
         with suppress(Empty):
             message = messages.get(timeout=STEP_SECONDS)
             while message is not None:
-                request = self._running.pop(message["id"], None)
+                request = self.running.pop(message["id"], None)
                 if request is not None:  # else aborted on this side while the message was in transit
                     if "error" in message:
                         raise RunError(f"engine.urls={self._server.url}: rejects a request: {message['error']}")
@@ -164,11 +164,11 @@ class RemoteEngine(RolloutEngine):
         return finished
 
     def abort(self, keys: Collection[Hashable] | None = None) -> None:
-        numbers = [number for number, one in self._running.items() if keys is None or one.key in keys]
+        numbers = [number for number, one in self.running.items() if keys is None or one.key in keys]
         sent = sorted(set(numbers) - set(self._unsent))
         self._unsent = [number for number in self._unsent if number not in set(numbers)]
         for number in numbers:
-            del self._running[number]
+            del self.running[number]
         if sent and self._messages is not None:
             try:
                 self._server.post("/engine/abort", {"client": self._server.client, "ids": sent})
@@ -194,7 +194,7 @@ class RemoteEngine(RolloutEngine):
         self._server.until_answered(post)
 
     def close(self) -> None:
-        self._running.clear()
+        self.running.clear()
         self._unsent.clear()
         self._server.close()
 
@@ -205,33 +205,19 @@ class EngineGroup(RolloutEngine):
     def __init__(self, engines: Sequence[RemoteEngine], max_num_seqs: int | None = None) -> None:
         """max_num_seqs: maximum requests submitted at the same time. Default: the engines' combined capacity."""
         self._engines = engines
-        self._running = [0] * len(engines)
-        self._engine_of: dict[Hashable, int] = {}
-        """Engine index of each running request, by key."""
         self.max_num_seqs = max_num_seqs or sum(engine.max_num_seqs for engine in engines)
         self.admission_cost = max(engine.admission_cost for engine in engines)
 
     def submit(self, requests: Iterable[Request]) -> None:
         for request in requests:
-            chosen = min(range(len(self._engines)), key=self._running.__getitem__)
-            self._engines[chosen].submit([request])
-            self._engine_of[request.key] = chosen
-            self._running[chosen] += 1
+            min(self._engines, key=lambda engine: len(engine.running)).submit([request])
 
     def step(self) -> Finished:
-        finished = [pair for engine in self._engines for pair in engine.step()]
-        for key, _ in finished:
-            self._forget(key)
-        return finished
-
-    def _forget(self, key: Hashable) -> None:
-        self._running[self._engine_of.pop(key)] -= 1
+        return [pair for engine in self._engines for pair in engine.step()]
 
     def abort(self, keys: Collection[Hashable] | None = None) -> None:
         for engine in self._engines:
             engine.abort(keys)
-        for key in list(self._engine_of) if keys is None else [key for key in keys if key in self._engine_of]:
-            self._forget(key)
 
     def top_logprobs(self, token_ids: Sequence[int], k: int) -> list[dict[int, float]]:
         return self._engines[0].top_logprobs(token_ids, k)

@@ -92,9 +92,6 @@ class ColocatedSync:
             self._transport = TransportCheck(self._parameters, self.plan, self._dtype, self._world)
         self._transport.verify()
 
-    def _agree(self, ok: bool) -> bool:
-        return all(self._world.gather_objects(ok))
-
     def _full_tensors(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that the engine's loader needs. names: yield only these parameters and constants."""
         for name in self._parameters:
@@ -109,12 +106,12 @@ class ColocatedSync:
         """Set `plan` if its views hold, on every rank and bit for bit, what `load_weights` has just written."""
         shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
         plan = build_plan(self._engine.model, shapes, self._engine.tensor_parallel_rank)
-        if not self._agree(plan is not None) or plan is None:
+        if not all(self._world.gather_objects(plan is not None)) or plan is None:
             return
         made = buckets.make_buckets(shapes, buckets.count_shards(self._parameters), self._dtype)
         self._buckets = [(bucket, buckets.shard_slices(bucket, plan)) for bucket in made]
         loaded = [self._is_loaded(*entry) for entry in self._buckets]  # checks every bucket: all ranks join all gathers
-        if self._agree(all(loaded)):
+        if all(self._world.gather_objects(all(loaded))):
             self.plan = plan
 
     def _is_loaded(self, bucket: buckets.Bucket, slices: Sequence[buckets.ShardSlice]) -> bool:

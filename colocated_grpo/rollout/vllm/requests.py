@@ -1,6 +1,6 @@
 """Two paths of a request through vLLM: around its output processor or, if stop strings need text, through it."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -13,13 +13,10 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from colocated_grpo.rollout.engine import TokenDelta
+from colocated_grpo.rollout.engine import Finished, TokenDelta
 from colocated_grpo.rollout.vllm.steady_batch import Chunk
 from colocated_grpo.rollout.vllm.steady_decode import DeviceSteps, SteadyDecode, is_supported
 from colocated_grpo.types import Completion, FinishReason
-
-Finished = list[tuple[str, Completion]]
-"""Request names with their whole completions."""
 
 
 def scheduler_of(engine: LLMEngine) -> Scheduler:
@@ -34,7 +31,7 @@ def _device_steps(engine: LLMEngine) -> DeviceSteps | None:
 
 
 class EngineRequests:
-    """Requests that run in one engine, by name.
+    """Requests that run in one engine.
 
     Only requests with stop strings go through vLLM's output processor, which finds these in the text. It builds objects
     for every token of every request. With 512 requests, the processor took a seventh of the generation time: 7.7 s
@@ -47,13 +44,18 @@ class EngineRequests:
         """Requests without stop strings, by vLLM's id."""
         self._with_stop: dict[str, _RunningRequest] = {}
         """Requests with stop strings, by name."""
-        self._deltas: list[tuple[str, TokenDelta]] = []
+        self._deltas: list[tuple[Hashable, TokenDelta]] = []
         scheduler = scheduler_of(engine)
         self._steady = SteadyDecode(scheduler, _device_steps(engine)) if is_supported(scheduler) else None
 
-    def add(self, name: str, token_ids: list[int], params: SamplingParams, adapter: LoRARequest | None) -> str:
-        """Start a request and return vLLM's id of it. adapter: None for the engine's own weights."""
-        running = _RunningRequest(name, [], [], params.output_kind is RequestOutputKind.DELTA)
+    def add(
+        self, key: Hashable, name: str, token_ids: list[int], params: SamplingParams, adapter: LoRARequest | None
+    ) -> str:
+        """Start a request and return vLLM's id of it.
+
+        key: of the results. name: unique in the life of the engine. adapter: None for the engine's own weights.
+        """
+        running = _RunningRequest(key, [], [], params.output_kind is RequestOutputKind.DELTA)
         if params.stop:
             prompt = TokensPrompt(prompt_token_ids=token_ids)
             request_id = self._engine.add_request(name, prompt, params, lora_request=adapter)
@@ -86,7 +88,7 @@ class EngineRequests:
         for chunk in chunks:
             request = self._append(chunk)
             if request is not None and chunk.finish_reason is not None:
-                finished.append((request.name, request.completion(chunk.finish_reason, policy_version)))
+                finished.append((request.key, request.completion(chunk.finish_reason, policy_version)))
         return finished
 
     def _append(self, chunk: Chunk) -> "_RunningRequest | None":
@@ -100,10 +102,10 @@ class EngineRequests:
         if chunk.finish_reason is not None:
             del running[chunk.request_id]
         elif request.streams:
-            self._deltas.append((request.name, TokenDelta(list(chunk.token_ids), chunk.logprobs.tolist())))
+            self._deltas.append((request.key, TokenDelta(list(chunk.token_ids), chunk.logprobs.tolist())))
         return request
 
-    def deltas(self) -> list[tuple[str, TokenDelta]]:
+    def deltas(self) -> list[tuple[Hashable, TokenDelta]]:
         """Tokens that the last step added to running requests of output kind DELTA."""
         return list(self._deltas)
 
@@ -112,21 +114,22 @@ class EngineRequests:
         for chunk in self._steady.settle() if self._steady is not None else []:
             self._append(chunk)
         running = [request for request in self._by_id.values() if request.token_ids]
-        return [(request.name, request.completion("abort", policy_version)) for request in running]
+        return [(request.key, request.completion("abort", policy_version)) for request in running]
 
-    def abort(self, names: Collection[str]) -> None:
-        aborted = [request_id for request_id, request in self._by_id.items() if request.name in names]
+    def abort(self, keys: Collection[Hashable] | None) -> None:
+        """Abort the requests with these keys; None: all requests."""
+        aborted = [request_id for request_id, one in self._by_id.items() if keys is None or one.key in keys]
         self._engine.engine_core.abort_requests(aborted)
         for request_id in aborted:
             del self._by_id[request_id]
-        aborted = [name for name in self._with_stop if name in names]
+        aborted = [name for name, one in self._with_stop.items() if keys is None or one.key in keys]
         self._engine.abort_request(aborted)
         for name in aborted:
             del self._with_stop[name]
 
 
 class _RunningRequest(NamedTuple):
-    name: str
+    key: Hashable
     token_ids: list[int]
     logprobs: list[np.ndarray]
     """Log-probabilities of the sampled tokens, one array for each chunk."""
