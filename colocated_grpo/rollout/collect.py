@@ -58,21 +58,8 @@ class Collector:
         return gather()
 
     def sample(self, job: Job) -> Gather:
-        """Decode this rank's prompts without waiting for other ranks or for inbox requests."""
-        done = self._decode_prompts(job, self.dispatch(job))
-        return lambda: self._gather(job, done())
-
-    def _gather(self, job: Job, done: dict[int, Group] | None) -> list[Group]:
-        gathered = self.world.gather_objects(done)
-        finished = [part for part in gathered if part is not None]
-        if len(finished) < len(gathered):
-            raise Stopped
-        groups = {index: group for part in finished for index, group in part.items()}
-        return [groups[index] for index in range(len(job.prompts))]
-
-    def _decode_prompts(self, job: Job, queue: PromptQueue) -> Callable[[], dict[int, Group] | None]:
-        """Return a function that waits for the rewards and returns this rank's groups by prompt; None after a stop."""
-        batch = _Batch(job, self.seed, self.driver, self.episodes)
+        """Decode this rank's prompts without waiting for rewards, other ranks or inbox requests."""
+        queue, batch = self.dispatch(job), _Batch(job, self.seed, self.driver, self.episodes)
         calls: dict[int, RewardCall] = {}
         while batch.admit(queue) or batch.running:
             for index in batch.advance():
@@ -81,15 +68,25 @@ class Collector:
             if queue.may_stop and self.stop_requested():
                 self.episodes.cancel()
                 self.driver.abort()
-                return lambda: None
+                return lambda: self._gather(job, None)
         ended = time.monotonic()
 
-        def groups() -> dict[int, Group] | None:
+        def gather() -> list[Group]:
             judged = self.groups(calls, job.sampling, ended)
             played = batch.played.items() if queue.counts else ()
-            return None if judged is None else judged | {i: Group(prompt=job.prompts[i], rollouts=r) for i, r in played}
+            episodes = {index: Group(prompt=job.prompts[index], rollouts=rollouts) for index, rollouts in played}
+            return self._gather(job, None if judged is None else judged | episodes)
 
-        return groups
+        return gather
+
+    def _gather(self, job: Job, done: dict[int, Group] | None) -> list[Group]:
+        """done: this rank's groups by prompt; None after a stop."""
+        gathered = self.world.gather_objects(done)
+        finished = [part for part in gathered if part is not None]
+        if len(finished) < len(gathered):
+            raise Stopped
+        groups = {index: group for part in finished for index, group in part.items()}
+        return [groups[index] for index in range(len(job.prompts))]
 
     def groups(self, calls: Mapping[int, RewardCall], sampling: Sampling, since: float) -> dict[int, Group] | None:
         """Wait for the rewards, and return the group of each call. Returns None if they are late after a stop request.

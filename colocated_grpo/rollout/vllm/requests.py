@@ -1,5 +1,6 @@
 """Two paths of a request through vLLM: around its output processor or, if stop strings need text, through it."""
 
+import itertools
 from collections.abc import Collection, Hashable, Sequence
 from typing import NamedTuple, cast
 
@@ -40,6 +41,7 @@ class EngineRequests:
 
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
+        self._names = itertools.count(1)
         self._by_id: dict[str, _RunningRequest] = {}
         """Requests without stop strings, by vLLM's id."""
         self._with_stop: dict[str, _RunningRequest] = {}
@@ -48,13 +50,9 @@ class EngineRequests:
         scheduler = scheduler_of(engine)
         self._steady = SteadyDecode(scheduler, _device_steps(engine)) if is_supported(scheduler) else None
 
-    def add(
-        self, key: Hashable, name: str, token_ids: list[int], params: SamplingParams, adapter: LoRARequest | None
-    ) -> str:
-        """Start a request and return vLLM's id of it.
-
-        key: of the results. name: unique in the life of the engine. adapter: None for the engine's own weights.
-        """
+    def add(self, key: Hashable, token_ids: list[int], params: SamplingParams, adapter: LoRARequest | None) -> str:
+        """Start a request and return vLLM's id of it. adapter: None for the engine's own weights."""
+        name = str(next(self._names))
         running = _RunningRequest(key, [], [], params.output_kind is RequestOutputKind.DELTA)
         if params.stop:
             prompt = TokensPrompt(prompt_token_ids=token_ids)
@@ -127,6 +125,22 @@ class EngineRequests:
         for name in aborted:
             del self._with_stop[name]
 
+    def prompt_logprobs(
+        self, token_ids: Sequence[int], params: SamplingParams, adapter: LoRARequest | None
+    ) -> list[dict[int, float]]:
+        """Log-probabilities for each of token_ids[1:], the token's own first. No request may be running."""
+        prompt = TokensPrompt(prompt_token_ids=list(token_ids))
+        self._engine.add_request(str(next(self._names)), prompt, params, lora_request=adapter)
+        finished: list[RequestOutput] = []
+        while not finished:
+            outputs = self._engine.step()
+            finished = [output for output in outputs if isinstance(output, RequestOutput) and output.finished]
+        entries = cast(Sequence[dict[int, Logprob]], finished[0].prompt_logprobs)[1:]  # the first token has none
+        return [
+            {token: entry[token].logprob, **{other: value.logprob for other, value in entry.items()}}
+            for entry, token in zip(entries, token_ids[1:], strict=True)
+        ]
+
 
 class _RunningRequest(NamedTuple):
     key: Hashable
@@ -158,18 +172,3 @@ def _text_chunk(output: RequestOutput) -> Chunk:
     logprobs = [entry[token].logprob for entry, token in zip(entries, token_ids, strict=True)]
     finish_reason = cast(FinishReason, sample.finish_reason) if output.finished else None
     return Chunk(output.request_id, token_ids, np.array(logprobs), finish_reason)
-
-
-def prompt_logprobs(
-    engine: LLMEngine, name: str, token_ids: Sequence[int], params: SamplingParams, adapter: LoRARequest | None
-) -> list[dict[int, float]]:
-    """Log-probabilities for each of token_ids[1:], the token's own first. The engine must have no running request."""
-    engine.add_request(name, TokensPrompt(prompt_token_ids=list(token_ids)), params, lora_request=adapter)
-    finished: list[RequestOutput] = []
-    while not finished:
-        finished = [output for output in engine.step() if isinstance(output, RequestOutput) and output.finished]
-    entries = cast(Sequence[dict[int, Logprob]], finished[0].prompt_logprobs)[1:]  # the first token has none
-    return [
-        {token: entry[token].logprob, **{other: value.logprob for other, value in entry.items()}}
-        for entry, token in zip(entries, token_ids[1:], strict=True)
-    ]

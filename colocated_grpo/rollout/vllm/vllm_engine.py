@@ -15,7 +15,7 @@ from colocated_grpo.rollout.engine import Finished, Part, Request, TokenDelta
 from colocated_grpo.rollout.vllm import patches, process
 from colocated_grpo.rollout.vllm.adapters import VLLMAdapters, avoid_dependent_launches
 from colocated_grpo.rollout.vllm.kv_budget import check_cache
-from colocated_grpo.rollout.vllm.requests import EngineRequests, prompt_logprobs, scheduler_of
+from colocated_grpo.rollout.vllm.requests import EngineRequests, scheduler_of
 from colocated_grpo.rollout.vllm.routes import RequestRoutes
 from colocated_grpo.rollout.vllm.spec import EngineSpec
 from colocated_grpo.rollout.vllm.vllm_arguments import check_names, engine_arguments, register_class
@@ -72,7 +72,6 @@ class VLLMEngine:
         self._routes = RequestRoutes(self._worker.slot_routes, scheduler) if records else None
         self.adapters = VLLMAdapters(self._engine)
         self._buffers: dict[str, Tensor] = {}
-        self._submitted = 0
         self._policy_version = 0
 
     @property
@@ -88,15 +87,11 @@ class VLLMEngine:
         for request in requests:
             with _rejections_as_value_errors():
                 params, adapter = _sampling_params(request), self.adapters.active
-                request_id = self._requests.add(request.key, self._new_name(), request.token_ids, params, adapter)
+                request_id = self._requests.add(request.key, request.token_ids, params, adapter)
             if request.routes:
                 # policy.routing_replay sets both `spec.records_routes` and `request.routes`.
                 assert self._routes is not None
                 self._routes.expect(request.key, request_id, len(request.token_ids))
-
-    def _new_name(self) -> str:
-        self._submitted += 1
-        return str(self._submitted)
 
     def step(self) -> Finished:
         finished = self._requests.step(self._policy_version)
@@ -120,7 +115,7 @@ class VLLMEngine:
 
     def top_logprobs(self, token_ids: Sequence[int], k: int) -> list[dict[int, float]]:
         with _rejections_as_value_errors():
-            return prompt_logprobs(self._engine, self._new_name(), token_ids, _scoring(k), self.adapters.active)
+            return self._requests.prompt_logprobs(token_ids, _scoring(k), self.adapters.active)
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         # Drop the copies of buffers: the checkpoint of some families has buffers too, and vLLM replaces buffers of the
