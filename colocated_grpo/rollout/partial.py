@@ -152,9 +152,6 @@ class PartialSupply(Supply):
         self._pending, self._sizes = saved[self.place.engine], [len(part) for part in saved]
         self.prompts.load_state_dict({**state, PENDING: []})
 
-    def close(self) -> None:
-        self.prompts.close()
-
 
 class PartialBatch:
     """The groups of one step on one engine."""
