@@ -65,7 +65,7 @@ def measure(world: World, options: argparse.Namespace) -> JsonObject:
     check_seconds = None
     if planned.plan is not None:
         planned.sync()
-        check = TransportCheck(published, planned.plan.targets, dtype, world)
+        check = TransportCheck(published, planned.plan, dtype, world)
         check_seconds = slowest_median(check.verify, world, options.repeats)
     moved = policy.num_parameters() * dtype.itemsize
     bare = bare_seconds(moved, world)

@@ -202,7 +202,7 @@ class Serving:
                 template_variables=config.model.chat_template_kwargs,
                 on_sampled=origins.record,
             )
-            self._servers.append(listen(sampler, config.model.name, atropos.server, limits))
+            self._servers.append(listen(sampler, config.model.name, atropos.server))
             ports = ", ".join(map(str, self._servers[0].ports))
             at = f"environments sample at {atropos.server.host}, port {ports}"
             self._note(f"atropos: batches from {atropos.url}; {at}")
@@ -249,12 +249,11 @@ def _key(variable: str | None) -> str | None:
     return os.environ[variable] if variable else None
 
 
-def listen(sampler: Sampler, model: str, settings: ServerConfig, limits: text.Limits) -> ServerThread:
+def listen(sampler: Sampler, model: str, settings: ServerConfig) -> ServerThread:
     """Open the engine's ports. Raises EnvironmentSetupError if a port is taken."""
     app = create_app(
         sampler,
         model,
-        limits.max_tokens,
         hosts=Hosts(settings.host, settings.allowed_hosts),
         api_key=_key(settings.api_key_variable),
         max_body_bytes=settings.max_body_bytes,

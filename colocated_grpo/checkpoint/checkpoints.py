@@ -8,7 +8,7 @@ Checksums are verified when a run resumes from a checkpoint, and before older ch
 import json
 import shutil
 from collections.abc import Callable, Generator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -52,6 +52,7 @@ class Checkpoints:
         self._world = world
         self._others = others or {}
         self._note = note
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._published: Future[None] | None = None
         self._best: int | None = None
         """Step of the best checkpoint, which is never deleted."""
@@ -100,13 +101,15 @@ class Checkpoints:
             process_group=self._world.checkpoints,
         )
         assert isinstance(writing, Future)  # the stager copies synchronously
-        writing.add_done_callback(lambda _: stager.close())
-        # Waiting for the write itself is not enough: its callbacks, including the rename, run afterwards.
-        self._published = Future()
-        published = self._published
-        writing.add_done_callback(
-            lambda future: _complete(published, future, lambda: self._publish(partial, final, record, writer.checksums))
-        )
+
+        def publish() -> None:
+            try:
+                writing.result()
+            finally:
+                stager.close()
+            self._publish(partial, final, record, writer.checksums)
+
+        self._published = self._thread.submit(publish)
 
     def _publish(self, partial: Path, final: Path, record: str, checksums: dict[str, str]) -> None:
         """Rename the finished checkpoint and delete old checkpoints. Rank 0 finishes last, so all files exist."""
@@ -221,17 +224,6 @@ def _cause(error: CheckpointException) -> str:
     """Return the error of the failed rank with the lowest number, in one line."""
     rank, (failure, _) = min(error.failures.items())
     return f"rank {rank}: {in_one_line(failure)}"
-
-
-def _complete(completed: Future[None], before: Future, action: Callable[[], None]) -> None:
-    """Run `action` after `before`, and pass any error to `completed`: exceptions in a callback are lost."""
-    try:
-        before.result()
-        action()
-    except BaseException as error:
-        completed.set_exception(error)
-    else:
-        completed.set_result(None)
 
 
 def _replace_state(folder: Path, state: JsonObject) -> bool:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import IOBase
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -143,17 +143,17 @@ class _ChecksummedFiles(FileSystem):
             with ThreadPoolExecutor(1) as thread:
                 checksummed = _ChecksummedStream(stream, thread)
                 try:
-                    yield checksummed
+                    yield cast(IOBase, checksummed)
                 except RuntimeError as error:  # raised by torch.save, which only reports that the file is too short
                     raise checksummed.failure or error from error
             self.checksums[Path(path).name] = checksummed.digest.hexdigest()
 
 
-class _ChecksummedStream(IOBase):
-    """A file that is written sequentially."""
+class _ChecksummedStream:
+    """A file that is written sequentially. Everything but `write` is the file's own."""
 
-    def __init__(self, stream: Any, thread: ThreadPoolExecutor) -> None:
-        self._stream: BinaryIO = stream
+    def __init__(self, stream: IOBase, thread: ThreadPoolExecutor) -> None:
+        self._stream: Any = stream
         self._thread = thread
         self.digest = xxh3_128()
         self.failure: OSError | None = None
@@ -176,18 +176,8 @@ class _ChecksummedStream(IOBase):
             self.failure = self.failure or error
             raise
 
-    def tell(self) -> int:
-        return self._stream.tell()
-
-    def flush(self) -> None:
-        if not self._stream.closed:
-            self._stream.flush()
-
-    def fileno(self) -> int:
-        return self._stream.fileno()
-
-    def close(self) -> None:
-        self._stream.close()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def write_durably(file: Path, text: str) -> None:

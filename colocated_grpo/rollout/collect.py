@@ -49,7 +49,7 @@ class Collector:
 
     def __post_init__(self) -> None:
         workers, timeout = self.reward_workers, self.reward_timeout
-        self._rewards = RewardCalls(self._judge, workers=workers, timeout=timeout, stop_requested=self.stop_requested)
+        self.rewards = RewardCalls(self._judge, workers=workers, timeout=timeout, stop_requested=self.stop_requested)
 
     def collect(self, job: Job) -> list[Group]:
         """Return all groups of the job on every rank, in prompt order. Raises Stopped on all ranks if a rank stops."""
@@ -58,11 +58,29 @@ class Collector:
         return gather()
 
     def sample(self, job: Job) -> Gather:
-        """Decode this rank's prompts without waiting for other ranks or for inbox requests."""
-        done = self._decode_prompts(job, self.dispatch(job))
-        return lambda: self._gather(job, done())
+        """Decode this rank's prompts without waiting for rewards, other ranks or inbox requests."""
+        queue, batch = self.dispatch(job), _Batch(job, self.seed, self.driver, self.episodes)
+        calls: dict[int, RewardCall] = {}
+        while batch.admit(queue) or batch.running:
+            for index in batch.advance():
+                if queue.counts:
+                    calls[index] = self.rewards.submit(job.prompts[index], batch.completions_of(index))
+            if queue.may_stop and self.stop_requested():
+                self.episodes.cancel()
+                self.driver.abort()
+                return lambda: self._gather(job, None)
+        ended = time.monotonic()
+
+        def gather() -> list[Group]:
+            judged = self.groups(calls, job.sampling, ended)
+            played = batch.played.items() if queue.counts else ()
+            episodes = {index: Group(prompt=job.prompts[index], rollouts=rollouts) for index, rollouts in played}
+            return self._gather(job, None if judged is None else judged | episodes)
+
+        return gather
 
     def _gather(self, job: Job, done: dict[int, Group] | None) -> list[Group]:
+        """done: this rank's groups by prompt; None after a stop."""
         gathered = self.world.gather_objects(done)
         finished = [part for part in gathered if part is not None]
         if len(finished) < len(gathered):
@@ -70,37 +88,12 @@ class Collector:
         groups = {index: group for part in finished for index, group in part.items()}
         return [groups[index] for index in range(len(job.prompts))]
 
-    def _decode_prompts(self, job: Job, queue: PromptQueue) -> Callable[[], dict[int, Group] | None]:
-        """Return a function that waits for the rewards and returns this rank's groups by prompt; None after a stop."""
-        batch = _Batch(job, self.seed, self.driver, self.episodes)
-        calls: dict[int, RewardCall] = {}
-        while batch.admit(queue) or batch.running:
-            for index in batch.advance():
-                if queue.counts:
-                    calls[index] = self.score(job.prompts[index], batch.completions_of(index))
-            if queue.may_stop and self.stop_requested():
-                self.episodes.cancel()
-                self.driver.abort()
-                return lambda: None
-        ended = time.monotonic()
-
-        def groups() -> dict[int, Group] | None:
-            judged = self.groups(calls, job.sampling, ended)
-            played = batch.played.items() if queue.counts else ()
-            return None if judged is None else judged | {i: Group(prompt=job.prompts[i], rollouts=r) for i, r in played}
-
-        return groups
-
-    def score(self, prompt: Prompt, completions: Sequence[Completion]) -> RewardCall:
-        """Start the rewards of a group."""
-        return self._rewards.submit(prompt, completions)
-
     def groups(self, calls: Mapping[int, RewardCall], sampling: Sampling, since: float) -> dict[int, Group] | None:
         """Wait for the rewards, and return the group of each call. Returns None if they are late after a stop request.
 
         sampling: settings of all completions. since: earliest start of the reward timeout, in time.monotonic().
         """
-        if not self._rewards.wait(list(calls.values()), since=since):
+        if not self.rewards.wait(list(calls.values()), since=since):
             return None
         return {index: self._group(call, sampling) for index, call in calls.items()}
 
@@ -120,12 +113,12 @@ class Collector:
         return Group(prompt=call.prompt, rollouts=rollouts)
 
     def _failed(self, call: RewardCall) -> Judged:
-        error = f"{self._rewards.timeout_error}{call.place}"
+        error = f"{self.rewards.timeout_error}{call.place}"
         return self._texts(call.completions), [Score(reward=None, error=error)] * len(call.completions)
 
     def close(self) -> None:
         self.episodes.close()
-        self._rewards.close()
+        self.rewards.close()
 
 
 class _Batch:
@@ -148,24 +141,20 @@ class _Batch:
 
     def admit(self, queue: PromptQueue) -> bool:
         """Start whole groups while there is room. Returns False when the queue is empty."""
-        room = min(self._driver.max_num_seqs, queue.max_running)
+        room, size = min(self._driver.max_num_seqs, queue.max_running), self._job.group_size
         while self.running < room and not self._exhausted:
             index = queue.take()
             if index is None:
                 self._exhausted = True  # taking again would cost a store round trip per decode step
             elif self._episodes.plays(self._job.prompts[index].source):
                 self._episodes.start(self._job, index)
-                self._playing += self._job.group_size
-                self.running += self._job.group_size
+                self._playing += size
+                self.running += size
             else:
-                self._submit(index)
+                self._completions[index] = {}
+                self.running += size
+                self._driver.submit([self._request(index, sibling) for sibling in range(size)])
         return not self._exhausted
-
-    def _submit(self, index: int) -> None:
-        size = self._job.group_size
-        self._completions[index] = {}
-        self.running += size
-        self._driver.submit([self._request(index, sibling) for sibling in range(size)])
 
     def _request(self, index: int, sibling: int) -> Request:
         prompt = self._job.prompts[index]

@@ -77,6 +77,7 @@ class RolloutEngine(Protocol):
 
         Calling it is optional: a completion contains all of its tokens.
         """
+        return []
 
     def abort(self, keys: Collection[Hashable] | None = None) -> None:
         """Abort the running requests with these keys, or all running requests if None. Unknown keys are ignored."""
@@ -92,9 +93,11 @@ class RolloutEngine(Protocol):
 
     def wake(self, part: Part) -> None:
         """Map the device memory of `part`. Weights are undefined until written, unless the engine keeps them."""
+        return
 
     def sleep(self) -> None:
         """Release the device memory of the KV cache, and of the weights unless they must outlive the phase."""
+        return
 
     def close(self) -> None: ...
 

@@ -123,9 +123,9 @@ class PartialSupply(Supply):
 
     def _score(self, batch: "PartialBatch", complete: Iterable[int]) -> dict[int, RewardCall]:
         """Start the rewards of complete groups. Returns the calls by prompt index."""
-        score = self.prompts.collector.score
+        rewards = self.prompts.collector.rewards
         return {
-            group.prompt.index: score(group.prompt, group.completions)
+            group.prompt.index: rewards.submit(group.prompt, group.completions)
             for group in (batch.groups[index] for index in complete)
             if self.place.counts and group.prompt.index not in self._scored
         }
@@ -151,9 +151,6 @@ class PartialSupply(Supply):
             saved = [groups[engine::engines] for engine in range(engines)]
         self._pending, self._sizes = saved[self.place.engine], [len(part) for part in saved]
         self.prompts.load_state_dict({**state, PENDING: []})
-
-    def close(self) -> None:
-        self.prompts.close()
 
 
 class PartialBatch:

@@ -217,9 +217,6 @@ class AheadSupply(Supply):
     def load_state_dict(self, state: JsonObject) -> None:
         self._supply.load_state_dict(state)
 
-    def close(self) -> None:
-        self._supply.close()
-
 
 class MixedSupply(Supply):
     """Joins two supplies: sampled groups first, served groups after them.
@@ -266,7 +263,6 @@ class MixedSupply(Supply):
 
     def close(self) -> None:
         self._served.close()
-        self._sampled.close()
 
 
 def _renumbered(groups: Sequence[Group], side: int) -> list[Group]:

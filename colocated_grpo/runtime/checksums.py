@@ -1,5 +1,6 @@
 """Checksums of files. Checksums detect damage, not tampering: anyone with write access can change the checksum too."""
 
+import hashlib
 import json
 import os
 import re
@@ -11,18 +12,14 @@ from xxhash import xxh3_128
 
 CHECKSUMS_FILE = "checksums.json"
 """File in an exported folder with the checksums of its other files, by name."""
-_CHUNK = 1 << 20
 _READERS = 4
 """Number of files to read in parallel. One reader does not saturate a fast disk."""
 _SEAL = re.compile(r', "checksum": "([0-9a-f]{32})"\}\n?\Z')
 
 
 def checksum(file: Path) -> str:
-    digest, buffer = xxh3_128(), bytearray(_CHUNK)
     with file.open("rb", buffering=0) as stream:
-        while count := stream.readinto(buffer):
-            digest.update(memoryview(buffer)[:count])
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, xxh3_128).hexdigest()
 
 
 def checksums_of(files: Iterable[Path]) -> list[str]:

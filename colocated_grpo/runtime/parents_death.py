@@ -37,10 +37,6 @@ def signal_at_parents_death(number: signal.Signals) -> Callable[[], None]:
     return prepare
 
 
-def main(parent: int, command: list[str]) -> None:
-    die_with(parent)
-    os.execvp(command[0], command)
-
-
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:])
+    die_with(int(sys.argv[1]))
+    os.execvp(sys.argv[2], sys.argv[2:])

@@ -41,7 +41,6 @@ STATUSES = {InvalidBody: 400, InvalidRequest: 400, ServerClosing: 503, ClientDis
 def create_app(
     sampler: Sampler,
     model: str,
-    max_tokens: int,
     *,
     hosts: Hosts,
     api_key: str | None,
@@ -51,13 +50,14 @@ def create_app(
     add_routes: Callable[[FastAPI], None] = lambda app: None,
     large_paths: Collection[str] = (),
 ) -> ASGIApp:
-    """Return the application behind its guards. model, max_tokens: name and context length shown to clients.
+    """Return the application behind its guards. model: name shown to clients.
 
     hosts: not checked if there is an API key. state: `EngineControl.state`. add_routes: adds further routes. Bodies on
     large_paths may have up to max_body_bytes.
     """
     app = FastAPI(title="colocated_grpo engine", docs_url=None, redoc_url=None, openapi_url=None)
     add_exception_handlers(app)
+    max_tokens = sampler.limits.max_tokens
 
     @app.get("/health")
     @app.get("/health_generate")

@@ -32,7 +32,7 @@ from colocated_grpo.types import JsonObject
 from colocated_grpo.web.bodies import read_json
 from colocated_grpo.weights import buckets, transport
 from colocated_grpo.weights.fingerprints import rows_of
-from colocated_grpo.weights.plan import Plan, verified_plan
+from colocated_grpo.weights.plan import verified_plan
 
 Count = Annotated[int, Field(gt=0, le=1 << 16)]
 Shape = Annotated[list[Annotated[int, Field(gt=0, lt=1 << 40)]], Field(min_length=1, max_length=8)]
@@ -79,9 +79,8 @@ class WeightReceiver:
         self._dtype = next(engine.model.parameters()).dtype
         self._group: JoinedGroup | None = None
         self._buckets: list[buckets.Bucket] = []
-        self._plan: Plan | None = None
         self._views: transport.ViewFingerprints | None = None
-        """Fingerprints of the copy plan's views; None without a plan."""
+        """The copy plan, and fingerprints of its views; None without a plan."""
         self._planned_shapes: Mapping[str, torch.Size] | None = None
         """Shapes of the last plan. For these shapes no further plan is made: after an update, the engine no longer has
         the folder's weights."""
@@ -95,11 +94,9 @@ class WeightReceiver:
         if shapes != self._planned_shapes:
             plan = verified_plan(self._engine, shapes, offer.prefix, self._folder)
             planned = all(self._world.gather_objects(plan is not None))
-            self._plan, self._views = None, None
+            self._views = None
             if plan is not None and planned:
-                targets = plan.targets.values()
-                self._plan = plan
-                self._views = transport.ViewFingerprints(targets, shapes.values(), self._world, plan.is_current)
+                self._views = transport.ViewFingerprints(plan, shapes, self._world)
             self._planned_shapes = shapes
         self._buckets = buckets.make_buckets(shapes, offer.trainer_ranks, self._dtype)
         self._leave()
@@ -119,13 +116,13 @@ class WeightReceiver:
         With a plan, these are the fingerprints of the engine's views; else of the tensors passed to the engine's
         loader. Call only after `join`. Raises ValueError if the connection of the trainer is lost.
         """
-        plan, views, loaded = self._plan, self._views, list[Tensor]()
+        views, loaded = self._views, list[Tensor]()
         try:
-            if plan is None:
+            if views is None:
                 self._engine.load_weights(self._stored(loaded))
             else:
-                received = ((buckets.shard_slices(bucket, plan), values) for bucket, values in self._received())
-                buckets.write_planned(received, plan, self._world.device)
+                received = ((buckets.shard_slices(bucket, views.plan), values) for bucket, values in self._received())
+                buckets.write_planned(received, views.plan, self._world.device)
         except RuntimeError as error:
             self._leave()
             raise ValueError(f"the trainer's connection is lost: {in_one_line(error)}") from None
@@ -255,7 +252,7 @@ def add_weight_routes(
     async def restarted(request: Request) -> JSONResponse:
         body = await read_json(request, RestartBody.from_json)
         _require_file(body.model, "config.json", "model")
-        return JSONResponse(await result_of(control.run_idle(partial(restart, body.model))))
+        return JSONResponse(await result_of(control.change_weights(partial(restart, body.model))))
 
     app.include_router(commands)
     app.include_router(trainers)

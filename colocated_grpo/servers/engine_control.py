@@ -19,7 +19,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
-from colocated_grpo.rollout.engine import Finished, Part, Request, RolloutEngine, TokenDelta
+from colocated_grpo.rollout.engine import Finished, Request, RolloutEngine, TokenDelta
 from colocated_grpo.rollout.inbox import IDLE_SECONDS, Calls, Driver, Inbox
 from colocated_grpo.runtime import parents_death, rendezvous, verdict
 
@@ -65,7 +65,7 @@ END = "end"
 
 
 @dataclass(eq=False)
-class MirroredEngine:
+class MirroredEngine(RolloutEngine):
     """An engine whose calls run on all of its ranks. Rank 0 uses it, every other rank only `follow`."""
 
     engine: RolloutEngine
@@ -133,12 +133,6 @@ class MirroredEngine:
 
     def weights_changed(self, policy_version: int) -> None:
         self.call("weights_changed", policy_version)
-
-    def wake(self, part: Part) -> None:
-        self.call("wake", part)
-
-    def sleep(self) -> None:
-        self.call("sleep")
 
     def close(self) -> None:
         """End the other ranks, then this rank's engine."""
@@ -258,12 +252,6 @@ class EngineControl:
             raise
         self.has_whole_weights = self._has_trainer = True
         return result
-
-    @between_steps
-    def run_idle(self, command: Callable[[], object]) -> None:
-        """Finish running requests, then run `command`."""
-        self._finish_requests()
-        command()
 
     def _finish_requests(self) -> None:
         if self.is_paused and self._driver.running:

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from queue import Empty
 
 from colocated_grpo.errors import RunError
-from colocated_grpo.rollout.engine import Finished, Part, Request, RolloutEngine, TokenDelta
+from colocated_grpo.rollout.engine import Finished, Request, RolloutEngine
 from colocated_grpo.servers.engine_servers import CONFLICT, EngineServer, Messages
 from colocated_grpo.types import Completion
 from colocated_grpo.web.client import RequestRejected, Unavailable
@@ -32,12 +32,8 @@ Restore = Callable[[EngineServer], bool]
 """Restores a restarted server's weights. Returns False if only a weight sync of all ranks can. Raises Unavailable."""
 
 
-class WeightsLost(RunError):
-    """The server has restarted, and only a weight sync of all ranks can restore its weights."""
-
-
-class RemoteEngine:
-    """The engine of one server. Not thread-safe: one thread drives it."""
+class RemoteEngine(RolloutEngine):
+    """The engine of one server, which never sleeps. Completions arrive whole. Not thread-safe: one thread drives it."""
 
     admission_cost = 0  # the server's driver admits requests in batches
 
@@ -51,7 +47,7 @@ class RemoteEngine:
         self._max_tokens: int = info["max_model_len"]
         self._instance: str = info["instance"]
         self._numbers = itertools.count()
-        self._running: dict[int, Request] = {}
+        self.running: dict[int, Request] = {}
         """Requests under way, by their number at the server."""
         self._unsent: list[int] = []
         self._messages: Messages | None = None
@@ -65,7 +61,7 @@ class RemoteEngine:
             if len(request.token_ids) >= self._max_tokens:
                 raise ValueError(f"a prompt of {len(request.token_ids)} tokens: at most {self._max_tokens - 1}")
             number = next(self._numbers)
-            self._running[number] = request
+            self.running[number] = request
             self._unsent.append(number)
 
     def step(self) -> Finished:
@@ -76,34 +72,36 @@ class RemoteEngine:
                 raise RunError(line)
             time.sleep(STEP_SECONDS)
             return []
-        if self._messages is None and not self._connect():
+        if self._messages is None:
+            self._connect()
+        if self._messages is not None:
+            self._send()
+        if self._messages is None:
             time.sleep(STEP_SECONDS)
             return []
-        if self._unsent and not self._send():
-            return []
-        return self._receive()
+        return self._receive(self._messages)
 
-    def _connect(self) -> bool:
-        """Open the stream and queue all running requests again. Return False if the server does not respond."""
+    def _connect(self) -> None:
+        """Open the stream and queue all running requests again, if the server responds."""
         try:
             self._restore_if_restarted()
             self._messages = self._server.stream()
+            self._unsent = list(self.running)
         except (Unavailable, RequestRejected) as error:
             self._record_unavailable(str(error))
-            return False
-        except WeightsLost as error:
+        except RunError as error:
             self._give_up(str(error))
-            return False
-        self._unsent = list(self._running)
-        return True
 
     def _restore_if_restarted(self) -> None:
-        """Restore the weights if the server has restarted. Raises Unavailable, RequestRejected or WeightsLost."""
+        """Restore the weights if the server has restarted.
+
+        Raises Unavailable, RequestRejected, or RunError if only a weight sync of all ranks can restore them.
+        """
         instance = self._server.info()["instance"]
         if instance == self._instance:
             return
         if not self._restore(self._server):
-            raise WeightsLost(f"engine.urls={self._server.url}: it was restarted and has lost the policy's weights")
+            raise RunError(f"engine.urls={self._server.url}: it was restarted and has lost the policy's weights")
         self._server.post("/engine/version", {"policy_version": self._policy_version})
         self._instance = instance
 
@@ -118,8 +116,8 @@ class RemoteEngine:
         self._lost = line, time.monotonic()
         self._on_lost(line)
 
-    def _send(self) -> bool:
-        """Post the unsent requests. Returns False if the connection is lost."""
+    def _send(self) -> None:
+        """Post the unsent requests."""
         try:
             while self._unsent:
                 batch = self._next_post()
@@ -143,40 +141,34 @@ class RemoteEngine:
             if error.status != CONFLICT:
                 raise RunError(f"engine.urls={self._server.url}: rejects a request: {error}") from None
             self._record_unavailable(str(error))  # the server restarted between two steps, or the stream ended
-        return self._messages is not None
 
     def _next_post(self) -> dict[int, Request]:
         """Return as many of the next unsent requests as fit into one body, by number."""
-        unsent = {number: self._running[number] for number in self._unsent[:REQUESTS_PER_POST]}
+        unsent = {number: self.running[number] for number in self._unsent[:REQUESTS_PER_POST]}
         totals = itertools.accumulate(len(request.token_ids) for request in unsent.values())
         count = sum(total <= TOKENS_PER_POST for total in totals)
         return dict(itertools.islice(unsent.items(), max(1, count)))
 
-    def _receive(self) -> Finished:
+    def _receive(self, messages: Messages) -> Finished:
         finished: Finished = []
-        assert self._messages is not None
         with suppress(Empty):
-            message = self._messages.get(timeout=STEP_SECONDS)
+            message = messages.get(timeout=STEP_SECONDS)
             while message is not None:
-                request = self._running.pop(message["id"], None)
+                request = self.running.pop(message["id"], None)
                 if request is not None:  # else aborted on this side while the message was in transit
                     if "error" in message:
                         raise RunError(f"engine.urls={self._server.url}: rejects a request: {message['error']}")
                     finished.append((request.key, Completion(**message["completion"])))
-                message = self._messages.get_nowait()
+                message = messages.get_nowait()
             self._messages = None
         return finished
 
-    def deltas(self) -> list[tuple[Hashable, TokenDelta]]:
-        """Return none: completions arrive whole."""
-        return []
-
     def abort(self, keys: Collection[Hashable] | None = None) -> None:
-        numbers = [number for number, one in self._running.items() if keys is None or one.key in keys]
+        numbers = [number for number, one in self.running.items() if keys is None or one.key in keys]
         sent = sorted(set(numbers) - set(self._unsent))
         self._unsent = [number for number in self._unsent if number not in set(numbers)]
         for number in numbers:
-            del self._running[number]
+            del self.running[number]
         if sent and self._messages is not None:
             try:
                 self._server.post("/engine/abort", {"client": self._server.client, "ids": sent})
@@ -201,54 +193,31 @@ class RemoteEngine:
 
         self._server.until_answered(post)
 
-    def wake(self, part: Part) -> None:
-        """Do nothing: the server has memory of its own."""
-
-    def sleep(self) -> None:
-        """Do nothing: the server has memory of its own."""
-
     def close(self) -> None:
-        self._running.clear()
+        self.running.clear()
         self._unsent.clear()
         self._server.close()
 
 
-class EngineGroup:
-    """`RolloutEngine` that sends each request to the engine with the fewest running requests."""
+class EngineGroup(RolloutEngine):
+    """Sends each request to the engine with the fewest running requests."""
 
-    def __init__(self, engines: Sequence[RolloutEngine], max_num_seqs: int | None = None) -> None:
+    def __init__(self, engines: Sequence[RemoteEngine], max_num_seqs: int | None = None) -> None:
         """max_num_seqs: maximum requests submitted at the same time. Default: the engines' combined capacity."""
         self._engines = engines
-        self._running = [0] * len(engines)
-        self._engine_of: dict[Hashable, int] = {}
-        """Engine index of each running request, by key."""
         self.max_num_seqs = max_num_seqs or sum(engine.max_num_seqs for engine in engines)
         self.admission_cost = max(engine.admission_cost for engine in engines)
 
     def submit(self, requests: Iterable[Request]) -> None:
         for request in requests:
-            chosen = min(range(len(self._engines)), key=self._running.__getitem__)
-            self._engines[chosen].submit([request])
-            self._engine_of[request.key] = chosen
-            self._running[chosen] += 1
+            min(self._engines, key=lambda engine: len(engine.running)).submit([request])
 
     def step(self) -> Finished:
-        finished = [pair for engine in self._engines for pair in engine.step()]
-        for key, _ in finished:
-            self._forget(key)
-        return finished
-
-    def _forget(self, key: Hashable) -> None:
-        self._running[self._engine_of.pop(key)] -= 1
-
-    def deltas(self) -> list[tuple[Hashable, TokenDelta]]:
-        return [pair for engine in self._engines for pair in engine.deltas()]
+        return [pair for engine in self._engines for pair in engine.step()]
 
     def abort(self, keys: Collection[Hashable] | None = None) -> None:
         for engine in self._engines:
             engine.abort(keys)
-        for key in list(self._engine_of) if keys is None else [key for key in keys if key in self._engine_of]:
-            self._forget(key)
 
     def top_logprobs(self, token_ids: Sequence[int], k: int) -> list[dict[int, float]]:
         return self._engines[0].top_logprobs(token_ids, k)
@@ -256,14 +225,6 @@ class EngineGroup:
     def weights_changed(self, policy_version: int) -> None:
         for engine in self._engines:
             engine.weights_changed(policy_version)
-
-    def wake(self, part: Part) -> None:
-        for engine in self._engines:
-            engine.wake(part)
-
-    def sleep(self) -> None:
-        for engine in self._engines:
-            engine.sleep()
 
     def close(self) -> None:
         for engine in self._engines:

@@ -147,7 +147,6 @@ def _lead(
     app = create_app(
         sampler.Sampler(rank_links.LoadBalancer(inbox), model.tokenizer, limits, note, options.chat_template_kwargs),
         options.model,
-        limits.max_tokens,
         hosts=Hosts(options.host, options.allow_host),
         api_key=os.environ[options.api_key_variable] if options.api_key_variable else None,
         max_body_bytes=MAX_BODY_BYTES,

@@ -51,7 +51,8 @@ class ColocatedSync:
         self._engine = engine
         self._world = world
         self._conversion = conversion
-        self._planned = planned and not engine.transforms_weights
+        self._may_plan = planned and not engine.transforms_weights
+        """True until the first sync, which builds the plan."""
         self._device = world.device
         self._dtype = next(engine.model.parameters()).dtype
         self._check_due = Due(check_every)
@@ -60,7 +61,6 @@ class ColocatedSync:
         self.plan: Plan | None = None
         """Destination of each parameter. None until the plan is verified, and for models without a valid plan."""
         self._buckets: list[tuple[buckets.Bucket, list[buckets.ShardSlice]]] = []
-        self._loaded_once = False
 
     @torch.no_grad()
     def sync(self) -> None:
@@ -70,8 +70,8 @@ class ColocatedSync:
             buckets.write_planned(gathered, self.plan, self._device)
         else:
             self._engine.load_weights(self._full_tensors())
-            if not self._loaded_once:
-                self._loaded_once = True
+            if self._may_plan:
+                self._may_plan = False
                 self._adopt_verified_plan()
         if self._check_due():
             self._verify()
@@ -89,13 +89,8 @@ class ColocatedSync:
                     )
             return
         if self._transport is None:
-            self._transport = TransportCheck(
-                self._parameters, self.plan.targets, self._dtype, self._world, self.plan.is_current
-            )
+            self._transport = TransportCheck(self._parameters, self.plan, self._dtype, self._world)
         self._transport.verify()
-
-    def _agree(self, ok: bool) -> bool:
-        return all(self._world.gather_objects(ok))
 
     def _full_tensors(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that the engine's loader needs. names: yield only these parameters and constants."""
@@ -109,16 +104,14 @@ class ColocatedSync:
 
     def _adopt_verified_plan(self) -> None:
         """Set `plan` if its views hold, on every rank and bit for bit, what `load_weights` has just written."""
-        plan = None
         shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
-        if self._planned:
-            plan = build_plan(self._engine.model, shapes, self._engine.tensor_parallel_rank)
-        if not self._agree(plan is not None) or plan is None:
+        plan = build_plan(self._engine.model, shapes, self._engine.tensor_parallel_rank)
+        if not all(self._world.gather_objects(plan is not None)) or plan is None:
             return
         made = buckets.make_buckets(shapes, buckets.count_shards(self._parameters), self._dtype)
         self._buckets = [(bucket, buckets.shard_slices(bucket, plan)) for bucket in made]
         loaded = [self._is_loaded(*entry) for entry in self._buckets]  # checks every bucket: all ranks join all gathers
-        if self._agree(all(loaded)):
+        if all(self._world.gather_objects(all(loaded))):
             self.plan = plan
 
     def _is_loaded(self, bucket: buckets.Bucket, slices: Sequence[buckets.ShardSlice]) -> bool:
@@ -228,4 +221,5 @@ def verified_sync(
         return SharedSync(None, check_every)
     targets = {name: Target(view=views[name], dim=0, start=0) for name in masters}
     dtype = next(iter(targets.values())).view.dtype
-    return SharedSync(TransportCheck(masters, targets, dtype, world), check_every)
+    plan = Plan(targets=targets, padding=[], places=[])  # the policy holds the views, so they stay the engine's
+    return SharedSync(TransportCheck(masters, plan, dtype, world), check_every)

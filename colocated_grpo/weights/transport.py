@@ -11,7 +11,7 @@ from colocated_grpo.errors import RunError
 from colocated_grpo.runtime.distributed import Computed, World, first_row, local_part
 from colocated_grpo.types import JsonObject
 from colocated_grpo.weights.fingerprints import Part, bits_of, columns_of, fingerprint, rows_of
-from colocated_grpo.weights.plan import Target
+from colocated_grpo.weights.plan import Plan, Target
 
 SHOWN = 3
 """Maximum number of tensors that an error names."""
@@ -22,26 +22,25 @@ class Fingerprints:
 
     def __init__(self, parts: Sequence[Part], dtype: torch.dtype | None, device: torch.device) -> None:
         """dtype: cast values to this type first, as a sync does; None: hash them as they are."""
-        self._parts = list(parts)
+        self._count = len(parts)
         self._dtype = dtype
         self._device = device
-        self._resident = [index for index, part in enumerate(parts) if part.values.is_cuda]
+        self._on_host = [(index, part) for index, part in enumerate(parts) if not part.values.is_cuda]
+        resident = [(index, part) for index, part in enumerate(parts) if part.values.is_cuda]
         self._launches = []
-        if self._resident:
+        if resident:
             # Imported here: it needs Triton, which CPU installations lack.
             from colocated_grpo.weights.fingerprint_kernel import plan_launches
 
-            self._launches = plan_launches([(index, self._parts[index]) for index in self._resident], dtype)
+            self._launches = plan_launches(resident, dtype)
 
     def compute(self) -> Tensor:
         """Return the fingerprints, int64 [parts], on the device."""
-        found = torch.zeros(len(self._parts), dtype=torch.int64, device=self._device)
+        found = torch.zeros(self._count, dtype=torch.int64, device=self._device)
         for launch in self._launches:
             launch(found)
-        resident = set(self._resident)
-        for index, part in enumerate(self._parts):
-            if index not in resident:
-                found[index] = self._of_host_tensor(part)
+        for index, part in self._on_host:
+            found[index] = self._of_host_tensor(part)
         return found
 
     def _of_host_tensor(self, part: Part) -> Tensor:
@@ -108,23 +107,17 @@ class ShardFingerprints:
 class ViewFingerprints:
     """Fingerprints of the engine's planned views on this rank."""
 
-    def __init__(
-        self,
-        targets: Iterable[Target],
-        shapes: Iterable[torch.Size],
-        world: World,
-        is_current: Callable[[], bool] = lambda: True,
-    ) -> None:
-        """shapes: of the checkpoint tensors, in the order of `targets`. is_current: `Plan.is_current`. Collective."""
-        self._is_current = is_current
-        pairs = list(zip(targets, shapes, strict=True))
-        self._of_views = Fingerprints([_part_of(target, shape) for target, shape in pairs], None, world.device)
-        self.copies = _copies([target.view.numel() for target, _ in pairs], [shape for _, shape in pairs], world)
+    def __init__(self, plan: Plan, shapes: Mapping[str, torch.Size], world: World) -> None:
+        """shapes: of the checkpoint tensors, by name. Collective."""
+        self.plan = plan
+        parts = [_part_of(plan.targets[name], shape) for name, shape in shapes.items()]
+        self._of_views = Fingerprints(parts, None, world.device)
+        self.copies = _copies([part.values.numel() for part in parts], list(shapes.values()), world)
 
     def compute(self) -> Tensor:
         """Return this rank's contribution, int64 [P], on the engine's device; zeros if the plan is outdated."""
         found = self._of_views.compute()
-        return found if self._is_current() else torch.zeros_like(found)
+        return found if self.plan.is_current() else torch.zeros_like(found)
 
 
 def _part_of(target: Target, shape: torch.Size) -> Part:
@@ -155,20 +148,13 @@ class Due:
 class TransportCheck:
     """Compares planned views with the policy's shards. Every method is collective."""
 
-    def __init__(
-        self,
-        parameters: Mapping[str, Tensor],
-        targets: Mapping[str, Target],
-        dtype: torch.dtype,
-        world: World,
-        is_current: Callable[[], bool] = lambda: True,
-    ) -> None:
-        """targets: one for each parameter, by the same names. dtype: the engine's. is_current: `Plan.is_current`."""
+    def __init__(self, parameters: Mapping[str, Tensor], plan: Plan, dtype: torch.dtype, world: World) -> None:
+        """plan: has a target for each parameter, by the same names. dtype: the engine's."""
         self._names = list(parameters)
         self._world = world
         self._shards = ShardFingerprints(parameters, dtype, world)
-        shapes = [parameter.shape for parameter in parameters.values()]
-        self._views = ViewFingerprints([targets[name] for name in self._names], shapes, world, is_current)
+        shapes = {name: parameter.shape for name, parameter in parameters.items()}
+        self._views = ViewFingerprints(plan, shapes, world)
 
     def verify(self) -> None:
         """Raise RunError on every rank unless all engines hold the policy's weights, bit for bit."""

@@ -70,7 +70,7 @@ class EngineServer:
             "max_requests": 64,
             **guards,
         }
-        self.server = ServerThread(create_app(sampler, MODEL, limits.max_tokens, **guards), "127.0.0.1", [0, 0])
+        self.server = ServerThread(create_app(sampler, MODEL, **guards), "127.0.0.1", [0, 0])
         self.url = f"http://127.0.0.1:{self.server.ports[0]}"
         self.threads = [
             threading.Thread(target=self._drive, args=(Driver(engine, inbox),), daemon=True)

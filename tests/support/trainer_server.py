@@ -64,7 +64,6 @@ class TrainerServer:
         app = create_app(
             self._sampler(),
             MODEL,
-            MAX_TOKENS,
             state=lambda: process.control.state,
             add_routes=lambda app: self._add_routes(app, facts),
             **{"hosts": Hosts("127.0.0.1"), **self._guards},

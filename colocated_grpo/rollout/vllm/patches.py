@@ -12,6 +12,7 @@ installed version.
 
 import importlib
 import logging
+import pkgutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -91,11 +92,8 @@ class Patch:
     def _locate(self) -> tuple[object, str]:
         """Return the object that holds the target, and the target's attribute name."""
         module, _, path = self.target.partition(":")
-        *parents, name = path.split(".")
-        owner: object = importlib.import_module(module)
-        for parent in parents:
-            owner = getattr(owner, parent)
-        return owner, name
+        parent, _, name = path.rpartition(".")
+        return pkgutil.resolve_name(f"{module}:{parent}"), name
 
     def _report_missing(self, version: Version) -> None:
         line = f"vllm=={version}: {self.target} is missing, so its replacement cannot be installed ({self.cures})"

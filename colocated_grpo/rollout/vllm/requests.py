@@ -1,7 +1,8 @@
 """Two paths of a request through vLLM: around its output processor or, if stop strings need text, through it."""
 
-from collections.abc import Collection, Sequence
-from typing import NamedTuple, Protocol, cast
+import itertools
+from collections.abc import Collection, Hashable, Sequence
+from typing import NamedTuple, cast
 
 import numpy as np
 from vllm import RequestOutput, SamplingParams, TokensPrompt
@@ -13,31 +14,10 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from colocated_grpo.rollout.engine import TokenDelta
+from colocated_grpo.rollout.engine import Finished, TokenDelta
 from colocated_grpo.rollout.vllm.steady_batch import Chunk
 from colocated_grpo.rollout.vllm.steady_decode import DeviceSteps, SteadyDecode, is_supported
 from colocated_grpo.types import Completion, FinishReason
-
-Finished = list[tuple[str, Completion]]
-"""Request names with their whole completions."""
-
-
-class EngineRequests(Protocol):
-    """Requests that run in one engine, by name."""
-
-    def add(self, name: str, token_ids: list[int], params: SamplingParams, adapter: LoRARequest | None) -> str:
-        """Start a request and return vLLM's id of it. adapter: None for the engine's own weights."""
-
-    def step(self, policy_version: int) -> Finished:
-        """Run one step and return the completions that finished in it, stamped with `policy_version`."""
-
-    def deltas(self) -> list[tuple[str, TokenDelta]]:
-        """Tokens that the last step added to running requests of output kind DELTA."""
-
-    def sampled(self, policy_version: int) -> Finished:
-        """Return the tokens of the running requests without stop strings, if they have any."""
-
-    def abort(self, names: Collection[str]) -> None: ...
 
 
 def scheduler_of(engine: LLMEngine) -> Scheduler:
@@ -51,79 +31,119 @@ def _device_steps(engine: LLMEngine) -> DeviceSteps | None:
     return None if getattr(runner, "cudagraph_manager", None) is None else DeviceSteps(runner)
 
 
-class CoreRequests:
-    """Requests that bypass vLLM's output processor: token ids in, token ids out.
+class EngineRequests:
+    """Requests that run in one engine.
 
-    The processor builds objects for every token of every request, which the trainer does not need. With 512 requests,
-    the processor took a seventh of the generation time: 7.7 s against 6.6 s for 236,000 tokens of a 0.6B model on one
-    H200 (docs/results/generation_host_1xh200.json).
+    Only requests with stop strings go through vLLM's output processor, which finds these in the text. It builds objects
+    for every token of every request. With 512 requests, the processor took a seventh of the generation time: 7.7 s
+    against 6.6 s for 236,000 tokens of a 0.6B model on one H200 (docs/results/generation_host_1xh200.json).
     """
 
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
-        self._running: dict[str, _RunningRequest] = {}
-        self._deltas: list[tuple[str, TokenDelta]] = []
+        self._names = itertools.count(1)
+        self._by_id: dict[str, _RunningRequest] = {}
+        """Requests without stop strings, by vLLM's id."""
+        self._with_stop: dict[str, _RunningRequest] = {}
+        """Requests with stop strings, by name."""
+        self._deltas: list[tuple[Hashable, TokenDelta]] = []
         scheduler = scheduler_of(engine)
         self._steady = SteadyDecode(scheduler, _device_steps(engine)) if is_supported(scheduler) else None
 
-    def add(self, name: str, token_ids: list[int], params: SamplingParams, adapter: LoRARequest | None) -> str:
-        prompt = TokensInput(type="token", prompt_token_ids=token_ids)
+    def add(self, key: Hashable, token_ids: list[int], params: SamplingParams, adapter: LoRARequest | None) -> str:
+        """Start a request and return vLLM's id of it. adapter: None for the engine's own weights."""
+        name = str(next(self._names))
+        running = _RunningRequest(key, [], [], params.output_kind is RequestOutputKind.DELTA)
+        if params.stop:
+            prompt = TokensPrompt(prompt_token_ids=token_ids)
+            request_id = self._engine.add_request(name, prompt, params, lora_request=adapter)
+            self._with_stop[name] = running
+            return request_id
         processor = self._engine.input_processor
         request = processor.process_inputs(
-            name, prompt, params, supported_tasks=self._engine.get_supported_tasks(), lora_request=adapter
+            name,
+            TokensInput(type="token", prompt_token_ids=token_ids),
+            params,
+            supported_tasks=self._engine.get_supported_tasks(),
+            lora_request=adapter,
         )
         processor.assign_request_id(request)
-        streams = params.output_kind is RequestOutputKind.DELTA
-        self._running[request.request_id] = _RunningRequest(name, [], [], streams)
+        self._by_id[request.request_id] = running
         self._engine.engine_core.add_request(request)
         return request.request_id
 
     def step(self, policy_version: int) -> Finished:
-        return self.receive(self._engine.engine_core.get_output().outputs, policy_version)
-
-    def receive(self, outputs: list[EngineCoreOutput], policy_version: int) -> Finished:
-        """Completions that finished with these outputs. Outputs of other requests are skipped."""
+        """Run one step and return the completions that finished in it, stamped with `policy_version`."""
+        outputs = self._engine.engine_core.get_output().outputs
         self._deltas.clear()
         chunks = self._steady.drain() if self._steady is not None else []
-        chunks += [_chunk(output) for output in outputs if output.request_id in self._running]
+        chunks += [_chunk(output) for output in outputs if output.request_id in self._by_id]
+        if self._with_stop:
+            processed = self._engine.output_processor.process_outputs(outputs)
+            self._engine.engine_core.abort_requests(processed.reqs_to_abort)
+            chunks += [_text_chunk(output) for output in cast("list[RequestOutput]", processed.request_outputs)]
         finished = []
         for chunk in chunks:
             request = self._append(chunk)
             if request is not None and chunk.finish_reason is not None:
-                finished.append((request.name, request.completion(chunk.finish_reason, policy_version)))
+                finished.append((request.key, request.completion(chunk.finish_reason, policy_version)))
         return finished
 
     def _append(self, chunk: Chunk) -> "_RunningRequest | None":
         """Append the chunk's tokens to its request, and return it; None if the request was aborted in the meantime."""
-        request = self._running.get(chunk.request_id)
+        running = self._with_stop if chunk.request_id in self._with_stop else self._by_id
+        request = running.get(chunk.request_id)
         if request is None:
             return None
         request.token_ids.extend(chunk.token_ids)
         request.logprobs.append(chunk.logprobs)
         if chunk.finish_reason is not None:
-            del self._running[chunk.request_id]
+            del running[chunk.request_id]
         elif request.streams:
-            self._deltas.append((request.name, TokenDelta(list(chunk.token_ids), chunk.logprobs.tolist())))
+            self._deltas.append((request.key, TokenDelta(list(chunk.token_ids), chunk.logprobs.tolist())))
         return request
 
-    def deltas(self) -> list[tuple[str, TokenDelta]]:
+    def deltas(self) -> list[tuple[Hashable, TokenDelta]]:
+        """Tokens that the last step added to running requests of output kind DELTA."""
         return list(self._deltas)
 
     def sampled(self, policy_version: int) -> Finished:
+        """Return the tokens of the running requests without stop strings, if they have any."""
         for chunk in self._steady.settle() if self._steady is not None else []:
             self._append(chunk)
-        running = [request for request in self._running.values() if request.token_ids]
-        return [(request.name, request.completion("abort", policy_version)) for request in running]
+        running = [request for request in self._by_id.values() if request.token_ids]
+        return [(request.key, request.completion("abort", policy_version)) for request in running]
 
-    def abort(self, names: Collection[str]) -> None:
-        aborted = [request_id for request_id, request in self._running.items() if request.name in names]
+    def abort(self, keys: Collection[Hashable] | None) -> None:
+        """Abort the requests with these keys; None: all requests."""
+        aborted = [request_id for request_id, one in self._by_id.items() if keys is None or one.key in keys]
         self._engine.engine_core.abort_requests(aborted)
         for request_id in aborted:
-            del self._running[request_id]
+            del self._by_id[request_id]
+        aborted = [name for name, one in self._with_stop.items() if keys is None or one.key in keys]
+        self._engine.abort_request(aborted)
+        for name in aborted:
+            del self._with_stop[name]
+
+    def prompt_logprobs(
+        self, token_ids: Sequence[int], params: SamplingParams, adapter: LoRARequest | None
+    ) -> list[dict[int, float]]:
+        """Log-probabilities for each of token_ids[1:], the token's own first. No request may be running."""
+        prompt = TokensPrompt(prompt_token_ids=list(token_ids))
+        self._engine.add_request(str(next(self._names)), prompt, params, lora_request=adapter)
+        finished: list[RequestOutput] = []
+        while not finished:
+            outputs = self._engine.step()
+            finished = [output for output in outputs if isinstance(output, RequestOutput) and output.finished]
+        entries = cast(Sequence[dict[int, Logprob]], finished[0].prompt_logprobs)[1:]  # the first token has none
+        return [
+            {token: entry[token].logprob, **{other: value.logprob for other, value in entry.items()}}
+            for entry, token in zip(entries, token_ids[1:], strict=True)
+        ]
 
 
 class _RunningRequest(NamedTuple):
-    name: str
+    key: Hashable
     token_ids: list[int]
     logprobs: list[np.ndarray]
     """Log-probabilities of the sampled tokens, one array for each chunk."""
@@ -144,109 +164,11 @@ def _chunk(output: EngineCoreOutput) -> Chunk:
     return Chunk(output.request_id, output.new_token_ids, output.new_logprobs.logprobs[:, 0], finish_reason)
 
 
-class TextRequests:
-    """Requests that go through vLLM's output processor, which finds stop strings in the text."""
-
-    def __init__(self, engine: LLMEngine) -> None:
-        self._engine = engine
-        self._running: dict[str, TokenDelta | None] = {}
-        """Name -> all tokens so far of a request that streams; None for requests that do not stream."""
-        self._deltas: list[tuple[str, TokenDelta]] = []
-
-    def add(self, name: str, token_ids: list[int], params: SamplingParams, adapter: LoRARequest | None) -> str:
-        prompt = TokensPrompt(prompt_token_ids=token_ids)
-        request_id = self._engine.add_request(name, prompt, params, lora_request=adapter)
-        self._running[name] = TokenDelta([], []) if params.output_kind is RequestOutputKind.DELTA else None
-        return request_id
-
-    def receive(self, outputs: list[EngineCoreOutput], policy_version: int) -> Finished:
-        """Completions that finished with these outputs. Outputs of other requests are skipped."""
-        self._deltas.clear()
-        if not self._running:
-            return []
-        processed = self._engine.output_processor.process_outputs(outputs)
-        self._engine.engine_core.abort_requests(processed.reqs_to_abort)
-        finished = []
-        for output in processed.request_outputs:
-            assert isinstance(output, RequestOutput)
-            tokens = self._append(output)
-            if output.finished:
-                finished.append((output.request_id, _completion(output, tokens, policy_version)))
-        return finished
-
-    def _append(self, output: RequestOutput) -> TokenDelta:
-        """Return all tokens of the request if this output ends the request, else the new tokens."""
-        new, so_far = _tokens_of(output), self._running[output.request_id]
-        if so_far is not None:
-            so_far.token_ids.extend(new.token_ids)
-            so_far.sampling_logprobs.extend(new.sampling_logprobs)
-        if not output.finished:
-            self._deltas.append((output.request_id, new))
-            return new
-        del self._running[output.request_id]
-        return new if so_far is None else so_far
-
-    def deltas(self) -> list[tuple[str, TokenDelta]]:
-        return list(self._deltas)
-
-    def abort(self, names: Collection[str]) -> None:
-        aborted = [name for name in self._running if name in names]
-        self._engine.abort_request(aborted)
-        for name in aborted:
-            del self._running[name]
-
-
-class MixedRequests:
-    """Uses `TextRequests` for requests with stop strings, and `CoreRequests` for all other requests."""
-
-    def __init__(self, engine: LLMEngine) -> None:
-        self._engine = engine
-        self._core, self._text = CoreRequests(engine), TextRequests(engine)
-
-    def add(self, name: str, token_ids: list[int], params: SamplingParams, adapter: LoRARequest | None) -> str:
-        return (self._text if params.stop else self._core).add(name, token_ids, params, adapter)
-
-    def step(self, policy_version: int) -> Finished:
-        outputs = self._engine.engine_core.get_output().outputs
-        return self._core.receive(outputs, policy_version) + self._text.receive(outputs, policy_version)
-
-    def deltas(self) -> list[tuple[str, TokenDelta]]:
-        return self._core.deltas() + self._text.deltas()
-
-    def sampled(self, policy_version: int) -> Finished:
-        return self._core.sampled(policy_version)
-
-    def abort(self, names: Collection[str]) -> None:
-        self._core.abort(names)
-        self._text.abort(names)
-
-
-def _tokens_of(output: RequestOutput) -> TokenDelta:
+def _text_chunk(output: RequestOutput) -> Chunk:
+    """Return the new tokens of a request with stop strings. Without streaming, its only output has all tokens."""
     sample = output.outputs[0]
     token_ids = list(sample.token_ids)
     entries = cast(Sequence[dict[int, Logprob]], sample.logprobs)
-    return TokenDelta(token_ids, [entry[token].logprob for entry, token in zip(entries, token_ids, strict=True)])
-
-
-def _completion(output: RequestOutput, tokens: TokenDelta, policy_version: int) -> Completion:
-    return Completion(
-        token_ids=tokens.token_ids,
-        sampling_logprobs=tokens.sampling_logprobs,
-        finish_reason=cast(FinishReason, output.outputs[0].finish_reason),
-        policy_version=policy_version,
-    )
-
-
-def prompt_logprobs(
-    engine: LLMEngine, name: str, token_ids: Sequence[int], params: SamplingParams, adapter: LoRARequest | None
-) -> list[dict[int, float]]:
-    """Log-probabilities for each of token_ids[1:], the token's own first. The engine must have no running request."""
-    engine.add_request(name, TokensPrompt(prompt_token_ids=list(token_ids)), params, lora_request=adapter)
-    finished: list[RequestOutput] = []
-    while not finished:
-        finished = [output for output in engine.step() if isinstance(output, RequestOutput) and output.finished]
-    entries = cast(Sequence[dict[int, Logprob]], finished[0].prompt_logprobs)[1:]  # the first token has none
-    return [
-        {token: entry[token].logprob, **{other: value.logprob for other, value in entry.items()}}
-        for entry, token in zip(entries, token_ids[1:], strict=True)
-    ]
+    logprobs = [entry[token].logprob for entry, token in zip(entries, token_ids, strict=True)]
+    finish_reason = cast(FinishReason, sample.finish_reason) if output.finished else None
+    return Chunk(output.request_id, token_ids, np.array(logprobs), finish_reason)

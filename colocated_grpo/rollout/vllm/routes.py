@@ -7,7 +7,7 @@ routes too. The routes of a preempted request are those of its last computation.
 Shapes: S slots of the KV cache, T tokens, L layers with experts, K experts per token.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -78,35 +78,39 @@ class RequestRoutes:
     def __init__(self, slots: SlotRoutes, scheduler: Scheduler) -> None:
         self._slots = slots
         self._scheduler = scheduler
-        self._expected: dict[str, tuple[str, int]] = {}
-        """vLLM's id of each running request -> its name and the length of its prompt."""
-        self._finished: dict[str, tuple[int, Routes]] = {}
+        self._expected: dict[str, tuple[Hashable, int]] = {}
+        """vLLM's id of each running request -> its key and the length of its prompt."""
+        self._finished: dict[Hashable, tuple[int, Routes]] = {}
         self._free = FREE_REQUEST.bind(scheduler, self._read_and_free)
 
-    def expect(self, name: str, request_id: str, prompt_length: int) -> None:
+    def expect(self, key: Hashable, request_id: str, prompt_length: int) -> None:
         """Keep the routes of this request until `add_to` or `drop`. request_id: vLLM's id of the request."""
-        self._expected[request_id] = name, prompt_length
+        self._expected[request_id] = key, prompt_length
 
-    def add_to(self, name: str, completion: Completion) -> Completion:
+    def add_to(self, key: Hashable, completion: Completion) -> Completion:
         """Return the completion of a finished request with its routes, if they were expected."""
-        if name not in self._finished:
+        if key not in self._finished:
             return completion
-        prompt_length, routes = self._finished.pop(name)
+        prompt_length, routes = self._finished.pop(key)
         computed = prompt_length + len(completion.token_ids) - 1
         assert len(routes) >= computed  # there are more if a stop string ends the completion within a step in flight
         return replace(completion, routes=routes[:computed])
 
-    def drop(self, name: str) -> None:
-        """Forget a request that is about to be aborted."""
-        self._expected = {key: entry for key, entry in self._expected.items() if entry[0] != name}
-        self._finished.pop(name, None)
+    def drop(self, keys: Collection[Hashable] | None) -> None:
+        """Forget the requests with these keys, which are about to be aborted; None: all requests."""
+
+        def stays(key: Hashable) -> bool:
+            return keys is not None and key not in keys
+
+        self._expected = {number: entry for number, entry in self._expected.items() if stays(entry[0])}
+        self._finished = {key: entry for key, entry in self._finished.items() if stays(key)}
 
     def _read_and_free(self, request: Request, *arguments: object, **options: object) -> object:
         FREE_REQUEST.hits += 1
         if request.request_id in self._expected:
-            name, prompt_length = self._expected.pop(request.request_id)
+            key, prompt_length = self._expected.pop(request.request_id)
             blocks = self._scheduler.kv_cache_manager.get_block_ids(request.request_id)[self._slots.group]
-            self._finished[name] = prompt_length, self._slots.read(blocks, request.num_tokens - 1)
+            self._finished[key] = prompt_length, self._slots.read(blocks, request.num_tokens - 1)
         return self._free(request, *arguments, **options)
 
 

@@ -11,17 +11,11 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from colocated_grpo.errors import RunError, in_one_line
-from colocated_grpo.rollout.engine import Part, Request, TokenDelta
+from colocated_grpo.rollout.engine import Finished, Part, Request, TokenDelta
 from colocated_grpo.rollout.vllm import patches, process
 from colocated_grpo.rollout.vllm.adapters import VLLMAdapters, avoid_dependent_launches
 from colocated_grpo.rollout.vllm.kv_budget import check_cache
-from colocated_grpo.rollout.vllm.requests import (
-    CoreRequests,
-    EngineRequests,
-    MixedRequests,
-    prompt_logprobs,
-    scheduler_of,
-)
+from colocated_grpo.rollout.vllm.requests import EngineRequests, scheduler_of
 from colocated_grpo.rollout.vllm.routes import RequestRoutes
 from colocated_grpo.rollout.vllm.spec import EngineSpec
 from colocated_grpo.rollout.vllm.vllm_arguments import check_names, engine_arguments, register_class
@@ -29,7 +23,6 @@ from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings.config_json import config_json_in
 from colocated_grpo.settings.exact import check_exact
 from colocated_grpo.settings.model_support import check_cpu_engine
-from colocated_grpo.types import Completion
 
 UNQUANTIZED_CACHE = ("auto", "bfloat16", "float16", "half")
 """Types of vLLM's KV cache that are not quantized."""
@@ -74,13 +67,11 @@ class VLLMEngine:
         self.transforms_weights = bool(arguments.get("quantization")) or absorbs or repacks
         cache_type = arguments.get("kv_cache_dtype", "auto")
         self.is_quantized = bool(arguments.get("quantization")) or cache_type not in UNQUANTIZED_CACHE
-        self._requests: EngineRequests = (MixedRequests if spec.needs_text else CoreRequests)(self._engine)
+        self._requests = EngineRequests(self._engine)
         records, scheduler = spec.records_routes, scheduler_of(self._engine)
         self._routes = RequestRoutes(self._worker.slot_routes, scheduler) if records else None
         self.adapters = VLLMAdapters(self._engine)
-        self._keys: dict[str, Hashable] = {}
         self._buffers: dict[str, Tensor] = {}
-        self._submitted = 0
         self._policy_version = 0
 
     @property
@@ -94,46 +85,37 @@ class VLLMEngine:
 
     def submit(self, requests: Iterable[Request]) -> None:
         for request in requests:
-            name = self._new_name()
             with _rejections_as_value_errors():
                 params, adapter = _sampling_params(request), self.adapters.active
-                request_id = self._requests.add(name, request.token_ids, params, adapter)
-            self._keys[name] = request.key
+                request_id = self._requests.add(request.key, request.token_ids, params, adapter)
             if request.routes:
                 # policy.routing_replay sets both `spec.records_routes` and `request.routes`.
                 assert self._routes is not None
-                self._routes.expect(name, request_id, len(request.token_ids))
+                self._routes.expect(request.key, request_id, len(request.token_ids))
 
-    def _new_name(self) -> str:
-        self._submitted += 1
-        return str(self._submitted)
-
-    def step(self) -> list[tuple[Hashable, Completion]]:
+    def step(self) -> Finished:
         finished = self._requests.step(self._policy_version)
-        if self._routes is not None:
-            finished = [(name, self._routes.add_to(name, completion)) for name, completion in finished]
-        return [(self._keys.pop(name), completion) for name, completion in finished]
+        if self._routes is None:
+            return finished
+        return [(key, self._routes.add_to(key, completion)) for key, completion in finished]
 
     def deltas(self) -> list[tuple[Hashable, TokenDelta]]:
-        return [(self._keys[name], delta) for name, delta in self._requests.deltas()]
+        return self._requests.deltas()
 
     def abort(self, keys: Collection[Hashable] | None = None) -> None:
-        names = {name for name, key in self._keys.items() if keys is None or key in keys}
-        for name in names:
-            del self._keys[name]
-            if self._routes is not None:
-                # Before the abort, because slots of a partly computed prompt have no routes yet.
-                self._routes.drop(name)
-        self._requests.abort(names)
+        if self._routes is not None:
+            # Before the abort, because slots of a partly computed prompt have no routes yet.
+            self._routes.drop(keys)
+        self._requests.abort(keys)
 
-    def interrupt(self) -> list[tuple[Hashable, Completion]]:
-        sampled = [(self._keys[name], part) for name, part in self._requests.sampled(self._policy_version)]
+    def interrupt(self) -> Finished:
+        sampled = self._requests.sampled(self._policy_version)
         self.abort()
         return sampled
 
     def top_logprobs(self, token_ids: Sequence[int], k: int) -> list[dict[int, float]]:
         with _rejections_as_value_errors():
-            return prompt_logprobs(self._engine, self._new_name(), token_ids, _scoring(k), self.adapters.active)
+            return self._requests.prompt_logprobs(token_ids, _scoring(k), self.adapters.active)
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         # Drop the copies of buffers: the checkpoint of some families has buffers too, and vLLM replaces buffers of the

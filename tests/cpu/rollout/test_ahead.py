@@ -70,9 +70,6 @@ class Prompts:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.position = state["position"]
 
-    def close(self) -> None:
-        self.events.append("close")
-
 
 @pytest.fixture
 def prompts() -> Prompts:
@@ -120,8 +117,6 @@ def test_a_checkpoint_has_the_position_before_prompts_that_are_sampled_ahead(pro
     order = supply.order(2)
     assert supply.state_dict() == {"position": 2}
     assert [group.prompt.token_ids for group in order()] == [[2]]
-    supply.close()
-    assert resumed.events[-1] == "close"
 
 
 def test_nothing_is_sampled_after_the_goal(prompts):

@@ -111,7 +111,7 @@ def test_requests_wait_after_weights_of_a_lost_trainer_until_a_later_change_succ
     with pytest.raises(ValueError, match="lost"):
         control.receive_weights(lose).result(TIMEOUT)
     waiting = controlled.inbox.put(request())
-    control.run_idle(lambda: None).result(TIMEOUT)
+    control.change_weights(lambda: None).result(TIMEOUT)
     assert not control.has_whole_weights and not waiting.done()
     control.join_trainer(lambda: None).result(TIMEOUT)
     control.receive_weights(lambda: None).result(TIMEOUT)

@@ -36,8 +36,6 @@ def use(engine: MirroredEngine) -> list[object]:
     assert engine.step() == []
     deltas = engine.deltas()
     engine.abort()
-    engine.wake("kv_cache")
-    engine.sleep()
     return [*deltas, engine.top_logprobs([1, 2], 1)]
 
 
@@ -48,7 +46,7 @@ def test_all_ranks_make_the_first_ranks_calls(ranks):
     assert len(keys) == 21
     assert len(results) == 2
     assert events.pop() == "close"  # of its own process; the others end by themselves
-    assert events[-3:] == ["wake kv_cache", "sleep", "top 1"]
+    assert events[-2:] == ["abort", "top 1"]
     for other_events, other_keys, _ in outcomes[1:]:
         assert (other_events, other_keys) == (events, keys)
 
