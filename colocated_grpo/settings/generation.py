@@ -6,16 +6,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from colocated_grpo.settings.base import (
-    FileName,
-    Fraction,
-    InputFile,
-    Integer,
-    Number,
-    Positive,
-    Section,
-    TemplateVariables,
-)
+from colocated_grpo.settings.base import FileName, InputFile, Integer, Number, Positive, Section, TemplateVariables
 from colocated_grpo.types import JsonObject
 
 MIN_TEMPERATURE = 0.01
@@ -138,7 +129,7 @@ class RolloutConfig(Section):
     log-probabilities."""
     top_k: Integer = Field(0, ge=0)
     """Sample from the k most likely tokens; 0 keeps all tokens. Changes log-probabilities like top_p."""
-    min_p: Fraction = 0.0
+    min_p: Number = Field(0.0, ge=0.0, le=1.0)
     """Drop tokens whose probability is below this fraction of the most likely token's probability; 0 keeps all tokens.
     Changes log-probabilities like top_p."""
     repetition_penalty: Number = Field(1.0, gt=0)
@@ -170,7 +161,7 @@ class RolloutConfig(Section):
     run. This second limit is at least 10 s, and with episodes or agents at least tool_timeout."""
     tool_timeout: Number = Field(60.0, gt=0)
     """Maximum seconds between two turns of an episode (tools, reward). On timeout the episode counts as failed."""
-    max_reward_errors: Fraction = 0.2
+    max_reward_errors: Number = Field(0.2, ge=0.0, le=1.0)
     """Maximum fraction of a step's completions whose reward may fail. Above it, the run stops and shows the first
     error. A completion that a working scorer cannot read does not count as failed (metric `unscorable`). Its reward is
     0, or the lowest reward of the prompt's other completions if that reward is negative after weighting."""

@@ -10,16 +10,7 @@ from colocated_grpo.settings import errors
 from colocated_grpo.settings.base import DEFAULT_INIT
 from colocated_grpo.settings.generation import EngineConfig, RolloutConfig
 from colocated_grpo.settings.names import trl
-from colocated_grpo.settings.names.trl import (
-    Alias,
-    Lookup,
-    NewSettings,
-    each,
-    not_needed,
-    not_supported,
-    one_of,
-    renamed,
-)
+from colocated_grpo.settings.names.trl import Alias, Lookup, NewSettings, each, not_needed, one_of, renamed
 from colocated_grpo.settings.training import ALL_LINEAR
 from colocated_grpo.settings.tree import assign, lookup
 
@@ -112,7 +103,9 @@ _TOSSIM: dict[str, Alias] = {
         "verbosity_penalty_rate expected_convergence_ticks expected_initial_parse_rate expected_initial_legal_rate",
         not_needed("nothing reads it"),
     ),
-    "quant_mode": not_supported("policy.compute_dtype sets the training type, engine.args.quantization the engine's"),
+    "quant_mode": trl.not_supported(
+        "policy.compute_dtype sets the training type, engine.args.quantization the engine's"
+    ),
     "output_hub_repo": renamed("hub.repo"),
     # Names that TRL has as well
     "learning_rate": renamed("policy.lr"),
@@ -192,7 +185,7 @@ _LORA: dict[str, Alias] = {
     "lora_task_type": one_of("causal language models are trained", {"causal_lm": None}),
     "use_rslora": one_of("policy.lora.rslora", {True: True, False: None}),
     "load_in_4bit": one_of("policy.lora.base_dtype", {True: "nf4", False: None}),
-    **each("lora_modules_to_save lora_target_parameters use_dora", not_supported(_PLAIN)),
+    **each("lora_modules_to_save lora_target_parameters use_dora", trl.not_supported(_PLAIN)),
     "use_peft": Alias(_use_peft, "policy.lora"),
 }
 
