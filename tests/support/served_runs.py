@@ -21,27 +21,40 @@ Requests are then still under way when the first group is scored.
 """
 SERVER_FLAGS = ("--max-num-seqs", str(SEQUENCES), "--max-model-len", str(MAX_PROMPT_TOKENS + 16))
 
-# In a file beside this module: how many completions to score, and what to do then, once.
+# An order is in a file beside this module: the action, after how many completions, and the process of the server. The
+# engine is killed by the thread that submits requests, before they are sent: a reward's thread may be late.
 TASK = """
 import ctypes, json, threading
 from pathlib import Path
 import psutil
 from benchmarks.workload import RandomWork
+from colocated_grpo.servers.remote import RemoteEngine
 
-ORDER, COUNT, LOCK = Path(__file__).with_suffix(".json"), [0], threading.Lock()
+ORDER, COUNTS, LOCK = Path(__file__).with_suffix(".json"), {"block": 0, "kill": 0}, threading.Lock()
+
+def ordered(action, count):
+    with LOCK:
+        COUNTS[action] += count
+        order = json.loads(ORDER.read_text()) if ORDER.exists() else {"action": None}
+        if order["action"] != action or COUNTS[action] <= order["after"]:
+            return None
+        ORDER.rename(ORDER.with_suffix(".done"))
+        return order
 
 class Work(RandomWork):
     def score(self, item, completion):
-        with LOCK:
-            COUNT[0] += 1
-            if ORDER.exists() and COUNT[0] == json.loads(ORDER.read_text())["after"]:
-                server = json.loads(ORDER.read_text())["server"]
-                ORDER.rename(ORDER.with_suffix(".done"))
-                if server is None:
-                    ctypes.PyDLL(None).sleep(3600)
-                [engine] = psutil.Process(server).children()
-                engine.kill()
+        if ordered("block", 1):
+            ctypes.PyDLL(None).sleep(3600)
         return super().score(item, completion)
+
+def submit(engine, requests, submit=RemoteEngine.submit):
+    requests = list(requests)
+    submit(engine, requests)
+    if order := ordered("kill", len(requests)):
+        [process] = psutil.Process(order["server"]).children()
+        process.kill()
+
+RemoteEngine.submit = submit
 """
 
 
@@ -56,7 +69,7 @@ def write_task(folder: Path) -> Path:
     return task
 
 
-BLOCKING_LINE = 1 + TASK.splitlines().index("                    ctypes.PyDLL(None).sleep(3600)")
+BLOCKING_LINE = 1 + TASK.splitlines().index("            ctypes.PyDLL(None).sleep(3600)")
 """PyDLL holds the interpreter lock during the call, but takes no core."""
 
 
@@ -65,7 +78,7 @@ def kill_engine(task: Path, server: ServeProcess, step: int) -> Path:
 
     Returns a file that exists afterwards.
     """
-    return _order(task, step, server.process.pid)
+    return _order(task, action="kill", after=step * PROMPTS * GROUP_SIZE + SEQUENCES, server=server.process.pid)
 
 
 def block_rank(task: Path, step: int) -> Path:
@@ -73,11 +86,10 @@ def block_rank(task: Path, step: int) -> Path:
 
     Returns a file that exists afterwards.
     """
-    return _order(task, step, None)
+    return _order(task, action="block", after=step * PROMPTS * GROUP_SIZE)
 
 
-def _order(task: Path, step: int, server: int | None) -> Path:
-    order = {"after": step * PROMPTS * GROUP_SIZE + 1, "server": server}
+def _order(task: Path, **order: str | int) -> Path:
     task.with_suffix(".json").write_text(json.dumps(order))
     done = task.with_suffix(".done")
     done.unlink(missing_ok=True)
