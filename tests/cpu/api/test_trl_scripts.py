@@ -281,6 +281,12 @@ def test_what_the_trainer_does_not_have_is_named():
     assert not hasattr(trainer(), "ref_model")
 
 
+def test_an_epoch_uses_each_training_row_once():
+    assert trainer(rollout={"prompts_per_step": 9}).epoch(5) == 1, "5 of the 50 rows are held out"
+    assert trainer(rollout={"prompts_per_step": 10}, eval_dataset=ROWS[:3]).epoch(5) == 1
+    assert Trainer("some/model", right, train_dataset="rows.jsonl").epoch(5) == 0
+
+
 def test_a_property_that_fails_shows_its_own_error():
     class Broken(TrainedModel):
         @property

@@ -90,6 +90,12 @@ def test_an_environment_gets_the_row_its_calls_and_its_own_reward():
     assert len([*made.prompts(0, "held_out")]) == 8
 
 
+def test_a_text_prompt_becomes_a_message_to_which_an_environment_adds_its_text():
+    made = episode([{"prompt": "Count.", "target": 3}], environment_factory=Adder, held_out=0)
+    [item] = made.prompts(0, "train")
+    assert item["prompt"] == [{"role": "user", "content": "Count. Reach 3."}]
+
+
 def test_an_environment_that_draws_its_task_draws_the_same_for_a_whole_group():
     made = episode(environment_factory=Adder)
     items = [*islice(made.prompts(0, "train"), 8)]
