@@ -112,9 +112,9 @@ class FollowingCallback:
         self._begin_again()  # the trainer may train again
 
     def _log(self, state: RunState) -> None:
-        logs = as_in_trl(state.metrics)
         step = self._state.global_step
-        self._state.log_history.append({**logs, "step": step, "epoch": self._trainer.epoch(step)})
+        logs = {**as_in_trl(state.metrics), "epoch": self._trainer.epoch(step)}
+        self._state.log_history.append({**logs, "step": step})
         self._call(state, "on_log", logs=logs)
 
     def _call(self, state: RunState, event: str, **more: object) -> None:

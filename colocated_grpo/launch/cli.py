@@ -162,6 +162,8 @@ def config_file(options: argparse.Namespace) -> str:
     if (saved := run / "config.yaml").is_file():
         return str(saved)
     rule = "no config.yaml in this folder; add --config FILE" if run.is_dir() else "no such run folder"
+    if run.is_dir() and run.parent.name == "checkpoints":
+        rule = f"a checkpoint; give the run folder, {run.parents[1]}"
     raise ConfigError(f"--resume={options.resume!r}: {rule}")
 
 
