@@ -152,7 +152,9 @@ def test_the_policy_observes_a_failed_call_and_calls_may_be_limited():
 
 def trained(model, output):
     rows = [{"prompt": [{"role": "user", "content": f"{number}"}], "target": 3} for number in range(20)]
+    reads_tools = "{{ tools | length }}{% for message in messages %} {{ message.content }}{% endfor %}"
     given = settings(model, output_dir=str(output), training_steps=2)
+    given["model"]["chat_template"] = reads_tools
     given["environments"] = [{"type": "episode", "name": episode(rows, environment_factory=Adder)}]
     with without_launcher():
         return Trainer(**given).train()
