@@ -49,8 +49,8 @@ from tests.support.config_text import config_error, load, notes
         ),
         (
             "evaluation: {sets: [{name: a, source: x.jsonl, rewards: [{type: reward_model, name: org/model}]}]}",
-            "evaluation.sets.0.source.rewards.0.type: unknown key; valid in evaluation.sets.0.source.rewards.0: name, args, "
-            "run_in, relative, weight (line 3 of x.yaml)",
+            "evaluation.sets.0.source.rewards.0.type: unknown key; valid in evaluation.sets.0.source.rewards.0: name, "
+            "args, run_in, relative, weight (line 3 of x.yaml)",
         ),
         (
             "loss: {type: cispo, clip_low: 0.1}",
