@@ -27,8 +27,9 @@ _FOREIGN = {
     "tools": "an episode calls tools: docs/guides/from_trl.md#tools-and-environments",
     "rollout_func": "write an episode: docs/guides/episodes.md",
     "environment_factory": "an episode plays it: docs/guides/from_trl.md#tools-and-environments",
+    "resume": "an argument of train() and check()",
 }
-"""Unsupported argument of TRL's GRPOTrainer -> alternative."""
+"""Argument of TRL's GRPOTrainer, or of another method, that the constructor rejects -> alternative."""
 _ARGUMENTS = ("reward_funcs", "train_dataset", "eval_dataset", "eval_datasets", "processing_class", "peft_config")
 _MISSING = {
     "environments.0.name: required, but not given": "train_dataset: required, but not given",
@@ -297,13 +298,18 @@ def in_steps(epochs: float, by_default: bool, environments: Sequence[object], pr
     """
     entry, *others = environments
     shown = f"num_train_epochs={epochs:g}"
-    of_rows = sources.DatasetSourceConfig
-    if others or not isinstance(entry, of_rows) or entry.given is None or objects.is_stream(entry.given):
+    if others or (rows := num_rows(entry)) is None:
         if not by_default:
             raise ConfigError(f"{shown}: {_NEEDS_ROWS}; or set training_steps")
         steps = Config.model_fields["training_steps"].default
         return {}, f"training_steps={steps}: the default; {shown} {_NEEDS_ROWS}; set max_steps"
-    kept, _ = filter_rows(entry.given, entry, "environments.0")
-    rows = len(kept) - (num_held_out(entry, len(kept)) if entry.eval_split is None else 0)
     steps = max(1, math.ceil(rows * epochs / prompts))
     return {_STEPS: steps}, f"training_steps={steps}: {shown} over {rows} rows, {prompts} prompts a step"
+
+
+def num_rows(entry: object) -> int | None:
+    """Return the number of training rows that a program gave: kept by filters and not held out. None: no count."""
+    if not isinstance(entry, sources.DatasetSourceConfig) or entry.given is None or objects.is_stream(entry.given):
+        return None
+    kept, _ = filter_rows(entry.given, entry, "environments.0")
+    return len(kept) - (num_held_out(entry, len(kept)) if entry.eval_split is None else 0)

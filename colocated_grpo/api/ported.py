@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from colocated_grpo.api.arguments import num_rows
 from colocated_grpo.callbacks import RunState
 from colocated_grpo.errors import RunError
 from colocated_grpo.settings.config_json import has_text_part, read_config_json
@@ -111,9 +112,9 @@ class FollowingCallback:
         self._begin_again()  # the trainer may train again
 
     def _log(self, state: RunState) -> None:
-        logs = as_in_trl(state.metrics)
         step = self._state.global_step
-        self._state.log_history.append({**logs, "step": step, "epoch": self._trainer.epoch(step)})
+        logs = {**as_in_trl(state.metrics), "epoch": self._trainer.epoch(step)}
+        self._state.log_history.append({**logs, "step": step})
         self._call(state, "on_log", logs=logs)
 
     def _call(self, state: RunState, event: str, **more: object) -> None:
@@ -176,10 +177,13 @@ class TrainedModel:
         return TrainerState(epoch=self.epoch(steps), global_step=steps, max_steps=last, log_history=rows)
 
     def epoch(self, steps: int) -> float:
-        """Return how often these steps have used each row of `train_dataset`; 0.0 if it has no count."""
-        data = self.train_dataset
-        rows = len(data) if hasattr(data, "__len__") and not isinstance(data, str) else 0
+        """Return how often these steps have used each training row of `train_dataset`; 0.0 if it has no count."""
+        rows = self._num_rows
         return steps * self.config.rollout.prompts_per_step / rows if rows else 0.0
+
+    @cached_property
+    def _num_rows(self) -> int | None:
+        return num_rows(self.config.environments[0])
 
     @cached_property
     def processing_class(self) -> Any:

@@ -37,6 +37,8 @@ class Result:
     """finished, or stopped by a signal; the checkpoint of a stopped run continues with resume="auto"."""
     steps: int
     """Completed steps of the whole run, including the steps before a resume."""
+    first_step: int = field(repr=False)
+    """Steps completed before this call: 0, or those of the checkpoint that it continued."""
     metrics: dict[str, float] = field(repr=False)
     """Metrics of the last training step, named as in metrics.jsonl."""
     evaluation: dict[str, float] = field(repr=False)
@@ -151,10 +153,11 @@ class Trainer(TrainedModel):
 
     remove_callback = pop_callback
 
-    def check(self) -> None:
+    def check(self, resume: object = None) -> None:
         """Check settings, model, data and functions, and print the first prompts and rewards: a dry run.
 
-        Reads neither weights nor an engine. Raises ConfigError or RunError for the first problem.
+        resume: as in `train`. Reads neither weights nor an engine. Raises ConfigError or RunError for the first
+        problem.
         """
         with rank_variables(), quiet_libraries():
             import torch
@@ -162,7 +165,7 @@ class Trainer(TrainedModel):
             from colocated_grpo.assembly.preview import preview
             from colocated_grpo.settings.run_sizes import Placement
 
-            config, lines = checked(self._loaded, None, self._name)
+            config, lines = checked(self._loaded, _run_to_resume(resume), self._name)
             ranks = int(os.environ["WORLD_SIZE"])
             place = Placement(ranks=ranks, on_gpu=torch.cuda.is_available(), device_bytes=0)
             print(*lines, sep="\n", end="\n" * bool(lines))
@@ -175,16 +178,16 @@ class Trainer(TrainedModel):
         if there is one), or None. Raises ConfigError or RunError, with one line per problem. A program may train
         several times, also with another Trainer; on CUDA, this requires engine.sleep: false.
         """
-        wanted = resume or resume_from_checkpoint or None
-        resume = AUTO if wanted is True else None if wanted is None else os.fspath(cast(str | Path, wanted))
+        resume = _run_to_resume(resume or resume_from_checkpoint)
         self.__dict__.pop("model", None)  # loaded after an earlier call
         started = time.monotonic()
         try:
             with rank_variables():
                 self._result = self._train(resume)
             seconds = time.monotonic() - started
-            rates = {"train_steps_per_second": self._result.steps / seconds, "train_loss": self._result.training_loss}
-            self._result.metrics.update(rates, train_runtime=seconds)  # names of transformers
+            rate = (self._result.steps - self._result.first_step) / seconds
+            names_of_transformers = {"train_runtime": seconds, "train_steps_per_second": rate}
+            self._result.metrics.update(names_of_transformers, train_loss=self._result.training_loss)
             return self._result
         except (ConfigError, RunError) as error:
             failure: BaseException = error
@@ -219,6 +222,11 @@ class Trainer(TrainedModel):
             raise
 
 
+def _run_to_resume(wanted: object) -> str | None:
+    """Return "auto" for True, None for False and None, and a run folder as text."""
+    return AUTO if wanted is True else os.fspath(cast(str | Path, wanted)) if wanted else None
+
+
 def read_result(folder: Path) -> Result:
     """Return the result of the completed or stopped run in `folder`."""
     summary = files.read_summary(folder)
@@ -227,6 +235,7 @@ def read_result(folder: Path) -> Result:
     return Result(
         outcome=summary["state"],
         steps=summary["steps"],
+        first_step=files.read_environment(folder)[-1]["first_step"],
         metrics=_last(rows, files.TRAIN),
         evaluation=_last(rows, files.EVALUATION),
         folder=folder,

@@ -222,6 +222,8 @@ class PromptEncoder:
             )
         if template.system_prompt is not None:
             prompt = with_system_prompt(prompt, template.system_prompt)
+        if TOOLS in arguments:  # an item may have its own
+            check_is_read(self.tokenizer, f"environments {source!r}: {TOOLS}", TOOLS)
         try:
             text = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False, **arguments)
             # Not encode(text): with some tokenizers, special tokens of the template have ids but no text form.

@@ -162,6 +162,8 @@ def config_file(options: argparse.Namespace) -> str:
     if (saved := run / "config.yaml").is_file():
         return str(saved)
     rule = "no config.yaml in this folder; add --config FILE" if run.is_dir() else "no such run folder"
+    if run.is_dir() and run.parent.name == "checkpoints":
+        rule = f"a checkpoint; give the run folder, {run.parents[1]}"
     raise ConfigError(f"--resume={options.resume!r}: {rule}")
 
 
@@ -301,7 +303,7 @@ def passed_over(output: Path, run_name: str | None, resume: str | None, name: st
     """Return a line about runs without a checkpoint that began after the run which `--resume auto` continues."""
     from colocated_grpo.runtime.run_folder import CHECKPOINTS, complete_checkpoints, newest_run, runs_of
 
-    if resume != AUTO or run_name is not None:
+    if resume != AUTO or run_name:
         return []
     newest = newest_run(output, None, name)
     names = [run.name for run in runs_of(output, name) if not complete_checkpoints(run / CHECKPOINTS)]

@@ -202,7 +202,7 @@ def runs_of(output: Path, name: str) -> list[Path]:
 
 def newest_run(output: Path, run_name: str | None, name: str) -> Path | None:
     """Return the run with the newest checkpoints. A run folder's own time changes when its report is rebuilt."""
-    if run_name is not None:
+    if run_name:  # an empty name, as of an unset variable, would be the folder of all runs
         return output / run_name
     runs = [run for run in runs_of(output, name) if complete_checkpoints(run / CHECKPOINTS)]
     return max(runs, key=lambda run: (run / CHECKPOINTS).stat().st_mtime, default=None)

@@ -248,8 +248,9 @@ def suggestion(path: KeyPath, tree: Mapping[str, object], model: type[BaseModel]
         (max(_similarity(dotted(path), old), _similarity(key, old), float(old.endswith(f".{key}"))), new)
         for old, new in aliases.items()
     ]
-    score, best = max(scored + [(score, new) for score, new in old_names if score >= MIN_ALIAS_SIMILARITY])
-    if score >= MIN_SIMILARITY:
+    scored += [(score, new) for score, new in old_names if score >= MIN_ALIAS_SIMILARITY]
+    score, best = max(scored, key=lambda pair: (pair[0], -len(pair[1])))  # rewards: of environments, not of a set
+    if score >= MIN_SIMILARITY and key != "type":  # a kind is chosen by `type` only where the section has it
         return f"did you mean {best}?"
     valid = [leaf for leaf, same_section in candidates.values() if same_section]
     where = f"in {dotted(section)}" if section else "at the top level"

@@ -55,7 +55,7 @@ class EvaluationSetConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _long_form(cls, values: object) -> object:
-        """Write a plain source in full, and move `rewards` into the source."""
+        """Write a plain source in full, and move `rewards` into the source: in place, so that error lines find them."""
         if not isinstance(values, dict):
             return values
         source, rewards = values.get("source"), values.get("rewards")
@@ -72,7 +72,8 @@ class EvaluationSetConfig(Section):
             raise ValueError("a dataset needs rewards, such as rewards: [math_verify]")
         if rewards is not None:
             source["rewards"] = rewards
-        return {**values, "source": source, "rewards": None}
+        values |= {"source": source, "rewards": None}
+        return values
 
     @property
     def answer_name(self) -> str | None:

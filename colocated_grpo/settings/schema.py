@@ -77,8 +77,8 @@ class FreshnessConfig(Section):
     """Largest accepted mean of |engine - policy| log-probability over the sampled tokens (mismatch/plain). Above this
     limit, the run stops before the optimizer step. The limit for the mean over a single completion (mismatch/worst) is
     five times as large. Default: 0.3 if the engine's weights or KV cache are quantized, else 0.1 if engine or policy is
-    16-bit, 0.01 in float32. The limit is divided by a temperature below 1. Each optimizer step since sampling adds 5000
-    times policy.lr to the limit."""
+    16-bit, 0.01 in float32. The limit is divided by a temperature below 1. Each optimizer step since sampling adds
+    20000 times policy.lr to the limit."""
 
 
 class Config(Section):

@@ -47,7 +47,8 @@ class TRLEpisode:
             item = {"prompt": [{"role": "user", "content": ""}], **row, "seed": f"{seed}/{split}/{number}"}
             environment, item["text"] = self._begin(item, row)
             if item["text"] is not None:
-                *earlier, last = item["prompt"]
+                prompt = item["prompt"]
+                *earlier, last = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
                 item["prompt"] = [*earlier, {**last, "content": last["content"] + item["text"]}]
             item["tools"] = [get_json_schema(tool) for tool in self._tools(environment).values()]
             yield {**item, "row": row}

@@ -226,7 +226,13 @@ def test_a_gguf_file_is_told_apart(tmp_path):
 
 def test_a_program_checks_its_run_in_the_same_way(tmp_path, capsys):
     environment = {"type": "dataset", "name": str(rows(tmp_path)), "rewards": [f"{tmp_path}/my_rewards.py:of_both"]}
-    Trainer(str(tiny_model()), environments=[environment]).check()
+    given = {"output_dir": str(tmp_path), "run_name": "begun"}
+    trainer = Trainer(str(tiny_model()), environments=[environment], **given)
+    (saved := tmp_path / "begun/checkpoints/step_000001").mkdir(parents=True)
+    (saved / "trainer.json").write_text("{}")
+    with pytest.raises(ConfigError, match="begun already contains a run; add --resume"):
+        trainer.check()
+    trainer.check(resume="auto")
     assert "the reward is 0.3333 for '42'" in capsys.readouterr().out
 
 

@@ -64,6 +64,8 @@ def test_a_second_run_in_the_process_continues_the_first(seen):
     resumed = seen["resumed"]
     assert (resumed.folder, resumed.steps, resumed.outcome) == (seen["result"].folder, 4, "finished")
     assert [start["first_step"] for start in files.read_environment(resumed.folder)] == [0, 3]
+    assert (seen["result"].first_step, resumed.first_step) == (0, 3)
+    assert resumed.metrics["train_runtime"] * resumed.metrics["train_steps_per_second"] == pytest.approx(1)
 
 
 def test_an_error_is_one_line_without_the_frames_of_the_run(seen):

@@ -281,6 +281,12 @@ def test_what_the_trainer_does_not_have_is_named():
     assert not hasattr(trainer(), "ref_model")
 
 
+def test_an_epoch_uses_each_training_row_once():
+    assert trainer(rollout={"prompts_per_step": 9}).epoch(5) == 1, "5 of the 50 rows are held out"
+    assert trainer(rollout={"prompts_per_step": 10}, eval_dataset=ROWS[:3]).epoch(5) == 1
+    assert Trainer("some/model", right, train_dataset="rows.jsonl").epoch(5) == 0
+
+
 def test_a_property_that_fails_shows_its_own_error():
     class Broken(TrainedModel):
         @property
@@ -313,7 +319,7 @@ class Recorder(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **others):
         self.events.append(("log", state.global_step, logs))
         assert state.log_history[-1] == {**logs, "step": state.global_step, "epoch": state.epoch}
-        assert state.epoch == state.global_step / 4
+        assert state.epoch == logs["epoch"] == state.global_step / 4
 
     def on_evaluate(self, args, state, control, metrics, **others):
         self.events.append(("evaluate", state.global_step, metrics["eval_reward"]))
@@ -342,10 +348,10 @@ def test_a_callback_of_transformers_sees_the_run_and_ends_it(tmp_path):
     row = {"reward": 0.5, "lr": 1e-6, "learning_rate": 1e-6}
     assert recorder.events == [
         ("begin", 2e-6, 5),
-        *(("step begin", 0), ("evaluate", 0, 0.25), ("log", 0, evaluation)),
-        *(("step end", 1, "a tokenizer"), ("log", 1, row)),
-        *(("step begin", 1), ("evaluate", 1, 0.25), ("log", 1, evaluation)),
-        *(("step end", 2, "a tokenizer"), ("log", 2, row)),
+        *(("step begin", 0), ("evaluate", 0, 0.25), ("log", 0, evaluation | {"epoch": 0.0})),
+        *(("step end", 1, "a tokenizer"), ("log", 1, row | {"epoch": 0.25})),
+        *(("step begin", 1), ("evaluate", 1, 0.25), ("log", 1, evaluation | {"epoch": 0.25})),
+        *(("step end", 2, "a tokenizer"), ("log", 2, row | {"epoch": 0.5})),
         ("end", 2),
     ]
 

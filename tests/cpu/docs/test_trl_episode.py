@@ -90,6 +90,12 @@ def test_an_environment_gets_the_row_its_calls_and_its_own_reward():
     assert len([*made.prompts(0, "held_out")]) == 8
 
 
+def test_a_text_prompt_becomes_a_message_to_which_an_environment_adds_its_text():
+    made = episode([{"prompt": "Count.", "target": 3}], environment_factory=Adder, held_out=0)
+    [item] = made.prompts(0, "train")
+    assert item["prompt"] == [{"role": "user", "content": "Count. Reach 3."}]
+
+
 def test_an_environment_that_draws_its_task_draws_the_same_for_a_whole_group():
     made = episode(environment_factory=Adder)
     items = [*islice(made.prompts(0, "train"), 8)]
@@ -146,7 +152,9 @@ def test_the_policy_observes_a_failed_call_and_calls_may_be_limited():
 
 def trained(model, output):
     rows = [{"prompt": [{"role": "user", "content": f"{number}"}], "target": 3} for number in range(20)]
+    reads_tools = "{{ tools | length }}{% for message in messages %} {{ message.content }}{% endfor %}"
     given = settings(model, output_dir=str(output), training_steps=2)
+    given["model"]["chat_template"] = reads_tools
     given["environments"] = [{"type": "episode", "name": episode(rows, environment_factory=Adder)}]
     with without_launcher():
         return Trainer(**given).train()

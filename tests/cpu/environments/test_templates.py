@@ -155,6 +155,8 @@ def test_a_setting_that_the_template_does_not_read_is_rejected(rows):
     ):
         with pytest.raises(EnvironmentSetupError, match=message):
             environments(entry, model=model, tokenizer=plain)
+    with pytest.raises(EnvironmentSetupError, match=r"rows\.jsonl': tools: the model's chat template does not read"):
+        first(rows({"tools": [WEATHER]}), tokenizer=plain)
     plain.chat_template = None
     for settings in ({"tools": [WEATHER]}, {"system_prompt": "Be brief."}):
         with pytest.raises(EnvironmentSetupError, match="the tokenizer has no chat template"):

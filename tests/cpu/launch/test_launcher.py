@@ -341,9 +341,11 @@ def test_names_of_library_environments_are_accepted(config, eight_gpus, tmp_path
     [
         ("nope", "--resume='nope': no such run folder"),
         ("model", "--resume='model': no config.yaml in this folder; add --config FILE"),
+        ("mine/checkpoints/step_1", "--resume='mine/checkpoints/step_1': a checkpoint; give the run folder, mine"),
     ],
 )
 def test_a_resumed_folder_without_a_config_is_an_error(config, eight_gpus, capsys, run, line):
+    Path("mine/checkpoints/step_1").mkdir(parents=True)
     assert main(["--resume", run]) == 2
     assert capsys.readouterr().err == f"error: {line}\n"
 

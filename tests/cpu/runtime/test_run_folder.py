@@ -63,6 +63,7 @@ def test_resume_auto_resumes_the_newest_run_of_the_same_config(tmp_path):
     past_run(tmp_path / "sorting-large-20260101-000000")
     past_run(tmp_path / "sorting-20260102-000000", complete=False)  # killed while it saved for the first time
     assert choose_run_folder(tmp_path, None, "auto", "sorting") == newest
+    assert choose_run_folder(tmp_path, "", "auto", "sorting") == newest
 
 
 def test_resume_auto_starts_a_new_run_where_there_is_none_to_resume(tmp_path):

@@ -44,6 +44,15 @@ from tests.support.config_text import config_error, load, notes
             "max_completion_tokens: unknown key; did you mean rollout.max_completion_tokens? (line 3 of x.yaml)",
         ),
         (
+            "system_prompt: Think.",
+            "system_prompt: unknown key; did you mean environments.0.system_prompt? (line 3 of x.yaml)",
+        ),
+        (
+            "evaluation: {sets: [{name: a, source: x.jsonl, rewards: [{type: reward_model, name: org/model}]}]}",
+            "evaluation.sets.0.source.rewards.0.type: unknown key; valid in evaluation.sets.0.source.rewards.0: name, "
+            "args, run_in, relative, weight (line 3 of x.yaml)",
+        ),
+        (
             "loss: {type: cispo, clip_low: 0.1}",
             "loss.clip_low: unknown key; valid only for type grpo, dr_grpo, dapo, bnpo, gspo (line 3 of x.yaml)",
         ),
