@@ -123,16 +123,16 @@ def filter_rows(rows: AnyRows, config: RowsSourceConfig, key: str) -> tuple[list
     """
     keep = None if config.filter is None else load_function(config.filter, f"{key}: filter")
     left, parts = list(range(len(rows))), []
-    for name, meets in _conditions(rows, config, keep):
-        try:
+    try:
+        for name, meets in _conditions(rows, config, keep):
             kept = [number for number in left if meets(number)]
-        except ValueError as error:
-            raise EnvironmentSetupError(f"{key}: {error}") from error
-        if len(kept) < len(left):
-            dropped = sorted(set(left) - set(kept))
-            shown = ", ".join(map(str, dropped[:SHOWN])) + ", ..." * (len(dropped) > SHOWN)
-            parts.append(f"{len(dropped)} by {name} (rows {shown})")
-        left = kept
+            if len(kept) < len(left):
+                dropped = sorted(set(left) - set(kept))
+                shown = ", ".join(map(str, dropped[:SHOWN])) + ", ..." * (len(dropped) > SHOWN)
+                parts.append(f"{len(dropped)} by {name} (rows {shown})")
+            left = kept
+    except ValueError as error:  # datasets raises it for an unknown column
+        raise EnvironmentSetupError(f"{key}: {error}") from error
     return left, f"{len(left)} of {len(rows)} rows are kept; left out: {', '.join(parts)}" if parts else None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from datasets import Dataset
 
 from colocated_grpo import ConfigError
 from colocated_grpo.api.arguments import read_arguments
@@ -50,6 +51,9 @@ def test_epochs_count_the_rows_that_are_kept():
     rows = {"type": "dataset", "name": ROWS, "rewards": [reward], "where": {"level": 1}, "held_out": 1}
     no_arguments = {"train_dataset": None, "reward_funcs": None}
     assert steps(**no_arguments, environments=[rows], num_train_epochs=3, rollout={"prompts_per_step": 1}) == 72
+    rows |= {"name": Dataset.from_list(ROWS), "where": {"levle": 1}}
+    with pytest.raises(ConfigError, match=r"^environments\.0: .*levle"):
+        read(**no_arguments, environments=[rows], num_train_epochs=3)
 
 
 @pytest.mark.parametrize(
