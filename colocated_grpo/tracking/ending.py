@@ -263,12 +263,13 @@ def _record(output: RunOutput, failure: Failure, log_lines: Sequence[str]) -> No
 
 
 def leave_start(output: RunOutput) -> str:
-    """Clean up after a start that is stopped, and return the line to show."""
+    """Clean up after a signal that stops the start, or the end of a run, and return the line to show."""
     output.close()
     if output.folder is not None:
         remove_if_unused(output.folder)
     leave(recorded=True)
-    return f"stopped during {output.start_phase}, before the first step"
+    where = f"during {output.start_phase}, before the first step" if output.start_phase else "while the run was ending"
+    return f"stopped {where}"
 
 
 def leave_with_other_rank(output: RunOutput, line: str | None) -> None:

@@ -120,6 +120,8 @@ def test_a_start_that_is_stopped_leaves_no_empty_folder(tmp_path: Path) -> None:
     (output.folder / ".lock").touch()
     assert leave_start(output) == "stopped during start-up, before the first step"
     assert not output.folder.exists()
+    output.trains = True
+    assert leave_start(output) == "stopped while the run was ending"
 
 
 def test_a_run_without_an_end_did_not_end_properly_and_a_running_one_reloads_its_page(tmp_path: Path) -> None:
