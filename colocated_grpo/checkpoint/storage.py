@@ -150,7 +150,7 @@ class _ChecksummedFiles(FileSystem):
 
 
 class _ChecksummedStream:
-    """A file that is written sequentially. Everything but `write` is the file's own."""
+    """A file that is written sequentially. Other methods are the file's own."""
 
     def __init__(self, stream: IOBase, thread: ThreadPoolExecutor) -> None:
         self._stream: Any = stream
@@ -175,6 +175,11 @@ class _ChecksummedStream:
         except OSError as error:
             self.failure = self.failure or error
             raise
+
+    def flush(self) -> None:
+        # After an error, torch's wrapper flushes once more when it is freed: Python 3.13 prints what that raises.
+        if not self._stream.closed:
+            self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -313,6 +313,8 @@ def test_a_disk_that_fills_up_while_a_tensor_is_written_is_named(tmp_path, monke
         writer.fs.create_stream(tmp_path / "a.distcp", "wb") as stream,
     ):
         torch.save(torch.ones(200), stream)
+    stream.close()
+    stream.flush()  # by torch's wrapper, when it is freed
 
 
 def test_a_checkpoint_is_visible_as_soon_as_waiting_for_it_ends(world, model_folder, tmp_path, monkeypatch):
