@@ -80,7 +80,7 @@ def target_names(lm: PreTrainedModel, blocks: nn.ModuleList, config: LoRAConfig)
     matched = [name for name, _ in lm.named_modules() if name in selected]
     known = f"linear layers of this model: {_kinds(linear)}"
     # A loaded adapter may also name absent layers.
-    named = wanted if config.init == DEFAULT_INIT and isinstance(wanted, list) else []
+    named = wanted if config.init == DEFAULT_INIT and isinstance(wanted, list) and not everything else []
     for one in named:
         if not _selected("target_modules", [one], lm):
             raise ConfigError(f"policy.lora.target_modules: no module is called {one!r}; {known}")
