@@ -15,7 +15,7 @@ def local_rows(micro_batch: MicroBatch, context: ContextGroup | None) -> MicroBa
     """Return this rank's T / P consecutive rows, and the scored tokens that these rows predict.
 
     `cu_seqlens` and `prefix_keys` still index all rows. A rank whose rows predict no token gets one token without loss.
-    Returns the whole micro-batch if `context` is None, else T must be a multiple of P: see `build_micro_batch`.
+    Returns the whole micro-batch if `context` is None. T must be a multiple of P: `build_micro_batch` pads to one.
     """
     if context is None:
         return micro_batch

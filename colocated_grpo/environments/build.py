@@ -130,7 +130,7 @@ class _RunValues:
 
 
 def build_environments(config: Config, tokenizer: "PreTrainedTokenizerBase") -> Environments:
-    """Resolve every name and import user code, but read no data. Raises EnvironmentSetupError."""
+    """Resolve names and import user code, except filters of rows; read no data. Raises EnvironmentSetupError."""
     entries = [entry for entry in config.environments if not isinstance(entry, AtroposSourceConfig)]
     sets = {f"{PREFIX}/{entry.name}": entry.source for entry in config.evaluation.sets}
     # Scorers and stream positions are stored by name.

@@ -48,7 +48,7 @@ class Weights:
 
 
 Reference = Callable[[], AbstractContextManager[Weights]]
-"""Returns a context with the weights that score batches for the KL penalty. The policy must not train inside it."""
+"""Returns a context with the weights that score batches for the KL penalty. Collective; no training inside it."""
 
 
 class ShardedWeights(Weights):

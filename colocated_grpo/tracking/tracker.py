@@ -53,7 +53,7 @@ def typical_completion(groups: Sequence[Group]) -> str | None:
 def scoring_errors(step: int, groups: Sequence[Group], reported: set[tuple[str, bool]]) -> Iterator[str]:
     """Yield a line for each environment with the first unreadable answers, or the first failed rewards.
 
-    reported: environments of earlier lines, and whether their rewards failed; updated. The metrics count every error.
+    reported: (environment, True for failed rewards) of each line so far; updated. The metrics count every error.
     """
     scores: dict[str, list[Score]] = {}
     for group in groups:
@@ -74,7 +74,7 @@ def scoring_errors(step: int, groups: Sequence[Group], reported: set[tuple[str, 
 
 
 def instability(row: Mapping[str, float]) -> str | None:
-    """Return the warning for STEPS steps out of bounds if the step of this row is one; else None."""
+    """Return the warning about STEPS steps out of bounds; None if this row is within the bounds."""
     loss, ratio = row.get("loss", 0.0), row.get("ratio", 1.0)
     if not (loss < LOWEST_LOSS or ratio > HIGHEST_RATIO):
         return None

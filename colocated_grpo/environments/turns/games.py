@@ -106,7 +106,7 @@ class _PendingGroup(NamedTuple):
 
 
 class PendingGroups:
-    """Groups that wait for the return of their committed completion, at most `max_wait` steps, by turn id."""
+    """Groups by turn id. Each waits for the return of its committed completion, for at most `max_wait` steps."""
 
     def __init__(self, max_wait: int) -> None:
         self._max_wait = max_wait

@@ -102,7 +102,7 @@ class RequestRoutes:
         def stays(key: Hashable) -> bool:
             return keys is not None and key not in keys
 
-        self._expected = {number: entry for number, entry in self._expected.items() if stays(entry[0])}
+        self._expected = {name: entry for name, entry in self._expected.items() if stays(entry[0])}
         self._finished = {key: entry for key, entry in self._finished.items() if stays(key)}
 
     def _read_and_free(self, request: Request, *arguments: object, **options: object) -> object:
