@@ -177,8 +177,7 @@ class _ChecksummedStream:
             raise
 
     def flush(self) -> None:
-        # After an error, torch's wrapper flushes once more when it is freed: Python 3.13 prints what that raises.
-        if not self._stream.closed:
+        if not self._stream.closed:  # else freeing torch's wrapper after an error prints another in Python 3.13
             self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:

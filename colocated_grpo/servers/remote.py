@@ -93,10 +93,7 @@ class RemoteEngine(RolloutEngine):
             self._give_up(str(error))
 
     def _restore_if_restarted(self) -> None:
-        """Restore the weights if the server has restarted.
-
-        Raises Unavailable, RequestRejected, or RunError if only a weight sync of all ranks can restore them.
-        """
+        """Restore a restarted server's weights. Raises Unavailable, RequestRejected, or RunError if they are lost."""
         instance = self._server.info()["instance"]
         if instance == self._instance:
             return
