@@ -28,8 +28,8 @@ WORST_PER_MEAN = 5.0
 DRIFT_PER_RATE = 20_000.0
 """Each optimizer step since the tokens were sampled raises both limits by this number times the learning rate: a policy
 moves while it trains, and under adaptive optimizers in proportion to the rate. Measured drift of the mean, for SmolLM2
-at a rate of 1e-5: 1,200 times the rate with 256 completions a step, up to 10,500 times with 8 completions of 8 tokens.
-"""
+at a rate of 1e-5: 1,200 times the rate for each step with 256 completions, up to 12,800 times with 8 completions of 8
+tokens (docs/results/drift_smollm2_2cores.json)."""
 
 
 def default_limit(dtypes: Sequence[torch.dtype], *, quantized: bool, exact: bool = False) -> float:
