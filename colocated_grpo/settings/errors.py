@@ -141,7 +141,7 @@ _RULES = {
     "greater_than_equal": "must be at least {ge}",
     "less_than": "must be less than {lt}",
     "less_than_equal": "must be at most {le}",
-    "literal_error": "must be one of {expected}",
+    "literal_error": "must be {expected}",
     "int_type": "must be a whole number",
     "int_parsing": "must be a whole number",
     "int_from_float": "must be a whole number",

@@ -181,7 +181,7 @@ def test_the_setting_decides_which_blocks_are_checkpointed_at_first(world, model
 
 def test_an_unknown_setting_is_rejected_in_one_line():
     line = config_error("policy: {gradient_checkpointing: some}")
-    assert line == "policy.gradient_checkpointing='some': must be one of 'auto' or true or false (line 3 of x.yaml)"
+    assert line == "policy.gradient_checkpointing='some': must be 'auto' or true or false (line 3 of x.yaml)"
 
 
 def around_a_trial_step(world: World, folder, loss: dict) -> dict:

@@ -32,7 +32,7 @@ from tests.support.config_text import config_error, load, notes
         ("seed: 4294967296", "seed=4294967296: must be less than 4294967296 (line 3 of x.yaml)"),
         (
             "policy: {schedule: cosin}",
-            "policy.schedule='cosin': must be one of 'constant', 'cosine' or 'linear' (line 3 of x.yaml)",
+            "policy.schedule='cosin': must be 'constant', 'cosine' or 'linear' (line 3 of x.yaml)",
         ),
         (
             "loss: {type: grppo}",
@@ -140,7 +140,7 @@ from tests.support.config_text import config_error, load, notes
         ),
         (
             "batch: {max_tokens_per_micro_batch: x}",
-            "batch.max_tokens_per_micro_batch='x': must be one of 'auto' or a whole number (line 3 of x.yaml)",
+            "batch.max_tokens_per_micro_batch='x': must be 'auto' or a whole number (line 3 of x.yaml)",
         ),
         (
             "environments:\n- name: sorting\n  type: x",
