@@ -206,7 +206,7 @@ def _rule(error: ErrorDetails) -> str:
     context = {name: f"{bound:g}" if isinstance(bound, float) else bound for name, bound in bounds}
     rule = _RULES.get(kind, error["msg"].removeprefix("Value error, ")).format(**context)
     if kind == "string_type" and not isinstance(error["input"], dict | list):
-        rule += "; put quotes around it"
+        rule += "; write FILE.py:NAME" if callable(error["input"]) else "; put quotes around it"
     return rule
 
 

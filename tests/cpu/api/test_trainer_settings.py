@@ -226,6 +226,12 @@ def test_a_wrong_argument_is_one_line(arguments, line):
     assert error_of(**arguments).startswith(line)
 
 
+def test_a_function_where_only_a_name_works_is_answered_with_the_form_of_the_name():
+    entry = {"type": "dataset", "name": ROWS, "filter": len}
+    line = "environments.0.filter=<built-in function len>: must be text; write FILE.py:NAME (argument)"
+    assert line in error_of(environments=[entry]).splitlines()
+
+
 def test_only_the_program_can_continue_a_run_with_its_objects(tmp_path):
     """The command line finds neither the functions of a program nor its rows."""
     [entry] = trainer().config.environments
