@@ -129,8 +129,7 @@ def build_optimizer(parameters: Sequence[nn.Parameter], config: OptimizerConfig,
 class LocalShardOptimizer(torch.optim.Optimizer):
     """Runs an optimizer without DTensor support on each rank's rows; correct for element-wise updates.
 
-    `shards` are the keys of `state`, in the order of the parameters. Quantised state differs from rank to rank:
-    checkpoints that contain it resume only on the same number of shards.
+    `shards` are the keys of `state`, in order. Checkpoints of quantised state resume only on the same number of shards.
     """
 
     def __init__(
@@ -148,7 +147,8 @@ class LocalShardOptimizer(torch.optim.Optimizer):
     # pyrefly: ignore[bad-override]  (torch's overloads also take a closure, unused here)
     def step(self, closure: None = None) -> None:
         for parameter, own in zip(self._parameters, self.shards, strict=True):
-            own.grad = None if parameter.grad is None else local_part(parameter.grad)
+            has_rows = own.numel() > 0  # bitsandbytes ends the process for an empty tensor on a GPU
+            own.grad = local_part(parameter.grad) if has_rows and parameter.grad is not None else None
         self.inner.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:

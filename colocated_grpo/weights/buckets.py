@@ -82,13 +82,13 @@ def make_buckets(shapes: Mapping[str, torch.Size], num_shards: int, dtype: torch
 def gather(bucket: Bucket, parameters: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
     """All-gather the bucket's parameters, cast to `dtype`: [shards, bucket.size]. Collective."""
     own = torch.empty(bucket.size, dtype=dtype, device=device)
-    members = [local_part(parameters[name]) for name in bucket.shapes]
+    tensors = [parameters[name] for name in bucket.shapes]  # once: a 4-bit base computes its weights on access
+    members, group = [local_part(tensor) for tensor in tensors], shard_group(tensors)
     slots = [
         own[offset : offset + member.numel()].view(member.shape)
         for member, (_, _, offset) in zip(members, bucket.slots(), strict=True)
     ]
     torch._foreach_copy_(slots, members)
-    group = shard_group(parameters.values())
     if group is None or bucket.num_shards == 1:
         return own[None]
     gathered = torch.empty(bucket.num_shards, bucket.size, dtype=dtype, device=device)

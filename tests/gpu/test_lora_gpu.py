@@ -101,7 +101,7 @@ def test_a_base_in_4_bits_is_merged_as_on_the_cpu_and_by_rows_as_whole():
     packed, key, dtype = nf4.pack(weight), torch.tensor(3), torch.bfloat16
     after = torch.empty(0, dtype=dtype)
     on_gpu, left_gpu, right_gpu = nf4.pack(weight.cuda()), left.cuda(), right.cuda()
-    assert torch.equal(on_gpu.cpu(), packed)
+    assert torch.equal(on_gpu.cpu().view(torch.int32), packed.view(torch.int32))  # codes may have the bits of a NaN
     assert torch.equal(nf4.unpack(on_gpu, dtype).cpu(), nf4.unpack(packed, dtype))
     expected = merged(packed, left, right, 2.0, key, 0, after)
     actual = merged(on_gpu, left_gpu, right_gpu, 2.0, key, 0, after.cuda())

@@ -34,7 +34,7 @@ TIMEOUT = 90.0
 _context = multiprocessing.get_context("forkserver")
 _slow_modules = [
     "colocated_grpo.policy.export",
-    "colocated_grpo.checkpoint",
+    "colocated_grpo.checkpoint.checkpoints",
     "colocated_grpo.rollout.vllm.vllm_engine",
     "colocated_grpo.trainer",
     "tests.support.engine_modules",

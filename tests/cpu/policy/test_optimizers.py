@@ -9,12 +9,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.optimization import Adafactor as TransformersAdafactor
 
 from colocated_grpo.errors import RunError
 from colocated_grpo.metrics import Metrics, reduce
-from colocated_grpo.policy.optimizers import learning_rate
+from colocated_grpo.policy.optimizers import LocalShardOptimizer, learning_rate
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings.training import PolicyConfig
 from tests.support.ranks import run_on_ranks
@@ -109,6 +110,17 @@ def test_adamw_8bit_on_two_ranks_trains_every_row_nearly_as_one_rank_does(world,
             rows_changed = (tensor != start[name]).reshape(len(tensor), -1).any(dim=1)
             assert rows_changed.all(), name
             assert (tensor - expected[name]).abs().mean() < 0.2 * LR * STEPS, name
+
+
+def test_bitsandbytes_gets_no_parameter_of_which_a_rank_has_no_rows():
+    """As of the gate of a shared expert, [1, hidden], on several ranks: its CUDA kernel would end the process."""
+    parameters = [nn.Parameter(torch.ones(rows, 64)) for rows in (0, 2)]
+    optimizer = LocalShardOptimizer(parameters, build=bitsandbytes.optim.AdamW8bit, lr=LR)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert [len(shard) for shard in optimizer.state] == [2]
+    assert (parameters[1] != 1).all()
 
 
 @pytest.mark.parametrize("kind", ORIGINALS)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from colocated_grpo.runtime.distributed import World
+from colocated_grpo.runtime.distributed import Computed, World
 from colocated_grpo.weights import buckets
 from colocated_grpo.weights.buckets import Bucket, full_tensors, gather, make_buckets, shard_slices
 from colocated_grpo.weights.plan import Target
@@ -88,3 +88,16 @@ def test_a_bucket_holds_at_least_one_parameter_and_at_most_its_bytes(monkeypatch
     made = make_buckets(shapes, 2, torch.float32)
     assert [list(bucket.shapes) for bucket in made] == [["large"], ["0", "1", "2"], ["3", "4", "5"], ["6"]]
     assert [bucket.size for bucket in made] == [200, 15, 15, 5]
+
+
+def test_a_sync_on_one_rank_computes_each_weight_of_a_4_bit_base_once(world, monkeypatch):
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", SMALL)
+    computed: list[str] = []
+    weights = {
+        name: lambda name=name, tensor=tensor: computed.append(name) or tensor for name, tensor in tensors().items()
+    }
+    made = make_buckets({name: tensor.shape for name, tensor in tensors().items()}, 1, torch.float32)
+    for bucket in made:
+        gather(bucket, Computed({}, weights), torch.float32, world.device)
+    assert len(made) > 1
+    assert computed == list(SHAPES)
