@@ -60,10 +60,8 @@ class Prompt:
 
     @property
     def answer(self) -> str | None:
-        """The item's reference answer as text; None if it has none. Rows of verl have it in `reward_model`."""
-        rule = self.item.get("reward_model")
-        values = {**rule, **self.item} if isinstance(rule, dict) else self.item
-        found = next((values[name] for name in ANSWER_COLUMNS if values.get(name) is not None), None)
+        """The item's reference answer as text; None if it has none."""
+        found = next((self.item[name] for name in ANSWER_COLUMNS if self.item.get(name) is not None), None)
         return None if found is None else str(found)
 
 
