@@ -92,7 +92,7 @@ KeyPath = tuple[str | int, ...]
 SettingsTree = JsonObject
 """Settings as plain nested data, before they are validated."""
 
-MIN_SIMILARITY = 0.6
+MIN_SIMILARITY = 0.7
 """Minimum similarity of a suggested name to an unknown key. Less similar names would confuse more than help."""
 MIN_ALIAS_SIMILARITY = 0.8
 """Minimum similarity of an alias to an unknown key. It is higher, because the suggestion shows the alias's new name,

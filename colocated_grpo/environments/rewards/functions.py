@@ -80,9 +80,11 @@ class RewardFunction:
     def check_columns(self, columns: set[str]) -> None:
         """Raise EnvironmentSetupError if a required column is missing."""
         if missing := sorted(self.required - columns):
+            is_verl = any(name.startswith("solution_str") for name in missing)
+            remedy = "call it as in docs/guides/from_verl.md" if is_verl else "rename one with `columns`"
             raise EnvironmentSetupError(
                 f"reward {self.name!r} needs the column {missing[0]!r}; available: "
-                f"{', '.join(sorted(columns)) or 'none'} (rename one with `columns`)"
+                f"{', '.join(sorted(columns)) or 'none'} ({remedy})"
             )
 
     def check_text(self, item: Item) -> None:
@@ -232,7 +234,9 @@ class RewardScorer:
         return [self._combine(results) for results in by_completion]
 
     def check_item(self, item: Item) -> None:
-        """Raise EnvironmentSetupError if a function needs a missing column, or needs messages but gets text."""
+        """Raise EnvironmentSetupError if a function lacks a column or messages, or if the prompt has images."""
+        if images := [name for name in ("image", "images") if item.get(name) not in (None, [], "")]:
+            raise EnvironmentSetupError(f"prompts have no images here; remove or rename the column {images[0]!r}")
         for function in self.functions:
             function.check_columns(item.keys() - NOT_COLUMNS)
             if isinstance(item["prompt"], str):

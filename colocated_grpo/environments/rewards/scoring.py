@@ -21,24 +21,13 @@ REWARD_LOOP = ReusableLoop("async-rewards")
 MAX_REWARD = 1e30
 """Largest absolute reward. Squares and weighted sums of much larger rewards would overflow a float."""
 PARSING_ERRORS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    RecursionError,
-    SyntaxError,
-    TypeError,
-    ValueError,
+    ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, SyntaxError, TypeError, ValueError,
     re.error,
-)
+)  # fmt: skip
 """Exceptions that code raises while it parses an unexpected answer. Other exceptions, such as OSError, NameError or the
 exceptions of an HTTP client, are not caused by the answer."""
-
-
 Worst = Callable[[Sequence[float]], float]
 """Chooses the worst reward: min, or max for a function of negative weight."""
-
-
 NOT_RUN = "a dry run reads no weights"
 """Reason of a reward model in a dry run."""
 

@@ -170,8 +170,8 @@ def _reject_unknown_flags(arguments: Sequence[str], parser: argparse.ArgumentPar
         name = argument.partition("=")[0]
         known = "." in name or f"--{name[2:].replace('-', '_')}" in settings
         if name.startswith("--") and not known:
-            [near] = get_close_matches(name.replace("_", "-"), [*flags, *settings], n=1, cutoff=0.0)
-            lines.append(f"{name}: unknown flag; did you mean {near}?")
+            near = get_close_matches(name.replace("_", "-"), [*flags, *settings], n=1)
+            lines.append(f"{name}: unknown flag; " + (f"did you mean {near[0]}?" if near else "--help lists all flags"))
     if lines:
         raise ConfigError(*lines)
 

@@ -198,7 +198,9 @@ _BATCH_SIZES = {
 # The names are translated in this order. Batch sizes count completions, so the group size must be translated first.
 ALIASES: dict[str, Alias] = {**_TOSSIM, **trl.TRL, **_LORA, **_BATCH_SIZES}
 
-_VERL_SECTIONS = ("actor_rollout_ref", "algorithm", "critic", "custom_reward_function", "data", "trainer")
+_VERL_SECTIONS = (
+    "actor_rollout_ref", "algorithm", "critic", "custom_reward_function", "data", "reward", "reward_model", "trainer",
+)  # fmt: skip
 _SECTIONS = sorted({name.split(".")[0] for name in ALIASES if "." in name})
 
 

@@ -267,6 +267,7 @@ def test_a_flag_that_nobody_knows_fails_with_the_nearest_name(capsys):
     assert capsys.readouterr().err == "error: --batch-sise: unknown flag; did you mean --batch-size?\n"
     assert error("--model-name m --lora-rank 3") == "--lora-rank: unknown flag; did you mean --lora-r?"
     assert error("--model-name m --dry") == "--dry: unknown flag; did you mean --dry-run?"
+    assert error("--model-name m --distill-enabled") == "--distill-enabled: unknown flag; --help lists all flags"
 
 
 @pytest.mark.parametrize(

@@ -209,6 +209,11 @@ def test_an_invalid_file_is_a_one_line_error(text, line):
             "--policy.lr: needs a value, for example --policy.lr VALUE or --policy.lr=VALUE",
         ),
         (["policy.lr", "1"], "'policy.lr': expected --section.key VALUE"),
+        (
+            ["data.train_batch_size=8"],
+            "'data.train_batch_size=8': expected --section.key VALUE; for overrides of Hydra, such as verl's: "
+            "docs/guides/from_verl.md",
+        ),
         (["--policy..lr", "1"], "'--policy..lr': expected --section.key VALUE"),
         (["--model.name.x", "1"], "model.name.x: model.name is a value, not a section"),
         (
@@ -217,6 +222,11 @@ def test_an_invalid_file_is_a_one_line_error(text, line):
         ),
         (["--environments.7.name", "x"], "environments.7.name: environments has 1 entries, numbered from 0"),
         (["--policy.learning_rate", "1"], "policy.learning_rate: unknown key; did you mean policy.lr? (command line)"),
+        (  # the most similar name of another section is `batch`
+            ["--model.path", "x"],
+            "model.path: unknown key; valid in model: name, revision, trust_remote_code, tokenizer, chat_template, "
+            "chat_template_kwargs (command line)",
+        ),
     ],
 )
 def test_an_invalid_override_is_reported_with_value_and_rule(words, line):

@@ -359,6 +359,19 @@ def test_a_missing_column_is_named_with_the_available_ones():
         scorer_of(reward).check_item({"prompt": "x", "answer": "2"})
 
 
+def test_a_function_of_verl_and_a_row_with_images_are_rejected_with_the_remedy():
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+        return 1.0
+
+    rule = {"prompt": "x", "data_source": "sums", "reward_model": {"style": "rule", "ground_truth": "2"}}
+    with pytest.raises(EnvironmentSetupError, match=r"\(call it as in docs/guides/from_verl.md\)$"):
+        scorer_of(compute_score).check_item(rule)
+    scorer = scorer_of(lambda completions, **columns: [1.0])
+    scorer.check_item(rule | {"images": []})
+    with pytest.raises(EnvironmentSetupError, match=r"no images here; remove or rename the column 'images'"):
+        scorer.check_item(rule | {"images": [{"bytes": b"x"}]})
+
+
 @pytest.mark.parametrize("name", ["accuracy_reward", "reasoning_accuracy_reward", "think_format_reward"])
 def test_a_reward_of_trl_that_reads_messages_is_rejected_for_text_prompts(name):
     pytest.importorskip("trl.rewards")
