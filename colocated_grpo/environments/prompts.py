@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, cast
 
 from colocated_grpo.environments.base import EnvironmentSetupError, Item
-from colocated_grpo.environments.chat import Message, render_tokens
+from colocated_grpo.environments.chat import Message, longest_token, render_tokens
 from colocated_grpo.environments.user_code.loading import load_object, one_line
 from colocated_grpo.settings import sources
 from colocated_grpo.settings.base import Tool, check_variables, read_json
@@ -234,11 +234,6 @@ class PromptEncoder:
                 f"{repr(prompt[-1])[:80]}: {one_line(error)}"
             ) from error
         return cast(str, text), token_ids
-
-
-def longest_token(tokenizer: "PreTrainedTokenizerBase") -> int:
-    """Return the number of characters of the longest token."""
-    return max(map(len, tokenizer.get_vocab()))
 
 
 def _texts(prompt: str | list[Message]) -> list[str]:

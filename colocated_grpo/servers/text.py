@@ -7,7 +7,7 @@ from functools import cached_property
 
 from transformers import PreTrainedTokenizerBase
 
-from colocated_grpo.environments.prompts import longest_token
+from colocated_grpo.environments.chat import longest_token
 from colocated_grpo.policy.model_files import ModelFiles
 from colocated_grpo.types import JsonObject
 from colocated_grpo.web.bodies import off_the_loop

@@ -116,6 +116,9 @@ class PendingGroups:
     def __len__(self) -> int:
         return len(self._pending)
 
+    def __contains__(self, turn_id: str) -> bool:
+        return turn_id in self._pending
+
     def add(self, turn_id: str, group: Group, committed: int) -> None:
         # The item's game state is needed only for scoring, and would dominate the checkpoint size.
         slim = replace(group, prompt=replace(group.prompt, item={}))
@@ -203,7 +206,8 @@ class TurnStream(ItemStream):
 
     def _fetch_turns(self) -> None:
         with self._errors_of("add_game" if self._batch_fetched else "next_batch"):
-            turns = self._environment.add_game() if self._batch_fetched else self._environment.next_batch()
+            turns = list(self._environment.add_game() if self._batch_fetched else self._environment.next_batch())
+            self._check(turns)
         self._batch_fetched = True
         for turn in turns:
             if not turn.trainable and self._config.opponent is None:
@@ -212,6 +216,18 @@ class TurnStream(ItemStream):
                     "opponent: {name: initial} to have a frozen model play it"
                 )
         self._open.extend(turn for turn in turns if turn.id not in self._taken)
+
+    def _check(self, turns: Sequence[Turn]) -> None:
+        """Raise TypeError for a turn without an attribute that is read here, and ValueError for a repeated id."""
+        for turn in turns:
+            if missing := [name for name in ("id", "messages", "phase", "trainable") if not hasattr(turn, name)]:
+                raise TypeError(f"a {type(turn).__name__} is not a turn, it has no {', '.join(missing)}")
+            if not isinstance(turn.id, str):
+                raise TypeError(f"the id of a turn must be text, as in checkpoints, got {turn.id!r}")
+            if turn.id in self._pending:
+                raise ValueError(f"turn {turn.id} is open again, but it was committed and waits for its return")
+        if len({turn.id for turn in turns}) < len(turns):
+            raise ValueError(f"the ids of turns must be unique, got {', '.join(turn.id for turn in turns)}")
 
     def reject(self, item: Item) -> None:
         """Have a script play the turn, so that its game continues."""
@@ -236,7 +252,7 @@ class TurnStream(ItemStream):
             metrics = {name: float(value) for name, value in self._environment.drain_stats().items()}
         metrics |= completion_rates([group for group in in_order if not group.prompt.by_opponent])
         with self._errors_of("drain_returns"):
-            returns = {each.turn_id: _finite(each.value) for each in self._environment.drain_returns()}
+            returns = self._drain_returns()
         with self._errors_of("drain_games"):
             games = [{"source": self._name, **game} for game in self._environment.drain_games()]
             json.dumps(games, allow_nan=False)  # raises here, not in the file writer, to name the environment
@@ -252,6 +268,15 @@ class TurnStream(ItemStream):
             games=games,
             finished=self.reached_goal(metrics.get("parse_rate")),
         )
+
+    def _drain_returns(self) -> dict[str, float]:
+        """Return the sum of the returns of each turn, by its id."""
+        returns: dict[str, float] = {}
+        for each in self._environment.drain_returns():
+            returns[each.turn_id] = returns.get(each.turn_id, 0.0) + _finite(each.value)
+        if any(returns.values()) and not self._environment.delayed:
+            raise ValueError("turns with a return train after their game has ended, so `delayed` must be True")
+        return returns
 
     def reached_goal(self, parse_rate: float | None) -> bool:
         """Count one step and return whether to stop. parse_rate: None, if no completion was rated, counts nothing."""
@@ -271,8 +296,8 @@ class TurnStream(ItemStream):
 
     def state_dict(self) -> JsonObject:
         with self._errors_of("snapshot"):
-            games = self._environment.snapshot()
-            json.dumps(games)  # raises here, not when the checkpoint is written, to name the environment
+            # A copy: the games may go on before it is written. An error here names the environment.
+            games = json.loads(json.dumps(self._environment.snapshot()))
         return {"games": games, "pending": self._pending.state_dict(), "early_stop": self._steps_at_goal}
 
     def load_state_dict(self, state: JsonObject) -> None:

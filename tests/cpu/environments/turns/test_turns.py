@@ -175,6 +175,15 @@ def test_a_return_is_added_to_the_committed_completion():
     assert [group.prompt.index for group in second.released] == [0, 1]
 
 
+def test_several_returns_of_a_turn_are_added(monkeypatch):
+    made = built(echo(length=1, pays=10.0))
+    source = made.open_source()
+    returns = environment_of(source).drain_returns
+    monkeypatch.setattr(environment_of(source), "drain_returns", lambda: [*returns(), *returns()])
+    [(_, result)] = play(made, source, 1, 1)
+    assert rewards_of(result.released) == [[21.0, 3.0, 2.0]]
+
+
 def test_turns_that_wait_for_a_later_step_keep_no_routes():
     pending = PendingGroups(max_wait=3)
     rollout = replace(rollout_of([1], [2, 3]), routes=np.zeros((2, 1, 1), np.uint8))
@@ -229,8 +238,9 @@ def test_a_resumed_run_samples_and_trains_the_same_turns_as_an_uninterrupted_one
     assert resumed.state_dict() == source.state_dict()
 
 
-def test_a_saved_state_is_not_changed_by_later_steps():
-    made = built(town(credit="mix"))
+@pytest.mark.parametrize("entry", [town(credit="mix"), echo(bad="shared", pays=1.0)])
+def test_a_saved_state_is_not_changed_by_later_steps(entry):
+    made = built(entry)
     source = made.open_source()
     play(made, source, 5, 6)
     state = source.state_dict()
@@ -350,7 +360,7 @@ def test_a_failing_score_costs_the_turn_its_reward_and_a_failing_commit_ends_the
     made = built(echo(bad="score"))
     group = scored_group(made, made.open_source().next(1)[0], WORDS)
     assert rewards_of([group]) == [[None] * 3]
-    assert group.rollouts[0].score.error == "KeyError: 'no such word' (echo_games.py, line 78)"
+    assert group.rollouts[0].score.error == "KeyError: 'no such word' (echo_games.py, line 83)"
     made = built(echo(bad="commit"))
     source = made.open_source()
     group = scored_group(made, source.next(1)[0], WORDS)
@@ -364,14 +374,31 @@ def test_a_failing_score_costs_the_turn_its_reward_and_a_failing_commit_ends_the
         ("return", r"drain_returns\(\) failed: ValueError: a reward must be None or a number up to 1e\+30"),
         ("record", r"drain_games\(\) failed: TypeError: Object of type Fraction is not JSON"),
         ("stats", r"drain_stats\(\) failed: ValueError: could not convert string to float"),
+        ("undue", r"drain_returns\(\) failed: ValueError: .*, so `delayed` must be True"),
     ],
 )
 def test_invalid_data_of_a_game_ends_the_run_with_the_method_named(bad, message):
-    made = built(echo(bad=bad, length=1, pays=1.0))
+    made = built(echo(bad=bad, length=1, pays=bad != "undue"))
     source = made.open_source()
     group = scored_group(made, source.next(1)[0], WORDS)
     with pytest.raises(RunError, match=message):
         source.record([group])
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ("no turns", "TypeError: 'NoneType' object is not iterable"),
+        ("text", "TypeError: a str is not a turn, it has no id, messages, phase, trainable"),
+        ("numbers", "TypeError: the id of a turn must be text, as in checkpoints, got 3"),
+        ("repeated", "ValueError: the ids of turns must be unique, got 0, 0"),
+        ("open again", r"ValueError: turn 0\.3 is open again, but it was committed and waits for its return"),
+    ],
+)
+def test_invalid_turns_end_the_run_with_one_line(bad, message):
+    made = built(echo(bad=bad, games=2, pays=1.0))
+    with pytest.raises(RunError, match=rf"next_batch\(\) failed: {message}"):
+        play(made, made.open_source(), 2, 1)
 
 
 @pytest.mark.parametrize(
