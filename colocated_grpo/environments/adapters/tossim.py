@@ -135,6 +135,8 @@ class ToSSimTable:
             self.prompts, self.meta = [each[0] for each in batch], [each[1] for each in batch]
         else:
             self.prompts, self.meta = list(batch), None
+        if self.meta is not None and len(self.meta) != len(self.prompts):
+            raise ValueError(f"next_batch() returned {len(self.prompts)} prompts with {len(self.meta)} meta entries")
         self.batches += 1
 
     def open_indices(self) -> list[int]:
@@ -149,6 +151,8 @@ class ToSSimTable:
             meta, indices = self.meta, sorted(replies)
             rewards = self.batcher.apply_actions([meta[i] for i in indices], [replies[i] for i in indices])
         numbers = [reward[0] if isinstance(reward, tuple | list) else reward for reward in rewards]
+        if len(numbers) != len(indices):
+            raise ValueError(f"apply_actions() returned {len(numbers)} rewards for {len(indices)} actions")
         return {index: float(number) for index, number in zip(indices, numbers, strict=True)}
 
     def drain_stats(self) -> dict[str, float]:
@@ -181,6 +185,8 @@ class ToSSim:
         self._tables: list[ToSSimTable] = []
         self._logs: list[OwnLogs] = []
         """Log files of each table."""
+        self._failure: BaseException | None = None
+        """The latest exception for which a table was replaced."""
         self._add_table()
 
     def next_batch(self) -> list[ToSSimTurn]:
@@ -191,15 +197,23 @@ class ToSSim:
         return self._turns(len(self._tables) - 1)
 
     def score(self, turn: ToSSimTurn, completions: Sequence[str]) -> list[Outcome]:
-        """Return rewards: -1 malformed, 0 illegal, +1 legal; None if the batcher raised an exception."""
-        return [self._outcome(turn, completion) for completion in completions]
+        """Return rewards: -1 malformed, 0 illegal, +1 legal; None for a completion on which the batcher raised.
 
-    def _outcome(self, turn: ToSSimTurn, completion: str) -> Outcome:
+        If it raised on every completion, the first exception is raised.
+        """
+        errors: list[BaseException] = []
+        outcomes = [self._outcome(turn, completion, errors) for completion in completions]
+        if len(errors) == len(outcomes):
+            raise errors[0]
+        return outcomes
+
+    def _outcome(self, turn: ToSSimTurn, completion: str, errors: list[BaseException]) -> Outcome:
         try:
             with isolated(random.Random(f"{turn.id}/{completion}")), closing(OwnLogs()) as logs, logs.attached():
                 table: ToSSimTable = pickle.loads(turn.frozen)
                 reward = table.apply({turn.index: completion})[turn.index]
-        except BaseException:  # As in scoring.score_each(): user code that exits must not end the run.
+        except BaseException as error:  # As in scoring.score_each(): user code that exits must not end the run.
+            errors.append(error)
             return Outcome(None, {"failed": 1.0})
         return Outcome(reward, {"parse_rate": float(reward > -1), "legal_rate": float(reward >= 1)})
 
@@ -279,12 +293,16 @@ class ToSSim:
         return table
 
     def _turns(self, number: int) -> list[ToSSimTurn]:
+        """Return the open turns of a table. Raises the batcher's exception if MAX_EMPTY_BATCHES attempts gave none."""
+        self._failure = None
         for _ in range(MAX_EMPTY_BATCHES):
             if self._tables[number].prompts:
                 break
             with self._replaced_on_failure(number):
                 self._tables[number].request_batch()
         table = self._tables[number]
+        if self._failure is not None and not table.prompts:
+            raise self._failure
         frozen = cloudpickle.dumps(table) if table.prompts else b""
         return [
             ToSSimTurn(
@@ -305,7 +323,8 @@ class ToSSim:
             table.calls += 1
             with isolated(random.Random(f"{self._seed}/{number}/{table.calls}")), self._logs[number].attached():
                 yield
-        except (Exception, SystemExit):
+        except (Exception, SystemExit) as error:
+            self._failure = error
             self._logs[number].close()
             new = self._new_table(self._logs[number])
             new.batches, new.calls = table.batches, table.calls  # Turn ids and random streams must not repeat.
