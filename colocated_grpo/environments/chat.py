@@ -20,7 +20,7 @@ class ChatCodec:
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._tokenizer = tokenizer
-        self._longest_token = longest_token(tokenizer)
+        self.longest_token = max(map(len, tokenizer.get_vocab()))  # in characters
 
     def message_text(self, token_ids: Sequence[int]) -> str:
         """Decode an assistant message without its special tokens."""
@@ -33,10 +33,6 @@ class ChatCodec:
     def encode(self, text: str) -> list[int]:
         """Return the tokens of text that a chat template has rendered."""
         return self._tokenizer.encode(text, add_special_tokens=False)
-
-    def fewest_tokens(self, messages: str | Sequence[Message]) -> int:
-        """Return a lower bound for the tokens of `messages`, without encoding them."""
-        return len(plain_text(messages)) // self._longest_token
 
     def observation(
         self, messages: str | Sequence[Message], last_token: int, template: JsonObject | None = None
@@ -70,11 +66,6 @@ class ChatCodec:
         return one[len(one) - length :]
 
 
-def longest_token(tokenizer: "PreTrainedTokenizerBase") -> int:
-    """Return the number of characters of the longest token."""
-    return max(map(len, tokenizer.get_vocab()))
-
-
 def render_tokens(tokenizer: "PreTrainedTokenizerBase", messages: list[Message], template: JsonObject) -> list[int]:
     """Return the tokens of a chat and of the start of a reply. template: further arguments of the chat template."""
     token_ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **template)
@@ -83,7 +74,7 @@ def render_tokens(tokenizer: "PreTrainedTokenizerBase", messages: list[Message],
 
 def plain_text(messages: str | Sequence[Message]) -> str:
     """Return text unchanged, and messages as their contents joined by newlines."""
-    return messages if isinstance(messages, str) else "\n".join(str(message.get("content") or "") for message in messages)
+    return messages if isinstance(messages, str) else "\n".join(str(each.get("content") or "") for each in messages)
 
 
 SampleFn = Callable[[list[int], int], Awaitable[Completion]]
@@ -230,8 +221,8 @@ class Conversation:
         last = self._tokens.last
         if last is None or not self._tokens.loss_mask[-1]:
             raise RuntimeError("observe() must follow generate(); pass all messages in one call")
-        # Text that cannot fit is not encoded: for megabytes this takes minutes, in which no episode of the rank runs.
-        if (fewest := self._codec.fewest_tokens(messages)) >= self.room:
+        # Text that cannot fit is not encoded: for megabytes this takes minutes, in which no other episode runs.
+        if (fewest := len(plain_text(messages)) // self._codec.longest_token) >= self.room:
             raise self._context_exhausted(f"an observation of at least {fewest} tokens and a message")
         token_ids = self._codec.observation(messages, last.token_ids[-1], self._template)
         if len(token_ids) >= self.room:

@@ -70,15 +70,13 @@ class World:
         return cast("list[T]", gathered)
 
     def broadcast_object(self, item: T | None) -> T:
-        """Return rank 0's item on every rank. The argument of the other ranks is ignored. Raises RunError if the item,
-        which may contain objects of user code, cannot be pickled."""
+        """Return rank 0's item on every rank, whatever the others pass. Raises RunError if it cannot be pickled."""
         box = [item]
         if self.size > 1:
             try:
                 dist.broadcast_object_list(box, src=0, group=self.control)
             except (AttributeError, TypeError, pickle.PicklingError) as error:
-                line = in_one_line(error)
-                raise RunError(f"a prompt or another object cannot be sent to the other ranks: {line}") from error
+                raise RunError(f"a prompt or another object for all ranks: {in_one_line(error)}") from error
         return cast("T", box[0])
 
     def from_main(self, make: Callable[[], T]) -> T:

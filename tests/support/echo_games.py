@@ -69,7 +69,9 @@ class Echo:
     def _turn(self, number: int) -> EchoTurn:
         left = self.games[number]
         names = {"numbers": 10 * number + left, "repeated": "0"}
-        return EchoTurn(names.get(self.bad, f"{number}.{left}"), number, left, trainable=not (self.frozen_seat and left % 2 == 0))
+        return EchoTurn(
+            names.get(self.bad, f"{number}.{left}"), number, left, trainable=not (self.frozen_seat and left % 2 == 0)
+        )
 
     def add_game(self) -> list[EchoTurn]:
         if self.bad == "silent":
@@ -97,7 +99,8 @@ class Echo:
         if self.bad == "play_on":
             raise RuntimeError("no script")
         self.passed.append(turn.id)
-        self._advance(turn.game)
+        if self.bad != "stays":
+            self._advance(turn.game)
 
     def _advance(self, number: int) -> None:
         self.games[number] -= 1

@@ -43,24 +43,15 @@ def key_file() -> Path:
 def sign(data: bytes) -> str | None:
     """Return the signature of `data`; None if the key can be neither read nor created, as in a read-only home."""
     try:
-        return _signature(_key(), data)
+        return hmac.digest(_key(), data, "sha256").hex()
     except (OSError, RuntimeError):  # RuntimeError: there is no home folder
         return None
 
 
 def is_trusted(data: bytes, signature: str | None) -> bool:
     """Return True if a run of this user signed `data`, or if TRUST_VARIABLE is set to 1."""
-    if os.environ.get(TRUST_VARIABLE) == "1":
-        return True
-    try:
-        key = key_file().read_bytes()
-    except (OSError, RuntimeError):
-        return False
-    return len(key) == _KEY_BYTES and hmac.compare_digest(_signature(key, data), str(signature))
-
-
-def _signature(key: bytes, data: bytes) -> str:
-    return hmac.digest(key, data, "sha256").hex()
+    own = sign(data)
+    return os.environ.get(TRUST_VARIABLE) == "1" or (own is not None and hmac.compare_digest(own, str(signature)))
 
 
 def _key() -> bytes:
@@ -185,8 +176,6 @@ class ToSSim:
         self._tables: list[ToSSimTable] = []
         self._logs: list[OwnLogs] = []
         """Log files of each table."""
-        self._failure: BaseException | None = None
-        """The latest exception for which a table was replaced."""
         self._add_table()
 
     def next_batch(self) -> list[ToSSimTurn]:
@@ -293,16 +282,12 @@ class ToSSim:
         return table
 
     def _turns(self, number: int) -> list[ToSSimTurn]:
-        """Return the open turns of a table. Raises the batcher's exception if MAX_EMPTY_BATCHES attempts gave none."""
-        self._failure = None
-        for _ in range(MAX_EMPTY_BATCHES):
+        for left in reversed(range(MAX_EMPTY_BATCHES)):
             if self._tables[number].prompts:
                 break
-            with self._replaced_on_failure(number):
+            with self._replaced_on_failure(number, attempts_left=left):
                 self._tables[number].request_batch()
         table = self._tables[number]
-        if self._failure is not None and not table.prompts:
-            raise self._failure
         frozen = cloudpickle.dumps(table) if table.prompts else b""
         return [
             ToSSimTurn(
@@ -316,15 +301,16 @@ class ToSSim:
         ]
 
     @contextmanager
-    def _replaced_on_failure(self, number: int) -> Generator[None]:
-        """Run a call into the batcher with its own random stream. If the call raises, replace the table."""
+    def _replaced_on_failure(self, number: int, attempts_left: int = 1) -> Generator[None]:
+        """Run a call into the batcher with its own random stream. If it raises, replace the table, or give up."""
         table = self._tables[number]
         try:
             table.calls += 1
             with isolated(random.Random(f"{self._seed}/{number}/{table.calls}")), self._logs[number].attached():
                 yield
-        except (Exception, SystemExit) as error:
-            self._failure = error
+        except (Exception, SystemExit):
+            if not attempts_left:
+                raise
             self._logs[number].close()
             new = self._new_table(self._logs[number])
             new.batches, new.calls = table.batches, table.calls  # Turn ids and random streams must not repeat.

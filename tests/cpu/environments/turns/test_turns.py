@@ -360,7 +360,7 @@ def test_a_failing_score_costs_the_turn_its_reward_and_a_failing_commit_ends_the
     made = built(echo(bad="score"))
     group = scored_group(made, made.open_source().next(1)[0], WORDS)
     assert rewards_of([group]) == [[None] * 3]
-    assert group.rollouts[0].score.error == "KeyError: 'no such word' (echo_games.py, line 83)"
+    assert group.rollouts[0].score.error == "KeyError: 'no such word' (echo_games.py, line 85)"
     made = built(echo(bad="commit"))
     source = made.open_source()
     group = scored_group(made, source.next(1)[0], WORDS)
@@ -389,10 +389,10 @@ def test_invalid_data_of_a_game_ends_the_run_with_the_method_named(bad, message)
     ("bad", "message"),
     [
         ("no turns", "TypeError: 'NoneType' object is not iterable"),
-        ("text", "TypeError: a str is not a turn, it has no id, messages, phase, trainable"),
-        ("numbers", "TypeError: the id of a turn must be text, as in checkpoints, got 3"),
-        ("repeated", "ValueError: the ids of turns must be unique, got 0, 0"),
-        ("open again", r"ValueError: turn 0\.3 is open again, but it was committed and waits for its return"),
+        ("text", "AttributeError: 'str' object has no attribute 'id'"),
+        ("numbers", "ValueError: turn 3: an id must be text"),
+        ("repeated", "ValueError: two turns have the same id, of 0"),
+        ("open again", r"ValueError: turn '0\.3': .* not that of a turn that was committed"),
     ],
 )
 def test_invalid_turns_end_the_run_with_one_line(bad, message):
@@ -410,9 +410,13 @@ def test_games_that_cannot_be_saved_raise_one_line(bad, message):
         built(echo(bad=bad)).open_source().state_dict()
 
 
-def test_held_out_games_that_fail_raise_one_line():
-    with pytest.raises(RunError, match=r"next_batch\(\), pattern\(\) or play_on\(\) failed: RuntimeError: no script"):
-        built(echo(bad="play_on")).held_out(2)
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [("play_on", "RuntimeError: no script"), ("stays", r"ValueError: turn 0\.3 is still open after")],
+)
+def test_held_out_games_that_fail_raise_one_line(bad, message):
+    with pytest.raises(RunError, match=rf"next_batch\(\), pattern\(\) or play_on\(\) failed: {message}"):
+        built(echo(bad=bad)).held_out(2)
 
 
 def test_numbers_of_other_types_are_converted_to_float():
