@@ -7,6 +7,13 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
+RECORDS: dict[str, dict[str, Any]] = {
+    "unnamed": {"game": "first", "winner": "draw"},
+    "lines": {"game": 0, "winner": "draw", "transcript": ["a", "b"]},
+    "words": {"game": 0, "winner": "draw", "events": ["a"]},
+}
+"""Records with a value of a wrong type, by name."""
+
 
 @dataclass(frozen=True)
 class EchoTurn:
@@ -118,6 +125,8 @@ class Echo:
 
     def drain_games(self) -> list[dict[str, Any]]:
         ended, self._ended = self._ended, []
+        if self.bad in RECORDS:
+            return [RECORDS[self.bad]]
         if self.bad == "record":
             return [{"game": 0, "winner": "draw", "score": Fraction(1, 3)}]
         return [{"game": number, "winner": "draw", "events": [{"game": number, "text": "hm"}]} for number in ended]

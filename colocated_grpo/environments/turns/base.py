@@ -82,8 +82,8 @@ class TurnEnvironment(Protocol[TurnT]):
     def drain_games(self) -> Sequence[JsonObject]:
         """Return the records of games that ended since the last call.
 
-        Keys: 'game', 'winner', 'transcript', 'events' (a list of flat rows), 'seats' (a list of rows), and anything
-        else that JSON can represent.
+        Keys: 'game' (a number), 'winner', and optionally 'transcript' (text), 'events' (a list of flat rows), 'seats'
+        (a list of rows) and anything else that JSON can represent. The run sets 'step' and 'source' itself.
         """
 
     def drain_stats(self) -> dict[str, float]:

@@ -243,8 +243,9 @@ class TurnStream(ItemStream):
         with self._errors_of("drain_returns"):
             returns = self._drain_returns()
         with self._errors_of("drain_games"):
-            games = [{"source": self._name, **game} for game in self._environment.drain_games()]
-            json.dumps(games, allow_nan=False)  # raises here, not in the file writer, to name the environment
+            # Errors are raised here, not in the writer and the readers of the run folder, to name the environment.
+            games = [{**_checked(game), "source": self._name} for game in self._environment.drain_games()]
+            json.dumps(games, allow_nan=False)
         if self._config.opponent is not None:
             metrics["opponent_turns"] = len(groups) - len(trained)
         complete, overdue = self._pending.end_step(returns)
@@ -301,6 +302,15 @@ class TurnStream(ItemStream):
         self._pending.load_state_dict(state["pending"])
         self._steps_at_goal = state["early_stop"]
         self._start_step()
+
+
+def _checked(game: JsonObject) -> JsonObject:
+    """Return the record of a game. Raises TypeError if a value is not of the type that readers need."""
+    rows = [*game.get("seats", ()), *game.get("events", ())]
+    typed = isinstance(game.get("game"), int) and isinstance(game.get("transcript", ""), str) and "winner" in game
+    if not typed or not all(isinstance(row, dict) for row in rows):
+        raise TypeError(f"a record has a number 'game', a 'winner', a text 'transcript', and rows, got {game!r:.80}")
+    return game
 
 
 def completion_rates(groups: Sequence[Group]) -> dict[str, float]:

@@ -21,6 +21,7 @@ from colocated_grpo.errors import RunError
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.tools.make_model import build_char_tokenizer
 from colocated_grpo.types import Completion, Group, Prompt
+from tests.support.echo_games import RECORDS
 from tests.support.paths import SUPPORT
 from tests.support.small_policy import group_of, rollout_of
 from tests.support.town_tables import random_reply
@@ -360,7 +361,7 @@ def test_a_failing_score_costs_the_turn_its_reward_and_a_failing_commit_ends_the
     made = built(echo(bad="score"))
     group = scored_group(made, made.open_source().next(1)[0], WORDS)
     assert rewards_of([group]) == [[None] * 3]
-    assert group.rollouts[0].score.error == "KeyError: 'no such word' (echo_games.py, line 85)"
+    assert group.rollouts[0].score.error == "KeyError: 'no such word' (echo_games.py, line 92)"
     made = built(echo(bad="commit"))
     source = made.open_source()
     group = scored_group(made, source.next(1)[0], WORDS)
@@ -373,6 +374,7 @@ def test_a_failing_score_costs_the_turn_its_reward_and_a_failing_commit_ends_the
     [
         ("return", r"drain_returns\(\) failed: ValueError: a reward must be None or a number up to 1e\+30"),
         ("record", r"drain_games\(\) failed: TypeError: Object of type Fraction is not JSON"),
+        *((bad, r"drain_games\(\) failed: TypeError: a record has a number 'game', a 'winner'") for bad in RECORDS),
         ("stats", r"drain_stats\(\) failed: ValueError: could not convert string to float"),
         ("undue", r"drain_returns\(\) failed: ValueError: .*, so `delayed` must be True"),
     ],
