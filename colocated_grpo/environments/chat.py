@@ -221,12 +221,12 @@ class Conversation:
         last = self._tokens.last
         if last is None or not self._tokens.loss_mask[-1]:
             raise RuntimeError("observe() must follow generate(); pass all messages in one call")
+        messages = messages if isinstance(messages, str) else list(messages)
         # Text that cannot fit is not encoded: for megabytes this takes minutes, in which no other episode runs.
-        if (fewest := len(plain_text(messages)) // self._codec.longest_token) >= self.room:
-            raise self._context_exhausted(f"an observation of at least {fewest} tokens and a message")
-        token_ids = self._codec.observation(messages, last.token_ids[-1], self._template)
-        if len(token_ids) >= self.room:
-            raise self._context_exhausted(f"an observation of {len(token_ids)} tokens and a message")
+        fewest = len(plain_text(messages)) // self._codec.longest_token
+        token_ids = [] if fewest >= self.room else self._codec.observation(messages, last.token_ids[-1], self._template)
+        if (needed := max(fewest, len(token_ids))) >= self.room:
+            raise self._context_exhausted(f"an observation of at least {needed} tokens and a message")
         self._tokens = self._tokens.observed(token_ids)
 
     def rollout(self, score: Score, temperature: float, *, plain: bool = False) -> Rollout:
