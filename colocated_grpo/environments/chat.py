@@ -20,6 +20,7 @@ class ChatCodec:
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._tokenizer = tokenizer
+        self.longest_token = max(map(len, tokenizer.get_vocab()))  # in characters
 
     def message_text(self, token_ids: Sequence[int]) -> str:
         """Decode an assistant message without its special tokens."""
@@ -73,7 +74,7 @@ def render_tokens(tokenizer: "PreTrainedTokenizerBase", messages: list[Message],
 
 def plain_text(messages: str | Sequence[Message]) -> str:
     """Return text unchanged, and messages as their contents joined by newlines."""
-    return messages if isinstance(messages, str) else "\n".join(str(message["content"]) for message in messages)
+    return messages if isinstance(messages, str) else "\n".join(str(each.get("content") or "") for each in messages)
 
 
 SampleFn = Callable[[list[int], int], Awaitable[Completion]]
@@ -220,9 +221,12 @@ class Conversation:
         last = self._tokens.last
         if last is None or not self._tokens.loss_mask[-1]:
             raise RuntimeError("observe() must follow generate(); pass all messages in one call")
-        token_ids = self._codec.observation(messages, last.token_ids[-1], self._template)
-        if len(token_ids) >= self.room:
-            raise self._context_exhausted(f"an observation of {len(token_ids)} tokens and a message")
+        messages = messages if isinstance(messages, str) else list(messages)
+        # Text that cannot fit is not encoded: for megabytes this takes minutes, in which no other episode runs.
+        fewest = len(plain_text(messages)) // self._codec.longest_token
+        token_ids = [] if fewest >= self.room else self._codec.observation(messages, last.token_ids[-1], self._template)
+        if (needed := max(fewest, len(token_ids))) >= self.room:
+            raise self._context_exhausted(f"an observation of at least {needed} tokens and a message")
         self._tokens = self._tokens.observed(token_ids)
 
     def rollout(self, score: Score, temperature: float, *, plain: bool = False) -> Rollout:

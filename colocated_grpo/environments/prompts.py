@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, cast
 
 from colocated_grpo.environments.base import EnvironmentSetupError, Item
-from colocated_grpo.environments.chat import Message, render_tokens
+from colocated_grpo.environments.chat import ChatCodec, Message, render_tokens
 from colocated_grpo.environments.user_code.loading import load_object, one_line
 from colocated_grpo.settings import sources
 from colocated_grpo.settings.base import Tool, check_variables, read_json
@@ -163,7 +163,7 @@ class PromptEncoder:
         # Only tokens such as <|im_start|> or [INST] prove that a template was applied. Other special tokens may be
         # plain text: some tokenizers pad with "!".
         self._markers = [token for token in tokenizer.all_special_tokens if token[0] in "<[" and len(token) > 2]
-        self._max_characters = max_prompt_tokens * longest_token(tokenizer)
+        self._max_characters = max_prompt_tokens * ChatCodec(tokenizer).longest_token
 
     def encode(self, item: Item, *, index: int, source: str) -> Prompt | None:
         """Return the encoded prompt; None if it has no text or is longer than max_prompt_tokens."""
@@ -234,11 +234,6 @@ class PromptEncoder:
                 f"{repr(prompt[-1])[:80]}: {one_line(error)}"
             ) from error
         return cast(str, text), token_ids
-
-
-def longest_token(tokenizer: "PreTrainedTokenizerBase") -> int:
-    """Return the number of characters of the longest token."""
-    return max(map(len, tokenizer.get_vocab()))
 
 
 def _texts(prompt: str | list[Message]) -> list[str]:

@@ -14,8 +14,6 @@ from colocated_grpo.errors import ConfigError
 from colocated_grpo.settings.sources import EnvironmentConfig
 from colocated_grpo.types import JsonObject
 
-USER_CODE_FORMS = ("module:object", "path/to/file.py:object")
-
 
 class Adapter(NamedTuple):
     """Adapter for the environments of another library."""
@@ -42,17 +40,14 @@ TASKS = {
     "town_lessons": "town.environment:TownLessons",
 }
 EPISODES = {"tool_use": "tasks.tool_use:ToolUse"}
+LIBRARIES = {
+    "openenv": Adapter("url", "adapters.openenv:OpenEnv"),
+    "textarena": Adapter("game", "adapters.textarena:TextArena"),
+}
 TURN_ENVIRONMENTS = {"town": "town.environment:open_town", "tossim": "adapters.tossim:ToSSim"}
 KINDS = {
     "task": Kind("task", TASKS, {"reasoning_gym": Adapter("dataset", "tasks.procedural:ReasoningGym")}),
-    "episode": Kind(
-        "episode",
-        EPISODES,
-        {
-            "openenv": Adapter("url", "adapters.openenv:OpenEnv"),
-            "textarena": Adapter("game", "adapters.textarena:TextArena"),
-        },
-    ),
+    "episode": Kind("episode", EPISODES, LIBRARIES),
     "turns": Kind("turn environment", TURN_ENVIRONMENTS, {}),
 }
 """Kinds by `type` of an entry."""
@@ -89,7 +84,7 @@ def check_name(kind: Kind, name: str) -> None:
         raise EnvironmentSetupError(f"environments {name!r}: it cannot be played turn by turn; it is a type: episode")
     if ":" not in name:
         adapted = [f"{library}:<{adapter.argument}>" for library, adapter in kind.adapters.items()]
-        valid = [*kind.built_in, *adapted, *USER_CODE_FORMS]
+        valid = [*kind.built_in, *adapted, "module:object", "path/to/file.py:object"]
         raise unknown_name("environments", kind.noun, name, valid)
 
 

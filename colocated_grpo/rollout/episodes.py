@@ -112,7 +112,7 @@ class EpisodeRunner:
             playing = self._waiting[source].popleft()
             # One loop for all batches: connections of user code are bound to the loop that opened them.
             playing.loop = self._loop = self._loop or start_loop("episodes")
-            playing.deadline = self._new_deadline()
+            playing.deadline = time.monotonic() + self.tool_timeout
             playing.task = asyncio.run_coroutine_threadsafe(self._play(playing), playing.loop)
             playing.task.add_done_callback(partial(self._end, playing))
 
@@ -173,9 +173,6 @@ class EpisodeRunner:
         if len(group) == playing.job.group_size:
             del self._groups[playing.index]
             yield playing.index, [group[sibling] for sibling in sorted(group)]
-
-    def _new_deadline(self) -> float:
-        return time.monotonic() + self.tool_timeout
 
     def _timeout_error(self) -> str:
         return f"no turn and no result within rollout.tool_timeout={self.tool_timeout:g} s"
@@ -246,4 +243,4 @@ class EpisodeRunner:
         with playing.lock:
             playing.sampling.discard(turn)
             if not playing.sampling:
-                playing.deadline = self._new_deadline()
+                playing.deadline = time.monotonic() + self.tool_timeout

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from colocated_grpo.errors import ConfigError, in_one_line
+from colocated_grpo.errors import ConfigError, RunError, in_one_line
 from colocated_grpo.types import ContextGroup
 
 T = TypeVar("T")
@@ -70,10 +70,13 @@ class World:
         return cast("list[T]", gathered)
 
     def broadcast_object(self, item: T | None) -> T:
-        """Return rank 0's item on every rank. The argument of the other ranks is ignored."""
+        """Return rank 0's item on every rank, whatever the others pass. Raises RunError if it cannot be pickled."""
         box = [item]
         if self.size > 1:
-            dist.broadcast_object_list(box, src=0, group=self.control)
+            try:
+                dist.broadcast_object_list(box, src=0, group=self.control)
+            except (AttributeError, TypeError, pickle.PicklingError) as error:
+                raise RunError(f"a prompt or another object for all ranks: {in_one_line(error)}") from error
         return cast("T", box[0])
 
     def from_main(self, make: Callable[[], T]) -> T:

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from transformers import PreTrainedTokenizerBase
 
-from colocated_grpo.environments.prompts import longest_token
+from colocated_grpo.environments.chat import ChatCodec
 from colocated_grpo.policy.model_files import ModelFiles
 from colocated_grpo.types import JsonObject
 from colocated_grpo.web.bodies import off_the_loop
@@ -76,7 +76,7 @@ def limits_of(model: ModelFiles, max_tokens: int, seed: int, max_tokens_setting:
     """Return the limits of requests to an engine of this model."""
     return Limits(
         max_tokens=max_tokens,
-        longest_token=longest_token(model.tokenizer),
+        longest_token=ChatCodec(model.tokenizer).longest_token,
         vocab_size=model.hf_config.get_text_config().vocab_size,
         stop_token_ids=model.stop_token_ids,
         seed=seed,

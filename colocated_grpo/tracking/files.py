@@ -302,8 +302,8 @@ def append_games(run_dir: Path, step: int, games: Sequence[JsonObject]) -> None:
     """Append the games that ended in `step`. The files are closed again, so a killed run keeps every ended game."""
     if not games:  # a run without games has no such files
         return
-    events = [{"step": step, "source": game["source"], **event} for game in games for event in game.get("events", ())]
-    ended = [{"step": step, **{key: value for key, value in game.items() if key != "events"}} for game in games]
+    events = [{**event, "step": step, "source": game["source"]} for game in games for event in game.get("events", ())]
+    ended = [{**{key: value for key, value in game.items() if key != "events"}, "step": step} for game in games]
     for name, rows in ((EVENTS_FILE, events), (GAMES_FILE, ended)):
         with (run_dir / name).open("a", encoding="utf-8") as file:
             file.writelines(map(json_line, rows))

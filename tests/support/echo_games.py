@@ -7,6 +7,13 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
+RECORDS: dict[str, dict[str, Any]] = {
+    "unnamed": {"game": "first", "winner": "draw"},
+    "lines": {"game": 0, "winner": "draw", "transcript": ["a", "b"]},
+    "words": {"game": 0, "winner": "draw", "events": ["a"]},
+}
+"""Records with a value of a wrong type, by name."""
+
 
 @dataclass(frozen=True)
 class EchoTurn:
@@ -59,12 +66,19 @@ class Echo:
     def delayed(self) -> bool:
         return self.pays != 0
 
-    def next_batch(self) -> list[EchoTurn]:
+    def next_batch(self) -> Any:
+        if self.bad == "no turns":
+            return None
+        if self.bad == "text":
+            return [str(number) for number in self.games]
         return [] if self.bad == "silent" else [self._turn(number) for number in self.games]
 
     def _turn(self, number: int) -> EchoTurn:
         left = self.games[number]
-        return EchoTurn(f"{number}.{left}", number, left, trainable=not (self.frozen_seat and left % 2 == 0))
+        names = {"numbers": 10 * number + left, "repeated": "0"}
+        return EchoTurn(
+            names.get(self.bad, f"{number}.{left}"), number, left, trainable=not (self.frozen_seat and left % 2 == 0)
+        )
 
     def add_game(self) -> list[EchoTurn]:
         if self.bad == "silent":
@@ -85,13 +99,15 @@ class Echo:
         assert self._turn(turn.game) == turn, "turn is not open"
         self.committed.append((turn.id, completion))
         self._turns.setdefault(turn.game, []).append(turn.id)
-        self._advance(turn.game)
+        if self.bad != "open again":
+            self._advance(turn.game)
 
     def play_on(self, turn: EchoTurn) -> None:
         if self.bad == "play_on":
             raise RuntimeError("no script")
         self.passed.append(turn.id)
-        self._advance(turn.game)
+        if self.bad != "stays":
+            self._advance(turn.game)
 
     def _advance(self, number: int) -> None:
         self.games[number] -= 1
@@ -103,10 +119,14 @@ class Echo:
     def drain_returns(self) -> list[EchoReturn]:
         if self.bad == "return":
             return [EchoReturn("0.1", float("inf"))]
+        if self.bad == "undue":
+            return [EchoReturn("0.1", 1.0)]
         return [EchoReturn(turn, self.pays) for number in self._ended for turn in self._turns.get(number, [])]
 
     def drain_games(self) -> list[dict[str, Any]]:
         ended, self._ended = self._ended, []
+        if self.bad in RECORDS:
+            return [RECORDS[self.bad]]
         if self.bad == "record":
             return [{"game": 0, "winner": "draw", "score": Fraction(1, 3)}]
         return [{"game": number, "winner": "draw", "events": [{"game": number, "text": "hm"}]} for number in ended]
@@ -121,6 +141,8 @@ class Echo:
             raise RuntimeError("cannot be saved")
         if self.bad == "state":
             return {"games": {1, 2}}
+        if self.bad == "shared":
+            return {"committed": self.committed}
         return {
             "games": [[number, left] for number, left in self.games.items()],
             "started": self.started,

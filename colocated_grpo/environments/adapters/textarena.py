@@ -22,15 +22,12 @@ KEY = "environments 'textarena'"
 RANDOM = "random"
 NO_MOVE = "I have nothing to add."
 """Reply of the random player if it finds no legal move."""
-YOUR_TURN = "It is your turn."
 MOVE = re.compile(r"\[[^\[\]]+\]")
 """A move as games write it: [4], [bet]."""
 THOUGHTS = re.compile(r"^.*</think>|<think>.*$", re.DOTALL)
 """Text up to the last </think>, and a think block that was cut off."""
 RULES, COMPLAINT = "PROMPT", "GAME_ADMIN"
 """Kinds of messages."""
-ILLEGAL_REWARD = -1.0
-"""Reward if a game ended at an illegal move and returned no number."""
 MAX_TRIED_MOVES = 30
 """Maximum moves that the random player tries in one turn."""
 VARIANT_SUFFIXES = ("-raw", "-train")
@@ -116,7 +113,7 @@ class TextArenaGame:
         if isinstance(rewards[seat], str):
             # textarena 0.7.4's Countdown, Cryptarithm, Slitherlink and ThreeCardMonte end at an illegal move with an
             # error text in place of the reward.
-            return ILLEGAL_REWARD, True
+            return -1.0, True
         return float(rewards[seat]), self._is_invalid(seat)
 
 
@@ -239,7 +236,7 @@ class TextArena(SeededEpisode):
                 return None
             messages = game.read_new()
             if game.seat == seat:
-                return render(message for message in messages if message[0] != seat) or YOUR_TURN
+                return render(message for message in messages if message[0] != seat) or "It is your turn."
             game.play(self._opponent(game, rng))
         raise RuntimeError(f"{self.game}: {MAX_OPPONENT_MOVES} moves without a turn of seat {seat}")
 

@@ -43,24 +43,15 @@ def key_file() -> Path:
 def sign(data: bytes) -> str | None:
     """Return the signature of `data`; None if the key can be neither read nor created, as in a read-only home."""
     try:
-        return _signature(_key(), data)
+        return hmac.digest(_key(), data, "sha256").hex()
     except (OSError, RuntimeError):  # RuntimeError: there is no home folder
         return None
 
 
 def is_trusted(data: bytes, signature: str | None) -> bool:
     """Return True if a run of this user signed `data`, or if TRUST_VARIABLE is set to 1."""
-    if os.environ.get(TRUST_VARIABLE) == "1":
-        return True
-    try:
-        key = key_file().read_bytes()
-    except (OSError, RuntimeError):
-        return False
-    return len(key) == _KEY_BYTES and hmac.compare_digest(_signature(key, data), str(signature))
-
-
-def _signature(key: bytes, data: bytes) -> str:
-    return hmac.digest(key, data, "sha256").hex()
+    own = sign(data)
+    return os.environ.get(TRUST_VARIABLE) == "1" or (own is not None and hmac.compare_digest(own, str(signature)))
 
 
 def _key() -> bytes:
@@ -135,6 +126,8 @@ class ToSSimTable:
             self.prompts, self.meta = [each[0] for each in batch], [each[1] for each in batch]
         else:
             self.prompts, self.meta = list(batch), None
+        if self.meta is not None and len(self.meta) != len(self.prompts):
+            raise ValueError(f"next_batch() returned {len(self.prompts)} prompts with {len(self.meta)} meta entries")
         self.batches += 1
 
     def open_indices(self) -> list[int]:
@@ -149,6 +142,8 @@ class ToSSimTable:
             meta, indices = self.meta, sorted(replies)
             rewards = self.batcher.apply_actions([meta[i] for i in indices], [replies[i] for i in indices])
         numbers = [reward[0] if isinstance(reward, tuple | list) else reward for reward in rewards]
+        if len(numbers) != len(indices):
+            raise ValueError(f"apply_actions() returned {len(numbers)} rewards for {len(indices)} actions")
         return {index: float(number) for index, number in zip(indices, numbers, strict=True)}
 
     def drain_stats(self) -> dict[str, float]:
@@ -191,15 +186,23 @@ class ToSSim:
         return self._turns(len(self._tables) - 1)
 
     def score(self, turn: ToSSimTurn, completions: Sequence[str]) -> list[Outcome]:
-        """Return rewards: -1 malformed, 0 illegal, +1 legal; None if the batcher raised an exception."""
-        return [self._outcome(turn, completion) for completion in completions]
+        """Return rewards: -1 malformed, 0 illegal, +1 legal; None for a completion on which the batcher raised.
 
-    def _outcome(self, turn: ToSSimTurn, completion: str) -> Outcome:
+        If it raised on every completion, the first exception is raised.
+        """
+        errors: list[BaseException] = []
+        outcomes = [self._outcome(turn, completion, errors) for completion in completions]
+        if len(errors) == len(outcomes):
+            raise errors[0]
+        return outcomes
+
+    def _outcome(self, turn: ToSSimTurn, completion: str, errors: list[BaseException]) -> Outcome:
         try:
             with isolated(random.Random(f"{turn.id}/{completion}")), closing(OwnLogs()) as logs, logs.attached():
                 table: ToSSimTable = pickle.loads(turn.frozen)
                 reward = table.apply({turn.index: completion})[turn.index]
-        except BaseException:  # As in scoring.score_each(): user code that exits must not end the run.
+        except BaseException as error:  # As in scoring.score_each(): user code that exits must not end the run.
+            errors.append(error)
             return Outcome(None, {"failed": 1.0})
         return Outcome(reward, {"parse_rate": float(reward > -1), "legal_rate": float(reward >= 1)})
 
@@ -279,10 +282,10 @@ class ToSSim:
         return table
 
     def _turns(self, number: int) -> list[ToSSimTurn]:
-        for _ in range(MAX_EMPTY_BATCHES):
+        for left in reversed(range(MAX_EMPTY_BATCHES)):
             if self._tables[number].prompts:
                 break
-            with self._replaced_on_failure(number):
+            with self._replaced_on_failure(number, attempts_left=left):
                 self._tables[number].request_batch()
         table = self._tables[number]
         frozen = cloudpickle.dumps(table) if table.prompts else b""
@@ -298,14 +301,16 @@ class ToSSim:
         ]
 
     @contextmanager
-    def _replaced_on_failure(self, number: int) -> Generator[None]:
-        """Run a call into the batcher with its own random stream. If the call raises, replace the table."""
+    def _replaced_on_failure(self, number: int, attempts_left: int = 1) -> Generator[None]:
+        """Run a call into the batcher with its own random stream. If it raises, replace the table, or give up."""
         table = self._tables[number]
         try:
             table.calls += 1
             with isolated(random.Random(f"{self._seed}/{number}/{table.calls}")), self._logs[number].attached():
                 yield
         except (Exception, SystemExit):
+            if not attempts_left:
+                raise
             self._logs[number].close()
             new = self._new_table(self._logs[number])
             new.batches, new.calls = table.batches, table.calls  # Turn ids and random streams must not repeat.

@@ -31,10 +31,6 @@ class _Sequence:
     cut: bool = False
     """True if a prompt that extends this sequence did not fit."""
 
-    @property
-    def token_ids(self) -> list[int]:
-        return self.tokens.token_ids
-
 
 class AgentConversation:
     """Requests of an agent, with the completions that the policy returned.
@@ -123,13 +119,13 @@ class AgentConversation:
         """
         whole = self._codec.transcript(prompt)
         for position, one in self._longest_first():
-            if prompt[: len(one.token_ids)] == one.token_ids:
+            if prompt[: len(one.tokens.token_ids)] == one.tokens.token_ids:
                 return position, prompt
             if whole.startswith(one.text):
-                tokens = [*one.token_ids, *self._codec.encode(whole[len(one.text) :])]
+                tokens = [*one.tokens.token_ids, *self._codec.encode(whole[len(one.text) :])]
                 if self._codec.transcript(tokens) == whole:
                     return position, tokens
         return None, prompt
 
     def _longest_first(self) -> list[tuple[int, _Sequence]]:
-        return sorted(enumerate(self._sequences), key=lambda pair: -len(pair[1].token_ids))
+        return sorted(enumerate(self._sequences), key=lambda pair: -len(pair[1].tokens.token_ids))

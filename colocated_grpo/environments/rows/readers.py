@@ -87,12 +87,7 @@ def _as_row(value: object) -> Item:
     return value
 
 
-READERS: dict[str, Callable[[Path], list[Item]]] = {
-    ".jsonl": read_jsonl,
-    ".json": read_json,
-    ".csv": read_csv,
-    ".parquet": read_parquet,
-}
+READERS = {".jsonl": read_jsonl, ".json": read_json, ".csv": read_csv, ".parquet": read_parquet}
 
 
 def read_file(path: Path) -> list[Item]:

@@ -13,7 +13,7 @@ class Turn(Protocol):
 
     @property
     def id(self) -> str:
-        """Unique within the environment, and the same after a restore."""
+        """Text that is unique within the environment, and the same after a restore."""
 
     @property
     def messages(self) -> str | list[Message]:
@@ -43,8 +43,8 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Return:
-    """Reward that the end of a game adds to a committed turn. Any object with these attributes is accepted. Field names
-    are keys of checkpoints."""
+    """Reward that the end of a game adds to a committed turn. Several are added up. Any object with these attributes is
+    accepted. Field names are keys of checkpoints."""
 
     turn_id: str
     value: float
@@ -82,8 +82,8 @@ class TurnEnvironment(Protocol[TurnT]):
     def drain_games(self) -> Sequence[JsonObject]:
         """Return the records of games that ended since the last call.
 
-        Keys: 'game', 'winner', 'transcript', 'events' (a list of flat rows), 'seats' (a list of rows), and anything
-        else that JSON can represent.
+        Keys: 'game' (a number), 'winner', and optionally 'transcript' (text), 'events' (a list of flat rows), 'seats'
+        (a list of rows) and anything else that JSON can represent. The run sets 'step' and 'source' itself.
         """
 
     def drain_stats(self) -> dict[str, float]:
@@ -93,6 +93,6 @@ class TurnEnvironment(Protocol[TurnT]):
         """
 
     def snapshot(self) -> JsonObject:
-        """Return the state as plain data that JSON can represent."""
+        """Return the state as data for JSON, in which keys of dicts are text: restore() gets "1" for the key 1."""
 
     def restore(self, snapshot: JsonObject) -> None: ...

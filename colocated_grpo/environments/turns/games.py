@@ -83,10 +83,13 @@ class TurnGames(Items):
 
     def held_out(self, seed: int) -> Iterator[Item]:
         """Yield the policy's turns of games in which a script plays all turns."""
-        environment = self._build(seed, held_out=True)
+        environment, played = self._build(seed, held_out=True), set()
         with _errors_of(self.name, "next_batch(), pattern() or play_on"):
             while turns := environment.next_batch():
                 for turn in turns:
+                    if turn.id in played:
+                        raise ValueError(f"turn {turn.id} is still open after play_on()")
+                    played.add(turn.id)
                     if turn.trainable:
                         yield item_of(turn, structured=self._config.structured)
                     environment.play_on(turn)
@@ -111,15 +114,12 @@ class PendingGroups:
     def __init__(self, max_wait: int) -> None:
         self._max_wait = max_wait
         self._step = 0
-        self._pending: dict[str, _PendingGroup] = {}
-
-    def __len__(self) -> int:
-        return len(self._pending)
+        self.groups: dict[str, _PendingGroup] = {}
 
     def add(self, turn_id: str, group: Group, committed: int) -> None:
         # The item's game state is needed only for scoring, and would dominate the checkpoint size.
         slim = replace(group, prompt=replace(group.prompt, item={}))
-        self._pending[turn_id] = _PendingGroup(slim, committed, self._step)
+        self.groups[turn_id] = _PendingGroup(slim, committed, self._step)
 
     def end_step(self, returns: Mapping[str, float]) -> tuple[list[Group], list[Group]]:
         """Remove and return two lists: the groups completed by `returns`, and the overdue groups.
@@ -129,32 +129,32 @@ class PendingGroups:
         complete = [
             _with_return(pending, value)
             for turn_id, value in returns.items()
-            if (pending := self._pending.pop(turn_id, None)) is not None
+            if (pending := self.groups.pop(turn_id, None)) is not None
         ]
-        overdue = [key for key, pending in self._pending.items() if self._step - pending.since >= self._max_wait]
-        late = [self._pending.pop(turn_id).group for turn_id in overdue]
+        overdue = [key for key, pending in self.groups.items() if self._step - pending.since >= self._max_wait]
+        late = [self.groups.pop(turn_id).group for turn_id in overdue]
         # Like game states, routes would dominate the checkpoint size. Without routes, the policy chooses the experts.
-        for turn_id, pending in self._pending.items():
+        for turn_id, pending in self.groups.items():
             if pending.since == self._step:
                 rollouts = [replace(rollout, routes=None) for rollout in pending.group.rollouts]
-                self._pending[turn_id] = pending._replace(group=replace(pending.group, rollouts=rollouts))
+                self.groups[turn_id] = pending._replace(group=replace(pending.group, rollouts=rollouts))
         self._step += 1
         return complete, late
 
     def state_dict(self) -> JsonObject:
         pending: JsonObject = {}
-        for turn_id, (group, committed, since) in self._pending.items():
+        for turn_id, (group, committed, since) in self.groups.items():
             rollouts = [{**shallow(rollout), "score": shallow(rollout.score)} for rollout in group.rollouts]
             pending[turn_id] = [{"prompt": shallow(group.prompt), "rollouts": rollouts}, committed, since]
         return {"step": self._step, "pending": pending}
 
     def load_state_dict(self, state: JsonObject) -> None:
         self._step = state["step"]
-        self._pending = {}
+        self.groups = {}
         for turn_id, (group, committed, since) in state["pending"].items():
             rows: list[JsonObject] = [{**row, "score": Score(**row["score"])} for row in group["rollouts"]]
             restored = Group(prompt=Prompt(**group["prompt"]), rollouts=[Rollout(**row) for row in rows])
-            self._pending[turn_id] = _PendingGroup(restored, committed, since)
+            self.groups[turn_id] = _PendingGroup(restored, committed, since)
 
 
 def _with_return(pending: _PendingGroup, value: float) -> Group:
@@ -203,7 +203,12 @@ class TurnStream(ItemStream):
 
     def _fetch_turns(self) -> None:
         with self._errors_of("add_game" if self._batch_fetched else "next_batch"):
-            turns = self._environment.add_game() if self._batch_fetched else self._environment.next_batch()
+            turns = list(self._environment.add_game() if self._batch_fetched else self._environment.next_batch())
+            known = {turn.id: (turn.messages, turn.phase, turn.trainable) for turn in turns}
+            if wrong := [key for key in known if not isinstance(key, str) or key in self._pending.groups]:
+                raise ValueError(f"turn {wrong[0]!r}: an id must be text, and not that of a turn that was committed")
+            if len(known) < len(turns):
+                raise ValueError(f"two turns have the same id, of {', '.join(known)}")
         self._batch_fetched = True
         for turn in turns:
             if not turn.trainable and self._config.opponent is None:
@@ -236,15 +241,16 @@ class TurnStream(ItemStream):
             metrics = {name: float(value) for name, value in self._environment.drain_stats().items()}
         metrics |= completion_rates([group for group in in_order if not group.prompt.by_opponent])
         with self._errors_of("drain_returns"):
-            returns = {each.turn_id: _finite(each.value) for each in self._environment.drain_returns()}
+            returns = self._drain_returns()
         with self._errors_of("drain_games"):
-            games = [{"source": self._name, **game} for game in self._environment.drain_games()]
-            json.dumps(games, allow_nan=False)  # raises here, not in the file writer, to name the environment
+            # Errors are raised here, not in the writer and the readers of the run folder, to name the environment.
+            games = [{**_checked(game), "source": self._name} for game in self._environment.drain_games()]
+            json.dumps(games, allow_nan=False)
         if self._config.opponent is not None:
             metrics["opponent_turns"] = len(groups) - len(trained)
         complete, overdue = self._pending.end_step(returns)
         if self._environment.delayed:
-            metrics |= {"turns_waiting": len(self._pending), "turns_overdue": len(overdue)}
+            metrics |= {"turns_waiting": len(self._pending.groups), "turns_overdue": len(overdue)}
         return BatchResult(
             trained_now=[] if self._environment.delayed else trained,
             released=complete + overdue,
@@ -252,6 +258,17 @@ class TurnStream(ItemStream):
             games=games,
             finished=self.reached_goal(metrics.get("parse_rate")),
         )
+
+    def _drain_returns(self) -> dict[str, float]:
+        """Return the sum of the returns of each turn, by its id."""
+        returns: dict[str, float] = {}
+        for each in self._environment.drain_returns():
+            if (value := as_number(each.value)) is None:
+                raise ValueError(f"a return must be a finite number, got {each.value!r}")
+            returns[each.turn_id] = returns.get(each.turn_id, 0.0) + value
+        if any(returns.values()) and not self._environment.delayed:
+            raise ValueError("turns with a return train after their game has ended, so `delayed` must be True")
+        return returns
 
     def reached_goal(self, parse_rate: float | None) -> bool:
         """Count one step and return whether to stop. parse_rate: None, if no completion was rated, counts nothing."""
@@ -271,8 +288,8 @@ class TurnStream(ItemStream):
 
     def state_dict(self) -> JsonObject:
         with self._errors_of("snapshot"):
-            games = self._environment.snapshot()
-            json.dumps(games)  # raises here, not when the checkpoint is written, to name the environment
+            # A copy: the games may go on before it is written. An error here names the environment.
+            games = json.loads(json.dumps(self._environment.snapshot()))
         return {"games": games, "pending": self._pending.state_dict(), "early_stop": self._steps_at_goal}
 
     def load_state_dict(self, state: JsonObject) -> None:
@@ -287,11 +304,13 @@ class TurnStream(ItemStream):
         self._start_step()
 
 
-def _finite(value: object) -> float:
-    number = as_number(value)
-    if number is None:
-        raise ValueError(f"a return must be a finite number, got {value!r}")
-    return number
+def _checked(game: JsonObject) -> JsonObject:
+    """Return the record of a game. Raises TypeError if a value is not of the type that readers need."""
+    rows = [*game.get("seats", ()), *game.get("events", ())]
+    typed = isinstance(game.get("game"), int) and isinstance(game.get("transcript", ""), str) and "winner" in game
+    if not typed or not all(isinstance(row, dict) for row in rows):
+        raise TypeError(f"a record has a number 'game', a 'winner', a text 'transcript', and rows, got {game!r:.80}")
+    return game
 
 
 def completion_rates(groups: Sequence[Group]) -> dict[str, float]:

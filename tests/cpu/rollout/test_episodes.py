@@ -133,6 +133,32 @@ def test_a_rollout_holds_observed_and_sampled_tokens_in_order():
             assert "<|end|><|user|>go 1<|end|><|assistant|>" in rollout.text
 
 
+@pytest.mark.parametrize("observed", ["word " * 1_000_000, [{"role": "user", "content": "word " * 1_000_000}]])
+def test_an_observation_of_megabytes_is_not_encoded(monkeypatch, observed):
+    encoded = []
+    monkeypatch.setattr(ChatCodec, "observation", lambda self, *_args: encoded.append(self) or [])
+
+    async def run(item: dict[str, Any], model: Conversation) -> float:
+        await model.generate(5)
+        with pytest.raises(ContextExhausted, match="an observation of at least "):
+            model.observe(observed)
+        return 0.5
+
+    [rollout] = rollouts_of(play(Play(run), job_of(1, 1)))
+    assert (rollout.score.reward, rollout.finish_reason, encoded) == (0.5, "length", [])
+
+
+def test_an_observation_may_be_an_iterator():
+    async def run(item: dict[str, Any], model: Conversation) -> float:
+        await model.generate(5)
+        model.observe({"role": "user", "content": text} for text in ("left", "right"))
+        await model.generate(5)
+        return 1.0
+
+    [rollout] = rollouts_of(play(Play(run), job_of(1, 1)))
+    assert "<|user|>left<|end|><|user|>right<|end|>" in rollout.text
+
+
 def test_every_turn_has_its_own_seed_whatever_rank_or_order_serves_it():
     engines = FakeEngine(), FakeEngine(decode_steps=lambda request: 1 + request.seed % 7, max_num_seqs=2)
     first, second = (play(talk(3), job_of(4), engine) for engine in engines)

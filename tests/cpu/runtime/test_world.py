@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from colocated_grpo.errors import RunError
 from colocated_grpo.runtime.distributed import World
 from tests.support.ranks import run_on_ranks
 
@@ -53,3 +54,14 @@ def test_an_error_on_rank_0_is_raised_on_every_rank_whether_or_not_it_can_be_pic
     assert first == (type(error).__name__, str(error), 7)
     arrived = ("KeyError", "'gone'") if name == "plain" else ("RuntimeError", f"{type(error).__name__}: gone")
     assert second == (*arrived, 7)
+
+
+def sent_after_an_object_that_cannot_be_pickled(world: World) -> str:
+    if world.is_main:
+        with pytest.raises(RunError, match=r"another object for all ranks: (AttributeError|PicklingError): Can't"):
+            world.broadcast_object(lambda: 1)
+    return world.broadcast_object("next")
+
+
+def test_an_object_of_user_code_that_cannot_be_pickled_raises_one_line():
+    assert run_on_ranks(sent_after_an_object_that_cannot_be_pickled, 2) == ["next", "next"]

@@ -14,6 +14,7 @@ from colocated_grpo.environments import EnvironmentSetupError
 from colocated_grpo.environments.adapters import tossim
 from colocated_grpo.environments.adapters.tossim import ToSSim
 from colocated_grpo.environments.build import build_environments
+from colocated_grpo.errors import RunError
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.tools.make_model import build_char_tokenizer
 from colocated_grpo.types import Completion, Group
@@ -173,8 +174,10 @@ def test_stats_that_are_not_numbers_are_left_out():
 def test_an_exception_while_scoring_gives_no_reward():
     environment = batcher("Pairs")
     turn = environment.next_batch()[0]
-    [outcome] = environment.score(turn, [None])
-    assert (outcome.reward, outcome.parts) == (None, {"failed": 1.0})
+    first, second = environment.score(turn, [None, GOOD])
+    assert (first.reward, first.parts, second.reward) == (None, {"failed": 1.0}, 1.0)
+    with pytest.raises(AttributeError):
+        environment.score(turn, [None, None])
 
 
 def test_batchers_print_nothing_and_leave_the_global_random_state_alone(capsys):
@@ -278,6 +281,30 @@ def test_an_unusable_batcher_is_rejected_in_one_line(args, message):
         build_environments(config, build_char_tokenizer())
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (None, r"next_batch\(\) failed: TypeError: 'NoneType' object is not iterable"),
+        (("abc", "ab"), r"failed: ValueError: next_batch\(\) returned 3 prompts with 2 meta entries"),
+    ],
+)
+def test_a_batcher_without_a_valid_batch_ends_the_run_with_the_reason(monkeypatch, batch, message):
+    entry = {"type": "turns", "name": "tossim", "args": {"environment": f"{FILE}:WithMeta"}}
+    made = build_environments(Config(model={"name": "none"}, environments=[entry]), build_char_tokenizer())
+    source = made.open_source()
+    monkeypatch.setattr(type(source.streams["tossim"]._environment._tables[0].batcher), "next_batch", lambda _: batch)
+    with pytest.raises(RunError, match=message):
+        source.next(1)
+
+
+def test_missing_rewards_are_an_error_of_the_batcher(monkeypatch):
+    environment = batcher()
+    [turn, *_] = environment.next_batch()
+    monkeypatch.setattr(type(environment._tables[0].batcher), "apply_actions", lambda *_: [])
+    with pytest.raises(ValueError, match=r"apply_actions\(\) returned 0 rewards for 1 actions"):
+        environment.score(turn, [GOOD, BAD])
 
 
 def test_a_batcher_without_turns_is_rejected():

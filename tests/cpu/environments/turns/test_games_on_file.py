@@ -38,6 +38,13 @@ def test_games_and_their_events_are_written(tmp_path):
     assert len(events(tmp_path)) == 4
 
 
+def test_a_games_own_step_does_not_replace_that_of_the_run(tmp_path):
+    own = {**game(0), "step": 99, "events": [{"step": 99, "source": "here", "text": "hm"}]}
+    append_games(tmp_path, 3, [own])
+    assert [row["step"] for row in read_games(tmp_path)] == [3]
+    assert events(tmp_path) == [{"step": 3, "source": "town", "text": "hm"}]
+
+
 def test_a_run_without_games_writes_no_games_file(tmp_path):
     keep_games_before(tmp_path, 0, print)
     append_games(tmp_path, 1, [])

@@ -21,6 +21,7 @@ from colocated_grpo.errors import RunError
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.tools.make_model import build_char_tokenizer
 from colocated_grpo.types import Completion, Group, Prompt
+from tests.support.echo_games import RECORDS
 from tests.support.paths import SUPPORT
 from tests.support.small_policy import group_of, rollout_of
 from tests.support.town_tables import random_reply
@@ -175,6 +176,15 @@ def test_a_return_is_added_to_the_committed_completion():
     assert [group.prompt.index for group in second.released] == [0, 1]
 
 
+def test_several_returns_of_a_turn_are_added(monkeypatch):
+    made = built(echo(length=1, pays=10.0))
+    source = made.open_source()
+    returns = environment_of(source).drain_returns
+    monkeypatch.setattr(environment_of(source), "drain_returns", lambda: [*returns(), *returns()])
+    [(_, result)] = play(made, source, 1, 1)
+    assert rewards_of(result.released) == [[21.0, 3.0, 2.0]]
+
+
 def test_turns_that_wait_for_a_later_step_keep_no_routes():
     pending = PendingGroups(max_wait=3)
     rollout = replace(rollout_of([1], [2, 3]), routes=np.zeros((2, 1, 1), np.uint8))
@@ -229,8 +239,9 @@ def test_a_resumed_run_samples_and_trains_the_same_turns_as_an_uninterrupted_one
     assert resumed.state_dict() == source.state_dict()
 
 
-def test_a_saved_state_is_not_changed_by_later_steps():
-    made = built(town(credit="mix"))
+@pytest.mark.parametrize("entry", [town(credit="mix"), echo(bad="shared", pays=1.0)])
+def test_a_saved_state_is_not_changed_by_later_steps(entry):
+    made = built(entry)
     source = made.open_source()
     play(made, source, 5, 6)
     state = source.state_dict()
@@ -350,7 +361,7 @@ def test_a_failing_score_costs_the_turn_its_reward_and_a_failing_commit_ends_the
     made = built(echo(bad="score"))
     group = scored_group(made, made.open_source().next(1)[0], WORDS)
     assert rewards_of([group]) == [[None] * 3]
-    assert group.rollouts[0].score.error == "KeyError: 'no such word' (echo_games.py, line 78)"
+    assert group.rollouts[0].score.error == "KeyError: 'no such word' (echo_games.py, line 92)"
     made = built(echo(bad="commit"))
     source = made.open_source()
     group = scored_group(made, source.next(1)[0], WORDS)
@@ -363,15 +374,33 @@ def test_a_failing_score_costs_the_turn_its_reward_and_a_failing_commit_ends_the
     [
         ("return", r"drain_returns\(\) failed: ValueError: a reward must be None or a number up to 1e\+30"),
         ("record", r"drain_games\(\) failed: TypeError: Object of type Fraction is not JSON"),
+        *((bad, r"drain_games\(\) failed: TypeError: a record has a number 'game', a 'winner'") for bad in RECORDS),
         ("stats", r"drain_stats\(\) failed: ValueError: could not convert string to float"),
+        ("undue", r"drain_returns\(\) failed: ValueError: .*, so `delayed` must be True"),
     ],
 )
 def test_invalid_data_of_a_game_ends_the_run_with_the_method_named(bad, message):
-    made = built(echo(bad=bad, length=1, pays=1.0))
+    made = built(echo(bad=bad, length=1, pays=bad != "undue"))
     source = made.open_source()
     group = scored_group(made, source.next(1)[0], WORDS)
     with pytest.raises(RunError, match=message):
         source.record([group])
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ("no turns", "TypeError: 'NoneType' object is not iterable"),
+        ("text", "AttributeError: 'str' object has no attribute 'id'"),
+        ("numbers", "ValueError: turn 3: an id must be text"),
+        ("repeated", "ValueError: two turns have the same id, of 0"),
+        ("open again", r"ValueError: turn '0\.3': .* not that of a turn that was committed"),
+    ],
+)
+def test_invalid_turns_end_the_run_with_one_line(bad, message):
+    made = built(echo(bad=bad, games=2, pays=1.0))
+    with pytest.raises(RunError, match=rf"next_batch\(\) failed: {message}"):
+        play(made, made.open_source(), 2, 1)
 
 
 @pytest.mark.parametrize(
@@ -383,9 +412,13 @@ def test_games_that_cannot_be_saved_raise_one_line(bad, message):
         built(echo(bad=bad)).open_source().state_dict()
 
 
-def test_held_out_games_that_fail_raise_one_line():
-    with pytest.raises(RunError, match=r"next_batch\(\), pattern\(\) or play_on\(\) failed: RuntimeError: no script"):
-        built(echo(bad="play_on")).held_out(2)
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [("play_on", "RuntimeError: no script"), ("stays", r"ValueError: turn 0\.3 is still open after")],
+)
+def test_held_out_games_that_fail_raise_one_line(bad, message):
+    with pytest.raises(RunError, match=rf"next_batch\(\), pattern\(\) or play_on\(\) failed: {message}"):
+        built(echo(bad=bad)).held_out(2)
 
 
 def test_numbers_of_other_types_are_converted_to_float():
