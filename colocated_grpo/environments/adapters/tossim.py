@@ -50,8 +50,10 @@ def sign(data: bytes) -> str | None:
 
 def is_trusted(data: bytes, signature: str | None) -> bool:
     """Return True if a run of this user signed `data`, or if TRUST_VARIABLE is set to 1."""
+    if os.environ.get(TRUST_VARIABLE) == "1":
+        return True
     own = sign(data)
-    return os.environ.get(TRUST_VARIABLE) == "1" or (own is not None and hmac.compare_digest(own, str(signature)))
+    return own is not None and hmac.compare_digest(own.encode(), str(signature).encode())
 
 
 def _key() -> bytes:

@@ -214,7 +214,8 @@ def test_a_snapshot_that_this_users_key_has_not_signed_is_not_unpickled(tmp_path
     environment = batcher()
     attack = b64encode(pickle.dumps(Attack(tmp_path / "attacked"))).decode()
     own = environment.snapshot()
-    for snapshot in ({**own, "tables": attack}, {**own, "tables": attack, "signature": None}):
+    for signature in (own["signature"], None, "\u00e9"):
+        snapshot = {**own, "tables": attack, "signature": signature}
         with pytest.raises(ValueError, match=r"not signed with \S*/signing_key, and reading it can run code"):
             environment.restore(snapshot)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "another user"))
