@@ -340,11 +340,15 @@ def uninterrupted(ranks: int) -> TrainingRun:
 
 
 def deterministic(hold: Settings | None = None, **changes: Any) -> Settings:
-    """Return the settings of the deterministic run. hold: arguments of `HeldSorting`."""
-    args = {"min_digits": 2, "max_digits": 3, **(hold or {})}
-    environments = [{"type": "task", "name": "tests.support.held_tasks:HeldSorting", "args": args}]
-    base = {"deterministic": True, "training_steps": STEPS, "environments": environments}
+    """Return the settings of the deterministic run. hold: of `held_sorting`."""
+    base = {"deterministic": True, "training_steps": STEPS, "environments": held_sorting(**(hold or {}))}
     return settings(tiny_model(), **base | changes)
+
+
+def held_sorting(**hold: Any) -> list[Settings]:
+    """Return the only environment of a run. hold: arguments of `HeldSorting`."""
+    args = {"min_digits": 2, "max_digits": 3, **hold}
+    return [{"type": "task", "name": "tests.support.held_tasks:HeldSorting", "args": args}]
 
 
 def weights_of(run: TrainingRun) -> dict[str, bytes]:
