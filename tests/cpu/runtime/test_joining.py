@@ -101,7 +101,8 @@ def start_two_of_four(port: int, started: Any, errors: Path) -> None:
 
 
 def test_ranks_that_never_start_are_named_once_after_the_time_limit(tmp_path):
-    with Ranks(start_two_of_four, 2, free_port(), Ranks.context.Barrier(2), tmp_path / "errors") as ranks:
+    started = Ranks.context.Barrier(2)
+    with Ranks(start_two_of_four, 2, free_port(), started, tmp_path / "errors") as ranks:
         assert ranks.exit_codes(STARTED) == [1, 1]
     line = "ranks 2, 3 of 4 did not start within 600 s: see the output of the node, or start all nodes"
     assert (tmp_path / "errors").read_text() == f"error: {line}\n"
