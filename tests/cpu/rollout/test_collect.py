@@ -161,7 +161,7 @@ def test_rewards_run_while_other_completions_decode():
     engine = FakeEngine(
         # Prompt 1 decodes on until prompt 0 has its reward: without overlap this never ends.
         decode_steps=lambda request: 1 if request.key[0] == 0 else 3,
-        on_step=lambda: None if len(engine.running) > 3 else scored.wait(30) or pytest.fail("no overlap"),
+        on_step=lambda: None if len(engine.running) > 3 else scored.wait(120) or pytest.fail("no overlap"),
     )
     judge = Judge(lambda prompt: scored.set() if prompt.text == "p0" else None)
     assert rewards_of(collector_of(engine, judge, single_rank_world()).collect(job_of(2))) == [[1.0] * 3] * 2

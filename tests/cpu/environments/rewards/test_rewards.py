@@ -485,7 +485,7 @@ def test_a_hostile_completion_costs_no_time(name, text):
     start = time.process_time()
     columns = {"answer": "#### 72", "tool_calls": [{"name": "add", "arguments": {"a": 1}}]}
     [one] = score(built({"name": name}), [text], prompt_of(**columns))
-    assert time.process_time() - start < 1.0
+    assert time.process_time() - start < 5.0  # quadratic time takes minutes
     assert (one.reward, one.error) == (0.0, None)
 
 

@@ -32,8 +32,8 @@ def run_code():
 
 @pytest.fixture(scope="module")
 def brief():
-    function = build()  # runs a first program, which must end
-    function.function.timeout = 2.0
+    function = build()  # runs a first program, which must end in time
+    vars(function.function)["timeout"] = 2.0
     return function
 
 
