@@ -56,7 +56,7 @@ class AgentRun:
         complete: Callable[[Request, int], Completion],
         *,
         tokenizer: PreTrainedTokenizerFast = TOKENIZER,
-        tool_timeout: float = 30.0,
+        tool_timeout: float = 120.0,
         max_tokens: int = 256,
         max_requests: int = 16,
         max_running: int = 8,
@@ -87,7 +87,7 @@ class AgentRun:
             dynamic_dispatch(world.store, world.size),
             seed=0,
             reward_workers=1,
-            reward_timeout=30.0,
+            reward_timeout=120.0,
             stop_requested=stop_requested,
         )
 

@@ -37,11 +37,11 @@ class SourceHarness:
             origins=self.origins,
             decode=lambda tokens: "",
         )
-        self.client = AtroposClient(url, TRAINER, may_reset=settings.get("reset", False), timeout=5.0)
+        self.client = AtroposClient(url, TRAINER, may_reset=settings.get("reset", False), timeout=60.0)
         self.source = AtroposSource(
             self.client,
             reader,
-            connect_timeout=settings.get("connect_timeout", 5.0),
+            connect_timeout=settings.get("connect_timeout", 60.0),
             unusable_timeout=settings.get("unusable_timeout", 60.0),
             note=self.notes.append,
             keep=self.kept.append,
@@ -64,7 +64,7 @@ class SourceHarness:
 def call_api(url: str, path: str, body: Any = None) -> Any:
     """GET, or POST of a body. Returns the parsed response."""
     data = None if body is None else json.dumps(body).encode()
-    with urlopen(Request(url + path, data, {"Content-Type": "application/json"}), timeout=10) as response:
+    with urlopen(Request(url + path, data, {"Content-Type": "application/json"}), timeout=60) as response:
         raw = response.read()
     return json.loads(raw) if path != "/reset_data" else raw
 

@@ -13,7 +13,7 @@ from typing import Self
 
 from tests.support.paths import ROOT
 
-TIMEOUT = 90.0
+TIMEOUT = 300.0
 
 
 class ChatProcess:

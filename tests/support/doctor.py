@@ -69,6 +69,6 @@ def python_on_small_disk(code: str, mount_point: Path, size: str) -> str:
         pytest.skip("mounting in a user namespace is not allowed here")
     run = shlex.join([sys.executable, "-c", code])
     script = f"mount -t tmpfs -o size={size} tmpfs {shlex.quote(str(mount_point))} && exec {run}"
-    done = subprocess.run([*OWN_MOUNTS, "sh", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*OWN_MOUNTS, "sh", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -23,6 +23,7 @@ MAX_TOKENS = 24
 LIMITS = Limits(max_tokens=MAX_TOKENS, longest_token=2, vocab_size=VOCABULARY, stop_token_ids=(9,), seed=0)
 MODEL = "tiny"
 MAX_BODY_BYTES = 50_000
+TIMEOUT = 120.0
 
 GENERATE = {"prompt": {"prompt_token_ids": [1, 2, 3]}, "logprobs": 0, "n": 3, "max_tokens": 6, "temperature": 0.9}
 """The body of POST /generate, as Atropos' managed servers send it."""
@@ -56,6 +57,7 @@ class EngineServer:
         self.notes: list[str] = []
         self.awake, self.ended = threading.Event(), threading.Event()
         self.awake.set()
+        self._asleep = [threading.Event() for _ in self.inboxes]
         sampler = Sampler(
             LoadBalancer(self.inboxes[0], self.inboxes[1:]),
             LetterTokenizer(),
@@ -73,20 +75,30 @@ class EngineServer:
         self.server = ServerThread(create_app(sampler, MODEL, **guards), "127.0.0.1", [0, 0])
         self.url = f"http://127.0.0.1:{self.server.ports[0]}"
         self.threads = [
-            threading.Thread(target=self._drive, args=(Driver(engine, inbox),), daemon=True)
-            for engine, inbox in zip(self.engines, self.inboxes, strict=True)
+            threading.Thread(target=self._drive, args=(Driver(engine, inbox), asleep), daemon=True)
+            for engine, inbox, asleep in zip(self.engines, self.inboxes, self._asleep, strict=True)
         ]
         for thread in self.threads:
             thread.start()
 
-    def _drive(self, driver: Driver) -> None:
+    def _drive(self, driver: Driver, asleep: threading.Event) -> None:
         while not self.ended.is_set():
             if self.awake.wait(0.01):
                 driver.step()
+            else:
+                asleep.set()
         driver.abort()
 
+    def fall_asleep(self) -> None:
+        """Clear `awake`, and wait until no thread is in a step that it began before."""
+        self.awake.clear()
+        for inbox, asleep in zip(self.inboxes, self._asleep, strict=True):
+            asleep.clear()
+            inbox.wake()
+            assert asleep.wait(TIMEOUT)
+
     def connect(self, port: int = 0) -> HTTPConnection:
-        return HTTPConnection("127.0.0.1", self.server.ports[port], timeout=10)
+        return HTTPConnection("127.0.0.1", self.server.ports[port], timeout=TIMEOUT)
 
     def call(self, method: str, path: str, body: Any = None, port: int = 0, **headers: str) -> tuple[int, Any]:
         """Return the status and the body, parsed where it is JSON. Bytes are sent as they are."""
@@ -133,7 +145,7 @@ class StepGate:
         self._allowed = threading.Semaphore(0)
 
     def __call__(self) -> None:
-        assert self._allowed.acquire(timeout=10)
+        assert self._allowed.acquire(timeout=TIMEOUT)
 
     def allow(self, count: int) -> None:
         self._allowed.release(count)

@@ -49,7 +49,7 @@ def _process(name: str, num_lines: int, log: Path) -> Generator[tuple[int, list[
         yield process.pid, [process.stdout.readline() for _ in range(num_lines)]
     finally:
         process.stdin.close()
-        process.wait(30)
+        process.wait(engine_server.TIMEOUT)
 
 
 def serve_engine() -> None:

@@ -104,7 +104,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_PUT(self) -> None:
         body = self._body()
-        self.server.block.wait(60.0)
+        self.server.block.wait(300.0)
         if (status := self.server.failure(self.path)) is not None:
             return self._answer(status, {"error": "broken on purpose"})
         self.server.large[self.path.rpartition("/")[2]] = body

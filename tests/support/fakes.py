@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from random import Random
@@ -141,6 +143,28 @@ def delta_of(completion: Completion, position: int) -> TokenDelta:
 def text_of(token_ids: Sequence[int]) -> str:
     """Decode the tokens of a FakeEngine: their ids as numbers."""
     return " ".join(map(str, token_ids))
+
+
+class Clock:
+    """In the place of a module's `time`: a clock that a test moves, and that counts how often the main thread reads it.
+
+    It begins at the real time, so that it may be compared to times from before.
+    """
+
+    def __init__(self) -> None:
+        self.now = time.monotonic()
+        self.num_reads = 0
+
+    def monotonic(self) -> float:
+        self.num_reads += threading.current_thread() is threading.main_thread()
+        return self.now
+
+    def move(self, seconds: float) -> None:
+        """Move the clock, and wait until the main thread has seen it."""
+        self.now += seconds
+        goal = self.num_reads + 2
+        while self.num_reads < goal:
+            time.sleep(0.002)
 
 
 class SumScorer:

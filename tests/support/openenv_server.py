@@ -61,9 +61,9 @@ class Server:
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def all_sessions_ended(self) -> bool:
-        """Wait until every session has ended, at most 10 s. The server notices a closed connection a moment later."""
+        """Wait until every session has ended, at most 120 s: the server notices a closed connection later."""
         with self._closing:
-            return self._closing.wait_for(lambda: self.open == 0, timeout=10)
+            return self._closing.wait_for(lambda: self.open == 0, timeout=120)
 
     async def _start(self) -> None:
         app = web.Application()

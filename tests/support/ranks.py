@@ -28,7 +28,7 @@ from colocated_grpo.launch.launcher import child_environment
 from colocated_grpo.runtime.distributed import World, init_world, mesh_of_nodes
 from colocated_grpo.runtime.program import library_environment
 
-TIMEOUT = 90.0
+TIMEOUT = 300.0
 
 # Ranks are forked from a server that has imported the slow modules once and has no threads and no process group.
 _context = multiprocessing.get_context("forkserver")

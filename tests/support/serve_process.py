@@ -18,7 +18,7 @@ import psutil
 
 from tests.support.paths import ROOT
 
-START_SECONDS = 120.0
+START_SECONDS = 300.0
 MAX_TOKENS = 64
 
 
@@ -78,7 +78,7 @@ class ServeProcess:
             self.printed.append(line.rstrip())
 
     def call(self, method: str, path: str, body: Any = None, key: str | None = None) -> tuple[int, Any]:
-        connection = HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=START_SECONDS)
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         connection.request(method, path, None if body is None else json.dumps(body), headers)
         response = connection.getresponse()

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.workload import MAX_PROMPT_TOKENS
 from colocated_grpo.tracking import files
-from tests.support.serve_process import ServeProcess
+from tests.support.serve_process import START_SECONDS, ServeProcess
 from tests.support.training_runs import Settings, TrainingRun, deterministic, without_wall_clock
 
 STEPS = 6
@@ -100,7 +100,7 @@ def work(task: Path, *servers: ServeProcess, **changes: Any) -> Settings:
     """Return the settings of a deterministic run in which every step moves the weights; co-located without servers."""
     engine = {"max_num_seqs": SEQUENCES, **changes.pop("engine", {})}
     if servers:
-        engine |= {"placement": "server", "urls": [server.url for server in servers], "server_timeout": 60.0}
+        engine |= {"placement": "server", "urls": [server.url for server in servers], "server_timeout": START_SECONDS}
     return deterministic(
         environments=changes.pop("environments", [{"type": "task", "name": f"{task}:Work"}]),
         engine=engine,

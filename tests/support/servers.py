@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import random
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from urllib.error import HTTPError, URLError
 from urllib.request import urlopen
@@ -17,7 +19,7 @@ import pytest
 
 from tests.support.paths import ROOT
 
-START_SECONDS = 60.0
+START_SECONDS = 120.0
 HAS_ATROPOS = importlib.util.find_spec("atroposlib") is not None
 EMBEDDED = [sys.executable, "-m", "colocated_grpo.atropos.api"]
 UPSTREAM = [sys.executable, "-c", "from atroposlib.cli.run_api import main; main()"]
@@ -25,7 +27,7 @@ needs_atropos = pytest.mark.skipif(not HAS_ATROPOS, reason="atroposlib is not in
 APIS = [pytest.param(EMBEDDED, id="embedded"), pytest.param(UPSTREAM, id="atroposlib", marks=needs_atropos)]
 
 
-def until(happened: Callable[[], object], seconds: float = 30.0) -> None:
+def until(happened: Callable[[], object], seconds: float = 120.0) -> None:
     """Wait until `happened()` is true, through the work of another thread or process."""
     deadline = time.monotonic() + seconds
     while not happened():
@@ -34,9 +36,11 @@ def until(happened: Callable[[], object], seconds: float = 30.0) -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """Return a port that no connection takes by itself before it is used: those are above 32767."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 32768)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 class ApiProcess:

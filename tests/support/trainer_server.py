@@ -19,12 +19,11 @@ from colocated_grpo.servers.remote import RemoteEngine, Restore
 from colocated_grpo.servers.sampler import Sampler
 from colocated_grpo.types import Completion
 from colocated_grpo.web.server import Hosts, ServerThread
-from tests.support.engine_server import LIMITS, MAX_TOKENS, MODEL, LetterTokenizer
+from tests.support.engine_server import LIMITS, MAX_TOKENS, MODEL, TIMEOUT, LetterTokenizer
 from tests.support.fakes import VOCABULARY, FakeEngine
 from tests.support.servers import until
 
 MAX_BODY_BYTES = 1 << 20
-TIMEOUT = 20.0
 TRAINER = "the same on all ranks"
 
 

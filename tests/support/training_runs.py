@@ -37,7 +37,7 @@ from tests.support.paths import ROOT
 from tests.support.random_models import make_model
 from tests.support.ranks import start_module
 
-TIMEOUT = 180.0
+TIMEOUT = 300.0
 POLL_SECONDS = 0.02
 STEPS = 24
 TAG = "COLOCATED_GRPO_TEST_RUN"
@@ -339,9 +339,16 @@ def uninterrupted(ranks: int) -> TrainingRun:
     return train(Path(_models().name) / f"uninterrupted-{ranks}", deterministic(), ranks=ranks)
 
 
-def deterministic(**changes: Any) -> Settings:
-    """Return the settings of the deterministic run."""
-    return settings(tiny_model(), **{"deterministic": True, "training_steps": STEPS, **changes})
+def deterministic(hold: Settings | None = None, **changes: Any) -> Settings:
+    """Return the settings of the deterministic run. hold: of `held_sorting`."""
+    base = {"deterministic": True, "training_steps": STEPS, "environments": held_sorting(**(hold or {}))}
+    return settings(tiny_model(), **base | changes)
+
+
+def held_sorting(**hold: Any) -> list[Settings]:
+    """Return the only environment of a run. hold: arguments of `HeldSorting`."""
+    args = {"min_digits": 2, "max_digits": 3, **hold}
+    return [{"type": "task", "name": "tests.support.held_tasks:HeldSorting", "args": args}]
 
 
 def weights_of(run: TrainingRun) -> dict[str, bytes]:

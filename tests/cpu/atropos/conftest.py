@@ -18,5 +18,5 @@ def server(request: pytest.FixtureRequest) -> Iterator[ApiProcess]:
 @pytest.fixture
 def url(server: ApiProcess) -> str:
     """The url of the server, which has just been reset."""
-    urlopen(f"{server.url}/reset_data", timeout=10).close()
+    urlopen(f"{server.url}/reset_data", timeout=60).close()
     return server.url

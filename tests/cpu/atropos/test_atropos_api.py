@@ -34,7 +34,7 @@ class Client:
         if gzipped:
             data, headers["Content-Encoding"] = gzip.compress(data), "gzip"
         try:
-            with urlopen(Request(self.url + path, data, headers, method=method), timeout=10) as response:
+            with urlopen(Request(self.url + path, data, headers, method=method), timeout=60) as response:
                 status, raw = response.status, response.read()
         except HTTPError as error:
             status, raw = error.code, error.read()
@@ -320,14 +320,14 @@ def test_request_bodies_may_be_gzipped(api):
     assert api.call("POST", "/scored_data", group(8), gzipped=True) == (200, {"status": "received"})
     headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
     with pytest.raises(HTTPError) as refused:
-        urlopen(Request(api.url + "/scored_data", b"no gzip at all", headers), timeout=10)
+        urlopen(Request(api.url + "/scored_data", b"no gzip at all", headers), timeout=60)
     assert refused.value.code == 400
 
 
 def test_long_responses_are_gzipped_on_request(api):
     api.start(batch_size=64)
     api.send(64, mark=5)
-    with urlopen(Request(api.url + "/batch", headers={"Accept-Encoding": "gzip"}), timeout=10) as response:
+    with urlopen(Request(api.url + "/batch", headers={"Accept-Encoding": "gzip"}), timeout=60) as response:
         assert response.headers["Content-Encoding"] == "gzip"
         body = json.loads(gzip.decompress(response.read()))
     assert body["batch"][0]["tokens"][0] == [5, 7, 9]

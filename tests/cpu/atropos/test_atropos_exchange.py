@@ -37,7 +37,7 @@ def server():
 def call(url: str, body: bytes | None = None, **headers: str) -> tuple[int, bytes]:
     headers = {"Content-Type": "application/json", **headers}
     try:
-        with urlopen(Request(url, body, headers), timeout=10) as response:
+        with urlopen(Request(url, body, headers), timeout=60) as response:
             return response.status, response.read()
     except HTTPError as error:
         return error.code, error.read()
@@ -85,7 +85,7 @@ def test_a_request_for_a_batch_after_a_reset_is_an_error(fresh):
 def test_an_unknown_environment_gets_an_instruction_to_register(fresh):
     request = Request(fresh.url + "/status-env", b'{"env_id": 3}', {"Content-Type": "application/json"}, method="GET")
     with pytest.raises(HTTPError) as rejected:
-        urlopen(request, timeout=10)
+        urlopen(request, timeout=60)
     assert rejected.value.code == 404
     assert "register again" in rejected.value.read().decode()
 

@@ -257,4 +257,4 @@ def test_a_long_queue_is_served_in_time_linear_in_its_length():
         exchange.post([group(1)])
     start = time.process_time()
     assert num_batches(exchange) == 6250
-    assert time.process_time() - start < 5, "quadratic time takes minutes"
+    assert time.process_time() - start < 20, "quadratic time takes minutes"

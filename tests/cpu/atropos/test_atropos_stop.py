@@ -45,8 +45,8 @@ class Run:
             self.supply.load_state_dict(state)
 
     def train_batch(self, step: int = 0) -> list[int]:
-        """Take a step's groups, mark them as trained and return their first tokens. Raises Stopped after 10 s."""
-        timeout = threading.Timer(10, self.stop.set)
+        """Take a step's groups, mark them as trained and return their first tokens. Raises Stopped after 120 s."""
+        timeout = threading.Timer(120, self.stop.set)
         timeout.start()
         groups = self.supply.order(step)()
         timeout.cancel()
@@ -60,7 +60,8 @@ class Run:
         return state
 
 
-def test_a_batch_that_arrives_during_a_stop_is_trained_by_the_resumed_run(world, url):
+def test_a_batch_that_arrives_during_a_stop_is_trained_by_the_resumed_run(world, url, monkeypatch):
+    monkeypatch.setattr(supply_module, "LAST_BATCH_SECONDS", 120.0)
     run = Run(world, url)
     fetch = run.harness.client.batch
 
@@ -136,7 +137,7 @@ def test_a_server_that_does_not_respond_does_not_delay_a_stop(world, url, monkey
 
     def hang() -> None:
         run.stop.set()
-        responded.wait(30)
+        responded.wait(120)
 
     run.harness.client.batch = hang
     with pytest.raises(Stopped):

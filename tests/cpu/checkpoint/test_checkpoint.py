@@ -163,7 +163,7 @@ def change_weights_while_writing(world: World, folder: Path, run_dir: Path) -> t
     go_on, save_file = threading.Event(), dcp.FileSystemWriter.write_data
 
     def write_later(*arguments):
-        assert go_on.wait(30)
+        assert go_on.wait(120)
         return save_file(*arguments)
 
     dcp.FileSystemWriter.write_data = write_later

@@ -40,7 +40,7 @@ def printed_arguments(script: str, **environment: str) -> list[str]:
     """Run a script in bash and return the words that its last command consists of."""
     command = ["bash", "-euo", "pipefail", "-c", FUNCTIONS + script]
     result = subprocess.run(
-        command, capture_output=True, text=True, timeout=20, env={"PATH": "/usr/bin:/bin"} | environment
+        command, capture_output=True, text=True, timeout=120, env={"PATH": "/usr/bin:/bin"} | environment
     )
     assert result.returncode == 0, result.stderr
     return result.stdout.splitlines()

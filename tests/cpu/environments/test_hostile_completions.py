@@ -44,9 +44,14 @@ PARSERS: dict[str, Callable[[str], object]] = {
 def test_a_hostile_completion_is_parsed_in_linear_time(name):
     for unit in REPEATED:
         text = unit * (SIZE // len(unit))
-        since = time.process_time()
-        PARSERS[name](text)
-        assert time.process_time() - since < SECONDS, unit
+        # A garbage collection may be a part of one attempt.
+        assert any(cpu_seconds(PARSERS[name], text) < SECONDS for _ in range(3)), unit
+
+
+def cpu_seconds(parse: Callable[[str], object], text: str) -> float:
+    since = time.process_time()
+    parse(text)
+    return time.process_time() - since
 
 
 @pytest.mark.parametrize(

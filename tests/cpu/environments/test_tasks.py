@@ -166,7 +166,7 @@ def test_a_hostile_completion_costs_no_time_and_no_reward(name, completion):
     [item] = items(name, 1)
     start = time.process_time()
     score = score_text(build_task(name, {}), item, completion)
-    assert time.process_time() - start < 1.0
+    assert time.process_time() - start < 5.0  # quadratic time takes minutes
     assert score.error is None
     assert score.reward < 0.2
 

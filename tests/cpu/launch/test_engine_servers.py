@@ -216,6 +216,7 @@ def test_servers_and_their_children_end_with_the_context(tmp_path):
     plan = plan_of(tmp_path, [sys.executable, "-c", family], [sys.executable, "-c", stubborn], LONG)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("colocated_grpo.servers.engine_servers.END_SECONDS", 0.5)
+        patch.setattr("colocated_grpo.servers.engine_servers.KILL_SECONDS", 120.0)
         with EngineServers(plan, os.environ) as running:
             roots = [psutil.Process(process.pid) for process in running._processes]
             until(lambda: roots[0].children() and "ready" in plan.logs[1].read_text())

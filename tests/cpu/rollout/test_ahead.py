@@ -42,7 +42,7 @@ class Prompts:
         return Job(name=f"{step}", prompts=prompts, group_size=1, sampling=Sampling(temperature=1.0, max_tokens=1))
 
     def sample(self, job: Job) -> Gather:
-        assert self.sampled.wait(timeout=10)
+        assert self.sampled.wait(timeout=120)
         self.events.append(f"sample {job.name}")
         if self.error is not None:
             raise self.error

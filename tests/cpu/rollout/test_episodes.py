@@ -75,7 +75,7 @@ def collector_of(
     dispatch: Dispatch | None = None,
     *,
     tokenizer: PreTrainedTokenizerFast = TOKENIZER,
-    tool_timeout: float = 30.0,
+    tool_timeout: float = 120.0,
     stop_requested: Callable[[], bool] = lambda: False,
     inbox: Inbox | None = None,
 ) -> Collector:
@@ -89,7 +89,7 @@ def collector_of(
         dispatch or dynamic_dispatch(world.store, world.size),
         seed=0,
         reward_workers=2,
-        reward_timeout=30.0,
+        reward_timeout=120.0,
         stop_requested=stop_requested,
     )
 
@@ -341,17 +341,17 @@ def test_a_tool_that_never_answers_costs_its_episode_only():
             await asyncio.Event().wait()
         return 1.0
 
-    groups = play(Play(run), tool_timeout=0.2)
+    groups = play(Play(run), tool_timeout=1.0)
     rewards = [[rollout.score.reward for rollout in group.rollouts] for group in groups]
     assert rewards == [[1.0, 1.0], [None, None], [1.0, 1.0]]
     late = groups[1].rollouts[0]
-    assert late.score.error == "no turn and no result within rollout.tool_timeout=0.2 s"
+    assert late.score.error == "no turn and no result within rollout.tool_timeout=1 s"
     assert any(late.loss_mask)
 
 
 def test_sampling_time_does_not_count_toward_the_tool_timeout():
-    engine = FakeEngine(decode_steps=lambda request: 40, on_step=lambda: time.sleep(0.01))
-    for rollout in rollouts_of(play(talk(2), job_of(2), engine, tool_timeout=0.3)):
+    engine = FakeEngine(decode_steps=lambda request: 12, on_step=lambda: time.sleep(0.1))
+    for rollout in rollouts_of(play(talk(2), job_of(2), engine, tool_timeout=1.0)):
         assert rollout.score.reward == 2.0
 
 
@@ -372,7 +372,7 @@ def test_an_episode_that_blocks_its_event_loop_is_abandoned_and_the_next_batch_r
             never.wait()
         return 1.0
 
-    collector = collector_of(FakeEngine(), {"play": Play(run)}, tool_timeout=0.2)
+    collector = collector_of(FakeEngine(), {"play": Play(run)}, tool_timeout=1.0)
     groups = collector.collect(job_of(2))
     assert {rollout.score.reward for rollout in groups[1].rollouts} == {None}
     assert "run blocking code with asyncio.to_thread" in groups[1].rollouts[0].score.error
@@ -416,7 +416,7 @@ def test_an_abandoned_thread_ends_with_its_last_episode(never, monkeypatch):
     collector.collect(job_of(2))
     [left_behind] = loops() - before
     never.set()
-    left_behind.join(10)
+    left_behind.join(120)
     assert not left_behind.is_alive()
     collector.close()
 
@@ -437,7 +437,7 @@ def test_closing_ends_the_thread_and_every_episode_on_it():
         collector.collect(job_of(1, group_size=1))
     [thread] = loops() - before
     collector.close()
-    thread.join(10)
+    thread.join(120)
     assert ended.is_set()
     assert not thread.is_alive()
 
@@ -477,7 +477,7 @@ def test_a_stop_ends_episodes_that_generate_and_episodes_that_wait_for_tools():
         collector.collect(job_of(2, group_size=2))
     assert engine.events == ["abort"]
     assert not engine.running
-    assert all_ended.wait(10)
+    assert all_ended.wait(120)
     collector.close()
 
 
@@ -485,22 +485,18 @@ def test_a_stop_ends_episodes_that_generate_and_episodes_that_wait_for_tools():
 
 
 def test_sixty_four_episodes_wait_for_a_slow_tool_in_parallel():
-    turns, tool_seconds = 3, 0.2
+    turns, tool = 3, asyncio.Barrier(64)
 
     async def run(item, model):
         for turn in range(turns):
             await model.generate(5)
-            await asyncio.sleep(tool_seconds)
+            await tool.wait()  # no call returns before all of them have begun
             if turn < turns - 1:
                 model.observe("ok")
         return 1.0
 
-    engine = FakeEngine(on_step=lambda: time.sleep(0.002))
-    started = time.monotonic()
-    groups = play(Play(run), job_of(16, group_size=4), engine)
-    seconds = time.monotonic() - started
+    groups = play(Play(run), job_of(16, group_size=4))
     assert all(rollout.score.reward == 1.0 for rollout in rollouts_of(groups))
-    assert seconds / turns <= 0.6
 
 
 def test_the_driver_sleeps_while_every_episode_waits_for_its_tool():
@@ -576,7 +572,7 @@ def test_requests_of_abandoned_episodes_never_reach_the_engine(never, monkeypatc
     collector = collector_of(engine, {"play": Play(run)}, tool_timeout=0.1)
     collector.collect(job_of(1, group_size=1))
     never.set()
-    assert passed.wait(10)
+    assert passed.wait(120)
     collector.driver.step()
     collector.driver.step()
     assert engine.submitted == []

@@ -35,7 +35,7 @@ def test_requests_from_many_threads_get_their_own_completions():
 
     def client(number: int) -> list[tuple[Request, Completion]]:
         requests = [request_of(("client", number, turn), seed=100 * number + turn) for turn in range(20)]
-        return [(request, inbox.put(request).result(30)) for request in requests]
+        return [(request, inbox.put(request).result(120)) for request in requests]
 
     def clients() -> list[list[tuple[Request, Completion]]]:
         with ThreadPoolExecutor(8) as pool:
@@ -173,7 +173,7 @@ def test_requests_are_admitted_in_order_of_arrival_under_a_steady_load(period):
 
 
 def test_a_rejected_request_does_not_delay_the_next_one(monkeypatch):
-    monkeypatch.setattr(inbox_module, "IDLE_SECONDS", 30.0)
+    monkeypatch.setattr(inbox_module, "IDLE_SECONDS", 120.0)
 
     class Choosy(FakeEngine):
         def submit(self, requests):
@@ -210,7 +210,7 @@ def test_asyncio_waits_for_a_completion_with_wrap_future():
 
 
 def test_a_driver_without_work_sleeps_until_a_request_comes(monkeypatch):
-    monkeypatch.setattr(inbox_module, "IDLE_SECONDS", 30.0)
+    monkeypatch.setattr(inbox_module, "IDLE_SECONDS", 120.0)
     inbox = Inbox()
     driver = Driver(FakeEngine(decode_steps=lambda request: 1), inbox)
     asleep = threading.Event()
@@ -224,7 +224,7 @@ def test_a_driver_without_work_sleeps_until_a_request_comes(monkeypatch):
     futures: list[Future[Completion]] = []
 
     def guest() -> None:
-        asleep.wait(30)
+        asleep.wait(120)
         futures.append(inbox.put(request_of("late")))
 
     thread = threading.Thread(target=guest)
@@ -232,7 +232,7 @@ def test_a_driver_without_work_sleeps_until_a_request_comes(monkeypatch):
     started, cpu = time.monotonic(), time.thread_time()
     assert driver.step() == []  # woken by the request
     assert driver.step() == []  # serves it
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
     assert time.thread_time() - cpu < 0.1
     thread.join()
     assert futures[0].result(0) == completion_of(request_of("late"))
@@ -244,12 +244,12 @@ def test_an_idle_step_returns_so_that_a_stop_request_is_seen(monkeypatch):
 
 
 def test_a_wake_before_the_wait_is_not_lost(monkeypatch):
-    monkeypatch.setattr(inbox_module, "IDLE_SECONDS", 30.0)
+    monkeypatch.setattr(inbox_module, "IDLE_SECONDS", 120.0)
     inbox = Inbox()
     inbox.wake()
     started = time.monotonic()
     assert Driver(FakeEngine(), inbox).step() == []
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
 
 
 def test_a_cancelled_request_leaves_the_engine_and_its_key_is_free_again():

@@ -132,7 +132,7 @@ class Both:
             static_dispatch(world.rank, world.size),
             seed=0,
             reward_workers=1,
-            reward_timeout=10.0,
+            reward_timeout=120.0,
             stop_requested=stop_requested,
         )
         self.prompts = Prompts()
@@ -165,7 +165,7 @@ class Both:
 
 def of_own_engine(both: Both) -> list[Completion]:
     futures = [both.inbox.put(asked(seed)) for seed in range(3)]
-    return [future.result(10) for future in futures]
+    return [future.result(120) for future in futures]
 
 
 def test_each_batch_holds_groups_of_both_sides_and_each_side_settles_its_own():
@@ -232,7 +232,7 @@ def test_a_stop_while_prompts_are_sampled_also_ends_serving():
     with single_rank_group() as world:
         engine = FakeEngine(decode_steps=lambda request: 10**9, on_step=lambda: stop.set())
         stop, ended = threading.Event(), []
-        both = Both(world, engine, stop.is_set, lambda both: ended.append(both.outside.end.wait(10)))
+        both = Both(world, engine, stop.is_set, lambda both: ended.append(both.outside.end.wait(120)))
         order = both.supply.order(0)
         with pytest.raises(Stopped):
             order()
@@ -265,14 +265,14 @@ def answered_by_the_idle_rank(world: World) -> tuple[bool, list[str], dict[str, 
 
         def wait_for_answer() -> None:
             if not answers and both.links:
-                answers.append(both.links[0].put(asked(1)).exception(30) is None)
+                answers.append(both.links[0].put(asked(1)).exception(120) is None)
 
         def on_step() -> None:
             if world.is_main and both.engine.running:
                 pool.submit(wait_for_answer).result()
 
         engine = FakeEngine(decode_steps=lambda request: 3, on_step=on_step)
-        both = Both(world, engine, lambda: False, lambda both: [both.links[0].put(asked(2)).result(30)])
+        both = Both(world, engine, lambda: False, lambda both: [both.links[0].put(asked(2)).result(120)])
         groups = both.collect(0)
     state = both.supply.state_dict()
     both.supply.load_state_dict(state)

@@ -27,7 +27,7 @@ def run_with_a_break(file: str, folder: Path) -> tuple[int, list[str]]:
         variables = {**server.variables, "HF_HOME": str(folder / "hub"), "HF_HUB_OFFLINE": "0"}
         command = [sys.executable, "-m", "colocated_grpo", "--config", str(config)]
         environment = {**os.environ, **variables, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, cwd=folder)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, cwd=folder)
     return done.returncode, done.stderr.splitlines()
 
 

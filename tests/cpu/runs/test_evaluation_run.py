@@ -10,6 +10,7 @@ import pytest
 from colocated_grpo.tracking import files
 from tests.support.ranks import start_module
 from tests.support.training_runs import (
+    TIMEOUT,
     Settings,
     TrainingRun,
     assert_resumes_exactly,
@@ -142,7 +143,7 @@ def test_the_tool_measures_the_best_model_of_a_run_as_the_run_did(whole, data, t
     out, err, results = tmp_path / "out", tmp_path / "err", tmp_path / "new/results.json"
     arguments = [str(whole.folder), "--output", str(results)]
     with start_module("colocated_grpo.tools.evaluate", arguments, 2, out, err) as ranks:
-        codes = ranks.exit_codes(180)
+        codes = ranks.exit_codes(TIMEOUT)
     assert codes == [0, 0], err.read_text()
     greedy = json.loads(results.read_text())["evaluations"]["eval/greedy"]
     measured = evaluations(whole, "eval/greedy/mean")
@@ -163,6 +164,6 @@ def test_the_tool_says_that_a_config_has_nothing_to_evaluate(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
     arguments = [str(tiny_model()), "--config", str(file), "--output", str(results)]
     with start_module("colocated_grpo.tools.evaluate", arguments, 1, out, err) as ranks:
-        assert ranks.exit_codes(180) == [2]
+        assert ranks.exit_codes(TIMEOUT) == [2]
     assert "error: evaluation: there are no prompts; set held_out or eval_split" in err.read_text()
     assert not results.exists()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 
 import pytest
 
@@ -19,7 +18,8 @@ from tests.support.training_runs import (
     uninterrupted,
 )
 
-SECONDS_TO_END = 30
+SECONDS_TO_END = 120
+"""On an idle machine it takes a few. A collective would wait for its lost rank for half an hour."""
 
 BREAKS_ON_RANK_1 = """
 import colocated_grpo.trainer as trainer
@@ -35,9 +35,7 @@ trainer.update = broken
 def test_a_rank_that_raises_ends_all_ranks_and_its_traceback_is_shown_last(tmp_path):
     with LaunchedRun(tmp_path, faulty(tmp_path, BREAKS_ON_RANK_1), ranks=2) as run:
         run.wait_until(lambda: "the defect of rank 1" in run.stderr)
-        since = time.monotonic()
         assert run.wait(SECONDS_TO_END) != 0
-        assert time.monotonic() - since < SECONDS_TO_END
         assert run.processes() == []
     assert len(run.rows("train")) == 2
     last = run.stderr[run.stderr.rindex("Root Cause") :]
@@ -78,10 +76,8 @@ class Faulty(Faulty):
 def test_an_interrupt_during_the_start_is_one_line_and_leaves_no_run_folder(tmp_path, begun):
     with LaunchedRun(tmp_path, faulty(tmp_path, STOPS_IN_ITS_CONSTRUCTOR)) as run:
         run.wait_until(lambda: begun in run.stdout)
-        since = time.monotonic()
         run.launcher.send_signal(signal.SIGINT)
         assert run.wait(SECONDS_TO_END) == 130, run.tail()
-        assert time.monotonic() - since < SECONDS_TO_END
         assert run.processes() == []
     assert run.stderr == "\nstopping during start-up, before the first step\n"
     assert "Traceback" not in run.stdout

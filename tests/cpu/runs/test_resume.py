@@ -24,7 +24,8 @@ from tests.support.training_runs import (
     without_wall_clock,
 )
 
-SECONDS_TO_END = 30
+SECONDS_TO_END = 120
+HELD_STEP = 8
 
 
 def checkpoints(run: TrainingRun) -> list[str]:
@@ -65,8 +66,9 @@ def test_a_stopped_rank_ends_after_the_death_of_its_launcher(tmp_path, killed, r
 
 
 def test_killing_one_rank_ends_the_others_and_the_run_resumes_bit_for_bit(tmp_path):
-    with LaunchedRun(tmp_path, deterministic(), ranks=2) as run:
-        run.wait_for_step(7)
+    hold = {"hold_before": HELD_STEP, "held_rank": 1}
+    with LaunchedRun(tmp_path, deterministic(hold), ranks=2) as run:
+        run.wait_for_step(HELD_STEP - 1)
         run.ranks()[1].kill()
         assert run.wait(SECONDS_TO_END) != 0
         assert run.processes() == []
@@ -82,19 +84,19 @@ def first_step_of_last_start(run: TrainingRun) -> int:
 
 
 def test_an_interrupt_saves_a_checkpoint_and_the_run_resumes_bit_for_bit(tmp_path):
-    with LaunchedRun(tmp_path, deterministic(checkpoint={"every": 0}), ranks=2) as run:
-        run.wait_for_step(5)
+    config = deterministic({"hold_before": HELD_STEP}, checkpoint={"every": 0})
+    with LaunchedRun(tmp_path, config, ranks=2) as run:
+        run.wait_for_step(HELD_STEP - 1)
         assert run.listening() == {"127.0.0.1"}, "the ranks of one node cannot be reached from a network"
         run.launcher.send_signal(signal.SIGINT)
         assert run.wait(SECONDS_TO_END) == 130, run.tail()
         assert run.processes() == []
-    done = len(run.rows(files.TRAIN))
-    assert 5 < done < STEPS
-    assert newest_step(run) == done
-    assert checkpoints(run) == [f"step_{done:06d}"]
+    assert len(run.rows(files.TRAIN)) == HELD_STEP
+    assert newest_step(run) == HELD_STEP
+    assert checkpoints(run) == [f"step_{HELD_STEP:06d}"]
     assert files.read_summary(run.folder)["state"] == "stopped"
     resumed = train(tmp_path, deterministic(checkpoint={"every": 0}), "--resume", str(run.folder), ranks=2)
-    assert starts(resumed) == [0, done]
+    assert starts(resumed) == [0, HELD_STEP]
     assert_equals_the_uninterrupted(resumed, ranks=2)
 
 

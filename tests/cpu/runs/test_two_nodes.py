@@ -10,9 +10,18 @@ import pytest
 
 from colocated_grpo.tracking import files
 from tests.support.nodes import NodeLauncher, NodeRanks, Nodes, NoNamespaces, two_nodes
-from tests.support.training_runs import TrainingRun, deterministic, uninterrupted, weights_of, without_wall_clock
+from tests.support.training_runs import (
+    Settings,
+    TrainingRun,
+    deterministic,
+    uninterrupted,
+    weights_of,
+    without_wall_clock,
+)
 
-SECONDS_TO_END = 15
+SECONDS_TO_END = 120
+HELD_STEP, HELD_LATER = 8, 14
+"""Steps before which rank 1 waits, and rank 0 for it: in the first run, and in the one resumed from it."""
 RESUME = "--resume auto continues from the last checkpoint"
 KILLED = "killed, for example out of memory, or ended by user code"
 
@@ -24,6 +33,10 @@ def nodes() -> Iterator[Nodes]:
             yield nodes
     except NoNamespaces as reason:
         pytest.skip(f"network namespaces cannot be made here: {reason}")
+
+
+def held_before(step: int) -> Settings:
+    return deterministic({"hold_before": step, "held_rank": 1})
 
 
 class Killed(NamedTuple):
@@ -38,10 +51,10 @@ def killed(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> Killed:
     """The launchers of a run of which one node was killed."""
     folder = tmp_path_factory.mktemp("nodes")
     with (
-        NodeLauncher(nodes, 0, folder, deterministic()) as first,
-        NodeLauncher(nodes, 1, folder, deterministic()) as second,
+        NodeLauncher(nodes, 0, folder, held_before(HELD_STEP)) as first,
+        NodeLauncher(nodes, 1, folder, held_before(HELD_STEP)) as second,
     ):
-        first.wait_for_step(5)
+        first.wait_for_step(HELD_STEP - 1)
         nodes.kill(1)
         since = time.monotonic()
         assert first.wait(SECONDS_TO_END) == 1, first.tail()
@@ -57,9 +70,9 @@ def killed(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> Killed:
 def cut_off(nodes: Nodes, killed: Killed) -> TrainingRun:
     """The run, resumed from there, whose nodes have lost each other."""
     folder = killed.first.folder.parent
-    with NodeRanks(nodes, folder, deterministic(), "--resume", "auto") as run:
+    with NodeRanks(nodes, folder, held_before(HELD_LATER), "--resume", "auto") as run:
         run.wait_until(lambda: len(files.read_environment(run.folder)) == 2)
-        run.wait_for_step(first_step(run) + 4)
+        run.wait_for_step(HELD_LATER - 1)
         nodes.cut()
         try:
             assert run.wait(SECONDS_TO_END) == 1

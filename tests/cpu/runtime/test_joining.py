@@ -6,15 +6,17 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from colocated_grpo.errors import AlreadyReported, RunError
 from colocated_grpo.launch.rank import RankProcess
-from colocated_grpo.runtime import joining, rendezvous
+from colocated_grpo.runtime import joining, rendezvous, supervision
+from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.joining import Joined, join
 from colocated_grpo.runtime.program import ANY_PORT
 from colocated_grpo.runtime.rendezvous import LinkAddress, NodeLinks
@@ -22,10 +24,11 @@ from colocated_grpo.runtime.supervision import StopRequest, Watchdog, explain_mi
 from colocated_grpo.runtime.verdict import VERDICT_VARIABLE, read_verdicts
 from colocated_grpo.settings.training import PolicyConfig
 from tests.support.ranks import Ranks, in_process_group, run_on_ranks
-from tests.support.servers import free_port
+from tests.support.servers import free_port, until
 
-SECONDS_TO_NOTICE = 5.0
-STARTED = 60.0
+SECONDS_TO_NOTICE = 60.0
+"""On an idle machine it takes 3. Without the watchdog, a rank would wait for minutes."""
+STARTED = 120.0
 WHERE = "MASTER_ADDR=127.0.0.1 MASTER_PORT=%d"
 
 
@@ -76,42 +79,54 @@ def test_a_rank_that_is_killed_before_there_is_a_process_group_ends_the_others_w
         assert all(event.wait(STARTED) for event in joined)
         survivor = ranks.processes[1 - victim]
         ranks.processes[victim].kill()
-        since = time.monotonic()
-        survivor.join(2 * SECONDS_TO_NOTICE)
+        survivor.join(SECONDS_TO_NOTICE)
         assert survivor.exitcode == 1
-        assert time.monotonic() - since < SECONDS_TO_NOTICE
     assert (tmp_path / "errors").read_text() == f"error: {explain_missing_ranks([victim])}\n"
 
 
-def start_without(port: int, rank: int, size: int, errors: Path) -> None:
-    os.environ |= {"RANK": str(int(os.environ["RANK"]) + rank), "WORLD_SIZE": str(size)}
+def start_two_of_four(port: int, started: Any, errors: Path) -> None:
+    """Join, and let the time limit pass once both ranks have started."""
+    os.environ["WORLD_SIZE"] = "4"
+    wait_for_keys = joining.wait_for_keys
+
+    def wait(store: Any, keys: Sequence[str], deadline: float) -> list[str]:
+        if keys == [joining.COMPLETE_KEY]:
+            started.wait(STARTED)
+            deadline -= joining.JOIN_SECONDS
+        return wait_for_keys(store, keys, deadline)
+
+    joining.wait_for_keys = wait
     with ending_of_a_rank(errors):
-        joining.JOIN_SECONDS = 1.0
         join_without_launcher(port)
 
 
-@pytest.mark.parametrize(
-    ("first", "started", "line"),
-    [
-        (0, 2, "ranks 2, 3 of 4 did not start within 1 s: see the output of the node, or start all nodes"),
-        (
-            1,
-            1,
-            f"{WHERE}: rank 1 has not reached rank 0 there for 1 s (Connection refused)",
-        ),
-    ],
-)
-def test_ranks_that_never_start_are_named_once_after_the_time_limit(tmp_path, first, started, line):
+def test_ranks_that_never_start_are_named_once_after_the_time_limit(tmp_path):
+    started = Ranks.context.Barrier(2)
+    with Ranks(start_two_of_four, 2, free_port(), started, tmp_path / "errors") as ranks:
+        assert ranks.exit_codes(STARTED) == [1, 1]
+    line = "ranks 2, 3 of 4 did not start within 600 s: see the output of the node, or start all nodes"
+    assert (tmp_path / "errors").read_text() == f"error: {line}\n"
+
+
+def start_without_rank_0(port: int, errors: Path) -> None:
+    os.environ |= {"RANK": "1", "WORLD_SIZE": "4"}
+    joining.JOIN_SECONDS = 1.0
+    with ending_of_a_rank(errors):
+        join_without_launcher(port)
+
+
+def test_a_rank_0_that_never_starts_is_named_after_the_time_limit(tmp_path):
     port = free_port()
-    with Ranks(start_without, started, port, first, 4, tmp_path / "errors") as ranks:
-        assert ranks.exit_codes(STARTED) == [1] * started
-    expected = line % port if "%" in line else line
-    assert (tmp_path / "errors").read_text() == f"error: {expected}\n"
+    with Ranks(start_without_rank_0, 1, port, tmp_path / "errors") as ranks:
+        assert ranks.exit_codes(STARTED) == [1]
+    line = f"{WHERE % port}: rank 1 has not reached rank 0 there for 1 s (Connection refused)"
+    assert (tmp_path / "errors").read_text() == f"error: {line}\n"
 
 
 def fail_on_another_node(world, folder: Path) -> None:
     """Watch no processes, as ranks of different nodes do."""
     os.environ[VERDICT_VARIABLE] = str(folder)
+    supervision.STORE_SECONDS = STARTED
     watchdog = Watchdog(world.store, StopRequest(world.store), world.rank)
     world.barrier()
     if world.rank == 1:
@@ -140,6 +155,7 @@ def test_a_connection_that_ends_is_the_end_of_its_rank(listening):
     other.connect(3, address)
     assert links.lost() == other.lost() == []
     other.close()
+    until(links.lost)
     assert [tuple(lost) for lost in links.lost()] == [(0, "127.0.0.1", False)]
 
 
@@ -155,11 +171,12 @@ def test_a_stranger_at_the_port_is_not_a_rank(listening, monkeypatch):
     first.connect(1, address)
     assert links.lost() == []
     first.close()
+    until(links.lost)
     assert [lost.rank for lost in links.lost()] == [0]
 
 
-def outlives_its_rank() -> bool:
-    """Return whether a child that a rank has forked holds the rank's connections open."""
+def close_beside_a_child(_world: World) -> None:
+    """Fork a child, close a connection, and wait until its other end notices."""
     links, other = NodeLinks(), NodeLinks()
     other.connect(1, links.listen("127.0.0.1"))
     assert links.lost() == []
@@ -171,15 +188,12 @@ def outlives_its_rank() -> bool:
         os._exit(0)
     os.read(reader, 1)
     other.close()
-    held = links.lost() == []
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return held
-
-
-def in_child(_world) -> bool:
-    return outlives_its_rank()
+    try:
+        until(links.lost, SECONDS_TO_NOTICE)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_a_forked_child_does_not_hold_the_connections_of_its_rank():
-    assert run_on_ranks(in_child, 1) == [False]
+    run_on_ranks(close_beside_a_child, 1)

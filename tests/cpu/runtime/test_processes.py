@@ -15,7 +15,7 @@ from colocated_grpo.runtime import processes
 from tests.support.paths import ROOT
 from tests.support.servers import free_port
 
-TIMEOUT = 30
+TIMEOUT = 300
 
 # Takes the place of the launcher: runs a command and exits with its exit code. The bystander is a child of its own.
 DRIVER = """

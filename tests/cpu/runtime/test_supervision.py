@@ -11,12 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from colocated_grpo.runtime import supervision
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.supervision import StopRequest, Watchdog, explain_missing_ranks, own_process, visible_from
 from tests.support.ranks import Ranks, in_process_group, run_on_ranks
 
-SECONDS_TO_NOTICE = 5.0
-STARTED = 60.0
+SECONDS_TO_NOTICE = 60.0
+"""On an idle machine it takes 3. Without the watchdog, a rank would wait for minutes."""
+STARTED = 120.0
 
 
 def watched(world: World) -> tuple[StopRequest, Watchdog]:
@@ -44,13 +46,6 @@ def block_on_all_ranks_but_one(world: World, waiting, way_to_wait, idle_rank: in
     way_to_wait(world)
 
 
-def seconds_until_exit(process) -> float:
-    start = time.monotonic()
-    process.join(2 * SECONDS_TO_NOTICE)
-    assert process.exitcode is not None, "still alive"
-    return time.monotonic() - start
-
-
 @pytest.mark.parametrize("way_to_wait", [wait_in_a_collective, wait_for_a_key])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_is_blocked_by_a_killed_one_ends_within_seconds(way_to_wait, victim):
@@ -60,8 +55,8 @@ def test_a_rank_that_is_blocked_by_a_killed_one_ends_within_seconds(way_to_wait,
         survivor = ranks.processes[1 - victim]
         assert survivor.is_alive()
         ranks.processes[victim].kill()
-        assert seconds_until_exit(survivor) < SECONDS_TO_NOTICE
-        assert survivor.exitcode != 0
+        survivor.join(SECONDS_TO_NOTICE)
+        assert survivor.exitcode not in (None, 0)
 
 
 @pytest.mark.parametrize("differs", ["machine", "container"])
@@ -81,6 +76,7 @@ def test_processes_of_another_machine_or_container_are_not_watched_by_their_id(m
 def find_the_killed_rank(world: World, waiting, killed, right) -> None:
     _, watchdog = watched(world)
     watchdog.stop_watching()
+    supervision.EXIT_SECONDS = STARTED  # on a busy machine, a killed process may take a second to exit
     waiting[world.rank].set()
     if world.rank != 0:
         signal.pause()
@@ -96,7 +92,7 @@ def test_a_rank_can_identify_which_other_rank_was_killed():
         assert all(event.wait(STARTED) for event in waiting)
         ranks.processes[1].kill()
         killed.set()
-        assert right.wait(2 * SECONDS_TO_NOTICE)
+        assert right.wait(STARTED)
 
 
 def fail_on_rank_one(world: World, waiting) -> None:
@@ -112,7 +108,7 @@ def test_a_rank_that_reports_its_failure_ends_the_others_while_it_is_still_alive
     waiting = [Ranks.context.Event() for _ in range(2)]
     with Ranks(in_process_group, 2, fail_on_rank_one, waiting) as ranks:
         assert all(event.wait(STARTED) for event in waiting)
-        assert seconds_until_exit(ranks.processes[0]) < SECONDS_TO_NOTICE
+        ranks.processes[0].join(SECONDS_TO_NOTICE)
         assert ranks.processes[0].exitcode == 1
         assert ranks.processes[1].is_alive()
 
@@ -123,7 +119,7 @@ def stop_when_requested(world: World, ready) -> tuple[bool, bool]:
     stop, watchdog = watched(world)
     before = stop.requested()
     ready[world.rank].set()
-    deadline = time.monotonic() + 2 * SECONDS_TO_NOTICE
+    deadline = time.monotonic() + STARTED
     while not stop.requested() and time.monotonic() < deadline:
         signal.sigtimedwait([], 0.05)
     after = stop.requested()
@@ -149,7 +145,7 @@ def end_forked_children(world: World, number: signal.Signals) -> list[int]:
     for _ in range(20):
         child = os.fork()
         if child == 0:
-            time.sleep(SECONDS_TO_NOTICE)
+            time.sleep(STARTED)
             os._exit(0)
         os.kill(child, number)
         _, status = os.waitpid(child, 0)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import queue
+import re
 import subprocess
 import sys
 import threading
 from pathlib import Path
-
-import pytest
 
 from colocated_grpo.rollout.inbox import Inbox
 from colocated_grpo.runtime import user_code
@@ -27,7 +27,7 @@ from colocated_grpo.runtime.verdict import VERDICT_VARIABLE, read_verdicts
 from tests.support.paths import ROOT
 from tests.support.servers import until
 
-TIMEOUT = 60.0
+TIMEOUT = 300.0
 RANK = """
 import re, sys, threading, time
 from colocated_grpo.runtime import user_code, verdict
@@ -81,19 +81,22 @@ def test_without_a_launcher_the_stacks_are_printed(tmp_path):
     assert ended.stderr.startswith("Timeout (") and "in hold" in ended.stderr
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        pytest.param("hold_for_a_second()", id="user code that is not a reward"),
-        pytest.param(
-            "with user_code.limited():\n    pass\ntime.sleep(0.3)\nhold_for_a_second()", id="user code after a reward"
-        ),
-        pytest.param("with user_code.limited():\n    time.sleep(1.5)", id="a reward that waits without the lock"),
-    ],
-)
-def test_a_rank_is_not_ended_by(tmp_path, body):
-    ended = rank(tmp_path, f"{body}\nwatch.close()\n")
+def test_a_rank_is_not_ended_by_user_code_that_is_not_a_reward(tmp_path):
+    ended = rank(tmp_path, "hold_for_a_second()\nwatch.close()\n")
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_the_time_limit_begins_anew_while_a_reward_waits_without_the_lock_and_is_cancelled_after_it(monkeypatch):
+    timers: list[float | None] = []
+    monkeypatch.setattr(user_code, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda seconds, **_: timers.append(seconds))
+    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: timers.append(None))
+    watch = UserCodeWatch(60.0, "", print)
+    with watch.limited():
+        until(lambda: len(timers) > 3)
+        assert set(timers) == {60.0}
+    until(lambda: timers[-1] is None)
+    watch.close()
 
 
 def test_the_line_is_one_of_user_code_that_the_package_has_called():
@@ -126,8 +129,7 @@ def test_user_code_that_does_not_return_is_reported_repeatedly_with_its_line(mon
     until(lambda: reported.append(lines.get(timeout=TIMEOUT)) or len(reported) == 3)
     watch.close()
     for line in reported:
-        assert line.startswith("blocked for 0 s in ")
-        assert line.endswith("; the run continues when this code returns")
+        assert re.fullmatch(r"blocked for \d+ s in .*; the run continues when this code returns", line)
 
 
 def test_a_wait_of_the_package_itself_is_not_user_code():

@@ -22,7 +22,7 @@ from tests.support.servers import until
 from tests.support.trainer_server import Trainer, TrainerServer, alone, completed, requests
 from tests.support.training_runs import tiny_model
 
-TIMEOUT, SHORT = 10, 0.3
+TIMEOUT, SHORT = 120.0, 0.3
 
 
 class Controlled:
@@ -146,7 +146,7 @@ class Complete(TrainerServer):
 def status_of(server: TrainerServer, path: str, body: Any) -> int | None:
     """Post as a client that is no trainer. Returns None for a success."""
     try:
-        JsonClient(server.url, timeout=10).post(path, body)
+        JsonClient(server.url, timeout=TIMEOUT).post(path, body)
     except RequestRejected as error:
         return error.status
     return None
@@ -177,7 +177,7 @@ def attachable() -> Iterator[TrainerServer]:
 
 
 def test_a_stream_without_a_secret_attaches_no_trainer(attachable):
-    client = JsonClient(attachable.url, timeout=10)
+    client = JsonClient(attachable.url, timeout=TIMEOUT)
     with pytest.raises(RequestRejected, match="409 X-Trainer: missing"):
         client.get("/engine/stream?client=0123456789abcdef")
     assert status_of(attachable, "/engine/version", {"policy_version": 5}) == 409
@@ -185,10 +185,13 @@ def test_a_stream_without_a_secret_attaches_no_trainer(attachable):
 
 def test_a_second_trainer_is_refused_until_the_first_has_ended(attachable, monkeypatch):
     first = Trainer(attachable)
-    monkeypatch.setattr(engine_servers, "BUSY_SECONDS", SHORT)
-    with pytest.raises(
-        RunError, match=rf"^engine.urls={attachable.url}: 409 another trainer is attached to this server"
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(
+            RunError, match=rf"^engine.urls={attachable.url}: 409 another trainer is attached to this server"
+        ),
     ):
+        patch.setattr(engine_servers, "BUSY_SECONDS", SHORT)
         Trainer(attachable, trainer="another")
     first.engine.close()
     second = Trainer(attachable, trainer="another")
@@ -198,7 +201,7 @@ def test_a_second_trainer_is_refused_until_the_first_has_ended(attachable, monke
 
 def test_a_trainer_finds_an_engine_that_runs_whatever_was_done_before(attachable):
     assert status_of(attachable, "/bridge/pause", {}) is None
-    assert JsonClient(attachable.url, timeout=10).get("/health") == {"status": "paused"}
+    assert JsonClient(attachable.url, timeout=TIMEOUT).get("/health") == {"status": "paused"}
     trainer = Trainer(attachable)
     trainer.engine.submit(requests(3))
     assert dict(completed(trainer.engine, 3)) == alone(requests(3))
@@ -208,7 +211,7 @@ def test_a_server_without_whole_weights_is_unhealthy_until_it_has_received_some(
     def fail() -> None:
         raise ValueError("the trainer's connection is lost")
 
-    control, client = attachable.process.control, JsonClient(attachable.url, timeout=10)
+    control, client = attachable.process.control, JsonClient(attachable.url, timeout=TIMEOUT)
     control.join_trainer(lambda: None).result(TIMEOUT)
     assert control.receive_weights(fail).exception(TIMEOUT)
     with pytest.raises(Unavailable, match="503"):

@@ -20,6 +20,7 @@ from tests.support.ranks import run_on_ranks
 from tests.support.servers import until
 
 SAMPLING = Sampling(temperature=0.5, max_tokens=8, stop=("x",), stop_token_ids=(1, 2))
+TIMEOUT = 120.0
 FOREVER = 10**9
 """Decode steps."""
 
@@ -59,10 +60,10 @@ def test_completions_come_back_as_the_remote_engine_sampled_them(pair):
     pair.engine.weights_changed(3)
     futures = [pair.link.put(request(seed)) for seed in range(20)]
     thread = pair.serve(1)
-    assert [future.result(10) for future in futures] == [completion_of(request(seed), 3) for seed in range(20)]
+    assert [future.result(TIMEOUT) for future in futures] == [completion_of(request(seed), 3) for seed in range(20)]
     assert pair.engine.submitted[0].sampling == SAMPLING
     pair.link.end_phase(1, abort=False)
-    thread.join(10)
+    thread.join(TIMEOUT)
     assert not thread.is_alive()
 
 
@@ -72,35 +73,36 @@ def test_deltas_arrive_before_their_completion(pair):
     num_at_completion: list[int] = []
     future.add_done_callback(lambda _: num_at_completion.append(len(deltas)))
     thread = pair.serve(1)
-    whole = future.result(10)
+    whole = future.result(TIMEOUT)
     pair.link.end_phase(1, abort=False)
-    thread.join(10)
+    thread.join(TIMEOUT)
     assert [token for delta in deltas for token in delta.token_ids] == whole.token_ids[:-1] != []
     assert all(isinstance(delta, TokenDelta) for delta in deltas)
+    until(lambda: num_at_completion)  # the future has its result before its callbacks are called
     assert num_at_completion == [len(deltas)]
 
 
 def test_running_requests_finish_when_a_phase_ends(pair):
     decoding, go_on = threading.Event(), threading.Event()
-    pair.engine._on_step = lambda: (decoding.set(), go_on.wait(10))
+    pair.engine._on_step = lambda: (decoding.set(), go_on.wait(TIMEOUT))
     thread = pair.serve(1)
     future = pair.link.put(request(1))
-    assert decoding.wait(10)
+    assert decoding.wait(TIMEOUT)
     pair.link.end_phase(1, abort=False)
     until(lambda: pair.remote.last_ended == 1)
     go_on.set()
-    assert future.result(10) == completion_of(request(1))
-    thread.join(10)
+    assert future.result(TIMEOUT) == completion_of(request(1))
+    thread.join(TIMEOUT)
 
 
 def test_requests_between_phases_are_served_in_the_next(pair):
     pair.link.end_phase(1, abort=False)
-    pair.serve(1).join(10)
+    pair.serve(1).join(TIMEOUT)
     future = pair.link.put(request(1))
     thread = pair.serve(2)
-    assert future.result(10) == completion_of(request(1))
+    assert future.result(TIMEOUT) == completion_of(request(1))
     pair.link.end_phase(2, abort=False)
-    thread.join(10)
+    thread.join(TIMEOUT)
 
 
 def test_an_aborted_phase_cancels_its_running_requests(pair):
@@ -109,7 +111,7 @@ def test_an_aborted_phase_cancels_its_running_requests(pair):
     future = pair.link.put(request(1))
     until(lambda: pair.engine.running)
     pair.link.end_phase(1, abort=True)
-    thread.join(10)
+    thread.join(TIMEOUT)
     until(lambda: future.done())
     assert future.cancelled()
 
@@ -122,7 +124,7 @@ def test_a_cancelled_request_leaves_the_remote_engine(pair):
     future.cancel()
     until(lambda: not pair.engine.running)
     pair.link.end_phase(1, abort=False)
-    thread.join(10)
+    thread.join(TIMEOUT)
     assert not thread.is_alive(), "a request still running would keep the phase from ending"
 
 
@@ -161,7 +163,7 @@ def versions_from_every_rank(world: World) -> list[int] | None:
     if remote is not None:
         remote.serve(Driver(engine, inbox), 1)
         return None
-    versions = [link.put(request(1)).result(30).policy_version for link in links]
+    versions = [link.put(request(1)).result(TIMEOUT).policy_version for link in links]
     for link in links:
         link.end_phase(1, abort=False)
     return versions

@@ -206,7 +206,7 @@ def test_the_memory_of_a_body_that_makes_room_for_itself_is_free_once(monkeypatc
 
 def test_requests_above_the_concurrency_limit_are_rejected():
     server = EngineServer(max_requests=1)
-    server.awake.clear()
+    server.fall_asleep()
     thread = threading.Thread(target=server.call, args=("POST", "/generate", GENERATE))
     thread.start()
     until(lambda: server.inboxes[0])

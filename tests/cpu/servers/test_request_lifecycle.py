@@ -34,6 +34,7 @@ from tests.support.engine_server import (
     JSON_TYPE,
     LIMITS,
     MAX_TOKENS,
+    TIMEOUT,
     EngineServer,
     LetterTokenizer,
     StepGate,
@@ -47,7 +48,7 @@ FOREVER = 10**9
 
 
 def test_requests_wait_while_the_engine_sleeps_and_health_stays_200(server):
-    server.awake.clear()
+    server.fall_asleep()
     responses: list[Any] = []
     thread = threading.Thread(target=lambda: responses.append(server.call("POST", "/generate", GENERATE)))
     thread.start()
@@ -55,13 +56,13 @@ def test_requests_wait_while_the_engine_sleeps_and_health_stays_200(server):
     assert server.call("GET", "/health") == (200, {"status": "serving"})
     assert responses == []
     server.awake.set()
-    thread.join(10)
+    thread.join(TIMEOUT)
     assert responses[0][0] == 200
 
 
 def test_requests_are_spread_evenly_over_the_engines():
     server = EngineServer(engines=3)
-    server.awake.clear()
+    server.fall_asleep()
     body = {**GENERATE, "n": 2}
     threads = [threading.Thread(target=server.call, args=("POST", "/generate", body)) for _ in range(3)]
     for thread in threads:
@@ -70,7 +71,7 @@ def test_requests_are_spread_evenly_over_the_engines():
     assert [len(inbox._requests) for inbox in server.inboxes] == [2, 2, 2]
     server.awake.set()
     for thread in threads:
-        thread.join(10)
+        thread.join(TIMEOUT)
     server.close()
 
 
@@ -105,7 +106,7 @@ def test_a_disconnect_within_a_stream_aborts_the_requests_in_the_engine(server, 
 LONG = 1500
 """Tokens of each of MANY completions."""
 MANY = 64
-HEALTH_SECONDS = 1.0
+HEALTH_SECONDS = 15.0
 
 
 def long_completion(request: Request, policy_version: int) -> Completion:
@@ -227,7 +228,7 @@ def test_a_shutdown_while_top_logprobs_are_computed_ends_the_stream():
         until(lambda: inbox)
         driver.step()
         driver.drain()
-        assert top_logprobs.result(10)
+        assert top_logprobs.result(TIMEOUT)
 
 
 def test_a_shutdown_is_an_error_for_pending_requests(server):
@@ -237,7 +238,7 @@ def test_a_shutdown_is_an_error_for_pending_requests(server):
     thread.start()
     until(lambda: len(server.engines[0].running) == 3)
     server.ended.set()
-    thread.join(10)
+    thread.join(TIMEOUT)
     assert responses == [(503, {"error": {"message": CLOSING, "type": "server_error", "code": 503}})]
 
 

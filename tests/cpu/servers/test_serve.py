@@ -224,7 +224,7 @@ def test_requests_wait_while_the_engine_is_paused(server):
     assert server.call("GET", "/health") == (200, {"status": "paused"})  # after the request, on another connection
     assert not answers
     assert not server.done("/bridge/resume")["is_paused"]
-    thread.join(timeout=60)
+    thread.join(timeout=START_SECONDS)
     assert answers == [expected]
 
 
@@ -235,7 +235,7 @@ def test_a_completion_paused_halfway_has_the_same_tokens(server):
     for _ in range(3):
         server.done("/bridge/pause")
         server.done("/bridge/resume")
-    thread.join(timeout=60)
+    thread.join(timeout=START_SECONDS)
     assert answers == [expected]
 
 
@@ -272,7 +272,7 @@ def test_a_port_that_is_taken_is_named(guarded):
 
 def test_a_signal_ends_the_server_and_frees_its_port(guarded):
     guarded.process.send_signal(signal.SIGTERM)
-    assert guarded.process.wait(timeout=60) == 0
+    assert guarded.process.wait(timeout=START_SECONDS) == 0
     until(lambda: not is_open(guarded.port))
 
 

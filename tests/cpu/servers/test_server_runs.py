@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from colocated_grpo.runtime.user_code import MIN_SECONDS
 from colocated_grpo.tracking import files
 from tests.support.atropos_environment import GROUP, environment
 from tests.support.programs import ended_by_a_callback
@@ -46,7 +47,7 @@ FRESH = 1e-5
 CLOSE = 2e-4
 """Weights of runs that sampled the same tokens in other batches: a fifth of an update."""
 RANK = 4
-SECONDS_TO_END = 60.0
+SECONDS_TO_END = 300.0
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +159,7 @@ def test_a_server_gives_the_result_of_a_colocated_run_bit_for_bit(server, task, 
 def test_a_trainer_that_a_reward_blocks_continues_with_the_same_server(server, task, uninterrupted, tmp_path):
     """A reward holds the interpreter lock while the server decodes for step 3."""
     blocked = block_rank(task, step=3)
-    with ForkedRun(tmp_path, work(task, server, rollout={"reward_timeout": 5.0})) as run:
+    with ForkedRun(tmp_path, work(task, server, rollout={"reward_timeout": MIN_SECONDS})) as run:
         assert run.wait() == 1
         assert "Timeout (" in run.stderr  # stacks of all threads: there is no launcher to make a line of them
         assert f'work.py", line {BLOCKING_LINE} in score' in run.stderr

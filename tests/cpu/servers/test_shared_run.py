@@ -16,7 +16,7 @@ from colocated_grpo.errors import RunError
 from colocated_grpo.servers.exported import CONFIG_NAME, attach, export, move_to_shared_memory
 from colocated_grpo.tracking import files
 from tests.support.ranks import run_on_ranks
-from tests.support.training_runs import ForkedRun, LaunchedRun, settings, tiny_model
+from tests.support.training_runs import ForkedRun, LaunchedRun, held_sorting, settings, tiny_model
 
 SHARED = {"placement": "server", "bridge": "shared"}
 EXACT = ("reward", "loss", "grad_norm", "mismatch/plain", "completion_tokens")
@@ -48,9 +48,12 @@ def test_one_copy_of_the_weights_gives_the_result_of_a_colocated_run(tmp_path):
         pages = [size for process in served.processes() if (size := shared_pages(process.pid))]
         return len(pages) == 2 and sum(pages) < 1.3 * bytes_of_model
 
-    with LaunchedRun(tmp_path / "served", run_settings(engine=SHARED)) as served:
+    seen = tmp_path / "seen"
+    held = held_sorting(hold_before=3, until=str(seen))
+    with LaunchedRun(tmp_path / "served", run_settings(engine=SHARED, environments=held)) as served:
         served.wait_until(served.folder.exists)  # until then, a look at all processes costs more than it can show
         served.wait_until(both_processes_have_one_copy)
+        seen.touch()
         served.finish()
     for key in EXACT:
         values = [[row.get(key) for row in run.rows(files.TRAIN)] for run in (alone, served)]

@@ -30,7 +30,7 @@ class Server:
         return self.call("GET", path or self.path, **headers)[0]
 
     def call(self, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, str]:
-        connection = HTTPConnection("127.0.0.1", self.port, timeout=10)
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=120)
         sent = {name.replace("_", "-"): value for name, value in headers.items()}
         connection.request(method, path, body, {"Host": f"localhost:{self.port}", **sent})
         response = connection.getresponse()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -14,7 +16,7 @@ from colocated_grpo.web import server as server_module
 from colocated_grpo.web.server import Connection, ServerThread
 from tests.support.servers import until
 
-SECONDS = 4
+SECONDS = 120
 GET = b"GET / HTTP/1.1\r\nHost: here\r\n\r\n"
 HEAD = b"POST / HTTP/1.1\r\nHost: here\r\n"
 OK = b"HTTP/1.1 200 OK\r\n"
@@ -32,6 +34,15 @@ class GatedServer:
         await asyncio.to_thread(self.open.wait, SECONDS)
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
         await send({"type": "http.response.body"})
+
+    @contextmanager
+    def not_reading(self) -> Generator[None]:
+        """Neither accept connections nor read from them in this context."""
+        until(lambda: self.thread._server.started)
+        go_on = threading.Event()
+        self.thread._server.servers[0].get_loop().call_soon_threadsafe(go_on.wait)
+        yield
+        go_on.set()
 
     def connect(self) -> socket.socket:
         connection = socket.create_connection(("127.0.0.1", self.thread.ports[0]), timeout=SECONDS)
@@ -58,9 +69,11 @@ def read_until_closed(connection: socket.socket) -> bytes:
 
 @pytest.mark.parametrize("sent", [b"", b"GET", HEAD, GET + HEAD])
 def test_a_connection_without_a_complete_request_is_closed(monkeypatch, server, sent):
-    monkeypatch.setattr(server_module, "IDLE_SECONDS", 0.3)  # on a busy machine the client's thread waits for a core
-    with server.connect() as connection:
+    monkeypatch.setattr(server_module, "IDLE_SECONDS", 0.3)
+    with server.not_reading():  # the time begins when all is sent
+        connection = server.connect()
         connection.sendall(sent)
+    with connection:
         assert read_until_closed(connection).count(OK) == sent.count(GET)
 
 
@@ -99,13 +112,17 @@ class LongServer(GatedServer):
 
 
 def test_a_response_that_its_client_does_not_read_ends(monkeypatch):
-    monkeypatch.setattr(server_module, "IDLE_SECONDS", 0.3)
+    checks: queue.SimpleQueue[tuple[Connection, object]] = queue.SimpleQueue()
+    monkeypatch.setattr(Connection, "_check_later", lambda self, last: checks.put((self, last)))
     server = LongServer()
     with server.connect() as reader, server.connect() as idle:
         for connection in (reader, idle):
             connection.sendall(GET)
         while not server.ended.is_set():
-            assert reader.recv(1 << 20)
+            for _ in range(16):
+                assert reader.recv(1 << 20)
+            for connection, last in [checks.get() for _ in range(checks.qsize())]:
+                connection.loop.call_soon_threadsafe(connection._check_idle, last)
         assert read_until_closed(idle).startswith(OK)
     server.thread.close()
 

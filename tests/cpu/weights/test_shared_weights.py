@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.workload import MAX_PROMPT_TOKENS, TASK
+from benchmarks.workload import MAX_PROMPT_TOKENS
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings import errors, rules
 from colocated_grpo.settings.schema import Config
@@ -109,11 +109,12 @@ def test_shared_weights_need_one_rank_and_one_type():
         rules.check_world(config, 2)
 
 
-def everything(weights: str) -> Settings:
+def everything(weights: str, **hold: int) -> Settings:
     """16 bits beside fp32 masters, minibatches of several micro-batches, steps that later ones see, a reference."""
     return deterministic(
         weights=weights,
-        environments=[{"type": "task", "name": TASK}],  # rewards differ at once, so that every step moves the weights
+        # Its rewards differ at once, so that every step moves the weights.
+        environments=[{"type": "task", "name": "tests.support.held_tasks:HeldWork", "args": hold}],
         rollout={"max_prompt_tokens": MAX_PROMPT_TOKENS},
         training_steps=4,
         policy={"compute_dtype": "bfloat16"},
@@ -142,7 +143,7 @@ def test_a_run_with_shared_weights_equals_a_run_with_copied_weights(copied, tmp_
 
 
 def test_a_killed_run_with_shared_weights_resumes_exactly(copied, tmp_path):
-    with ForkedRun(tmp_path, everything("shared")) as run:
+    with ForkedRun(tmp_path, everything("shared", hold_before=3)) as run:
         run.wait_for_step(2)
         run.kill()
     resumed = train(tmp_path, everything("shared"), "--resume", "auto")

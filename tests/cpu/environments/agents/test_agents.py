@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from http.client import HTTPConnection
@@ -226,14 +227,22 @@ def test_a_request_sent_before_the_tokens_that_it_repeats_were_known_is_a_sequen
 
 
 def test_a_request_that_the_agent_gives_up_is_aborted_in_the_engine():
+    submitted = threading.Event()
+
+    def decode_steps(request):
+        submitted.set()
+        return 1 if request.key[3] else 10**9
+
     async def play(item, access):
-        with suppress(TimeoutError):
-            async with asyncio.timeout(0.2):
-                await ask(access, [user("a")])
+        request = asyncio.ensure_future(ask(access, [user("a")]))
+        await asyncio.to_thread(submitted.wait)
+        request.cancel()
+        with suppress(asyncio.CancelledError):
+            await request
         await ask(access, [user("b")])
         return 1.0
 
-    rollout, run = play_alone(play, says("never", "b"), decode_steps=lambda r: 1 if r.key[3] else 10**9)
+    rollout, run = play_alone(play, says("never", "b"), decode_steps=decode_steps)
     assert rollout.score.reward == 1.0
     assert TOKENIZER.decode(rollout.token_ids).count("<|assistant|>") == 1
     assert "abort [('train/0', 0, 0, 0)]" in run.engine.events
@@ -274,7 +283,7 @@ def test_the_settings_of_the_run_apply_and_not_those_of_the_program():
 def status_of(base_url: str, api_key: bytes) -> int:
     """Post a chat request and return its status."""
     parts = urlsplit(base_url)
-    connection = HTTPConnection(parts.hostname, parts.port, timeout=10)
+    connection = HTTPConnection(parts.hostname, parts.port, timeout=120)
     headers = {"Authorization": b"Bearer " + api_key, "Content-Type": "application/json"}
     connection.request("POST", f"{parts.path}/chat/completions", json.dumps({"messages": [user("a")]}), headers)
     status = connection.getresponse().status
@@ -357,14 +366,14 @@ open({str(pids)!r} + ".part", "w").write(f"{{os.getpid()}} {{child.pid}}")
 os.rename({str(pids)!r} + ".part", {str(pids)!r})
 time.sleep(600)
 """
-    error = error_of(program_of(tmp_path, hangs), tool_timeout=1.5)
-    assert "no turn and no result within rollout.tool_timeout=1.5 s" in error
+    error = error_of(program_of(tmp_path, hangs), tool_timeout=5.0)
+    assert "no turn and no result within rollout.tool_timeout=5 s" in error
     assert_gone([int(pid) for pid in pids.read_text().split()])
 
 
 def assert_gone(pids: list[int]) -> None:
     """Wait until these processes have ended. Those killed an instant ago may still be there."""
-    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=10)
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=120)
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
@@ -486,22 +495,25 @@ def test_no_more_than_max_running_agents_run_at_a_time():
         running.remove(access)
         return 1.0
 
-    with AgentRun(play, says("a"), max_running=3, tool_timeout=20.0) as run:
+    with AgentRun(play, says("a"), max_running=3, tool_timeout=120.0) as run:
         groups = run.collect(prompts=4, group_size=2)
     assert most == 3
     assert [rollout.score.reward for group in groups for rollout in group.rollouts] == [1.0] * 8
 
 
 def test_waiting_agents_do_not_use_up_their_time():
+    """Sampling, which does not use it up either, takes longer for all of them together than an agent has."""
+
     async def play(item, access):
         await ask(access, [user("a")])
-        await asyncio.sleep(0.25)
         return 1.0
 
-    with AgentRun(play, says("a"), max_running=1, tool_timeout=0.75) as run:
-        begun = time.monotonic()
+    def complete(request, policy_version):
+        time.sleep(0.6)
+        return says("a")(request, policy_version)
+
+    with AgentRun(play, complete, max_running=1, tool_timeout=2.0) as run:
         groups = run.collect(prompts=4)
-        assert time.monotonic() - begun > 0.75
     assert [group.rollouts[0].score.error for group in groups] == [None] * 4
 
 
@@ -577,5 +589,5 @@ while not Path(f"/proc/{process.pid}/cmdline").read_bytes().startswith(b"sleep")
 print(process.pid, flush=True)
 os.kill(os.getpid(), 9)
 """
-    ended = subprocess.run([sys.executable, "-c", rank, STARTER], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", rank, STARTER], capture_output=True, text=True, timeout=300)
     assert_gone([int(ended.stdout)])

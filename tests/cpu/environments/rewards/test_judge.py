@@ -123,7 +123,7 @@ def test_one_failure_leaves_the_other_completions_their_rewards_and_is_not_repea
 
 def test_a_slow_judge_is_given_up_after_its_timeout():
     released = threading.Event()
-    with judge_server(lambda body: (200, {"score": released.wait(30)})) as server:
+    with judge_server(lambda body: (200, {"score": released.wait(120)})) as server:
         [one] = score(scorer(server.url, timeout=0.05, retries=0), ["a"])
         released.set()
     assert one.error == "judge: the judge is unavailable, attempts: 1, the last: timed out"
@@ -173,12 +173,12 @@ def test_all_256_completions_of_a_step_are_judged_at_the_same_time():
     together = threading.Barrier(256)
 
     def answer(body):
-        together.wait(30)  # no request is answered before all of them have arrived
+        together.wait(120)  # no request is answered before all of them have arrived
         return 200, {"score": 1}
 
     with judge_server(answer) as server:
-        judge = scorer(server.url)
-        calls = RewardCalls(lambda item, _: ([], score(judge, list("abcdefgh"), item)), workers=32, timeout=60)
+        judge = scorer(server.url, timeout=300)
+        calls = RewardCalls(lambda item, _: ([], score(judge, list("abcdefgh"), item)), workers=32, timeout=300)
         started = [calls.submit(prompt(f"question {index}"), []) for index in range(32)]
         assert calls.wait(started, since=time.monotonic())
         calls.close()
@@ -187,8 +187,8 @@ def test_all_256_completions_of_a_step_are_judged_at_the_same_time():
 
 def test_no_more_threads_send_requests_than_allowed():
     together = threading.Barrier(4)
-    with judge_server(lambda body: (200, {"score": together.wait(30)})) as server:
-        judge = scorer(server.url, concurrency=4)
+    with judge_server(lambda body: (200, {"score": together.wait(120)})) as server:
+        judge = scorer(server.url, concurrency=4, timeout=300)
         assert None not in rewards(score(judge, [str(number) for number in range(32)]))
     assert len(judge.functions[0].function._threads._threads) == 4
 

@@ -6,7 +6,6 @@ import gc
 import json
 import shutil
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.environments.build import build_environments
 from colocated_grpo.environments.rewards import reward_model
 from colocated_grpo.environments.rewards.functions import RewardScorer, build_rewards
+from colocated_grpo.rollout import reward_calls
 from colocated_grpo.rollout.reward_calls import RewardCalls
 from colocated_grpo.settings.config_file import load_config
 from colocated_grpo.settings.errors import ConfigError
@@ -30,6 +30,7 @@ from colocated_grpo.settings.sources import RewardConfig
 from colocated_grpo.tools.make_model import build_char_tokenizer
 from colocated_grpo.types import Completion, Prompt, Score
 from tests.support.config_text import load
+from tests.support.fakes import Clock
 from tests.support.reward_models import make_reward_model, scores_alone
 from tests.support.training_runs import tiny_model
 
@@ -176,17 +177,19 @@ def test_a_model_object_of_a_script_is_one_line(folder):
         Trainer("some/model", [model], train_dataset=[{"prompt": "sort 1"}] * 20)
 
 
-def test_prompts_that_wait_for_the_model_while_it_scores_others_do_not_time_out():
-    model, busy = threading.Lock(), threading.Event()
+def test_prompts_that_wait_for_the_model_while_it_scores_others_do_not_time_out(monkeypatch):
+    model, clock = threading.Lock(), Clock()
+    monkeypatch.setattr(reward_calls, "time", clock)
+    monkeypatch.setattr(reward_calls, "POLL_SECONDS", 0.01)
 
     def judge(_prompt: Prompt, _completions: object) -> tuple[list[str], list[Score]]:
         with model:
-            busy.wait(0.2)  # never set: the time of a forward pass
+            clock.move(0.2)  # the time of a forward pass
         return [], []
 
     calls = RewardCalls(judge, workers=4, timeout=0.6)
     waiting = [calls.submit(Prompt(index=index, token_ids=[1], text="", item={}, source=""), []) for index in range(6)]
-    assert calls.wait(waiting, since=time.monotonic())
+    assert calls.wait(waiting, since=clock.monotonic())
     calls.close()
     assert [call.judged() for call in waiting] == [([], [])] * 6
 

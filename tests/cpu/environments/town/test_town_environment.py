@@ -252,16 +252,16 @@ def executed(tree: ast.AST) -> Iterator[ast.AST]:
 
 def test_scripted_games_run_at_hundreds_of_turns_a_second():
     """An idle machine plays thousands; the bound leaves room for a busy one."""
-    began, turns = time.perf_counter(), 0
+    began, turns = time.process_time(), 0
     for seed in range(6):
         turns += sum(each.acted for each in play_game(seed, 11).seats)
     assert turns > 500
-    assert turns / (time.perf_counter() - began) > 300
+    assert turns / (time.process_time() - began) > 300
 
 
 def test_hundreds_of_turns_a_second_are_prompted_and_scored():
     environment = small_town(games=8, seats=9)
-    began = time.perf_counter()
+    began = time.process_time()
     committed = 0
     while committed < 600:
         for turn in environment.next_batch():
@@ -269,7 +269,7 @@ def test_hundreds_of_turns_a_second_are_prompted_and_scored():
             environment.score(turn, answers)
             environment.commit(turn, answers[0])
             committed += 1
-    assert committed / (time.perf_counter() - began) > 300
+    assert committed / (time.process_time() - began) > 300
 
 
 def test_simultaneous_turns_may_be_committed_in_any_order():

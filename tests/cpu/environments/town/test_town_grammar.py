@@ -105,10 +105,10 @@ def test_cleaned_speech_is_one_printable_line(text):
 
 @pytest.mark.parametrize("piece", ["<", "<think>", "<a", "<a>", "</think>", "a", " ", "\n", "<wait/>", "<speak>"])
 def test_long_hostile_replies_are_parsed_in_linear_time(piece):
-    began = time.perf_counter()
+    began = time.process_time()
     for opening in ("", "<think>", "<think></think>", "<think></think><speak>"):
         parse(opening + piece * 200_000)
-    assert time.perf_counter() - began < 10
+    assert time.process_time() - began < 10
 
 
 @pytest.mark.parametrize(
