@@ -76,9 +76,8 @@ class Echo:
     def _turn(self, number: int) -> EchoTurn:
         left = self.games[number]
         names = {"numbers": 10 * number + left, "repeated": "0"}
-        return EchoTurn(
-            names.get(self.bad, f"{number}.{left}"), number, left, trainable=not (self.frozen_seat and left % 2 == 0)
-        )
+        trainable = self.bad != "absent" and not (self.frozen_seat and left % 2 == 0)
+        return EchoTurn(names.get(self.bad, f"{number}.{left}"), number, left, trainable=trainable)
 
     def add_game(self) -> list[EchoTurn]:
         if self.bad == "silent":

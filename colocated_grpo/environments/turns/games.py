@@ -83,7 +83,7 @@ class TurnGames(Items):
 
     def held_out(self, seed: int) -> Iterator[Item]:
         """Yield the policy's turns of games in which a script plays all turns."""
-        environment, played = self._build(seed, held_out=True), set()
+        environment, played, own = self._build(seed, held_out=True), set(), 0
         with _errors_of(self.name, "next_batch(), pattern() or play_on"):
             while turns := environment.next_batch():
                 for turn in turns:
@@ -92,7 +92,10 @@ class TurnGames(Items):
                     played.add(turn.id)
                     if turn.trainable:
                         yield item_of(turn, structured=self._config.structured)
+                        own = len(played)
                     environment.play_on(turn)
+                if len(played) - own > 10_000:
+                    raise ValueError(f"{len(played) - own} turns without one of the policy")
 
 
 def item_of(turn: Turn, *, structured: bool) -> Item:
