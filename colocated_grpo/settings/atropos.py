@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from colocated_grpo.settings.base import Integer, Number, Positive, Section
+from colocated_grpo.settings.generation import Url
 
 Port = Annotated[Integer, Field(ge=1, le=65535)]
 
@@ -56,7 +57,7 @@ class AtroposSourceConfig(Section):
     type: Literal["atropos"]
     name: str = "atropos"
     """Name of this source in logs and rollouts.jsonl."""
-    url: str = "http://localhost:8000"
+    url: Url = "http://localhost:8000"
     """Address of the API server (run-api, or python -m colocated_grpo.atropos.api)."""
     api_key_variable: str | None = None
     """Environment variable with the key of the API server, if that server requires a key. run-api requires none."""

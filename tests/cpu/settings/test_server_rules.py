@@ -36,9 +36,9 @@ def lines(tmp_path: Path, *overrides: str) -> list[str]:
             ["--rollout.max_staleness", "1"],
             "rollout.max_staleness=1: needs engine.placement: server; an engine inside a rank cannot generate while",
         ),
-        ([*SERVER, "--engine.urls", "[localhost:9001]"], "engine.urls='localhost:9001': must be an address like http:"),
-        ([*SERVER, "--engine.urls", "[ftp://a]"], "engine.urls='ftp://a': must be an address like http://"),
-        ([*SERVER, "--engine.urls", "[http://]"], "engine.urls='http://': must be an address like http://"),
+        ([*SERVER, "--engine.urls", "[localhost:9001]"], r"engine.urls.0='localhost:9001': must match ^https?://[\w\[]"),
+        ([*SERVER, "--engine.urls", "[ftp://a]"], r"engine.urls.0='ftp://a': must match ^https?://[\w\[]"),
+        ([*SERVER, "--engine.urls", "[http://]"], r"engine.urls.0='http://': must match ^https?://[\w\[]"),
         (
             [*SERVER, "--engine.urls", "[http://a:1, http://a:1]"],
             "engine.urls: repeats an address: http://a:1, http://a:1",
