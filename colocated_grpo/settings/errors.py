@@ -95,7 +95,7 @@ SettingsTree = JsonObject
 MIN_SIMILARITY = 0.7
 """Minimum similarity of a suggested name to an unknown key. Less similar names would confuse more than help."""
 MIN_ALIAS_SIMILARITY = 0.8
-"""The same for an alias. It is higher, because the suggestion shows the new name, which may look nothing like the key."""
+"""The same for an alias. It is higher, because the suggestion shows the new name, which may not resemble the key."""
 SAME_SECTION_BONUS = 0.1
 MAX_VALUE_CHARACTERS = 80
 

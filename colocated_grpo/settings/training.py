@@ -136,8 +136,8 @@ class OptimizerConfig(Section):
 
 class PolicyConfig(Section):
     lr: Number = Field(1e-6, gt=0)
-    """Peak learning rate. The default suits pretrained models; models of a few million parameters need 1e-4 and
-    more. With `lora` the default is 1e-5: adapters need about ten times the learning rate of full training."""
+    """Peak learning rate. The default suits models of a billion parameters; models of 100 to 300 million need 1e-5, of
+    a few million 1e-4. With `lora` the default is 1e-5: adapters need about ten times the rate of full training."""
     min_lr: Number = Field(0.0, ge=0)
     """Final learning rate of a cosine or linear schedule. At most lr."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"

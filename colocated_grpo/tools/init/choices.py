@@ -33,8 +33,8 @@ PROMPT_STEP = 32
 """Prompt limits are multiples of this number."""
 GPU_COMPLETION, CPU_COMPLETION = 1024, 128
 PASSES, MAX_STEPS, MIN_STEPS = 3, 200, 20
-SMALL_MODEL, SMALL_MODEL_LR = 50e6, 1e-4
-"""Models with fewer parameters get this learning rate: the default rate hardly changes such models."""
+SMALL_MODELS = ((50e6, 1e-4), (500e6, 1e-5))
+"""Rates of smaller models, which the default hardly changes: docs/results/init_rates_smollm2_2cores.json."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,9 @@ def batch_of(rows: int, gpus: int) -> tuple[Setting, Setting, Setting]:
 def learning_rate(sizes: Sizes | None, memory: Memory | None) -> Setting:
     if memory is not None and memory.changes.get("policy", {}).get("lora") is not None:
         return Setting("lr", LEARNING_RATE, "adapters need about ten times the rate of full training")
-    if sizes is not None and sizes.total < SMALL_MODEL:
-        return Setting("lr", SMALL_MODEL_LR, "a model of a few million parameters needs 1e-4 and more")
+    for parameters, rate in SMALL_MODELS:
+        if sizes is not None and sizes.total < parameters:
+            return Setting("lr", rate, f"models of less than {parameters / 1e6:g} million parameters need this or more")
     return Setting("lr", PolicyConfig().lr, "suits pretrained models; watch `kl` and `entropy` before you raise it")
 
 
@@ -151,11 +152,9 @@ def _candidates(ranks: int, on_gpu: bool, tensor_parallel_sizes: Sequence[int]) 
         ]
     for changes, why in kinds:
         for size in tensor_parallel_sizes:
-            if size == 1:
-                yield changes, why
-            else:
-                parallel = {"engine": {"tensor_parallel_size": size}}
-                yield changes | parallel, f"{why}; an engine of {size} GPUs, as one cannot hold its weights"
+            parallel = {"engine": {"tensor_parallel_size": size}} if size > 1 else {}
+            suffix = f"; an engine of {size} GPUs, as one cannot hold its weights" if size > 1 else ""
+            yield changes | parallel, why + suffix
 
 
 def _round_up(tokens: int) -> int:

@@ -36,7 +36,10 @@ def lines(tmp_path: Path, *overrides: str) -> list[str]:
             ["--rollout.max_staleness", "1"],
             "rollout.max_staleness=1: needs engine.placement: server; an engine inside a rank cannot generate while",
         ),
-        ([*SERVER, "--engine.urls", "[localhost:9001]"], r"engine.urls.0='localhost:9001': must match ^https?://[\w\[]"),
+        (
+            [*SERVER, "--engine.urls", "[localhost:9001]"],
+            r"engine.urls.0='localhost:9001': must match ^https?://[\w\[]",
+        ),
         ([*SERVER, "--engine.urls", "[ftp://a]"], r"engine.urls.0='ftp://a': must match ^https?://[\w\[]"),
         ([*SERVER, "--engine.urls", "[http://]"], r"engine.urls.0='http://': must match ^https?://[\w\[]"),
         (

@@ -15,7 +15,15 @@ from colocated_grpo.settings.model_sizes import sizes_of
 from colocated_grpo.settings.run_sizes import Placement
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.tools.init.__main__ import main
-from colocated_grpo.tools.init.choices import Memory, batch_of, builtin_reward, fit_memory, lengths_of, prompt_column
+from colocated_grpo.tools.init.choices import (
+    Memory,
+    batch_of,
+    builtin_reward,
+    fit_memory,
+    learning_rate,
+    lengths_of,
+    prompt_column,
+)
 from tests.support.training_runs import ForkedRun, tiny_model
 
 CONVERSATION = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
@@ -101,6 +109,12 @@ def test_settings_of_memory_are_those_that_cost_least_among_those_that_fit(model
     assert memory.changes == changes
     assert max(memory.need.training, memory.need.generating) < gib << 30
     assert memory.sequences > 1
+
+
+@pytest.mark.parametrize(("layers", "hidden", "rate"), [(4, 128, 1e-4), (30, 576, 1e-5), (28, 1024, 1e-6)])
+def test_smaller_models_get_higher_learning_rates(layers, hidden, rate):
+    model = SMALL | {"num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": 3 * hidden}
+    assert learning_rate(sizes_of(model), None).value == rate
 
 
 def test_a_model_that_does_not_fit_is_rejected_with_what_would():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 import pickle
+import re
 from dataclasses import replace
 from fractions import Fraction
 from random import Random
