@@ -28,7 +28,7 @@ class Kind(NamedTuple):
 
     noun: str
     built_in: Mapping[str, str]
-    libraries: Mapping[str, Adapter]
+    adapters: Mapping[str, Adapter]
 
 
 TASKS = {
@@ -76,12 +76,12 @@ def check_names(sources: Iterable[EnvironmentConfig]) -> None:
 def check_name(kind: Kind, name: str) -> None:
     """Raise EnvironmentSetupError unless `name` is built in, adapted, or has the form of user code."""
     library = name.partition(":")[0]
-    if library in kind.libraries or name in kind.built_in:
+    if library in kind.adapters or name in kind.built_in:
         return
-    if kind.noun == "turn environment" and library in KINDS["episode"].libraries:
+    if kind.noun == "turn environment" and library in KINDS["episode"].adapters:
         raise EnvironmentSetupError(f"environments {name!r}: it cannot be played turn by turn; it is a type: episode")
     if ":" not in name:
-        adapted = [f"{library}:<{adapter.argument}>" for library, adapter in kind.libraries.items()]
+        adapted = [f"{library}:<{adapter.argument}>" for library, adapter in kind.adapters.items()]
         valid = [*kind.built_in, *adapted, "module:object", "path/to/file.py:object"]
         raise unknown_name("environments", kind.noun, name, valid)
 
@@ -94,7 +94,7 @@ def find(kind: Kind, name: str, args: JsonObject) -> tuple[Any, JsonObject]:
     check_name(kind, name)
     library, _, argument = name.partition(":")
     key = f"environments {name!r}"
-    if adapter := kind.libraries.get(library):
+    if adapter := kind.adapters.get(library):
         if argument and adapter.argument in args:
             raise EnvironmentSetupError(
                 f"{key}: args.{adapter.argument}={args[adapter.argument]!r}: "
@@ -128,7 +128,7 @@ def _built(kind: Kind, name: str, args: JsonObject, given: Any, what: str, metho
     """Return the task or episode. A class or an adapter is called with args. method: its method besides prompts()."""
     found, args = find(kind, name, args) if given is None else (given, args)
     key = f"environments {name!r}"
-    if isinstance(found, type) or (given is None and name.partition(":")[0] in kind.libraries):
+    if isinstance(found, type) or (given is None and name.partition(":")[0] in kind.adapters):
         found = construct(found, args, key)
     elif args:
         raise EnvironmentSetupError(f"{key}: args={args}: the object is an instance, not a class; remove args")

@@ -15,7 +15,7 @@ from colocated_grpo.settings.schema import Config
 from colocated_grpo.tools.make_model import build_char_tokenizer
 
 GUESTS = ("adapters", "agents.programs", "rows", "tasks", "town", "turns")
-NAMES = [(kind, name) for kind in KINDS for name in (*KINDS[kind].built_in, *KINDS[kind].libraries)]
+NAMES = [(kind, name) for kind in KINDS for name in (*KINDS[kind].built_in, *KINDS[kind].adapters)]
 
 
 @pytest.mark.parametrize(("kind", "name"), NAMES)
