@@ -175,8 +175,8 @@ def test_a_stranger_at_the_port_is_not_a_rank(listening, monkeypatch):
     assert [lost.rank for lost in links.lost()] == [0]
 
 
-def close_beside_a_child(_world: World) -> None:
-    """Fork a child, close a connection, and wait until its other end notices."""
+def close_beside_a_child(_world: World) -> list[int]:
+    """Fork a child, close a connection, and wait until its other end notices. Returns the ranks that it has lost."""
     links, other = NodeLinks(), NodeLinks()
     other.connect(1, links.listen("127.0.0.1"))
     assert links.lost() == []
@@ -193,7 +193,8 @@ def close_beside_a_child(_world: World) -> None:
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+    return [lost.rank for lost in links.lost()]
 
 
 def test_a_forked_child_does_not_hold_the_connections_of_its_rank():
-    run_on_ranks(close_beside_a_child, 1)
+    assert run_on_ranks(close_beside_a_child, 1) == [[0]]
