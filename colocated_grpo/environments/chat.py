@@ -2,6 +2,7 @@
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Self, cast
 
 import numpy as np
@@ -20,7 +21,11 @@ class ChatCodec:
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._tokenizer = tokenizer
-        self.longest_token = max(map(len, tokenizer.get_vocab()))  # in characters
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Number of characters of the longest token."""
+        return max(map(len, self._tokenizer.get_vocab()))
 
     def message_text(self, token_ids: Sequence[int]) -> str:
         """Decode an assistant message without its special tokens."""

@@ -105,10 +105,10 @@ class ToolUse(Procedural):
         if step < len(names):
             return f"<search>{names[step]}</search>"
         if step == len(names) and item["question"] not in names:
-            numbers = [str(last_number(observation)) for observation in observations]
+            numbers = [_number(observation) for observation in observations]
             value_of = dict(zip(names, numbers, strict=True))
             return f"<calc>{NAME.sub(lambda name: value_of[name[0]], item['question'])}</calc>"
-        return f"<answer>{last_number(observations[-1])}</answer>"
+        return f"<answer>{_number(observations[-1])}</answer>"
 
     def _score(self, calls: Sequence[Call], item: Item) -> dict[str, float]:
         answered = bool(calls) and calls[-1].name == ANSWER
@@ -155,6 +155,12 @@ def read_call(text: str) -> Call:
             calls.append(Call(name, text[position:end]))
             position = end + len(CLOSING[name])
     return calls[0] if len(calls) == 1 else MALFORMED
+
+
+def _number(observation: str) -> str:
+    number = last_number(observation)
+    assert number is not None, "right calls return numbers"
+    return number
 
 
 def tool_result(tools: Mapping[str, Callable[[str], str]], call: Call) -> str:

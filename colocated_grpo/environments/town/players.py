@@ -23,7 +23,6 @@ _BLUFF_RATE, _HUNCH_RATE = 0.15, 0.1
 """Rates of accusations without a finding. The first rate is for the other factions, which mislead. The second rate is
 for the town, which could not start a vote without accusations."""
 _NO_FINDING = "I have seen nothing yet."
-_PLEA = "I am as innocent as any of you."
 
 
 def reply(tag: str, argument: str = "") -> str:
@@ -122,6 +121,10 @@ def _vote(view: Observation, rng: Random) -> str:
     return reply("vote", "guilty" if suspicion(view).get(view.accused, 0.0) >= _TRIAL_THRESHOLD else "innocent")
 
 
+def _plead(view: Observation, rng: Random) -> str | None:
+    return reply("speak", "I am as innocent as any of you.")
+
+
 def _talk_at_night(view: Observation, rng: Random) -> str | None:
     if not view.allies:
         return reply("speak", "Who is there?")
@@ -160,9 +163,9 @@ _BY_PHASE: dict[Phase, Callable[[Observation, Random], str | None]] = {
     Phase.NIGHT: _act_at_night,
     Phase.DISCUSSION: _discuss,
     Phase.NOMINATION: _nominate,
-    Phase.DEFENCE: lambda view, rng: reply("speak", _PLEA),
+    Phase.DEFENCE: _plead,
     Phase.JUDGEMENT: _vote,
-    Phase.LAST_WORDS: lambda view, rng: reply("speak", _PLEA),
+    Phase.LAST_WORDS: _plead,
 }
 
 SCRIPTED: dict[str, Player] = {"random": random_player, "sensible": sensible_player}
