@@ -270,7 +270,7 @@ class _Attention(torch.autograd.Function):
             window_size=[-1, -1] if left < 0 else [left, 0],
             return_softmax_lse=True,
             fa_version=3,
-            **rows.fixed_tiles(runs.longest_q, runs.longest_k, left),
+            **rows.fixed_tiles(runs.longest_q, runs.longest_k, left, query.shape[-1]),
         )
         ctx.save_for_backward(query, key, value, out, logsumexp, runs.cu_q, runs.cu_k)
         ctx.settings = runs.longest_q, runs.longest_k, scale, left

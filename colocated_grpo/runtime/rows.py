@@ -31,14 +31,16 @@ def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor
     return out_TO[: len(x_TI)].view(*x.shape[:-1], len(weight_OI))
 
 
-def fixed_tiles(longest_q: int, longest_k: int, left: int) -> dict[str, int]:
+def fixed_tiles(longest_q: int, longest_k: int, left: int, size: int) -> dict[str, int]:
     """Return arguments of `flash_attn_varlen_func` with which FlashAttention 3 sums over keys in the same order always.
 
     longest_q, longest_k: most queries and keys of a sequence. left: earlier keys in the sliding window, -1 for all.
-    If queries times query heads per key-value head are at most 64, the kernel takes other tiles: with heads of 64, they
-    have 192 keys instead of 128. It also ignores a window that no sequence exceeds, and then takes other tiles.
+    size: of a head. If queries times query heads per key-value head are at most 64, the kernel takes smaller tiles.
+    With heads of 128 these have as many keys as the others, 128, if it masks keys, which it does not for one query;
+    with heads of 64 they have 192 keys. It also ignores a window that no sequence exceeds, and then takes other tiles.
     """
-    return {"max_seqlen_q": max(longest_q, 65), "max_seqlen_k": max(longest_k, left + 2), "num_splits": 1}
+    least_q = 2 if size == 128 else 65
+    return {"max_seqlen_q": max(longest_q, least_q), "max_seqlen_k": max(longest_k, left + 2), "num_splits": 1}
 
 
 def exceeds(longest_k: int, left: int) -> bool:

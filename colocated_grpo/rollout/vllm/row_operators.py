@@ -66,6 +66,7 @@ def make_attention(vllm_attention: Callable[..., object], count_use: Count) -> C
             arguments |= dict(zip(SEQUENCES, singles, strict=True))
         # The schedule was made for other lengths. Scales are those of an fp8 cache, which exact numerics exclude.
         unused = dict.fromkeys(("scheduler_metadata", "q_descale", "k_descale", "v_descale"))
-        return vllm_attention(**{**arguments, **unused, **fixed_tiles(longest_q, longest_k, left)})
+        tiles = fixed_tiles(longest_q, longest_k, left, arguments["q"].shape[-1])
+        return vllm_attention(**{**arguments, **unused, **tiles})
 
     return attend
