@@ -11,7 +11,6 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 BLOCK = 64
 STORED = 9
@@ -32,8 +31,7 @@ def pack(weight_RC: Tensor) -> Tensor:
     """Quantize a float32 weight to the nearest levels. Returns float32 [R, STORED * C / BLOCK]."""
     blocks = weight_RC.view(len(weight_RC), weight_RC.shape[1] // BLOCK, BLOCK)
     scales = blocks.abs().amax(-1)
-    levels = _pairs(weight_RC.device)[:16, 1]
-    middles = (levels[1:] + levels[:-1]) / 2
+    middles = levels(weight_RC.device).unfold(0, 2, 1).mean(-1)
     relative = blocks / scales[..., None].clamp(min=torch.finfo(scales.dtype).tiny)
     codes = torch.bucketize(relative.flatten(1), middles, out_int32=True).to(torch.uint8)
     pairs = codes[:, 0::2] << 4 | codes[:, 1::2]
@@ -43,14 +41,17 @@ def pack(weight_RC: Tensor) -> Tensor:
 def unpack(packed: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the weight [R, C] in `dtype`."""
     rows, columns = len(packed), weight_columns(packed)
-    codes, scales = packed.split([columns // 8, columns // BLOCK], dim=1)
-    pairs = codes.view(torch.uint8).int()
-    blocks = functional.embedding(pairs, _pairs(packed.device)).view(rows, columns // BLOCK, BLOCK)
-    return blocks.mul_(scales[..., None]).view(rows, columns).to(dtype)
+    if packed.is_cuda:
+        from colocated_grpo.policy.lora.merge_kernel import unpack as unpack_on_gpu  # needs Triton
+
+        out = packed.new_empty(rows, columns, dtype=dtype)
+        unpack_on_gpu(out, packed, levels(packed.device))
+        return out
+    pairs, scales = packed[:, : columns // 8].view(torch.uint8).int(), packed[:, columns // 8 :]
+    codes = torch.stack([pairs >> 4, pairs & 15], dim=-1).view(rows, columns // BLOCK, BLOCK)
+    return levels(packed.device)[codes].mul_(scales[..., None]).view(rows, columns).to(dtype)
 
 
 @cache
-def _pairs(device: torch.device) -> Tensor:
-    """Return the two levels of each byte, [256, 2]."""
-    levels = torch.tensor(LEVELS, device=device)
-    return torch.cartesian_prod(levels, levels)
+def levels(device: torch.device) -> Tensor:
+    return torch.tensor(LEVELS, device=device)

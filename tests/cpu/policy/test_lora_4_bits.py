@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -63,6 +66,23 @@ def test_the_values_are_those_of_a_brute_force_reference_and_of_bitsandbytes():
         assert torch.equal(values, brute_force(weight).to(dtype))
         theirs = bnb.dequantize_4bit(*bnb.quantize_4bit(weight, blocksize=64, quant_type="nf4"))
         assert torch.equal(values, theirs.to(dtype))
+
+
+KERNEL = """
+import torch
+from colocated_grpo.policy.lora import nf4
+from colocated_grpo.policy.lora.merge_kernel import unpack
+for rows, columns in ((5, 64), (3, 2112), (0, 64)):
+    packed = nf4.pack(torch.randn(rows + 1, columns))[1:]
+    unpacked = torch.empty(rows, columns)  # bfloat16 is cut in the interpreter, and rounded on a GPU
+    unpack(unpacked, packed, nf4.levels(packed.device))
+    assert torch.equal(unpacked, nf4.unpack(packed, torch.float32))
+"""
+
+
+def test_the_kernel_unpacks_to_the_same_values():
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", KERNEL], env=environment, check=True)
 
 
 @pytest.fixture(scope="module")
