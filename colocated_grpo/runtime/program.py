@@ -134,6 +134,8 @@ def library_environment(log_level: str) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         **OPENMP_SETTINGS,
         "TORCH_CPP_LOG_LEVEL": "INFO" if debug else "ERROR",
+        # Else each start traces the gradients of blocks with adapters or shared prefixes again.
+        "TORCHINDUCTOR_AUTOGRAD_CACHE_ALLOW_CUSTOM_AUTOGRAD": "1",
         # vLLM (0.32) would turn autotuning messages on: one line for each configuration that Triton tries for a kernel.
         "TRITON_PRINT_AUTOTUNING": "1" if debug else "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",

@@ -77,7 +77,7 @@ class EngineConfig(Section):
             if name in EngineConfig.model_fields:
                 yield f"engine.args.{name}: has a setting of its own; write engine.{name}"
         if "speculative_config" in self.args:
-            yield "engine.args.speculative_config: not supported: vLLM sampled from a wrong distribution with it"
+            yield "engine.args.speculative_config: not supported: on CPUs, vLLM samples from a wrong distribution"
         if len(set(self.urls)) < len(self.urls):
             yield f"engine.urls: repeats an address: {', '.join(self.urls)}"
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from functools import partialmethod
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from colocated_grpo.batching.micro_batch import build_micro_batch
 from colocated_grpo.errors import RunError
@@ -15,8 +18,10 @@ from colocated_grpo.metrics import Metrics
 from colocated_grpo.policy.activations import StepSettings, run_trial_step
 from colocated_grpo.policy.blocks import Block, blocks_of
 from colocated_grpo.policy.model import COMPILE_OPTIONS, COMPILE_OPTIONS_OF
+from colocated_grpo.runtime.distributed import World
 from tests.support.compiled_blocks import graph_counter
 from tests.support.families import SETTINGS
+from tests.support.ranks import run_on_ranks
 from tests.support.small_policy import (
     config_of,
     gradients_of,
@@ -57,6 +62,18 @@ def test_inputs_of_blocks_with_adapters_require_gradients_so_that_they_share_one
     seen.clear()
     policy.score(minibatch.micro_batches[0])
     assert seen == [False, False]
+
+
+def cache_use(world: World, folder: Path) -> Counter[str]:
+    config = config_of(folder, policy={"compile": True, "lora": {"rank": 4}})
+    minibatch = pack_for(world, random_groups(1, 2), config).map(with_old_logprobs).minibatches[0]
+    policy_of(config, world).forward_backward(minibatch, Metrics(world.device))
+    return counters["aot_autograd"]
+
+
+def test_the_next_start_need_not_trace_blocks_with_adapters_and_shared_prefixes_again(model_folder):
+    [used] = run_on_ranks(cache_use, 1, model_folder("qwen3"))
+    assert used["autograd_cache_bypass"] == 0 < used["autograd_cache_saved"] + used["autograd_cache_hit"]
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])

@@ -376,7 +376,7 @@ def test_a_yaml_document_of_exponential_size_is_read_quickly():
         ),
         (
             "engine: {args: {speculative_config: {method: ngram}}}",
-            "engine.args.speculative_config: not supported: vLLM sampled from a wrong distribution with it",
+            "engine.args.speculative_config: not supported: on CPUs, vLLM samples from a wrong distribution",
         ),
     ],
 )
