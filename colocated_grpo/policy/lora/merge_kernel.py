@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from colocated_grpo.policy.lora import nf4
 from colocated_grpo.policy.lora.dither import MIX
 from colocated_grpo.runtime.triton_jit import jit
 
@@ -16,7 +15,6 @@ BLOCKS = {"BLOCK_R": 64, "BLOCK_C": 128, "BLOCK_K": 32}
 """Rows, columns and ranks of a program."""
 CODES = 1024
 """Elements of a row that a program unpacks."""
-NF4_BLOCK = tl.constexpr(nf4.BLOCK)
 _MIX_0 = tl.constexpr(MIX[0])
 _MIX_1 = tl.constexpr(MIX[1])
 _MIX_2 = tl.constexpr(MIX[2])
@@ -91,20 +89,20 @@ def _dithered(exact, index, key):
     return (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
 
 
-def unpack(out: Tensor, packed: Tensor, levels: Tensor) -> None:
-    """Write the weight into `out`, [rows, columns]. packed: of `colocated_grpo.policy.lora.nf4.pack`. levels: [16]."""
+def unpack(out: Tensor, packed: Tensor, levels: Tensor, block: int) -> None:
+    """Write the 4-bit weight `packed` into `out`, [rows, columns]. levels: [16]. block: elements of a row per scale."""
     rows, columns = out.shape
     if rows:
         grid = (rows, triton.cdiv(columns, CODES))
-        _unpack[grid](out, packed.view(torch.uint8), packed, levels, columns, packed.stride(0), BLOCK=CODES)
+        _unpack[grid](out, packed.view(torch.uint8), packed, levels, columns, packed.stride(0), block, CODES)
 
 
 @jit
-def _unpack(out, codes, scales, levels, columns, stride, BLOCK: tl.constexpr):
+def _unpack(out, codes, scales, levels, columns, stride, BLOCK: tl.constexpr, CODES: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    c = tl.program_id(1) * CODES + tl.arange(0, CODES)
     inside = c < columns
     pair = tl.load(codes + row * stride * 4 + c // 2, mask=inside, other=0).to(tl.int32)
     level = tl.load(levels + tl.where(c % 2 == 0, pair >> 4, pair & 15))
-    scale = tl.load(scales + row * stride + columns // 8 + c // NF4_BLOCK, mask=inside, other=0.0)
+    scale = tl.load(scales + row * stride + columns // 8 + c // BLOCK, mask=inside, other=0.0)
     tl.store(out + row * columns + c, (level * scale).to(out.dtype.element_ty), mask=inside)

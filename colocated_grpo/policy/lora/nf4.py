@@ -45,7 +45,7 @@ def unpack(packed: Tensor, dtype: torch.dtype) -> Tensor:
         from colocated_grpo.policy.lora.merge_kernel import unpack as unpack_on_gpu  # needs Triton
 
         out = packed.new_empty(rows, columns, dtype=dtype)
-        unpack_on_gpu(out, packed, levels(packed.device))
+        unpack_on_gpu(out, packed, levels(packed.device), BLOCK)
         return out
     pairs, scales = packed[:, : columns // 8].view(torch.uint8).int(), packed[:, columns // 8 :]
     codes = torch.stack([pairs >> 4, pairs & 15], dim=-1).view(rows, columns // BLOCK, BLOCK)

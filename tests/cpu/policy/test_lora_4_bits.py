@@ -75,7 +75,7 @@ from colocated_grpo.policy.lora.merge_kernel import unpack
 for rows, columns in ((5, 64), (3, 2112), (0, 64)):
     packed = nf4.pack(torch.randn(rows + 1, columns))[1:]
     unpacked = torch.empty(rows, columns)  # bfloat16 is cut in the interpreter, and rounded on a GPU
-    unpack(unpacked, packed, nf4.levels(packed.device))
+    unpack(unpacked, packed, nf4.levels(packed.device), nf4.BLOCK)
     assert torch.equal(unpacked, nf4.unpack(packed, torch.float32))
 """
 
