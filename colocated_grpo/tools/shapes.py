@@ -34,57 +34,38 @@ SMALL = Shape()
 TINY = Shape(hidden=64, layers=2, intermediate=128)
 
 _QWEN3 = {"kv_heads": 8, "head_dim": 128, "vocab": 151936, "max_positions": 40960}
-_QWEN3_30B = Shape(
-    architecture="qwen3_moe",
-    hidden=2048,
-    layers=48,
-    heads=32,
-    kv_heads=4,
-    head_dim=128,
-    intermediate=6144,
-    vocab=151936,
-    tied=False,
-    max_positions=40960,
-    settings={"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True},
+_QWEN3_8B = Shape(hidden=4096, layers=36, heads=32, intermediate=12288, tied=False, **_QWEN3)
+_EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
+_QWEN3_30B = replace(
+    _QWEN3_8B, architecture="qwen3_moe", hidden=2048, layers=48, kv_heads=4, intermediate=6144, settings=_EXPERTS
 )
+_QWEN3_5 = {"kv_heads": 4, "head_dim": 256, "vocab": 248320, "max_positions": 262144}
+_LINEAR = {
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
 _QWEN3_5_4B = Shape(
-    architecture="qwen3_5",
-    hidden=2560,
-    layers=32,
-    heads=16,
-    kv_heads=4,
-    head_dim=256,
-    intermediate=9216,
-    vocab=248320,
-    max_positions=262144,
-    settings={
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-    },
+    architecture="qwen3_5", hidden=2560, layers=32, heads=16, intermediate=9216, settings=_LINEAR, **_QWEN3_5
 )
+_OLMOE = {
+    "head_dim": 128,
+    "vocab": 50304,
+    "max_positions": 4096,
+    "settings": {"num_experts": 64, "num_experts_per_tok": 8},
+}
 SHAPES = {
     "tiny": TINY,
     "small": SMALL,
     "qwen3-0.6b": Shape(hidden=1024, layers=28, heads=16, intermediate=3072, **_QWEN3),
     "qwen3-1.7b": Shape(hidden=2048, layers=28, heads=16, intermediate=6144, **_QWEN3),
     "qwen3-4b": Shape(hidden=2560, layers=36, heads=32, intermediate=9728, **_QWEN3),
-    "qwen3-8b": Shape(hidden=4096, layers=36, heads=32, intermediate=12288, tied=False, **_QWEN3),
+    "qwen3-8b": _QWEN3_8B,
     "qwen3-30b-a3b": _QWEN3_30B,
     "qwen3-15b-a2b": replace(_QWEN3_30B, layers=24),  # half of the blocks
     "olmoe-7b-a1b": Shape(
-        architecture="olmoe",
-        hidden=2048,
-        layers=16,
-        heads=16,
-        kv_heads=16,
-        head_dim=128,
-        intermediate=1024,
-        vocab=50304,
-        tied=False,
-        max_positions=4096,
-        settings={"num_experts": 64, "num_experts_per_tok": 8},
+        architecture="olmoe", hidden=2048, layers=16, heads=16, kv_heads=16, intermediate=1024, tied=False, **_OLMOE
     ),
     "qwen3.5-4b": _QWEN3_5_4B,
     "qwen3.5-9b": replace(_QWEN3_5_4B, hidden=4096, intermediate=12288, tied=False),
