@@ -34,7 +34,7 @@ MEANINGS = {
     "grad_norm": "gradient norm before clipping",
     "mismatch/kl": "KL estimate (k3) between the engine that sampled and the trainer",
     "mismatch/mean": "mean of trainer minus engine log-probability; close to 0 on-policy",
-    "mismatch/max": "mean and largest absolute difference of log-probabilities",
+    "mismatch/max": "largest absolute difference of log-probabilities",
     "mismatch/plain": "mean absolute difference over plainly sampled tokens",
     "mismatch/worst": "largest mean absolute difference over the plainly sampled tokens of one completion",
     "mismatch/routes": "fraction of tokens, over the layers of the backward pass, whose experts the policy would have "
@@ -44,8 +44,11 @@ MEANINGS = {
     "correction/weight": "mean token weight applied by loss.correction",
     "seconds/step": "the curves leave out a first step that takes over twice as long as any other",
     "tokens_per_second": "prompt and completion tokens of all ranks over the whole step",
+    "tokens_per_second/train": "trained tokens over the train phase",
     "memory/generate_gib": "memory in use on rank 0's device by all processes, at the end of the phase",
     "prefix_reuse": "fraction of tokens saved because a prefix common to several sequences is computed once",
+    "padding": "padding tokens over trained tokens",
+    "imbalance": "computed tokens of the most loaded rank over the mean, minus 1",
 }
 NUM_COLORS = 9
 """Number of page colours for named series; the next colour is for "other"."""
@@ -121,11 +124,11 @@ SECTIONS = {
             "Step time", {"seconds/step": "whole step", **{f"seconds/{name}": name for name in PHASES[:3]}}, "seconds"
         ),
         Chart("Tokens per second", {"tokens_per_second": "all ranks"}),
+        Chart("Trained tokens per second", {"tokens_per_second/train": "all ranks"}),
         Chart("Decode steps in the tail", {"decode_tail": "rank 0"}, "fraction"),
         Chart("Device memory", {"memory/generate_gib": "generate", "memory/train_gib": "train"}, "GiB at phase end"),
-        Chart(
-            "Packing", {"prefix_reuse": "prefix reuse", "padding": "padding", "imbalance": "rank imbalance"}, "fraction"
-        ),
+        Chart("Prefix reuse", {"prefix_reuse": "saved"}, "fraction of tokens"),
+        Chart("Padding and rank imbalance", {"padding": "padding", "imbalance": "rank imbalance"}, "fraction"),
     ),
 }
 
@@ -134,7 +137,7 @@ DRAWN = frozenset(key for charts in SECTIONS.values() for chart in charts for ke
 
 
 def chart_sections(rows: list[Row]) -> Iterator[str]:
-    """Yield the HTML of every section with a chart, then a list of the metrics that stayed constant."""
+    """Yield the HTML of every section with a chart, then a list of the metrics that have a single value."""
     points = _points(rows)
     errors = {key: dict(points.pop(key + STDERR)) for key in list(points) if key + STDERR in points}
     families = list(family_charts(points))
@@ -163,15 +166,13 @@ def family_charts(keys: Iterable[str]) -> Iterator[Chart]:
             title, name = PARTS[part_of], key.removeprefix(f"{part_of}/")
         elif first in TRAINER_PREFIXES or key.startswith(UNPLOTTED) or not name or key in DRAWN:
             continue
-        else:  # of a game, or of the user's own code: town/win_rate/mafia -> town/win_rate
-            title, _, name = key.rpartition("/")
+        else:  # of a game, or of the user's own code: town/win_rate/mafia -> town/win_rate, but town/turns alone
+            title, name = key.rsplit("/", 1) if "/" in name else (key, name)
         families.setdefault(title, {})[key] = name
     for title, lines in families.items():
         pairs = list(lines.items())
         for part in (pairs[start : start + NUM_COLORS] for start in range(0, len(pairs), NUM_COLORS)):
-            # The full name as title: "town/turns" for the only metric of its prefix.
-            single = len(lines) == 1 and f"{title}/{part[0][1]}" == part[0][0]
-            yield Chart(part[0][0] if single else title, dict(part))
+            yield Chart(title, dict(part))
 
 
 def phase_names(rows: Iterable[Row]) -> list[str]:
@@ -226,7 +227,7 @@ def _line_figure(chart: Chart, points: dict[str, list[Point]], errors: dict[str,
     ]
     if not any(_varies(list(line.points)) for line in series):
         return ""
-    explained = next(filter(None, map(meaning, chart.lines)), "")
+    explained = "; ".join(dict.fromkeys(filter(None, map(meaning, filter(points.get, chart.lines)))))
     explanation = f'<p class="meaning">{as_html(explained)}</p>' if explained else ""
     unit = f' <span class="quiet">{as_html(chart.unit)}</span>' if chart.unit else ""
     last = ((line, *line.points[-1]) for line in series)
@@ -249,5 +250,5 @@ def legend_entry(color: int, name: str, value: str) -> str:
 def _constant_metrics(points: dict[str, list[Point]]) -> str:
     shown = {key: series for key, series in points.items() if not key.startswith(("seconds/", *UNPLOTTED))}
     constant = [f"{key} = {number(series[0][1])}" for key, series in shown.items() if not _varies(series)]
-    title = f"<summary>{len(constant)} metrics are constant</summary>"
+    title = f"<summary>Metrics with a single value ({len(constant)})</summary>"
     return f'<details class="quiet">{title}{as_html(", ".join(constant))}</details>' if constant else ""

@@ -11,7 +11,7 @@ from colocated_grpo.tracking.text import as_html, with_error
 LIGHT = ("#2f6fde", "#e07b1a", "#1f9d6b", "#b04ac4", "#c9a400", "#d6456b", "#2aa6b8", "#7a8b2f", "#8a6d5c", "#9aa3af")
 DARK = ("#6ea2ff", "#f59b4a", "#45c993", "#d184e3", "#e6c94b", "#f2789a", "#5ccfe0", "#aabf56", "#bd9c88", "#6b7480")
 """One colour per series; the last colour is for "other"."""
-WIDTH, HEIGHT = 560, 220
+WIDTH, HEIGHT = 440, 200
 LEFT, RIGHT, TOP, BOTTOM = 70, 12, 10, 24
 MAX_POINTS = 160
 """Longer series are averaged down to this many points; with more points, a step would be too narrow to hover over."""
@@ -41,49 +41,45 @@ STYLE = f"""
 @media (prefers-color-scheme:dark){{:root{{--page:#12161c;--card:#1a2029;--ink:#e5eaf1;--quiet:#93a0b0;--edge:#2b333f;
 --code:#141a22;--hover:rgba(160,190,240,.14);--bad:#ff8a80;--badpage:#3a1d1d;--mine:#20344f;{_variables(DARK)}}}}}
 *{{box-sizing:border-box}}
-body{{margin:0;background:var(--page);color:var(--ink);font:15px/1.45 system-ui,-apple-system,"Segoe UI",sans-serif}}
+body{{margin:0;background:var(--page);color:var(--ink);overflow-wrap:anywhere;
+font:15px/1.45 system-ui,-apple-system,"Segoe UI",sans-serif}}
 main{{max-width:1240px;margin:0 auto;padding:28px 20px 60px}}
 h1{{font-size:26px;margin:0 0 2px}}h2{{font-size:18px;margin:36px 0 12px}}h3{{font-size:14px;margin:0;flex-basis:100%}}
 .quiet{{color:var(--quiet);font-weight:400}}p.quiet{{margin:0 0 18px}}details.quiet{{margin-top:18px}}
-.tiles{{display:grid;grid-template-columns:repeat(auto-fit,minmax(160px,1fr));gap:12px}}
+.tiles{{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:12px}}
 .tile,figure,.card,details{{background:var(--card);border:1px solid var(--edge);border-radius:10px}}
 .tile{{padding:12px 14px;display:flex;flex-direction:column}}
-.tile span,.tile small{{color:var(--quiet);font-size:13px}}.tile strong{{font-size:16px;white-space:nowrap}}
-.charts{{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,380px),1fr));gap:14px}}
-figure{{margin:0;padding:12px 12px 6px}}
-figcaption{{display:flex;flex-wrap:wrap;gap:2px 12px;font-size:13px;min-height:44px;align-content:flex-start}}
-figcaption i{{display:inline-block;width:10px;height:10px;border-radius:3px;margin-right:5px}}
+.tile span,.tile small{{color:var(--quiet);font-size:13px}}
+.charts{{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,350px),1fr));gap:14px}}
+figure{{margin:0;padding:12px 12px 6px;display:flex;flex-direction:column}}
 svg{{width:100%;height:auto;display:block}}svg text{{fill:var(--quiet);font-size:12px}}
 .grid{{stroke:var(--edge);stroke-width:1}}
 polyline{{fill:none;stroke-width:2;stroke-linejoin:round}}.raw{{stroke-width:1;opacity:.35}}
 .hit{{fill:transparent}}.hit:hover{{fill:var(--hover)}}
 {_SERIES}
-.card{{padding:12px 14px;margin-bottom:12px}}.sides{{display:grid;gap:14px;margin-top:10px}}
-.n2{{grid-template-columns:1fr 1fr}}@media (max-width:720px){{.n2{{grid-template-columns:1fr}}}}
-.sides>div{{min-width:0}}.label{{font-size:13px;color:var(--quiet);margin-bottom:4px;overflow-wrap:anywhere}}
-.reward{{color:var(--ink);font-size:15px;margin-right:6px}}
-pre{{margin:0;padding:8px 10px;background:var(--code);border-radius:6px;
-font:13px/1.4 ui-monospace,Menlo,Consolas,monospace;
-white-space:pre-wrap;overflow-wrap:anywhere;max-height:260px;overflow:auto;min-height:2.4em}}
-pre.game{{max-height:560px;margin:10px 0}}
+.card{{padding:12px 14px;margin-bottom:12px}}.sides{{display:grid;gap:14px;margin-top:10px;align-items:start}}
+.n2{{grid-template-columns:1fr 1fr}}.sides>div{{min-width:0}}
+.label{{font-size:13px;color:var(--quiet);margin-bottom:4px}}.reward{{color:var(--ink);font-size:15px;margin-right:6px}}
+pre{{margin:0;font:13px/1.4 ui-monospace,Menlo,Consolas,monospace;white-space:pre-wrap;unicode-bidi:plaintext;
+max-height:260px;overflow:auto}}
+pre.game{{max-height:560px;margin:10px 0;padding:8px 10px;background:var(--code);border-radius:6px}}
 .verdict{{font-size:17px;margin:0 0 18px;max-width:900px}}
 .failure{{border:1px solid var(--bad);border-left-width:6px;background:var(--badpage);border-radius:10px;
-padding:12px 14px;margin:0 0 18px;overflow-wrap:anywhere}}
+padding:12px 14px;margin:0 0 18px}}
 .failure strong{{display:block;color:var(--bad)}}
 .bar{{display:flex;height:22px;border-radius:6px;overflow:hidden}}.bar i{{display:block}}
-.legend{{display:flex;flex-wrap:wrap;gap:2px 14px;font-size:13px;margin:8px 0 0}}
-.legend i{{display:inline-block;width:10px;height:10px;border-radius:3px;margin-right:5px}}
-.meaning{{color:var(--quiet);font-size:12px;margin:2px 0 4px}}
+figcaption,.legend{{display:flex;flex-wrap:wrap;gap:2px 12px;font-size:13px;margin:0 0 auto}}.legend{{margin-top:8px}}
+figcaption b,.legend b{{white-space:nowrap}}
+figcaption i,.legend i{{float:left;width:10px;height:10px;border-radius:3px;margin:5px 5px 0 0}}
+.meaning{{color:var(--quiet);font-size:12px;margin:2px 0 4px;flex-basis:100%}}
 .chat{{display:flex;flex-direction:column;gap:8px;align-items:flex-start}}
-.bubble{{max-width:92%;border-radius:10px;padding:6px 10px;border:1px solid var(--edge);
-background:var(--code);min-width:0}}
-.bubble span{{font-size:12px;color:var(--quiet)}}.bubble pre{{padding:0;background:none;min-height:0;max-height:260px}}
-.bubble.sampled{{background:var(--mine);border-color:var(--mine)}}
-.sides{{align-items:start}}
+.bubble{{max-width:92%;border-radius:10px;padding:6px 10px;border:1px solid var(--edge);background:var(--code)}}
+.bubble span{{font-size:12px;color:var(--quiet)}}.bubble.sampled{{background:var(--mine);border-color:var(--mine)}}
 details{{padding:10px 14px;margin-bottom:10px}}summary{{cursor:pointer}}
 table{{border-collapse:collapse;margin-top:10px;font-size:13px;width:100%}}
-td{{border-top:1px solid var(--edge);padding:3px 10px 3px 0;vertical-align:top;overflow-wrap:anywhere}}
-td:first-child{{width:32%}}
+th{{text-align:left}}td{{border-top:1px solid var(--edge);padding:3px 10px 3px 0;vertical-align:top}}
+td:nth-last-child(2):first-child{{width:32%}}
+@media (max-width:720px){{.n2{{grid-template-columns:1fr}}td:nth-last-child(2):first-child{{width:55%}}}}
 """
 
 
@@ -210,12 +206,12 @@ def _axes(frame: Frame, ticks: Sequence[float]) -> str:
 def _tick(tick: float, ticks: Sequence[float]) -> str:
     """Format a tick with as many decimals as the tick distance needs; in powers of ten if very small or very large."""
     largest, step = max(abs(ticks[0]), abs(ticks[-1])), ticks[1] - ticks[0]
-    if largest >= 1e5 or largest < 1e-2:
+    if largest >= 1e6 or largest < 1e-2:
         return f"{tick:.4g}" if abs(tick) > step / 2 else "0"
     decimals = max(0, -math.floor(math.log10(step) + 1e-9))
     if not math.isclose(step * 10**decimals, round(step * 10**decimals)):
         decimals += 1
-    return f"{tick:.{decimals}f}"
+    return f"{tick:,.{decimals}f}"
 
 
 def _hover_strips(frame: Frame, hover: dict[float, list[str]]) -> str:

@@ -115,7 +115,7 @@ def header(run_dir: Path, rows: list[files.Row], *, running: bool) -> str:
     state = "running" if running else summary.get("state") or NO_END
     if running:
         now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-        state += f", {len(train)} steps done; this page is of {now} and reloads itself"
+        state += f", steps done: {len(train)}; this page is of {now} and reloads itself"
     tiles = "".join(
         f'<div class="tile"><span>{name}</span><strong>{value}</strong><small>{note}</small></div>'
         for name, value, note in (map(as_html, tile) for tile in _tiles(rows, config.get("training_steps")))
@@ -130,7 +130,7 @@ def header(run_dir: Path, rows: list[files.Row], *, running: bool) -> str:
             f'<div class="tiles">{tiles}</div>',
             _time_bar(train),
         ]
-    )
+    ).replace("+- ", "+-&NoBreak;&nbsp;")  # a browser would break the line after the hyphen
 
 
 def _banner(summary: JsonObject) -> str:
@@ -150,17 +150,15 @@ def _box(title: str, text: str) -> str:
 
 def _tiles(rows: list[files.Row], training_steps: int | None) -> Iterator[tuple[str, str, str]]:
     """Yield the tiles: name, value, note below."""
-    held_out = files.first_and_last(rows, "held_out/reward")
-    if held_out is not None:
-        first, last = held_out
-        change = f"{number(first['held_out/reward'])} -> {number(last['held_out/reward'])}"
-        errors = [number(row["held_out/reward" + STDERR]) for row in held_out if "held_out/reward" + STDERR in row]
-        yield "held-out reward", change, ", +- ".join([f"steps {first['step']} to {last['step']}", *errors])
+    if held_out := files.first_and_last(rows, "held_out/reward"):
+        errors = _values(held_out, "held_out/reward" + STDERR)
+        notes = [f"step {_change(_values(held_out, 'step'))}", *([f"+- {_change(errors)}"] if errors else [])]
+        yield "held-out reward", _change(_values(held_out, "held_out/reward")), ", ".join(notes)
     train = [row for row in rows if row["kind"] == files.TRAIN]
     if rewards := _values(train, "reward"):
-        window, (before, after) = _window(rewards), map(number, _ends(rewards))
+        window = _window(rewards)
         where = f"means of {window} steps" if window > 1 else "first and last step"
-        yield "training reward", f"{before} -> {after}", where
+        yield "training reward", _change(_ends(rewards)), where
     yield "steps", str(len(train)), f"of {training_steps}" if training_steps else ""
     seconds = _values(train, "seconds/step")
     if seconds:
@@ -169,6 +167,11 @@ def _tiles(rows: list[files.Row], training_steps: int | None) -> Iterator[tuple[
         yield "tokens per second", number(median_high(speed)), "median"
     if memory := [gib for key in ("memory/generate_gib", "memory/train_gib") for gib in _values(train, key)]:
         yield "device memory", f"{number(max(memory))} GiB", "highest at a phase end, rank 0"
+
+
+def _change(values: Iterable[float]) -> str:
+    """Return 'first -> last', or one number where both are shown as the same."""
+    return " -> ".join(dict.fromkeys(map(number, values)))
 
 
 def _time_bar(train: Sequence[files.Row]) -> str:

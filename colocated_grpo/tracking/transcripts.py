@@ -94,7 +94,7 @@ def _card(rollouts: Sequence[files.Row]) -> str:
 
 def _label(row: files.Row) -> str:
     facts = [f"step {row['step']}", f"{row['completion_tokens']} tokens", row["finish_reason"]]
-    facts += [f"{name} {number(value)}" for name, value in row["parts"].items()]
+    facts += [f"{name}\N{NO-BREAK SPACE}{number(value)}" for name, value in row["parts"].items()]
     if row.get("advantage") is not None:
         facts.insert(0, f"advantage {number(row['advantage'])}")
     if row["error"]:

@@ -127,7 +127,7 @@ def test_a_start_that_is_stopped_leaves_no_empty_folder(tmp_path: Path) -> None:
 def test_a_run_without_an_end_did_not_end_properly_and_a_running_one_reloads_its_page(tmp_path: Path) -> None:
     TrackedRun(tmp_path).train(last_step=1)
     live = (tmp_path / "report.html").read_text()
-    assert 'http-equiv="refresh"' in live and "running, 1 steps done" in live and banner(tmp_path) == ""
+    assert 'http-equiv="refresh"' in live and "running, steps done: 1" in live and banner(tmp_path) == ""
     write_report(tmp_path)
     assert "did not end properly" in banner(tmp_path)
     assert "refresh" not in (tmp_path / "report.html").read_text()

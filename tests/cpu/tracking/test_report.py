@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from colocated_grpo.tools import compare_runs, report, show_rollouts
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.charts import NUM_COLORS, chart_sections, phase_colors
-from colocated_grpo.tracking.page import MAX_POINTS, Series, downsample, line_chart, nice_ticks
+from colocated_grpo.tracking.page import HEIGHT, MAX_POINTS, WIDTH, Series, downsample, line_chart, nice_ticks
 from colocated_grpo.tracking.report import write_report
 from colocated_grpo.types import Group
 from tests.support.tracked_run import HOSTILE, TrackedRun, finished_run, groups_of, rollout_of, row_of
@@ -132,7 +132,7 @@ def test_a_slow_first_step_and_values_that_hardly_vary_do_not_flatten_or_fill_th
     ]
     html = "".join(chart_sections([{**rows[0], "seconds/step": 60.0}, *rows[1:]]))
     assert "whole step: 1.111" in html and "step: 60" not in html
-    assert "Importance ratio" not in html and "<summary>1 metrics are constant</summary>ratio = 1<" in html
+    assert "Importance ratio" not in html and "<summary>Metrics with a single value (1)</summary>ratio = 1<" in html
 
 
 def test_a_held_out_value_is_drawn_with_its_standard_error() -> None:
@@ -213,7 +213,7 @@ def test_any_finite_series_gives_well_formed_svg_within_its_frame(values: list[f
     for line in ElementTree.fromstring(svg).findall("polyline"):
         for pair in line.attrib["points"].split():
             x, y = map(float, pair.split(","))
-            assert 0 <= x <= 560 and 0 <= y <= 220
+            assert 0 <= x <= WIDTH and 0 <= y <= HEIGHT
 
 
 @pytest.mark.parametrize("tool", [report.main, show_rollouts.main, lambda runs: compare_runs.main(runs * 2)])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from colocated_grpo.tracking.charts import MEANINGS, family_charts, meaning
+from colocated_grpo.tracking.charts import MEANINGS, chart_sections, family_charts, meaning
 from colocated_grpo.tracking.files import json_line
 from colocated_grpo.tracking.report import verdict, write_report
 from tests.support.paths import ROOT
@@ -63,6 +63,23 @@ def test_the_tile_of_the_reward_agrees_with_the_verdict(tmp_path: Path) -> None:
     assert "0.180 -&gt; 0.450</strong><small>means of 10 steps" in page and ": 0.180 -&gt; 0.450, " in page
 
 
+def test_the_tile_of_one_evaluation_shows_no_change(tmp_path: Path) -> None:
+    TrackedRun(tmp_path).train(last_step=0)
+    evaluations = [
+        {"kind": "evaluation", "step": 0, "held_out/reward": 0.25, "held_out/reward_stderr": 0.5},
+        {"kind": "evaluation", "step": 1, "held_out/reward": 0.75, "held_out/reward_stderr": 0.125},
+    ]
+    shown = [
+        "0.250</strong><small>step 0, +-&NoBreak;&nbsp;0.500<",
+        "0.250 -&gt; 0.750</strong><small>step 0 -&gt; 1, +-&NoBreak;&nbsp;0.500 -&gt; 0.125<",
+    ]
+    for count, tile in enumerate(shown, start=1):
+        lines = [*evaluations[:count], *rows([0.5])]
+        (tmp_path / "metrics.jsonl").write_text("".join(map(json_line, lines)))
+        page = write_report(tmp_path).read_text()
+        assert tile in page and "0.500</strong><small>first and last step" in page
+
+
 def test_the_report_opens_with_the_verdict_and_the_shares_of_the_phases(tmp_path: Path) -> None:
     page = (finished_run(tmp_path) / "report.html").read_text()
     assert page.index('class="verdict"') < page.index('class="tiles"') < page.index('class="bar"') < page.index("<svg")
@@ -82,13 +99,15 @@ def test_metrics_of_environments_and_games_are_drawn_by_prefix_and_in_charts_tha
         "town/win_rate/mafia",
         "town/win_rate/town",
     ]
-    keys += ["town/turns", "mismatch/outside", "prompt_tokens", *(f"town/action/{index}" for index in range(11))]
+    keys += ["town/turns", "town/legal_rate"]
+    keys += ["mismatch/outside", "prompt_tokens", *(f"town/action/{index}" for index in range(11))]
     drawn = [(chart.title, list(chart.lines.values())) for chart in family_charts(keys)]
     assert drawn == [
         ("Reward by environment", ["sorting", "math"]),
         ("Parts of the reward", ["format"]),
         ("town/win_rate", ["mafia", "town"]),
         ("town/turns", ["turns"]),
+        ("town/legal_rate", ["legal_rate"]),
         ("town/action", [str(index) for index in range(9)]),
         ("town/action", ["9", "10"]),
     ]
@@ -103,3 +122,9 @@ def test_the_report_explains_metrics_in_the_words_of_the_guide() -> None:
     assert {key: text for key, text in MEANINGS.items() if text not in table[key]} == {}
     assert meaning("held_out/reward") == MEANINGS["reward"] and meaning("reward/format") == MEANINGS["reward/<name>"]
     assert meaning("my_own/metric") == ""
+
+
+def test_the_text_of_a_chart_explains_each_of_its_lines() -> None:
+    drawn = [{"kind": "train", "step": step, "padding": 0.1 * step, "imbalance": 0.2 * step} for step in range(3)]
+    page = "".join(chart_sections(drawn))
+    assert f'<p class="meaning">{MEANINGS["padding"]}; {MEANINGS["imbalance"]}</p>' in page
