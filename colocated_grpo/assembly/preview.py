@@ -1,6 +1,7 @@
 """What a dry run shows: the first prompts as the model reads them, and the rewards of a right and a useless answer."""
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -30,6 +31,7 @@ SHOWN_CHARACTERS = 600
 """Longer prompts are cut in the middle."""
 ROLES = {"system", "developer", "user", "assistant", "model", "tool", "function"}
 """Roles of chat messages. Most templates render any role, and models know only those of their training."""
+MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")  # JSON, or as str() writes them
 
 
 def preview(config: Config, place: Placement, note: Callable[[str], None]) -> list[str]:
@@ -63,7 +65,7 @@ def preview(config: Config, place: Placement, note: Callable[[str], None]) -> li
     data.draw_evaluated(config.evaluation, environments, note)
     model_config = config_json.read_config_json(config.model)
     check_vocabulary(prompts, config_json.text_part(model_config).get("vocab_size"), config.model.name)
-    for line in unknown_roles(prompts):
+    for line in [*unknown_roles(prompts), *messages_as_text(prompts)]:
         note(line)
     if len({prompt.text for prompt in prompts}) < 2 <= len({str(prompt.item["prompt"]) for prompt in prompts}):
         note("all prompts of the first step are rendered as the same text; does the chat template use the messages?")
@@ -118,6 +120,16 @@ def unknown_roles(prompts: Sequence[Prompt]) -> Iterator[str]:
             yield f"environments {source!r}: messages have the role {role!r}; is it one of {', '.join(sorted(ROLES))}?"
 
 
+def messages_as_text(prompts: Sequence[Prompt]) -> Iterator[str]:
+    for source, prompt in sorted({prompt.source: prompt.item["prompt"] for prompt in prompts}.items()):
+        # A system prompt makes text the last message.
+        if MESSAGES_AS_TEXT.match(str(prompt if isinstance(prompt, str) else prompt[-1].get("content"))):
+            yield (
+                f"environments {source!r}: prompts are text that looks like a list of messages, and the model reads "
+                "them as that text; if you mean messages, write a list into the data, such as json.loads(text)"
+            )
+
+
 def show_prompts(prompts: Sequence[Prompt], limit: int) -> Iterator[str]:
     """Yield lines: the number and lengths of the prompts of each source, then the first prompt."""
     for source, group in groupby(sorted(prompts, key=lambda prompt: prompt.source), key=lambda prompt: prompt.source):
@@ -147,7 +159,7 @@ def show_rewards(
         if not rewards and scores[0].error is None:
             note(f"environments {source!r}: no reward for {texts[0]!r:.60}; return a number where the reward applies")
         elif not rewards and not any(NOT_RUN in str(score.error) for score in scores):
-            note(f"environments {source!r}: the reward fails for every text that was tried; mend it before a run")
+            raise ConfigError(f"environments {source!r}: the reward fails for every text tried: {scores[0].error}")
         elif len(rewards) == 2 and rewards[0] <= rewards[1]:
             note(
                 f"environments {source!r}: the row's own answer gets no more reward than {USELESS!r}; does the reward "

@@ -30,7 +30,7 @@ REGISTRATION_ATTEMPTS = 3
 POLL_SECONDS = 0.5
 MAX_RETRY_SECONDS = 30.0
 EXPLAIN_SECONDS = 60.0
-"""Interval of log lines with the number of groups in the server's queue while no batch arrives."""
+"""Wait for a batch before a log line with the number of groups in the server's queue. It doubles with each line."""
 REPORT_SECONDS = 10.0
 """Minimum time between log lines about dropped sequences, because a client can post thousands of groups per second."""
 
@@ -181,7 +181,7 @@ class AtroposSource:
         Raises NothingUsable if too much time has passed without a valid sequence. The same batch is returned again,
         also in a resumed run, until `settle` is called.
         """
-        explained = time.monotonic()
+        began, due = time.monotonic(), EXPLAIN_SECONDS
         self._last = ReadBatch()
         while not stop.is_set():
             if self._untrained:
@@ -190,9 +190,9 @@ class AtroposSource:
                 self._untrained.popleft()
                 self._check_patience()
             elif pause := self._fetch(step):
-                if time.monotonic() - explained > EXPLAIN_SECONDS:
-                    explained = time.monotonic()
-                    self._explain_missing_batch()
+                if (waited := time.monotonic() - began) > due:
+                    due *= 2
+                    self._explain_missing_batch(waited)
                 stop.wait(pause)
         return None
 
@@ -255,7 +255,7 @@ class AtroposSource:
             )
         raise NothingUsable(f"{problem}; correct the environment, then resume")
 
-    def _explain_missing_batch(self) -> None:
+    def _explain_missing_batch(self, waited: float) -> None:
         try:
             num_waiting = int(self.client.status()["queue_size"])
             latest = self.client.get("/latest_example").get("tokens")  # of the group that was posted last
@@ -280,9 +280,7 @@ class AtroposSource:
                 "is an environment running, with this --env.rollout_server_url, with --env.wandb_name and with this "
                 "trainer's server as --openai.base_url (server.more_ports: [9004, 9005, 9006, 9007] if it ignores it)?"
             )
-        self.note(
-            f"atropos: no batch for {EXPLAIN_SECONDS:g} s; {self.client.url} holds {num_waiting} groups; {advice}"
-        )
+        self.note(f"atropos: no batch for {waited:.0f} s; {self.client.url} holds {num_waiting} groups; {advice}")
 
     def settle(self) -> None:
         """Mark the last batch as trained."""

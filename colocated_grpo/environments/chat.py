@@ -221,15 +221,19 @@ class Conversation:
         """Append the environment's response: text (one user message) or chat messages.
 
         The appended tokens are not trained. Raises ContextExhausted, and appends nothing, if no token would be left for
-        the next message.
+        the next message, and TypeError for anything else, such as a number.
         """
         last = self._tokens.last
         if last is None or not self._tokens.loss_mask[-1]:
             raise RuntimeError("observe() must follow generate(); pass all messages in one call")
-        messages = messages if isinstance(messages, str) else list(messages)
-        # Text that cannot fit is not encoded: for megabytes this takes minutes, in which no other episode runs.
-        fewest = len(plain_text(messages)) // self._codec.longest_token
-        token_ids = [] if fewest >= self.room else self._codec.observation(messages, last.token_ids[-1], self._template)
+        try:
+            chat = messages if isinstance(messages, str) else list(messages)
+            # Text that cannot fit is not encoded: for megabytes this takes minutes, in which no other episode runs.
+            fewest = len(plain_text(chat)) // self._codec.longest_token
+            token_ids = [] if fewest >= self.room else self._codec.observation(chat, last.token_ids[-1], self._template)
+        except Exception as error:  # a template is third-party code and may raise anything
+            rule = "it takes text, or a list of chat messages whose content is text"
+            raise TypeError(f"observe({messages!r:.60}): {error}; {rule}") from error
         if (needed := max(fewest, len(token_ids))) >= self.room:
             raise self._context_exhausted(f"an observation of at least {needed} tokens and a message")
         self._tokens = self._tokens.observed(token_ids)

@@ -58,11 +58,12 @@ class RankProcess:
 
     def close(self) -> None:
         """Leave the process group and restore the signal handlers. Collective; the run is complete."""
-        self._release()
+        self._user_code.close()
         self._watchdog.close()
         self.world.barrier()
         self._watchdog.links.close()
         dist.destroy_process_group()
+        self.stop.close()  # last: until here, a stop signal changes nothing
 
     def abandon(self) -> None:
         """Release as much as possible after a failed run.
@@ -72,14 +73,11 @@ class RankProcess:
         """
         if self.world.size == 1:
             self.resources.close()
-        self._release()
+        self._user_code.close()
+        self.stop.close()
         if self.world.size == 1:
             self._watchdog.close()
             dist.destroy_process_group()
-
-    def _release(self) -> None:
-        self._user_code.close()
-        self.stop.close()
 
 
 def start_rank(config: Config, joined: Joined, output: RunOutput) -> RankProcess:
@@ -114,7 +112,7 @@ def train_on(
 ) -> Path:
     """Train `config` to the end, from the start or a checkpoint, and return the run folder. Collective.
 
-    callbacks: the user's objects, whose methods are called on rank 0. on_start: called before the first step.
+    callbacks: the user's objects, whose methods are called on rank 0. on_start: called before files are written.
     """
     world = process.world
     try:
@@ -131,13 +129,13 @@ def train_on(
             run_folder.remove_if_unused(folder)
             raise
         settings, transcript = run.config.model_dump(mode="json"), ChatCodec(run.tokenizer).transcript
+        verdict.leave(training=True)
+        on_start()
         run.tracker.start(settings, describe(run), run.start, transcript)
         if resume is not None:
             note_unusual_resume(run)
         settle_garbage_collector()
         output.trains = True
-        verdict.leave(training=True)
-        on_start()
         try:
             outcome = train(run)
         except BaseException:

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from colocated_grpo.errors import ConfigError, RunError, in_one_line
+from colocated_grpo.runtime import user_code
 from colocated_grpo.types import ContextGroup
 
 T = TypeVar("T")
@@ -80,14 +81,18 @@ class World:
         return cast("T", box[0])
 
     def from_main(self, make: Callable[[], T]) -> T:
-        """Call `make` on rank 0 only. Return its result or raise its exception on every rank."""
+        """Call `make` on rank 0 only. Return its result or raise its exception on every rank.
+
+        Of several ranks, all raise the same RunError for an exception of user code.
+        """
         outcome: tuple[T | None, Exception | None] | None = None
         failure: Exception | None = None
         if self.is_main:
             try:
                 outcome = (make(), None)
             except Exception as error:  # broadcast the error too, or the other ranks would wait forever
-                failure, outcome = error, (None, _picklable(error))
+                failure = _named_place(error) if self.size > 1 else error
+                outcome = (None, _picklable(failure))
         value, error = self.broadcast_object(outcome)
         if error is not None:
             raise error if failure is None else failure
@@ -109,6 +114,16 @@ class World:
         if self.size > 1:
             dist.all_reduce(tensor, op=op, group=self.control if tensor.device.type == "cpu" else None)
         return tensor
+
+
+def _named_place(error: Exception) -> Exception:
+    """Return a RunError that names the line of user code that raised `error`; `error` if there is no such line."""
+    line = user_code.innermost(user_code.lines_of_error(error))
+    if line is None or isinstance(error, RunError | ConfigError):
+        return error
+    named = RunError(f"{in_one_line(error)} ({line.place})")
+    named.__cause__ = error  # its place is recorded
+    return named
 
 
 def _picklable(error: Exception) -> Exception:

@@ -240,7 +240,7 @@ def suggestion(path: KeyPath, tree: Mapping[str, object], model: type[BaseModel]
         return f"dotted names work on the command line only; in a file write {_nested(parse_path(key))}"
     candidates = {dotted(other): (str(other[-1]), other[:-1] == generic[:-1]) for other, _ in setting_names(model)}
     scored = [
-        (_similarity(key, leaf) + SAME_SECTION_BONUS * same_section, name)
+        (max(_similarity(key, leaf) + SAME_SECTION_BONUS * same_section, float(_joins(key, name))), name)
         for name, (leaf, same_section) in candidates.items()
     ]
     old_names = [
@@ -278,6 +278,12 @@ def sections(annotation: object) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [found for part in get_args(annotation) for found in sections(part)]
+
+
+def _joins(key: str, name: str) -> bool:
+    """Return True if a key joins a section, possibly cut, and its setting: lora_rank and eval_every."""
+    *_, section, leaf = f".{name}".replace(".0", "").split(".")
+    return key.endswith(f"_{leaf}") and section.startswith(key.removesuffix(f"_{leaf}"))
 
 
 def _similarity(one: str, other: str) -> float:

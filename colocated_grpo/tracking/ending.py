@@ -286,27 +286,32 @@ def ending(code: int, verdicts: Sequence[ProcessEnd] | None) -> tuple[int, list[
     For the launcher. code: exit code of the command that ran the ranks. verdicts: how the ranks' processes ended; None
     if a cleanup of /tmp has removed the files that say so.
     """
-    if verdicts is None or any(verdict.finished for verdict in verdicts):
-        # Stopped by a signal that this launcher has not received: a scheduler must not take the run for finished.
-        stopped = any(verdict.stopped for verdict in verdicts or ())
-        return (128 + signal.SIGTERM if stopped and code == 0 else code), []
+    if verdicts is None:
+        return code, []
+    if any(verdict.finished for verdict in verdicts):
+        if any(verdict.stopped for verdict in verdicts):
+            # Also by a signal that this launcher has not received: a scheduler must not take the run for finished.
+            return code or 128 + signal.SIGTERM, []
+        return (0 if code > 128 else code), []  # a signal after the last step has stopped nothing
     lines: list[str] = []
     first = verdicts[0] if verdicts else ProcessEnd()
+    folder = next((Path(verdict.folder) for verdict in verdicts if verdict.folder is not None), None)
     if code == 0:
         code, lines = RUN_ERROR, [f"error: {UNFINISHED}"]
     elif first.code is not None:
         code, lines = first.code, list(first.lines)
         if not lines:  # stopped during its start
+            if folder is not None:
+                remove_if_unused(folder)  # a rank that was blocked has been killed, and has removed nothing
             return code, lines
-    folder = next((verdict.folder for verdict in verdicts if verdict.folder is not None), None)
     if folder is not None and not any(verdict.recorded for verdict in verdicts):
         stopped = code > 128 and not lines
         error = KILLED_BY_USER if stopped else "\n".join(lines).removeprefix("error: ")
         unknown = f"the processes ended with exit code {code} and no error message: killed, for example out of memory"
         training = any(verdict.training for verdict in verdicts)
         failure = Failure(error=error or unknown, where=None if training else "start-up", exit_code=code)
-        record_failure(Path(folder), failure, training=training, state=KILLED if stopped else FAILED)
-        append_to_log(Path(folder), [f"error: {failure.error}"])
+        record_failure(folder, failure, training=training, state=KILLED if stopped else FAILED)
+        append_to_log(folder, [f"error: {failure.error}"])
     return code, lines
 
 

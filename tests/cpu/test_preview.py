@@ -37,6 +37,12 @@ def of_both(completions, answer, **columns):
 def applies_nowhere(completions, **columns):
     return [None] * len(completions)
 
+def reads_a_number(text):
+    return float(text["value"])
+
+def raises(completions, **columns):
+    return [reads_a_number(text) for text in completions]
+
 def hangs(completions, **columns):
     time.sleep(3600)
 """
@@ -57,6 +63,7 @@ def shown(folder: Path, reward: str = "of_both", **settings: object) -> tuple[li
         "type": "dataset",
         "name": str(folder / "rows.jsonl"),
         "rewards": [f"{folder}/my_rewards.py:{reward}"],
+        **settings.pop("entry", {}),
     }
     trainer = Trainer(str(settings.pop("model", None) or tiny_model()), environments=[environment], **settings)
     notes: list[str] = []
@@ -122,11 +129,25 @@ def test_a_template_without_the_messages_is_noticed(tmp_path):
     assert any("rendered as the same text" in note for note in shown(tmp_path, model=model)[1])
 
 
-def test_a_reward_that_hangs_ends_at_its_time_limit(tmp_path):
+@pytest.mark.parametrize(
+    ("reward", "cause"),
+    [
+        ("raises", r"raises: TypeError: .* \(my_rewards\.py, line 15\)"),
+        ("hangs", r"no reward within rollout\.reward_timeout=1 s, in hangs \(my_rewards\.py, line 21\)"),
+    ],
+)
+def test_a_reward_that_fails_for_every_text_is_an_error_with_function_and_line(tmp_path, reward, cause):
     rows(tmp_path)
-    lines, notes = shown(tmp_path, "hangs", rollout={"reward_timeout": 1.0})
-    assert "no reward" in lines[-2] and "none" in lines[-2]
-    assert any("the reward fails for every text that was tried" in note for note in notes)
+    with pytest.raises(ConfigError, match=rf"rows\.jsonl': the reward fails for every text tried: {cause}"):
+        shown(tmp_path, reward, rollout={"reward_timeout": 1.0})
+
+
+@pytest.mark.parametrize("write", [json.dumps, str])
+@pytest.mark.parametrize("settings", [{}, {"system_prompt": "Be brief."}])
+def test_messages_that_are_text_are_noticed(tmp_path, write, settings):
+    rows(tmp_path, write([{"role": "user", "content": "What is 17 plus 25?"}]))
+    _, notes = shown(tmp_path, model=real_model("smollm2"), entry=settings)
+    assert any("rows.jsonl': prompts are text that looks like a list of messages" in note for note in notes)
 
 
 def test_an_unknown_role_is_noticed(tmp_path):

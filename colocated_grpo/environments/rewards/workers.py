@@ -291,8 +291,8 @@ def main() -> None:
     faulthandler.register(DUMP_SIGNAL, file=dumps, all_threads=False)
     with Connection(descriptor) as connection:
         started, answer = connection.recv()()
-        connection.send(started)
         with suppress(EOFError, ConnectionError):  # the parent has closed the connection, or has ended
+            connection.send(started)
             while started.error is None:
                 for response in answer(connection.recv()):
                     connection.send(response)

@@ -146,7 +146,7 @@ def _conditions(
 def _is_kept(rows: AnyRows, keep: Callable[[Item], object], name: str, number: int) -> bool:
     try:
         kept = keep(dict(rows[number]))
-    except Exception as error:  # user code
+    except (Exception, SystemExit) as error:  # user code
         raise ValueError(f"{name}: row {number}: {one_line(error)}") from error
     if kept is None:
         raise ValueError(f"{name}: row {number}: returned None, not true or false")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -267,6 +271,16 @@ def test_a_queue_that_forms_no_batch_is_explained_in_the_log(url, monkeypatch):
     assert "holds 1 groups; batches are made of whole groups" in first_note_while_waiting(harness)
 
 
+def test_a_long_wait_is_reported_with_its_seconds_each_time_it_has_doubled(url, monkeypatch):
+    clock = SimpleNamespace(monotonic=partial(next, count(0.0, 20.0)))
+    harness = SourceHarness(url)
+    harness.start()
+    monkeypatch.setattr(source_module, "time", clock)
+    first_note_while_waiting(harness, notes=3)
+    waits = [re.search(r"no batch for (\d+) s; .* holds 0 groups", note)[1] for note in harness.notes[:3]]
+    assert waits == ["80", "140", "260"]
+
+
 @needs_atropos
 def test_a_group_that_blocks_run_api_is_named_in_the_log(monkeypatch):
     monkeypatch.setattr(source_module, "EXPLAIN_SECONDS", 0.0)
@@ -281,10 +295,10 @@ def test_a_group_that_blocks_run_api_is_named_in_the_log(monkeypatch):
     assert "a group of a size that does not divide 4 (the latest has 5)" in note
 
 
-def first_note_while_waiting(harness: SourceHarness) -> str:
+def first_note_while_waiting(harness: SourceHarness, notes: int = 1) -> str:
     thread = threading.Thread(target=harness.train_batch)
     thread.start()
-    until(lambda: harness.notes)
+    until(lambda: len(harness.notes) >= notes)
     harness.stop.set()
     thread.join(120)
     return harness.notes[0]

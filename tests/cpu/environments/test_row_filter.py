@@ -138,6 +138,7 @@ def test_the_dry_run_shows_the_counts_and_evaluation_sets_are_filtered(data):
         ),
         ({"where": {"subject": {"max": 1}}}, "row 0: column 'subject' is 'b', not a number, and where sets bounds"),
         ({"filter": "CODE:fails"}, "row 0: KeyError: 'missing' (my_data.py, line "),
+        ({"filter": "CODE:leaves"}, "row 0: SystemExit: 4 (my_data.py, line "),
         ({"filter": "CODE:forgets"}, "row 0: returned None, not true or false"),
         ({"filter": "gone.py:keep"}, "filter: cannot import 'gone.py': FileNotFoundError: no such file"),
     ],

@@ -159,6 +159,18 @@ def test_an_observation_may_be_an_iterator():
     assert "<|user|>left<|end|><|user|>right<|end|>" in rollout.text
 
 
+@pytest.mark.parametrize("observed", [42, None, [1, 2], {"role": "user", "content": "x"}])
+def test_an_observation_of_another_type_is_named_with_what_is_allowed(observed):
+    async def run(item: dict[str, Any], model: Conversation) -> float:
+        await model.generate(5)
+        model.observe(observed)
+        return 1.0
+
+    [rollout] = rollouts_of(play(Play(run), job_of(1, 1)))
+    assert rollout.score.error.startswith(f"TypeError: observe({observed}): ")
+    assert "it takes text, or a list of chat messages whose content is text (test_episodes.py, " in rollout.score.error
+
+
 def test_every_turn_has_its_own_seed_whatever_rank_or_order_serves_it():
     engines = FakeEngine(), FakeEngine(decode_steps=lambda request: 1 + request.seed % 7, max_num_seqs=2)
     first, second = (play(talk(3), job_of(4), engine) for engine in engines)

@@ -84,6 +84,30 @@ def test_an_interrupt_during_the_start_is_one_line_and_leaves_no_run_folder(tmp_
     assert not run.folder.exists()
 
 
+STOPPED_BY_ITSELF = """
+import signal
+from colocated_grpo.launch import rank
+from colocated_grpo.tracking.tracker import Tracker
+def stops_after(target, name):
+    original = getattr(target, name)
+    def stopped(*arguments):
+        original(*arguments)
+        os.kill(os.getpid(), signal.SIGTERM)
+    setattr(target, name, stopped)
+"""
+
+
+@pytest.mark.parametrize(
+    ("last_call", "outcome"),
+    [("Tracker, 'start'", "stopped"), ("rank.dist, 'destroy_process_group'", "finished")],
+)
+def test_a_signal_between_start_and_training_or_after_the_last_step_leaves_a_complete_run(tmp_path, last_call, outcome):
+    fault = f"{STOPPED_BY_ITSELF}stops_after({last_call})"
+    run = train(tmp_path, faulty(tmp_path, fault, training_steps=1, checkpoint={"every": 0}))
+    assert files.read_summary(run.folder)["state"] == outcome
+    assert [path.name for path in run.folder.glob("checkpoints/step_*")] == [f"step_00000{int(outcome == 'finished')}"]
+
+
 CORRUPTS_RANK_1 = """
 from colocated_grpo.weights import colocated
 write = colocated.buckets.write_planned

@@ -115,6 +115,9 @@ from tests.support.config_text import config_error, load, notes
             "policy.lr: unknown key; dotted names work on the command line only; in a file write policy: {lr: ...} "
             "(line 3 of x.yaml)",
         ),
+        ("lora_rank: 8", "lora_rank: unknown key; did you mean policy.lora.rank? (line 3 of x.yaml)"),
+        ("policy: {lora_rank: 8}", "policy.lora_rank: unknown key; did you mean policy.lora.rank? (line 3 of x.yaml)"),
+        ("eval_every: 5", "eval_every: unknown key; did you mean evaluation.every? (line 3 of x.yaml)"),
         ("use_vlm: true", "use_vlm: unknown key; did you mean use_vllm? (line 3 of x.yaml)"),
         (
             "reward_weights: [1.0, 0.5]",
