@@ -17,16 +17,8 @@ def row_statistics(logits_CV: Tensor, targets_C: Tensor, temperature_C: Tensor) 
     """Return log p(target), entropy and log-sum-exp of logits / temperature, each [C] float32."""
     rows, vocabulary = logits_CV.shape
     outputs = torch.empty(3, rows, dtype=torch.float32, device=logits_CV.device)
-    _row_statistics[(rows,)](
-        logits_CV,
-        targets_C,
-        temperature_C,
-        *outputs.unbind(0),
-        vocabulary,
-        logits_CV.stride(0),
-        BLOCK=BLOCK,
-        num_warps=8,
-    )
+    tensors = logits_CV, targets_C, temperature_C, *outputs.unbind(0)
+    _row_statistics[(rows,)](*tensors, vocabulary, logits_CV.stride(0), BLOCK=BLOCK, num_warps=8)
     return outputs[0], outputs[1], outputs[2]
 
 
@@ -45,20 +37,10 @@ def logit_gradient(
     """
     rows, vocabulary = logits_CV.shape
     out_CV = logits_CV.view(dtype)[:, :vocabulary]
-    _logit_gradient[(rows,)](
-        logits_CV,
-        targets_C,
-        temperature_C,
-        logsumexp_C,
-        grad_C,
-        out_CV,
-        vocabulary,
-        logits_CV.stride(0),
-        out_CV.stride(0),
-        0.0 if softcap is None else 1.0 / softcap,
-        BLOCK=BLOCK,
-        num_warps=8,
-    )
+    tensors = logits_CV, targets_C, temperature_C, logsumexp_C, grad_C, out_CV
+    sizes = vocabulary, logits_CV.stride(0), out_CV.stride(0)
+    inverse = 0.0 if softcap is None else 1.0 / softcap
+    _logit_gradient[(rows,)](*tensors, *sizes, inverse, BLOCK=BLOCK, num_warps=8)
     return out_CV
 
 
@@ -96,18 +78,9 @@ def _row_statistics(
 
 @jit
 def _logit_gradient(
-    logits,
-    targets,
-    temperatures,
-    logsumexps,
-    grads,
-    out,
-    vocabulary,
-    stride,
-    out_stride,
-    inverse_cap,
+    logits, targets, temperatures, logsumexps, grads, out, vocabulary, stride, out_stride, inverse_cap,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     out += row * out_stride

@@ -94,15 +94,9 @@ def _hash(number):
 
 @jit
 def _add_fingerprints(
-    table,
-    places,
-    sums,
-    SOURCE: tl.constexpr,
-    TARGET: tl.constexpr,
-    BITS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
+    table, places, sums,
+    SOURCE: tl.constexpr, TARGET: tl.constexpr, BITS: tl.constexpr, COLUMNS: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0)
     entry = table + tl.load(places + 2 * program) * 6
     stretch = tl.load(places + 2 * program + 1).to(tl.int64) * _SPANS

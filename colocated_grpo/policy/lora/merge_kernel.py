@@ -33,27 +33,10 @@ def merge(out: Tensor, base: Tensor, left: Tensor, right: Tensor, scale: float, 
 
 @partial(jit, do_not_specialize=("key",))
 def _merge(
-    out,
-    base,
-    left,
-    right,
-    scale,
-    key,
-    first,
-    rows,
-    columns,
-    rank,
-    out_stride,
-    base_stride,
-    left_stride_r,
-    left_stride_k,
-    right_stride_k,
-    right_stride_c,
-    DITHERED: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    out, base, left, right, scale, key, first, rows, columns, rank, out_stride, base_stride, left_stride_r,
+    left_stride_k, right_stride_k, right_stride_c,
+    DITHERED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     product = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.float32)

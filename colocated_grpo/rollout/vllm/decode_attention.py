@@ -111,23 +111,12 @@ def decode(
     shape = shape_for(sequences * kv_heads, _shared_memory(query.device))
     # Heads on the first grid axis: the heads of one token are adjacent in the cache.
     _decode[(kv_heads, sequences)](
-        query,
-        keys,
-        values,
-        out,
-        table,
-        lengths,
+        *(query, keys, values, out, table, lengths),
         scale * 1.4426950408889634,  # log2(e): the kernel's exponentials are powers of two
-        query.stride(0),
-        query.stride(1),
-        keys.stride(0),
-        keys.stride(1),
-        keys.stride(2),
-        values.stride(0),
-        values.stride(1),
-        values.stride(2),
-        out.stride(0),
-        out.stride(1),
+        *query.stride()[:2],
+        *keys.stride()[:3],
+        *values.stride()[:3],
+        *out.stride()[:2],
         table.stride(0),
         BLOCK=keys.shape[1],
         GROUP=heads // kv_heads,
@@ -150,30 +139,10 @@ def _shared_memory(device: torch.device) -> int:
 
 @jit
 def _decode(
-    query,
-    keys,
-    values,
-    out,
-    table,
-    lengths,
-    scale,
-    query_sequence,
-    query_head,
-    key_block,
-    key_token,
-    key_head,
-    value_block,
-    value_token,
-    value_head,
-    out_sequence,
-    out_head,
-    table_sequence,
-    BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    query, keys, values, out, table, lengths, scale, query_sequence, query_head, key_block, key_token, key_head,
+    value_block, value_token, value_head, out_sequence, out_head, table_sequence,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     head = tl.program_id(0)
     sequence = tl.program_id(1).to(tl.int64)
     length = tl.load(lengths + sequence)
