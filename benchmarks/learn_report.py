@@ -277,7 +277,7 @@ def axes(
         parts.append(f'<text x="{LEFT - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:.4g}</text>')
     for tick in nice_ticks(0.0, end):
         if tick <= end * 1.001:
-            parts.append(f'<text x="{x(tick):.1f}" y="{y(0) + 18:.1f}" text-anchor="middle">{tick:.4g}</text>')
+            parts.append(f'<text x="{x(tick):.1f}" y="{y(0) + 18:g}" text-anchor="middle">{tick:.4g}</text>')
     middle = (LEFT + width - RIGHT) / 2
-    parts.append(f'<text x="{middle:.1f}" y="{y(0) + 38:.1f}" text-anchor="middle">{label}</text>')
+    parts.append(f'<text x="{middle:.1f}" y="{y(0) + 38:g}" text-anchor="middle">{label}</text>')
     return "".join(parts)

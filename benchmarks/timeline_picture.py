@@ -24,13 +24,14 @@ def picture(timelines: Mapping[str, Sequence[JsonObject]]) -> str:
     end = max(steps[-1]["step"][1] - steps[0]["step"][0] for steps in timelines.values())
     most = max(running for steps in timelines.values() for step in steps for _, running, _ in step["running"])
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {TOP + PANEL * len(timelines)}" role="img" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {PANEL * len(timelines) + 30}" role="img" '
         f'font-family="system-ui, sans-serif" font-size="12" fill="{TEXT}"><title>Running completions</title>'
     ]
     for place, (color, label) in enumerate([(BLUE, "running completions"), (ORANGE, "training")]):
         x = LEFT + 170 * place
         parts.append(f'<rect x="{x}" y="8" width="18" height="10" fill="{color}" fill-opacity="0.4"/>')
         parts.append(f'<text x="{x + 24}" y="17">{label}</text>')
+    parts.append(f'<path d="M{LEFT + 270} 6V20" stroke="{TEXT}"/><text x="{LEFT + 278}" y="17">start of a step</text>')
     for place, (name, steps) in enumerate(timelines.items()):
         panel = _panel(name, steps, end, nice_ticks(0.0, most))
         parts.append(f'<g transform="translate(0 {PANEL * place})">{panel}</g>')
@@ -46,7 +47,7 @@ def _panel(name: str, steps: Sequence[JsonObject], end: float, ticks: Sequence[f
     def y(running: float) -> float:
         return TOP + PLOT - running / ticks[-1] * PLOT
 
-    counts = f"{means['decode steps']} decode steps, {means['mean running']:.1f} completions in each"
+    counts = f"{means['decode steps']:,} decode steps of {means['mean running']:.1f} completions on average"
     parts = [
         f'<text x="{LEFT}" y="{TOP - 24}" font-size="14">{name.capitalize()} partial rollouts: {counts}</text>',
         axes(lambda second: x(began + second), y, ticks, end, "seconds", WIDTH),

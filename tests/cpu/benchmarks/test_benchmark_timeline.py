@@ -63,8 +63,8 @@ def test_the_picture_has_a_panel_for_each_timeline_with_its_training_phases():
     assert bands[0] == [pytest.approx((48 + 4 * seconds, 2 * seconds)), pytest.approx((48 + 10 * seconds, 2 * seconds))]
     assert bands[1] == bands[0][:1]
     assert {text.text for text in root.iter(f"{SVG}text")} >= {
-        "Without partial rollouts: 10 decode steps, 1.8 completions in each",
-        "With partial rollouts: 8 decode steps, 1.8 completions in each",
+        "Without partial rollouts: 10 decode steps of 1.8 completions on average",
+        "With partial rollouts: 8 decode steps of 1.8 completions on average",
     }
 
 
