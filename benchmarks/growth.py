@@ -13,20 +13,18 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.harness import config_of, main_in_ranks, model_folder, rank_parser
+from benchmarks.harness import built_run, config_of, main_in_ranks, model_folder, rank_parser
 from benchmarks.results import describe, publish
 from benchmarks.workload import MAX_PROMPT_TOKENS, STOP_PROBABILITY, stop_tokens, vocabulary_of
 from colocated_grpo.errors import RunError
 from colocated_grpo.rollout.supply import PromptSupply
 from colocated_grpo.runtime.distributed import World
-from colocated_grpo.runtime.supervision import StopRequest
+from colocated_grpo.runtime.verdict import FINISHED, STOPPED
 from colocated_grpo.settings.schema import Config
-from colocated_grpo.tracking.ending import make_output
 from colocated_grpo.tracking.files import METRICS_FILE, TRAIN, read_rows
 from colocated_grpo.types import JsonObject
 
@@ -93,29 +91,19 @@ def growth_parser() -> argparse.ArgumentParser:
 
 def measure(world: World, options: argparse.Namespace) -> JsonObject:
     """Train the steps of every size. Collective; rank 0 returns the result."""
-    # Imported here because they import vLLM, which takes seconds and is needed in the ranks only.
-    from colocated_grpo.assembly.assemble import build_run
-    from colocated_grpo.assembly.assemble import describe as facts_of
-    from colocated_grpo.runtime.verdict import FINISHED, STOPPED
-    from colocated_grpo.trainer import settle_garbage_collector, train
+    # Imported here because it imports vLLM, which takes seconds and is needed in the ranks only.
+    from colocated_grpo.trainer import train
 
     sizes = sizes_of(options, world.size)
     with model_folder(options, world) as model, tempfile.TemporaryDirectory(prefix="benchmark-growth-") as scratch:
         config = growth_config(options, model, sizes, world.size)
-        output = make_output(config.tracking.console, config.training_steps, is_main=world.is_main)
-        stop = StopRequest(world.store)
-        stop.listen()
-        resources = ExitStack()
-        run = build_run(config, Path(scratch) / "run", world, stop, output, resources)
-        run.tracker.start(config.model_dump(mode="json"), facts_of(run), run.start, None)
-        settle_garbage_collector()
-        outcome = FINISHED
-        for index, size in enumerate(sizes):
-            outcome = train(resized(run, size, index * options.steps, options.steps, vocabulary_of(model)))
-            if outcome == STOPPED:
-                break
-        run.tracker.close(outcome)
-        resources.close()
+        with built_run(config, Path(scratch) / "run", world) as run:
+            outcome = FINISHED
+            for index, size in enumerate(sizes):
+                outcome = train(resized(run, size, index * options.steps, options.steps, vocabulary_of(model)))
+                if outcome == STOPPED:
+                    break
+            run.tracker.close(outcome)
         steps = [row for row in read_rows(Path(scratch) / "run" / METRICS_FILE) if row["kind"] == TRAIN]
     if not world.is_main:
         return {}

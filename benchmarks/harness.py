@@ -6,13 +6,14 @@ Even a single rank runs in a new process, because libraries read their environme
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,16 +29,19 @@ from colocated_grpo.launch.launcher import child_environment
 from colocated_grpo.runtime.distributed import World, init_world
 from colocated_grpo.runtime.processes import run_command
 from colocated_grpo.runtime.program import exit_code, rank_environment
+from colocated_grpo.runtime.supervision import StopRequest
 from colocated_grpo.runtime.verdict import RUN_ERROR
 from colocated_grpo.settings.config_file import load_config
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.tools.shapes import SHAPES
+from colocated_grpo.tracking.ending import make_output
 from colocated_grpo.types import JsonObject
 
 if TYPE_CHECKING:
     from colocated_grpo.policy.policy import Policy
     from colocated_grpo.rollout.vllm.vllm_engine import VLLMEngine
+    from colocated_grpo.run import Run
 
 MeasureInRanks = Callable[[World, argparse.Namespace], JsonObject]
 """Runs on every rank; rank 0's return value is published."""
@@ -142,6 +146,26 @@ def model_folder(options: argparse.Namespace, world: World) -> Generator[Path]:
             torch.cuda.empty_cache()  # rank 0 built the model on its device
         yield folder
         world.barrier()  # before rank 0 deletes files that other ranks may still read
+
+
+@contextmanager
+def built_run(config: Config, folder: Path, world: World) -> Generator[Run]:
+    """Yield a run that is ready for `train`, and close its resources on exit. Collective."""
+    # Imported here because they import vLLM, which takes seconds and is needed in the ranks only.
+    from colocated_grpo.assembly.assemble import build_run
+    from colocated_grpo.assembly.assemble import describe as facts_of
+    from colocated_grpo.trainer import settle_garbage_collector
+
+    output = make_output(config.tracking.console, config.training_steps, is_main=world.is_main)
+    stop = StopRequest(world.store)
+    stop.listen()
+    resources = ExitStack()
+    run = build_run(config, folder, world, stop, output, resources)
+    run.tracker.start(config.model_dump(mode="json"), facts_of(run), run.start, None)
+    settle_garbage_collector()
+    yield run
+    resources.close()  # not after a failure: other ranks may be stuck in a collective
+    gc.unfreeze()  # undoes settle_garbage_collector, so that the next run's memory can replace this run's
 
 
 def config_of(model: Path, options: argparse.Namespace, **sections: Any) -> Config:

@@ -6,7 +6,7 @@ import argparse
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.tables import table
@@ -251,15 +251,7 @@ def _panel(curves: Mapping[str, Curve], label: str, width: float, top: float) ->
     def y(value: float) -> float:
         return HEIGHT - BOTTOM - value / ticks[-1] * (HEIGHT - TOP - BOTTOM)
 
-    parts = []
-    for tick in ticks:
-        parts.append(f'<path d="M{LEFT} {y(tick):.1f}H{width - RIGHT:.1f}" stroke="{GRID}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:.4g}</text>')
-    for tick in nice_ticks(0.0, end):
-        if tick <= end * 1.001:
-            parts.append(f'<text x="{x(tick):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{tick:.4g}</text>')
-    middle = (LEFT + width - RIGHT) / 2
-    parts.append(f'<text x="{middle:.1f}" y="{HEIGHT - 6}" text-anchor="middle">{label}</text>')
+    parts = [axes(x, y, ticks, end, label, width)]
     for name, points in curves.items():
         color = COLORS[name]
         upper = [f"{x(place):.1f},{y(high):.1f}" for place, _, _, high in points]
@@ -267,4 +259,25 @@ def _panel(curves: Mapping[str, Curve], label: str, width: float, top: float) ->
         parts.append(f'<polygon points="{" ".join(upper + lower)}" fill="{color}" fill-opacity="0.22"/>')
         line = " ".join(f"{x(place):.1f},{y(mean):.1f}" for place, mean, _, _ in points)
         parts.append(f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="2.2"/>')
+    return "".join(parts)
+
+
+def axes(
+    x: Callable[[float], float],
+    y: Callable[[float], float],
+    ticks: Sequence[float],
+    end: float,
+    label: str,
+    width: float,
+) -> str:
+    """Return lines at the ticks of y, numbers of both axes and the label of x. Axis x goes from 0 to `end`."""
+    parts = []
+    for tick in ticks:
+        parts.append(f'<path d="M{LEFT} {y(tick):.1f}H{width - RIGHT:.1f}" stroke="{GRID}"/>')
+        parts.append(f'<text x="{LEFT - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:.4g}</text>')
+    for tick in nice_ticks(0.0, end):
+        if tick <= end * 1.001:
+            parts.append(f'<text x="{x(tick):.1f}" y="{y(0) + 18:g}" text-anchor="middle">{tick:.4g}</text>')
+    middle = (LEFT + width - RIGHT) / 2
+    parts.append(f'<text x="{middle:.1f}" y="{y(0) + 38:g}" text-anchor="middle">{label}</text>')
     return "".join(parts)

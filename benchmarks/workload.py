@@ -39,6 +39,16 @@ class RandomWork:
         return float(blake2b(completion.encode(), digest_size=1).digest()[0] & 1)
 
 
+class UnevenWork(RandomWork):
+    """Prompts for a pretrained model: one of four asks for a story, the others for a few numbers."""
+
+    def prompts(self, seed: int, split: Split) -> Iterator[JsonObject]:
+        rng = random.Random(f"{seed}/{split}")
+        while True:
+            count = f"Count from 1 to {rng.randint(5, 50)}. Write only the numbers."
+            yield {"prompt": rng.choice([f"Write a story about {rng.randint(2, 99)} birds.", count, count, count])}
+
+
 def stop_tokens(vocabulary: int, probability: float = STOP_PROBABILITY, seed: int = 0) -> list[int]:
     """Return random stop tokens: the fraction `probability` of the vocabulary, at least one."""
     # Only from the upper half: the lower half holds the characters of the prompts.
