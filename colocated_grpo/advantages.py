@@ -34,8 +34,7 @@ def group_advantages(groups: Sequence[Rewards], config: AdvantageConfig) -> list
 def is_constant(rewards: Rewards) -> bool:
     """Return True if all rewards other than None are equal, so that every advantage of the group is 0.
 
-    Such a group has no policy gradient, but a KL penalty gives it a gradient: with kl.coef > 0, the group must not be
-    dropped.
+    Such a group has no policy gradient, but a KL penalty has one: with kl.coef > 0, the group must not be dropped.
     """
     return len(set(_scored(rewards))) < 2
 

@@ -49,8 +49,7 @@ class SampleCheck:
     def __init__(self, limit: float, temperature: float, all_reduce: tuple[AllReduce, AllReduce]) -> None:
         """limit: limit of the mean. all_reduce: one for sums, one for maxima.
 
-        temperature: temperature of training samples. Differences of log-probabilities grow with the inverse of the
-        temperature.
+        temperature: of training samples. Differences of log-probabilities grow with its inverse.
         """
         self._limit = limit / min(1.0, temperature)
         self._all_reduce = all_reduce
@@ -58,8 +57,7 @@ class SampleCheck:
     def judge(self, metrics: Metrics, moved: float) -> None:
         """Raise RunError on every rank if the samples differ too much from the policy. Collective.
 
-        metrics: statistics of a forward pass. moved: learning rate times the optimizer steps since the oldest token was
-        sampled.
+        metrics: statistics of a forward pass. moved: learning rate times optimizer steps since the oldest sample.
         """
         found = reduce(metrics.only((MEAN, WORST)), *self._all_reduce)
         drift = DRIFT_PER_RATE * moved

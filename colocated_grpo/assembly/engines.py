@@ -226,8 +226,7 @@ def build_opponent(
 ) -> FrozenOpponent | None:
     """Return the frozen opponent; None without a config.
 
-    shards: result of `read_opponent`; a checkpoint may be restored into these tensors later. check_every: as in
-    ColocatedSync.
+    shards: of `read_opponent`; a checkpoint may be restored into these tensors later. check_every: of ColocatedSync.
     """
     if config is None:
         return None

@@ -1,7 +1,6 @@
 """Other processes of a run: engine servers, which get its weights, and environments, which sample from its engines.
 
-Ports are opened and the API server of Atropos is contacted before device memory is allocated; requests wait until the
-engines start.
+Ports are opened and Atropos' API server is contacted before device memory is allocated. Requests wait for the engines.
 """
 
 import copy

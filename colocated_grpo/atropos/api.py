@@ -51,8 +51,7 @@ ABSENT = msgspec.Raw(b"null")
 class PostedGroup(msgspec.Struct):
     """The fields of a scored group that a trainer reads. All other fields are skipped.
 
-    Numbers stay JSON text, which takes a fifth of the memory of parsed lists. A batch is sent by joining the texts of
-    its groups.
+    Numbers stay JSON text, which takes a fifth of the memory of parsed lists. A batch joins the texts of its groups.
     """
 
     tokens: Rows

@@ -172,8 +172,7 @@ class GroupReader:
     def read(self, items: Sequence[object], first_index: int, policy_version: int) -> "ReadBatch":
         """Convert the groups of one batch. Drops invalid sequences, and whole groups with wrong types.
 
-        first_index: prompt index of the first group. policy_version: the current version, used for sequences of unknown
-        origin.
+        first_index: prompt index of the first group. policy_version: current version, for sequences of unknown origin.
         """
         batch = ReadBatch()
         for item in items:

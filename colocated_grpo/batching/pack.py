@@ -241,9 +241,7 @@ def _sequence(outline: Outline, groups: Sequence[Group], advantages: Sequence[Se
         token_ids=np.array(rollout.token_ids, np.int64),
         scored=scored,
         sampling_logprobs=_at(scored, rollout.sampling_logprobs),
-        advantages=np.full(len(scored), value, np.float32)
-        if own_advantages is None
-        else np.array(own_advantages, np.float32),
+        advantages=np.array([value] * len(scored) if own_advantages is None else own_advantages, np.float32),
         temperature=rollout.temperature,
         trained=outline.trained,
         plain=rollout.plain,

@@ -1,7 +1,6 @@
 """torchrun with a loopback-only rendezvous for --standalone and one-line errors for ranks without a traceback.
 
-Flags and agent are torchrun's. Plain torchrun prints forty lines about a failed process, even below the error line of
-that process.
+Flags and agent are torchrun's. Plain torchrun prints forty lines about a failed process, even below its error line.
 """
 
 import argparse

@@ -19,8 +19,7 @@ def _unchanged(sums_S: Tensor) -> Tensor:
 class LossInputs:
     """Constants that a loss compares the current log-probabilities with.
 
-    Element n of every tensor belongs to the n-th scored token; log-probabilities are already shifted to the token that
-    they predict.
+    Element n of every tensor belongs to the n-th scored token. Log-probabilities are those of this token itself.
     """
 
     sequence_N: Tensor

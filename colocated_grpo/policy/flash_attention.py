@@ -241,12 +241,7 @@ def fa4_backward(
         dq, dk, dv = fa2_backward(grad, query, key, value, out, logsumexp, runs, scale, -1)
         return dq.contiguous(), dk.contiguous(), dv.contiguous()
     return kernels().backward(
-        query,
-        key,
-        value,
-        out,
-        grad,
-        logsumexp,
+        *(query, key, value, out, grad, logsumexp),
         **_fa4_settings(cu_q, cu_k, longest_q, longest_k, scale),
         deterministic=torch.are_deterministic_algorithms_enabled(),
         # By default, FlashAttention 2 and 4 lay out gradients like the inputs. The fake declares contiguous ones.

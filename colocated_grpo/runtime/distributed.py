@@ -129,8 +129,7 @@ def _named_place(error: Exception) -> Exception:
 def _picklable(error: Exception) -> Exception:
     """Return `error` if it can be pickled, else a RuntimeError with its type and message.
 
-    Many library errors cannot be pickled: they contain a lock, or their constructor needs arguments that pickle does
-    not store.
+    Many library errors cannot be pickled: they contain a lock, or arguments of their constructor are not stored.
     """
     try:
         pickle.loads(pickle.dumps(error))
@@ -143,8 +142,7 @@ def init_world(store: dist.Store | None = None, *, replicate_nodes: bool = False
     """Join the process group described by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
 
     store: key-value store of all ranks. Default: a TCP store served by rank 0 or torchrun. replicate_nodes: shard over
-    the LOCAL_WORLD_SIZE ranks of each node and replicate over nodes. Raises ConfigError if LOCAL_WORLD_SIZE differs
-    between nodes.
+    the LOCAL_WORLD_SIZE ranks of each node and replicate over nodes. Raises ConfigError if nodes have different sizes.
     """
     on_gpu = torch.cuda.is_available()
     device = torch.device("cpu")

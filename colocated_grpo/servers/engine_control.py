@@ -159,8 +159,7 @@ def between_steps(
 class EngineControl:
     """Commands for one engine, between two decode steps. They may be called from any thread, but `run` from one only.
 
-    Requests wait while the engine is paused. The future of a command that is invalid in the current state raises
-    ValueError.
+    Requests wait while the engine is paused. The future of a command that is invalid at the moment raises ValueError.
     """
 
     def __init__(self, engine: RolloutEngine, inbox: Inbox, driver: Driver) -> None:

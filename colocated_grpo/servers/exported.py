@@ -1,8 +1,7 @@
 """Weights shared by two processes: a server exports the engine's parameters, and a trainer uses the same memory.
 
 On CUDA the handles are CUDA IPC handles. On the CPU the parameters are moved into anonymous shared memory. A process of
-the same user opens this memory through the server's file descriptor. The memory is freed when both processes have
-exited.
+the same user opens this memory through the server's file descriptor. It is freed when both processes have exited.
 """
 
 import json

@@ -2,8 +2,7 @@
 
 Requests are posted in batches, and their completions arrive on one streamed response, so any number of requests needs
 two connections. A request is under way until its completion has been read. After a lost connection, the server aborts
-the requests under way, and the client posts these requests again with the same seeds. No request is lost or returned
-twice.
+the requests under way, and the client posts them again with the same seeds. No request is lost or returned twice.
 """
 
 import itertools

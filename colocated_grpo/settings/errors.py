@@ -170,8 +170,7 @@ def error_lines(
 ) -> list[str]:
     """Return one line for each setting with pydantic errors. aliases: old names -> names shown in suggestions.
 
-    A setting with a union type has one pydantic error for each member of the union. Its line joins the rules of all
-    members.
+    A setting with a union type has one pydantic error for each member of the union. Its line joins their rules.
     """
     lines = []
     for path, found in errors_by_path(errors, tree).items():

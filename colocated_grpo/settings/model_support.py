@@ -169,8 +169,7 @@ def verdict(config_json: Settings) -> str:
 def check_cpu_engine(config_json: Settings, setting: str, *, bfloat16: bool, adapters: bool = False) -> None:
     """Raise ConfigError with one line if vLLM's engine for CPUs cannot compute the model.
 
-    bfloat16: True if policy and engine compute in bfloat16. adapters: True if the engine loads adapters beside the
-    model.
+    bfloat16: True if policy and engine compute in bfloat16. adapters: True if the engine loads them beside the model.
     """
     if adapters and _experts(text_part(config_json)) > 1:
         raise ConfigError(

@@ -136,9 +136,8 @@ class Tracker:
     Call `start` once, `evaluation` and `flush` for each step, and `close` at the end, also after a failure. `note` may
     be called at any time.
 
-    Steps count from 0. An evaluation at `step` measures the weights before training step `step`, so the first
-    evaluation is at 0 and the last at training_steps. A run resumed at `first_step` repeats the evaluation due at that
-    step.
+    Steps count from 0. An evaluation at `step` measures the weights before training step `step`, so the first is at 0
+    and the last at training_steps. A run resumed at `first_step` repeats the evaluation due at that step.
     """
 
     def __init__(self, run_dir: Path, output: ending.RunOutput, tracking: TrackingConfig) -> None:

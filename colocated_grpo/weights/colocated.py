@@ -25,8 +25,7 @@ class ColocatedSync:
     """Copies the policy's weights into the engine. Every method is collective, called in lockstep by all ranks.
 
     The first sync uses the engine's own `load_weights`. A plan is built afterwards, and adopted only if each of its
-    views holds, bit for bit, what this first sync has written; otherwise all syncs use `load_weights`. Each sync is
-    verified.
+    views holds, bit for bit, what the first sync wrote; otherwise all syncs use `load_weights`. Each sync is verified.
     """
 
     def __init__(

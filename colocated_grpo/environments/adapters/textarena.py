@@ -222,8 +222,7 @@ class TextArena(SeededEpisode):
     def _deal(self, item: Item) -> tuple[TextArenaGame, Random, str | None]:
         """Start a game and play it up to the seat's first turn.
 
-        Returns the game, the random stream of the opponents, and the text for the seat. The text is None if the game is
-        over.
+        Returns the game, the random stream of the opponents, and the text for the seat; None if the game is over.
         """
         game = TextArenaGame(self.game, self.options, self.players, item["seed"])
         rng = Random(f"{item['seed']}/opponents")

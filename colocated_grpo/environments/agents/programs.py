@@ -170,8 +170,7 @@ class AgentEpisode:
         """Return the agent's reward.
 
         If the agent fails after a request exceeded the context or `max_requests`, the reward is 0, as for an episode
-        that does not catch ContextExhausted. Raises AgentFailed if the agent made no request. Other exceptions of the
-        agent propagate.
+        that does not catch ContextExhausted. Raises AgentFailed if there was no request. Other exceptions propagate.
         """
         with self._endpoint.opened(model) as access:
             try:

@@ -156,8 +156,7 @@ def exact_match(completions: Completions, answer: Sequence[object], **columns: o
 def gsm8k(completions: Completions, answer: Sequence[str], **columns: object) -> list[float | None]:
     """Return 1 if the completion's last number equals the number after #### in the column `answer`, else 0.
 
-    The result is None if `answer` has no number. If the completion contains ####, only numbers after its last ####
-    count.
+    The result is None if `answer` has no number. If the completion has ####, only numbers after its last one count.
     """
     wanted = [marked_number(str(gold)) for gold in answer]
     pairs = zip(completion_texts(completions), wanted, strict=True)
@@ -184,9 +183,8 @@ def math_verify(
 def equal_math(gold: str, answer: str) -> bool | None:
     """Return whether reference and answer are equal; False after MATH_SECONDS; None if `gold` cannot be parsed.
 
-    The comparison runs in a worker process, which can be killed. Answers such as 9^9^9 keep math-verify busy
-    indefinitely. The time limit of math-verify itself works only in the main thread, and one long operation holds the
-    interpreter lock.
+    The comparison runs in a worker process, which can be killed: answers such as 9^9^9 keep math-verify busy forever.
+    math-verify's own time limit works only in the main thread, and one long operation holds the interpreter lock.
     """
     if find_spec("math_verify") is None:
         raise ModuleNotFoundError("math-verify is not installed; install it with: pip install math-verify")

@@ -35,8 +35,7 @@ NOT_RUN = "a dry run reads no weights"
 class NoReward(Exception):
     """The reason why a completion has no reward. A reward function returns a NoReward in place of a number.
 
-    All other completions keep their rewards. If the function raised an exception instead, it would be called again for
-    each completion.
+    All other completions keep their rewards. After an exception, the function is called again for each completion.
     """
 
 

@@ -213,8 +213,7 @@ class WorkerPool:
 def last_ready() -> float:
     """Return the latest time.monotonic() at which a busy process was ready; 0 if no process is busy.
 
-    A process that is still starting counts as ready now. A process that was launched more than START_SECONDS ago is
-    ignored.
+    A process that is still starting counts as ready now. One launched more than START_SECONDS ago is ignored.
     """
     now = time.monotonic()
     with _lock:

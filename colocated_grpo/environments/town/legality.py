@@ -198,8 +198,7 @@ characters that the parser replaces."""
 def reply_pattern(legal: LegalActions, max_speech: int, max_thought: int = MAX_PATTERN_THOUGHT) -> str:
     """Return a regular expression that matches well-formed legal replies, for structured output.
 
-    The expression uses only alternation, character classes and bounded repeats, which every structured-output engine
-    supports.
+    It uses only alternation, character classes and bounded repeats, which every structured-output engine supports.
     """
     actions = []
     for tag, spec in legal.items():

@@ -1,7 +1,6 @@
 """Loading of user code by the names in the config, and event loops for its coroutines.
 
-Every failure to load becomes a one-line error. Each event loop is on its own thread; a blocked loop can be retired
-and replaced.
+Every failure to load becomes a one-line error. Each event loop has its own thread. A blocked loop can be replaced.
 """
 
 import asyncio
