@@ -246,8 +246,6 @@ def _run(command: Sequence[str], environment: Mapping[str, str], redirect: Path 
             inside.setdefault("VLLM_RPC_BASE_PATH", str(folder))
         code = processes.run_command(command, inside, redirect, partial(begin_stop, folder))
         verdicts = verdict.read_verdicts(folder) if folder.is_dir() else None
-    if code == 0 and any(end.finished and not end.stopped for end in verdicts or ()):
-        return 0
     from colocated_grpo.tracking.ending import ending
 
     code, lines = ending(code, verdicts)

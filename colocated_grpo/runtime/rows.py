@@ -35,9 +35,9 @@ def fixed_tiles(longest_q: int, longest_k: int, left: int, size: int) -> dict[st
     """Return arguments of `flash_attn_varlen_func` with which FlashAttention 3 sums over keys in the same order always.
 
     longest_q, longest_k: most queries and keys of a sequence. left: earlier keys in the sliding window, -1 for all.
-    size: of a head. If queries times query heads per key-value head are at most 64, the kernel takes tiles of other
-    numbers of keys, except with heads of 128 and no window, if it masks keys, which it does not for one query. It also
-    ignores a window that no sequence exceeds, and then takes other tiles.
+    size: of a head. If queries times query heads per key-value head are at most 64, the kernel takes smaller tiles.
+    They have as many keys as the others only for heads of 128 without a window, and not for a single query, whose keys
+    are not masked. The kernel also ignores a window that no sequence exceeds, and then takes other tiles.
     """
     least_q = 2 if size == 128 and left < 0 else 65
     return {"max_seqlen_q": max(longest_q, least_q), "max_seqlen_k": max(longest_k, left + 2), "num_splits": 1}

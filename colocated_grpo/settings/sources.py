@@ -6,20 +6,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_validator
 
+from colocated_grpo.settings import base
 from colocated_grpo.settings.atropos import AtroposSourceConfig
-from colocated_grpo.settings.base import (
-    INITIAL,
-    CodeName,
-    InputFile,
-    NamedObject,
-    NonNegative,
-    Number,
-    Positive,
-    Section,
-    TemplateVariables,
-    Tool,
-    find_file,
-)
 from colocated_grpo.settings.errors import KeyPath
 from colocated_grpo.settings.generation import ModelConfig
 from colocated_grpo.types import JsonObject
@@ -28,24 +16,24 @@ FROZEN = "frozen"
 """Entry in the `players` of a game. The opponent plays the seat of this entry."""
 
 
-class OpponentConfig(Section):
+class OpponentConfig(base.Section):
     """A frozen model that plays against the policy, in the same engine. A run has at most one opponent."""
 
-    name: InputFile = INITIAL
+    name: base.InputFile = base.INITIAL
     """initial: the run's own model before the first step. Otherwise the folder or Hugging Face name of a model of the
     same shape, for example the final_model/ of another run."""
     revision: str | None = None
     """Branch, tag or commit on the Hub. Default: the main branch."""
-    refresh_every: NonNegative = 0
+    refresh_every: base.NonNegative = 0
     """Steps between copies of the current policy into the opponent. With such copies, checkpoints include the
     opponent's weights. 0: the opponent never changes."""
 
 
-class TurnsSourceConfig(Section):
+class TurnsSourceConfig(base.Section):
     """A game trained turn by turn. Each turn is a prompt. Its completions are one group, scored on one position."""
 
     type: Literal["turns"]
-    name: CodeName
+    name: base.CodeName
     """'town', 'tossim' or your own 'package.module:object' or 'path/to/file.py:object'."""
     args: JsonObject = {}
     """Keyword arguments of the environment, except `seed`, which is derived from the run's seed."""
@@ -53,13 +41,13 @@ class TurnsSourceConfig(Section):
     """Completion that is played in each turn. first and random follow the policy. best: the completion with the highest
     reward, and on a tie the first such completion. With best, games are played better than the policy plays, which
     biases returns from the end of a game."""
-    max_wait: Positive = 64
+    max_wait: base.Positive = 64
     """Maximum steps that a turn waits for its game to end, if its reward includes the game's result. After that, the
     turn is trained with its immediate reward (metric turns_overdue). Longer waits make rollouts staler."""
-    stop_at_parse_rate: Number | None = Field(None, gt=0, le=1)
+    stop_at_parse_rate: base.Number | None = Field(None, gt=0, le=1)
     """End the run when the share of well-formed completions has been at least this for stop_after steps in a row. null:
     train for all training_steps."""
-    stop_after: Positive = 1000
+    stop_after: base.Positive = 1000
     """Number of consecutive steps for stop_at_parse_rate."""
     structured: bool = False
     """Constrain sampling to legal completions with a grammar. false: the policy learns the format from rewards. Needs
@@ -68,7 +56,7 @@ class TurnsSourceConfig(Section):
     """Frozen model for the seats that the game assigns to it (town: players: [policy, frozen]). The opponent's turns
     are sampled once and not trained. The opponent's weights are kept in host memory and swapped into the engine. All
     entries that set an opponent must set the same opponent."""
-    weight: Number = Field(1.0, gt=0)
+    weight: base.Number = Field(1.0, gt=0)
     """Relative share of the prompts: an entry of weight 3 beside one of weight 1 supplies three quarters."""
 
 
@@ -80,27 +68,27 @@ entry's held-out rows. eval_datasets[NAME]: the rows of evaluation set NAME."""
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 """Suffixes of dataset files. The readers are in `environments.rows.readers`, a layer above settings."""
 SplitOrFile = Annotated[
-    str, AfterValidator(lambda name, info: find_file(name, info) if name.lower().endswith(DATA_SUFFIXES) else name)
+    str, AfterValidator(lambda name, info: base.find_file(name, info) if name.lower().endswith(DATA_SUFFIXES) else name)
 ]
-Program = Annotated[str, AfterValidator(lambda name, info: name if shutil.which(name) else find_file(name, info))]
+Program = Annotated[str, AfterValidator(lambda name, info: name if shutil.which(name) else base.find_file(name, info))]
 """Name of a command in PATH, of a file, or of a function."""
 
 
-class ItemSourceConfig(NamedObject):
+class ItemSourceConfig(base.NamedObject):
     """Code that generates prompts and scores their completions."""
 
     type: str
-    name: CodeName
+    name: base.CodeName
     args: JsonObject = {}
     """Keyword arguments of the task's or episode's class."""
     system_prompt: str | None = None
     """System message added to the model's prompt if the prompt has none. `score` or `run` gets the item unchanged."""
-    tools: list[Tool] = []
+    tools: list[base.Tool] = []
     """Tools that the chat template describes: docs/guides/prompts.md. `tools` of an item take precedence."""
-    chat_template_kwargs: TemplateVariables = {}
+    chat_template_kwargs: base.TemplateVariables = {}
     """Variables of the chat template, in addition to model.chat_template_kwargs. Example: {enable_thinking: false}.
     `chat_template_kwargs` of an item take precedence."""
-    weight: Number = Field(1.0, gt=0)
+    weight: base.Number = Field(1.0, gt=0)
     """Relative share of the prompts: an entry of weight 3 beside one of weight 1 supplies three quarters."""
 
 
@@ -108,7 +96,7 @@ class TaskSourceConfig(ItemSourceConfig):
     """A task generates prompts and scores single completions."""
 
     type: Literal["task"] = "task"
-    name: CodeName
+    name: base.CodeName
     """A built-in task (arithmetic, countdown, reversal, sorting), 'reasoning_gym:<dataset>', or your own
     'package.module:object' or 'path/to/file.py:object'."""
 
@@ -117,7 +105,7 @@ class EpisodeSourceConfig(ItemSourceConfig):
     """An episode runs a multi-turn conversation with the policy and scores it: docs/guides/episodes.md."""
 
     type: Literal["episode"]
-    name: CodeName
+    name: base.CodeName
     """A built-in episode, an environment of another library such as 'textarena:<game>' (docs/guides/libraries.md), or
     your own 'package.module:object' or 'path/to/file.py:object'."""
 
@@ -125,14 +113,14 @@ class EpisodeSourceConfig(ItemSourceConfig):
 Scalar = bool | int | float | str
 
 
-class ConditionConfig(Section):
+class ConditionConfig(base.Section):
     """Condition on a column: allowed values, or bounds of a number. A plain value or list is short for {any: ...}."""
 
     any: list[Scalar] | None = Field(None, min_length=1)
     """Values that meet the condition."""
-    min: Number | None = None
+    min: base.Number | None = None
     """Inclusive lower bound of a number."""
-    max: Number | None = None
+    max: base.Number | None = None
     """Inclusive upper bound of a number."""
 
     @model_validator(mode="before")
@@ -155,10 +143,12 @@ def names_model(reward: str) -> bool:
     return "/" in reward and ":" not in reward and not reward.endswith(".py")
 
 
-class RewardConfig(NamedObject):
+class RewardConfig(base.NamedObject):
     """One reward function of a dataset. Functions have TRL's signature: docs/guides/from_trl.md."""
 
-    name: Annotated[CodeName, AfterValidator(lambda name, info: find_file(name, info) if names_model(name) else name)]
+    name: Annotated[
+        base.CodeName, AfterValidator(lambda name, info: base.find_file(name, info) if names_model(name) else name)
+    ]
     """A built-in reward, 'trl.rewards:accuracy_reward', or your own 'package.module:function' or
     'path/to/file.py:function'. With a slash and no colon, the Hugging Face name or the folder of a reward model:
     'organization/name' or './folder' (docs/guides/rewards.md)."""
@@ -174,7 +164,7 @@ class RewardConfig(NamedObject):
     relative: bool = False
     """true: the function compares a prompt's completions with each other, so it always gets all of them. false: after
     an exception, the function is called once per completion, to find the completions on which it raises."""
-    weight: Number = Field(1.0, ge=-1e6, le=1e6)
+    weight: base.Number = Field(1.0, ge=-1e6, le=1e6)
     """Factor of this reward in the sum of a completion's rewards. 0: the reward is only logged, as reward/<name>; its
     values and exceptions do not affect the sum."""
 
@@ -205,11 +195,11 @@ def reward_name(name: object) -> object:
     return f"{module}:{function}" if module else name
 
 
-class RowsSourceConfig(NamedObject):
+class RowsSourceConfig(base.NamedObject):
     """Rows of a dataset as prompts."""
 
     type: str
-    name: InputFile
+    name: base.InputFile
     """A .jsonl, .json, .csv or .parquet file, a folder written by save_to_disk(), or a Hugging Face dataset name.
     Values of a .csv stay text."""
     subset: str | None = None
@@ -219,7 +209,7 @@ class RowsSourceConfig(NamedObject):
     eval_split: SplitOrFile | None = None
     """Split of held-out prompts; for a local file, the path of another file. Default: the last `held_out` rows of the
     training data, which are then excluded from training."""
-    held_out: NonNegative | None = None
+    held_out: base.NonNegative | None = None
     """Rows held out for evaluation if eval_split is not set. Default: a tenth of the rows, at most 64."""
     prompt_column: str = "prompt"
     """Column of the prompt: text, or chat messages. With a chat template, text becomes one user message."""
@@ -233,10 +223,10 @@ class RowsSourceConfig(NamedObject):
     where: dict[str, ConditionConfig] = {}
     """Conditions by column name, as in the data. Only rows that meet all conditions are used. A condition is a value, a
     list of values, or {min: ..., max: ...}. Example: {level: [1, 2, 3], subject: algebra}"""
-    filter: CodeName | None = None
+    filter: base.CodeName | None = None
     """Function 'package.module:function' or 'path/to/file.py:function'. It gets a row as a dictionary and returns true
     to keep the row. It is called only for rows that meet `where`."""
-    weight: Number = Field(1.0, gt=0)
+    weight: base.Number = Field(1.0, gt=0)
     """Relative share of the prompts: an entry of weight 3 beside one of weight 1 supplies three quarters."""
 
     _held_out: object = PrivateAttr(default=None)
@@ -254,9 +244,9 @@ class DatasetSourceConfig(RowsSourceConfig):
     rewards: list[Annotated[RewardConfig, BeforeValidator(reward_by_name)]]
     """Reward functions, summed by weight. A plain name is short for {name: ...}. []: none, where loss.kl alone trains
     (docs/guides/distillation.md)."""
-    tools: list[Tool] = []
+    tools: list[base.Tool] = []
     """Tools that the chat template describes: docs/guides/prompts.md. A column `tools` takes precedence."""
-    chat_template_kwargs: TemplateVariables = {}
+    chat_template_kwargs: base.TemplateVariables = {}
     """Variables of the chat template, in addition to model.chat_template_kwargs. Example: {enable_thinking: false}. A
     column `chat_template_kwargs` takes precedence."""
 
@@ -270,9 +260,9 @@ class AgentSourceConfig(RowsSourceConfig):
     'path/to/file.py:function' or 'package.module:function'."""
     arguments: list[str] = []
     """Arguments of the program's command line."""
-    max_requests: Positive = 64
+    max_requests: base.Positive = 64
     """Maximum number of completions per agent. Further requests are rejected with 400."""
-    max_running: Positive = 32
+    max_running: base.Positive = 32
     """Maximum number of agents that run at once on one rank. Waiting agents do not use up rollout.tool_timeout."""
 
 
@@ -305,7 +295,7 @@ def prompt_functions(source: EnvironmentConfig) -> Iterator[tuple[KeyPath, str]]
 def give_objects(entries: Sequence[EnvironmentConfig], objects: Mapping[str, object]) -> None:
     """Attach a program's objects to the settings that contain the objects' names. Other names are loaded as usual."""
     for entry in entries:
-        if isinstance(entry, NamedObject):
+        if isinstance(entry, base.NamedObject):
             entry._object = objects.get(entry.name)
         if isinstance(entry, RowsSourceConfig):
             entry._held_out = objects.get(entry.eval_split or "")
