@@ -223,7 +223,8 @@ def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     for line in [*default, *lines]:
         output.note(line)
 
-    from torch.distributed.elastic.multiprocessing.errors import record
+    with program.frozen_imports():  # imports torch
+        from torch.distributed.elastic.multiprocessing.errors import record
 
     # `record` saves this rank's traceback. At the end, torchrun prints the traceback of the first failed rank.
     code = record(_run)(config, options.resume, name, output)

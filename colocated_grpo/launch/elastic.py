@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.run import parse_args, run
 
 from colocated_grpo.runtime import program, rendezvous
-from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, first_report, report
+from colocated_grpo.runtime.verdict import RUN_ERROR, USAGE_ERROR, ended_from_outside, first_report, report
 
 AGENT_LOGGER = "torch.distributed.elastic.multiprocessing.api"
 """Logger that reports how each process ended."""
@@ -129,11 +129,7 @@ def explain_killed_ranks(failures: Mapping[int, ProcessFailure]) -> str | None:
     if not killed or any(failure.error_file != NO_FILE for failure in failures.values()):
         return None
     first = {rank: name for rank, name in killed.items() if name != signal.SIGTERM.name} or killed
-    ranks = ", ".join(f"rank {rank} by {name}" for rank, name in sorted(first.items()))
-    return (
-        f"error: the run was ended from outside, {ranks}: for example by the system because memory ran out, or by a "
-        "crash inside a library; --resume auto continues from the last checkpoint"
-    )
+    return ended_from_outside(", ".join(f"rank {rank} by {name}" for rank, name in sorted(first.items())))
 
 
 class LoopbackRendezvous(StaticTCPRendezvous):

@@ -1,4 +1,4 @@
-"""The command line `run_colocated_grpo.py`: parse, check everything, print a banner, start torchrun.
+"""The command line `run_colocated_grpo.py`: parse, check everything, print a banner, start the ranks.
 
 Imports only the standard library and psutil before parsing, so that --help takes less than 0.3 s of CPU time.
 """
@@ -78,7 +78,7 @@ def _launch(arguments: Sequence[str]) -> int:
             raise ConfigError(*missing, *problems)
     except ConfigError as error:
         return program.exit_code(error, *default)
-    command = torchrun_command(launch)
+    command = ranks_command(launch)
     whole = options.dry_run or launch.log_level == "DEBUG"
     shown = banner(launch, command, servers, model) if whole else title(launch, servers, model)
     text = "\n".join([shown, *default, *remarks])
@@ -87,6 +87,8 @@ def _launch(arguments: Sequence[str]) -> int:
         print(text, *(f"note: {note}" for note in notes), *warnings, *lines, sep="\n")
         return dry_run(config, problems, launch)
     environment = child_environment(os.environ, launch.gpus, launch.ranks, launch.log_level)
+    if launch.is_single:
+        environment |= program.SINGLE_RANK
     if launch.nodes == 1 and not config.engine.urls:
         environment.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # else ranks would listen on a network interface
     redirect = options.redirect_output if launch.log_dir is None else launch.log_dir / TRAINER_LOG
@@ -99,10 +101,11 @@ def _launch(arguments: Sequence[str]) -> int:
     except OSError as error:
         print(f"error: {flag}={error.filename!r}: cannot write ({error.strerror})", file=sys.stderr)
         return verdict.USAGE_ERROR
+    run = partial(_run, command, redirect=redirect, single=launch.is_single)
     if servers is None:
-        return _run(command, environment, redirect)
+        return run(environment)
     with EngineServers(servers, environment) as running:
-        code = _run(command, environment | running.rank_environment(), redirect)
+        code = run(environment | running.rank_environment())
     if running.failure is None:
         return code
     with suppress(OSError):
@@ -148,7 +151,17 @@ def model_verdict(model: "ModelConfig", cpu_dtype: str | None) -> str:
     return f"{model.name}: {model_support.verdict(config_json)}"
 
 
-def torchrun_command(launch: program.Launch) -> list[str]:
+def ranks_command(launch: program.Launch) -> list[str]:
+    """Return the command that starts this node's ranks: torchrun, or the rank itself if it is the only one.
+
+    torchrun imports torch before it starts a rank, which takes seconds.
+    """
+    rank = ["-m", "colocated_grpo", "--config", launch.config]
+    if launch.resume is not None:
+        rank += ["--resume", launch.resume]
+    rank += launch.overrides
+    if launch.is_single:
+        return [sys.executable, *rank]
     command = [sys.executable, "-m", "colocated_grpo.launch.elastic", "--nnodes", str(launch.nodes)]
     command += ["--nproc-per-node", str(launch.ranks)]
     if launch.master_port is None:
@@ -159,10 +172,7 @@ def torchrun_command(launch: program.Launch) -> list[str]:
         command += ["--master-addr", launch.master_addr, "--master-port", str(launch.master_port)]
     if launch.nodes > 1:
         command += ["--rdzv-conf", f"timeout={launch.join_timeout}"]
-    command += ["-m", "colocated_grpo", "--config", launch.config]
-    if launch.resume is not None:
-        command += ["--resume", launch.resume]
-    return [*command, *launch.overrides]
+    return command + rank
 
 
 def child_environment(environment: Mapping[str, str], gpus: int, ranks: int, log_level: str) -> dict[str, str]:
@@ -238,13 +248,13 @@ def dry_run(config: "Config", problems: Sequence[str], launch: program.Launch) -
     return verdict.USAGE_ERROR if problems else 0
 
 
-def _run(command: Sequence[str], environment: Mapping[str, str], redirect: Path | None) -> int:
+def _run(command: Sequence[str], environment: Mapping[str, str], redirect: Path | None, *, single: bool) -> int:
     with processes.scratch_folder() as folder:
         # Otherwise torchrun's log folder and the sockets of tensor-parallel engines would remain in /tmp.
         inside = {"PET_LOG_DIR": str(folder), **environment, verdict.VERDICT_VARIABLE: str(folder)}
         if len(str(folder)) <= MAX_SOCKET_FOLDER:
             inside.setdefault("VLLM_RPC_BASE_PATH", str(folder))
-        code = processes.run_command(command, inside, redirect, partial(begin_stop, folder))
+        code = processes.run_command(command, inside, redirect, partial(begin_stop, folder), ranks=not single)
         verdicts = verdict.read_verdicts(folder) if folder.is_dir() else None
     from colocated_grpo.tracking.ending import ending
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from colocated_grpo.errors import AlreadyReported, ConfigError, RunError, in_one_line
 from colocated_grpo.runtime.parents_death import continue_at_parents_death
-from colocated_grpo.runtime.rendezvous import LinkAddress, own_address, wait_for_keys, wait_for_listener
+from colocated_grpo.runtime.rendezvous import LinkAddress, own_address, serve_store, wait_for_keys, wait_for_listener
 from colocated_grpo.runtime.supervision import ProcessId, StopRequest, Watchdog, named_ranks, own_process
 
 JOIN_SECONDS = 600.0
@@ -73,9 +73,10 @@ def join(before_exit: Callable[[str | None], None] = lambda line: None) -> Joine
     From then on, this process ends soon after any other rank has ended. before_exit: as in `Watchdog`. Raises RunError,
     for example if a rank has not started within JOIN_SECONDS.
     """
-    continue_at_parents_death()
     deadline = time.monotonic() + JOIN_SECONDS
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if size > 1:  # a single rank may have been started by the launcher, whose death must stop it
+        continue_at_parents_death()
     serves_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     store = _open_store(rank, serves=serves_store)
     # torchrun's store outlives a run: restarts (--max-restarts) and later runs of these processes use the same store.
@@ -96,6 +97,8 @@ def _open_store(rank: int, *, serves: bool) -> dist.Store:
     """Connect to the run's store. serves: True if this process hosts the store; otherwise torchrun or rank 0 does."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     where = f"MASTER_ADDR={host} MASTER_PORT={port}"
+    if serves and port == 0:
+        return serve_store(host, JOIN_SECONDS)
     if not serves:
         try:
             wait_for_listener(host, port, JOIN_SECONDS)

@@ -31,7 +31,15 @@ OPENMP_SETTINGS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "2000"}
 sleep. By default, they spin long enough to take cores from other programs. Without, each short wait costs a sleep."""
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 LAST_PORT = 65535
-ANY_PORT = "0"
+SINGLE_RANK = {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",
+}
+"""torchrun's variables of a run with one rank, whose store takes any free port."""
 """MASTER_PORT of a single rank: its store uses any free port, because no other rank connects."""
 URLS_VARIABLE = "COLOCATED_GRPO_ENGINE_URLS"
 """Addresses of the engine servers, separated by spaces, for ranks whose config has no addresses."""
@@ -88,6 +96,11 @@ class Launch:
     log_dir: Path | None
     """Folder for server.log and trainer.log."""
     overrides: tuple[str, ...]
+
+    @property
+    def is_single(self) -> bool:
+        """Whether the run has one rank, on any free port."""
+        return self.ranks == self.nodes == 1 and self.master_port is None
 
 
 def prepare_streams() -> None:
@@ -206,14 +219,7 @@ def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
     # Only srun sets SLURM_STEP_NUM_TASKS. Without srun a batch script is one process, regardless of SLURM_NTASKS.
     if "SLURM_PROCID" in environment and "SLURM_STEP_NUM_TASKS" in environment:
         return _slurm_environment(environment)
-    return {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": ANY_PORT,
-    }
+    return SINGLE_RANK
 
 
 def environment_problem(environment: Mapping[str, str]) -> str | None:

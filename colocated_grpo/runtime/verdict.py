@@ -85,6 +85,14 @@ def report(code: int, lines: Sequence[str]) -> None:
         print(*lines, sep="\n", file=sys.stderr, flush=True)
 
 
+def ended_from_outside(what: str) -> str:
+    """Return the line for processes that a signal has ended. what: for example 'rank 1 by SIGKILL'."""
+    return (
+        f"error: the run was ended from outside, {what}: for example by the system because memory ran out, or by a "
+        "crash inside a library; --resume auto continues from the last checkpoint"
+    )
+
+
 def read_verdicts(folder: Path) -> list[ProcessEnd]:
     """Return the verdicts of this node's processes. Verdicts with a report come first, in the order of the reports.
 

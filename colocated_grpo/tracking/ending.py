@@ -25,7 +25,7 @@ from rich.console import Console
 from colocated_grpo.errors import ConfigError, RunError, in_one_line
 from colocated_grpo.runtime import program, user_code
 from colocated_grpo.runtime.run_folder import AUTO, remove_if_unused
-from colocated_grpo.runtime.verdict import FAILED, KILLED, RUN_ERROR, USAGE_ERROR, ProcessEnd, leave
+from colocated_grpo.runtime.verdict import FAILED, KILLED, RUN_ERROR, USAGE_ERROR, ProcessEnd, ended_from_outside, leave
 from colocated_grpo.tracking import files, report
 from colocated_grpo.tracking.console import PlainDisplay, Row, StandardOutput, make_display
 from colocated_grpo.tracking.text import figure
@@ -304,6 +304,8 @@ def ending(code: int, verdicts: Sequence[ProcessEnd] | None) -> tuple[int, list[
             if folder is not None:
                 remove_if_unused(folder)  # a rank that was blocked has been killed, and has removed nothing
             return code, lines
+    elif code > 128 and (number := code - 128) not in program.stop_signals():
+        code, lines = RUN_ERROR, [ended_from_outside(f"by {signal.Signals(number).name}")]
     if folder is not None and not any(verdict.recorded for verdict in verdicts):
         stopped = code > 128 and not lines
         error = KILLED_BY_USER if stopped else "\n".join(lines).removeprefix("error: ")

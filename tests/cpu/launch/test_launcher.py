@@ -17,7 +17,7 @@ import pytest
 
 from colocated_grpo import __version__
 from colocated_grpo.launch.cli import _run, visible_gpus
-from colocated_grpo.launch.launcher import child_environment, main, torchrun_command
+from colocated_grpo.launch.launcher import child_environment, main, ranks_command
 from colocated_grpo.runtime import processes
 from colocated_grpo.runtime.program import Launch
 from colocated_grpo.runtime.verdict import VERDICT_VARIABLE
@@ -46,6 +46,7 @@ def dry_run(config, eight_gpus, capsys):
 
 # Dry runs
 
+ONE_RANK = "colocated_grpo --config x.yaml"
 ONE_NODE = "--standalone --local-addr 127.0.0.1 -m colocated_grpo --config x.yaml"
 
 
@@ -53,9 +54,9 @@ ONE_NODE = "--standalone --local-addr 127.0.0.1 -m colocated_grpo --config x.yam
     ("flags", "command"),
     [
         ("", f"colocated_grpo.launch.elastic --nnodes 1 --nproc-per-node 8 {ONE_NODE}"),
-        ("--gpus 1", f"colocated_grpo.launch.elastic --nnodes 1 --nproc-per-node 1 {ONE_NODE}"),
+        ("--gpus 1", ONE_RANK),
         ("--gpus 4", f"colocated_grpo.launch.elastic --nnodes 1 --nproc-per-node 4 {ONE_NODE}"),
-        ("--gpus 0", f"colocated_grpo.launch.elastic --nnodes 1 --nproc-per-node 1 {ONE_NODE}"),
+        ("--gpus 0", ONE_RANK),
         ("--gpus 0 --nproc 2", f"colocated_grpo.launch.elastic --nnodes 1 --nproc-per-node 2 {ONE_NODE}"),
         (
             "--gpus 4 --nodes 2 --node-rank 1 --master-addr 192.168.1.100",
@@ -67,21 +68,19 @@ ONE_NODE = "--standalone --local-addr 127.0.0.1 -m colocated_grpo --config x.yam
             "colocated_grpo.launch.elastic --nnodes 1 --nproc-per-node 1 --node-rank 0 --master-addr localhost "
             "--master-port 4000 -m colocated_grpo --config x.yaml",
         ),
-        ("--gpus 1 --resume", f"{ELASTIC} --nnodes 1 --nproc-per-node 1 {ONE_NODE} --resume auto"),
-        ("--gpus 1 --log-level DEBUG", f"colocated_grpo.launch.elastic --nnodes 1 --nproc-per-node 1 {ONE_NODE}"),
+        ("--gpus 1 --resume", f"{ONE_RANK} --resume auto"),
+        ("--gpus 1 --log-level DEBUG", ONE_RANK),
         (
             "--gpus 1 --policy.lr 2e-6 --engine.sleep=false --seed 3",
-            f"colocated_grpo.launch.elastic --nnodes 1 --nproc-per-node 1 {ONE_NODE} "
-            "--policy.lr 2e-6 --engine.sleep=false --seed 3",
+            f"{ONE_RANK} --policy.lr 2e-6 --engine.sleep=false --seed 3",
         ),
         (
             "--gpus 1 --rollout.stop '[a, b]'",
-            f"colocated_grpo.launch.elastic --nnodes 1 --nproc-per-node 1 {ONE_NODE} --rollout.stop '[a, b]'",
+            f"{ONE_RANK} --rollout.stop '[a, b]'",
         ),
         (
             "--lora-target-modules [q_proj,v_proj] --gpus 1 --use_peft true --policy.lora.layers 0-1",
-            f"colocated_grpo.launch.elastic --nnodes 1 --nproc-per-node 1 {ONE_NODE} "
-            "--lora-target-modules '[q_proj,v_proj]' --use_peft true --policy.lora.layers 0-1",
+            f"{ONE_RANK} --lora-target-modules '[q_proj,v_proj]' --use_peft true --policy.lora.layers 0-1",
         ),
     ],
 )
@@ -281,7 +280,7 @@ def test_a_resumed_run_keeps_its_own_config(config, eight_gpus, tmp_path, capsys
 def test_a_run_that_cannot_start_is_a_one_line_error_before_any_process_starts(
     config, eight_gpus, monkeypatch, capsys, flags, line
 ):
-    monkeypatch.setattr(processes, "run_command", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr(processes, "run_command", lambda *_, **__: pytest.fail("started"))
     try:
         code = main(["--config", config, *flags.split()])
     except SystemExit as usage:
@@ -371,7 +370,7 @@ def test_without_a_config_a_dry_run_checks_the_default_one_and_says_so_in_one_li
 
 def test_without_a_config_a_redirected_run_says_in_its_file_which_one_it_uses(config, eight_gpus, monkeypatch, capfd):
     commands = []
-    monkeypatch.setattr(processes, "run_command", lambda command, *_: commands.append(command) or 7)
+    monkeypatch.setattr(processes, "run_command", lambda command, *_, **__: commands.append(command) or 7)
     assert main(["--gpus", "8", "--model.name", "./model", "--redirect-output", "x.log"]) == 7
     assert capfd.readouterr() == ("", "")
     assert Path("x.log").read_text().count(DEFAULT_LINE) == 1
@@ -385,7 +384,7 @@ def test_an_error_in_a_run_without_a_config_says_which_one_it_used(config, eight
 
 def test_a_run_without_a_config_is_continued_without_one(config, eight_gpus, monkeypatch):
     commands = []
-    monkeypatch.setattr(processes, "run_command", lambda command, *_: commands.append(command) or 7)
+    monkeypatch.setattr(processes, "run_command", lambda command, *_, **__: commands.append(command) or 7)
     assert main(["--gpus", "8", "--model.name", "./model", "--resume"]) == 7
     assert commands[0][-6:] == ["--config", DEFAULT_CONFIG, "--resume", "auto", "--model.name", "./model"]
 
@@ -406,7 +405,7 @@ def test_the_command_runs_with_its_environment_and_its_exit_code_is_returned(con
     monkeypatch.setattr(
         processes,
         "run_command",
-        lambda command, env, redirect, _action: started.append((command, env, redirect)) or 7,
+        lambda command, env, redirect, _action, **_: started.append((command, env, redirect)) or 7,
     )
     assert main(["--config", config, "--gpus", "2"]) == 7
     [(command, environment, redirect)] = started
@@ -427,7 +426,7 @@ def test_engine_sockets_are_deleted_with_the_run_where_their_paths_are_short_eno
     monkeypatch.setattr("tempfile.tempdir", str(parent))
     monkeypatch.delenv("VLLM_RPC_BASE_PATH", raising=False)
 
-    def run_command(_command, environment, _redirect, _action):
+    def run_command(_command, environment, _redirect, _action, **_ranks):
         assert (environment.get("VLLM_RPC_BASE_PATH") == environment["PET_LOG_DIR"]) == is_used
         return 7
 
@@ -439,7 +438,7 @@ def test_engine_sockets_are_deleted_with_the_run_where_their_paths_are_short_eno
 def test_torchruns_logs_are_deleted_with_the_run(config, eight_gpus, monkeypatch):
     folders = []
 
-    def run_command(_command, environment, _redirect, _action):
+    def run_command(_command, environment, _redirect, _action, **_ranks):
         folder = Path(environment["PET_LOG_DIR"])
         assert folder.is_dir()
         folders.append(folder)
@@ -454,7 +453,7 @@ def test_torchruns_logs_are_deleted_with_the_run(config, eight_gpus, monkeypatch
 def test_an_exit_code_of_0_is_success_only_where_a_rank_has_finished(
     config, eight_gpus, monkeypatch, capsys, finishes, code
 ):
-    def run_command(_command, environment, _redirect, _action):
+    def run_command(_command, environment, _redirect, _action, **_ranks):
         if finishes:
             monkeypatch.setenv(VERDICT_VARIABLE, environment[VERDICT_VARIABLE])
             monkeypatch.setattr("colocated_grpo.launch.cli.join_ranks", lambda _: None)
@@ -469,7 +468,7 @@ def test_an_exit_code_of_0_is_success_only_where_a_rank_has_finished(
 
 
 def test_a_run_starts_when_the_console_cannot_be_written(config, eight_gpus, monkeypatch):
-    monkeypatch.setattr(processes, "run_command", lambda *_: 7)
+    monkeypatch.setattr(processes, "run_command", lambda *_, **__: 7)
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
         assert main(["--config", config, "--gpus", "2"]) == 7
@@ -479,7 +478,7 @@ def test_a_run_starts_when_the_console_cannot_be_written(config, eight_gpus, mon
 
 
 def test_a_redirected_run_shows_nothing_on_the_console(config, eight_gpus, monkeypatch, tmp_path, capfd):
-    monkeypatch.setattr(processes, "run_command", lambda *_: 7)
+    monkeypatch.setattr(processes, "run_command", lambda *_, **__: 7)
     (tmp_path / "x.log").write_text("earlier run\n")
     assert main(["--config", config, "--gpus", "2", "--redirect-output", "x.log"]) == 7
     assert capfd.readouterr() == ("", "")
@@ -551,7 +550,7 @@ def test_a_gpu_run_leaves_the_choice_of_gpus_alone():
 
 
 def test_the_command_uses_the_launchers_own_python():
-    assert torchrun_command(launch())[0] == sys.executable
+    assert ranks_command(launch())[0] == sys.executable
 
 
 def test_the_version_is_shown(capsys):

@@ -18,7 +18,7 @@ from colocated_grpo.launch.rank import RankProcess
 from colocated_grpo.runtime import joining, rendezvous, supervision
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.joining import Joined, join
-from colocated_grpo.runtime.program import ANY_PORT
+from colocated_grpo.runtime.program import SINGLE_RANK
 from colocated_grpo.runtime.rendezvous import LinkAddress, NodeLinks
 from colocated_grpo.runtime.supervision import StopRequest, Watchdog, explain_missing_ranks
 from colocated_grpo.runtime.verdict import VERDICT_VARIABLE, read_verdicts
@@ -62,7 +62,7 @@ def block_in_the_start(port: int, joined, idle_rank: int, errors: Path) -> None:
 
 
 def join_alone() -> bytes:
-    store = join_without_launcher(int(ANY_PORT)).store
+    store = join_without_launcher(int(SINGLE_RANK["MASTER_PORT"])).store
     store.set("key", "value")
     return store.get("key")
 
