@@ -210,8 +210,11 @@ def prepare_blocks(model: PackedLM, *, checkpointed: bool, compiled: bool) -> No
     """Wrap each transformer block for activation checkpointing and compilation, in place."""
     blocks = transformer_blocks(model.lm)
     kind = model.lm.config.model_type
-    if compiled and model.shares_prefixes:
-        model.arrange = with_own_keys
+    if compiled:
+        # The floats of a block are constants. As inputs, they would make Dynamo trace a block a second time.
+        torch._dynamo.config.specialize_float = True
+        if model.shares_prefixes:
+            model.arrange = with_own_keys
     for index, module in enumerate(blocks):
         blocks[index] = Block(module, checkpointed=checkpointed)
         if compiled:
