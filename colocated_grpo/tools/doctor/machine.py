@@ -99,6 +99,7 @@ HARMFUL = {
     "NCCL_IB_DISABLE": ("1", "nodes exchange data without InfiniBand"),
     "NCCL_P2P_DISABLE": ("1", "GPUs exchange data through host memory"),
     "NCCL_SHM_DISABLE": ("1", "ranks exchange data through the network stack"),
+    "PYTHONDONTWRITEBYTECODE": (".+", "each start may compile all imported modules again, for half a minute"),
     "VLLM_USE_V1": ("0", "has no effect: this vLLM has no V0 engine"),
     "VLLM_ENABLE_V1_MULTIPROCESSING": ("(?!0$).*", "the engine would not run inside its rank"),
 }

@@ -125,11 +125,13 @@ def test_docker_s_default_shared_memory_is_too_small(tmp_path):
         ("VLLM_ENABLE_V1_MULTIPROCESSING", "0", "ok"),
         ("NCCL_P2P_DISABLE", "1", "warning"),
         ("NCCL_P2P_DISABLE", "0", "ok"),
+        ("PYTHONDONTWRITEBYTECODE", "1", "warning"),
         ("NCCL_SOCKET_IFNAME", "nosuchinterface", "failed"),
         ("GLOO_SOCKET_IFNAME", "lo", "ok"),
     ],
 )
-def test_variables_that_break_or_slow_down_a_run_are_found(name, value, status):
+def test_variables_that_break_or_slow_down_a_run_are_found(monkeypatch, name, value, status):
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     found = check_variables(subject_of(environment={name: value}))
     assert found.status == status
     assert found.status == "ok" or found.fix == f"unset {name}"
