@@ -43,6 +43,14 @@ def test_ranks_that_were_all_killed_are_recorded_with_the_exit_code(folder):
         assert "ended with exit code 1 and no error message" in (folder / "run" / name).read_text()
 
 
+def test_a_single_rank_that_was_killed_is_named_with_its_signal(folder):
+    leave(folder, training=True)
+    code, [line] = ended(folder, 128 + signal.SIGKILL)
+    assert (code, summary(folder)["exit_code"], summary(folder)["state"]) == (1, 1, "failed")
+    assert line.startswith("error: the run was ended from outside, by SIGKILL: ")
+    assert summary(folder)["error"] == line.removeprefix("error: ")
+
+
 def test_a_report_that_no_rank_recorded_is_recorded_with_its_line(folder):
     leave(folder, code=1, lines=["error: the disk is full"], reported=2.0)
     leave(folder, rank=1, code=1, lines=["error: rank 0 is gone"], reported=3.0)
