@@ -199,6 +199,14 @@ def test_the_config_of_peft_is_read():
             "reward_funcs.0.run_in='process': an object runs in threads; give the function's name instead",
         ),
         ({"reward_funcs": [3]}, "reward_funcs.0=3: must be a function, or the name of one"),
+        (
+            {"reward_funcs": {"fn": 3}},
+            "reward_funcs.0={'fn': 3}: must be a function, or the name of one, alone or as `",
+        ),
+        (
+            {"environments": [{"type": "dataset", "name": ROWS}]},
+            "train_dataset: the same setting as environments.0.name; remove one of them",
+        ),
         ({"train_dataset": {"train": ROWS}}, "train_dataset: a mapping of train; must be a datasets.Dataset or a list"),
         ({"train_dataset": ["one"]}, "train_dataset: entry 0 is a str; must be a datasets.Dataset or a list of dict"),
         ({"train_dataset": iter(ROWS)}, "train_dataset: a list_iterator; must be a datasets.Dataset or a list of dict"),
@@ -227,7 +235,7 @@ def test_a_wrong_argument_is_one_line(arguments, line):
 
 
 def test_a_function_where_only_a_name_works_is_answered_with_the_form_of_the_name():
-    entry = {"type": "dataset", "name": ROWS, "filter": len}
+    entry = {"type": "dataset", "filter": len}
     line = "environments.0.filter=<built-in function len>: must be text; write FILE.py:NAME (argument)"
     assert line in error_of(environments=[entry]).splitlines()
 
