@@ -74,7 +74,7 @@ class RunState:
 
 
 def check_callbacks(callbacks: Sequence[object]) -> None:
-    """Raise ConfigError for an object without a method of EVENTS, or whose method does not take one argument or is async."""
+    """Raise ConfigError for an object without a method of EVENTS, or with one that is async or takes no argument."""
     for index, callback in enumerate(callbacks):
         key = f"callbacks.{index}: {type(callback).__name__}"
         methods = [name for name in dir(callback) if name.startswith("on_")]

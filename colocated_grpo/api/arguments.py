@@ -28,9 +28,10 @@ _FOREIGN = {
     "rollout_func": "write an episode: docs/guides/episodes.md",
     "environment_factory": "an episode plays it: docs/guides/from_trl.md#tools-and-environments",
     "resume": "an argument of train() and check()",
+    "dataset": "give the rows as train_dataset",
 }
-"""Argument of TRL's GRPOTrainer, or of another method, that the constructor rejects -> alternative."""
-_ARGUMENTS = ("reward_funcs", "train_dataset", "eval_dataset", "eval_datasets", "processing_class", "peft_config")
+"""Argument of TRL's GRPOTrainer, of verifiers or of another method, that is rejected -> alternative."""
+_ARGUMENTS = "reward_funcs train_dataset eval_dataset eval_datasets processing_class peft_config callbacks".split()
 _MISSING = {
     "environments.0.name: required, but not given": "train_dataset: required, but not given",
     "environments.0.rewards: required, but not given": "reward_funcs: required, but not given",

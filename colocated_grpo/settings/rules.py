@@ -144,10 +144,8 @@ def _sizes(config: Config) -> Lines:
         split = f"{-(-longest // ranks)}: {whole}, is split over policy.context_parallel={ranks} ranks"
         yield f"batch.max_tokens_per_micro_batch={size}: must be at least {whole if ranks == 1 else split}"
     if (limit := config.engine.max_model_len) is not None and limit < longest:
-        yield (
-            f"engine.max_model_len={limit}: must be at least {_SEQUENCE}={longest}, or the engine would truncate "
-            "completions"
-        )
+        rule = f"must be at least {_SEQUENCE}={longest}, or the engine would truncate completions"
+        yield f"engine.max_model_len={limit}: {rule}"
     if (prompts := config.rollout.prompts_per_step) % batch.minibatches:
         rule = f"must divide rollout.prompts_per_step={prompts}, as a minibatch consists of whole groups"
         yield f"batch.minibatches={batch.minibatches}: {rule}"

@@ -210,7 +210,7 @@ _SUGGESTED = {
     "loss.clip_low": "eps_clip",
     "engine.max_model_len": "max_len max_seq_length seq_len sequence_len",
     "batch.max_tokens_per_micro_batch": "micro_batch_size micro_train_batch_size",
-    "environments.0.name": "dataset prompt_data",
+    "dataset_name": "dataset prompt_data",
     "environments": "env",
     "policy.lora": "adapter",
     "model.name": "base_model pretrain",

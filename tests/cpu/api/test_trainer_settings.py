@@ -191,6 +191,8 @@ def test_the_config_of_peft_is_read():
         ({"train_dataset": None}, "train_dataset: required, but not given"),
         ({"reward_funcs": None}, "reward_funcs: required, but not given"),
         ({"train_datset": ROWS}, "train_datset: unknown argument; did you mean train_dataset?"),
+        ({"dataset": ROWS}, "dataset: give the rows as train_dataset"),
+        ({"callback": Length()}, "callback: unknown argument; did you mean callbacks?"),
         ({"resume": "auto"}, "resume: an argument of train() and check()"),
         ({"policy": {"lr": -1}}, "policy.lr=-1: must be greater than 0 (argument)"),
         ({"model": Length()}, "model: a Length; give its folder or name, from which each rank reads its shard"),

@@ -119,7 +119,7 @@ from tests.support.config_text import config_error, load, notes
         ("policy: {lora_rank: 8}", "policy.lora_rank: unknown key; did you mean policy.lora.rank? (line 3 of x.yaml)"),
         ("eval_every: 5", "eval_every: unknown key; did you mean evaluation.every? (line 3 of x.yaml)"),
         ("steps: 5", "steps: unknown key; did you mean training_steps? (line 3 of x.yaml)"),
-        ("dataset: a.jsonl", "dataset: unknown key; did you mean environments.0.name? (line 3 of x.yaml)"),
+        ("dataset: a.jsonl", "dataset: unknown key; did you mean dataset_name? (line 3 of x.yaml)"),
         ("grpo_samples: 4", "grpo_samples: unknown key; did you mean rollout.group_size? (line 3 of x.yaml)"),
         ("num_epochs: 4", "num_epochs: unknown key; did you mean training_steps? (line 3 of x.yaml)"),
         (
