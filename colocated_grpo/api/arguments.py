@@ -31,7 +31,7 @@ _FOREIGN = {
     "dataset": "give the rows as train_dataset",
 }
 """Argument of TRL's GRPOTrainer, of verifiers or of another method, that is rejected -> alternative."""
-_ARGUMENTS = "reward_funcs train_dataset eval_dataset eval_datasets processing_class peft_config callbacks".split()
+_ARGUMENTS = ("reward_funcs", "train_dataset", "eval_dataset", "eval_datasets", "processing_class", "peft_config")
 _MISSING = {
     "environments.0.name: required, but not given": "train_dataset: required, but not given",
     "environments.0.rewards: required, but not given": "reward_funcs: required, but not given",
@@ -142,7 +142,7 @@ def _without_foreign(settings: Mapping[str, object]) -> dict[str, object]:
     if wrong := [name for name, value in foreign.items() if (any(value) if isinstance(value, list | tuple) else value)]:
         raise ConfigError(*(f"{name}: {_FOREIGN[name]}" for name in wrong))
     for name in sorted(settings.keys() - {*_ARGUMENTS}):
-        if near := get_close_matches(name, _ARGUMENTS, n=1, cutoff=0.85):
+        if near := get_close_matches(name, (*_ARGUMENTS, "callbacks"), n=1, cutoff=0.85):
             raise ConfigError(f"{name}: unknown argument; did you mean {near[0]}?")
     return {name: value for name, value in settings.items() if name not in _FOREIGN}
 
