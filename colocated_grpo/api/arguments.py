@@ -91,7 +91,8 @@ def read_arguments(
         raise ConfigError("eval_dataset: the same setting as eval_datasets; remove one of them")
     held_out = eval_datasets if held_out is None else held_out
     by_path = dict(_flat(plain(given)))
-    first = next(iter(by_path.get(("environments",)) or ()), None)
+    entries = by_path.get(("environments",))
+    first = entries[0] if isinstance(entries, list) and entries else None
     for name, value, setting in (("train_dataset", train_dataset, "name"), ("reward_funcs", reward_funcs, "rewards")):
         if value is not None and isinstance(first, Mapping) and first.get(setting):
             raise ConfigError(f"{name}: the same setting as environments.0.{setting}; remove one of them")

@@ -84,7 +84,7 @@ class RewardFunction:
             guide = "from_verl.md" if is_verl else "from_trl.md#reward-functions"
             raise EnvironmentSetupError(
                 f"reward {self.name!r} needs the column {missing[0]!r}; available: "
-                f"{', '.join(sorted(columns)) or 'none'} (rename one with `columns`, or call it as in docs/guides/{guide})"
+                f"{', '.join(sorted(columns)) or 'none'} (rename one with `columns`; called as in docs/guides/{guide})"
             )
 
     def check_text(self, item: Item) -> None:

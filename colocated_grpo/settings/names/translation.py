@@ -198,8 +198,6 @@ _VERL_SECTIONS = (
     "actor_rollout_ref", "algorithm", "critic", "custom_reward_function", "data", "reward", "reward_model", "trainer",
 )  # fmt: skip
 _SECTIONS = sorted({name.split(".")[0] for name in ALIASES if "." in name})
-
-
 _SUGGESTED = {
     "rollout.group_size": "n_samples_per_prompt rollouts_per_example grpo_samples",
     "rollout.prompts_per_step": "rollout_batch_size train_batch_size",
