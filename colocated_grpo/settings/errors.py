@@ -228,7 +228,7 @@ def setting_path(error: ErrorDetails, tree: object) -> KeyPath:
 
 
 def suggestion(path: KeyPath, tree: Mapping[str, object], model: type[BaseModel], aliases: Mapping[str, str]) -> str:
-    """Return advice for an unknown key: the most similar name, preferably of the key's section, or all valid names."""
+    """Return advice for an unknown key: the most similar name (elsewhere the same), or all names of its section."""
     section, key = path[:-1], str(path[-1])
     generic = tuple(0 if isinstance(step, int) else step for step in path)
     owners = [owner for other, owner in setting_names(model) if other == generic]
