@@ -74,7 +74,7 @@ class RunState:
 
 
 def check_callbacks(callbacks: Sequence[object]) -> None:
-    """Raise ConfigError for an object without a method of EVENTS, or whose method does not take one argument."""
+    """Raise ConfigError for an object without a method of EVENTS, or with one that is async or takes no argument."""
     for index, callback in enumerate(callbacks):
         key = f"callbacks.{index}: {type(callback).__name__}"
         methods = [name for name in dir(callback) if name.startswith("on_")]
@@ -84,9 +84,11 @@ def check_callbacks(callbacks: Sequence[object]) -> None:
             raise ConfigError(f"{key}: has none of the methods {', '.join(EVENTS)}; {hint}see docs/guides/python.md")
         for name in found:
             try:
-                inspect.signature(getattr(callback, name)).bind(None)
+                inspect.signature(method := getattr(callback, name)).bind(None)
             except TypeError:
                 raise ConfigError(f"{key}: {name} must take one argument, {name}(self, state)") from None
+            if inspect.iscoroutinefunction(method):
+                raise ConfigError(f"{key}: {name} must not be async")
 
 
 class Callbacks:
@@ -106,9 +108,7 @@ class Callbacks:
         # Rank 0 decides for all ranks: a program may pass callbacks on that rank only.
         self._any = world.broadcast_object(bool(callbacks))
         self._steps = training_steps
-        self._folder = folder
-        self._world = world
-        self._note = note
+        self._folder, self._world, self._note = folder, world, note
         self._requests = CallbackRequests(learning_rate=learning_rate)
         self._step = 0
         self._errors = 0

@@ -28,8 +28,9 @@ _FOREIGN = {
     "rollout_func": "write an episode: docs/guides/episodes.md",
     "environment_factory": "an episode plays it: docs/guides/from_trl.md#tools-and-environments",
     "resume": "an argument of train() and check()",
+    "dataset": "give the rows as train_dataset",
 }
-"""Argument of TRL's GRPOTrainer, or of another method, that the constructor rejects -> alternative."""
+"""Argument of TRL's GRPOTrainer, of verifiers or of another method, that is rejected -> alternative."""
 _ARGUMENTS = ("reward_funcs", "train_dataset", "eval_dataset", "eval_datasets", "processing_class", "peft_config")
 _MISSING = {
     "environments.0.name: required, but not given": "train_dataset: required, but not given",
@@ -90,6 +91,11 @@ def read_arguments(
         raise ConfigError("eval_dataset: the same setting as eval_datasets; remove one of them")
     held_out = eval_datasets if held_out is None else held_out
     by_path = dict(_flat(plain(given)))
+    entries = by_path.get(("environments",))
+    first = entries[0] if isinstance(entries, list) and entries else None
+    for name, value, setting in (("train_dataset", train_dataset, "name"), ("reward_funcs", reward_funcs, "rewards")):
+        if value is not None and isinstance(first, Mapping) and first.get(setting):
+            raise ConfigError(f"{name}: the same setting as environments.0.{setting}; remove one of them")
     several = held_out if isinstance(held_out, Mapping) else None
     by_path |= _data(train_dataset, held_out if several is None else None, by_name)
     if reward_funcs is not None:
@@ -137,7 +143,7 @@ def _without_foreign(settings: Mapping[str, object]) -> dict[str, object]:
     if wrong := [name for name, value in foreign.items() if (any(value) if isinstance(value, list | tuple) else value)]:
         raise ConfigError(*(f"{name}: {_FOREIGN[name]}" for name in wrong))
     for name in sorted(settings.keys() - {*_ARGUMENTS}):
-        if near := get_close_matches(name, _ARGUMENTS, n=1, cutoff=0.85):
+        if near := get_close_matches(name, (*_ARGUMENTS, "callbacks"), n=1, cutoff=0.85):
             raise ConfigError(f"{name}: unknown argument; did you mean {near[0]}?")
     return {name: value for name, value in settings.items() if name not in _FOREIGN}
 

@@ -52,10 +52,10 @@ def take_rewards(rewards: object, key: str, objects: ObjectsByName) -> list[dict
 def _take_reward(entry: object, key: str, objects: ObjectsByName) -> dict[str, object]:
     settings = dict(entry) if isinstance(entry, Mapping) else {"name": entry}
     function = settings.get("name")
-    if function is None or is_name(function):
+    if is_name(function):
         return settings | {"name": reward_name(function)}
     if not callable(function):
-        raise ConfigError(f"{key}={function!r}: must be a function, or the name of one")
+        raise ConfigError(f"{key}={entry!r}: must be a function, or the name of one, alone or as `name` of a mapping")
     if hasattr(function, "state_dict") and hasattr(function, "forward"):
         raise ConfigError(f"{key}: a {type(function).__name__} is a model; give its folder or name, as './folder'")
     if settings.get("run_in") == "process":
@@ -68,7 +68,7 @@ def take_rows(rows: object, key: str, name: str, objects: ObjectsByName) -> str:
     if is_name(rows):
         return str(rows)
     if isinstance(rows, Mapping):
-        raise ConfigError(f"{key}: a mapping of {', '.join(map(str, rows))}; {NOT_ROWS}, for example one of its values")
+        raise ConfigError(f"{key}: a mapping of {', '.join(map(str, rows))}; {NOT_ROWS}; of a DatasetDict, one value")
     if isinstance(rows, list | tuple):
         rows = list(rows)
         for index, row in enumerate(rows):

@@ -22,6 +22,7 @@ from colocated_grpo.types import STDERR
 HOOKS = {
     *("compute_loss", "create_optimizer", "create_scheduler", "get_eval_dataloader", "get_train_dataloader", "log"),
     *("prediction_step", "training_step", "_calculate_rewards", "_generate", "_generate_and_score_completions"),
+    *("_compute_loss", "_generate_single_turn", "_get_per_token_logps_and_entropies", "_get_train_sampler"),
 }
 """Methods of TRL's trainer that its subclasses override."""
 _CALLED = {"on_train_begin", "on_step_begin", "on_step_end", "on_log", "on_evaluate", "on_save", "on_train_end"}

@@ -96,7 +96,7 @@ def process_of(config: Config, output: RunOutput, *, replace_group: bool) -> Gen
                 "at a time"
             )
         dist.destroy_process_group()
-    deterministic = torch.are_deterministic_algorithms_enabled()
+    deterministic, excepthook = torch.are_deterministic_algorithms_enabled(), sys.excepthook
     process = start_rank(config, join_ranks(output), output)
     process.stop.listen()
     if sleeps:
@@ -113,6 +113,7 @@ def process_of(config: Config, output: RunOutput, *, replace_group: bool) -> Gen
         del process
         run_folder.unlock_folders()
         torch.use_deterministic_algorithms(deterministic)
+        sys.excepthook = excepthook  # else each process group adds "[rank0]: " to the lines of later errors
         gc.unfreeze()
         gc.collect()
         if torch.cuda.is_available():

@@ -244,9 +244,7 @@ def build_opponent(
     )
 
 
-def build_judge(
-    freshness: FreshnessConfig, temperature: float, policy: Policy, engines: Engines, world: World
-) -> Judge:
+def build_judge(config: FreshnessConfig, temperature: float, policy: Policy, engines: Engines, world: World) -> Judge:
     """temperature: temperature of training samples."""
     limit = default_limit([policy.dtype, engines.dtype], quantized=engines.is_quantized, exact=policy.is_exact)
-    return make_judge(freshness, limit, temperature, (world.sum_, world.max_))
+    return make_judge(config, limit, temperature, (world.sum_, world.max_))

@@ -290,7 +290,7 @@ def _run(config: Config, resume: str | None, name: str, output: RunOutput) -> in
         return verdict.RUN_ERROR
     except BaseException as error:
         code, lines = record_ending(output, error, [config.output_dir, resume])
-        if isinstance(error, SystemExit):  # raised by user code; exit code 0 would look like a finished run
+        if not lines and isinstance(error, SystemExit):  # exit code 0 would look like a finished run
             raise RuntimeError(f"sys.exit({error.code!r}) was called during the run") from error
         if not lines:
             raise

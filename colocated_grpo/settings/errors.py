@@ -228,7 +228,7 @@ def setting_path(error: ErrorDetails, tree: object) -> KeyPath:
 
 
 def suggestion(path: KeyPath, tree: Mapping[str, object], model: type[BaseModel], aliases: Mapping[str, str]) -> str:
-    """Return advice for an unknown key: the most similar name, preferably of the key's section, or all valid names."""
+    """Return advice for an unknown key: the most similar name (elsewhere the same), or all names of its section."""
     section, key = path[:-1], str(path[-1])
     generic = tuple(0 if isinstance(step, int) else step for step in path)
     owners = [owner for other, owner in setting_names(model) if other == generic]
@@ -238,18 +238,21 @@ def suggestion(path: KeyPath, tree: Mapping[str, object], model: type[BaseModel]
     if "." in key and any(other == parse_path(key) for other, _ in setting_names(model)):
         return f"dotted names work on the command line only; in a file write {_nested(parse_path(key))}"
     candidates = {dotted(other): (str(other[-1]), other[:-1] == generic[:-1]) for other, _ in setting_names(model)}
+    inside = dotted((*generic[:-1], "")) if any(same_section for _, same_section in candidates.values()) else ""
     scored = [
-        (max(_similarity(key, leaf) + SAME_SECTION_BONUS * same_section, float(_joins(key, name))), name)
+        (score + SAME_SECTION_BONUS * same_section, name)
         for name, (leaf, same_section) in candidates.items()
+        if (score := _score(key, leaf, name)) >= (MIN_SIMILARITY if name.startswith(inside) else 1)
     ]
     old_names = [
         (max(_similarity(dotted(path), old), _similarity(key, old), float(old.endswith(f".{key}"))), new)
         for old, new in aliases.items()
+        if new.startswith(inside)
     ]
     scored += [(score, new) for score, new in old_names if score >= MIN_ALIAS_SIMILARITY]
-    score, best = max(scored, key=lambda pair: (pair[0], -len(pair[1])))  # rewards: of environments, not of a set
-    if score >= MIN_SIMILARITY and key != "type":  # a kind is chosen by `type` only where the section has it
-        return f"did you mean {best}?"
+    if scored and key != "type":  # a kind is chosen by `type` only where the section has it
+        best = max(scored, key=lambda pair: (pair[0], -len(pair[1])))  # rewards: of environments, not of a set
+        return f"did you mean {best[1]}?"
     valid = [leaf for leaf, same_section in candidates.values() if same_section]
     where = f"in {dotted(section)}" if section else "at the top level"
     return f"valid {where}: {', '.join(valid)}" if valid else f"{dotted(section)} is not a section"
@@ -279,10 +282,11 @@ def sections(annotation: object) -> list[type[BaseModel]]:
     return [found for part in get_args(annotation) for found in sections(part)]
 
 
-def _joins(key: str, name: str) -> bool:
-    """Return True if a key joins a section, possibly cut, and its setting: lora_rank and eval_every."""
-    *_, section, leaf = f".{name}".replace(".0", "").split(".")
-    return key.endswith(f"_{leaf}") and section.startswith(key.removesuffix(f"_{leaf}"))
+def _score(key: str, leaf: str, name: str) -> float:
+    """Return the similarity of a key to a setting; more if it is a part of its name, or joins it to its section."""
+    *_, section, _ = f".{name}".replace(".0", "").split(".")
+    joins = key.endswith(f"_{leaf}") and section.startswith(key.removesuffix(f"_{leaf}"))  # lora_rank and eval_every
+    return max(_similarity(key, leaf), float(joins), 0.85 * (f"_{key}_" in f"_{leaf}_"))  # steps: of training_steps
 
 
 def _similarity(one: str, other: str) -> float:

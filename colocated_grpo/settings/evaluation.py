@@ -142,9 +142,7 @@ class EvaluationConfig(Section):
                 yield f"{key}={temperature:g}: must be 0 (greedy) or at least {MIN_TEMPERATURE:g}"
         names = [entry.name for entry in self.sets]
         for name in sorted({name for name in names if names.count(name) > 1}):
-            yield (
-                f"evaluation.sets: {names.count(name)} sets are named {name!r}; their metrics would have the same names"
-            )
+            yield f"evaluation.sets: {names.count(name)} sets are named {name!r}; their metrics would have equal names"
         for index, entry in enumerate(self.sets):
             yield from entry.problems(f"evaluation.sets.{index}")
         if self.keep_best is not None and self.keep_best not in (possible := self._metrics()):

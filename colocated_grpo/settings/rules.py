@@ -55,9 +55,7 @@ def check_world(config: Config, ranks: int, ranks_per_node: int | None = None) -
             "deterministic: true"
         )
     if ranks > 1 and (shared := config.shares_weights) is not None:
-        lines.append(
-            f"{shared}=shared: needs a single rank, not {ranks}; an engine cannot compute with sharded weights"
-        )
+        lines.append(f"{shared}=shared: needs one rank, not {ranks}; an engine cannot compute with sharded weights")
     if ranks > 1 and config.deterministic and config.engine.placement == "server":
         lines.append(
             f"deterministic=true: needs a single rank with engine.placement: server, not {ranks}: requests of "
@@ -146,15 +144,11 @@ def _sizes(config: Config) -> Lines:
         split = f"{-(-longest // ranks)}: {whole}, is split over policy.context_parallel={ranks} ranks"
         yield f"batch.max_tokens_per_micro_batch={size}: must be at least {whole if ranks == 1 else split}"
     if (limit := config.engine.max_model_len) is not None and limit < longest:
-        yield (
-            f"engine.max_model_len={limit}: must be at least {_SEQUENCE}={longest}, or the engine would truncate "
-            "completions"
-        )
+        rule = f"must be at least {_SEQUENCE}={longest}, or the engine would truncate completions"
+        yield f"engine.max_model_len={limit}: {rule}"
     if (prompts := config.rollout.prompts_per_step) % batch.minibatches:
-        yield (
-            f"batch.minibatches={batch.minibatches}: must divide rollout.prompts_per_step={prompts}, as a "
-            "minibatch consists of whole groups"
-        )
+        rule = f"must divide rollout.prompts_per_step={prompts}, as a minibatch consists of whole groups"
+        yield f"batch.minibatches={batch.minibatches}: {rule}"
     if policy.warmup_steps > config.optimizer_steps:
         yield (
             f"policy.warmup_steps={policy.warmup_steps}: must be at most the run's {config.optimizer_steps} "
@@ -191,9 +185,7 @@ def _shared_weights(setting: str, policy: PolicyConfig, engine: EngineConfig, sy
             f"(policy.compute_dtype={policy.compute_dtype}) use the same tensors"
         )
     if (quantization := engine.args.get("quantization")) is not None:
-        yield (
-            f"engine.args.quantization={quantization}: not supported with {setting}: shared, whose weights are trained"
-        )
+        yield f"engine.args.quantization={quantization}: not supported with {setting}: shared: its weights are trained"
 
 
 def _engines(config: Config) -> Lines:
@@ -223,10 +215,8 @@ def _engines(config: Config) -> Lines:
             "experts that the engine chose"
         )
     if stale and not served:
-        yield (
-            f"rollout.max_staleness={stale}: needs engine.placement: server; an engine inside a rank cannot generate "
-            "while the rank trains"
-        )
+        rule = "needs engine.placement: server; an engine inside a rank cannot generate while the rank trains"
+        yield f"rollout.max_staleness={stale}: {rule}"
     if stale and config.deterministic:
         yield "deterministic=true: not possible with rollout.max_staleness=1: a resumed run begins with a fresh batch"
     if stale and has_atropos:
@@ -263,10 +253,7 @@ def _environments(config: Config) -> Lines:
     sources, rollout, per_engine = config.environments, config.rollout, config.ranks_per_engine
     found = [source for source in sources if isinstance(source, AtroposSourceConfig)]
     if len(found) > 1:
-        yield (
-            f"environments: {len(found)} entries of type atropos; keep one and connect all environments to its API "
-            "server"
-        )
+        yield f"environments: {len(found)} entries of type atropos; connect all environments to the server of one"
     if found:
         yield from _atropos(found[0], rollout, per_engine, config.deterministic)
     share, prompts = config.atropos_share, rollout.prompts_per_step
@@ -294,10 +281,8 @@ def _environments(config: Config) -> Lines:
 
 def _atropos(source: AtroposSourceConfig, rollout: RolloutConfig, ranks_per_engine: int, deterministic: bool) -> Lines:
     if ranks_per_engine > 1:
-        yield (
-            f"engine.tensor_parallel_size={ranks_per_engine}: must be 1 with an atropos "
-            "environment, whose requests arrive at each engine at different times"
-        )
+        rule = "must be 1 with an atropos environment, whose requests arrive at each engine at different times"
+        yield f"engine.tensor_parallel_size={ranks_per_engine}: {rule}"
     if rollout.generation == "replicated":
         yield "rollout.generation=replicated: must be sharded with an atropos environment; each request is sampled once"
     if deterministic:
@@ -308,15 +293,11 @@ def _atropos(source: AtroposSourceConfig, rollout: RolloutConfig, ranks_per_engi
 
 
 def _opponents(sources: Sequence[source_types.EnvironmentConfig], has_atropos: bool, served: bool) -> Lines:
-    games = {
-        index: source for index, source in enumerate(sources) if isinstance(source, source_types.TurnsSourceConfig)
-    }
+    games = {i: source for i, source in enumerate(sources) if isinstance(source, source_types.TurnsSourceConfig)}
     first = next((game.opponent for game in games.values() if game.opponent is not None), None)
     for index, game in games.items():
         if game.opponent is not None and has_atropos:
-            yield (
-                f"environments.{index}.opponent: not supported beside an atropos entry, whose requests it would answer"
-            )
+            yield f"environments.{index}.opponent: not possible beside an atropos entry, whose requests it would answer"
         if game.opponent is not None and game.opponent != first:
             yield f"environments.{index}.opponent: must equal the opponent of the other entries; a run has only one"
         players = game.args.get("players")
@@ -326,10 +307,7 @@ def _opponents(sources: Sequence[source_types.EnvironmentConfig], has_atropos: b
                 f"environments.{index}.opponent: {{name: initial}}"
             )
     if served and first is not None:
-        yield (
-            "environments: opponent: needs engine.placement: colocated, where a second set of weights is written into "
-            "the engine"
-        )
+        yield "environments: opponent: needs engine.placement: colocated, whose engine holds a second set of weights"
 
 
 def _dynamic_sampling(sources: Sequence[source_types.EnvironmentConfig], rollout: RolloutConfig) -> Lines:
@@ -343,7 +321,5 @@ def _dynamic_sampling(sources: Sequence[source_types.EnvironmentConfig], rollout
         if rollout.resample is not None:
             yield f"rollout.resample: not possible with {entry}, {why} set rollout.resample: null"
         if rollout.skip_solved is not None:
-            yield (
-                f"rollout.skip_solved: not possible with {entry}, whose prompts are "
-                "not drawn from a list; set rollout.skip_solved: null"
-            )
+            rule = "whose prompts are not drawn from a list; set rollout.skip_solved: null"
+            yield f"rollout.skip_solved: not possible with {entry}, {rule}"

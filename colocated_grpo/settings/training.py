@@ -227,9 +227,7 @@ class PolicyConfig(Section):
         if self.lora.base_on_host and self.has_4_bit_base:
             yield "policy.lora.base_on_host=true: must be false with base_dtype: nf4, as each pass reads the base"
         if self.load_balancing:
-            yield (
-                f"policy.load_balancing={self.load_balancing:g}: must be 0 with policy.lora, which freezes the routers"
-            )
+            yield f"policy.load_balancing={self.load_balancing:g}: must be 0 with policy.lora, which freezes routers"
 
 
 class BatchConfig(Section):

@@ -54,10 +54,9 @@ def parse_document(text: str, name: str) -> tuple[SettingsTree, dict[KeyPath, in
         problem = error.problem or error.context or ""
         if repr("\t") in problem:
             problem = "a tab; YAML is indented with spaces only"
-        data = "; these are rows of data: colocated-grpo init writes a config for them"
-        raise ConfigError(
-            f"{name}:{line}: not valid YAML: {problem}{data if name.endswith('.jsonl') else ''}"
-        ) from None
+        if name.endswith(".jsonl"):
+            problem += "; these are rows of data: colocated-grpo init writes a config for them"
+        raise ConfigError(f"{name}:{line}: not valid YAML: {problem}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from None
     except RecursionError:

@@ -251,4 +251,5 @@ def _constant_metrics(points: dict[str, list[Point]]) -> str:
     shown = {key: series for key, series in points.items() if not key.startswith(("seconds/", *UNPLOTTED))}
     constant = [f"{key} = {number(series[0][1])}" for key, series in shown.items() if not _varies(series)]
     title = f"<summary>Metrics with a single value ({len(constant)})</summary>"
-    return f'<details class="quiet">{title}{as_html(", ".join(constant))}</details>' if constant else ""
+    opened = " open" * (2 * len(constant) > len(shown))  # after a single step nothing else shows the metrics
+    return f'<details class="quiet"{opened}>{title}{as_html(", ".join(constant))}</details>' if constant else ""

@@ -230,6 +230,8 @@ def record_ending(output: RunOutput, error: BaseException, run_folders: Sequence
         lines = program.error_text(str(error).splitlines())
     elif isinstance(error, OSError) and (line := explain_os_error(error, run_folders)):
         lines = [f"error: {line}"]
+    elif not isinstance(error, Exception) and (own := user_code.innermost(user_code.lines_of_error(error))) is not None:
+        lines = [f"error: {in_one_line(error).removesuffix(':')}, raised by {own}"]
     text = " ".join(lines).removeprefix("error: ") or in_one_line(error)
     where = "; ".join(place for place in (output.start_phase, place_of(error)) if place) or None
     failure = Failure(error=text, where=where, exit_code=RUN_ERROR, rank=int(os.environ["RANK"]))

@@ -87,9 +87,7 @@ def build_plan(model: nn.Module, shapes: Mapping[str, torch.Size], tensor_parall
 def _fused_names(model: nn.Module) -> dict[str, tuple[str, int]]:
     """Checkpoint module name -> (engine module name, position), for example k_proj -> (qkv_proj, 1)."""
     packed = cast("Mapping[str, Sequence[str]]", getattr(model, "packed_modules_mapping", {}))
-    return {
-        part: (whole, index) for whole, parts in packed.items() if len(parts) > 1 for index, part in enumerate(parts)
-    }
+    return {part: (whole, i) for whole, parts in packed.items() if len(parts) > 1 for i, part in enumerate(parts)}
 
 
 def _target(

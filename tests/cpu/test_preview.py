@@ -205,6 +205,7 @@ def test_engine_settings_are_checked_before_weights_are_read(tmp_path, engine, m
     [
         ({"target_modules": ["q_porj"]}, r"policy.lora.target_modules: no module is called 'q_porj'; linear layers of"),
         ({"target_modules": ["embed_tokens"]}, "embed_tokens is no linear layer; only linear layers inside the model"),
+        ({"target_modules": "q_proj"}, "down_proj; text is a regular expression for whole names$"),
         ({"exclude_modules": ".*proj"}, "matches no layer; linear layers of this model: q_proj, k_proj"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import signal
+import sys
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager, redirect_stdout
@@ -104,7 +105,7 @@ def four_runs(model: Path, output: Path) -> dict[str, Any]:
 
 
 def _four_runs(model: Path, output: Path) -> dict[str, Any]:
-    handler = signal.getsignal(signal.SIGINT)
+    handler, excepthook = signal.getsignal(signal.SIGINT), sys.excepthook
     recorder = Recorder()
     base = arguments(model, output)
     result = Trainer(reward_funcs=[recorder], callbacks=[recorder], **base).train()
@@ -132,6 +133,7 @@ def _four_runs(model: Path, output: Path) -> dict[str, Any]:
         "variables": [name for name in RANK_VARIABLES if name in os.environ],
         "group": dist.is_initialized(),
         "handler": signal.getsignal(signal.SIGINT) is handler,
+        "excepthook": sys.excepthook is excepthook,
         "locks": [line for line in Path("/proc/self/fd").iterdir() if os.path.realpath(line).endswith(LOCK_FILE)],
         "threads": [thread.name for thread in threading.enumerate() if thread.name in ("watchdog", "signs of life")],
     }

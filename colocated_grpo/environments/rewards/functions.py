@@ -81,10 +81,10 @@ class RewardFunction:
         """Raise EnvironmentSetupError if a required column is missing."""
         if missing := sorted(self.required - columns):
             is_verl = any(name.startswith("solution_str") for name in missing)
-            remedy = "call it as in docs/guides/from_verl.md" if is_verl else "rename one with `columns`"
+            guide = "from_verl.md" if is_verl else "from_trl.md#reward-functions"
             raise EnvironmentSetupError(
                 f"reward {self.name!r} needs the column {missing[0]!r}; available: "
-                f"{', '.join(sorted(columns)) or 'none'} ({remedy})"
+                f"{', '.join(sorted(columns)) or 'none'} (rename one with `columns`; called as in docs/guides/{guide})"
             )
 
     def check_text(self, item: Item) -> None:

@@ -88,7 +88,8 @@ def target_names(lm: PreTrainedModel, blocks: nn.ModuleList, config: LoRAConfig)
         chosen = {id(module) for index in config.layers for module in blocks[index].modules()}
         matched = [name for name in matched if id(lm.get_submodule(name)) in chosen]
     if not matched:
-        raise ConfigError(f"policy.lora.target_modules={config.target_modules!r}: matches no layer; {known}")
+        rule = f"matches no layer; {known}; text is a regular expression for whole names"
+        raise ConfigError(f"policy.lora.target_modules={config.target_modules!r}: {rule}")
     for name in matched:
         if name not in linear:
             kind = "the output layer" if lm.get_submodule(name) is lm.get_output_embeddings() else "no linear layer"

@@ -83,9 +83,7 @@ _TOSSIM: dict[str, Alias] = {
     "max_model_len": renamed("engine.max_model_len"),
     **each("log_interval log_ticks", not_needed("every step is logged")),
     "csv_path": not_needed("metrics are written to metrics.jsonl in the run folder"),
-    **each(
-        "sample_log_interval sample_log_path", not_needed("sampled rollouts go to rollouts.jsonl in the run folder")
-    ),
+    **each("sample_log_interval sample_log_path", not_needed("rollouts go to rollouts.jsonl in the run folder")),
     "save_ticks": renamed("checkpoint.every"),
     "eval_ticks": renamed("evaluation.every"),
     "max_think_tokens": not_needed("rollout.max_completion_tokens limits the whole completion"),
@@ -103,9 +101,7 @@ _TOSSIM: dict[str, Alias] = {
         "verbosity_penalty_rate expected_convergence_ticks expected_initial_parse_rate expected_initial_legal_rate",
         not_needed("nothing reads it"),
     ),
-    "quant_mode": trl.not_supported(
-        "policy.compute_dtype sets the training type, engine.args.quantization the engine's"
-    ),
+    "quant_mode": trl.not_supported("policy.compute_dtype is the policy's type, engine.args.quantization the engine's"),
     "output_hub_repo": renamed("hub.repo"),
     # Names that TRL has as well
     "learning_rate": renamed("policy.lr"),
@@ -202,12 +198,32 @@ _VERL_SECTIONS = (
     "actor_rollout_ref", "algorithm", "critic", "custom_reward_function", "data", "reward", "reward_model", "trainer",
 )  # fmt: skip
 _SECTIONS = sorted({name.split(".")[0] for name in ALIASES if "." in name})
+_SUGGESTED = {
+    "rollout.group_size": "n_samples_per_prompt rollouts_per_example grpo_samples",
+    "rollout.prompts_per_step": "rollout_batch_size train_batch_size",
+    "rollout.max_completion_tokens": "generate_max_len max_generated_tokens max_new_tokens",
+    "rollout.max_prompt_tokens": "prompt_max_len",
+    "rollout.max_staleness": "max_async_level",
+    "loss.kl.coef": "init_kl_coef kl_coeff",
+    "loss.clip_low": "eps_clip",
+    "engine.max_model_len": "max_len max_seq_length seq_len sequence_len",
+    "batch.max_tokens_per_micro_batch": "micro_batch_size micro_train_batch_size",
+    "dataset_name": "dataset prompt_data",
+    "environments": "env",
+    "policy.lora": "adapter",
+    "model.name": "base_model pretrain",
+    "checkpoint.every": "save_every",
+    "output_dir": "save_path",
+    "training_steps": "num_episodes num_epochs",
+}
+"""Setting -> names of OpenRLHF, prime-rl, torchtune, Unsloth and Axolotl for which it is suggested."""
 
 
 def new_names() -> dict[str, str]:
     """Return the name to suggest for each old dotted name: the new one, or the old one without a single new setting."""
     names = {old: alias.new_name for old, alias in ALIASES.items()}
-    return {old: old if not new or " " in new else new for old, new in names.items()}
+    suggested = {name: new for new, names in _SUGGESTED.items() for name in names.split()}
+    return {old: old if not new or " " in new else new for old, new in names.items()} | suggested
 
 
 def translate_names(tree: errors.SettingsTree, locations: dict[errors.KeyPath, errors.SettingLocation]) -> list[str]:

@@ -63,8 +63,13 @@ def test_a_method_of_another_trainer_is_reported_before_the_run():
     class Misspelled:
         def on_evaluation(self, state): ...
 
+    class Awaited:
+        async def on_step_end(self, state): ...
+
     with pytest.raises(ConfigError, match=r"callbacks.0: Theirs: on_step_end must take one argument"):
         check_callbacks([Theirs()])
+    with pytest.raises(ConfigError, match=r"callbacks.0: Awaited: on_step_end must not be async"):
+        check_callbacks([Awaited()])
     with pytest.raises(
         ConfigError, match=r"callbacks.0: Misspelled: has none of the methods .* did you mean on_evalua"
     ):

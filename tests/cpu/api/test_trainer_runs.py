@@ -89,7 +89,8 @@ def test_an_interrupt_stops_the_run_after_a_checkpoint_and_a_second_one_ends_it_
 
 def test_the_process_is_left_as_it_was(seen):
     assert seen["replaced"], "a run has handlers of its own"
-    assert seen["left"] == {"variables": [], "group": False, "handler": True, "locks": [], "threads": []}
+    left = {"variables": [], "group": False, "handler": True, "excepthook": True, "locks": [], "threads": []}
+    assert seen["left"] == left
 
 
 def test_a_build_that_fails_behind_the_engine_leaves_nothing_open(tmp_path):

@@ -191,6 +191,8 @@ def test_the_config_of_peft_is_read():
         ({"train_dataset": None}, "train_dataset: required, but not given"),
         ({"reward_funcs": None}, "reward_funcs: required, but not given"),
         ({"train_datset": ROWS}, "train_datset: unknown argument; did you mean train_dataset?"),
+        ({"dataset": ROWS}, "dataset: give the rows as train_dataset"),
+        ({"callback": Length()}, "callback: unknown argument; did you mean callbacks?"),
         ({"resume": "auto"}, "resume: an argument of train() and check()"),
         ({"policy": {"lr": -1}}, "policy.lr=-1: must be greater than 0 (argument)"),
         ({"model": Length()}, "model: a Length; give its folder or name, from which each rank reads its shard"),
@@ -199,6 +201,14 @@ def test_the_config_of_peft_is_read():
             "reward_funcs.0.run_in='process': an object runs in threads; give the function's name instead",
         ),
         ({"reward_funcs": [3]}, "reward_funcs.0=3: must be a function, or the name of one"),
+        (
+            {"reward_funcs": {"fn": 3}},
+            "reward_funcs.0={'fn': 3}: must be a function, or the name of one, alone or as `",
+        ),
+        (
+            {"environments": [{"type": "dataset", "name": ROWS}]},
+            "train_dataset: the same setting as environments.0.name; remove one of them",
+        ),
         ({"train_dataset": {"train": ROWS}}, "train_dataset: a mapping of train; must be a datasets.Dataset or a list"),
         ({"train_dataset": ["one"]}, "train_dataset: entry 0 is a str; must be a datasets.Dataset or a list of dict"),
         ({"train_dataset": iter(ROWS)}, "train_dataset: a list_iterator; must be a datasets.Dataset or a list of dict"),
@@ -227,7 +237,7 @@ def test_a_wrong_argument_is_one_line(arguments, line):
 
 
 def test_a_function_where_only_a_name_works_is_answered_with_the_form_of_the_name():
-    entry = {"type": "dataset", "name": ROWS, "filter": len}
+    entry = {"type": "dataset", "filter": len}
     line = "environments.0.filter=<built-in function len>: must be text; write FILE.py:NAME (argument)"
     assert line in error_of(environments=[entry]).splitlines()
 

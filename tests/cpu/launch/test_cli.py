@@ -230,6 +230,14 @@ def test_a_sys_exit_in_user_code_is_an_error(config):
     assert result.stderr.endswith("RuntimeError: sys.exit(0) was called during the run\n")
 
 
+@pytest.mark.parametrize(
+    ("error", "shown"), [("KeyboardInterrupt()", "KeyboardInterrupt"), ("SystemExit(0)", "SystemExit: 0")]
+)
+def test_what_user_code_raises_to_leave_the_process_ends_a_rank_with_one_line(config, error, shown):
+    result = trained(config, f"exec(compile('def draw(): raise {error}', 'mine.py', 'exec'), globals()); draw()")
+    assert (result.returncode, result.stderr) == (1, f"error: {shown}, raised by draw (mine.py, line 1)\n")
+
+
 def test_a_defect_ends_a_rank_with_its_traceback(config):
     result = trained(config, "raise KeyError('x')")
     assert result.returncode == 1

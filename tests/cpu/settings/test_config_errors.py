@@ -118,6 +118,15 @@ from tests.support.config_text import config_error, load, notes
         ("lora_rank: 8", "lora_rank: unknown key; did you mean policy.lora.rank? (line 3 of x.yaml)"),
         ("policy: {lora_rank: 8}", "policy.lora_rank: unknown key; did you mean policy.lora.rank? (line 3 of x.yaml)"),
         ("eval_every: 5", "eval_every: unknown key; did you mean evaluation.every? (line 3 of x.yaml)"),
+        ("steps: 5", "steps: unknown key; did you mean training_steps? (line 3 of x.yaml)"),
+        ("dataset: a.jsonl", "dataset: unknown key; did you mean dataset_name? (line 3 of x.yaml)"),
+        ("grpo_samples: 4", "grpo_samples: unknown key; did you mean rollout.group_size? (line 3 of x.yaml)"),
+        ("num_epochs: 4", "num_epochs: unknown key; did you mean training_steps? (line 3 of x.yaml)"),
+        (
+            "policy: {lora: {targets: [q]}}",
+            "policy.lora.targets: unknown key; valid in policy.lora: rank, alpha, rslora, target_modules, "
+            "exclude_modules, layers, dropout, init, base_dtype, base_on_host (line 3 of x.yaml)",
+        ),
         ("use_vlm: true", "use_vlm: unknown key; did you mean use_vllm? (line 3 of x.yaml)"),
         (
             "reward_weights: [1.0, 0.5]",
@@ -366,7 +375,7 @@ def test_a_yaml_document_of_exponential_size_is_read_quickly():
         ),
         (
             "policy: {lora: {}, load_balancing: 0.001}",
-            "policy.load_balancing=0.001: must be 0 with policy.lora, which freezes the routers",
+            "policy.load_balancing=0.001: must be 0 with policy.lora, which freezes routers",
         ),
         (
             "checkpoint: {export_merged: true}",

@@ -57,7 +57,7 @@ def lines(tmp_path: Path, *overrides: str) -> list[str]:
         ),
         (
             [*SERVER, "--environments", "[{type: turns, name: town, opponent: {refresh_every: 5}}]"],
-            "environments: opponent: needs engine.placement: colocated, where a second set of weights is written",
+            "environments: opponent: needs engine.placement: colocated, whose engine holds a second set",
         ),
         (
             [*SERVER, "--engine.bridge", "shared", "--engine.urls", "[http://a:1, http://b:1]"],

@@ -109,6 +109,7 @@ def test_a_run_killed_after_one_step_gets_a_report(tmp_path: Path) -> None:
     TrackedRun(tmp_path).train(last_step=1)
     page = Page(write_report(tmp_path))
     assert "did not end properly" in page.text and "reward = 0" in page.text
+    assert '<details class="quiet" open>' in (tmp_path / "report.html").read_text(), "nothing else shows the metrics"
 
 
 def test_rebuilding_the_report_gives_the_same_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -105,7 +105,7 @@ def test_shared_weights_need_one_rank_and_one_type():
     config = Config.model_validate(settings(Path("model"), weights="shared", **same))
     rules.check(config)
     rules.check_world(config, 1)
-    with pytest.raises(errors.ConfigError, match="weights=shared: needs a single rank, not 2"):
+    with pytest.raises(errors.ConfigError, match="weights=shared: needs one rank, not 2"):
         rules.check_world(config, 2)
 
 
