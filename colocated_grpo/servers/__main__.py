@@ -1,7 +1,6 @@
 """Entry point: `python -m colocated_grpo.servers MODEL`. Checks the arguments, then runs the engine process.
 
-The engine process has the same command, and STATE_VARIABLE in its environment. It is started again after a crash, and
-when a trainer requests another model.
+It has the same command, and STATE_VARIABLE. It starts again after a crash, and when a trainer requests another model.
 """
 
 import errno

@@ -50,10 +50,9 @@ def create_app(
     add_routes: Callable[[FastAPI], None] = lambda app: None,
     large_paths: Collection[str] = (),
 ) -> ASGIApp:
-    """Return the application behind its guards. model: name shown to clients.
+    """Return the application behind its guards. model: name shown to clients. hosts: not checked with an API key.
 
-    hosts: not checked if there is an API key. state: `EngineControl.state`. add_routes: adds further routes. Bodies on
-    large_paths may have up to max_body_bytes.
+    state: `EngineControl.state`. Bodies on large_paths may have up to max_body_bytes.
     """
     app = FastAPI(title="colocated_grpo engine", docs_url=None, redoc_url=None, openapi_url=None)
     add_exception_handlers(app)
@@ -180,10 +179,7 @@ async def _start(request: Request, parts: AsyncGenerator[CompletionPart]) -> Asy
 
 
 async def cancel_on_disconnect(request: Request, work: Awaitable[T]) -> T:
-    """Return the result of `work`, or cancel it when the client disconnects, which aborts its engine requests.
-
-    Disconnects are frequent: Atropos environments cancel their tasks whenever a queue is full.
-    """
+    """Return the result of `work`. A disconnect, frequent with Atropos environments, cancels it and its requests."""
 
     async def disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":

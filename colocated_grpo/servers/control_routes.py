@@ -46,7 +46,6 @@ class Offer(StrictBody):
 
     model_config = ConfigDict(allow_inf_nan=False)
     address: str = Field(max_length=255)
-    """Address of the group's store."""
     port: int = Field(gt=0, lt=1 << 16)
     first_rank: Count
     """Group rank of this server's first rank. The trainer has rank 0."""
@@ -111,10 +110,9 @@ class WeightReceiver:
 
     @torch.no_grad()
     def update(self) -> JsonObject:
-        """Receive and write all weights. Return fingerprints, so that the trainer can verify the transfer.
+        """Receive and write all weights. Return fingerprints of the engine's views or, without a plan, of the tensors.
 
-        With a plan, these are the fingerprints of the engine's views; else of the tensors passed to the engine's
-        loader. Call only after `join`. Raises ValueError if the connection of the trainer is lost.
+        Call only after `join`. Raises ValueError if the connection of the trainer is lost.
         """
         views, loaded = self._views, list[Tensor]()
         try:
@@ -206,10 +204,9 @@ def add_weight_routes(
     adapters: Callable[[], JsonObject],
     restart: Callable[[str], object],
 ) -> None:
-    """call: `MirroredEngine.call` of the engine. adapters: returns the status of the adapters. restart: begins a
-    restart with a model.
+    """call: `MirroredEngine.call`. adapters: returns their status. restart: begins a restart with a model.
 
-    A loaded adapter applies to all later requests, regardless of their `model`. Requests that already run finish first.
+    A loaded adapter applies to all later requests, whatever their `model`. Running requests finish first.
     """
     commands = APIRouter(dependencies=[Depends(sessions.allow_command)])
     trainers = APIRouter(dependencies=[Depends(sessions.allow_trainer)])
@@ -268,10 +265,7 @@ def _require_file(folder: str, name: str, key: str) -> None:
 
 
 def check_adapter(model: Path, folder: str) -> None:
-    """Raise ValueError unless the adapter's numbers are finite, and its matrices fit the weights in `model`.
-
-    vLLM copies what fits of a matrix, and computes with NaN.
-    """
+    """Raise ValueError unless all numbers are finite and fit `model`: vLLM copies what fits, and computes with NaN."""
     try:
         factors = load_file(Path(folder) / ADAPTER_WEIGHTS)
     except (OSError, SafetensorError) as error:

@@ -125,7 +125,6 @@ class Sessions:
         self.note = note
         self._open: dict[str, TrainerSession] = {}
         self._trainer = ""
-        """Secret of the attached trainer."""
 
     async def allow_command(self, request: Request) -> None:
         """Raise HTTPException for a client that is not the attached trainer, if there is one."""

@@ -1,8 +1,7 @@
-"""Requests from rank 0, which serves HTTP, to the engines of all ranks.
+"""Requests from rank 0, which serves HTTP, to the engines of all ranks. A rank link is a connection to another rank.
 
-A rank link is one connection to another rank. Python's `multiprocessing.connection` frames and pickles its messages.
-Both ends authenticate by HMAC, with a secret that was broadcast over the process group. Unlike the connections of
-`servers/remote.py`, a rank link is never restored: it ends with the run.
+Python's `multiprocessing.connection` frames and pickles its messages, and authenticates both ends with a secret that
+was broadcast over the process group. Unlike the connections of `servers/remote.py`, a link is never restored.
 """
 
 import asyncio
@@ -59,8 +58,7 @@ class LoadBalancer:
     ) -> Completion:
         """Return the completion. Cancellation aborts the request in its engine. Raises InvalidRequest or ServerClosing.
 
-        on_completion: called on the thread of this rank's engine before that engine may sleep. A request with
-        on_completion always goes to this rank's engine.
+        on_completion: called on the thread of this rank's engine, which then has the request, before it may sleep.
         """
         if self.closed:
             raise ServerClosing
@@ -80,10 +78,9 @@ class LoadBalancer:
 
 
 async def result_of(future: Future[T]) -> T:
-    """Await an engine's future. Cancelling the task cancels the future.
+    """Await an engine's future, which cancelling the task cancels. A ValueError of the engine becomes InvalidRequest.
 
-    A ValueError of the engine becomes InvalidRequest. A future cancelled by the engine raises ServerClosing: engines
-    cancel futures only when they stop.
+    A future cancelled by the engine raises ServerClosing: engines cancel futures only when they stop.
     """
     try:
         return await asyncio.wrap_future(future)

@@ -40,10 +40,7 @@ IDLE_LIMIT = timedelta(days=3650)
 def serve(options: ServeOptions, state: Path) -> int:
     """Load the model, listen, and answer requests until SIGTERM, SIGINT or a restart. Returns the exit code.
 
-    state: file for the model and the port of a restart.
-
-    Raises ConfigError or RunError with one line. The port opens only once the engine is ready, so clients can wait for
-    the engine by polling /health.
+    state: file for a restart. Raises ConfigError or RunError. The port opens only once the engine is ready.
     """
     world = init_world(engine_control.join_ranks(options.tensor_parallel_size))
     model = read_model_files(model_settings(options), world)
