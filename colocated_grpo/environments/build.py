@@ -45,7 +45,6 @@ class Environments:
     """By `Prompt.source`, as `episodes` and `limits`."""
     episodes: Mapping[str, base.Playable]
     limits: Mapping[str, base.AgentLimits]
-    """Limits of the episodes that agents play."""
     open_episodes: "OpenEpisodes | None"
     """Open episodes, through which the agents of this rank sample. None if no environment has agents."""
 
@@ -83,20 +82,14 @@ class Environments:
         return prompts
 
     def evaluated(self, one: base.Environment, count: int | None, first_index: int) -> tuple[list[Prompt], int]:
-        """Return the prompts of an evaluation set, and the number of items dropped as empty or too long.
-
-        count: number of prompts; None: `default_count` of the items.
-        """
+        """Return an evaluation set's prompts and the number of dropped items. count: None: `default_count`."""
         wanted = one.items.default_count if count is None else count
         return self._encoded(one.name, one.items.evaluated(self.seed), wanted, first_index)
 
     def _encoded(
         self, source: str, items: Iterator[base.Item], count: int, first_index: int
     ) -> tuple[list[Prompt], int]:
-        """Return up to `count` usable prompts, and the number of dropped items.
-
-        Raises EnvironmentSetupError if items were dropped and none was usable.
-        """
+        """Return up to `count` prompts and the number dropped. Raises EnvironmentSetupError if all are dropped."""
         prompts: list[Prompt] = []
         dropped = 0
         for item in islice(items, count + MAX_DROPPED_HELD_OUT):

@@ -167,10 +167,9 @@ class AgentEpisode:
         self._endpoint = endpoint
 
     async def run(self, item: Item, model: AgentConversation) -> object:
-        """Return the agent's reward.
+        """Return the agent's reward. It is 0 for an agent that fails after it exceeded the context or `max_requests`.
 
-        If the agent fails after a request exceeded the context or `max_requests`, the reward is 0, as for an episode
-        that does not catch ContextExhausted. Raises AgentFailed if there was no request. Other exceptions propagate.
+        Raises AgentFailed if there was no request, and the agent's other exceptions.
         """
         with self._endpoint.opened(model) as access:
             try:
@@ -185,11 +184,7 @@ class AgentEpisode:
 
 
 def build_agent(program: str, arguments: list[str], key: str) -> Agent:
-    """Return the agent: an async function of the user, `await function(item, base_url, api_key)`, or a program that the
-    launcher has found.
-
-    Raises EnvironmentSetupError.
-    """
+    """Return the agent: an async function `f(item, base_url, api_key)`, or a program. Raises EnvironmentSetupError."""
     if ":" not in program:
         return Program(program, arguments)
     if arguments:

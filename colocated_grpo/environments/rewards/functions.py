@@ -124,10 +124,7 @@ class RewardFunction:
 
 
 def scores_of(function: RewardFunction, inputs: RewardInputs) -> list[Score]:
-    """Call the function once for all completions. In each score, `parts` are the metrics that the function logged.
-
-    If this call raises, the function is called for each completion, so that only some completions fail.
-    """
+    """Call the function for all completions or, if that raises, for each. `parts`: the metrics that it logged."""
 
     def explain(error: BaseException) -> str:
         line = f"{function.name}: {loading.one_line(error)}"
@@ -206,11 +203,7 @@ NOT_SENDABLE = (pickle.PicklingError, TypeError, AttributeError, RecursionError)
 
 @dataclass(eq=False)
 class RewardScorer:
-    """Weighted sum of reward functions.
-
-    As in TRL, results of None are left out of the sum; if all results are None, the reward is None. Functions of weight
-    0 are left out as well, whatever they return or raise.
-    """
+    """Weighted sum of reward functions. As in TRL, None is left out; so is weight 0, whatever such a function does."""
 
     functions: Sequence[RewardFunction]
     max_steps: int
@@ -298,8 +291,7 @@ def start_workers(
 ) -> RewardWorkers | None:
     """Return the processes of the functions that run in processes; None if there are no such functions.
 
-    Functions with `run_in: auto` run in threads if a process cannot load all functions chosen for processes, or if one
-    of these functions imports a library of DEVICE_LIBRARIES.
+    `run_in: auto` means threads if a process cannot load all these functions, or loads any of DEVICE_LIBRARIES.
     """
     pairs = list(zip(functions, configs, strict=True))
     chosen = [(f.name, c) for f, c in pairs if c.run_in == "process" or (c.run_in == "auto" and _suits(c, f.function))]
@@ -318,11 +310,7 @@ def start_workers(
 
 
 def _suits(config: RewardConfig, function: Callable[..., object]) -> bool:
-    """Return True for a plain function of the user whose file has no sign of device memory or shared state.
-
-    Built-in functions take linear time and run in threads. Coroutines do not run in processes either, because they
-    share the connections and the limits of one event loop.
-    """
+    """Return True for a user's plain function, not a coroutine, without signs of device memory or shared state."""
     # A function that the program has passed may use any object of the program.
     by_name = config.name not in BUILT_IN and config.args is None and config.given is None
     if not by_name or not inspect.isfunction(function):

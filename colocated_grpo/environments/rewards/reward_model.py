@@ -1,4 +1,4 @@
-"""The reward of a reward model: the score that a sequence classification model gives a prompt with its completion."""
+"""The reward of a reward model: a sequence classification model's score of a prompt with its completion."""
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -55,9 +55,7 @@ class RewardModel(Section):
         self, prompts: Sequence[str | list[JsonObject]], completions: Sequence[str | list[JsonObject]]
     ) -> Sequence[float | NoReward]:
         texts = [self._text(*pair) for pair in zip(prompts, completions, strict=True)]
-        if self._classifier is None:
-            return [NoReward(NOT_RUN)] * len(texts)
-        return self._classifier.scores(texts)
+        return [NoReward(NOT_RUN)] * len(texts) if self._classifier is None else self._classifier.scores(texts)
 
     def _text(self, prompt: str | list[JsonObject], completion: str | list[JsonObject]) -> str:
         if isinstance(prompt, str):

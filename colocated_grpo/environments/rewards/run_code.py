@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal, Self, TypedDict
+from typing import Literal, Self
 
 from pydantic import Field, PrivateAttr, model_validator
 
@@ -24,6 +24,8 @@ MEGABYTE = 1 << 20
 FENCE = "```"
 GRACE = 10.0
 """Seconds to wait for a process after the time limit of its tests."""
+Case = dict[str, str | None]
+"""One test: `check`, statements to run after the program; or `stdin`, and the expected `stdout`."""
 
 
 class RunCode(Section):
@@ -90,7 +92,7 @@ class RunCode(Section):
         except NoReward as failure:
             return failure
 
-    def _passed(self, program: str, cases: "Sequence[Case]") -> int:
+    def _passed(self, program: str, cases: Sequence[Case]) -> int:
         limits = {"seconds": self.timeout, "memory": self.memory_mb * MEGABYTE, "file": self.file_mb * MEGABYTE}
         # The working folder of the tests is empty, and is removed afterwards.
         with TemporaryDirectory(prefix="run_code_", ignore_cleanup_errors=True) as folder:
@@ -118,14 +120,6 @@ def last_code_block(text: str) -> str | None:
     return blocks[-1].partition("\n")[2] if blocks else None
 
 
-class Case(TypedDict):
-    """One test: statements to run after the program, or a standard input and the expected standard output."""
-
-    check: str | None
-    stdin: str
-    stdout: str
-
-
 def cases_of(tests: object) -> list[Case]:
     """Return the tests in a cell of the tests column. Raises ValueError for an unknown form.
 
@@ -146,9 +140,9 @@ def cases_of(tests: object) -> list[Case]:
 
 def _case(test: object) -> Case:
     if isinstance(test, str):
-        return Case(check=test, stdin="", stdout="")
+        return {"check": test, "stdin": "", "stdout": ""}
     if isinstance(test, Mapping) and {"input", "output"} <= test.keys():
-        return Case(check=None, stdin=_lines(test["input"]), stdout=_lines(test["output"]))
+        return {"check": None, "stdin": _lines(test["input"]), "stdout": _lines(test["output"])}
     raise ValueError(f'a test must be statements, or have "input" and "output", got {test!r:.80}')
 
 
