@@ -51,10 +51,7 @@ def evaluate(prepared: Evaluation) -> JsonObject | None:
 
 @contextmanager
 def prepare_evaluation(config: Config, adapter: Path | None) -> Generator[Evaluation]:
-    """Start the engine and read the prompts of all evaluation sets. Collective. Raises ConfigError or RunError.
-
-    config: returned by `tools.evaluate.with_subject`.
-    """
+    """Start the engine and read all prompts. Collective. Raises ConfigError or RunError. config: of `with_subject`."""
     joined = join()
     world, stop = init_world(joined.store), joined.stop
     stop.listen()
