@@ -80,10 +80,7 @@ def build_template(
     tokenizer: "PreTrainedTokenizerBase",
     variables: JsonObject,
 ) -> PromptTemplate:
-    """Return what an environment's entry adds to each prompt. variables: those common to all entries.
-
-    Raises EnvironmentSetupError if a tool cannot be imported, or if the chat template ignores a setting.
-    """
+    """Return what an entry adds to each prompt, besides the `variables` of all. Raises EnvironmentSetupError."""
     if not isinstance(entry, TemplatedConfig):  # games and agents write their own prompts
         return PromptTemplate(variables=variables)
     key = f"environments {name!r}"

@@ -150,29 +150,6 @@ class WeightReceiver:
             self._group = None
 
 
-def add_control_routes(app: FastAPI, control: EngineControl, facts: JsonObject, sessions: Sessions) -> None:
-    """facts: further entries of /bridge/info."""
-
-    @app.get("/bridge/info")
-    async def info() -> JSONResponse:
-        state = {
-            "policy_version": control.policy_version,
-            "has_received_weights": control.has_received_weights,
-            "is_paused": control.is_paused,
-        }
-        return JSONResponse(facts | state)
-
-    @app.post("/bridge/pause", dependencies=[Depends(sessions.allow_command)])
-    async def pause() -> JSONResponse:
-        await result_of(control.pause())
-        return JSONResponse({"is_paused": control.is_paused})
-
-    @app.post("/bridge/resume", dependencies=[Depends(sessions.allow_command)])
-    async def resume() -> JSONResponse:
-        await result_of(control.resume())
-        return JSONResponse({"is_paused": control.is_paused})
-
-
 class LoadBody(StrictBody):
     """The body of /lora/load, and of vLLM's /v1/load_lora_adapter, which has other names."""
 
@@ -196,20 +173,40 @@ class RestartBody(StrictBody):
     """Folder of the model to load, on this server's machine."""
 
 
-def add_weight_routes(
+def add_control_routes(
     app: FastAPI,
     control: EngineControl,
     sessions: Sessions,
+    facts: JsonObject,
     call: Callable[..., object],
     adapters: Callable[[], JsonObject],
     restart: Callable[[str], object],
 ) -> None:
-    """call: `MirroredEngine.call`. adapters: returns their status. restart: begins a restart with a model.
+    """facts: of /bridge/info. call: `MirroredEngine.call`. adapters: returns their status. restart: with a model.
 
     A loaded adapter applies to all later requests, whatever their `model`. Running requests finish first.
     """
     commands = APIRouter(dependencies=[Depends(sessions.allow_command)])
     trainers = APIRouter(dependencies=[Depends(sessions.allow_trainer)])
+
+    @app.get("/bridge/info")
+    async def info() -> JSONResponse:
+        state = {
+            "policy_version": control.policy_version,
+            "has_received_weights": control.has_received_weights,
+            "is_paused": control.is_paused,
+        }
+        return JSONResponse(facts | state)
+
+    @commands.post("/bridge/pause")
+    async def pause() -> JSONResponse:
+        await result_of(control.pause())
+        return JSONResponse({"is_paused": control.is_paused})
+
+    @commands.post("/bridge/resume")
+    async def resume() -> JSONResponse:
+        await result_of(control.resume())
+        return JSONResponse({"is_paused": control.is_paused})
 
     @commands.post("/lora/load")
     @commands.post("/v1/load_lora_adapter")

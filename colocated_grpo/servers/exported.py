@@ -81,10 +81,7 @@ def _handle(storage: torch.UntypedStorage) -> JsonObject:
 
 
 def attach(file: Path, instance: str) -> dict[str, Tensor]:
-    """Return a server's parameters by checkpoint name. Raises RunError for the file of another `instance`.
-
-    A handle that names other memory is rejected too, because the trainer writes into that memory.
-    """
+    """Return a server's parameters by checkpoint name. Raises RunError for another instance, or other memory."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         if content["instance"] != instance:

@@ -137,9 +137,9 @@ def _lead(
         restarts.set()
 
     def add_routes(app: FastAPI) -> None:
-        control_routes.add_control_routes(app, control, facts, sessions)
+        status = engine.adapters.status
+        control_routes.add_control_routes(app, control, sessions, facts, whole.call, status, restart)
         engine_routes.add_engine_routes(app, control, inbox, sessions, limits)
-        control_routes.add_weight_routes(app, control, sessions, whole.call, engine.adapters.status, restart)
 
     app = create_app(
         sampler.Sampler(rank_links.LoadBalancer(inbox), model.tokenizer, limits, note, options.chat_template_kwargs),

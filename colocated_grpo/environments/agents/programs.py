@@ -167,10 +167,7 @@ class AgentEpisode:
         self._endpoint = endpoint
 
     async def run(self, item: Item, model: AgentConversation) -> object:
-        """Return the agent's reward. It is 0 for an agent that fails after it exceeded the context or `max_requests`.
-
-        Raises AgentFailed if there was no request, and the agent's other exceptions.
-        """
+        """Return the reward; 0 if the agent fails after it exceeded a limit. Raises AgentFailed without a request."""
         with self._endpoint.opened(model) as access:
             try:
                 result = await self._agent(item, access)

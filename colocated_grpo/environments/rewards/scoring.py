@@ -31,7 +31,7 @@ NOT_RUN = "a dry run reads no weights"
 
 
 class NoReward(Exception):
-    """Why a completion has no reward. Returned in place of a number: an exception would affect other completions."""
+    """Why a completion has no reward. A reward function returns it in place of a number; others keep their rewards."""
 
 
 class TaskScorer:
