@@ -21,9 +21,7 @@ from colocated_grpo.policy.checkpoint_files import CheckpointReader, read_conver
 from colocated_grpo.rollout.engine import LocalEngine
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.rendezvous import CONNECT_SECONDS, connect_store
-from colocated_grpo.servers.broadcast import JoinedGroup
-from colocated_grpo.servers.engine_control import EngineControl
-from colocated_grpo.servers.engine_routes import Sessions
+from colocated_grpo.servers import broadcast, engine_control, engine_routes
 from colocated_grpo.servers.rank_links import result_of
 from colocated_grpo.servers.request_bodies import StrictBody
 from colocated_grpo.servers.text import InvalidRequest
@@ -76,7 +74,7 @@ class WeightReceiver:
         self._conversion = read_conversion(folder)
         self._world = world
         self._dtype = next(engine.model.parameters()).dtype
-        self._group: JoinedGroup | None = None
+        self._group: broadcast.JoinedGroup | None = None
         self._buckets: list[buckets.Bucket] = []
         self._views: transport.ViewFingerprints | None = None
         """The copy plan, and fingerprints of its views; None without a plan."""
@@ -104,7 +102,7 @@ class WeightReceiver:
             # unreachable store is gone.
             store = connect_store(offer.address, offer.port, CONNECT_SECONDS)
             store.set_timeout(timedelta(seconds=offer.timeout))
-            self._group = JoinedGroup(store, rank, offer.group_size, self._world.device, offer.timeout)
+            self._group = broadcast.JoinedGroup(store, rank, offer.group_size, self._world.device, offer.timeout)
         except RuntimeError as error:
             raise ValueError(f"cannot join the trainer at {offer.address}:{offer.port}: {in_one_line(error)}") from None
 
@@ -175,8 +173,8 @@ class RestartBody(StrictBody):
 
 def add_control_routes(
     app: FastAPI,
-    control: EngineControl,
-    sessions: Sessions,
+    control: engine_control.EngineControl,
+    sessions: engine_routes.Sessions,
     facts: JsonObject,
     call: Callable[..., object],
     adapters: Callable[[], JsonObject],

@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch.distributed as dist
@@ -150,7 +149,7 @@ def between_steps(
     """Make a command of `EngineControl` run on the driving thread. A call returns the future of its result."""
 
     def submit(control: "EngineControl", *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        return control.commands.submit(partial(command, control, *args, **kwargs))
+        return control.commands.submit(lambda: command(control, *args, **kwargs))
 
     return submit
 

@@ -17,8 +17,7 @@ from colocated_grpo.rollout.vllm.vllm_engine import VLLMEngine
 from colocated_grpo.runtime.distributed import World, init_world
 from colocated_grpo.runtime.joining import join
 from colocated_grpo.settings.schema import Config
-from colocated_grpo.tracking import files
-from colocated_grpo.tracking.records import rollout_row
+from colocated_grpo.tracking import files, records
 from colocated_grpo.types import JsonObject
 
 
@@ -41,7 +40,7 @@ def evaluate(prepared: Evaluation) -> JsonObject | None:
             "samples": each.samples,
             "metrics": metrics,
             "completions": [
-                rollout_row(files.EVALUATION, 0, group, sample, None)
+                records.rollout_row(files.EVALUATION, 0, group, sample, None)
                 for group in groups
                 for sample in range(len(group.rollouts))
             ],

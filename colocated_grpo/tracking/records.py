@@ -8,7 +8,6 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -109,7 +108,7 @@ def _turns(rollout: Rollout, prompt: list[int], decode: Decode) -> list[JsonObje
     for one in rollout.sequences:
         begin = one.prompt_length if one.token_ids[: one.prompt_length] == prompt else 0
         tokens = list(zip(one.loss_mask, one.token_ids, strict=True))[begin:]
-        for sampled, part in groupby(tokens, key=itemgetter(0)):
+        for sampled, part in groupby(tokens, key=lambda pair: pair[0]):
             turns.append({"sampled": sampled, "text": decode([token for _, token in part])})
     return turns
 

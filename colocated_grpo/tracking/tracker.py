@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
-from operator import itemgetter
 from pathlib import Path
 
 from colocated_grpo.runtime.verdict import STOPPED
@@ -39,7 +38,7 @@ def typical_completion(groups: Sequence[Group]) -> str | None:
     ]
     if not scored:
         return None
-    reward, group, sample = sorted(scored, key=itemgetter(0))[len(scored) // 2]
+    reward, group, sample = sorted(scored, key=lambda one: one[0])[len(scored) // 2]
     facts = [f"reward {number(reward)}"]
     if (advantage := advantage_of(group, sample)) is not None:
         facts.append(f"advantage {number(advantage)}")

@@ -12,10 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from colocated_grpo.environments.base import EnvironmentSetupError, Item
-from colocated_grpo.environments.rewards import scoring
-from colocated_grpo.environments.rewards.builtin import REWARDS
-from colocated_grpo.environments.rewards.judge import Judge
-from colocated_grpo.environments.rewards.run_code import RunCode
+from colocated_grpo.environments.rewards import builtin, judge, run_code, scoring
 from colocated_grpo.environments.rewards.workers import Answer, Started, WorkerPool
 from colocated_grpo.environments.user_code import loading
 from colocated_grpo.runtime.user_code import is_user_code
@@ -29,7 +26,7 @@ PROVIDED = {"prompts", "completions", "completion_ids", "trainer_state", "log_ex
 NEEDS_MESSAGES = (
     "it reads messages, but completions are text, as the prompts are; set system_prompt or give messages as prompts"
 )
-BUILT_IN: dict[str, Callable[..., object]] = {**REWARDS, "judge": Judge, "run_code": RunCode}
+BUILT_IN: dict[str, Callable[..., object]] = {**builtin.REWARDS, "judge": judge.Judge, "run_code": run_code.RunCode}
 """Built-in reward functions by name. A class is constructed with `args`."""
 TRL = "trl.rewards."
 KEYWORD_KINDS = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}

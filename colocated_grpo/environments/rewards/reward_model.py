@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from math import isnan
 from typing import Any
 from weakref import WeakValueDictionary
@@ -88,7 +87,7 @@ class Classifier:
         # RoBERTa numbers positions from 2, so it reads less than its configuration says.
         self._longest = min(longest_sequence(config.to_dict()) or MAX_SIZE, tokenizer.model_max_length)
         # One thread: tokenizers are not safe in several, and each thread would have a cuBLAS workspace.
-        prepare = partial(torch.cuda.set_device, device) if on_gpu else None
+        prepare = (lambda: torch.cuda.set_device(device)) if on_gpu else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward model", initializer=prepare)
 
     def scores(self, texts: Sequence[str]) -> list[float | NoReward]:

@@ -14,10 +14,8 @@ from typing import Literal, Self
 
 from pydantic import Field, PrivateAttr, model_validator
 
-from colocated_grpo.environments.rewards import code_runner
-from colocated_grpo.environments.rewards.builtin import Completions, completion_texts
+from colocated_grpo.environments.rewards import builtin, code_runner, workers
 from colocated_grpo.environments.rewards.scoring import NoReward
-from colocated_grpo.environments.rewards.workers import WorkerPool
 from colocated_grpo.settings.base import Positive, Section
 
 MEGABYTE = 1 << 20
@@ -48,7 +46,7 @@ class RunCode(Section):
     """Completions tested at a time, per rank. Default: the available cores of the host, divided by its ranks."""
 
     _threads: ThreadPoolExecutor = PrivateAttr()
-    _runners: WorkerPool = PrivateAttr()
+    _runners: workers.WorkerPool = PrivateAttr()
 
     @model_validator(mode="after")
     def _runs_here(self) -> Self:
@@ -65,7 +63,7 @@ class RunCode(Section):
     def model_post_init(self, _context: object) -> None:
         cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self._threads = ThreadPoolExecutor(self.processes or max(1, cores), thread_name_prefix="run_code")
-        self._runners = WorkerPool(
+        self._runners = workers.WorkerPool(
             # -I: the environment and the working folder must not change what a program imports.
             command=[sys.executable, "-I", str(Path(code_runner.__file__))],
             # Not the environment variables of this process: they may contain API keys.
@@ -76,9 +74,9 @@ class RunCode(Section):
     def required_columns(self) -> set[str]:
         return {self.tests_column}
 
-    def __call__(self, completions: Completions, **columns: Sequence[object]) -> list[float | NoReward | None]:
+    def __call__(self, completions: builtin.Completions, **columns: Sequence[object]) -> list[float | NoReward | None]:
         """Return the fraction of passed tests of each completion. Raises ValueError for tests of an unknown form."""
-        return list(self._threads.map(self._reward, completion_texts(completions), columns[self.tests_column]))
+        return list(self._threads.map(self._reward, builtin.completion_texts(completions), columns[self.tests_column]))
 
     def _reward(self, text: str, tests: object) -> float | NoReward | None:
         cases = cases_of(tests)

@@ -15,10 +15,8 @@ import yaml
 from colocated_grpo.environments.rows.readers import READERS
 from colocated_grpo.errors import ConfigError, RunError
 from colocated_grpo.launch.cli import visible_gpus
-from colocated_grpo.runtime import program, verdict
-from colocated_grpo.runtime.processes import list_gpus, visible
-from colocated_grpo.settings.config_file import read_config
-from colocated_grpo.settings.inputs import check_inputs
+from colocated_grpo.runtime import processes, program, verdict
+from colocated_grpo.settings import config_file, inputs
 from colocated_grpo.settings.run_sizes import GIB, Placement, gib
 from colocated_grpo.tools.init.choices import Choices, Setting, learning_rate, make_plan
 from colocated_grpo.types import JsonObject
@@ -49,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = _text(options)
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(text, encoding="utf-8")
-        check_inputs(read_config(options.output).config)
+        inputs.check_inputs(config_file.read_config(options.output).config)
     except (ConfigError, RunError, OSError) as error:
         program.exit_code(error)
         return verdict.USAGE_ERROR
@@ -78,7 +76,8 @@ def _placement(options: argparse.Namespace) -> Placement:
         return Placement(ranks=1, on_gpu=False, device_bytes=psutil.virtual_memory().total)
     memory = int((options.gpu_memory or 0) * GIB)
     if not memory:
-        known = [gpu.total for gpu in visible(list_gpus().gpus, os.environ)[: options.gpus] if gpu.total]
+        gpus = processes.visible(processes.list_gpus().gpus, os.environ)[: options.gpus]
+        known = [gpu.total for gpu in gpus if gpu.total]
         if not known:
             raise ConfigError(
                 f"--gpus={options.gpus}: no GPU is visible here; add --gpu-memory 80 for the machine that will train, "
