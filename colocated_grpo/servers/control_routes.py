@@ -19,8 +19,7 @@ from torch import Tensor
 from colocated_grpo.errors import in_one_line
 from colocated_grpo.policy.checkpoint_files import CheckpointReader, read_conversion
 from colocated_grpo.rollout.engine import LocalEngine
-from colocated_grpo.runtime.distributed import World
-from colocated_grpo.runtime.rendezvous import CONNECT_SECONDS, connect_store
+from colocated_grpo.runtime import distributed, rendezvous
 from colocated_grpo.servers import broadcast, engine_control, engine_routes
 from colocated_grpo.servers.rank_links import result_of
 from colocated_grpo.servers.request_bodies import StrictBody
@@ -67,7 +66,7 @@ class Offer(StrictBody):
 class WeightReceiver:
     """Receives a trainer's weights for the engine of this rank. Every method is collective over the engine's ranks."""
 
-    def __init__(self, engine: LocalEngine, folder: Path, world: World) -> None:
+    def __init__(self, engine: LocalEngine, folder: Path, world: distributed.World) -> None:
         """folder: folder of the engine's loaded model. world: the engine's ranks."""
         self._engine = engine
         self._folder = folder
@@ -100,7 +99,7 @@ class WeightReceiver:
         try:
             # The timeout is short, because the engine waits. The store starts before the offer is sent, so an
             # unreachable store is gone.
-            store = connect_store(offer.address, offer.port, CONNECT_SECONDS)
+            store = rendezvous.connect_store(offer.address, offer.port, rendezvous.CONNECT_SECONDS)
             store.set_timeout(timedelta(seconds=offer.timeout))
             self._group = broadcast.JoinedGroup(store, rank, offer.group_size, self._world.device, offer.timeout)
         except RuntimeError as error:

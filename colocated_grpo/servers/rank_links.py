@@ -21,8 +21,7 @@ from typing import Any, TypeVar, cast
 
 from colocated_grpo.rollout.engine import Request, TokenDelta
 from colocated_grpo.rollout.inbox import Driver, Inbox, OnDelta, settle
-from colocated_grpo.runtime.distributed import World
-from colocated_grpo.runtime.rendezvous import own_address
+from colocated_grpo.runtime import distributed, rendezvous
 from colocated_grpo.servers.text import InvalidRequest
 from colocated_grpo.types import Completion
 
@@ -270,10 +269,10 @@ def _family(host: str) -> str:
     return "AF_INET6" if ":" in host else "AF_INET"
 
 
-def link_ranks(inbox: Inbox, world: World) -> tuple[list[RankLink], RemoteInbox | None]:
+def link_ranks(inbox: Inbox, world: distributed.World) -> tuple[list[RankLink], RemoteInbox | None]:
     """Connect rank 0 to every other rank. Collective. Returns rank 0's links, and another rank's remote inbox."""
     secret = world.broadcast_object(secrets.token_bytes(32) if world.is_main else None)
-    remote = None if world.is_main else RemoteInbox(inbox, own_address(os.environ["MASTER_ADDR"]), secret)
+    remote = None if world.is_main else RemoteInbox(inbox, rendezvous.own_address(os.environ["MASTER_ADDR"]), secret)
     addresses = world.gather_objects(None if remote is None else remote.address)
     links = [RankLink(address, secret) for address in addresses if address is not None] if world.is_main else []
     return links, remote

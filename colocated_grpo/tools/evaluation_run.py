@@ -14,8 +14,7 @@ from colocated_grpo.policy.model_files import read_model_files
 from colocated_grpo.rollout.collect import Stopped
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.vllm.vllm_engine import VLLMEngine
-from colocated_grpo.runtime.distributed import World, init_world
-from colocated_grpo.runtime.joining import join
+from colocated_grpo.runtime import distributed, joining
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.tracking import files, records
 from colocated_grpo.types import JsonObject
@@ -27,7 +26,7 @@ class Evaluation:
 
     evaluator: Evaluator
     engine: VLLMEngine
-    world: World
+    world: distributed.World
 
 
 def evaluate(prepared: Evaluation) -> JsonObject | None:
@@ -51,8 +50,8 @@ def evaluate(prepared: Evaluation) -> JsonObject | None:
 @contextmanager
 def prepare_evaluation(config: Config, adapter: Path | None) -> Generator[Evaluation]:
     """Start the engine and read all prompts. Collective. Raises ConfigError or RunError. config: of `with_subject`."""
-    joined = join()
-    world, stop = init_world(joined.store), joined.stop
+    joined = joining.join()
+    world, stop = distributed.init_world(joined.store), joined.stop
     stop.listen()
     site = Site(world=world, stop=stop, note=print, resources=ExitStack())
     model = read_model_files(config.model, world)
