@@ -243,10 +243,9 @@ def _flat(tree: Mapping[str, object], prefix: KeyPath = ()) -> Iterator[tuple[Ke
 def evaluation_sets(
     datasets: Mapping[object, object], entry: object, evaluation: EvaluationConfig, by_name: objects.ObjectsByName
 ) -> Settings:
-    """Return settings that add each dataset as an evaluation set, after the sets of `evaluation`.
+    """Return settings that add each dataset as an evaluation set, with the rewards, columns and template of `entry`.
 
-    entry: the training data. The new sets use the entry's rewards, columns and template settings, and are sampled like
-    held-out prompts. No training rows are held out unless the entry sets held_out or eval_split. Raises ConfigError.
+    No training rows are held out unless `entry`, the training data, sets held_out or eval_split. Raises ConfigError.
     """
     if not isinstance(entry, sources.DatasetSourceConfig):
         raise ConfigError(
@@ -284,8 +283,7 @@ def _rows_of(name: object, rows: object, by_name: objects.ObjectsByName) -> str:
 def take_epochs(settings: Settings, default: float | None) -> tuple[float, bool] | None:
     """Remove num_train_epochs from a program's settings. Return it, and True if it is only GRPOConfig's default.
 
-    Return None if the program sets steps, or neither steps nor epochs. default: the default of TRL's GRPOConfig, if the
-    program uses GRPOConfig. A script may also have set that number explicitly. Raises ConfigError.
+    Return None if the program sets steps, or neither. default: that of GRPOConfig, if used. Raises ConfigError.
     """
     number = settings.pop(("num_train_epochs",), None)
     if settings.keys() & {_STEPS, ("max_steps",)}:
@@ -298,10 +296,7 @@ def take_epochs(settings: Settings, default: float | None) -> tuple[float, bool]
 
 
 def in_steps(epochs: float, by_default: bool, environments: Sequence[object], prompts: int) -> tuple[Settings, str]:
-    """Return `training_steps` for these epochs, with `prompts` prompts per step, and a line about it.
-
-    If the rows cannot be counted, default epochs set nothing, and explicit epochs raise ConfigError.
-    """
+    """Return `training_steps` for these epochs, and a note. If rows have no count: none, or ConfigError if explicit."""
     entry, *others = environments
     shown = f"num_train_epochs={epochs:g}"
     if others or (rows := num_rows(entry)) is None:

@@ -147,10 +147,7 @@ def model_settings(model: Any) -> dict[str, str | None]:
 
 
 def with_tokenizer(loaded: LoadedConfig, given: Any) -> LoadedConfig:
-    """Return the settings with a tokenizer object, or a processor's tokenizer, in place of the model's tokenizer.
-
-    A tokenizer that differs is saved. Its folder is named after the contents, so all ranks agree on it.
-    """
+    """Return the settings with a tokenizer object, saved, if it differs, in a folder named after its contents."""
     from colocated_grpo.policy.model_files import read_tokenizer
 
     tokenizer, model = getattr(given, "tokenizer", given), loaded.config.model

@@ -74,10 +74,7 @@ def rank_variables() -> Generator[None]:
 
 @contextmanager
 def process_of(config: Config, output: RunOutput, *, replace_group: bool) -> Generator["RankProcess"]:
-    """Make this process a rank of the run. On exit, release handlers, threads, process group and memory.
-
-    replace_group: leave a process group joined by another library; if False, such a group is an error.
-    """
+    """Make this process a rank for the block. replace_group: leave another library's process group, else an error."""
     import torch
     import torch.distributed as dist
 
@@ -122,10 +119,7 @@ def process_of(config: Config, output: RunOutput, *, replace_group: bool) -> Gen
 
 @contextmanager
 def _second_interrupt(process: "RankProcess") -> Generator[None]:
-    """Let the first Ctrl-C stop the run, and the second raise KeyboardInterrupt.
-
-    Under torchrun, a rank may receive the same Ctrl-C twice: from the terminal and from torchrun.
-    """
+    """A first Ctrl-C stops the run, a second raises KeyboardInterrupt. Not under torchrun, which may repeat one."""
     stop_handler = signal.getsignal(signal.SIGINT)
     if "TORCHELASTIC_RUN_ID" in os.environ or not callable(stop_handler):
         yield
@@ -146,10 +140,7 @@ def _second_interrupt(process: "RankProcess") -> Generator[None]:
 
 
 def _forget_frames(error: BaseException | None) -> None:
-    """Clear the local variables in an error's frames. Notebooks keep errors, and with them the model, in memory.
-
-    The traceback still shows every line.
-    """
+    """Clear the local variables in an error's frames: notebooks keep errors, and with them the model, in memory."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

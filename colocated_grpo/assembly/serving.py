@@ -226,7 +226,7 @@ class Serving:
         driver: serves the inbox given at construction.
         """
         source = self.source
-        self._world.from_main(lambda: None if source is None else source.begin(step))
+        self._world.from_main(lambda: None if source is None else source.fetch(step))
         if source is None:
             assert self._end is not None  # every rank except 0 has a link to rank 0
             return WorkerSupply(self._world, driver, stop_requested, self.close, inbox=self._end)

@@ -60,7 +60,6 @@ class ScoredGroup:
     """A group of sequences, or several parts of a group that were posted separately."""
 
     size: int
-    """Number of sequences."""
     env_id: int | None
     texts: tuple[bytes, ...]
     """JSON objects as posted. The trainer receives each object as a separate group with its own baseline."""
@@ -157,8 +156,7 @@ class Exchange:
     def post(self, groups: Sequence[ScoredGroup]) -> list[JsonObject]:
         """Queue all groups or none: clients resend a rejected list, so an accepted part of it would be trained twice.
 
-        Groups smaller than the environment's group size are kept until some of them add up to this size. Raises
-        QueueFull, and InvalidGroup for a size that can never be served.
+        Smaller groups than the environment's wait until some add up to its size. Raises QueueFull or InvalidGroup.
         """
         for group in groups:
             env = self._env(group.env_id)
@@ -281,11 +279,10 @@ def choose_batch(
     """Return queue positions of groups that form a batch of exactly `batch_size`; empty if there are none.
 
     Groups are never split. Groups of equal size are collected into packs as large as the largest group, and whole packs
-    are taken in order of completion. If the largest groups do not fill a batch, smaller groups are packed without the
-    largest groups; atroposlib forms no batch in this case.
+    are taken in order of completion. If the largest groups do not fill a batch, smaller groups are packed without them;
+    atroposlib forms no batch in this case.
 
-    sizes, envs: size and environment of each queued group. reserved: environment -> sequences to take from it first. No
-    batch is formed if one of these environments has no group in the queue.
+    sizes, envs: of the queued groups. reserved: environment -> sequences to take from it first, or no batch is formed.
     """
     for pack_size in sorted(set(sizes), reverse=True) if sum(sizes) >= batch_size else []:
         packed = _in_complete_packs(sizes, pack_size)

@@ -1,7 +1,6 @@
 """Validates received batches and converts their groups to trainable groups. Records how completions were sampled.
 
-The server accepts posts from any client and checks types but not lengths. Inconsistent sequences are dropped and
-counted by reason and sender. If the reader raised an error instead, any environment could stop the trainer.
+Any client may post. Inconsistent sequences are dropped and counted: an error would let any environment stop the run.
 """
 
 import threading
@@ -120,7 +119,6 @@ class Registration(msgspec.Struct, kw_only=True):
     wandb_group: Name
     wandb_project: Name
     batch_size: Count
-    """Sequences of one batch."""
     max_token_len: Count
     """Environments drop groups with a sequence of this length or longer."""
     checkpoint_dir: Name
@@ -170,10 +168,7 @@ class GroupReader:
     decode: Callable[[Sequence[int]], str]
 
     def read(self, items: Sequence[object], first_index: int, policy_version: int) -> "ReadBatch":
-        """Convert the groups of one batch. Drops invalid sequences, and whole groups with wrong types.
-
-        first_index: prompt index of the first group. policy_version: current version, for sequences of unknown origin.
-        """
+        """Convert the groups of a batch, without invalid sequences. policy_version: for sequences of unknown origin."""
         batch = ReadBatch()
         for item in items:
             try:

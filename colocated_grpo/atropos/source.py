@@ -18,7 +18,7 @@ from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.errors import NothingUsable
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.types import Group, JsonObject
-from colocated_grpo.web.client import JsonClient, RequestRejected, Unavailable
+from colocated_grpo.web.client import JsonClient, RequestRejected, Unavailable, until_available
 
 UNSET = -1
 """Reported by GET /info while no trainer is registered."""
@@ -81,9 +81,8 @@ class AtroposClient:
     def register(self, step: int, note: Callable[[str], None]) -> list[object] | None:
         """Register as the server's trainer. Return a batch if one was already waiting.
 
-        Environments cannot register before the trainer's first request for a batch. The server keeps its first
-        registration. atroposlib's server silently keeps no registration if an environment has already posted. The
-        result is therefore verified with GET /info. A conflicting registration is reset only with `may_reset`.
+        GET /info verifies it: atroposlib's server silently keeps no registration if an environment has already posted.
+        A registration with other settings is reset only with `may_reset`.
         """
         for _ in range(REGISTRATION_ATTEMPTS):
             self._http.post("/register", {**msgspec.structs.asdict(self._trainer), "starting_step": step})
@@ -128,9 +127,7 @@ class AtroposSource:
     unusable_timeout: float | None
     """In seconds; None: no limit."""
     note: Callable[[str], None]
-    """Logs one line."""
     keep: Callable[[list[object]], None]
-    """Called with each received batch."""
 
     def __post_init__(self) -> None:
         self._registered = False
@@ -151,36 +148,17 @@ class AtroposSource:
 
     def connect(self) -> None:
         """Wait until the server is reachable, and check its registration. Raises EnvironmentSetupError."""
-        deadline = time.monotonic() + self.connect_timeout
-        while True:
-            try:
-                self.client.is_registered()
-                return
-            except Unavailable as error:
-                reason = f"within {self.connect_timeout:g} s ({error})"
-                failed = time.monotonic() >= deadline
-            except RequestRejected as error:
-                reason, failed = str(error), True
-            if failed:
-                raise EnvironmentSetupError(
-                    f"environments: atropos: url={self.client.url!r}: no Atropos API there, {reason}; start run-api, "
-                    "or python -m colocated_grpo.atropos.api"
-                )
-            time.sleep(POLL_SECONDS)
-
-    def begin(self, step: int) -> None:
-        """Register. On failure, log it; `wait_for_groups` tries again.
-
-        Building the engines takes minutes, so the server may have stopped or restarted since `connect`.
-        """
-        self._fetch(step)
+        try:
+            until_available(self.client.is_registered, self.connect_timeout, POLL_SECONDS)
+        except (Unavailable, RequestRejected) as error:
+            reason = f"within {self.connect_timeout:g} s ({error})" if isinstance(error, Unavailable) else str(error)
+            raise EnvironmentSetupError(
+                f"environments: atropos: url={self.client.url!r}: no Atropos API there, {reason}; start run-api, "
+                "or python -m colocated_grpo.atropos.api"
+            ) from None
 
     def wait_for_groups(self, step: int, policy_version: int, stop: threading.Event) -> list[Group] | None:
-        """Return the groups of the next batch; None once `stop` is set.
-
-        Raises NothingUsable if too much time has passed without a valid sequence. The same batch is returned again,
-        also in a resumed run, until `settle` is called.
-        """
+        """Return the next batch, the same until `settle` is called; None once `stop` is set. Raises NothingUsable."""
         began, due = time.monotonic(), EXPLAIN_SECONDS
         self._last = ReadBatch()
         while not stop.is_set():
@@ -189,14 +167,14 @@ class AtroposSource:
                     return groups
                 self._untrained.popleft()
                 self._check_patience()
-            elif pause := self._fetch(step):
+            elif pause := self.fetch(step):
                 if (waited := time.monotonic() - began) > due:
                     due *= 2
                     self._explain_missing_batch(waited)
                 stop.wait(pause)
         return None
 
-    def _fetch(self, step: int) -> float:
+    def fetch(self, step: int) -> float:
         """Request a batch, after registering if needed. Returns 0 if a batch has arrived, else the seconds to wait."""
         try:
             if self._registered:
@@ -304,10 +282,7 @@ class AtroposSource:
         return {"groups_read": self._groups_read, "taken": list(self._untrained), "origins": origins}
 
     def load_state_dict(self, state: JsonObject) -> None:
-        """Restore a saved state. Its batches are trained before a batch that this process received when it registered.
-
-        Raises EnvironmentSetupError for the state of another kind of source.
-        """
+        """Restore a state, whose batches come first. Raises EnvironmentSetupError for another kind of source."""
         if "groups_read" not in state:
             raise EnvironmentSetupError(
                 "environments: the checkpoint is from a run with other environments than this atropos entry; an exact "

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from functools import partial
 
 from colocated_grpo.atropos.source import AtroposSource
 from colocated_grpo.environments.base import BatchResult
@@ -43,7 +42,7 @@ class AtroposSupply(Supply):
     def order(self, step: int) -> Order:
         if self.world.from_main(self.stop_requested):
             raise Stopped
-        return partial(self._serve, step)
+        return lambda: self._serve(step)
 
     def _serve(self, step: int) -> list[Group]:
         """Serve until a batch has arrived and return its groups. Collective, engine awake. Raises Stopped."""

@@ -47,10 +47,7 @@ class Task(Protocol):
 
 @runtime_checkable
 class Seekable(Protocol):
-    """A task or an episode with endless items that can be read from any position.
-
-    A resumed run starts at its position without regenerating earlier items.
-    """
+    """A task or an episode with endless items, readable from any position: a resumed run skips earlier items."""
 
     def prompts_from(self, seed: int, split: Split, start: int) -> Iterator[Item]:
         """Yield the items of prompts() from position `start` on. Earlier items are not generated."""

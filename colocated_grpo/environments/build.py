@@ -6,16 +6,13 @@ from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from colocated_grpo.environments import base
+from colocated_grpo.environments import base, registry
 from colocated_grpo.environments.prompts import PromptEncoder, build_template, check_is_read
-from colocated_grpo.environments.registry import build_episode, build_task
 from colocated_grpo.environments.rewards.functions import RewardScorer, build_rewards, start_workers
 from colocated_grpo.environments.rewards.scoring import TaskScorer
 from colocated_grpo.environments.streams import GeneratedItems, Mixture, PromptSource, SequenceStream, UnsolvedItems
 from colocated_grpo.environments.user_code.loading import unique_names
-from colocated_grpo.settings import sources
-from colocated_grpo.settings.evaluation import PREFIX
-from colocated_grpo.settings.generation import SkipSolvedConfig
+from colocated_grpo.settings import evaluation, generation, sources
 from colocated_grpo.settings.schema import AtroposSourceConfig, Config, LossConfig, TurnsSourceConfig
 from colocated_grpo.types import Prompt
 
@@ -40,12 +37,11 @@ class Environments:
     """Relative share of each environment in the training prompts, by `Prompt.source`."""
     encoder: PromptEncoder
     seed: int
-    skip_solved: SkipSolvedConfig | None
+    skip_solved: generation.SkipSolvedConfig | None
     scorers: Mapping[str, base.Scorer]
     """By `Prompt.source`, as `episodes` and `limits`."""
     episodes: Mapping[str, base.Playable]
     limits: Mapping[str, base.AgentLimits]
-    """Limits of the episodes that agents play."""
     open_episodes: "OpenEpisodes | None"
     """Open episodes, through which the agents of this rank sample. None if no environment has agents."""
 
@@ -83,20 +79,14 @@ class Environments:
         return prompts
 
     def evaluated(self, one: base.Environment, count: int | None, first_index: int) -> tuple[list[Prompt], int]:
-        """Return the prompts of an evaluation set, and the number of items dropped as empty or too long.
-
-        count: number of prompts; None: `default_count` of the items.
-        """
+        """Return an evaluation set's prompts and the number of dropped items. count: None: `default_count`."""
         wanted = one.items.default_count if count is None else count
         return self._encoded(one.name, one.items.evaluated(self.seed), wanted, first_index)
 
     def _encoded(
         self, source: str, items: Iterator[base.Item], count: int, first_index: int
     ) -> tuple[list[Prompt], int]:
-        """Return up to `count` usable prompts, and the number of dropped items.
-
-        Raises EnvironmentSetupError if items were dropped and none was usable.
-        """
+        """Return up to `count` prompts and the number dropped. Raises EnvironmentSetupError if all are dropped."""
         prompts: list[Prompt] = []
         dropped = 0
         for item in islice(items, count + MAX_DROPPED_HELD_OUT):
@@ -132,7 +122,7 @@ class _RunValues:
 def build_environments(config: Config, tokenizer: "PreTrainedTokenizerBase") -> Environments:
     """Resolve names and import user code, except filters of rows; read no data. Raises EnvironmentSetupError."""
     entries = [entry for entry in config.environments if not isinstance(entry, AtroposSourceConfig)]
-    sets = {f"{PREFIX}/{entry.name}": entry.source for entry in config.evaluation.sets}
+    sets = {f"{evaluation.PREFIX}/{entry.name}": entry.source for entry in config.evaluation.sets}
     # Scorers and stream positions are stored by name.
     names = unique_names([*sets, *(entry.name for entry in entries)], "#")[len(sets) :]
     trained = dict(zip(names, entries, strict=True))
@@ -163,7 +153,7 @@ def build_environments(config: Config, tokenizer: "PreTrainedTokenizerBase") -> 
 
 
 def _task(name: str, entry: sources.TaskSourceConfig, run: _RunValues) -> base.Environment:
-    task = build_task(entry.name, entry.args, entry.given)
+    task = registry.build_task(entry.name, entry.args, entry.given)
     return base.Environment(name=name, items=GeneratedItems(name, task), scorer=TaskScorer(task))
 
 
@@ -177,7 +167,7 @@ def _dataset(name: str, entry: sources.DatasetSourceConfig, run: _RunValues) -> 
 
 
 def _episode(name: str, entry: sources.EpisodeSourceConfig, run: _RunValues) -> base.Environment:
-    episode = build_episode(entry.name, entry.args, entry.given)
+    episode = registry.build_episode(entry.name, entry.args, entry.given)
     return base.Environment(name=name, items=GeneratedItems(name, episode), episode=episode)
 
 

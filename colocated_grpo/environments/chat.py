@@ -44,9 +44,8 @@ class ChatCodec:
     ) -> list[int]:
         """Return the tokens between two assistant messages: the end of the first, `messages`, the start of the second.
 
-        `messages` given as text is one user message. If `last_token`, the last sampled token, already closed the first
-        message, the closing token is omitted. Without a chat template, the plain text of the messages is encoded.
-        template: further arguments of the chat template, the same as for the conversation's prompt.
+        Text is one user message. If `last_token` has ended the first message, its closing token is omitted. Without a
+        chat template, the plain text is encoded. template: further arguments of the prompt's chat template.
         """
         if self._tokenizer.chat_template is None:
             return self.encode(plain_text(messages))
@@ -57,8 +56,7 @@ class ChatCodec:
     def _after_assistant_message(self, messages: list[Message], template: JsonObject) -> list[int]:
         """Return the common suffix of two conversations that differ only in the text of one assistant message.
 
-        Only the end is compared, so text that a template inserts earlier (a system message, the date, empty thoughts)
-        does not matter. Tokens are compared instead of text, because some special tokens have no text form.
+        Templates insert text earlier, such as a system message or the date, and some special tokens have no text form.
         """
         question = {"role": "user", "content": "q"}
         one, other = (
@@ -96,10 +94,7 @@ class ContextExhausted(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AssistantMessage:
-    """A message sampled from the policy.
-
-    Example: AssistantMessage(text="4", token_ids=[20, 5], finish_reason="stop")
-    """
+    """A message from the policy. Example: AssistantMessage(text="4", token_ids=[20, 5], finish_reason="stop")"""
 
     text: str
     """Decoded text without special tokens."""
@@ -162,10 +157,7 @@ class Tokens:
 
 
 def _continued(routes: "Routes | None", longer: "Routes | None") -> "Routes | None":
-    """Return `routes`, extended by the part of `longer` for further tokens. longer: routes of a later turn.
-
-    A token keeps the experts with which it was sampled, even if later turns were sampled with newer weights.
-    """
+    """Return `routes`, extended by `longer` of a later turn: a token keeps the experts with which it was sampled."""
     if routes is None or longer is None:
         return longer if routes is None else routes
     return np.concatenate([routes, longer[len(routes) :]])

@@ -62,10 +62,7 @@ def _parsed(item: Item, key: str) -> object:
 
 
 def strip_nulls(value: object) -> object:
-    """Return a value of a row without the null fields of its mappings.
-
-    Columnar formats give all mappings of a column the same keys, and chat templates would print None.
-    """
+    """Return a value without null fields of its mappings, which columnar formats add and chat templates would print."""
     if isinstance(value, dict):
         return {key: strip_nulls(inner) for key, inner in value.items() if inner is not None}
     return [strip_nulls(inner) for inner in value] if isinstance(value, list) else value
@@ -74,9 +71,7 @@ def strip_nulls(value: object) -> object:
 def with_system_prompt(prompt: str | list[Message], system_prompt: str) -> list[Message]:
     """Return chat messages that begin with the system prompt. The prompt's own system message takes precedence."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if messages[0]["role"] == "system":
-        return messages
-    return [{"role": "system", "content": system_prompt}, *messages]
+    return messages if messages[0]["role"] == "system" else [{"role": "system", "content": system_prompt}, *messages]
 
 
 def build_template(
@@ -85,11 +80,7 @@ def build_template(
     tokenizer: "PreTrainedTokenizerBase",
     variables: JsonObject,
 ) -> PromptTemplate:
-    """Return what an environment's entry adds to each prompt: tools, template variables and a system prompt.
-
-    Imports the functions named in `tools`. variables: chat template variables common to all entries. Raises
-    EnvironmentSetupError if the chat template ignores a setting of the entry.
-    """
+    """Return what an entry adds to each prompt, besides the `variables` of all. Raises EnvironmentSetupError."""
     if not isinstance(entry, TemplatedConfig):  # games and agents write their own prompts
         return PromptTemplate(variables=variables)
     key = f"environments {name!r}"
@@ -143,11 +134,9 @@ BY_OPPONENT_KEY = "colocated_grpo:by_opponent"
 
 
 class PromptEncoder:
-    """Encodes prompts.
+    """Encodes prompts. A chat template renders messages, with its generation prompt, and text as one user message.
 
-    The chat template renders chat messages, with its generation prompt. Text becomes one user message if the tokenizer
-    has a chat template. Text with special tokens such as <|im_start|> counts as already rendered: no chat template is
-    applied to it.
+    Text with special tokens such as <|im_start|> counts as already rendered.
     """
 
     def __init__(

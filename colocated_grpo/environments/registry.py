@@ -1,7 +1,4 @@
-"""Finds environments by name: built in, of another library, or user code.
-
-A built-in class or an adapter is imported only if a config names it.
-"""
+"""Finds environments by name: built in, of another library, or user code. Only what a config names is imported."""
 
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
@@ -52,11 +49,7 @@ KINDS = {
 
 
 def check_names(sources: Iterable[EnvironmentConfig]) -> None:
-    """Raise ConfigError with one line for each unknown name of an environment or a reward.
-
-    Names are only looked up: no user code is imported. The launcher calls this function, so that a misspelled name
-    fails before the ranks start.
-    """
+    """Raise ConfigError with a line for each unknown environment or reward. For the launcher: imports no user code."""
     from colocated_grpo.environments.rewards.functions import check_reward_name
 
     lines = []
@@ -87,10 +80,7 @@ def check_name(kind: Kind, name: str) -> None:
 
 
 def find(kind: Kind, name: str, args: JsonObject) -> tuple[Any, JsonObject]:
-    """Return the class, function or instance called `name`, and its arguments. Raises EnvironmentSetupError.
-
-    The arguments are `args` and, for an adapter, the part of `name` after the colon.
-    """
+    """Return the object called `name`, and `args` with the argument in the name. Raises EnvironmentSetupError."""
     check_name(kind, name)
     library, _, argument = name.partition(":")
     key = f"environments {name!r}"
@@ -101,9 +91,7 @@ def find(kind: Kind, name: str, args: JsonObject) -> tuple[Any, JsonObject]:
                 "the name gives this argument already; leave it out"
             )
         return _own(adapter.factory), args | ({adapter.argument: argument} if argument else {})
-    if name in kind.built_in:
-        return _own(kind.built_in[name]), args
-    return load_object(name, key), args
+    return (_own(kind.built_in[name]) if name in kind.built_in else load_object(name, key)), args
 
 
 def _own(factory: str) -> Callable[..., object]:

@@ -95,10 +95,7 @@ SOLVED_KEY = "solved"
 
 
 class UnsolvedItems(base.ItemStream):
-    """The items of another stream without those that were solved in their last `after` visits.
-
-    If all items of a pass are skipped, every item is visited again.
-    """
+    """Items of another stream without those solved in their last `after` visits; all of them if a pass has no other."""
 
     def __init__(self, stream: base.ItemStream, name: str, config: SkipSolvedConfig) -> None:
         self._stream = stream

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from colocated_grpo.errors import AlreadyReported, ConfigError
-from colocated_grpo.runtime import processes, program, verdict
+from colocated_grpo.runtime import parents_death, processes, program, verdict
 
 if TYPE_CHECKING:
     from colocated_grpo.runtime.joining import Joined
@@ -204,6 +204,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     program.raise_descriptor_limit()
     faulthandler.enable()
     program.exit_on_stop_signals(lambda: "stopped during start-up, before the first step")
+    if os.environ["WORLD_SIZE"] == "1" and verdict.VERDICT_VARIABLE in os.environ:
+        parents_death.stop_at_parents_death()  # the launcher has started it; several ranks are stopped by torchrun
     return _train(options, overrides)
 
 

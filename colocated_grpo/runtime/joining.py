@@ -73,10 +73,9 @@ def join(before_exit: Callable[[str | None], None] = lambda line: None) -> Joine
     From then on, this process ends soon after any other rank has ended. before_exit: as in `Watchdog`. Raises RunError,
     for example if a rank has not started within JOIN_SECONDS.
     """
+    continue_at_parents_death()
     deadline = time.monotonic() + JOIN_SECONDS
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if size > 1:  # a single rank may have been started by the launcher, whose death must stop it
-        continue_at_parents_death()
     serves_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     store = _open_store(rank, serves=serves_store)
     # torchrun's store outlives a run: restarts (--max-restarts) and later runs of these processes use the same store.

@@ -25,6 +25,18 @@ def continue_at_parents_death() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
 
 
+def stop_at_parents_death() -> None:
+    """Stop this process, as by SIGTERM, when its parent dies, also while it is stopped. Call from the main thread."""
+    parent = os.getppid()
+
+    def on_continue(_number: int, _frame: object) -> None:
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    signal.signal(signal.SIGCONT, on_continue)
+    continue_at_parents_death()
+
+
 def signal_at_parents_death(number: signal.Signals) -> Callable[[], None]:
     """Return a preexec function that makes the kernel signal the child when this process dies."""
     prctl, parent = ctypes.CDLL(None).prctl, os.getpid()  # before the fork: few calls are safe after a fork

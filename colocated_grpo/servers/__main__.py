@@ -1,7 +1,6 @@
 """Entry point: `python -m colocated_grpo.servers MODEL`. Checks the arguments, then runs the engine process.
 
-The engine process has the same command, and STATE_VARIABLE in its environment. It is started again after a crash, and
-when a trainer requests another model.
+It has the same command, and STATE_VARIABLE. It starts again after a crash, and when a trainer requests another model.
 """
 
 import errno
@@ -13,9 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from colocated_grpo.errors import ConfigError, RunError
-from colocated_grpo.runtime import program
-from colocated_grpo.runtime.processes import run_command, scratch_folder
-from colocated_grpo.runtime.verdict import USAGE_ERROR, run_program
+from colocated_grpo.runtime import processes, program, verdict
 from colocated_grpo.servers import options as serving
 from colocated_grpo.servers.options import RESTART, STATE_VARIABLE, ServeOptions, parse
 from colocated_grpo.settings.atropos import is_loopback
@@ -34,11 +31,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     if (problem := _problem(options)) is not None:
         print(f"error: {problem}", file=sys.stderr)
-        return USAGE_ERROR
+        return verdict.USAGE_ERROR
     if options.api_key_variable is None and not is_loopback(options.host):
         warning = f"--host={options.host}: every machine that reaches port {options.port} can control the engine"
         print(f"warning: {warning}; set --api-key-variable", file=sys.stderr)
-    with scratch_folder() as folder:
+    with processes.scratch_folder() as folder:
         return _run([sys.executable, "-m", "colocated_grpo.servers", *arguments], folder / "state.json")
 
 
@@ -48,7 +45,7 @@ def _run(command: Sequence[str], state: Path) -> int:
     crashes = 0
     while True:
         started = time.monotonic()
-        code = run_command(command, environment, None, lambda number: (STOPPING, None), ranks=False)
+        code = processes.run_command(command, environment, None, lambda number: (STOPPING, None), ranks=False)
         if code in stopped:
             return 0
         if code == RESTART:
@@ -101,5 +98,5 @@ def serve_engine() -> int:
 
 if __name__ == "__main__":
     if STATE_VARIABLE in os.environ:
-        run_program(serve_engine)
+        verdict.run_program(serve_engine)
     sys.exit(main())

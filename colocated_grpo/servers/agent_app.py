@@ -43,10 +43,7 @@ def listen_for_agents(
     template_variables: JsonObject | None = None,
     stop: Sequence[str] = (),
 ) -> ServerThread:
-    """Start the server on a free port, and write its address into `episodes`. model: the model name shown to agents.
-
-    template_variables: variables of the chat template. stop: strings that end every completion of the run.
-    """
+    """Start the server on a free port, and write its address into `episodes`. stop: ends every completion."""
     # A copy, because tokenizers are not thread-safe.
     codec = TextCodec(copy.deepcopy(tokenizer), limits, template_variables or {})
     server = ServerThread(create_agent_app(episodes, codec, model, limits.max_tokens, stop), HOST, [0])
@@ -68,8 +65,6 @@ class EpisodeGate:
     episodes: OpenEpisodes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
         episode_id, _, path = scope["path"].removeprefix(PREFIX).partition("/")
         key = key_in(Headers(scope=scope).get("authorization", ""))
         episode = self.episodes.find(episode_id, key)
@@ -158,10 +153,7 @@ def _chunks(response: JsonObject, *, include_usage: bool) -> Iterator[JsonObject
 
 
 def as_sampled(messages: Sequence[JsonObject], sampled: Mapping[str, str]) -> list[JsonObject]:
-    """Return the messages, with each parsed tool call replaced by the sampled text from which it was parsed.
-
-    sampled: sampled texts by tool call id. A template would render the calls with other spaces or in another order.
-    """
+    """Return the messages with tool calls as they were sampled: a template may render other spaces or another order."""
     written = []
     for message in messages:
         calls = message.get("tool_calls")

@@ -10,9 +10,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
-from colocated_grpo.servers import request_bodies, responses
-from colocated_grpo.servers.engine_control import NO_WEIGHTS, SERVING
-from colocated_grpo.servers.rank_links import ServerClosing
+from colocated_grpo.servers import engine_control, rank_links, request_bodies, responses
 from colocated_grpo.servers.request_bodies import ChatBody, CompletionBody, GenerateBody, SamplingParameters, TokensBody
 from colocated_grpo.servers.responses import ChatFormat, ClosingStream, CompletionFormat
 from colocated_grpo.servers.sampler import CompletionPart, Sampler
@@ -35,7 +33,7 @@ class ClientDisconnected(Exception):
     """The client closed the connection before the response."""
 
 
-STATUSES = {InvalidBody: 400, InvalidRequest: 400, ServerClosing: 503, ClientDisconnected: 499}
+STATUSES = {InvalidBody: 400, InvalidRequest: 400, rank_links.ServerClosing: 503, ClientDisconnected: 499}
 
 
 def create_app(
@@ -46,14 +44,13 @@ def create_app(
     api_key: str | None,
     max_body_bytes: int,
     max_requests: int,
-    state: Callable[[], str] = lambda: SERVING,
+    state: Callable[[], str] = lambda: engine_control.SERVING,
     add_routes: Callable[[FastAPI], None] = lambda app: None,
     large_paths: Collection[str] = (),
 ) -> ASGIApp:
-    """Return the application behind its guards. model: name shown to clients.
+    """Return the application behind its guards. model: name shown to clients. hosts: not checked with an API key.
 
-    hosts: not checked if there is an API key. state: `EngineControl.state`. add_routes: adds further routes. Bodies on
-    large_paths may have up to max_body_bytes.
+    state: `EngineControl.state`. Bodies on large_paths may have up to max_body_bytes.
     """
     app = FastAPI(title="colocated_grpo engine", docs_url=None, redoc_url=None, openapi_url=None)
     add_exception_handlers(app)
@@ -65,7 +62,7 @@ def create_app(
         # 200 even while the engines sleep: clients drop their requests to an unhealthy server. Without whole weights,
         # no request is answered until a trainer has sent them.
         now = state()
-        return JSONResponse({"status": now}, 503 if now == NO_WEIGHTS else 200)
+        return JSONResponse({"status": now}, 503 if now == engine_control.NO_WEIGHTS else 200)
 
     @app.get("/v1/models")
     async def models() -> JSONResponse:
@@ -180,10 +177,7 @@ async def _start(request: Request, parts: AsyncGenerator[CompletionPart]) -> Asy
 
 
 async def cancel_on_disconnect(request: Request, work: Awaitable[T]) -> T:
-    """Return the result of `work`, or cancel it when the client disconnects, which aborts its engine requests.
-
-    Disconnects are frequent: Atropos environments cancel their tasks whenever a queue is full.
-    """
+    """Return the result of `work`. A disconnect, frequent with Atropos environments, cancels it and its requests."""
 
     async def disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -196,7 +190,7 @@ async def cancel_on_disconnect(request: Request, work: Awaitable[T]) -> T:
             raise ClientDisconnected
         return task.result()
     except asyncio.CancelledError:
-        raise ServerClosing from None  # uvicorn cancels requests that outlast its shutdown timeout
+        raise rank_links.ServerClosing from None  # uvicorn cancels requests that outlast its shutdown timeout
     finally:
         disconnected.cancel()
         task.cancel()

@@ -1,7 +1,6 @@
 """Weight sync into engine servers, by broadcast or through files.
 
-The trainer's ranks gather each bucket, and rank 0 broadcasts it to the servers. Through files, running servers load
-the saved adapter, or servers restart from the saved model.
+The trainer's ranks gather each bucket; rank 0 broadcasts it. Through files, servers load an adapter or restart.
 """
 
 import time
@@ -99,13 +98,13 @@ class BroadcastSync:
 
     @torch.no_grad()
     def sync(self) -> None:
-        """Return once all servers have written the weights, and the written bytes equal the policy's bytes.
+        """Return once all servers have written the weights, and their bytes equal the policy's.
 
-        Raises RunError: on every rank if a server does not join or has other bytes, on rank 0 if a server is lost
-        during the transfer.
+        Raises RunError: on all ranks if a server does not join or differs, on rank 0 if one is lost meanwhile.
         """
         self._joined = self.world.from_main(self._join)
-        updates = [self._post(server, "/bridge/update") for server in self.servers] if self.world.is_main else []
+        servers = self.servers if self.world.is_main else []
+        updates = [self._posts.submit(server.post_or_end, "/bridge/update") for server in servers]
         last: tuple[Tensor, dist.Work] | None = None
         for bucket in self._buckets:
             gathered = gather(bucket, self.parameters, self._dtype, self.world.device)
@@ -144,9 +143,6 @@ class BroadcastSync:
             urls = _urls(self.servers)
             raise RunError(f"engine.urls={urls}: lost during a weight sync ({in_one_line(error)})") from None
 
-    def _post(self, server: EngineServer, path: str, body: Mapping[str, object] | None = None) -> Future[JsonObject]:
-        return self._posts.submit(server.post_or_end, path, body)
-
     def _join(self) -> list[str]:
         """Rebuild the group if a server has restarted. Returns the servers' instances. Rank 0 only."""
         infos = [server.wait_until_ready() for server in self.servers]
@@ -178,7 +174,7 @@ class BroadcastSync:
             "shapes": {name: list(parameter.shape) for name, parameter in self.parameters.items()},
         }
         accepted = [
-            self._post(server, "/bridge/init", offer | {"first_rank": 1 + members.index(server)})
+            self._posts.submit(server.post_or_end, "/bridge/init", offer | {"first_rank": 1 + members.index(server)})
             for server in self.servers
         ]
         for each in accepted:
@@ -244,7 +240,6 @@ class RestartSync:
         # Two folders, used in turn: a server that crashes while the next model is written restarts from the last model.
         self._targets = [self.folder / "model_a", self.folder / "model_b"]
         self._current = self.base
-        """Model of the last sync."""
 
     def sync(self) -> None:
         """Restart every server from the saved model, unless at version 0 all have the base model. Collective."""

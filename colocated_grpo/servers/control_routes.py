@@ -19,11 +19,8 @@ from torch import Tensor
 from colocated_grpo.errors import in_one_line
 from colocated_grpo.policy.checkpoint_files import CheckpointReader, read_conversion
 from colocated_grpo.rollout.engine import LocalEngine
-from colocated_grpo.runtime.distributed import World
-from colocated_grpo.runtime.rendezvous import CONNECT_SECONDS, connect_store
-from colocated_grpo.servers.broadcast import JoinedGroup
-from colocated_grpo.servers.engine_control import EngineControl
-from colocated_grpo.servers.engine_routes import Sessions
+from colocated_grpo.runtime import distributed, rendezvous
+from colocated_grpo.servers import broadcast, engine_control, engine_routes
 from colocated_grpo.servers.rank_links import result_of
 from colocated_grpo.servers.request_bodies import StrictBody
 from colocated_grpo.servers.text import InvalidRequest
@@ -46,7 +43,6 @@ class Offer(StrictBody):
 
     model_config = ConfigDict(allow_inf_nan=False)
     address: str = Field(max_length=255)
-    """Address of the group's store."""
     port: int = Field(gt=0, lt=1 << 16)
     first_rank: Count
     """Group rank of this server's first rank. The trainer has rank 0."""
@@ -70,14 +66,14 @@ class Offer(StrictBody):
 class WeightReceiver:
     """Receives a trainer's weights for the engine of this rank. Every method is collective over the engine's ranks."""
 
-    def __init__(self, engine: LocalEngine, folder: Path, world: World) -> None:
+    def __init__(self, engine: LocalEngine, folder: Path, world: distributed.World) -> None:
         """folder: folder of the engine's loaded model. world: the engine's ranks."""
         self._engine = engine
         self._folder = folder
         self._conversion = read_conversion(folder)
         self._world = world
         self._dtype = next(engine.model.parameters()).dtype
-        self._group: JoinedGroup | None = None
+        self._group: broadcast.JoinedGroup | None = None
         self._buckets: list[buckets.Bucket] = []
         self._views: transport.ViewFingerprints | None = None
         """The copy plan, and fingerprints of its views; None without a plan."""
@@ -103,18 +99,17 @@ class WeightReceiver:
         try:
             # The timeout is short, because the engine waits. The store starts before the offer is sent, so an
             # unreachable store is gone.
-            store = connect_store(offer.address, offer.port, CONNECT_SECONDS)
+            store = rendezvous.connect_store(offer.address, offer.port, rendezvous.CONNECT_SECONDS)
             store.set_timeout(timedelta(seconds=offer.timeout))
-            self._group = JoinedGroup(store, rank, offer.group_size, self._world.device, offer.timeout)
+            self._group = broadcast.JoinedGroup(store, rank, offer.group_size, self._world.device, offer.timeout)
         except RuntimeError as error:
             raise ValueError(f"cannot join the trainer at {offer.address}:{offer.port}: {in_one_line(error)}") from None
 
     @torch.no_grad()
     def update(self) -> JsonObject:
-        """Receive and write all weights. Return fingerprints, so that the trainer can verify the transfer.
+        """Receive and write all weights. Return fingerprints of the engine's views or, without a plan, of the tensors.
 
-        With a plan, these are the fingerprints of the engine's views; else of the tensors passed to the engine's
-        loader. Call only after `join`. Raises ValueError if the connection of the trainer is lost.
+        Call only after `join`. Raises ValueError if the connection of the trainer is lost.
         """
         views, loaded = self._views, list[Tensor]()
         try:
@@ -152,29 +147,6 @@ class WeightReceiver:
             self._group = None
 
 
-def add_control_routes(app: FastAPI, control: EngineControl, facts: JsonObject, sessions: Sessions) -> None:
-    """facts: further entries of /bridge/info."""
-
-    @app.get("/bridge/info")
-    async def info() -> JSONResponse:
-        state = {
-            "policy_version": control.policy_version,
-            "has_received_weights": control.has_received_weights,
-            "is_paused": control.is_paused,
-        }
-        return JSONResponse(facts | state)
-
-    @app.post("/bridge/pause", dependencies=[Depends(sessions.allow_command)])
-    async def pause() -> JSONResponse:
-        await result_of(control.pause())
-        return JSONResponse({"is_paused": control.is_paused})
-
-    @app.post("/bridge/resume", dependencies=[Depends(sessions.allow_command)])
-    async def resume() -> JSONResponse:
-        await result_of(control.resume())
-        return JSONResponse({"is_paused": control.is_paused})
-
-
 class LoadBody(StrictBody):
     """The body of /lora/load, and of vLLM's /v1/load_lora_adapter, which has other names."""
 
@@ -198,21 +170,40 @@ class RestartBody(StrictBody):
     """Folder of the model to load, on this server's machine."""
 
 
-def add_weight_routes(
+def add_control_routes(
     app: FastAPI,
-    control: EngineControl,
-    sessions: Sessions,
+    control: engine_control.EngineControl,
+    sessions: engine_routes.Sessions,
+    facts: JsonObject,
     call: Callable[..., object],
     adapters: Callable[[], JsonObject],
     restart: Callable[[str], object],
 ) -> None:
-    """call: `MirroredEngine.call` of the engine. adapters: returns the status of the adapters. restart: begins a
-    restart with a model.
+    """facts: of /bridge/info. call: `MirroredEngine.call`. adapters: returns their status. restart: with a model.
 
-    A loaded adapter applies to all later requests, regardless of their `model`. Requests that already run finish first.
+    A loaded adapter applies to all later requests, whatever their `model`. Running requests finish first.
     """
     commands = APIRouter(dependencies=[Depends(sessions.allow_command)])
     trainers = APIRouter(dependencies=[Depends(sessions.allow_trainer)])
+
+    @app.get("/bridge/info")
+    async def info() -> JSONResponse:
+        state = {
+            "policy_version": control.policy_version,
+            "has_received_weights": control.has_received_weights,
+            "is_paused": control.is_paused,
+        }
+        return JSONResponse(facts | state)
+
+    @commands.post("/bridge/pause")
+    async def pause() -> JSONResponse:
+        await result_of(control.pause())
+        return JSONResponse({"is_paused": control.is_paused})
+
+    @commands.post("/bridge/resume")
+    async def resume() -> JSONResponse:
+        await result_of(control.resume())
+        return JSONResponse({"is_paused": control.is_paused})
 
     @commands.post("/lora/load")
     @commands.post("/v1/load_lora_adapter")
@@ -268,10 +259,7 @@ def _require_file(folder: str, name: str, key: str) -> None:
 
 
 def check_adapter(model: Path, folder: str) -> None:
-    """Raise ValueError unless the adapter's numbers are finite, and its matrices fit the weights in `model`.
-
-    vLLM copies what fits of a matrix, and computes with NaN.
-    """
+    """Raise ValueError unless all numbers are finite and fit `model`: vLLM copies what fits, and computes with NaN."""
     try:
         factors = load_file(Path(folder) / ADAPTER_WEIGHTS)
     except (OSError, SafetensorError) as error:

@@ -1,7 +1,6 @@
 """The engine of a server process without a trainer: its ranks, and commands between two decode steps.
 
-Rank 0 of a tensor-parallel engine starts the other ranks' processes and repeats each engine call on them. Commands
-pause the engine or change its weights.
+Rank 0 of a tensor-parallel engine starts the other ranks' processes and repeats each engine call on them.
 """
 
 import os
@@ -14,7 +13,6 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch.distributed as dist
@@ -151,16 +149,13 @@ def between_steps(
     """Make a command of `EngineControl` run on the driving thread. A call returns the future of its result."""
 
     def submit(control: "EngineControl", *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        return control.commands.submit(partial(command, control, *args, **kwargs))
+        return control.commands.submit(lambda: command(control, *args, **kwargs))
 
     return submit
 
 
 class EngineControl:
-    """Commands for one engine, between two decode steps. They may be called from any thread, but `run` from one only.
-
-    Requests wait while the engine is paused. The future of a command that is invalid at the moment raises ValueError.
-    """
+    """Commands between two decode steps, from any thread. Each returns a future; of an invalid one, of a ValueError."""
 
     def __init__(self, engine: RolloutEngine, inbox: Inbox, driver: Driver) -> None:
         self._engine = engine
@@ -208,10 +203,7 @@ class EngineControl:
 
     @between_steps
     def set_version(self, policy_version: int) -> None:
-        """Finish running requests, drop cached prefixes and stamp later completions with `policy_version`.
-
-        Repeated calls have no effect: each rank of a trainer calls this after a sync.
-        """
+        """Finish requests, drop cached prefixes, stamp later completions. Each rank of a trainer repeats this call."""
         if policy_version != self.policy_version:
             self._finish_requests()
             self._engine.weights_changed(policy_version)

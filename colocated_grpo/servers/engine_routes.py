@@ -6,7 +6,6 @@ import json
 from collections.abc import AsyncIterator, Callable, Hashable
 from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, FastAPI, Request
@@ -125,7 +124,6 @@ class Sessions:
         self.note = note
         self._open: dict[str, TrainerSession] = {}
         self._trainer = ""
-        """Secret of the attached trainer."""
 
     async def allow_command(self, request: Request) -> None:
         """Raise HTTPException for a client that is not the attached trainer, if there is one."""
@@ -174,7 +172,7 @@ def add_engine_routes(app: FastAPI, control: EngineControl, inbox: Inbox, sessio
     @app.get("/engine/stream")
     async def stream(request: Request, client: ClientName) -> ClosingStream:
         session = sessions.open(client, request.headers.get(TRAINER_HEADER, ""))
-        return ClosingStream(session.lines(), partial(sessions.close, session), "application/x-ndjson")
+        return ClosingStream(session.lines(), lambda: sessions.close(session), "application/x-ndjson")
 
     routes = APIRouter(prefix="/engine", dependencies=[Depends(sessions.allow_trainer)])
 

@@ -52,10 +52,9 @@ Messages = SimpleQueue[JsonObject | None]
 
 
 class EngineServer:
-    """A server's routes for trainers. Calls raise Unavailable or RequestRejected, except
-    those documented to raise RunError.
+    """A server's routes for trainers. Calls raise Unavailable or RequestRejected, or RunError where documented.
 
-    While a trainer has a stream open, it is attached to the server: no other client controls the engine.
+    While a trainer has a stream open, no other client controls the engine.
     """
 
     def __init__(

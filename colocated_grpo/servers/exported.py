@@ -1,7 +1,6 @@
 """Weights shared by two processes: a server exports the engine's parameters, and a trainer uses the same memory.
 
-On CUDA the handles are CUDA IPC handles. On the CPU the parameters are moved into anonymous shared memory. A process of
-the same user opens this memory through the server's file descriptor. It is freed when both processes have exited.
+On CUDA by CUDA IPC. On the CPU in anonymous shared memory, opened through the server's file descriptor.
 """
 
 import json
@@ -49,10 +48,9 @@ def move_to_shared_memory(model: nn.Module) -> None:
 
 
 def export(views: Mapping[str, Tensor], facts: JsonObject, folder: Path) -> Path:
-    """Write the file that locates the weights for a trainer. Raises RunError if it cannot be written.
+    """Write the file that locates the weights for a trainer, with further `facts`. Raises RunError.
 
-    views: the engine's parameters by checkpoint name. Parameters on the CPU must be in shared memory. facts: further
-    entries, such as the model. folder: made if it is missing.
+    views: the engine's parameters by checkpoint name. Parameters on the CPU must be in shared memory.
     """
     storages = {view.untyped_storage().data_ptr(): view.untyped_storage() for view in views.values()}
     handles = {pointer: _handle(storage) for pointer, storage in storages.items()}
@@ -83,11 +81,7 @@ def _handle(storage: torch.UntypedStorage) -> JsonObject:
 
 
 def attach(file: Path, instance: str) -> dict[str, Tensor]:
-    """Return a server's parameters by checkpoint name. Raises RunError.
-
-    instance: instance of the server. A file that another server exported is rejected. A handle that names other memory
-    than a server's is rejected too, because the trainer writes into that memory.
-    """
+    """Return a server's parameters by checkpoint name. Raises RunError for another instance, or other memory."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         if content["instance"] != instance:
@@ -113,8 +107,7 @@ def share_exported(
 ) -> SharedSync:
     """Replace the policy's compute weights by a server's parameters. Raises RunError if they do not match.
 
-    views: result of `attach`. prefix: name prefix of the base model, such as "model". Names of views may lack the
-    prefix. published: `Weights.published`.
+    views: result of `attach`, whose names may lack the `prefix` of the base model. published: `Weights.published`.
     """
     start = f"{prefix}."
     named = {alias: view for name, view in views.items() for alias in (name, name.removeprefix(start), start + name)}

@@ -161,16 +161,12 @@ class ModelSubject:
     """Folder or Hub name of the weights; for an adapter, of its base."""
     adapter: Path | None = None
     rank: int = 0
-    """Rank of the adapter."""
     run_config: Path | None = None
     """Config of the run that exported the model."""
 
 
 def subject_of(name: str) -> ModelSubject:
-    """Return the subject called `name`. A run folder stands for its best, else final, else newest export.
-
-    Raises ConfigError.
-    """
+    """Return the subject called `name`; of a run, its best, else final, else newest export. Raises ConfigError."""
     folder = Path(name)
     run_config = folder / "config.yaml"
     if run_config.is_file() and not (folder / "config.json").exists():
@@ -198,10 +194,7 @@ def _exported(run: Path) -> Path:
 
 
 def with_model(options: ServeOptions) -> ServeOptions:
-    """Replace a run or an adapter by its model, and lower max_model_len to the model's own limit. Raises ConfigError.
-
-    A run's settings of its model are the defaults of the flags with these names.
-    """
+    """Replace a run or an adapter by its model, and lower max_model_len to the model's limit. Raises ConfigError."""
     from colocated_grpo.settings.config_file import load_config
     from colocated_grpo.settings.config_json import longest_sequence, read_config_json, text_part
 

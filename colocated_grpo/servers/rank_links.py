@@ -1,8 +1,7 @@
-"""Requests from rank 0, which serves HTTP, to the engines of all ranks.
+"""Requests from rank 0, which serves HTTP, to the engines of all ranks. A rank link is a connection to another rank.
 
-A rank link is one connection to another rank. Python's `multiprocessing.connection` frames and pickles its messages.
-Both ends authenticate by HMAC, with a secret that was broadcast over the process group. Unlike the connections of
-`servers/remote.py`, a rank link is never restored: it ends with the run.
+Python's `multiprocessing.connection` frames and pickles its messages, and authenticates both ends with a secret that
+was broadcast over the process group. Unlike the connections of `servers/remote.py`, a link is never restored.
 """
 
 import asyncio
@@ -22,8 +21,7 @@ from typing import Any, TypeVar, cast
 
 from colocated_grpo.rollout.engine import Request, TokenDelta
 from colocated_grpo.rollout.inbox import Driver, Inbox, OnDelta, settle
-from colocated_grpo.runtime.distributed import World
-from colocated_grpo.runtime.rendezvous import own_address
+from colocated_grpo.runtime import distributed, rendezvous
 from colocated_grpo.servers.text import InvalidRequest
 from colocated_grpo.types import Completion
 
@@ -59,8 +57,7 @@ class LoadBalancer:
     ) -> Completion:
         """Return the completion. Cancellation aborts the request in its engine. Raises InvalidRequest or ServerClosing.
 
-        on_completion: called on the thread of this rank's engine before that engine may sleep. A request with
-        on_completion always goes to this rank's engine.
+        on_completion: called on the thread of this rank's engine, which then has the request, before it may sleep.
         """
         if self.closed:
             raise ServerClosing
@@ -80,10 +77,9 @@ class LoadBalancer:
 
 
 async def result_of(future: Future[T]) -> T:
-    """Await an engine's future. Cancelling the task cancels the future.
+    """Await an engine's future, which cancelling the task cancels. A ValueError of the engine becomes InvalidRequest.
 
-    A ValueError of the engine becomes InvalidRequest. A future cancelled by the engine raises ServerClosing: engines
-    cancel futures only when they stop.
+    A future cancelled by the engine raises ServerClosing: engines cancel futures only when they stop.
     """
     try:
         return await asyncio.wrap_future(future)
@@ -273,10 +269,10 @@ def _family(host: str) -> str:
     return "AF_INET6" if ":" in host else "AF_INET"
 
 
-def link_ranks(inbox: Inbox, world: World) -> tuple[list[RankLink], RemoteInbox | None]:
+def link_ranks(inbox: Inbox, world: distributed.World) -> tuple[list[RankLink], RemoteInbox | None]:
     """Connect rank 0 to every other rank. Collective. Returns rank 0's links, and another rank's remote inbox."""
     secret = world.broadcast_object(secrets.token_bytes(32) if world.is_main else None)
-    remote = None if world.is_main else RemoteInbox(inbox, own_address(os.environ["MASTER_ADDR"]), secret)
+    remote = None if world.is_main else RemoteInbox(inbox, rendezvous.own_address(os.environ["MASTER_ADDR"]), secret)
     addresses = world.gather_objects(None if remote is None else remote.address)
     links = [RankLink(address, secret) for address in addresses if address is not None] if world.is_main else []
     return links, remote

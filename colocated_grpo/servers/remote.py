@@ -1,8 +1,7 @@
 """`RolloutEngine` over HTTP: the engine of one server, and a group of several engines.
 
-Requests are posted in batches, and their completions arrive on one streamed response, so any number of requests needs
-two connections. A request is under way until its completion has been read. After a lost connection, the server aborts
-the requests under way, and the client posts them again with the same seeds. No request is lost or returned twice.
+Requests are posted in batches, and their completions arrive on one streamed response. After a lost connection, the
+server aborts the requests under way, and the client posts them again with the same seeds: none is lost or repeated.
 """
 
 import itertools

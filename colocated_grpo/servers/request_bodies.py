@@ -49,10 +49,7 @@ HARMLESS: dict[str, tuple[object, ...]] = {
 
 
 def check_keys(content: JsonObject, supported: frozenset[str]) -> None:
-    """Raise ValueError with one line for the first key that is not supported and has an effect.
-
-    Other keys, known to OpenAI or not, are ignored, as by OpenAI.
-    """
+    """Raise ValueError with one line for the first unsupported key with an effect. Others are ignored, as by OpenAI."""
     for key in REJECTED.keys() & content.keys() - supported:
         value = content[key]
         harmless = HARMLESS.get(key, (False, 0, [], {}))
@@ -73,10 +70,7 @@ def _as_list(value: object) -> object:
 
 
 def first_problem(problems: Sequence[Mapping[str, Any]]) -> str:
-    """Return pydantic's error in one line.
-
-    For a union, pydantic reports every variant. The variant that fails deepest is probably the intended one.
-    """
+    """Return pydantic's error in one line. Of a union, the variant that fails deepest is probably the intended one."""
     problem = max(problems, key=lambda problem: len(problem["loc"]))
     where = ".".join(str(part) for part in problem["loc"] if part != "sampling_parameters")
     message = problem["msg"].removeprefix("Value error, ")

@@ -1,7 +1,4 @@
-"""Responses: completions in the format of each route, whole or as a stream of chunks.
-
-Parts of a completion and whole completions have the same format and use the same code.
-"""
+"""Responses in each route's format: completions, whole or as a stream of chunks. Both have the same format and code."""
 
 import asyncio
 import json

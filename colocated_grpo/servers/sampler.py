@@ -59,10 +59,7 @@ class CompletionPart:
 
 
 class _Growing:
-    """A completion that is being sampled. The tokens that its client has not taken yet are one part.
-
-    A client that reads slowly, or not at all, costs the memory of its completions and no work.
-    """
+    """A completion that is being sampled. The tokens that its client has not taken yet, however many, are one part."""
 
     def __init__(self, index: int, detokenizer: Detokenizer, ready: "asyncio.Queue[_Growing | None]") -> None:
         """ready: receives this object when there is something to take, once until it is taken."""
@@ -70,19 +67,18 @@ class _Growing:
         self._detokenizer = detokenizer
         self._ready = ready
         self._is_ready = False
-        self._tokens = TokenDelta([], [])
-        """All tokens so far."""
+        self._so_far = CompletionPart(index=index, text="", token_ids=[], logprobs=[])
+        """All tokens; with the text and the finish reason once the completion has ended."""
         self._decoded, self._taken = 0, 0
         """Tokens passed to the detokenizer, and tokens in earlier parts."""
-        self._whole: CompletionPart | None = None
 
     def add(self, new: TokenDelta) -> None:
-        self._tokens.token_ids.extend(new.token_ids)
-        self._tokens.sampling_logprobs.extend(new.sampling_logprobs)
+        self._so_far.token_ids.extend(new.token_ids)
+        self._so_far.logprobs.extend(new.sampling_logprobs)
         self._announce()
 
     def end(self, whole: CompletionPart) -> None:
-        self._whole = whole
+        self._so_far = whole
         self._announce()
 
     def _announce(self) -> None:
@@ -93,21 +89,16 @@ class _Growing:
     def take(self) -> CompletionPart | None:
         """Return the part after the last one; None if the new tokens have no whole characters yet."""
         self._is_ready = False
-        start, whole = self._taken, self._whole
-        if whole is not None:
-            text = whole.text[self._detokenizer.emitted :]
-            return replace(
-                whole, text=text, token_ids=whole.token_ids[start:], logprobs=whole.logprobs[start:], start=start
-            )
-        token_ids, logprobs = self._tokens
-        text = self._detokenizer.add(token_ids[self._decoded :])
-        self._decoded = len(token_ids)
-        if not text:
-            return None
-        self._taken = self._decoded
-        return CompletionPart(
-            index=self.index, text=text, token_ids=token_ids[start:], logprobs=logprobs[start:], start=start
-        )
+        part, start = self._so_far, self._taken
+        if part.finish_reason is not None:
+            text = part.text[self._detokenizer.emitted :]
+        else:
+            text = self._detokenizer.add(part.token_ids[self._decoded :])
+            self._decoded = len(part.token_ids)
+            if not text:
+                return None
+            self._taken = self._decoded
+        return replace(part, text=text, token_ids=part.token_ids[start:], logprobs=part.logprobs[start:], start=start)
 
 
 @dataclass(eq=False)
@@ -118,7 +109,6 @@ class Sampler:
     tokenizer: PreTrainedTokenizerBase
     limits: Limits
     note: Callable[[str], None]
-    """Logs one line."""
     template_variables: JsonObject | None = None
     """Defaults for chat template variables that a request does not set."""
     on_sampled: OnSampled = lambda request, completion, temperature: None
@@ -132,10 +122,7 @@ class Sampler:
     async def sample(
         self, prompts: Sequence[list[int]], parameters: SamplingParameters, num_top_logprobs: int = 0
     ) -> list[CompletionPart]:
-        """Return `parameters.n` completions of each prompt, prompt by prompt. Raises InvalidRequest or ServerClosing.
-
-        All prompts are checked before the first prompt is sampled. When one completion fails, all others are aborted.
-        """
+        """Return `parameters.n` completions of each prompt, in order, or none. Raises as `stream` does."""
         parts = [part async for part in self.stream(prompts, parameters, num_top_logprobs, whole=True)]
         return sorted(parts, key=lambda part: part.index)
 
@@ -147,10 +134,9 @@ class Sampler:
         *,
         whole: bool = False,
     ) -> AsyncGenerator[CompletionPart]:
-        """Yield the completions of all prompts in parts, as they are sampled. Raises the same errors as `sample`.
+        """Yield the completions of all prompts in parts, as they are sampled. Raises InvalidRequest or ServerClosing.
 
-        whole: yield each completion as a single part. So is a completion with top log-probabilities, which are computed
-        after it has finished.
+        whole: in a single part each, as are completions with top log-probabilities, which are computed at the end.
         """
         stream = not whole and not num_top_logprobs
         requests = [request for prompt in prompts for request in self._requests(prompt, parameters, stream=stream)]
@@ -248,10 +234,8 @@ class Sampler:
 def _at_temperature(completion: Completion, temperature: float, entries: TopLogprobs) -> TopLogprobs:
     """Return the top log-probabilities of each completion token at its sampling temperature.
 
-    entries: log-probabilities at temperature 1, from one forward pass over the finished sequence. At each position, the
-    difference between an entry and the sampled token's entry is divided by the temperature and added to the sampled
-    token's sampling log-probability. The forward pass omits the last token of a sequence of maximum length. The last
-    position then has only the sampled token.
+    entries: those at temperature 1, from one forward pass. Differences to the sampled token's entry, divided by the
+    temperature, are added to its sampling log-probability. The last token of a sequence of maximum length has no entry.
     """
     top_logprobs: TopLogprobs = []
     for position, (token, value) in enumerate(zip(completion.token_ids, completion.sampling_logprobs, strict=True)):

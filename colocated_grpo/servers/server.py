@@ -17,9 +17,7 @@ from colocated_grpo.policy.model_loader import compute_dtype, dtype_of
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.vllm.spec import EngineSpec
 from colocated_grpo.rollout.vllm.vllm_engine import VLLMEngine
-from colocated_grpo.runtime.checksums import exported_digest
-from colocated_grpo.runtime.distributed import World, init_world
-from colocated_grpo.runtime.supervision import StopRequest
+from colocated_grpo.runtime import checksums, distributed, supervision
 from colocated_grpo.servers import control_routes, engine_control, engine_routes, rank_links, sampler, text
 from colocated_grpo.servers.app import create_app
 from colocated_grpo.servers.exported import export, export_folder, move_to_shared_memory
@@ -40,14 +38,11 @@ IDLE_LIMIT = timedelta(days=3650)
 def serve(options: ServeOptions, state: Path) -> int:
     """Load the model, listen, and answer requests until SIGTERM, SIGINT or a restart. Returns the exit code.
 
-    state: file for the model and the port of a restart.
-
-    Raises ConfigError or RunError with one line. The port opens only once the engine is ready, so clients can wait for
-    the engine by polling /health.
+    state: file for a restart. Raises ConfigError or RunError. The port opens only once the engine is ready.
     """
-    world = init_world(engine_control.join_ranks(options.tensor_parallel_size))
+    world = distributed.init_world(engine_control.join_ranks(options.tensor_parallel_size))
     model = read_model_files(model_settings(options), world)
-    exported = exported_digest(model.folder)  # before reading the weights, so that a replaced folder is detected
+    exported = checksums.exported_digest(model.folder)  # before reading the weights: detects a replaced folder
     engine = VLLMEngine(spec_of(options, model.folder, world.device), world)
     facts = describe(options, model, engine, world) | {"exported": exported}
     if options.share_weights:
@@ -73,7 +68,7 @@ def serve(options: ServeOptions, state: Path) -> int:
     assert not isinstance(group, int)  # every rank is a member
     whole = engine_control.MirroredEngine(engine, group, commands)
     if world.is_main:
-        stop = StopRequest(world.store)
+        stop = supervision.StopRequest(world.store)
         stop.listen()
         return _lead(options, state, model, engine, whole, stop, facts)
     whole.follow()
@@ -125,7 +120,7 @@ def _lead(
     model: ModelFiles,
     engine: VLLMEngine,
     whole: engine_control.MirroredEngine,
-    stop: StopRequest,
+    stop: supervision.StopRequest,
     facts: JsonObject,
 ) -> int:
     """Serve on rank 0. engine: this rank's engine. whole: the engine of all ranks."""
@@ -140,9 +135,9 @@ def _lead(
         restarts.set()
 
     def add_routes(app: FastAPI) -> None:
-        control_routes.add_control_routes(app, control, facts, sessions)
+        status = engine.adapters.status
+        control_routes.add_control_routes(app, control, sessions, facts, whole.call, status, restart)
         engine_routes.add_engine_routes(app, control, inbox, sessions, limits)
-        control_routes.add_weight_routes(app, control, sessions, whole.call, engine.adapters.status, restart)
 
     app = create_app(
         sampler.Sampler(rank_links.LoadBalancer(inbox), model.tokenizer, limits, note, options.chat_template_kwargs),
@@ -173,7 +168,7 @@ def _lead(
     return RESTART if restarts.is_set() else 0
 
 
-def describe(options: ServeOptions, model: ModelFiles, engine: VLLMEngine, world: World) -> JsonObject:
+def describe(options: ServeOptions, model: ModelFiles, engine: VLLMEngine, world: distributed.World) -> JsonObject:
     """Return the entries of /bridge/info that describe this server."""
     parameters = list(engine.model.parameters())
     return {

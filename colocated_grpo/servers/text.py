@@ -21,10 +21,7 @@ class InvalidRequest(Exception):
 
 
 class TooLong(InvalidRequest):
-    """A prompt that does not fit into the context.
-
-    The message contains "maximum context length", like vLLM's, because clients search for this text.
-    """
+    """A prompt that does not fit. Clients search for vLLM's words in the message, "maximum context length"."""
 
     def __init__(self, message: str, text: str = "") -> None:
         """text: the text of the prompt, if the prompt was rejected before encoding."""
@@ -155,8 +152,7 @@ INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 class Detokenizer:
     """Text of one completion in increments that end at whole characters and contain no part of a stop string.
 
-    New tokens are decoded together with earlier tokens, because the text of a token can depend on the preceding tokens:
-    many tokenizers drop the space of the first word.
+    New tokens are decoded together with earlier ones: many tokenizers drop the space of the first word.
     """
 
     def __init__(self, decode: Decode, stop: Sequence[str]) -> None:

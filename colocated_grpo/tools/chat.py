@@ -1,7 +1,6 @@
 """Chat with a model in the terminal: colocated-grpo chat RUN_OR_MODEL
 
-RUN_OR_MODEL is a run folder, a model's or an adapter's folder, a name on the Hub, or the address of a server. If
-standard input is not a terminal, each of its lines is a message, and only the replies are printed.
+If standard input is not a terminal, each of its lines is a message, and only the replies are printed.
 """
 
 import argparse
@@ -35,7 +34,21 @@ POLL_SECONDS = 0.1
 def main(arguments: Sequence[str] | None = None) -> int:
     """Chat until the end of the input. Returns exit code 0, 2 for wrong settings, 1 if the server fails."""
     program.prepare_streams()
-    options, overrides = _parser().parse_known_args(arguments)
+    parser = program.OneLineParser(
+        prog="colocated-grpo chat",
+        description="Chat with a model, or with the best or newest one of a run. Settings override the run's own.",
+    )
+    named = "folder of a run, a model or an adapter, a Hub name, or http://... of a server"
+    parser.add_argument("model", metavar="RUN_OR_MODEL", help=named)
+    parser.add_argument("--system", metavar="TEXT", help="system message of every conversation")
+    for name, kind, default, text in (
+        ("--temperature", checked(Annotated[float, Field(ge=0, le=2)], "from 0 (greedy) to 2"), 0.7, "0 is greedy"),
+        ("--max-tokens", positive, 1024, "longest reply in tokens"),
+        # The KV cache for a model's full context may not fit.
+        ("--context", positive, 16_384, "longest conversation in tokens, at most the model's positions"),
+    ):
+        parser.add_argument(name, type=kind, default=default, help=f"{text} (default: %(default)s)")
+    options, overrides = parser.parse_known_args(arguments)
     try:
         with _server(options, overrides) as server:
             converse(server, options)
@@ -140,24 +153,6 @@ def _lines() -> Iterator[str]:
         while True:
             if line := input(prompt).strip():
                 yield line
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = program.OneLineParser(
-        prog="colocated-grpo chat",
-        description="Chat with a model, or with the best or newest one of a run. Settings override the run's own.",
-    )
-    named = "folder of a run, a model or an adapter, a Hub name, or http://... of a server"
-    parser.add_argument("model", metavar="RUN_OR_MODEL", help=named)
-    parser.add_argument("--system", metavar="TEXT", help="system message of every conversation")
-    for name, kind, default, text in (
-        ("--temperature", checked(Annotated[float, Field(ge=0, le=2)], "from 0 (greedy) to 2"), 0.7, "0 is greedy"),
-        ("--max-tokens", positive, 1024, "longest reply in tokens"),
-        # The KV cache for a model's full context may not fit.
-        ("--context", positive, 16_384, "longest conversation in tokens, at most the model's positions"),
-    ):
-        parser.add_argument(name, type=kind, default=default, help=f"{text} (default: %(default)s)")
-    return parser
 
 
 if __name__ == "__main__":

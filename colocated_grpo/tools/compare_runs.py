@@ -23,7 +23,13 @@ Values = dict[int, float | None]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the comparison. Returns 0, 1 if a metric differs under --assert-equal, or 2 if a run cannot be read."""
-    options = _parser().parse_args(arguments)
+    parser = OneLineParser(prog="colocated-grpo compare-runs", description="Compare two runs metric by metric.")
+    parser.add_argument("a", metavar="A", help="run folder")
+    parser.add_argument("b", metavar="B", help="run folder")
+    ignored = "metrics to ignore besides the wall-clock ones, for example 'mismatch/*'; may be repeated"
+    parser.add_argument("--ignore", action="append", default=[], metavar="PATTERN", help=ignored)
+    parser.add_argument("--assert-equal", action="store_true", help="exit with code 1 if a metric differs")
+    options = parser.parse_args(arguments)
     try:
         a, b = (files.read_metrics(files.run_folder(run)) for run in (options.a, options.b))
     except files.RunFolderError as error:
@@ -40,10 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def compare(a: list[files.Row], b: list[files.Row], ignore: Sequence[str]) -> dict[str, tuple[Values, Values]]:
-    """Return the values of both runs for each metric that matches no pattern of `ignore`, in order of appearance.
-
-    They are empty for a run that does not have the metric.
-    """
+    """Return each metric's values in both runs, in order of appearance, unless it matches a pattern of `ignore`."""
     of_a, of_b = _by_metric(a), _by_metric(b)
     return {
         label: (of_a.get((label, key), {}), of_b.get((label, key), {}))
@@ -86,16 +89,6 @@ def _table(metrics: Mapping[str, tuple[Values, Values]]) -> Table:
 def _last_and_mean(values: Values) -> tuple[float | None, float | None]:
     finite = [value for value in values.values() if value is not None]
     return values[max(values)] if values else None, fmean(finite) if finite else None
-
-
-def _parser() -> OneLineParser:
-    parser = OneLineParser(prog="colocated-grpo compare-runs", description="Compare two runs metric by metric.")
-    parser.add_argument("a", metavar="A", help="run folder")
-    parser.add_argument("b", metavar="B", help="run folder")
-    ignored = "metrics to ignore besides the wall-clock ones, for example 'mismatch/*'; may be repeated"
-    parser.add_argument("--ignore", action="append", default=[], metavar="PATTERN", help=ignored)
-    parser.add_argument("--assert-equal", action="store_true", help="exit with code 1 if a metric differs")
-    return parser
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Evaluate a model on the evaluation sets of a config: colocated-grpo evaluate MODEL --config FILE
 
-MODEL is a model's folder, a name on the Hub, an adapter's folder, or a run folder. Under torchrun every rank has an
-engine and completes a part of the prompts.
+Under torchrun every rank has an engine and completes a part of the prompts.
 """
 
 import argparse
@@ -22,10 +21,7 @@ from colocated_grpo.types import STDERR, JsonObject
 
 
 def read_settings(subject: ModelSubject, path: str | Path, overrides: Sequence[str]) -> Config:
-    """Return the settings of a config file for the subject's model in one engine per rank. Raises ConfigError.
-
-    The base of an adapter may be overridden, because its folder may have moved since the training.
-    """
+    """Return a file's settings for the subject's model; an adapter's base may be overridden. Raises ConfigError."""
     model = ["--model.name", subject.model]
     return with_subject(load_config(path, [*model, *overrides] if subject.adapter else [*overrides, *model]), subject)
 
@@ -75,10 +71,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def settings(subject: ModelSubject, config_file: str | None, overrides: Sequence[str]) -> Config:
-    """Return the config with the model, one engine per rank, and all sets due; without sets, the held-out prompts.
-
-    Raises ConfigError.
-    """
+    """Return the config with the model in an engine a rank, and all sets, else held-out prompts. Raises ConfigError."""
     if (path := config_file or subject.run_config) is None:
         raise ConfigError("--config: required unless MODEL is a run folder; give a file with evaluation.sets")
     config = read_settings(subject, path, overrides)

@@ -14,11 +14,9 @@ from colocated_grpo.policy.model_files import read_model_files
 from colocated_grpo.rollout.collect import Stopped
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.vllm.vllm_engine import VLLMEngine
-from colocated_grpo.runtime.distributed import World, init_world
-from colocated_grpo.runtime.joining import join
+from colocated_grpo.runtime import distributed, joining
 from colocated_grpo.settings.schema import Config
-from colocated_grpo.tracking import files
-from colocated_grpo.tracking.records import rollout_row
+from colocated_grpo.tracking import files, records
 from colocated_grpo.types import JsonObject
 
 
@@ -28,7 +26,7 @@ class Evaluation:
 
     evaluator: Evaluator
     engine: VLLMEngine
-    world: World
+    world: distributed.World
 
 
 def evaluate(prepared: Evaluation) -> JsonObject | None:
@@ -41,7 +39,7 @@ def evaluate(prepared: Evaluation) -> JsonObject | None:
             "samples": each.samples,
             "metrics": metrics,
             "completions": [
-                rollout_row(files.EVALUATION, 0, group, sample, None)
+                records.rollout_row(files.EVALUATION, 0, group, sample, None)
                 for group in groups
                 for sample in range(len(group.rollouts))
             ],
@@ -51,12 +49,9 @@ def evaluate(prepared: Evaluation) -> JsonObject | None:
 
 @contextmanager
 def prepare_evaluation(config: Config, adapter: Path | None) -> Generator[Evaluation]:
-    """Start the engine and read the prompts of all evaluation sets. Collective. Raises ConfigError or RunError.
-
-    config: returned by `tools.evaluate.with_subject`.
-    """
-    joined = join()
-    world, stop = init_world(joined.store), joined.stop
+    """Start the engine and read all prompts. Collective. Raises ConfigError or RunError. config: of `with_subject`."""
+    joined = joining.join()
+    world, stop = distributed.init_world(joined.store), joined.stop
     stop.listen()
     site = Site(world=world, stop=stop, note=print, resources=ExitStack())
     model = read_model_files(config.model, world)

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.utils.logging import disable_progress_bar
 
 from colocated_grpo.environments.registry import EPISODES, build_episode, build_task
+from colocated_grpo.environments.tasks.tool_use import ToolUse
 from colocated_grpo.runtime.program import OneLineParser
 from colocated_grpo.tools import warm_start as supervised
 from colocated_grpo.tools.shapes import ARCHITECTURES, SHAPES, Shape
@@ -50,11 +51,7 @@ CHAT_TEMPLATE = (
 
 
 def build_char_tokenizer(vocab_size: int | None = None, max_length: int = 2048) -> PreTrainedTokenizerFast:
-    """Return a fast Hugging Face tokenizer that decodes encoded printable ASCII to the same text.
-
-    `vocab_size` pads the vocabulary with unused tokens, so that every id a wider model can sample can be decoded.
-    Raises ValueError if `vocab_size` is smaller than the alphabet.
-    """
+    """Return a tokenizer of printable ASCII, padded to `vocab_size` by unused tokens. Raises ValueError."""
     special = [PAD, BOS, END, UNKNOWN, *(f"<|{role}|>" for role in ROLES)]
     tokens = special + CHARACTERS
     if vocab_size is not None:
@@ -150,10 +147,7 @@ def check_absent(out: Path) -> None:
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-    """Write a folder that from_pretrained and vLLM load offline. The folder is renamed into place when complete.
-
-    Raises FileExistsError if `out` exists.
-    """
+    """Write a folder that vLLM loads offline, renamed into place when complete. Raises FileExistsError."""
     check_absent(out)
     partial = out.with_name(f"{out.name}.partial-{os.getpid()}")
     try:
@@ -198,7 +192,7 @@ def warm_start_on_task(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFas
     settings, arguments = supervised.WarmStart(seed=options.seed, **fields), yaml.safe_load(options.task_args)
     if options.task in EPISODES:
         episode = build_episode(options.task, arguments)
-        assert isinstance(episode, supervised.TeachableEpisode), "every built-in episode has a teacher"
+        assert isinstance(episode, ToolUse), "the only built-in episode"
         teacher: supervised.Teacher = supervised.EpisodeTeacher(episode, tokenizer, settings)
     else:
         teacher = supervised.TaskTeacher(build_task(options.task, arguments), tokenizer, settings)

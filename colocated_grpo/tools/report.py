@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 from colocated_grpo.runtime.program import OneLineParser
 from colocated_grpo.runtime.run_folder import is_locked
-from colocated_grpo.tracking.files import RunFolderError, run_folder
-from colocated_grpo.tracking.report import write_report
+from colocated_grpo.tracking import files, report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -15,9 +14,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run", help="run folder")
     options = parser.parse_args(arguments)
     try:
-        folder = run_folder(options.run)
-        print(write_report(folder, running=is_locked(folder)))
-    except RunFolderError as error:
+        folder = files.run_folder(options.run)
+        print(report.write_report(folder, running=is_locked(folder)))
+    except files.RunFolderError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

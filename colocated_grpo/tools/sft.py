@@ -1,7 +1,6 @@
 """Supervised fine-tuning on rows of prompts and completions: colocated-grpo sft ROWS --model MODEL --output FOLDER
 
-The loss is the mean of -log p over the tokens of the completions. Further arguments are settings of a run, such as
---policy.lora.rank 16. Under torchrun every rank trains a part of each batch.
+The loss is the mean of -log p over the tokens of completions. Under torchrun every rank trains a part of each batch.
 """
 
 import argparse
@@ -93,11 +92,10 @@ def read_settings(options: argparse.Namespace, overrides: Sequence[str]) -> Conf
 
 
 def encode(rows: Sequence[Item], model: ModelFiles, variables: JsonObject, limit: int) -> Iterator[Group]:
-    """Yield a group for each row, with a rollout for each completion. Rows without a prompt are left out.
+    """Yield a group for each row with a prompt, with a rollout for each completion that fits into `limit` tokens.
 
-    A completion is encoded alone, and ends with the token that ends a message, as the model samples it.
-    variables: model.chat_template_kwargs; those of a row take precedence. limit: completions that make a rollout longer
-    are left out.
+    A completion is encoded alone, and ends with the token that ends a message, as the model samples it. variables:
+    model.chat_template_kwargs; those of a row take precedence.
     """
     sources = [f"row {number}" for number in range(len(rows))]
     templates = dict.fromkeys(sources, PromptTemplate(variables=variables))
@@ -117,10 +115,7 @@ def encode(rows: Sequence[Item], model: ModelFiles, variables: JsonObject, limit
 
 
 def completions(row: Item, source: str) -> Iterator[tuple[object, str]]:
-    """Yield the prompt and the text of each completion of a row. Raises ConfigError if a completion is no text.
-
-    A chat has a completion for each message of the assistant; the prompt is the chat before it.
-    """
+    """Yield prompt and text of each completion; in a chat, of each message of the assistant. Raises ConfigError."""
     prompt, said, messages = (strip_nulls(row.get(key)) for key in ("prompt", "completion", "messages"))
     before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if isinstance(messages, list):

@@ -1,7 +1,4 @@
-"""Supervised warm start: train a small model on a noisy teacher, so that RL starts with a reward above zero.
-
-The teacher of a task knows the answers. The teacher of an episode plays it, and the model learns the teacher's turns.
-"""
+"""Supervised warm start on a noisy teacher of a task or an episode, so that RL starts with a reward above zero."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
@@ -9,17 +6,19 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from random import Random
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from colocated_grpo.environments.base import Episode, Split, Task
 from colocated_grpo.environments.chat import ChatCodec, ContextExhausted, Conversation, Message, plain_text
 from colocated_grpo.environments.prompts import PromptEncoder
-from colocated_grpo.environments.rewards.scoring import as_score, score_texts
-from colocated_grpo.types import Completion, FinishReason, JsonObject, Prompt, Score
+from colocated_grpo.environments.rewards.scoring import TaskScorer, as_score
+from colocated_grpo.environments.tasks.tool_use import ToolUse
+from colocated_grpo.types import Completion, FinishReason, Prompt, Score
 
 NO_SCORE = Score(reward=None)
 IGNORE_INDEX = -100
@@ -65,10 +64,7 @@ class Teacher:
         return [self._example(prompt) for prompt in islice(self._prompts, count)]
 
     def sampled_reward(self, model: PreTrainedModel, split: Split, count: int) -> float:
-        """Return the mean reward of one completion for each of `count` prompts, at temperature 1.
-
-        A failed score counts as 0. Prompts of the train split differ from the prompts of examples().
-        """
+        """Return the mean reward of `count` prompts that are not among the examples(). A failed score counts as 0."""
         seed = self.settings.seed + (split == "train")
         scores = self._scores(model, list(islice(encoded_prompts(self.task, self.tokenizer, seed, split), count)))
         return sum(score.reward or 0.0 for score in scores) / len(scores)
@@ -89,9 +85,8 @@ def warm_start(
 ) -> int:
     """Train `model` in place and return the number of steps. Reproducible on the same kind of device.
 
-    The reward is measured every CHECK_EVERY steps, on training prompts: the held-out split stays unseen. Training stops
-    when the mean of the last two measurements reaches the target, because a single measurement is too noisy.
-    report(step, loss, reward) is called after each measurement.
+    Ends when two measurements on training prompts in a row, because one is noisy, reach the target on average.
+    report(step, loss, reward) is called after each measurement, every CHECK_EVERY steps.
     """
     torch.manual_seed(settings.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr)
@@ -127,7 +122,8 @@ class TaskTeacher(Teacher):
     def _scores(self, model: PreTrainedModel, prompts: list[Prompt]) -> Sequence[Score]:
         answers = sample(model, self.tokenizer, [p.token_ids for p in prompts], self.settings.max_completion_tokens)
         texts = self.tokenizer.batch_decode(answers, skip_special_tokens=True)
-        return [score_texts(self.task, prompt.item, [text])[0] for prompt, text in zip(prompts, texts, strict=True)]
+        scorer = TaskScorer(self.task)
+        return [scorer.score(prompt, (), [text])[0] for prompt, text in zip(prompts, texts, strict=True)]
 
 
 def encoded_prompts(
@@ -148,15 +144,13 @@ def with_slips(answer: str, fraction: float, rng: Random) -> str:
 
 def supervised_batch(examples: Sequence[Example], pad_id: int, device: torch.device) -> dict[str, torch.Tensor]:
     """Return the model inputs of right-padded examples, each tensor of shape (examples, longest)."""
-    width = max(len(token_ids) for token_ids, _ in examples)
-    ids = torch.full((len(examples), width), pad_id)
-    labels = torch.full_like(ids, IGNORE_INDEX)
-    mask = torch.zeros_like(ids)
-    for row, (token_ids, targets) in enumerate(examples):
-        ids[row, : len(token_ids)] = torch.tensor(token_ids)
-        labels[row, : len(targets)] = torch.tensor(targets)
-        mask[row, : len(token_ids)] = 1
-    return {"input_ids": ids.to(device), "attention_mask": mask.to(device), "labels": labels.to(device)}
+    rows, targets = ([torch.tensor(tokens, device=device) for tokens in each] for each in zip(*examples, strict=True))
+    pad = partial(pad_sequence, batch_first=True)
+    return {
+        "input_ids": pad(rows, padding_value=pad_id),
+        "attention_mask": pad([torch.ones_like(row) for row in rows]),
+        "labels": pad(targets, padding_value=IGNORE_INDEX),
+    }
 
 
 @torch.no_grad()
@@ -177,21 +171,10 @@ def truncate_after(token_ids: list[int], end: int) -> list[int]:
     return token_ids[: token_ids.index(end) + 1] if end in token_ids else token_ids
 
 
-@runtime_checkable
-class TeachableEpisode(Episode, Protocol):
-    """An episode that can also produce the policy's turns."""
-
-    def teach(self, item: JsonObject, observations: Sequence[str]) -> str:
-        """Return the correct next turn after these observations."""
-
-
 class EpisodeTeacher(Teacher):
-    """Plays an episode correctly, and puts slips (random errors) into the training labels only.
+    """Plays an episode correctly, with slips in the labels only: a wrong call would derail the conversation."""
 
-    Tools would respond to a wrong call, and the model would then learn from a derailed conversation.
-    """
-
-    task: TeachableEpisode
+    task: ToolUse
 
     def _example(self, prompt: Prompt) -> Example:
         conversation = _TeacherConversation(self, prompt)

@@ -178,7 +178,6 @@ class LiveDisplay(PlainDisplay):
     def __init__(self, console: Console, total_steps: int) -> None:
         super().__init__(console, total_steps)
         self._rows: list[tuple[int, Row]] = []
-        """The last steps."""
         self._phase: Progress | None = None
         left = TextColumn("{task.fields[left]} left")
         columns = SpinnerColumn(), TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None)

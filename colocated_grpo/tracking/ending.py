@@ -65,10 +65,7 @@ class LogFile(io.StringIO):
 
 
 class RunOutput:
-    """Output of rank 0. On other ranks it has no displays and prints nothing.
-
-    A display whose terminal, pipe or file has closed is dropped, so that it does not end the run.
-    """
+    """Output of rank 0; other ranks have no displays. A display whose terminal, pipe or file has closed is dropped."""
 
     def __init__(
         self, displays: Sequence[PlainDisplay] = (), log: LogFile | None = None, *, patience: float = PATIENCE
@@ -105,9 +102,7 @@ class RunOutput:
     @property
     def start_phase(self) -> str | None:
         """The phase of the start; None if the run trains."""
-        if self.trains:
-            return None
-        return f"start-up ({self.phase_name})" if self.phase_name else "start-up"
+        return None if self.trains else f"start-up ({self.phase_name})" if self.phase_name else "start-up"
 
     def open(self, facts: dict[str, str], first_step: int) -> None:
         """Show the banner; steps follow."""
@@ -203,10 +198,7 @@ def summary_line(summary: JsonObject) -> str:
 
 
 def record_failure(run_dir: Path, failure: Failure, *, training: bool, state: str = FAILED) -> list[str]:
-    """Write summary.json and the report of a run that has failed, and return lines for the console.
-
-    Returns no lines if the folder cannot be written or is damaged: the error itself must still be shown.
-    """
+    """Write summary.json and the report of a failed run, and return lines to show; none if the folder is damaged."""
     lines: list[str] = []
     with suppress(OSError, RunError):
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -216,11 +208,7 @@ def record_failure(run_dir: Path, failure: Failure, *, training: bool, state: st
 
 
 def record_ending(output: RunOutput, error: BaseException, run_folders: Sequence[str | None]) -> tuple[int, list[str]]:
-    """Close the output, and record the error of this rank, the first to fail, in the run folder.
-
-    Returns the exit code and the lines to show for the error. A defect has no lines: its traceback is shown and written
-    to run.log.
-    """
+    """Close the output, and record this rank's error, the first. Returns the exit code, and lines unless a defect."""
     if isinstance(error, ConfigError) and not output.trains:  # the run has not begun
         output.close()
         leave(recorded=True)  # else the launcher would make the run folder again, for a report
@@ -283,10 +271,9 @@ def leave_with_other_rank(output: RunOutput, line: str | None) -> None:
 
 
 def ending(code: int, verdicts: Sequence[ProcessEnd] | None) -> tuple[int, list[str]]:
-    """Return the run's exit code and the lines to show, and record a failure that no rank has recorded.
+    """Return the run's exit code and lines to show, and record a failure that no rank has recorded. For the launcher.
 
-    For the launcher. code: exit code of the command that ran the ranks. verdicts: how the ranks' processes ended; None
-    if a cleanup of /tmp has removed the files that say so.
+    code: of the command that ran the ranks. verdicts: how ranks ended; None if a cleanup of /tmp has removed them.
     """
     if verdicts is None:
         return code, []
@@ -326,10 +313,7 @@ def append_to_log(run_dir: Path, lines: Sequence[str]) -> None:
 
 
 def place_of(error: BaseException) -> str | None:
-    """Return the innermost line of user code, else of this package, as 'judge (my_rewards.py, line 12)'.
-
-    If the error was raised from another error, return the place of that other error.
-    """
+    """Return the innermost line of user code, else ours, as 'judge (my_rewards.py, line 12)'; of the error's cause."""
     lines = user_code.lines_of_error(error.__cause__ or error)
     found = user_code.innermost(lines) or next((line for line in lines if line.is_ours()), None)
     return None if found is None else str(found)

@@ -1,7 +1,6 @@
 """The files of a run folder: their names, their readers, the writer of games, and atomic replacement of whole files.
 
-Files of .jsonl have one JSON object per line and are flushed every step. A killed run loses at most the line being
-written, so readers skip an incomplete last line and reject any other damage.
+A killed run loses at most the last line of a .jsonl file. Readers skip it, and reject any other damage.
 """
 
 import json
@@ -9,7 +8,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Any
@@ -39,37 +37,26 @@ SET_ASIDE = ".damaged"
 """Suffix for a damaged file that a resumed run has set aside and replaced."""
 
 
-@dataclass(frozen=True)
-class RowSchema:
-    """Keys that every row has. Other keys are allowed."""
-
-    required: Mapping[str, type | UnionType]
-    numbers: Callable[[Row], Mapping[str, object]] = lambda row: {}
-    """Return the entries of a row that must be numbers."""
-
-
-STEP_ROW = RowSchema({"step": int})
-METRICS_ROW = RowSchema(
-    {"step": int, "kind": str},
-    numbers=lambda row: {key: value for key, value in row.items() if key not in ("step", "kind")},
-)
-ROLLOUT_ROW = RowSchema(
-    {
-        "kind": str,
-        "step": int,
-        "prompt_index": int,
-        "source": str,
-        "prompt": str,
-        "completion": str,
-        "reward": NUMBER,
-        "parts": dict,
-        "error": str | None,
-        "finish_reason": str,
-        "completion_tokens": int,
-    },
-    numbers=lambda row: row["parts"],
-)
-GAME_ROW = RowSchema({"step": int, "source": str, "game": int, "winner": object})
+RowSchema = Mapping[str, type | UnionType]
+"""Keys that every row has, and the types of their values. Other keys are allowed."""
+STEP_ROW: RowSchema = {"step": int}
+METRICS_ROW: RowSchema = {"step": int, "kind": str}
+"""All other values are numbers."""
+ROLLOUT_ROW: RowSchema = {
+    "kind": str,
+    "step": int,
+    "prompt_index": int,
+    "source": str,
+    "prompt": str,
+    "completion": str,
+    "reward": NUMBER,
+    "parts": dict,
+    "error": str | None,
+    "finish_reason": str,
+    "completion_tokens": int,
+}
+"""The values of `parts` are numbers."""
+GAME_ROW: RowSchema = {"step": int, "source": str, "game": int, "winner": object}
 
 
 class RunFolderError(RunError):
@@ -77,11 +64,7 @@ class RunFolderError(RunError):
 
 
 def read_rows(path: Path, schema: RowSchema = STEP_ROW) -> Iterator[Row]:
-    """Yield the objects of a .jsonl file; none if the file does not exist.
-
-    A last line without a newline was cut by a kill and is skipped. Raises RunFolderError, with the line number, for a
-    line that is not an object of the schema: another program may have written the file.
-    """
+    """Yield the rows of a .jsonl file, if it exists, without a last line that a kill has cut. Raises RunFolderError."""
     for row in _parsed_rows(path, schema):
         if isinstance(row, RunFolderError):
             raise row
@@ -89,10 +72,7 @@ def read_rows(path: Path, schema: RowSchema = STEP_ROW) -> Iterator[Row]:
 
 
 def keep_before(path: Path, first_step: int, schema: RowSchema, note: Callable[[str], None]) -> None:
-    """Rewrite a .jsonl file without the rows of steps >= `first_step`. Streams: the file may exceed memory.
-
-    Damaged lines are left out, with a note: a damaged log must not prevent a resume.
-    """
+    """Rewrite a .jsonl file, as a stream, without rows of steps >= `first_step` and, with a note, damaged lines."""
 
     def kept() -> Iterator[str]:
         damaged: list[RunFolderError] = []
@@ -122,10 +102,7 @@ def json_line(row: Row) -> str:
 
 
 def write_atomically(path: Path, parts: str | Iterable[str], mode: int = 0o666) -> None:
-    """Replace a file atomically: readers see the old or the new content, even if the process is killed.
-
-    `parts` may be a generator that reads the old file. mode: permissions of the file, before the umask.
-    """
+    """Replace a file atomically, also if killed. parts: may read the old file. mode: permissions before the umask."""
     temporary = path.with_name(f".{path.name}.part")
     temporary.unlink(missing_ok=True)  # left by a killed run, or a link to another file
     with open(temporary, "x", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, mode)) as file:
@@ -149,12 +126,14 @@ def _parsed_rows(path: Path, schema: RowSchema) -> Iterator[Row | RunFolderError
 
 def _parsed(where: str, line: str, schema: RowSchema) -> Row:
     row = _object(where, line, "a JSON line")
-    for key, kind in schema.required.items():
+    for key, kind in schema.items():
         if key not in row:
             raise RunFolderError(f"{where}: {key!r} is missing")
         if not isinstance(row[key], kind):
             raise RunFolderError(f"{where}: {key!r} is {repr(row[key])[:60]}, not {getattr(kind, '__name__', kind)}")
-    for key, value in schema.numbers(row).items():
+    others = {key: value for key, value in row.items() if key not in schema}
+    numbers = others if schema is METRICS_ROW else row["parts"] if schema is ROLLOUT_ROW else {}
+    for key, value in numbers.items():
         if not isinstance(value, NUMBER):
             raise RunFolderError(f"{where}: {key!r} is {repr(value)[:60]}, not a number")
     return row
@@ -173,10 +152,7 @@ def _object(where: Path | str, text: str, kind: str) -> JsonObject:
 
 
 def write_config(run_dir: Path, config: JsonObject) -> list[str]:
-    """Write the resolved configuration, in schema order, as a config file that loads back unchanged.
-
-    Return the dotted keys of its secrets. If there are any, only this user can read the file and open the folder.
-    """
+    """Write the config so that it loads back unchanged. Return the keys of secrets, which only this user can read."""
     text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True, width=120)
     secrets = [key for key, value in flatten(config) if masked(value, key) != value]
     if secrets:
@@ -187,10 +163,7 @@ def write_config(run_dir: Path, config: JsonObject) -> list[str]:
 
 
 def append_environment(run_dir: Path, start: JsonObject, note: Callable[[str], None]) -> None:
-    """Add one start of the run to environment.json, which lists the first start and every resume.
-
-    A damaged file is set aside, with a note.
-    """
+    """Add a start of the run to environment.json, which lists all starts. A damaged file is set aside, with a note."""
     try:
         starts = read_environment(run_dir)
     except RunFolderError as error:
@@ -216,10 +189,7 @@ def run_folder(path: str | Path) -> Path:
 
 
 def read_metrics(run_dir: Path, *, may_be_empty: bool = False) -> list[Row]:
-    """Return all metric rows in the order written.
-
-    Raises RunFolderError when there are none yet, unless `may_be_empty`.
-    """
+    """Return all metric rows, in order. Raises RunFolderError if there are none yet, unless `may_be_empty`."""
     rows = list(read_rows(run_dir / METRICS_FILE, METRICS_ROW))
     if not rows and not may_be_empty:
         raise RunFolderError(f"{run_dir}: no metrics yet; the run has not finished its first step")
@@ -276,9 +246,7 @@ def first_and_last(rows: Iterable[Row], key: str) -> tuple[Row, Row] | None:
 
 
 def _read_object(path: Path) -> JsonObject:
-    if not path.is_file():
-        return {}
-    return _object(path, path.read_text(encoding="utf-8", errors="replace"), "JSON")
+    return _object(path, path.read_text(encoding="utf-8", errors="replace"), "JSON") if path.is_file() else {}
 
 
 def read_games(run_dir: Path) -> list[Row]:

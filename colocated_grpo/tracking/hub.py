@@ -31,10 +31,7 @@ SETTINGS = (
 
 
 class Hub:
-    """The run's repository. Every rank has a Hub, to know when a push is `due`; only rank 0 pushes.
-
-    Each push is an `hf upload` in its own process, so a slow or broken connection does not delay training.
-    """
+    """The run's repository. Only rank 0 pushes, by `hf upload` in a process of its own, so training is not delayed."""
 
     def __init__(
         self, settings: HubConfig, run_dir: Path, final: int | None, text_part: bool, note: Callable[[str], None]

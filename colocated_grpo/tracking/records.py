@@ -1,7 +1,4 @@
-"""Writers of a run's metrics and rollouts: to files of its folder, to Weights & Biases and to TensorBoard.
-
-A sink that fails is disabled.
-"""
+"""Writers of metrics and rollouts: to the run folder, W&B and TensorBoard. A sink that fails is disabled."""
 
 import math
 import os
@@ -11,7 +8,6 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -31,10 +27,7 @@ Decode = Callable[[Sequence[int]], str]
 
 
 class RunWriter:
-    """Append to metrics.jsonl and rollouts.jsonl.
-
-    Rows of steps >= `first_step` are dropped on opening: they were written after the checkpoint that is resumed.
-    """
+    """Append to metrics.jsonl and rollouts.jsonl. Drops rows of steps >= `first_step`, which a resume repeats."""
 
     def __init__(
         self,
@@ -110,24 +103,18 @@ def rollout_row(kind: str, step: int, group: Group, sample: int, decode: Decode 
 
 
 def _turns(rollout: Rollout, prompt: list[int], decode: Decode) -> list[JsonObject]:
-    """Return the text after the prompt in parts that are either sampled or observed, with all template tokens.
-
-    A sequence that begins with another prompt, as a sequence of an agent may, is shown from its first token.
-    """
+    """Return the text after the prompt as sampled and observed parts; of an agent's other sequences, all text."""
     turns = []
     for one in rollout.sequences:
         begin = one.prompt_length if one.token_ids[: one.prompt_length] == prompt else 0
         tokens = list(zip(one.loss_mask, one.token_ids, strict=True))[begin:]
-        for sampled, part in groupby(tokens, key=itemgetter(0)):
+        for sampled, part in groupby(tokens, key=lambda pair: pair[0]):
             turns.append({"sampled": sampled, "text": decode([token for _, token in part])})
     return turns
 
 
 def spread_by_reward(groups: list[Group], count: int) -> list[tuple[Group, int]]:
-    """Return (group, sample index) of `count` rollouts, evenly spaced in reward order, worst and best included.
-
-    A rollout without a reward sorts as the worst, so that failures are stored.
-    """
+    """Return (group, sample index) of `count` rollouts, evenly spaced from the worst reward, or none, to the best."""
     samples = [(group, sample) for group in groups for sample in range(len(group.rollouts))]
 
     def reward(sample: tuple[Group, int]) -> float:
@@ -160,8 +147,8 @@ class Sink:
     """One external tracker. `log` takes a step and its metrics."""
 
     log: Callable[[int, dict[str, float]], None]
-    table: Callable[[int, list[str], list[list[Cell]]], None] | None = None
-    """Send a table of completions: step, columns and rows. None: the tracker has no tables."""
+    table: Callable[[int, list[str], list[list[Cell]]], None] = lambda step, columns, rows: None
+    """Send a table of completions: step, columns and rows."""
     finish: Callable[[], None]
 
 
@@ -183,26 +170,23 @@ class Sinks:
             self._add("tracking.tensorboard", lambda: _tensorboard(run_dir, first_step))
 
     def log(self, step: int, row: dict[str, float]) -> None:
-        for name, sink in list(self._sinks.items()):
-            with self._disable_on_failure(name):
-                sink.log(step, row)
+        self._each(lambda sink: sink.log(step, row))
 
     def completions(self, step: int, groups: list[Group]) -> None:
         """If a table of completions is due, send it to the sinks that support tables."""
-        with_tables = {name: sink.table for name, sink in self._sinks.items() if sink.table is not None}
-        if not with_tables or not self._tables_every or step % self._tables_every:
-            return
-        columns, rows = completions_table(step, groups, self._table_rows)
-        for name, table in with_tables.items():
-            with self._disable_on_failure(name):
-                table(step, columns, rows)
+        if self._sinks and self._tables_every and step % self._tables_every == 0:
+            columns, rows = completions_table(step, groups, self._table_rows)
+            self._each(lambda sink: sink.table(step, columns, rows))
 
     def close(self) -> None:
         """Finish pending uploads, at most WANDB_SECONDS, and close every sink."""
+        self._each(lambda sink: sink.finish())
+        self._sinks.clear()
+
+    def _each(self, use: Callable[[Sink], None]) -> None:
         for name, sink in list(self._sinks.items()):
             with self._disable_on_failure(name):
-                sink.finish()
-        self._sinks.clear()
+                use(sink)
 
     def _add(self, name: str, open_sink: Callable[[], Sink]) -> None:
         with self._disable_on_failure(name), _masked_command():
@@ -226,11 +210,14 @@ def _wandb(settings: JsonObject, tracking: TrackingConfig, run_dir: Path, note: 
     # prompt=False: wandb would otherwise prompt for a key while the other ranks block in a collective.
     if tracking.wandb == "online" and not wandb.login(prompt=False, verify=False):
         raise RuntimeError("no API key; run `wandb login`, set WANDB_API_KEY, or use --tracking.wandb offline")
+    id_file = run_dir / WANDB_ID_FILE
+    if not id_file.is_file():  # a resumed run continues the same W&B run
+        id_file.write_text(uuid.uuid4().hex, encoding="utf-8")
     run = wandb.init(
         project=tracking.wandb_project,
         name=run_dir.name,
         group=tracking.wandb_group,
-        id=_wandb_run_id(run_dir),
+        id=id_file.read_text(encoding="utf-8").strip(),
         resume="allow",
         dir=str(run_dir),
         mode="online" if tracking.wandb == "online" else "offline",
@@ -277,19 +264,8 @@ def _masked_command() -> Generator[None]:
         sys.argv = command
 
 
-def _wandb_run_id(run_dir: Path) -> str:
-    """Return the run's W&B id, created on first use: a resumed run continues the same W&B run."""
-    path = run_dir / WANDB_ID_FILE
-    if not path.is_file():
-        path.write_text(uuid.uuid4().hex, encoding="utf-8")
-    return path.read_text(encoding="utf-8").strip()
-
-
 def completions_table(step: int, groups: list[Group], count: int) -> tuple[list[str], list[list[Cell]]]:
-    """Return columns and rows of at most `count` completions of a step, evenly spaced from the worst to the best.
-
-    Columns: step, prompt, completion, reward, the parts of the reward, environment and finish_reason.
-    """
+    """Return columns and rows of `count` completions of a step, evenly spaced from the worst to the best reward."""
     chosen = [(group, group.rollouts[sample]) for group, sample in spread_by_reward(groups, count)]
     parts = list(dict.fromkeys(name for _, rollout in chosen for name in rollout.score.parts))
     columns = ["step", "prompt", "completion", "reward", *(f"reward/{part}" for part in parts)]

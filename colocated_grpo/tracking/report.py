@@ -57,10 +57,9 @@ class LiveReport:
 
 
 def write_report(run_dir: Path, *, running: bool = False) -> Path:
-    """Write report.html, replacing an older report, and return the path.
+    """Write report.html, replacing an older report, and return the path. running: the page reloads itself.
 
-    running: a process is still training; the page then reloads itself. Raises RunFolderError if there are no metrics,
-    unless the run has failed before its first step.
+    Raises RunFolderError if there are no metrics, unless the run has failed before its first step.
     """
     failed = not running and "error" in files.read_summary(run_dir)
     rows = files.read_metrics(run_dir, may_be_empty=failed)

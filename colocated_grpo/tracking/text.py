@@ -40,9 +40,7 @@ def duration(seconds: float) -> str:
     whole = round(seconds)
     if whole >= 3600:
         return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
-    if whole >= 60:
-        return f"{whole // 60}m {whole % 60:02d}s"
-    return f"{whole}s"
+    return f"{whole // 60}m {whole % 60:02d}s" if whole >= 60 else f"{whole}s"
 
 
 def printable(text: str, encoding: str = "utf-8") -> str:

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
-from operator import itemgetter
 from pathlib import Path
 
 from colocated_grpo.runtime.verdict import STOPPED
@@ -39,7 +38,7 @@ def typical_completion(groups: Sequence[Group]) -> str | None:
     ]
     if not scored:
         return None
-    reward, group, sample = sorted(scored, key=itemgetter(0))[len(scored) // 2]
+    reward, group, sample = sorted(scored, key=lambda one: one[0])[len(scored) // 2]
     facts = [f"reward {number(reward)}"]
     if (advantage := advantage_of(group, sample)) is not None:
         facts.append(f"advantage {number(advantage)}")
@@ -51,26 +50,20 @@ def typical_completion(groups: Sequence[Group]) -> str | None:
 
 
 def scoring_errors(step: int, groups: Sequence[Group], reported: set[tuple[str, bool]]) -> Iterator[str]:
-    """Yield a line for each environment with the first unreadable answers, or the first failed rewards.
-
-    reported: (environment, True for failed rewards) of each line so far; updated. The metrics count every error.
-    """
+    """Yield a line for each environment with its first unreadable answers or failed rewards. reported: updated."""
     scores: dict[str, list[Score]] = {}
     for group in groups:
         scores.setdefault(group.prompt.source, []).extend(rollout.score for rollout in group.rollouts)
     for name, own in scores.items():
-        for failed in (False, True):
+        for failed, what in (
+            (False, "made a scorer raise and got no credit from it (metric unscorable; shown once)"),
+            (True, "have no reward, because scoring failed (metric reward_errors; shown once)"),
+        ):
             raised = [score for score in own if (score.failed if failed else score.unscorable)]
-            if not raised or (name, failed) in reported:
-                continue
-            reported.add((name, failed))
-            what = "made a scorer raise and got no credit from it (metric unscorable"
-            if failed:
-                what = "have no reward, because scoring failed (metric reward_errors"
-            yield (
-                f"step {step}: {len(raised)} of {len(own)} completions of {name} {what}; shown once); the first: "
-                f"{raised[0].error}"
-            )
+            if raised and (name, failed) not in reported:
+                reported.add((name, failed))
+                count = f"{len(raised)} of {len(own)} completions of {name}"
+                yield f"step {step}: {count} {what}; the first: {raised[0].error}"
 
 
 def instability(row: Mapping[str, float]) -> str | None:
@@ -155,13 +148,16 @@ class Tracker:
     def start(self, settings: JsonObject, facts: dict[str, str], first_step: int, decode: Decode | None) -> None:
         """Print the banner, write config.yaml and environment.json, and drop rows of steps >= `first_step`.
 
-        settings: the resolved config as JSON. facts: `model`, its size and devices, for the banner; others are logged
-        with --log-level DEBUG. decode: converts token ids to text with special tokens, for rollouts of several turns.
+        facts: `model`, its size and devices, for the banner; others are only logged. decode: as in RunWriter.
         """
         self._run_dir.mkdir(parents=True, exist_ok=True)
         (self._run_dir / files.SUMMARY_FILE).unlink(missing_ok=True)
         self._output.write_log(self._run_dir)
-        before = self._former_config() if first_step else {}
+        before: JsonObject = {}  # the settings of the last start, to list changes
+        try:
+            before = files.read_config(self._run_dir) if first_step else before
+        except files.RunFolderError as error:
+            self.note(f"{error}; it is written again")
         secrets = files.write_config(self._run_dir, settings)
         files.append_environment(self._run_dir, describe_start(first_step), self.note)
         self._writer = RunWriter(self._run_dir, first_step, self._tracking.rollouts_per_step, self.note, decode)
@@ -177,14 +173,6 @@ class Tracker:
             )
         if changes := changed_settings(before, settings):
             self.note(f"settings changed since the last start: {', '.join(changes)}")
-
-    def _former_config(self) -> JsonObject:
-        """Return the settings of the last start, to list changes; empty if their file is damaged."""
-        try:
-            return files.read_config(self._run_dir)
-        except files.RunFolderError as error:
-            self.note(f"{error}; it is written again")
-            return {}
 
     def flush(self, step: int, row: dict[str, float], groups: list[Group]) -> None:
         self._started().train(step, row, groups)
@@ -218,10 +206,7 @@ class Tracker:
         self._output.note(line)
 
     def close(self, state: str) -> None:
-        """Restore the terminal, write summary.json and report.html, and print the report's path.
-
-        `state` is "finished" or "stopped". A second call has no effect.
-        """
+        """Restore the terminal, write summary and report, print its path. state: finished, stopped. May be repeated."""
         began = self._writer is not None
         self.abandon()
         if not began:

@@ -1,7 +1,6 @@
 """Request bodies: read, decompressed, checked and parsed within limits of size, memory and time.
 
-The structure of JSON text is bounded too, and checked on its bytes before it is parsed: parsed JSON can take thirty
-times the memory of its text, as `[],` is three bytes of text and a 56-byte object.
+The structure of JSON is bounded before it is parsed: `[],` is three bytes of text and a 56-byte object.
 """
 
 import asyncio
@@ -34,7 +33,6 @@ class BodyShape:
     values: int
     """All entries of lists and objects, and the lists and objects themselves."""
     containers: int
-    """Lists and objects."""
     strings: int
     """Strings, including keys."""
     depth: int
@@ -113,9 +111,6 @@ class BodyLimit:
         """Incomplete bodies, oldest first."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
         most = self.max_bytes if scope["path"] in self.large_paths else min(self.max_bytes, OTHER_BYTES)
         clock = asyncio.timeout(BODY_SECONDS)
         reservation = Reservation(asyncio.get_running_loop().time(), lambda: clock.reschedule(0))
@@ -219,10 +214,7 @@ def _too_large(most: int) -> HTTPException:
 
 
 def _replay(body: bytes, receive: Receive, consumed: Callable[[], None]) -> Receive:
-    """Return a `receive` that returns the body once and then the connection's messages, such as a disconnect.
-
-    consumed: called when the application asks for the connection's messages, because it has parsed the body by then.
-    """
+    """Return a `receive` of the body, then of the connection. consumed: called when the body has been parsed."""
     pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:
@@ -239,18 +231,14 @@ class InvalidBody(Exception):
 
 
 async def read_json(request: Request, decode: Callable[[bytes], T]) -> T:
-    """Return the decoded body of the request. Raises InvalidBody.
-
-    decode: may raise InvalidBody or msgspec's errors. Large bodies are decoded on another thread.
-    """
+    """Return the decoded body. Raises InvalidBody. decode: may raise InvalidBody or msgspec's errors, on any thread."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise InvalidBody("the Content-Type must be application/json")
     # Not `request.body()`, which would keep the bytes until the response, possibly for hours.
     body = (await request.receive()).get("body", b"")
-    if len(body) <= INLINE_BYTES:
-        return _decoded(body, decode)
-    return await off_the_loop(lambda: _decoded(body, decode))
+    work = partial(_decoded, body, decode)
+    return work() if len(body) <= INLINE_BYTES else await off_the_loop(work)
 
 
 def _decoded(body: bytes, decode: Callable[[bytes], T]) -> T:

@@ -3,10 +3,10 @@
 import json
 import time
 import zlib
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from http.client import HTTPException, HTTPMessage, HTTPResponse, IncompleteRead
-from typing import IO
+from typing import IO, TypeVar
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
@@ -17,6 +17,7 @@ HEADERS = {"Accept-Encoding": "gzip", "Content-Type": "application/json"}
 MAX_RESPONSE_BYTES = 1 << 30
 """Limit after decompression: enough for a batch of tens of millions of tokens."""
 READ_BYTES = 1 << 20
+T = TypeVar("T")
 MAX_ERROR_BYTES = 1 << 16
 
 
@@ -46,6 +47,18 @@ class RequestRejected(Exception):
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
+
+
+def until_available(call: Callable[[], T], seconds: float, pause: float) -> T:
+    """Repeat a call, with pauses, while it raises Unavailable; after `seconds`, raise its last error."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return call()
+        except Unavailable:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(pause)
 
 
 class JsonClient:
@@ -90,11 +103,7 @@ class JsonClient:
 
 
 def _read(response: HTTPResponse, timeout: float) -> bytes:
-    """Return the body, read in blocks.
-
-    `response.read()` would allocate Content-Length bytes at once, and a socket timeout restarts with every byte
-    received, so both the size and the deadline are checked after each block.
-    """
+    """Return the body, in blocks: read() would allocate Content-Length bytes, and each byte restarts the timeout."""
     deadline, body = time.monotonic() + timeout, bytearray()
     while block := response.read1(READ_BYTES):
         body += block

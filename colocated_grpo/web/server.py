@@ -1,9 +1,8 @@
 """Runs an ASGI application on a thread of this process, behind middleware that rejects unwanted requests.
 
-Rejected are requests without the key, above the concurrency limit, or from web pages. A web page in a browser on
-this machine can send requests to local ports that other machines cannot reach. Browsers mark requests of other sites
-with `Origin` or `Sec-Fetch-Site`. A site that makes its own name resolve to this machine (DNS rebinding) appears to
-be the same site, but is recognised by its name in `Host`.
+Rejected are requests without the key, above the concurrency limit, or from web pages, whose browser on this machine
+reaches its local ports. Browsers mark requests of other sites with `Origin` or `Sec-Fetch-Site`. A site that makes its
+own name resolve to this machine (DNS rebinding) is recognised by its name in `Host`.
 """
 
 import asyncio
@@ -48,7 +47,7 @@ class RequireApiKey:
     public_paths: Collection[str]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in self.public_paths:
+        if scope["path"] not in self.public_paths:
             given = key_in(Headers(scope=scope).get("authorization", ""))
             # Constant time: the duration of an ordinary comparison reveals how many leading characters are correct.
             if not hmac.compare_digest(given, self.key.encode()):
@@ -79,7 +78,7 @@ class ConcurrencyLimit:
     in_flight: int = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in self.exempt_paths:
+        if scope["path"] in self.exempt_paths:
             await self.app(scope, receive, send)
             return
         if self.in_flight >= self.limit:
@@ -105,8 +104,7 @@ class Hosts:
     def __init__(self, bound: str, names: Iterable[str] = ()) -> None:
         """bound: the address that the server listens on. names: further host names used by clients.
 
-        A server bound to all addresses accepts each address of the machine, and the machine's own name. Numeric
-        addresses are safe, because a page cannot make a numeric address resolve to another machine.
+        Bound to all, it accepts this machine's name, and any address: no page can make one resolve to another machine.
         """
         self._any_address = is_wildcard(bound)
         own = socket.gethostname() if self._any_address else bound
@@ -135,7 +133,7 @@ class OwnRequests:
     """Origins of pages that may send requests, such as `http://localhost:3000`."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (problem := self._problem(Headers(scope=scope))):
+        if problem := self._problem(Headers(scope=scope)):
             await error_response(403, problem)(scope, receive, send)
         else:
             await self.app(scope, receive, send)
@@ -200,8 +198,7 @@ class Connection(H11Protocol):
     def _check_idle(self, last: object) -> None:
         """Close the connection unless a request was received, answered or read from since the previous check.
 
-        last: the request cycle that was complete at the previous check; None before the first request; this connection
-        itself if a response was pending. A pending response is cut off only if the client does not read it.
+        last: the request cycle complete at that check, if any, or this connection itself if a response was pending.
         """
         before, self._unread = self._unread, self.transport.get_write_buffer_size() if self.flow.write_paused else None
         if self.cycle is last or (before is not None and before == self._unread):
@@ -227,7 +224,7 @@ class ServerThread:
             log_config=None,
             log_level="error",  # uvicorn warns about every malformed request
             access_log=False,
-            lifespan="off",
+            lifespan="off",  # this and ws: the middleware handles HTTP only
             server_header=False,
             timeout_graceful_shutdown=SHUTDOWN_SECONDS,
         )

@@ -50,7 +50,7 @@ class SourceHarness:
 
     def start(self, step: int = 0) -> None:
         self.source.connect()
-        self.source.begin(step)
+        self.source.fetch(step)
 
     def train_batch(self) -> list[int] | None:
         """Take the next batch, mark it as trained and return the first token of each group; None after a stop."""

@@ -10,7 +10,7 @@ from typing import Any
 from colocated_grpo.rollout.engine import Finished, Request, RolloutEngine, Sampling
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.servers.app import create_app
-from colocated_grpo.servers.control_routes import add_control_routes, add_weight_routes
+from colocated_grpo.servers.control_routes import add_control_routes
 from colocated_grpo.servers.engine_control import EngineControl
 from colocated_grpo.servers.engine_routes import Sessions, add_engine_routes
 from colocated_grpo.servers.engine_servers import EngineServer
@@ -71,12 +71,13 @@ class TrainerServer:
         [self.port] = self._thread.ports
 
     def _add_routes(self, app: Any, facts: dict[str, Any]) -> None:
-        add_control_routes(app, self.process.control, facts, self._sessions)
+        control = self.process.control
+        add_control_routes(app, control, self._sessions, facts, self.call, dict, restart=lambda model: None)
         add_engine_routes(app, self.process.control, self.process.inbox, self._sessions, LIMITS)
 
-    def add_weight_routes(self, app: Any, call: Callable[..., object]) -> None:
-        """call: executes a command on the engine's ranks."""
-        add_weight_routes(app, self.process.control, self._sessions, call, dict, restart=lambda model: None)
+    def call(self, name: str, *arguments: object) -> object:
+        """Execute a command on the engine's ranks."""
+        raise AssertionError(f"runs {name}{arguments}")
 
     def _sampler(self) -> Sampler:
         inbox = self.process.inbox

@@ -1,7 +1,4 @@
-"""Adapters for environments of other libraries, and the base class of their episodes: items built from a seed.
-
-A library is imported only if a config names its adapter.
-"""
+"""Adapters for environments of other libraries, imported if a config names them, and the base of their episodes."""
 
 from collections.abc import Iterator
 from itertools import count

@@ -1,13 +1,11 @@
-"""Environments behind OpenEnv's protocol (openenv-core 0.3). The protocol is implemented here without the package.
+"""Environments behind OpenEnv's protocol (openenv-core 0.3), which is implemented here without the package.
 
-Each episode opens a WebSocket, which is a session with its own environment. A plain HTTP request runs in a new
-environment. Plain requests are enough for the first observation of an episode (/reset) and the fields of an action
-(/schema).
+Each episode opens a WebSocket, a session with its own environment. Plain HTTP requests, each in a new environment, get
+the first observation of an episode (/reset) and the fields of an action (/schema).
 """
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -22,7 +20,7 @@ from colocated_grpo.environments.chat import ContextExhausted, Conversation
 from colocated_grpo.environments.rewards.builtin import without_thoughts
 from colocated_grpo.environments.user_code.loading import import_optional
 from colocated_grpo.types import JsonObject
-from colocated_grpo.web.client import JsonClient, RequestRejected, Unavailable
+from colocated_grpo.web.client import JsonClient, RequestRejected, Unavailable, until_available
 
 if TYPE_CHECKING:
     from aiohttp import ClientWebSocketResponse
@@ -161,17 +159,14 @@ class OpenEnv(SeededEpisode):
 
     def _request(self, path: str, body: JsonObject | None = None, *, timeout: float = 0.0) -> JsonObject:
         """Send a GET request, or POST if there is a body. Retries an unavailable server for `timeout` seconds."""
-        http, deadline = JsonClient(self.url, timeout=HTTP_TIMEOUT), time.monotonic() + timeout
-        while True:
-            try:
-                return JSON_OBJECT.validate_python(http.get(path) if body is None else http.post(path, body))
-            except (Unavailable, RequestRejected, ValidationError) as error:
-                if not isinstance(error, Unavailable) or time.monotonic() >= deadline:
-                    reason = "not a JSON object" if isinstance(error, ValidationError) else error
-                    raise EnvironmentSetupError(
-                        f"{KEY}: args.url={self.url!r}: no OpenEnv server answers {path}: {reason}"
-                    ) from error
-                time.sleep(RETRY_INTERVAL)
+        http = JsonClient(self.url, timeout=HTTP_TIMEOUT)
+        call = partial(http.get, path) if body is None else partial(http.post, path, body)
+        try:
+            return JSON_OBJECT.validate_python(until_available(call, timeout, RETRY_INTERVAL))
+        except (Unavailable, RequestRejected, ValidationError) as error:
+            reason = "not a JSON object" if isinstance(error, ValidationError) else error
+            line = f"{KEY}: args.url={self.url!r}: no OpenEnv server answers {path}: {reason}"
+            raise EnvironmentSetupError(line) from error
 
 
 async def _send(socket: "ClientWebSocketResponse", message: JsonObject) -> JsonObject:

@@ -1,7 +1,6 @@
 """Games of the textarena package, players that need no model, and episodes in which the policy plays one seat.
 
-Each seat reads different messages, so an episode is the conversation of one seat. All completions of a prompt play the
-same game: same seat, same seed, same opponents.
+An episode is the conversation of one seat. All completions of a prompt play the same seat, seed and opponents.
 """
 
 import re
@@ -27,7 +26,6 @@ MOVE = re.compile(r"\[[^\[\]]+\]")
 THOUGHTS = re.compile(r"^.*</think>|<think>.*$", re.DOTALL)
 """Text up to the last </think>, and a think block that was cut off."""
 RULES, COMPLAINT = "PROMPT", "GAME_ADMIN"
-"""Kinds of messages."""
 MAX_TRIED_MOVES = 30
 """Maximum moves that the random player tries in one turn."""
 VARIANT_SUFFIXES = ("-raw", "-train")
@@ -220,10 +218,7 @@ class TextArena(SeededEpisode):
             raise AnswerError(loading.one_line(error), reward=self.unfinished_reward) from error
 
     def _deal(self, item: Item) -> tuple[TextArenaGame, Random, str | None]:
-        """Start a game and play it up to the seat's first turn.
-
-        Returns the game, the random stream of the opponents, and the text for the seat; None if the game is over.
-        """
+        """Start a game up to the seat's first turn. Return it, the opponents' random stream, and the text if any."""
         game = TextArenaGame(self.game, self.options, self.players, item["seed"])
         rng = Random(f"{item['seed']}/opponents")
         return game, rng, self._advance(game, rng, item["seat"])

@@ -3,12 +3,11 @@
 `next_batch()` returns `(prompts, meta)`, a list of (prompt, meta) pairs, or a list of bare prompts. Actions are
 applied by `apply_actions(meta, completions)`, or by `apply_actions(completions)` for bare prompts. Rewards are
 numbers or (number, note) pairs. A batcher cannot reward an action without applying it. Each completion is therefore
-scored on a pickled copy of the batcher and its open batch (`ToSSimTable`). Copies write to no log file. cloudpickle
-writes the copies, because ToSSim's own environment contains local functions; pickle reads them.
+scored on a copy of the batcher and its open batch (`ToSSimTable`), which writes to no log file. cloudpickle writes the
+copies, because ToSSim's own environment contains local functions.
 
-Pickles of a user's game in a checkpoint can run code when they are loaded, so they are signed. The key is private to
-the user. A valid signature proves that one of this user's runs wrote the state, so a run folder made by another user
-cannot run code here.
+Reading the pickles of a checkpoint can run code, so they are signed with a key that is private to the user: a run
+folder made by another user cannot run code here.
 """
 
 import hmac
@@ -26,7 +25,7 @@ from typing import Any
 import cloudpickle
 
 from colocated_grpo.environments.base import EnvironmentSetupError
-from colocated_grpo.environments.turns.base import Outcome, Return
+from colocated_grpo.environments.turns.base import Outcome
 from colocated_grpo.environments.user_code.isolation import OwnLogs, isolated
 from colocated_grpo.environments.user_code.loading import construct, load_object, one_line
 from colocated_grpo.types import JsonObject
@@ -90,7 +89,6 @@ class ToSSimTurn:
     """'table.batch.index'."""
     table: int
     index: int
-    """Position in the table's batch."""
     messages: str
     frozen: bytes = field(repr=False)
     """Pickle of the table before the batch is applied."""
@@ -177,7 +175,6 @@ class ToSSim:
         self._resets = 0
         self._tables: list[ToSSimTable] = []
         self._logs: list[OwnLogs] = []
-        """Log files of each table."""
         self._add_table()
 
     def next_batch(self) -> list[ToSSimTurn]:
@@ -188,10 +185,7 @@ class ToSSim:
         return self._turns(len(self._tables) - 1)
 
     def score(self, turn: ToSSimTurn, completions: Sequence[str]) -> list[Outcome]:
-        """Return rewards: -1 malformed, 0 illegal, +1 legal; None for a completion on which the batcher raised.
-
-        If it raised on every completion, the first exception is raised.
-        """
+        """Return rewards: -1 malformed, 0 illegal, +1 legal; None if the batcher raised. Raises if it raised on all."""
         errors: list[BaseException] = []
         outcomes = [self._outcome(turn, completion, errors) for completion in completions]
         if len(errors) == len(outcomes):
@@ -223,17 +217,13 @@ class ToSSim:
     def play_on(self, turn: ToSSimTurn) -> None:
         self.commit(turn, WAIT)
 
-    def drain_returns(self) -> list[Return]:
+    def drain_returns(self) -> list[Any]:
         return []
 
-    def drain_games(self) -> list[JsonObject]:
-        return []
+    drain_games = drain_returns
 
     def drain_stats(self) -> dict[str, float]:
-        """Return the number of games at all tables, the batchers' counts, and the number of replaced tables.
-
-        Counts and replaced tables are those since the last call. The counts of a replaced table are lost.
-        """
+        """Return the number of games, and the batchers' counts and the replaced tables since the last call."""
         totals = {"resets": float(self._resets)}
         self._resets = 0
         for number, table in enumerate(self._tables):

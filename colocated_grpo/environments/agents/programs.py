@@ -167,11 +167,7 @@ class AgentEpisode:
         self._endpoint = endpoint
 
     async def run(self, item: Item, model: AgentConversation) -> object:
-        """Return the agent's reward.
-
-        If the agent fails after a request exceeded the context or `max_requests`, the reward is 0, as for an episode
-        that does not catch ContextExhausted. Raises AgentFailed if there was no request. Other exceptions propagate.
-        """
+        """Return the reward; 0 if the agent fails after it exceeded a limit. Raises AgentFailed without a request."""
         with self._endpoint.opened(model) as access:
             try:
                 result = await self._agent(item, access)
@@ -185,11 +181,7 @@ class AgentEpisode:
 
 
 def build_agent(program: str, arguments: list[str], key: str) -> Agent:
-    """Return the agent: an async function of the user, `await function(item, base_url, api_key)`, or a program that the
-    launcher has found.
-
-    Raises EnvironmentSetupError.
-    """
+    """Return the agent: an async function `f(item, base_url, api_key)`, or a program. Raises EnvironmentSetupError."""
     if ":" not in program:
         return Program(program, arguments)
     if arguments:

@@ -1,8 +1,7 @@
 """Stores the requests of one agent as training sequences: the tokens that the policy read and sampled.
 
-An agent sends the whole conversation with every request. If a prompt extends an earlier sequence, that sequence keeps
-its tokens and the new tokens are appended. Any other prompt begins a new sequence. Every sampled token is trained in
-one sequence only.
+An agent sends the whole conversation with every request. A prompt that extends a sequence is appended to it, any other
+begins a new one. Every sampled token is trained in one sequence only.
 """
 
 import asyncio
@@ -27,16 +26,12 @@ class _Sequence:
 
     tokens: Tokens
     text: str
-    """Decoded text of all tokens."""
     cut: bool = False
     """True if a prompt that extends this sequence did not fit."""
 
 
 class AgentConversation:
-    """Requests of an agent, with the completions that the policy returned.
-
-    Requests may overlap. They run on one event loop; only rollout() may run in another thread.
-    """
+    """Requests of an agent, with the completions that the policy returned. All but rollout() runs on one event loop."""
 
     def __init__(self, prompt: Prompt, codec: ChatCodec, limits: AgentLimits, sample: SampleAgent) -> None:
         self._prompt = prompt
@@ -57,8 +52,7 @@ class AgentConversation:
     ) -> list[Completion]:
         """Sample `n` completions of a rendered prompt. Each has at most `max_tokens` tokens; None: as many as fit.
 
-        Raises ContextExhausted if no token fits, TooManyRequests if `n` exceeds the rest of `max_requests`, and
-        ValueError if the engine rejects the prompt.
+        Raises ContextExhausted if none fits, TooManyRequests, and ValueError if the engine rejects the prompt.
         """
         most = self._limits.max_requests
         if self._requested + n > most:
@@ -98,10 +92,7 @@ class AgentConversation:
             self._sequences[position] = replace(self._sequences[position], cut=True)
 
     def _store(self, prompt: list[int], completion: Completion) -> None:
-        """Append a completion to the sequence that its prompt extends token by token, or store a new sequence.
-
-        The sequence is looked up again, because a concurrent request may have extended it or begun another.
-        """
+        """Append a completion to the sequence that its prompt extends by now, or to a new one: requests may overlap."""
         text = self._codec.transcript([*prompt, *completion.token_ids])
         position, tokens = self._continued_by(prompt)
         if position is None or tokens != prompt:
@@ -112,10 +103,9 @@ class AgentConversation:
         self._sequences[position] = _Sequence(after, text)
 
     def _continued_by(self, prompt: list[int]) -> tuple[int | None, list[int]]:
-        """Return the position of the longest sequence that the prompt extends, and the prompt in its tokens.
+        """Return the position of the longest sequence that the prompt extends, if any, and the prompt in its tokens.
 
-        Encoding a sampled message again may give other tokens for the same text, so the sampled tokens are kept. If the
-        prompt extends no sequence, the position is None.
+        Encoding a sampled message again may give other tokens for the same text, so the sampled tokens are kept.
         """
         whole = self._codec.transcript(prompt)
         for position, one in self._longest_first():

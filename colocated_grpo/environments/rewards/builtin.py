@@ -1,8 +1,4 @@
-"""The built-in reward functions, in TRL's signature. Each accepts text and chat completions.
-
-Also the extraction of answers from completions. Tool calls:
-<tool_call>{"name": ..., "arguments": {...}}</tool_call> in a completion, and partial credit for them.
-"""
+"""The built-in reward functions, in TRL's signature, and the answers and <tool_call> blocks in completions."""
 
 import json
 import logging
@@ -42,10 +38,7 @@ def last_number(text: str) -> str | None:
 
 
 def marked_number(text: str) -> Decimal | None:
-    """Return the last number in the text, after the last #### if the text has one.
-
-    Decimal treats 72 and 72.0 as equal and parses in linear time; int() is quadratic.
-    """
+    """Return the last number, after the last #### if any. Decimal: 72 equals 72.0, and parsing takes linear time."""
     found = last_number(text.rpartition("####")[2])
     return None if found is None else Decimal(found)
 
@@ -95,10 +88,7 @@ def is_exact(given: Calls | None, expected: Calls) -> bool:
 
 
 def credit(given: Calls | None, expected: Calls) -> float:
-    """Return 1 for exact calls, else PARTIAL_CREDIT times the mean fraction of right names and arguments per call.
-
-    Calls are compared by position. Extra and missing calls and arguments count as wrong.
-    """
+    """Return 1 for exact calls, else PARTIAL_CREDIT times the fraction of right names and arguments, by position."""
     if given is None:
         return 0.0
     if is_exact(given, expected):
@@ -183,8 +173,7 @@ def math_verify(
 def equal_math(gold: str, answer: str) -> bool | None:
     """Return whether reference and answer are equal; False after MATH_SECONDS; None if `gold` cannot be parsed.
 
-    The comparison runs in a worker process, which can be killed: answers such as 9^9^9 keep math-verify busy forever.
-    math-verify's own time limit works only in the main thread, and one long operation holds the interpreter lock.
+    In a worker process, which can be killed: 9^9^9 keeps math-verify busy for ever, with the interpreter lock held.
     """
     if find_spec("math_verify") is None:
         raise ModuleNotFoundError("math-verify is not installed; install it with: pip install math-verify")

@@ -1,11 +1,10 @@
 """Runs programs with their tests, each test in its own process. Executed as a script.
 
 Receives jobs, {"program", "cases", "folder", "seconds", "memory", "file"}, each followed by a nonce, and sends back the
-nonce and the number of passed tests. The nonce is read after the tests have ended, so no program finds it in memory.
-Exits when the connection closes. The process of a test has limits on time, memory and the size of a file. A seccomp
-filter blocks new processes, sockets and signals to other processes, so one kill ends the whole test. A program cannot
-read or write the memory, the descriptors and the environment of other processes. Limits and filter guard against
-accidents. They are not a sandbox.
+nonce, which no program finds in memory as it is read after the tests, and the number of passed tests. The process of a
+test has limits on time, memory and the size of a file. A seccomp filter blocks new processes, sockets and signals to
+other processes, so one kill ends the whole test. A program cannot access the memory, the descriptors and the
+environment of other processes. This guards against accidents. It is not a sandbox.
 """
 
 import ctypes
@@ -141,10 +140,7 @@ def _limit(job: dict) -> None:
 
 
 def seccomp_filter(process: int, architecture: int, clone: int, clone3: int, tgkill: int, refused: list[int]) -> bytes:
-    """Return the code of a filter that refuses the system calls in `refused`.
-
-    The filter also refuses clone, unless clone starts a thread, and tgkill to a process other than `process`.
-    """
+    """Return the code of a filter that refuses `refused`, clone except for threads, and tgkill to other processes."""
     lines = [
         (LOAD, 0, 0, ARCHITECTURE),
         (EQUAL, 1, 0, architecture),

@@ -12,10 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from colocated_grpo.environments.base import EnvironmentSetupError, Item
-from colocated_grpo.environments.rewards import scoring
-from colocated_grpo.environments.rewards.builtin import REWARDS
-from colocated_grpo.environments.rewards.judge import Judge
-from colocated_grpo.environments.rewards.run_code import RunCode
+from colocated_grpo.environments.rewards import builtin, judge, run_code, scoring
 from colocated_grpo.environments.rewards.workers import Answer, Started, WorkerPool
 from colocated_grpo.environments.user_code import loading
 from colocated_grpo.runtime.user_code import is_user_code
@@ -29,7 +26,7 @@ PROVIDED = {"prompts", "completions", "completion_ids", "trainer_state", "log_ex
 NEEDS_MESSAGES = (
     "it reads messages, but completions are text, as the prompts are; set system_prompt or give messages as prompts"
 )
-BUILT_IN: dict[str, Callable[..., object]] = {**REWARDS, "judge": Judge, "run_code": RunCode}
+BUILT_IN: dict[str, Callable[..., object]] = {**builtin.REWARDS, "judge": judge.Judge, "run_code": run_code.RunCode}
 """Built-in reward functions by name. A class is constructed with `args`."""
 TRL = "trl.rewards."
 KEYWORD_KINDS = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
@@ -124,10 +121,7 @@ class RewardFunction:
 
 
 def scores_of(function: RewardFunction, inputs: RewardInputs) -> list[Score]:
-    """Call the function once for all completions. In each score, `parts` are the metrics that the function logged.
-
-    If this call raises, the function is called for each completion, so that only some completions fail.
-    """
+    """Call the function for all completions or, if that raises, for each. `parts`: the metrics that it logged."""
 
     def explain(error: BaseException) -> str:
         line = f"{function.name}: {loading.one_line(error)}"
@@ -206,11 +200,7 @@ NOT_SENDABLE = (pickle.PicklingError, TypeError, AttributeError, RecursionError)
 
 @dataclass(eq=False)
 class RewardScorer:
-    """Weighted sum of reward functions.
-
-    As in TRL, results of None are left out of the sum; if all results are None, the reward is None. Functions of weight
-    0 are left out as well, whatever they return or raise.
-    """
+    """Weighted sum of reward functions. As in TRL, None is left out; so is weight 0, whatever such a function does."""
 
     functions: Sequence[RewardFunction]
     max_steps: int
@@ -298,8 +288,7 @@ def start_workers(
 ) -> RewardWorkers | None:
     """Return the processes of the functions that run in processes; None if there are no such functions.
 
-    Functions with `run_in: auto` run in threads if a process cannot load all functions chosen for processes, or if one
-    of these functions imports a library of DEVICE_LIBRARIES.
+    `run_in: auto` means threads if a process cannot load all these functions, or loads any of DEVICE_LIBRARIES.
     """
     pairs = list(zip(functions, configs, strict=True))
     chosen = [(f.name, c) for f, c in pairs if c.run_in == "process" or (c.run_in == "auto" and _suits(c, f.function))]
@@ -318,11 +307,7 @@ def start_workers(
 
 
 def _suits(config: RewardConfig, function: Callable[..., object]) -> bool:
-    """Return True for a plain function of the user whose file has no sign of device memory or shared state.
-
-    Built-in functions take linear time and run in threads. Coroutines do not run in processes either, because they
-    share the connections and the limits of one event loop.
-    """
+    """Return True for a user's plain function, not a coroutine, without signs of device memory or shared state."""
     # A function that the program has passed may use any object of the program.
     by_name = config.name not in BUILT_IN and config.args is None and config.given is None
     if not by_name or not inspect.isfunction(function):

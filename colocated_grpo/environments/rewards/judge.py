@@ -124,11 +124,7 @@ class Judge(Section):
         log_metric: Callable[[str, float], None],
         **columns: Sequence[object],
     ) -> list[Outcome]:
-        """Return the score of each completion.
-
-        Logs two fractions of the completions: those that needed no request, and those without a score because the
-        budget is spent.
-        """
+        """Return the score of each completion. Logs the fractions without a request, and over the budget."""
         rows = zip(prompts, completion_texts(completions), strict=True)
         wanted = sorted(self.required_columns)
         bodies = [
@@ -214,7 +210,7 @@ class ScoreCache:
         self._file = file
         self._scores: OrderedDict[str, float] = OrderedDict()
         if file is not None:
-            self._append(b"")  # fails at the start if the file cannot be written
+            file.open("ab").close()  # fails at the start if the file cannot be written
             for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
                 with suppress(ValueError, TypeError):  # an unfinished line of a killed process
                     key, score = json.loads(line)
@@ -228,13 +224,9 @@ class ScoreCache:
     def put(self, key: str, score: float) -> None:
         self._remember(key, score)
         if self._file is not None:
-            self._append((json.dumps([key, score]) + "\n").encode())
-
-    def _append(self, line: bytes) -> None:
-        assert self._file is not None
-        # One unbuffered write to a file opened for appending, so that lines of several processes do not mix.
-        with self._file.open("ab", buffering=0) as file:
-            file.write(line)
+            # One unbuffered write to a file opened for appending, so that lines of several processes do not mix.
+            with self._file.open("ab", buffering=0) as file:
+                file.write((json.dumps([key, score]) + "\n").encode())
 
     def _remember(self, key: str, score: float) -> None:
         self._scores[key] = score

@@ -1,8 +1,7 @@
-"""The reward of a reward model: the score that a sequence classification model gives a prompt with its completion."""
+"""The reward of a reward model: a sequence classification model's score of a prompt with its completion."""
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from math import isnan
 from typing import Any
 from weakref import WeakValueDictionary
@@ -55,9 +54,7 @@ class RewardModel(Section):
         self, prompts: Sequence[str | list[JsonObject]], completions: Sequence[str | list[JsonObject]]
     ) -> Sequence[float | NoReward]:
         texts = [self._text(*pair) for pair in zip(prompts, completions, strict=True)]
-        if self._classifier is None:
-            return [NoReward(NOT_RUN)] * len(texts)
-        return self._classifier.scores(texts)
+        return [NoReward(NOT_RUN)] * len(texts) if self._classifier is None else self._classifier.scores(texts)
 
     def _text(self, prompt: str | list[JsonObject], completion: str | list[JsonObject]) -> str:
         if isinstance(prompt, str):
@@ -90,7 +87,7 @@ class Classifier:
         # RoBERTa numbers positions from 2, so it reads less than its configuration says.
         self._longest = min(longest_sequence(config.to_dict()) or MAX_SIZE, tokenizer.model_max_length)
         # One thread: tokenizers are not safe in several, and each thread would have a cuBLAS workspace.
-        prepare = partial(torch.cuda.set_device, device) if on_gpu else None
+        prepare = (lambda: torch.cuda.set_device(device)) if on_gpu else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward model", initializer=prepare)
 
     def scores(self, texts: Sequence[str]) -> list[float | NoReward]:

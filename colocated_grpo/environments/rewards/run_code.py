@@ -10,20 +10,20 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal, Self, TypedDict
+from typing import Literal, Self
 
 from pydantic import Field, PrivateAttr, model_validator
 
-from colocated_grpo.environments.rewards import code_runner
-from colocated_grpo.environments.rewards.builtin import Completions, completion_texts
+from colocated_grpo.environments.rewards import builtin, code_runner, workers
 from colocated_grpo.environments.rewards.scoring import NoReward
-from colocated_grpo.environments.rewards.workers import WorkerPool
 from colocated_grpo.settings.base import Positive, Section
 
 MEGABYTE = 1 << 20
 FENCE = "```"
 GRACE = 10.0
 """Seconds to wait for a process after the time limit of its tests."""
+Case = dict[str, str | None]
+"""One test: `check`, statements to run after the program; or `stdin`, and the expected `stdout`."""
 
 
 class RunCode(Section):
@@ -46,7 +46,7 @@ class RunCode(Section):
     """Completions tested at a time, per rank. Default: the available cores of the host, divided by its ranks."""
 
     _threads: ThreadPoolExecutor = PrivateAttr()
-    _runners: WorkerPool = PrivateAttr()
+    _runners: workers.WorkerPool = PrivateAttr()
 
     @model_validator(mode="after")
     def _runs_here(self) -> Self:
@@ -63,7 +63,7 @@ class RunCode(Section):
     def model_post_init(self, _context: object) -> None:
         cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self._threads = ThreadPoolExecutor(self.processes or max(1, cores), thread_name_prefix="run_code")
-        self._runners = WorkerPool(
+        self._runners = workers.WorkerPool(
             # -I: the environment and the working folder must not change what a program imports.
             command=[sys.executable, "-I", str(Path(code_runner.__file__))],
             # Not the environment variables of this process: they may contain API keys.
@@ -74,9 +74,9 @@ class RunCode(Section):
     def required_columns(self) -> set[str]:
         return {self.tests_column}
 
-    def __call__(self, completions: Completions, **columns: Sequence[object]) -> list[float | NoReward | None]:
+    def __call__(self, completions: builtin.Completions, **columns: Sequence[object]) -> list[float | NoReward | None]:
         """Return the fraction of passed tests of each completion. Raises ValueError for tests of an unknown form."""
-        return list(self._threads.map(self._reward, completion_texts(completions), columns[self.tests_column]))
+        return list(self._threads.map(self._reward, builtin.completion_texts(completions), columns[self.tests_column]))
 
     def _reward(self, text: str, tests: object) -> float | NoReward | None:
         cases = cases_of(tests)
@@ -90,7 +90,7 @@ class RunCode(Section):
         except NoReward as failure:
             return failure
 
-    def _passed(self, program: str, cases: "Sequence[Case]") -> int:
+    def _passed(self, program: str, cases: Sequence[Case]) -> int:
         limits = {"seconds": self.timeout, "memory": self.memory_mb * MEGABYTE, "file": self.file_mb * MEGABYTE}
         # The working folder of the tests is empty, and is removed afterwards.
         with TemporaryDirectory(prefix="run_code_", ignore_cleanup_errors=True) as folder:
@@ -118,14 +118,6 @@ def last_code_block(text: str) -> str | None:
     return blocks[-1].partition("\n")[2] if blocks else None
 
 
-class Case(TypedDict):
-    """One test: statements to run after the program, or a standard input and the expected standard output."""
-
-    check: str | None
-    stdin: str
-    stdout: str
-
-
 def cases_of(tests: object) -> list[Case]:
     """Return the tests in a cell of the tests column. Raises ValueError for an unknown form.
 
@@ -146,9 +138,9 @@ def cases_of(tests: object) -> list[Case]:
 
 def _case(test: object) -> Case:
     if isinstance(test, str):
-        return Case(check=test, stdin="", stdout="")
+        return {"check": test, "stdin": "", "stdout": ""}
     if isinstance(test, Mapping) and {"input", "output"} <= test.keys():
-        return Case(check=None, stdin=_lines(test["input"]), stdout=_lines(test["output"]))
+        return {"check": None, "stdin": _lines(test["input"]), "stdout": _lines(test["output"])}
     raise ValueError(f'a test must be statements, or have "input" and "output", got {test!r:.80}')
 
 

@@ -1,8 +1,7 @@
 """Scoring by a task's own score(). An exception affects only the completion that caused it.
 
-A scorer that parses answers may raise on a malformed answer. A malformed answer gets the reward of a bad answer;
-otherwise the policy would not learn to avoid malformed answers. A scorer that fails on every answer is broken. Its
-completions get no reward, and the run stops if their fraction exceeds rollout.max_reward_errors.
+A malformed answer on which a scorer raises is a bad answer: the policy must learn to avoid it. A scorer that fails on
+every answer is broken, gives no reward, and ends a run by rollout.max_reward_errors.
 """
 
 import asyncio
@@ -12,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from inspect import isawaitable
 from typing import Any
 
-from colocated_grpo.environments.base import AnswerError, Item, Task
+from colocated_grpo.environments.base import AnswerError, Task
 from colocated_grpo.environments.user_code.loading import ReusableLoop, one_line
 from colocated_grpo.types import Completion, Prompt, Score
 
@@ -29,14 +28,10 @@ exceptions of an HTTP client, are not caused by the answer."""
 Worst = Callable[[Sequence[float]], float]
 """Chooses the worst reward: min, or max for a function of negative weight."""
 NOT_RUN = "a dry run reads no weights"
-"""Reason of a reward model in a dry run."""
 
 
 class NoReward(Exception):
-    """The reason why a completion has no reward. A reward function returns a NoReward in place of a number.
-
-    All other completions keep their rewards. After an exception, the function is called again for each completion.
-    """
+    """Why a completion has no reward. A reward function returns it in place of a number; others keep their rewards."""
 
 
 class TaskScorer:
@@ -46,12 +41,8 @@ class TaskScorer:
         self.task = task
 
     def score(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Score]:
-        return score_texts(self.task, prompt.item, texts)
-
-
-def score_texts(task: Task, item: Item, texts: Sequence[str]) -> list[Score]:
-    """Score the completions of one prompt. An exception becomes Score.error."""
-    return score_each([lambda text=text: as_score(resolve_awaitable(task.score(item, text))) for text in texts])
+        score, item = self.task.score, prompt.item
+        return score_each([lambda text=text: as_score(resolve_awaitable(score(item, text))) for text in texts])
 
 
 def score_each(
@@ -65,12 +56,11 @@ def score_each(
         except BaseException as error:  # some timeout errors derive from it, to pass `except Exception` in user code
             results.append(error)
     scored = [each.reward for each in results if isinstance(each, Score) and each.reward is not None]
-    return [
-        each
-        if isinstance(each, Score)
-        else Score(reward=reward_of_unscorable(each, scored, worst), error=explain(each))
-        for each in results
-    ]
+
+    def unscorable(error: BaseException) -> Score:
+        return Score(reward=reward_of_unscorable(error, scored, worst), error=explain(error))
+
+    return [each if isinstance(each, Score) else unscorable(each) for each in results]
 
 
 def as_score(result: object) -> Score:

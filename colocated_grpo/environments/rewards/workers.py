@@ -1,7 +1,6 @@
-"""Worker processes for user reward functions, math-verify and programs in completions.
+"""Worker processes for user reward functions, math-verify and programs in completions, kept between calls.
 
-A call that never returns, holds the interpreter lock or crashes costs only its own completions: the process is killed
-and replaced. Processes are kept between calls. More processes are started when more calls run concurrently than before.
+A call that never returns, holds the interpreter lock or crashes costs only its own completions and its process.
 """
 
 import faulthandler
@@ -41,7 +40,6 @@ INVALID = "the worker process sent an invalid response"
 
 _lock = threading.Lock()
 _workers: "set[Worker]" = set()
-"""All workers of this process."""
 # The kernel kills a worker when the thread that started it ends. The thread of this executor never ends.
 _starter = ThreadPoolExecutor(1, thread_name_prefix="worker processes")
 
@@ -128,10 +126,7 @@ class WorkerPool:
         command: Sequence[str] = PROGRAM,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """prepare: first message, for the command PROGRAM only.
-
-        environment: environment variables. None: the variables of this process, with all GPUs hidden.
-        """
+        """prepare: first message, for PROGRAM only. environment: None: this process's, with all GPUs hidden."""
         self._prepare, self._command, self._environment = prepare, command, environment
         self._idle: SimpleQueue[Worker] = SimpleQueue()
 
@@ -171,9 +166,8 @@ class WorkerPool:
     ) -> tuple[list[Any], str | None]:
         """Return up to `count` responses, and the reason if there are fewer: LATE, INVALID, or how the process ended.
 
-        request: messages to the worker. read: decodes a response, or raises ValueError. seconds: time limit of each
-        response; None: no limit, until `end_busy_workers` is called. Raises the errors of pickle for a request that
-        cannot be serialized.
+        read: decodes a response, or raises ValueError. seconds: time limit of each; None: `end_busy_workers` ends it.
+        Raises the errors of pickle for messages that cannot be serialized.
         """
         messages = [pickle.dumps(message) for message in request]
         worker = self._take()
@@ -211,10 +205,7 @@ class WorkerPool:
 
 
 def last_ready() -> float:
-    """Return the latest time.monotonic() at which a busy process was ready; 0 if no process is busy.
-
-    A process that is still starting counts as ready now. One launched more than START_SECONDS ago is ignored.
-    """
+    """Return the latest time.monotonic() at which a busy process was ready; now while one starts; 0 if none is busy."""
     now = time.monotonic()
     with _lock:
         busy = [worker for worker in _workers if worker.busy]

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from hashlib import blake2b
 from itertools import count
 from pathlib import Path
@@ -27,7 +27,6 @@ DEFAULT_SPLIT = RowsSourceConfig.model_fields["split"].default
 SAVED_TO_DISK = ("state.json", "dataset_dict.json")
 """Marker files that save_to_disk() writes for a Dataset and for a DatasetDict."""
 NULL_CHECK_ROWS = 10_000
-"""Rows per batch of the null check."""
 
 
 class RowItems(Items):
@@ -151,10 +150,7 @@ class RowItems(Items):
                 raise self._error(f"row {index} of {split!r}: column {self._config.prompt_column!r} is null")
 
     def _check_json(self, rows: "Dataset", numbers: Sequence[int], where: str) -> None:
-        """Raise if tools or variables given as JSON text are unusable.
-
-        All other columns are typed, so it is enough to check row 0.
-        """
+        """Raise if tools or variables given as JSON text are unusable. Other columns are typed, so row 0 is enough."""
         for column in rows.column_names:
             key = self._config.columns.get(column, column)
             is_text = "string" in getattr(rows.features[column], "dtype", "")
@@ -251,13 +247,10 @@ def sample_digest(rows: AnyRows) -> str:
 
 def row_indices(size: int, seed: int | None, start: int) -> Iterator[int]:
     """Yield the indices of the rows from a position on, in passes over `size` rows."""
-    for taken in count(start):
-        epoch, position = divmod(taken, size)
-        yield position if seed is None else epoch_order(size, seed, epoch)[position]
-
-
-@lru_cache(maxsize=32)  # a mixture alternates between environments, so it uses several orders
-def epoch_order(size: int, seed: int, epoch: int) -> list[int]:
-    order = list(range(size))
-    Random(f"{seed}:{epoch}").shuffle(order)
-    return order
+    first, skipped = divmod(start, size)
+    for epoch in count(first):
+        order: Sequence[int] = range(size)
+        if seed is not None:
+            order = [*order]
+            Random(f"{seed}:{epoch}").shuffle(order)
+        yield from order[skipped if epoch == first else 0 :]

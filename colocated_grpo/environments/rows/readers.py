@@ -112,10 +112,7 @@ AnyRows: TypeAlias = "list[Item] | Dataset"
 
 
 def filter_rows(rows: AnyRows, config: RowsSourceConfig, key: str) -> tuple[list[int], str | None]:
-    """Return the numbers of the rows that meet `where` and `filter`, and a log line about the dropped rows, if any.
-
-    Raises EnvironmentSetupError if `filter` cannot be imported, or if a condition cannot be applied to a row.
-    """
+    """Return the numbers of the rows to keep, and a line about others, if any. Raises EnvironmentSetupError."""
     keep = None if config.filter is None else load_function(config.filter, f"{key}: filter")
     left, parts = list(range(len(rows))), []
     try:
@@ -172,9 +169,7 @@ def is_equal(value: object, wanted: Scalar) -> bool:
     if isinstance(wanted, bool) or isinstance(value, bool):
         spelled = {"true": True, "false": False}.get(value.lower()) if isinstance(value, str) else value
         return spelled is wanted
-    if isinstance(wanted, str):
-        return value == wanted
-    return as_number(value) == wanted
+    return value == wanted if isinstance(wanted, str) else as_number(value) == wanted
 
 
 def as_number(value: object) -> float | None:

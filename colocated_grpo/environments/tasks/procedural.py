@@ -22,7 +22,6 @@ from colocated_grpo.types import JsonObject
 Template = Annotated[str, StringConstraints(pattern=r"\{question\}")]
 """Text that contains {question}. Without the placeholder every prompt would be the same."""
 HELD_OUT_ONE_IN = 10
-"""One in ten questions is held out."""
 MAX_MISSES = 1000
 """Consecutive draws without a new question of the split, after which the split counts as exhausted."""
 PARTIAL_CREDIT = 0.5
@@ -53,10 +52,10 @@ class Procedural(Section):
 
 
 def split_items(drawn: Iterator[Item], template: str, split: Split) -> Iterator[Item]:
-    """Yield the items of one split out of the endless `drawn`, with "prompt" made from the template and "question".
+    """Yield the items of one split of the endless `drawn`, with "prompt" made from the template and "question".
 
-    "train" is endless and may repeat a question. "held_out" never repeats a question, and ends after MAX_MISSES draws
-    without a new one. If the question alone does not identify an item, the item needs an "identity".
+    "train" is endless and may repeat a question. "held_out" repeats none, and ends after MAX_MISSES draws without a new
+    one. "identity" tells items with the same question apart.
     """
     seen: set[str] = set()
     misses = 0

@@ -9,8 +9,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from colocated_grpo.environments.base import Item, Split
-from colocated_grpo.environments.town import state, verdicts
-from colocated_grpo.environments.town.legality import legal_actions, reply_pattern
+from colocated_grpo.environments.town import legality, state, verdicts
 from colocated_grpo.environments.town.phases import enter, seat_result, to_act
 from colocated_grpo.environments.town.players import SCRIPTED, scripted_reply, scripted_turn, sensible_player
 from colocated_grpo.environments.town.state import Game, Phase, Rules
@@ -91,7 +90,7 @@ class TownTurn:
 
     def pattern(self) -> str:
         game = state.restore_game(self.state)
-        return reply_pattern(legal_actions(game, self.seat), game.rules.max_speech)
+        return legality.reply_pattern(legality.legal_actions(game, self.seat), game.rules.max_speech)
 
 
 class TownEnvironment:

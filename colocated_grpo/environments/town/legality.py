@@ -196,10 +196,7 @@ characters that the parser replaces."""
 
 
 def reply_pattern(legal: LegalActions, max_speech: int, max_thought: int = MAX_PATTERN_THOUGHT) -> str:
-    """Return a regular expression that matches well-formed legal replies, for structured output.
-
-    It uses only alternation, character classes and bounded repeats, which every structured-output engine supports.
-    """
+    """Return a regular expression of the legal replies, in the syntax that every structured-output engine supports."""
     actions = []
     for tag, spec in legal.items():
         options = [f"({'|'.join(map(re.escape, spec.options))})"] if spec.options else []

@@ -179,8 +179,5 @@ def scripted_turn(game: Game, seat: int, player: Player) -> None:
 
 
 def scripted_reply(game: Game, seat: int, player: Player) -> str:
-    """Return the reply of a scripted player to an open turn.
-
-    The random stream depends on the seat's own turn count, so simultaneous seats may act in any order.
-    """
+    """Return a script's reply to an open turn, random by the seat's own turns: simultaneous seats act in any order."""
     return player(Observation(game, seat), Random(f"{game.seed}/{seat}/{game.seats[seat].acted}"))

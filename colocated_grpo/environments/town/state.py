@@ -31,11 +31,7 @@ def faction_sizes(seats: int) -> dict[Faction, int]:
 
 
 def draw_cast(seats: int, rng: Random) -> list[str]:
-    """Return role names in seat order.
-
-    A cast always has an investigator, a doctor, a mafia killer and at most one neutral killer: two killers would be
-    invulnerable to each other.
-    """
+    """Return role names in seat order. No cast has two neutral killers, who would be invulnerable to each other."""
     sizes = faction_sizes(seats)
     leaders = rng.sample(_LEADERS, 2 if sizes[Faction.MAFIA] > 2 else 1)
     roles = leaders + ["informer"] * (sizes[Faction.MAFIA] - len(leaders))

@@ -1,7 +1,4 @@
-"""The view of one seat, and the game in words: events, prompts, look-ups, and the record of an ended game.
-
-Prompts, look-ups and scripted players read the game only through this view, so no secret can leak.
-"""
+"""The view of one seat, through which prompts and scripts read a game without its secrets, and the game in words."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -34,12 +31,10 @@ class Observation:
         on_trial = game.phase in (Phase.DEFENCE, Phase.JUDGEMENT, Phase.LAST_WORDS)
         self.accused = game.accused if on_trial else NO_SEAT
         self.nominations_needed = legality.nominations_needed(game)
-        """Nominations of one player that start a trial."""
         dead = {index: other for index, other in enumerate(game.seats) if not other.alive}
         self.graves = {index: other.role_name for index, other in dead.items()}
         """Role names of the dead by seat."""
         self.wills = {other.name: other.will for other in dead.values()}
-        """Wills of the dead by name."""
         self.events = tuple(event for event in game.events if event.audience is None or seat in event.audience)
         """Events that the seat saw, oldest first."""
         self.legal = legality.legal_actions(game, seat)
@@ -48,7 +43,6 @@ class Observation:
         self.dialog = tuple(holder.dialog)
         """(completion, observation) of each look-up of this turn so far."""
         self.tool_calls = game.rules.tool_calls
-        """Look-ups that the rules allow in one turn."""
 
 
 _SENTENCES = {
@@ -96,8 +90,7 @@ def event_lines(events: Iterable[Event], names: Sequence[str]) -> list[str]:
 def game_record(game: Game) -> JsonObject:
     """Return an ended game for the run folder: cast and result, transcript, and one row for each event.
 
-    The transcript has the whole game, secrets included. A line that only some seats saw ends with the names of these
-    seats. Events that no seat saw need no suffix: thoughts and choices are in brackets already.
+    The transcript has all secrets. A line that only some seats saw ends with their names.
     """
     names = [f"{seat.name} ({seat.role_name})" for seat in game.seats]
     lines = ["Cast: " + ", ".join(names)]

@@ -1,7 +1,6 @@
-"""Judges a reply against the state of the game, applies it, and rewards it.
+"""Judges a reply against the state of the game, applies it, and rewards it. Seats change a game only through this code.
 
-A seat changes the game only through this code. Rewards are for a reply's form, a shaping term for how it serves the
-seat's side, and the outcome of the game.
+Rewards are for a reply's form, for how it serves the seat's side (shaping), and for the outcome of the game.
 """
 
 from collections import Counter
@@ -86,7 +85,6 @@ def _wrong_option(game: Game, seat: int, named: str, options: tuple[str, ...]) -
 
 
 MAX_RECORDED_THOUGHT = 500
-"""Maximum recorded characters of the think block."""
 
 
 def apply_verdict(game: Game, seat: int, verdict: Verdict, completion: str) -> str | None:
@@ -216,11 +214,7 @@ WIN_RATE_GAMES = 100
 
 @dataclass(slots=True)
 class TownStats:
-    """Counts since the last reset. Field names are keys of checkpoints.
-
-    parse_rate, legal_rate and the reward by phase are not counted here, because they are means over all completions,
-    committed or not.
-    """
+    """Counts since the last reset, for metrics that the trainer does not compute. Field names are checkpoint keys."""
 
     codes: dict[str, int] = field(default_factory=dict)
     """Rejected replies by error code."""

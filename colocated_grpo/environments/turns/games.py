@@ -1,7 +1,7 @@
 """Games trained turn by turn. Each open turn gets a group of completions, and one of the completions is played.
 
-The games live on rank 0. A turn is sent to the rank that samples its completions. The same rank scores the completions
-from the game state stored in the turn. After the groups are gathered, rank 0 commits one completion of each turn.
+The games live on rank 0. The rank that samples the completions of a turn scores them, by the game state in the turn.
+Rank 0 then commits one completion of each turn.
 """
 
 import json
@@ -25,7 +25,6 @@ from colocated_grpo.settings.sources import TurnsSourceConfig
 from colocated_grpo.types import Completion, Group, JsonObject, Prompt, Rollout, Score, shallow
 
 TURN_KEY = "turn"
-"""Item key of the turn."""
 RATES = ("parse_rate", "legal_rate")
 """Parts of an outcome that are reported as metrics."""
 
@@ -125,10 +124,7 @@ class PendingGroups:
         self.groups[turn_id] = _PendingGroup(slim, committed, self._step)
 
     def end_step(self, returns: Mapping[str, float]) -> tuple[list[Group], list[Group]]:
-        """Remove and return two lists: the groups completed by `returns`, and the overdue groups.
-
-        returns: by turn id. A return for a group that was released earlier is ignored: the group has already trained.
-        """
+        """Remove and return the groups completed by `returns`, by turn id, and the groups that have waited too long."""
         complete = [
             _with_return(pending, value)
             for turn_id, value in returns.items()

@@ -46,8 +46,7 @@ def _from_elsewhere(_record: logging.LogRecord) -> bool:
 def isolated(rng: random.Random) -> Generator[None]:
     """Suppress the thread's output and its log records on the console, and give `random` the state of `rng`.
 
-    numpy's global stream is seeded from `rng`. `rng` advances with the draws of the block. Raises RuntimeError after
-    LOCK_TIMEOUT if another block does not end.
+    numpy is seeded from `rng`, which advances with the block. Raises RuntimeError if another block lasts too long.
     """
     if not _process_state_lock.acquire(timeout=LOCK_TIMEOUT):
         raise RuntimeError(f"another game call has not returned for {LOCK_TIMEOUT:g} s")
@@ -74,9 +73,8 @@ def isolated(rng: random.Random) -> Generator[None]:
 class OwnLogs:
     """The log files of one game object. Only calls inside `attached` write to these files.
 
-    Loggers are global by name. Without this class, the records of every copy, every table and other code of the process
-    would go into the files of all games. If one logger has several files with the same name, only the last file is
-    kept: each record is then written to one file, and short-lived games do not exhaust the process's file descriptors.
+    Loggers are global by name: records of every copy and table would go into the files of all games. Of several files
+    of one name at a logger, the last is kept: short-lived games must not exhaust the process's descriptors.
     """
 
     def __init__(self) -> None:
@@ -86,8 +84,7 @@ class OwnLogs:
     def attached(self) -> Generator[None]:
         """Attach the files. On exit, detach them and all handlers that the block has added.
 
-        File handlers that the block has added are kept for the next call. Other added handlers are closed, because they
-        print to the console. Not thread-safe: use inside `isolated`.
+        Added file handlers are kept for the next call, others are closed. Not thread-safe: use inside `isolated`.
         """
         before = {id(handler) for logger in _loggers() for handler in logger.handlers}
         for (name, _), handler in self._files.items():

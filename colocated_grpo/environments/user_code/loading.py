@@ -1,7 +1,4 @@
-"""Loading of user code by the names in the config, and event loops for its coroutines.
-
-Every failure to load becomes a one-line error. Each event loop has its own thread. A blocked loop can be replaced.
-"""
+"""Loading of user code by names in the config, with one-line errors, and event loops on threads of their own."""
 
 import asyncio
 import importlib

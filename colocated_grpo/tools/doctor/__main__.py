@@ -15,9 +15,7 @@ from colocated_grpo.tools.doctor import machine
 from colocated_grpo.tools.doctor.subject import Finding, Subject
 from colocated_grpo.tracking.text import printable
 
-Check = Callable[[Subject], Finding]
-
-CHECKS: Mapping[str, Check] = {
+CHECKS: Mapping[str, Callable[[Subject], Finding]] = {
     "gpus": machine.check_gpus,
     "gpu_memory": machine.check_gpu_memory,
     "torch": machine.check_torch,

@@ -127,10 +127,7 @@ def check_variables(subject: Subject) -> Finding:
 
 
 def missing_interfaces(setting: str, existing: Collection[str]) -> bool:
-    """True if NCCL's or gloo's setting names no existing interface.
-
-    'eth,ib' are prefixes, '=eth0' is a whole name, and '^docker' excludes interfaces, so that any name is valid.
-    """
+    """True if a setting such as 'eth,ib' (prefixes) or '=eth0' (a name) has no interface. '^docker' excludes one."""
     if not setting or setting.startswith("^"):
         return False
     exact, wanted = setting.startswith("="), setting.removeprefix("=").split(",")

@@ -1,7 +1,4 @@
-"""The subject of all checks (this machine, and the flags of a run), and their findings.
-
-torch and transformers are imported in a process of their own, because a broken build must not end the doctor.
-"""
+"""The subject of all checks (this machine, and the flags of a run), and their findings."""
 
 import json
 import re
@@ -56,7 +53,7 @@ class Imports:
 
 
 def import_libraries(environment: Mapping[str, str]) -> Imports:
-    """Import torch, then transformers, in a process of their own."""
+    """Import torch, then transformers, in a process of their own: a broken build must not end the doctor."""
     command = [sys.executable, "-c", IMPORTS]
     try:
         done = subprocess.run(command, env=dict(environment), capture_output=True, text=True, timeout=IMPORT_SECONDS)

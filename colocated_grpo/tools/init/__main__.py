@@ -15,10 +15,8 @@ import yaml
 from colocated_grpo.environments.rows.readers import READERS
 from colocated_grpo.errors import ConfigError, RunError
 from colocated_grpo.launch.cli import visible_gpus
-from colocated_grpo.runtime import program, verdict
-from colocated_grpo.runtime.processes import list_gpus, visible
-from colocated_grpo.settings.config_file import read_config
-from colocated_grpo.settings.inputs import check_inputs
+from colocated_grpo.runtime import processes, program, verdict
+from colocated_grpo.settings import config_file, inputs
 from colocated_grpo.settings.run_sizes import GIB, Placement, gib
 from colocated_grpo.tools.init.choices import Choices, Setting, learning_rate, make_plan
 from colocated_grpo.types import JsonObject
@@ -31,22 +29,6 @@ SETTINGS_PAGE = SETTINGS.parents[1] / "docs/settings.md"  # written from the doc
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the file. Returns 0, or 2 after printing what is wrong."""
     program.prepare_streams()
-    options = _parser().parse_args(arguments)
-    program.set_up_logging("INFO")
-    try:
-        text = _text(options)
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(text, encoding="utf-8")
-        check_inputs(read_config(options.output).config)
-    except (ConfigError, RunError, OSError) as error:
-        program.exit_code(error)
-        return verdict.USAGE_ERROR
-    with suppress(OSError):  # a closed console
-        print(f"{text}\nwritten to {options.output}; the first lines are the next commands", flush=True)
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = program.OneLineParser(
         prog="colocated-grpo init",
         description="Write a commented config for a data file, a model and a number of GPUs.",
@@ -59,7 +41,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--reward", metavar="NAME", help="a built-in reward or file.py:function (default: by the data)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="YAML file (default: DATA.yaml in this folder)")
-    return parser
+    options = parser.parse_args(arguments)
+    program.set_up_logging("INFO")
+    try:
+        text = _text(options)
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(text, encoding="utf-8")
+        inputs.check_inputs(config_file.read_config(options.output).config)
+    except (ConfigError, RunError, OSError) as error:
+        program.exit_code(error)
+        return verdict.USAGE_ERROR
+    with suppress(OSError):  # a closed console
+        print(f"{text}\nwritten to {options.output}; the first lines are the next commands", flush=True)
+    return 0
 
 
 def _text(options: argparse.Namespace) -> str:
@@ -82,7 +76,8 @@ def _placement(options: argparse.Namespace) -> Placement:
         return Placement(ranks=1, on_gpu=False, device_bytes=psutil.virtual_memory().total)
     memory = int((options.gpu_memory or 0) * GIB)
     if not memory:
-        known = [gpu.total for gpu in visible(list_gpus().gpus, os.environ)[: options.gpus] if gpu.total]
+        gpus = processes.visible(processes.list_gpus().gpus, os.environ)[: options.gpus]
+        known = [gpu.total for gpu in gpus if gpu.total]
         if not known:
             raise ConfigError(
                 f"--gpus={options.gpus}: no GPU is visible here; add --gpu-memory 80 for the machine that will train, "
@@ -93,10 +88,7 @@ def _placement(options: argparse.Namespace) -> Placement:
 
 
 def config_text(plan: Choices, heading: Sequence[str], folder: Path) -> str:
-    """Return YAML.
-
-    heading: comment lines at the top. folder: folder of the config file, to which file names are relative.
-    """
+    """Return YAML. heading: comments at its top. folder: the config's folder, to which file names are relative."""
     changes: JsonObject = {} if plan.memory is None else dict(plan.memory.changes)
     policy, engine = changes.pop("policy", {}), changes.pop("engine", {})
     rate, steps = learning_rate(plan.sizes, plan.memory), plan.steps.value

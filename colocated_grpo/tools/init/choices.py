@@ -1,7 +1,4 @@
-"""Choices for a config: columns and reward from the data, and the sizes of the run by arithmetic.
-
-Lengths follow from the data, the batch from the GPUs, and memory settings from the model.
-"""
+"""Choices for a config: columns and reward from the data; lengths, batch and memory settings by arithmetic."""
 
 import importlib.util
 from collections.abc import Iterator, Sequence
@@ -60,10 +57,7 @@ class Memory:
 def lengths_of(
     prompts: Sequence[int], answers: Sequence[int], positions: int | None, on_gpu: bool
 ) -> tuple[Setting, Setting]:
-    """Return the maximum lengths of prompts and completions.
-
-    prompts, answers: numbers of tokens. positions: longest sequence of the model; None if unknown.
-    """
+    """Return the maximum prompt and completion, from numbers of tokens and the model's positions (None: unknown)."""
     limit = (positions or max(prompts) * 4) // 2
     prompt = min(_round_up(max(prompts)), limit)
     dropped = sum(length > prompt for length in prompts)
@@ -86,10 +80,7 @@ def lengths_of(
 
 
 def batch_of(rows: int, gpus: int) -> tuple[Setting, Setting, Setting]:
-    """Return prompts of a step, completions of a prompt, and steps.
-
-    rows: rows of the data. A tenth of the rows, at most 64, is held out.
-    """
+    """Return prompts a step, completions a prompt, and steps. A tenth of the rows, at most 64, is held out."""
     held_out = min(rows // 10, 64)
     train = rows - held_out
     wanted, group = (max(32, 16 * gpus), 16) if gpus else (8, 8)
@@ -116,10 +107,7 @@ def learning_rate(sizes: Sizes | None, memory: Memory | None) -> Setting:
 
 
 def fit_memory(config: Config, sizes: Sizes, heads: int, place: Placement, host_bytes: int) -> Memory:
-    """Return the first settings of `_candidates` with which the run fits. Raises ConfigError if it never fits.
-
-    heads: attention heads of the model. host_bytes: free memory of the machine, for all its ranks together.
-    """
+    """Return the first of `_candidates` that fits. Raises ConfigError. host_bytes: free memory of the machine."""
     host = host_bytes // place.ranks
     device = place.device_bytes if place.on_gpu else host
     parallel = (1, 2, 4, 8) if place.on_gpu else (1,)
@@ -238,7 +226,6 @@ def _names(rows: Sequence[Item]) -> str:
 
 
 SAMPLED_ROWS = 2000
-"""Rows whose tokens are counted."""
 
 
 @dataclass(frozen=True, kw_only=True)

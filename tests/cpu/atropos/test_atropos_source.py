@@ -185,7 +185,7 @@ def test_a_server_may_be_down_when_the_trainer_begins():
         harness = SourceHarness(server.url)
         harness.source.connect()
         server.kill()
-        harness.source.begin(0)
+        harness.source.fetch(0)
         assert "no batch from" in harness.notes[0]
         server.start()
         with ThreadPoolExecutor(1) as thread:

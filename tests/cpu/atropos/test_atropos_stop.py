@@ -40,7 +40,7 @@ class Run:
             policy_version=lambda: 0,
             note=self.harness.notes.append,
         )
-        self.harness.source.begin(0)
+        self.harness.source.fetch(0)
         if state is not None:
             self.supply.load_state_dict(state)
 

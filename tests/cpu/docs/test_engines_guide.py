@@ -19,7 +19,6 @@ class Listing(TrainerServer):
 
     def _add_routes(self, app: FastAPI, facts: dict[str, Any]) -> None:
         super()._add_routes(app, facts)
-        self.add_weight_routes(app, lambda *_: None)
         routes = [route for route in app.routes if isinstance(route, APIRoute)]
         self.routes = {f"{method} {route.path}" for route in routes for method in route.methods}
 

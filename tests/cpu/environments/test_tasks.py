@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.environments.registry import TASKS, build_task
-from colocated_grpo.environments.rewards.scoring import score_texts
 from colocated_grpo.environments.tasks.procedural import evaluate, normal_integer
-from tests.support.scores import score_text
+from tests.support.scores import score_text, score_texts
 
 QUESTIONS = [name for name in TASKS if name != "town_lessons"]  # its items are turns and have no "question"
 NAMES = [*QUESTIONS, "reasoning_gym:leg_counting", "reasoning_gym:chain_sum"]

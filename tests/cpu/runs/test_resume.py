@@ -52,7 +52,9 @@ def assert_equals_the_uninterrupted(run: TrainingRun, ranks: int) -> None:
     assert files.read_rollouts(run.folder) == files.read_rollouts(whole.folder)
 
 
-@pytest.mark.parametrize(("killed", "ranks"), [("the launcher", 2), ("the launcher and torchrun", 1)])
+@pytest.mark.parametrize(
+    ("killed", "ranks"), [("the launcher", 1), ("the launcher", 2), ("the launcher and torchrun", 2)]
+)
 def test_a_stopped_rank_ends_after_the_death_of_its_launcher(tmp_path, killed, ranks):
     with LaunchedRun(tmp_path, deterministic(training_steps=10_000), ranks=ranks) as run:
         run.wait_for_step(1)

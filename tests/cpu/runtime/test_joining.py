@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
@@ -20,7 +19,6 @@ from colocated_grpo.launch.rank import RankProcess
 from colocated_grpo.runtime import joining, rendezvous, supervision
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.joining import Joined, join
-from colocated_grpo.runtime.parents_death import PR_SET_PDEATHSIG
 from colocated_grpo.runtime.program import SINGLE_RANK
 from colocated_grpo.runtime.rendezvous import LinkAddress, NodeLinks
 from colocated_grpo.runtime.supervision import StopRequest, Watchdog, explain_missing_ranks
@@ -32,8 +30,6 @@ from tests.support.servers import free_port, until
 SECONDS_TO_NOTICE = 60.0
 """On an idle machine it takes 3. Without the watchdog, a rank would wait for minutes."""
 STARTED = 120.0
-PR_GET_PDEATHSIG = 2
-"""Linux <sys/prctl.h>"""
 WHERE = "MASTER_ADDR=127.0.0.1 MASTER_PORT=%d"
 
 
@@ -66,20 +62,17 @@ def block_in_the_start(port: int, joined, idle_rank: int, errors: Path) -> None:
         RankProcess(own, STARTED, "rollout.reward_timeout", PolicyConfig())
 
 
-def join_alone() -> tuple[bytes, set[str], int]:
-    """Join as the launcher's only rank. Returns a stored value, the addresses that listen, and the parent's signal."""
-    prctl, number = ctypes.CDLL(None).prctl, ctypes.c_int()
-    prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)  # as the launcher does
+def join_alone() -> tuple[bytes, set[str]]:
+    """Join as the launcher's only rank. Returns a stored value and the addresses that listen."""
     store = join_without_launcher(int(SINGLE_RANK["MASTER_PORT"])).store
     store.set("key", "value")
     listening = {one.laddr.ip for one in psutil.Process().net_connections() if one.status == psutil.CONN_LISTEN}
-    prctl(PR_GET_PDEATHSIG, ctypes.byref(number), 0, 0, 0)
-    return store.get("key"), listening, number.value
+    return store.get("key"), listening
 
 
-def test_single_ranks_have_their_own_stores_that_no_other_machine_reaches_and_stop_with_their_launcher():
+def test_single_ranks_have_their_own_stores_that_no_other_machine_reaches():
     with Ranks(join_alone, 1) as first, Ranks(join_alone, 1) as second:
-        assert first.results(STARTED) == second.results(STARTED) == [(b"value", {"127.0.0.1"}, signal.SIGTERM)]
+        assert first.results(STARTED) == second.results(STARTED) == [(b"value", {"127.0.0.1"})]
 
 
 @pytest.mark.parametrize("victim", [0, 1])

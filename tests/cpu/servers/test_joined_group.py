@@ -78,7 +78,9 @@ class OfferedServer(TrainerServer):
 
     def _add_routes(self, app: Any, facts: dict[str, Any]) -> None:
         super()._add_routes(app, facts | {"device": "cpu", "tensor_parallel_size": self._ranks})
-        self.add_weight_routes(app, lambda _name, offer: self._join(offer))
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        return self._join(*arguments)
 
 
 def join(offer: Offer) -> None:
