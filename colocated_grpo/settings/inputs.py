@@ -16,10 +16,13 @@ from colocated_grpo.settings import config_json, schema, sources
 from colocated_grpo.settings.base import DEFAULT_INIT, NamedObject
 from colocated_grpo.settings.errors import ConfigError, dotted
 from colocated_grpo.settings.evaluation import EvaluationSetConfig
+from colocated_grpo.settings.model_sizes import sizes_of
 from colocated_grpo.settings.model_support import check_context, check_has_experts, check_trains
 from colocated_grpo.settings.schema import Config
-from colocated_grpo.settings.training import LoRAConfig, PolicyConfig, layers_text
+from colocated_grpo.settings.training import LoRAConfig, PolicyConfig, layers_text, rate_of_small_model
 from colocated_grpo.types import JsonObject
+
+_OF_PROGRAM = "of the program that began the run; continue it there: train(resume=RUN)"
 
 
 def check_inputs(config: Config) -> tuple[Config, list[str]]:
@@ -63,6 +66,9 @@ def check_inputs(config: Config) -> tuple[Config, list[str]]:
         raise ConfigError(f"engine.tensor_parallel_size={size}: must divide the {heads} attention heads of {name}")
     positions = config_json.longest_sequence(text) or config_json.MAX_SIZE  # some files do not state it
     lowered, notes = _lowered_lengths(config.rollout, positions, name)
+    sizes, is_default = sizes_of(text), "lr" not in config.policy.model_fields_set
+    if is_default and sizes is not None and (small := rate_of_small_model(sizes.total)) is not None:
+        notes.append(f"policy.lr={config.policy.lr:g} is the default; set {small[0]:g}: {small[1]}")
     config = config.with_values("rollout", **lowered)
     original = config_json.original_positions(text)
     longest = f"rollout.max_prompt_tokens + rollout.max_completion_tokens={config.max_sequence_tokens}: must be at most"
@@ -154,7 +160,7 @@ def _check_code(key: str, name: str) -> Iterator[str]:
     """Yield a line if the file of user code is missing. The object in it is looked up when a rank imports the file."""
     location = name.rpartition(":")[0]
     if location == "__main__":
-        yield f"{key}={name!r}: an object of the program that began the run; continue it with that program"
+        yield f"{key}={name!r}: an object {_OF_PROGRAM}"
     elif location.endswith(".py") and not Path(location).expanduser().is_file():
         yield f"{key}={name!r}: no such file"
 
@@ -191,7 +197,7 @@ def _check_source(key: str, source: sources.EnvironmentConfig) -> Iterator[str]:
     if source.given is not None:
         return
     if source.name == sources.TRAIN_DATASET or source.name.startswith(f"{sources.EVAL_DATASETS}["):
-        yield f"{key}.name={source.name!r}: rows of the program that began the run; continue it with that program"
+        yield f"{key}.name={source.name!r}: rows {_OF_PROGRAM}"
         return
     there, readable = Path(source.name).is_file(), source.name.lower().endswith(sources.DATA_SUFFIXES)
     if readable and not there:

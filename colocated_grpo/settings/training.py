@@ -52,6 +52,16 @@ ALL_LINEAR = "all-linear"
 LEARNING_RATE = 1e-5
 """Default of policy.lr with adapters: ten times that of full training, the ratio that "LoRA Without Regret" (Schulman
 et al., 2025) found for reinforcement learning, nearly independent of the rank."""
+SMALL_MODELS = ((50e6, 1e-4), (500e6, 1e-5))
+"""Parameters, and the rate of models with fewer: docs/results/init_rates_smollm2_2cores.json."""
+
+
+def rate_of_small_model(parameters: int) -> tuple[float, str] | None:
+    """Return a learning rate for full training, and its reason; None for models that learn at the default."""
+    for limit, rate in SMALL_MODELS:
+        if parameters < limit:
+            return rate, f"models of less than {limit / 1e6:g} million parameters need this or more"
+    return None
 
 
 def no_dropout(value: float) -> float:

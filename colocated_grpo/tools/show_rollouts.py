@@ -118,7 +118,7 @@ def _parser() -> OneLineParser:
     game = "print game N instead of rollouts (default: the latest)"
     parser.add_argument("--game", type=int, nargs="?", const=-1, metavar="N", help=game)
     end = parser.add_mutually_exclusive_group()
-    end.add_argument("--best", type=int, metavar="K", help="the K rollouts with the highest reward")
+    end.add_argument("--best", type=int, metavar="K", help="of the recorded rollouts, the K with the highest reward")
     end.add_argument("--worst", type=int, metavar="K", help="the K rollouts with the lowest reward, failed ones first")
     return parser
 

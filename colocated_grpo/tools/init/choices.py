@@ -20,7 +20,7 @@ from colocated_grpo.settings.model_sizes import Sizes, sizes_of
 from colocated_grpo.settings.run_sizes import FULL, Placement, RankMemory, RunSizes, fits, gib, memory_fix
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.sources import RewardConfig
-from colocated_grpo.settings.training import LEARNING_RATE, PolicyConfig
+from colocated_grpo.settings.training import LEARNING_RATE, PolicyConfig, rate_of_small_model
 from colocated_grpo.types import ANSWER_COLUMNS, JsonObject
 
 if TYPE_CHECKING:
@@ -30,8 +30,6 @@ PROMPT_STEP = 32
 """Prompt limits are multiples of this number."""
 GPU_COMPLETION, CPU_COMPLETION = 1024, 128
 PASSES, MAX_STEPS, MIN_STEPS = 3, 200, 20
-SMALL_MODELS = ((50e6, 1e-4), (500e6, 1e-5))
-"""Rates of smaller models, which the default hardly changes: docs/results/init_rates_smollm2_2cores.json."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +98,8 @@ def batch_of(rows: int, gpus: int) -> tuple[Setting, Setting, Setting]:
 def learning_rate(sizes: Sizes | None, memory: Memory | None) -> Setting:
     if memory is not None and memory.changes.get("policy", {}).get("lora") is not None:
         return Setting("lr", LEARNING_RATE, "adapters need about ten times the rate of full training")
-    for parameters, rate in SMALL_MODELS:
-        if sizes is not None and sizes.total < parameters:
-            return Setting("lr", rate, f"models of less than {parameters / 1e6:g} million parameters need this or more")
+    if sizes is not None and (small := rate_of_small_model(sizes.total)) is not None:
+        return Setting("lr", *small)
     return Setting("lr", PolicyConfig().lr, "suits pretrained models; watch `kl` and `entropy` before you raise it")
 
 

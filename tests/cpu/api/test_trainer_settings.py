@@ -251,11 +251,10 @@ def test_only_the_program_can_continue_a_run_with_its_objects(tmp_path):
     saved.write_text(yaml.safe_dump(settings))
     with pytest.raises(ConfigError) as caught:
         check_inputs(load_config(saved))
+    its_program = "of the program that began the run; continue it there: train(resume=RUN)"
     assert str(caught.value).splitlines() == [
-        "environments.0.rewards.0='__main__:right': an object of the program that began the run; continue it with that "
-        "program",
-        "environments.0.name='train_dataset': rows of the program that began the run; continue it with that program",
-        "evaluation.sets.0.source.name='eval_datasets[a]': rows of the program that began the run; continue it with "
-        "that program",
+        f"environments.0.rewards.0='__main__:right': an object {its_program}",
+        f"environments.0.name='train_dataset': rows {its_program}",
+        f"evaluation.sets.0.source.name='eval_datasets[a]': rows {its_program}",
     ]
     assert entry.given == ROWS

@@ -189,6 +189,19 @@ def test_default_lengths_are_lowered_to_the_models_positions_with_a_note(model, 
     assert notes == [f"{lowered}: lower than the default, as {folder} has 1024 positions"]
 
 
+SET_LR = "policy.lr=1e-06 is the default; set 1e-05: models of less than 500 million parameters need this or more"
+
+
+@pytest.mark.parametrize(
+    ("given", "notes"), [("", [SET_LR]), ("policy: {lr: 1.0e-6}", []), ("policy: {lora: {rank: 8}}", [])]
+)
+def test_a_small_model_at_the_default_rate_is_noted(model, given, notes):
+    sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "vocab_size": 49152}
+    heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192}
+    folder = model(model_type="llama", **sizes, **heads)
+    assert check_inputs(load(given, "--model.name", str(folder)))[1] == notes
+
+
 def test_max_model_len_is_reduced_to_the_models_positions_with_a_note(model):
     folder = model(n_positions=2500)
     config, notes = check_inputs(load("engine: {max_model_len: 4096}", "--model.name", str(folder)))
