@@ -87,8 +87,6 @@ def _launch(arguments: Sequence[str]) -> int:
         print(text, *(f"note: {note}" for note in notes), *warnings, *lines, sep="\n")
         return dry_run(config, problems, launch)
     environment = child_environment(os.environ, launch.gpus, launch.ranks, launch.log_level)
-    if launch.is_single:
-        environment |= program.SINGLE_RANK
     if launch.nodes == 1 and not config.engine.urls:
         environment.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # else ranks would listen on a network interface
     redirect = options.redirect_output if launch.log_dir is None else launch.log_dir / TRAINER_LOG
@@ -252,6 +250,8 @@ def _run(command: Sequence[str], environment: Mapping[str, str], redirect: Path 
     with processes.scratch_folder() as folder:
         # Otherwise torchrun's log folder and the sockets of tensor-parallel engines would remain in /tmp.
         inside = {"PET_LOG_DIR": str(folder), **environment, verdict.VERDICT_VARIABLE: str(folder)}
+        if single:
+            inside |= program.SINGLE_RANK
         if len(str(folder)) <= MAX_SOCKET_FOLDER:
             inside.setdefault("VLLM_RPC_BASE_PATH", str(folder))
         code = processes.run_command(command, inside, redirect, partial(begin_stop, folder), ranks=not single)
