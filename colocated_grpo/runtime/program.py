@@ -39,8 +39,7 @@ SINGLE_RANK = {
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "0",
 }
-"""torchrun's variables of a run with one rank, whose store takes any free port."""
-"""MASTER_PORT of a single rank: its store uses any free port, because no other rank connects."""
+"""torchrun's variables of a run with one rank. Its store uses any free port, because no other rank connects."""
 URLS_VARIABLE = "COLOCATED_GRPO_ENGINE_URLS"
 """Addresses of the engine servers, separated by spaces, for ranks whose config has no addresses."""
 KEY_VARIABLE = "COLOCATED_GRPO_ENGINE_API_KEY"
@@ -99,7 +98,7 @@ class Launch:
 
     @property
     def is_single(self) -> bool:
-        """Whether the run has one rank, on any free port."""
+        """True if the run has one rank, on any free port."""
         return self.ranks == self.nodes == 1 and self.master_port is None
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import cloudpickle
 
 from colocated_grpo.environments.base import EnvironmentSetupError
-from colocated_grpo.environments.turns.base import Outcome
+from colocated_grpo.environments.turns.base import Outcome, Return
 from colocated_grpo.environments.user_code.isolation import OwnLogs, isolated
 from colocated_grpo.environments.user_code.loading import construct, load_object, one_line
 from colocated_grpo.types import JsonObject
@@ -217,10 +217,11 @@ class ToSSim:
     def play_on(self, turn: ToSSimTurn) -> None:
         self.commit(turn, WAIT)
 
-    def drain_returns(self) -> list[Any]:
+    def drain_returns(self) -> list[Return]:
         return []
 
-    drain_games = drain_returns
+    def drain_games(self) -> list[JsonObject]:
+        return []
 
     def drain_stats(self) -> dict[str, float]:
         """Return the number of games, and the batchers' counts and the replaced tables since the last call."""
