@@ -108,7 +108,7 @@ def _start_server(
         nodes=1,
         node_rank=0,
         master_addr="localhost",
-        master_port=None,
+        master_port=0,
         join_timeout=0,
         config="",
         resume=None,

@@ -101,12 +101,11 @@ def _start_ranks(benchmark: str, arguments: Sequence[str], options: argparse.Nam
     if ranks == 1:
         environment |= rank_environment(environment)
     else:
-        command += ["colocated_grpo.launch.elastic", "--standalone", "--local-addr", "127.0.0.1"]
+        command += ["torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
         # After "--", or torchrun would read --nproc as its own --nproc-per-node.
         command += ["--nproc-per-node", str(ranks), "-m", "--"]
-    return run_command(
-        [*command, f"benchmarks.{benchmark}", *arguments], environment, None, lambda number: (b"\nstopping\n", None)
-    )
+    command += [f"benchmarks.{benchmark}", *arguments]
+    return run_command(command, [environment], None, lambda number: (b"\nstopping\n", None)).code
 
 
 def main_here(

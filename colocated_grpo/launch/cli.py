@@ -109,7 +109,7 @@ def read_launch(options: argparse.Namespace, overrides: Sequence[str]) -> progra
         nodes=nodes,
         node_rank=options.node_rank,
         master_addr=options.master_addr or "localhost",
-        master_port=port or (DEFAULT_MASTER_PORT if nodes > 1 else None),
+        master_port=port or (DEFAULT_MASTER_PORT if nodes > 1 else 0),
         join_timeout=options.join_timeout,
         config=config_file(options),
         resume=options.resume,
@@ -204,8 +204,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     program.raise_descriptor_limit()
     faulthandler.enable()
     program.exit_on_stop_signals(lambda: "stopped during start-up, before the first step")
-    if os.environ["WORLD_SIZE"] == "1" and verdict.VERDICT_VARIABLE in os.environ:
-        parents_death.stop_at_parents_death()  # the launcher has started it; several ranks are stopped by torchrun
+    if verdict.VERDICT_VARIABLE in os.environ:  # the launcher has started this rank
+        parents_death.stop_at_parents_death()
     return _train(options, overrides)
 
 

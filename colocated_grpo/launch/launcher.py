@@ -6,6 +6,7 @@ Imports only the standard library and psutil before parsing, so that --help take
 import os
 import shlex
 import signal
+import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -29,8 +30,6 @@ COMMANDS = {
 }
 """First argument -> the module that runs instead of a training run."""
 TITLE = "Co-located GRPO"
-# Seconds for ranks to save before a stopped torchrun kills them. torchrun's default is 30.
-SHUTDOWN_SECONDS = 600
 # Maximum characters of a folder's path. A socket's path has at most 107 characters, of which vLLM needs 37.
 MAX_SOCKET_FOLDER = 70
 TRAINER_LOG = "trainer.log"
@@ -41,8 +40,8 @@ SAVING = (
 STARTING = b"\nstopping during start-up, before the first step\n"
 START_SECONDS = 5.0
 """Seconds for ranks to exit before training has begun. A rank that is blocked in a library handles no signal."""
-LOOPBACK = "lo"
-"""Linux's name of the loopback interface."""
+LOOPBACK_INTERFACE = "lo"
+"""Linux's name."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -78,7 +77,7 @@ def _launch(arguments: Sequence[str]) -> int:
             raise ConfigError(*missing, *problems)
     except ConfigError as error:
         return program.exit_code(error, *default)
-    command = ranks_command(launch)
+    command = rank_command(launch)
     whole = options.dry_run or launch.log_level == "DEBUG"
     shown = banner(launch, command, servers, model) if whole else title(launch, servers, model)
     text = "\n".join([shown, *default, *remarks])
@@ -88,7 +87,7 @@ def _launch(arguments: Sequence[str]) -> int:
         return dry_run(config, problems, launch)
     environment = child_environment(os.environ, launch.gpus, launch.ranks, launch.log_level)
     if launch.nodes == 1 and not config.engine.urls:
-        environment.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # else ranks would listen on a network interface
+        environment.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)  # else ranks would listen on the network
     redirect = options.redirect_output if launch.log_dir is None else launch.log_dir / TRAINER_LOG
     flag = "--redirect-output" if launch.log_dir is None else "--log-dir"
     folders = [launch.log_dir, *(log.parent for log in (servers.logs if servers is not None else []))]
@@ -99,7 +98,7 @@ def _launch(arguments: Sequence[str]) -> int:
     except OSError as error:
         print(f"error: {flag}={error.filename!r}: cannot write ({error.strerror})", file=sys.stderr)
         return verdict.USAGE_ERROR
-    run = partial(_run, command, redirect=redirect, single=launch.is_single)
+    run = partial(_run, launch, command, redirect)
     if servers is None:
         return run(environment)
     with EngineServers(servers, environment) as running:
@@ -149,28 +148,30 @@ def model_verdict(model: "ModelConfig", cpu_dtype: str | None) -> str:
     return f"{model.name}: {model_support.verdict(config_json)}"
 
 
-def ranks_command(launch: program.Launch) -> list[str]:
-    """Return the command that starts this node's ranks: torchrun, or the rank itself if it is the only one.
-
-    torchrun imports torch before it starts a rank, which takes seconds.
-    """
-    rank = ["-m", "colocated_grpo", "--config", launch.config]
+def rank_command(launch: program.Launch) -> list[str]:
+    """Return the command of every rank; torchrun's variables differ. torchrun itself would import torch first."""
+    command = [sys.executable, "-m", "colocated_grpo", "--config", launch.config]
     if launch.resume is not None:
-        rank += ["--resume", launch.resume]
-    rank += launch.overrides
-    if launch.is_single:
-        return [sys.executable, *rank]
-    command = [sys.executable, "-m", "colocated_grpo.launch.elastic", "--nnodes", str(launch.nodes)]
-    command += ["--nproc-per-node", str(launch.ranks)]
-    if launch.master_port is None:
-        # A numeric address, because the host name may not resolve in a container.
-        command += ["--standalone", "--local-addr", "127.0.0.1"]
-    else:
-        command += ["--node-rank", str(launch.node_rank)]
-        command += ["--master-addr", launch.master_addr, "--master-port", str(launch.master_port)]
-    if launch.nodes > 1:
-        command += ["--rdzv-conf", f"timeout={launch.join_timeout}"]
-    return command + rank
+        command += ["--resume", launch.resume]
+    return command + list(launch.overrides)
+
+
+def bind_store(launch: program.Launch) -> socket.socket | None:
+    """Return a socket for the store of the ranks; None on other nodes than node 0. Raises OSError.
+
+    The ranks of one node use the loopback address. torch's stores listen on every interface.
+    """
+    if launch.node_rank > 0:
+        return None
+    return processes.bind_store(program.LOOPBACK if launch.nodes == 1 else "", launch.master_port)
+
+
+def rank_variables(launch: program.Launch, port: int) -> list[dict[str, str]]:
+    """Return the variables of each rank of this node. port: of the ranks' store on node 0."""
+    host = program.LOOPBACK if launch.nodes == 1 else launch.master_addr
+    place = {"node": launch.node_rank, "nodes": launch.nodes, "host": host, "port": port}
+    wait = {program.JOIN_VARIABLE: str(launch.join_timeout)}
+    return [program.rank_variables(rank, launch.ranks, **place) | wait for rank in range(launch.ranks)]
 
 
 def child_environment(environment: Mapping[str, str], gpus: int, ranks: int, log_level: str) -> dict[str, str]:
@@ -181,9 +182,9 @@ def child_environment(environment: Mapping[str, str], gpus: int, ranks: int, log
         program.LOG_LEVEL_VARIABLE: log_level,
         "PYTHONPATH": program.python_path(environment),
     }
-    child.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
     if gpus == 0:
         child["CUDA_VISIBLE_DEVICES"] = ""
+    if gpus == 0 or ranks > 1:
         child.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
     return child
 
@@ -192,6 +193,8 @@ def title(launch: program.Launch, servers: ServerPlan | None, model: str) -> str
     """Return the line printed before the run starts; a second line names the logs of engine servers."""
     devices = f"{launch.ranks} x {'GPU' if launch.gpus else 'CPU'}"
     nodes = f" on node {launch.node_rank} of {launch.nodes}" if launch.nodes > 1 else ""
+    if launch.node_rank > 0:
+        nodes += f", which joins node 0 at {launch.master_addr}"
     line = f"{TITLE}: {launch.config}, {devices}{nodes}; {model}"
     return line if servers is None else f"{line}\n  server log     {', '.join(map(str, servers.logs))}"
 
@@ -200,8 +203,7 @@ def banner(launch: program.Launch, command: Sequence[str], servers: ServerPlan |
     """Return the summary that a dry run and --log-level DEBUG print. Secrets are masked, because it may be logged."""
     from colocated_grpo.settings.errors import masked_arguments
 
-    free_port = launch.master_port is None
-    master = "this machine, any free port" if free_port else f"{launch.master_addr}:{launch.master_port}"
+    master = "this machine, any free port" if launch.master_port == 0 else f"{launch.master_addr}:{launch.master_port}"
     facts = {
         "GPUs per node": str(launch.gpus) if launch.gpus else "0 (CPU)",
         "Nodes": launch.nodes,
@@ -213,7 +215,7 @@ def banner(launch: program.Launch, command: Sequence[str], servers: ServerPlan |
         "Overrides": shlex.join(masked_arguments(launch.overrides)) or "none",
         "Resume": launch.resume or "no",
         "Log level": launch.log_level,
-        "Command": shlex.join(masked_arguments(command)),
+        "Rank command": shlex.join(masked_arguments(command)),
     }
     if servers is not None:
         facts["Engine servers"] = ", ".join(servers.urls)
@@ -246,19 +248,23 @@ def dry_run(config: "Config", problems: Sequence[str], launch: program.Launch) -
     return verdict.USAGE_ERROR if problems else 0
 
 
-def _run(command: Sequence[str], environment: Mapping[str, str], redirect: Path | None, *, single: bool) -> int:
+def _run(launch: program.Launch, command: Sequence[str], redirect: Path | None, environment: Mapping[str, str]) -> int:
+    try:
+        bound = bind_store(launch)
+    except OSError as error:
+        print(f"error: --master-port={launch.master_port}: {error.strerror}; choose another port", file=sys.stderr)
+        return verdict.USAGE_ERROR
     with processes.scratch_folder() as folder:
-        # Otherwise torchrun's log folder and the sockets of tensor-parallel engines would remain in /tmp.
-        inside = {"PET_LOG_DIR": str(folder), **environment, verdict.VERDICT_VARIABLE: str(folder)}
-        if single:
-            inside |= program.SINGLE_RANK
+        inside = {**environment, verdict.VERDICT_VARIABLE: str(folder)}
         if len(str(folder)) <= MAX_SOCKET_FOLDER:
-            inside.setdefault("VLLM_RPC_BASE_PATH", str(folder))
-        code = processes.run_command(command, inside, redirect, partial(begin_stop, folder), ranks=not single)
+            inside.setdefault("VLLM_RPC_BASE_PATH", str(folder))  # else an engine's sockets would remain in /tmp
+        port = launch.master_port if bound is None else bound.getsockname()[1]
+        ranks = [inside | variables for variables in rank_variables(launch, port)]
+        ended = processes.run_command(command, ranks, redirect, partial(begin_stop, folder), bound)
         verdicts = verdict.read_verdicts(folder) if folder.is_dir() else None
     from colocated_grpo.tracking.ending import ending
 
-    code, lines = ending(code, verdicts)
+    code, lines = ending(ended.code, verdicts, rank=launch.node_rank * launch.ranks + ended.local_rank)
     if lines:
         with suppress(OSError):
             _show("\n".join(lines), redirect, sys.stderr)
@@ -272,7 +278,7 @@ def begin_stop(folder: Path, number: int) -> tuple[bytes, float | None]:
     """
     if any(end.training for end in verdict.read_verdicts(folder)):
         return SAVING, None
-    # This verdict keeps torchrun from reporting the exits of the ranks: the line STARTING is sufficient.
+    # This verdict keeps the ranks from reporting their exits: the line STARTING is sufficient.
     verdict.write_verdict(folder / "launcher.json", verdict.ProcessEnd(code=128 + number, reported=time.time()))
     return STARTING, START_SECONDS
 

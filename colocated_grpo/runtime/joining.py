@@ -6,6 +6,7 @@ the other ranks too.
 
 import json
 import os
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,10 +19,12 @@ import torch.distributed as dist
 
 from colocated_grpo.errors import AlreadyReported, ConfigError, RunError, in_one_line
 from colocated_grpo.runtime.parents_death import continue_at_parents_death
+from colocated_grpo.runtime.processes import bind_store
+from colocated_grpo.runtime.program import JOIN_VARIABLE, STORE_VARIABLE
 from colocated_grpo.runtime.rendezvous import LinkAddress, own_address, serve_store, wait_for_keys, wait_for_listener
 from colocated_grpo.runtime.supervision import ProcessId, StopRequest, Watchdog, named_ranks, own_process
 
-JOIN_SECONDS = 600.0
+JOIN_SECONDS = float(os.environ.get(JOIN_VARIABLE, 600.0))
 """Maximum wait for a rank that has not started. `srun` and torchrun start all ranks of a node at once."""
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _runs = count()
@@ -96,8 +99,9 @@ def _open_store(rank: int, *, serves: bool) -> dist.Store:
     """Connect to the run's store. serves: True if this process hosts the store; otherwise torchrun or rank 0 does."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     where = f"MASTER_ADDR={host} MASTER_PORT={port}"
-    if serves and port == 0:
-        return serve_store(host, JOIN_SECONDS)
+    if serves and (port == 0 or STORE_VARIABLE in os.environ):
+        bound = os.environ.pop(STORE_VARIABLE, None)  # by the launcher
+        return serve_store(bind_store(host, 0) if bound is None else socket.socket(fileno=int(bound)), JOIN_SECONDS)
     if not serves:
         try:
             wait_for_listener(host, port, JOIN_SECONDS)

@@ -1,4 +1,4 @@
-"""Runs a command, forwards the first stop signal so that ranks can save, and leaves no process behind.
+"""Runs a command, as several ranks, forwards the first stop signal so that they save, and leaves no process behind.
 
 Also manages the launcher's temporary folder: each start removes the folders of killed launchers. Lists the GPUs.
 """
@@ -9,6 +9,7 @@ import math
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 import threading
@@ -18,13 +19,17 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import cycle, islice, takewhile
 from pathlib import Path
+from typing import IO, NamedTuple
 
 import psutil
 
 from colocated_grpo.runtime.parents_death import signal_at_parents_death
-from colocated_grpo.runtime.program import stop_signals
+from colocated_grpo.runtime.program import STORE_VARIABLE, stop_signals
 
 REAP_SECONDS = 10.0
+POLL_SECONDS = 0.05
+LEAVE_SECONDS = 10.0
+"""Time for the other ranks to end after one has failed. Their watchdogs need about four seconds."""
 DUPLICATE_SECONDS = 1.0
 """Repeated signals within this time count as one request, because a terminal and a wrapper may both send the signal."""
 # Linux <sys/prctl.h>
@@ -39,48 +44,97 @@ BeginStop = Callable[[int], tuple[bytes, float | None]]
 are killed; None: no limit."""
 
 
+class Ended(NamedTuple):
+    """How the ranks of this node have ended."""
+
+    code: int
+    """0; or the exit code of the rank that failed first, 128 + n if signal n ended it; or 128 + a stop signal."""
+    local_rank: int = 0
+    """The rank that failed first."""
+
+
 def run_command(
-    command: Sequence[str], env: Mapping[str, str], redirect: Path | None, begin_stop: BeginStop, *, ranks: bool = True
-) -> int:
-    """Run `command` and return its exit code, or 128 + n if signal n ended it. Call from the main thread.
+    command: Sequence[str],
+    environments: Sequence[Mapping[str, str]],
+    redirect: Path | None,
+    begin_stop: BeginStop,
+    bound: socket.socket | None = None,
+) -> Ended:
+    """Run `command` once in each environment, and wait until all have ended. Call from the main thread.
 
-    The first stop signal is forwarded as SIGTERM. A second SIGINT or SIGTERM kills all processes. No process started by
-    the command is alive when this function returns.
-
-    ranks: the command is torchrun, whose children receive the SIGTERM, if it has started them. They may take any time
-    to save. A SIGTERM to torchrun would make it kill them after a time limit, by default 30 seconds.
+    The first stop signal is forwarded as SIGTERM; the ranks may take any time to save. A second SIGINT or SIGTERM kills
+    them. After a rank has failed, the others are killed unless they end within LEAVE_SECONDS. No process started by a
+    rank is alive when this function returns. bound: a socket of `bind_store`, which the first rank takes over.
     """
     others = {child.pid for child in psutil.Process().children()}
     # Become the parent of orphaned descendants. Ranks have sessions of their own, so killpg would miss the ranks.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     file = nullcontext() if redirect is None else redirect.open("ab")
-    with file as output, _StopSignals(others, begin_stop, ranks=ranks) as stop:
+    with file as output, _StopSignals(others, begin_stop) as stop:
         try:
-            process = subprocess.Popen(
-                command,
-                env=dict(env),
-                stdout=output,
-                stderr=output,
-                start_new_session=True,  # so that Ctrl-C in a terminal reaches only the launcher
-                preexec_fn=signal_at_parents_death(signal.SIGTERM),
-            )
-            stop.watch(process)
-            code = process.wait()
+            with bound or nullcontext():
+                for local_rank, environment in enumerate(environments):
+                    stop.watch(_start(command, environment, output, bound if local_rank == 0 else None))
+            ended = _wait(stop.ranks)
         finally:
             kill_descendants(spare=others)
-    if stop.received:
-        return 128 + stop.received[0]
-    return code if code >= 0 else 128 - code
+    return Ended(128 + stop.received[0]) if stop.received else ended
+
+
+def _start(
+    command: Sequence[str], environment: Mapping[str, str], output: IO[bytes] | None, bound: socket.socket | None
+) -> subprocess.Popen[bytes]:
+    passed = {} if bound is None else {STORE_VARIABLE: str(bound.fileno())}
+    return subprocess.Popen(
+        command,
+        env={**environment, **passed},
+        stdout=output,
+        stderr=output,
+        pass_fds=list(map(int, passed.values())),
+        start_new_session=True,  # so that Ctrl-C in a terminal reaches only the launcher
+        preexec_fn=signal_at_parents_death(signal.SIGTERM),  # until the rank handles its parent's death itself
+    )
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> Ended:
+    first, deadline = Ended(0), math.inf
+    while True:
+        codes = [rank.poll() for rank in ranks]
+        if first.code == 0 and any(codes):
+            local_rank, code = next((local_rank, code) for local_rank, code in enumerate(codes) if code)
+            first, deadline = Ended(code if code > 0 else 128 - code, local_rank), time.monotonic() + LEAVE_SECONDS
+        if None not in codes or time.monotonic() > deadline:
+            return first
+        time.sleep(POLL_SECONDS)
+
+
+def bind_store(host: str, port: int) -> socket.socket:
+    """Return a socket for the store of the ranks, bound to a port but not yet listening. Raises OSError.
+
+    Bound before the first rank starts, so that the other ranks know the port. host: an address; "": all interfaces.
+    port: 0 for any free port.
+    """
+    dual_stack = not host and socket.has_dualstack_ipv6()
+    bound = socket.socket(socket.AF_INET6 if dual_stack or ":" in host else socket.AF_INET)
+    if dual_stack:
+        bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the port of a run that has just ended
+    try:
+        bound.bind((host, port))
+    except OSError:
+        bound.close()
+        raise
+    return bound
 
 
 class _StopSignals:
-    """Context with signal handlers: the first request stops the process gracefully, the second kills it."""
+    """Context with signal handlers: the first request stops the ranks gracefully, the second kills them."""
 
-    def __init__(self, spare: set[int], begin: BeginStop, *, ranks: bool) -> None:
+    def __init__(self, spare: set[int], begin: BeginStop) -> None:
         self.received: list[int] = []
-        self._begin, self._ranks = begin, ranks
+        self.ranks: list[subprocess.Popen[bytes]] = []
+        self._begin = begin
         self._spare = spare
-        self._process: subprocess.Popen[bytes] | None = None
         self._last: dict[int, float] = {}
         self._kill_requests = 0
         self._limit: threading.Timer | None = None
@@ -95,10 +149,10 @@ class _StopSignals:
         if self._limit is not None:
             self._limit.cancel()
 
-    def watch(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
-        if self.received:  # a signal arrived while the process was being started
-            self._request_stop(process)
+    def watch(self, rank: subprocess.Popen[bytes]) -> None:
+        self.ranks.append(rank)
+        if self.received:  # a signal arrived while the rank was being started
+            rank.terminate()
 
     def _on_signal(self, number: int, _frame: object) -> None:
         self.received.append(number)
@@ -109,17 +163,15 @@ class _StopSignals:
         self._kill_requests += not duplicate and number != signal.SIGHUP
         if self._kill_requests > 1:
             kill_descendants(spare=self._spare)
-        elif len(self.received) == 1 and self._process is not None:
-            self._request_stop(self._process)
+        elif len(self.received) == 1:
+            self._request_stop()
 
-    def _request_stop(self, process: subprocess.Popen[bytes]) -> None:
+    def _request_stop(self) -> None:
         message, limit = self._begin(self.received[0])
         with suppress(OSError):  # the terminal may be closed
             os.write(2, message)  # print is not reentrant, and this runs in a signal handler
-        with suppress(psutil.NoSuchProcess):
-            command = psutil.Process(process.pid)
-            for target in (self._ranks and command.children()) or [command]:
-                _signal(target, signal.SIGTERM)
+        for rank in self.ranks:
+            rank.terminate()
         if limit is not None:
             self._limit = threading.Timer(limit, kill_descendants, [self._spare])
             self._limit.start()
@@ -129,7 +181,8 @@ def kill_descendants(spare: set[int]) -> None:
     """Send SIGKILL to every descendant of this process, except `spare` and their descendants, and reap them."""
     while victims := _descendants(psutil.Process(), spare):
         for victim in victims:
-            _signal(victim, signal.SIGKILL)
+            with suppress(psutil.NoSuchProcess):
+                victim.kill()
         _, alive = psutil.wait_procs(victims, timeout=REAP_SECONDS)
         if alive:
             return  # the processes are blocked in the kernel, where signals are not delivered
@@ -140,11 +193,6 @@ def _descendants(process: psutil.Process, spare: set[int]) -> list[psutil.Proces
     with suppress(psutil.NoSuchProcess):
         children = [child for child in process.children() if child.pid not in spare]
     return [*children, *(below for child in children for below in _descendants(child, spare))]
-
-
-def _signal(process: psutil.Process, number: signal.Signals) -> None:
-    with suppress(psutil.NoSuchProcess):
-        process.send_signal(number)
 
 
 @contextmanager

@@ -31,15 +31,11 @@ OPENMP_SETTINGS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "2000"}
 sleep. By default, they spin long enough to take cores from other programs. Without, each short wait costs a sleep."""
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 LAST_PORT = 65535
-SINGLE_RANK = {
-    "RANK": "0",
-    "WORLD_SIZE": "1",
-    "LOCAL_RANK": "0",
-    "LOCAL_WORLD_SIZE": "1",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "0",
-}
-"""torchrun's variables of a run with one rank. Its store uses any free port, because no other rank connects."""
+LOOPBACK = "127.0.0.1"
+STORE_VARIABLE = "COLOCATED_GRPO_STORE"
+"""Descriptor of the socket on which rank 0 serves the ranks' store."""
+JOIN_VARIABLE = "COLOCATED_GRPO_JOIN_SECONDS"
+"""Maximum wait of a rank for the others."""
 URLS_VARIABLE = "COLOCATED_GRPO_ENGINE_URLS"
 """Addresses of the engine servers, separated by spaces, for ranks whose config has no addresses."""
 KEY_VARIABLE = "COLOCATED_GRPO_ENGINE_API_KEY"
@@ -85,8 +81,8 @@ class Launch:
     nodes: int
     node_rank: int
     master_addr: str
-    master_port: int | None
-    """None: a single node, on any free port."""
+    master_port: int
+    """0: any free port; a single node only."""
     join_timeout: int
     """Seconds to wait for the other nodes."""
     config: str
@@ -95,11 +91,6 @@ class Launch:
     log_dir: Path | None
     """Folder for server.log and trainer.log."""
     overrides: tuple[str, ...]
-
-    @property
-    def is_single(self) -> bool:
-        """True if the run has one rank, on any free port."""
-        return self.ranks == self.nodes == 1 and self.master_port is None
 
 
 def prepare_streams() -> None:
@@ -218,7 +209,21 @@ def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
     # Only srun sets SLURM_STEP_NUM_TASKS. Without srun a batch script is one process, regardless of SLURM_NTASKS.
     if "SLURM_PROCID" in environment and "SLURM_STEP_NUM_TASKS" in environment:
         return _slurm_environment(environment)
-    return SINGLE_RANK
+    return rank_variables(0, 1)
+
+
+def rank_variables(
+    local_rank: int, local_size: int, *, node: int = 0, nodes: int = 1, host: str = LOOPBACK, port: int = 0
+) -> dict[str, str]:
+    """Return torchrun's variables of a rank. host, port: of the ranks' store; 0: any, for a single rank."""
+    return {
+        "RANK": str(node * local_size + local_rank),
+        "WORLD_SIZE": str(nodes * local_size),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_size),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+    }
 
 
 def environment_problem(environment: Mapping[str, str]) -> str | None:

@@ -1,6 +1,6 @@
 """Key-value stores of the ranks, and TCP connections from rank 0 to the ranks of other nodes.
 
-The stores listen on a single address; a plain torch TCPStore would listen on all addresses of the machine.
+On one node, the stores listen on a single address; a plain torch TCPStore would listen on all of the machine's.
 
 The connections carry no data: a closed connection means a lost rank. The kernel answers keepalive probes, even for a
 process that computes, is stopped or holds Python's interpreter lock. So a connection ends when the remote process
@@ -20,6 +20,9 @@ from weakref import WeakSet
 
 import torch.distributed as dist
 
+from colocated_grpo.runtime.program import LOOPBACK
+
+ALL_INTERFACES = ("0.0.0.0", "::")
 RETRY_SECONDS = 0.2
 CONNECT_SECONDS = 10.0
 """Limit of one attempt to connect to another machine."""
@@ -27,18 +30,15 @@ SLICE = timedelta(seconds=1)
 """Waiting in a store blocks signal handlers, so long waits are split into slices of this length."""
 
 
-def serve_store(host: str, timeout: float) -> dist.TCPStore:
-    """Return a store that listens on `host`, on any free port.
-
-    timeout: seconds to wait for a key. Raises OSError if the address cannot be bound.
-    """
-    listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+def serve_store(bound: socket.socket, timeout: float) -> dist.TCPStore:
+    """Return a store that listens on a socket of `bind_store`. timeout: seconds to wait for a key."""
+    host, port = bound.getsockname()[:2]
     return dist.TCPStore(
-        host,
-        listener.getsockname()[1],
+        LOOPBACK if host in ALL_INTERFACES else host,
+        port,
         is_master=True,
         wait_for_workers=False,
-        master_listen_fd=listener.detach(),
+        master_listen_fd=bound.detach(),
         timeout=timedelta(seconds=timeout),
     )
 

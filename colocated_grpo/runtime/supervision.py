@@ -162,10 +162,8 @@ class Watchdog:
             self.show_failure_of_other_node()
         else:
             self._before_exit(line)
-            if lost:
+            if known is None:
                 report(RUN_ERROR, [f"error: {line}"])
-            elif known is None:
-                print(f"error: {line}", file=sys.stderr)
 
     def _claim(self, line: str) -> bool | None:
         """Record a failure in the store. Return True if this failure is the first, and None if the store is gone."""

@@ -25,6 +25,8 @@ RUN_ERROR, USAGE_ERROR = 1, 2
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessEnd:
+    rank: int | None = None
+    """None: the launcher."""
     folder: str | None = None
     """The run folder."""
     training: bool = False
@@ -50,8 +52,8 @@ def leave(**changes: object) -> bool:
     global _own
     if VERDICT_VARIABLE not in os.environ:
         return False
-    _own = replace(_own, **changes)  # pyrefly: ignore[bad-argument-type]
-    return write_verdict(Path(os.environ[VERDICT_VARIABLE]) / f"{process_name()}.json", _own)
+    _own = replace(_own, rank=int(os.environ["RANK"]), **changes)  # pyrefly: ignore[bad-argument-type]
+    return write_verdict(Path(os.environ[VERDICT_VARIABLE]) / f"{_rank_name()}.json", _own)
 
 
 def write_verdict(file: Path, verdict: ProcessEnd) -> bool:
@@ -65,19 +67,18 @@ def write_verdict(file: Path, verdict: ProcessEnd) -> bool:
     return True
 
 
-def process_name() -> str:
-    """Return the name of this process: 'rank_3' in rank 3, 'agent' in torchrun."""
-    return f"rank_{os.environ['RANK']}" if "RANK" in os.environ else "agent"
+def _rank_name() -> str:
+    return f"rank_{os.environ['RANK']}"
 
 
 def stacks_file() -> Path | None:
     """Return the file for this rank's stacks; None without a launcher to read it."""
     folder = Path(os.environ.get(VERDICT_VARIABLE, os.devnull))
-    return folder / f"{process_name()}{STACKS}" if folder.is_dir() else None
+    return folder / f"{_rank_name()}{STACKS}" if folder.is_dir() else None
 
 
 def report(code: int, lines: Sequence[str]) -> None:
-    """Print the lines, or pass them and the code to the launcher, which prints them after torchrun's own output.
+    """Print the lines, or pass them and the code to the launcher, which prints them once all ranks have ended.
 
     The first report of a process reaches the launcher; later ones are dropped.
     """

@@ -45,7 +45,7 @@ def _run(command: Sequence[str], state: Path) -> int:
     crashes = 0
     while True:
         started = time.monotonic()
-        code = processes.run_command(command, environment, None, lambda number: (STOPPING, None), ranks=False)
+        code = processes.run_command(command, [environment], None, lambda number: (STOPPING, None)).code
         if code in stopped:
             return 0
         if code == RESTART:

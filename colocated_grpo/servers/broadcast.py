@@ -20,6 +20,7 @@ from colocated_grpo.errors import RunError, in_one_line
 from colocated_grpo.policy.export import Export
 from colocated_grpo.runtime import checksums, rendezvous, supervision
 from colocated_grpo.runtime.distributed import World
+from colocated_grpo.runtime.processes import bind_store
 from colocated_grpo.servers.engine_servers import EngineServer
 from colocated_grpo.types import JsonObject
 from colocated_grpo.web.client import Unavailable
@@ -163,7 +164,7 @@ class BroadcastSync:
         members = [server for server, count in zip(self.servers, counts, strict=True) for _ in range(count)]
         size, timeout = 1 + len(members), self.servers[0].timeout
         host = rendezvous.own_address(self.servers[0].host)
-        store = rendezvous.serve_store(host, timeout)
+        store = rendezvous.serve_store(bind_store(host, 0), timeout)
         offer = {
             "address": host,
             "port": store.port,

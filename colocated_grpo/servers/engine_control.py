@@ -20,8 +20,9 @@ import torch.distributed as dist
 from colocated_grpo.rollout.engine import Finished, Request, RolloutEngine, TokenDelta
 from colocated_grpo.rollout.inbox import IDLE_SECONDS, Calls, Driver, Inbox
 from colocated_grpo.runtime import parents_death, rendezvous, verdict
+from colocated_grpo.runtime.processes import bind_store
+from colocated_grpo.runtime.program import LOOPBACK
 
-LOOPBACK = "127.0.0.1"
 START_SECONDS = 600.0
 POLL_SECONDS = 1.0
 
@@ -32,7 +33,7 @@ def join_ranks(size: int) -> dist.Store:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)  # rank 0 decides when to end
         return rendezvous.connect_store(LOOPBACK, int(os.environ["MASTER_PORT"]), START_SECONDS)
-    store = rendezvous.serve_store(LOOPBACK, START_SECONDS)
+    store = rendezvous.serve_store(bind_store(LOOPBACK, 0), START_SECONDS)
     os.environ |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(store.port)}
     peers = [

@@ -270,10 +270,10 @@ def leave_with_other_rank(output: RunOutput, line: str | None) -> None:
     leave(recorded=True)
 
 
-def ending(code: int, verdicts: Sequence[ProcessEnd] | None) -> tuple[int, list[str]]:
+def ending(code: int, verdicts: Sequence[ProcessEnd] | None, rank: int) -> tuple[int, list[str]]:
     """Return the run's exit code and lines to show, and record a failure that no rank has recorded. For the launcher.
 
-    code: of the command that ran the ranks. verdicts: how ranks ended; None if a cleanup of /tmp has removed them.
+    code: of `rank`, which failed first. verdicts: how ranks ended; None if a cleanup of /tmp has removed them.
     """
     if verdicts is None:
         return code, []
@@ -285,7 +285,11 @@ def ending(code: int, verdicts: Sequence[ProcessEnd] | None) -> tuple[int, list[
     lines: list[str] = []
     first = verdicts[0] if verdicts else ProcessEnd()
     folder = next((Path(verdict.folder) for verdict in verdicts if verdict.folder is not None), None)
-    if code == 0:
+    silent = not any(verdict.rank == rank and verdict.code is not None for verdict in verdicts)
+    if silent and code > 128 and (number := code - 128) not in program.stop_signals():
+        # The other ranks report only that this one is missing.
+        code, lines = RUN_ERROR, [ended_from_outside(f"rank {rank} by {signal.Signals(number).name}")]
+    elif code == 0:
         code, lines = RUN_ERROR, [f"error: {UNFINISHED}"]
     elif first.code is not None:
         code, lines = first.code, list(first.lines)
@@ -293,8 +297,6 @@ def ending(code: int, verdicts: Sequence[ProcessEnd] | None) -> tuple[int, list[
             if folder is not None:
                 remove_if_unused(folder)  # a rank that was blocked has been killed, and has removed nothing
             return code, lines
-    elif code > 128 and (number := code - 128) not in program.stop_signals():
-        code, lines = RUN_ERROR, [ended_from_outside(f"by {signal.Signals(number).name}")]
     if folder is not None and not any(verdict.recorded for verdict in verdicts):
         stopped = code > 128 and not lines
         error = KILLED_BY_USER if stopped else "\n".join(lines).removeprefix("error: ")

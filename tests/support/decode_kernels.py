@@ -12,11 +12,12 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
 from colocated_grpo.rollout.vllm import sampling_kernels
-from colocated_grpo.rollout.vllm.decode_attention import decode
+from colocated_grpo.rollout.vllm.decode_attention import LEAST_TOKENS, decode
 from colocated_grpo.rollout.vllm.qkv_kernel import Cache, normalize_rotate_and_store, suits
 from colocated_grpo.rollout.vllm.sampling_kernels import sample
 
-LENGTHS = [1, 15, 16, 17, 64, 65, 200, 0]
+LENGTHS = [1, 15, 16, 17, 64, 200, LEAST_TOKENS + 1, 0]
+"""Only the last but one is divided into parts."""
 BLOCK = 16
 
 
@@ -35,7 +36,10 @@ def assert_attention_is_softmax(
         table[row, : len(ids)] = ids
     query = torch.randn(len(lengths), heads, head_size, device=device, generator=generator).to(dtype)
     out = torch.full_like(query, float("nan"))
-    decode(query, keys, values, out, table, torch.tensor(lengths, dtype=torch.int32, device=device), head_size**-0.5)
+    lengths_B = torch.tensor(lengths, dtype=torch.int32, device=device)
+    decode(query, keys, values, out, table, lengths_B, head_size**-0.5)
+    again = torch.full_like(out, float("nan"))
+    assert torch.equal(decode(query, keys, values, again, table, lengths_B, head_size**-0.5), out)
     for row, length in enumerate(lengths):
         own = table[row].long()
         k, v = (

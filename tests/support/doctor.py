@@ -29,7 +29,7 @@ def launch_of(**changes: Any) -> Launch:
         "nodes": 1,
         "node_rank": 0,
         "master_addr": "localhost",
-        "master_port": None,
+        "master_port": 0,
         "join_timeout": 900,
         "config": "x.yaml",
         "resume": None,

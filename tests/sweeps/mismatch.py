@@ -61,7 +61,8 @@ def main() -> int:
         return main_in_ranks("mismatch", parser(), measure, None)
     environment = child_environment(os.environ, min(1, torch.cuda.device_count()), 1, "INFO")
     command = [sys.executable, "-m", "tests.sweeps.mismatch", *sys.argv[1:]]
-    return run_command(command, environment | rank_environment(environment))
+    environment |= rank_environment(environment)
+    return run_command(command, [environment], None, lambda number: (b"\nstopping\n", None)).code
 
 
 def parser() -> argparse.ArgumentParser:

@@ -1,8 +1,8 @@
 """Triton kernel for one-token attention over the paged KV cache, for batches large enough to fill the device.
 
 A decode step reads the weights once for all sequences, but a separate KV cache for each. With many sequences attention
-is limited by the bandwidth of these reads. FlashAttention 3 targets few sequences, and splits each sequence over the
-device.
+is limited by the bandwidth of these reads. FlashAttention 3 is as fast for long sequences, but takes up to 2.7 times as
+long for many short ones: docs/results/decode_uneven_1xh200.json.
 """
 
 from collections.abc import Callable
@@ -21,6 +21,10 @@ HEAD_SIZES = (64, 128, 256)
 USUAL_HEAD_SIZE = 128
 MOST_QUERY_HEADS = 16
 """Largest number of query heads per key-value head. These heads are the rows of one tile."""
+MOST_PARTS = 8
+MOST_PROGRAMS = 16_384
+LEAST_TOKENS = 512
+"""Fewest tokens of a part."""
 
 
 class LaunchShape(NamedTuple):
@@ -41,18 +45,13 @@ FOR_FEW = LaunchShape(tile=128, warps=4, stages=2)
 
 
 def shape_for(programs: int, shared_memory: int) -> LaunchShape:
-    """The fastest shape for this number of programs, measured in docs/results/decode_launches_1xh200.json.
-
-    Few programs need large tiles, so that enough reads are in flight. Many small programs balance the device better.
+    """Return the fastest shape over even and uneven lengths. Few programs need large tiles: more reads are in flight.
 
     programs: pairs of a sequence and a key-value head. shared_memory: bytes available to one program; consumer devices
     have too few bytes for FOR_FEW.
     """
-    if programs < 512 and shared_memory >= FOR_FEW.shared_memory:
-        return FOR_FEW
-    if programs < 1536:
-        return LaunchShape(tile=32, warps=2, stages=3)
-    return LaunchShape(tile=32, warps=1, stages=3)
+    few = programs < 512 and shared_memory >= FOR_FEW.shared_memory
+    return FOR_FEW if few else LaunchShape(tile=64, warps=4, stages=2)
 
 
 def make_attention(vllm_attention: Callable[..., object], count_use: Callable[[], None]) -> Callable[..., object]:
@@ -109,24 +108,49 @@ def decode(
     sequences, heads, size = query.shape
     kv_heads = keys.shape[2]
     shape = shape_for(sequences * kv_heads, _shared_memory(query.device))
+    parts = parts_for(sequences * kv_heads)
+    group = heads // kv_heads
     # Heads on the first grid axis: the heads of one token are adjacent in the cache.
-    _decode[(kv_heads, sequences)](
+    _decode[(kv_heads, sequences, parts)](
         *(query, keys, values, out, table, lengths),
+        *_partial_results(query.device, group, size),
         scale * 1.4426950408889634,  # log2(e): the kernel's exponentials are powers of two
         *query.stride()[:2],
         *keys.stride()[:3],
         *values.stride()[:3],
         *out.stride()[:2],
         table.stride(0),
+        parts,
         BLOCK=keys.shape[1],
-        GROUP=heads // kv_heads,
+        GROUP=group,
         ROWS=MOST_QUERY_HEADS,
         SIZE=size,
         TILE=min(shape.tile, shape.tile * USUAL_HEAD_SIZE // size),
+        LEAST=LEAST_TOKENS,
         num_warps=shape.warps,
         num_stages=shape.stages,
     )
     return out
+
+
+def parts_for(programs: int) -> int:
+    """Return into how many parts a long sequence is divided. programs: as in `shape_for`.
+
+    Without parts, all sequences would wait for the longest one. But each part that a sequence does not need costs the
+    device about half a nanosecond.
+    """
+    return max(1, min(MOST_PARTS, MOST_PROGRAMS // programs))
+
+
+@cache
+def _partial_results(device: torch.device, group: int, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return memory for the parts of sequences: weighted sums of values, largest scores, masses; and finished parts.
+
+    Never freed, because CUDA graphs contain its address. The kernel leaves the counts of finished parts at zero.
+    """
+    sums = torch.empty(MOST_PROGRAMS * group, size, device=device)
+    tops, masses = torch.empty(2, MOST_PROGRAMS * group, device=device)
+    return sums, tops, masses, torch.zeros(MOST_PROGRAMS, dtype=torch.int32, device=device)
 
 
 @cache
@@ -139,39 +163,72 @@ def _shared_memory(device: torch.device) -> int:
 
 @jit
 def _decode(
-    query, keys, values, out, table, lengths, scale, query_sequence, query_head, key_block, key_token, key_head,
-    value_block, value_token, value_head, out_sequence, out_head, table_sequence,
+    query, keys, values, out, table, lengths, sums, tops, masses, finished, scale, query_sequence, query_head,
+    key_block, key_token, key_head, value_block, value_token, value_head, out_sequence, out_head, table_sequence, parts,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
+    LEAST: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     sequence = tl.program_id(1).to(tl.int64)
+    part = tl.program_id(2)
     length = tl.load(lengths + sequence)
-    column = tl.arange(0, SIZE)
-    row = tl.arange(0, ROWS)
-    real = row[:, None] < GROUP  # tensor cores need at least 16 rows
-    heads = (head * GROUP + row)[:, None]
-    q = tl.load(query + sequence * query_sequence + heads * query_head + column[None, :], mask=real, other=0.0)
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    mass = tl.zeros([ROWS], tl.float32)
-    total = tl.zeros([ROWS, SIZE], tl.float32)
-    lane = tl.arange(0, TILE)
-    for start in range(0, length, TILE):
-        position = start + lane
-        inside = position < length
-        block = tl.load(table + sequence * table_sequence + position // BLOCK, mask=inside, other=0).to(tl.int64)
-        token = position % BLOCK
-        k_at = block * key_block + token * key_token + head * key_head
-        v_at = block * value_block + token * value_token + head * value_head
-        k = tl.load(keys + k_at[:, None] + column[None, :], mask=inside[:, None], other=0.0)
-        v = tl.load(values + v_at[:, None] + column[None, :], mask=inside[:, None], other=0.0)
-        score = tl.where(inside[None, :], tl.dot(q, tl.trans(k)) * scale, float("-inf"))
-        new_top = tl.maximum(top, tl.max(score, 1))
-        shrink = tl.exp2(top - new_top)
-        p = tl.exp2(score - new_top[:, None])
-        mass = mass * shrink + tl.sum(p, 1)
-        total = total * shrink[:, None] + tl.dot(p.to(v.dtype), v)
-        top = new_top
-    result = total / tl.where(mass == 0.0, 1.0, mass)[:, None]
-    tl.store(
-        out + sequence * out_sequence + heads * out_head + column[None, :], result.to(out.dtype.element_ty), mask=real
-    )
+    span = tl.maximum(tl.cdiv(tl.cdiv(length, parts), LEAST), 1) * LEAST
+    begin = part * span
+    if (begin < length) | (part == 0):
+        column = tl.arange(0, SIZE)
+        row = tl.arange(0, ROWS)
+        real = row[:, None] < GROUP  # tensor cores need at least 16 rows
+        heads = (head * GROUP + row)[:, None]
+        q = tl.load(query + sequence * query_sequence + heads * query_head + column[None, :], mask=real, other=0.0)
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        mass = tl.zeros([ROWS], tl.float32)
+        total = tl.zeros([ROWS, SIZE], tl.float32)
+        lane = tl.arange(0, TILE)
+        end = tl.minimum(length, begin + span)
+        for start in range(begin, end, TILE):
+            position = start + lane
+            inside = position < end
+            block = tl.load(table + sequence * table_sequence + position // BLOCK, mask=inside, other=0).to(tl.int64)
+            token = position % BLOCK
+            k_at = block * key_block + token * key_token + head * key_head
+            v_at = block * value_block + token * value_token + head * value_head
+            k = tl.load(keys + k_at[:, None] + column[None, :], mask=inside[:, None], other=0.0)
+            v = tl.load(values + v_at[:, None] + column[None, :], mask=inside[:, None], other=0.0)
+            score = tl.where(inside[None, :], tl.dot(q, tl.trans(k)) * scale, float("-inf"))
+            new_top = tl.maximum(top, tl.max(score, 1))
+            shrink = tl.exp2(top - new_top)
+            p = tl.exp2(score - new_top[:, None])
+            mass = mass * shrink + tl.sum(p, 1)
+            total = total * shrink[:, None] + tl.dot(p.to(v.dtype), v)
+            top = new_top
+        used = tl.cdiv(length, span)
+        last = used <= 1
+        if used > 1:
+            sequence_head = sequence * tl.num_programs(0) + head
+            first = sequence_head * parts
+            own = (first + part) * GROUP + row
+            tl.store(tops + own, top, mask=row < GROUP)
+            tl.store(masses + own, mass, mask=row < GROUP)
+            tl.store(sums + own[:, None] * SIZE + column[None, :], total, mask=real)
+            tl.debug_barrier()  # all threads have stored before the count is raised
+            last = tl.atomic_add(finished + sequence_head, 1) == used - 1
+            if last:
+                tl.store(finished + sequence_head, 0)
+                top = tl.full([ROWS], float("-inf"), tl.float32)
+                mass = tl.zeros([ROWS], tl.float32)
+                total = tl.zeros([ROWS, SIZE], tl.float32)
+                for other in range(used):  # in one order, whichever part was the last
+                    at = (first + other) * GROUP + row
+                    part_top = tl.load(tops + at, mask=row < GROUP, other=0.0, cache_modifier=".cg")
+                    part_mass = tl.load(masses + at, mask=row < GROUP, other=0.0, cache_modifier=".cg")
+                    part_sum = tl.load(
+                        sums + at[:, None] * SIZE + column[None, :], mask=real, other=0.0, cache_modifier=".cg"
+                    )
+                    new_top = tl.maximum(top, part_top)
+                    shrink, part_shrink = tl.exp2(top - new_top), tl.exp2(part_top - new_top)
+                    mass = mass * shrink + part_mass * part_shrink
+                    total = total * shrink[:, None] + part_sum * part_shrink[:, None]
+                    top = new_top
+        if last:
+            result = (total / tl.where(mass == 0.0, 1.0, mass)[:, None]).to(out.dtype.element_ty)
+            tl.store(out + sequence * out_sequence + heads * out_head + column[None, :], result, mask=real)

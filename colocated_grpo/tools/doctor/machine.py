@@ -16,7 +16,6 @@ import psutil
 from packaging.version import InvalidVersion, Version
 
 from colocated_grpo.errors import ConfigError
-from colocated_grpo.launch.cli import DEFAULT_MASTER_PORT
 from colocated_grpo.rollout.vllm.versions import ENGINES, check_installed
 from colocated_grpo.runtime.program import python_path
 from colocated_grpo.settings.run_sizes import GIB, gib
@@ -214,7 +213,7 @@ def check_hostnames(subject: Subject) -> Finding:
             f"--master-addr={launch.master_addr}: is {address}, which other nodes cannot reach",
             "the IP address of node 0 (hostname -I), the same on every node",
         )
-    return ok(f"{launch.master_addr} is {address}, port {launch.master_port or DEFAULT_MASTER_PORT}")
+    return ok(f"{launch.master_addr} is {address}, port {launch.master_port}")
 
 
 def check_collective(subject: Subject) -> Finding:

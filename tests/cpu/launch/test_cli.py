@@ -295,6 +295,7 @@ def test_the_first_report_of_a_node_is_kept(tmp_path, monkeypatch, capsys):
 
 def test_an_error_is_printed_when_the_launchers_temporary_folder_was_deleted(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv(VERDICT_VARIABLE, str(tmp_path / "gone"))
+    monkeypatch.setenv("RANK", "0")
     report(1, ["error: what went wrong"])
     assert capsys.readouterr().err == "error: what went wrong\n"
 

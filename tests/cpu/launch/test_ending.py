@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from colocated_grpo.launch.elastic import waiting_line
 from colocated_grpo.launch.launcher import SAVING, STARTING, begin_stop
 from colocated_grpo.runtime.run_folder import LOCK_FILE
 from colocated_grpo.runtime.verdict import ProcessEnd, read_verdicts, write_verdict
@@ -22,11 +21,11 @@ def folder(tmp_path: Path) -> Path:
 
 def leave(folder: Path, rank: int = 0, **changes: object) -> None:
     """Write the verdict of a rank that has named the run folder."""
-    assert write_verdict(folder / f"rank_{rank}.json", ProcessEnd(folder=str(folder / "run"), **changes))
+    assert write_verdict(folder / f"rank_{rank}.json", ProcessEnd(rank=rank, folder=str(folder / "run"), **changes))
 
 
-def ended(folder: Path, code: int) -> tuple[int, list[str]]:
-    return ending(code, read_verdicts(folder))
+def ended(folder: Path, code: int, rank: int = 0) -> tuple[int, list[str]]:
+    return ending(code, read_verdicts(folder), rank)
 
 
 def summary(folder: Path) -> dict:
@@ -43,11 +42,13 @@ def test_ranks_that_were_all_killed_are_recorded_with_the_exit_code(folder):
         assert "ended with exit code 1 and no error message" in (folder / "run" / name).read_text()
 
 
-def test_a_single_rank_that_was_killed_is_named_with_its_signal(folder):
+def test_a_rank_that_was_killed_is_named_with_its_signal(folder):
     leave(folder, training=True)
-    code, [line] = ended(folder, 128 + signal.SIGKILL)
+    leave(folder, rank=1, training=True)
+    leave(folder, rank=2, training=True, code=1, lines=["error: rank 1 is gone"], reported=3.0)
+    code, [line] = ended(folder, 128 + signal.SIGKILL, rank=1)
     assert (code, summary(folder)["exit_code"], summary(folder)["state"]) == (1, 1, "failed")
-    assert line.startswith("error: the run was ended from outside, by SIGKILL: ")
+    assert line.startswith("error: the run was ended from outside, rank 1 by SIGKILL: ")
     assert summary(folder)["error"] == line.removeprefix("error: ")
 
 
@@ -104,15 +105,3 @@ def test_a_run_that_trains_is_asked_to_save(folder):
     leave(folder, training=True)
     assert begin_stop(folder, signal.SIGTERM) == (SAVING, None)
     assert [verdict.code for verdict in read_verdicts(folder)] == [None]
-
-
-@pytest.mark.parametrize(
-    ("nodes", "rank", "line"),
-    [
-        (2, 0, "waiting for node 1 of 2"),
-        (4, 0, "waiting for nodes 1 to 3 of 4"),
-        (4, 2, "waiting for node 0 of 4 at 10.0.0.1"),
-    ],
-)
-def test_a_node_says_which_nodes_it_waits_for(nodes, rank, line):
-    assert waiting_line(nodes, rank, "10.0.0.1") == line

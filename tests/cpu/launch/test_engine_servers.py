@@ -13,6 +13,7 @@ import pytest
 
 from colocated_grpo.launch.launcher import main
 from colocated_grpo.runtime import processes
+from colocated_grpo.runtime.processes import Ended
 from colocated_grpo.runtime.program import KEY_VARIABLE, URLS_VARIABLE
 from colocated_grpo.servers.engine_servers import EngineServers, ServerPlan
 from colocated_grpo.servers.options import parse
@@ -42,7 +43,7 @@ def planned(config, monkeypatch):
         monkeypatch.setattr(
             processes,
             "run_command",
-            lambda _command, environment, _redirect, _action, **_: ranks.append(environment) or 3,
+            lambda _command, environments, *_: ranks.append(environments[0]) or Ended(3),
         )
         assert main(["--config", config, *SERVER, *flags]) == 3
         return plans[0], ranks[0]
@@ -168,7 +169,7 @@ def test_settings_of_the_run_are_the_servers_flags(planned):
     ],
 )
 def test_flags_that_do_not_fit_are_one_line(config, monkeypatch, capsys, flags, line):
-    monkeypatch.setattr(processes, "run_command", lambda *_, **__: pytest.fail("started"))
+    monkeypatch.setattr(processes, "run_command", lambda *_: pytest.fail("started"))
     monkeypatch.setattr("colocated_grpo.launch.launcher._show", lambda *_: None)
     assert main(["--config", config, *SERVER, *flags.split()]) == 2
     assert capsys.readouterr().err == f"error: {line}\n"
@@ -176,7 +177,7 @@ def test_flags_that_do_not_fit_are_one_line(config, monkeypatch, capsys, flags, 
 
 def test_running_servers_are_left_to_their_owner(config, monkeypatch):
     monkeypatch.setattr("colocated_grpo.launch.launcher.EngineServers", lambda *_: pytest.fail("started"))
-    monkeypatch.setattr(processes, "run_command", lambda *_, **__: 3)
+    monkeypatch.setattr(processes, "run_command", lambda *_: Ended(3))
     assert main(["--config", config, *SERVER, "--engine.urls", "[http://a:1]"]) == 3
 
 

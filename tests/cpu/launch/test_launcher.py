@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from contextlib import suppress
@@ -17,8 +18,9 @@ import pytest
 
 from colocated_grpo import __version__
 from colocated_grpo.launch.cli import _run, visible_gpus
-from colocated_grpo.launch.launcher import child_environment, main, ranks_command
+from colocated_grpo.launch.launcher import child_environment, main, rank_command, rank_variables
 from colocated_grpo.runtime import processes
+from colocated_grpo.runtime.processes import Ended
 from colocated_grpo.runtime.program import Launch
 from colocated_grpo.runtime.verdict import VERDICT_VARIABLE
 from colocated_grpo.settings.config_file import load_config
@@ -26,61 +28,47 @@ from colocated_grpo.tracking.ending import RunOutput
 from tests.support.paths import ROOT
 from tests.support.training_runs import tiny_model
 
-ELASTIC = "colocated_grpo.launch.elastic"
 LAUNCHER = ROOT / "run_colocated_grpo.py"
 
 
 @pytest.fixture
 def dry_run(config, eight_gpus, capsys):
-    """Return the command that a dry run shows, without the Python interpreter."""
+    """Return the rank command that a dry run shows, without the Python interpreter."""
 
     def dry_run(*flags: str) -> str:
         assert main(["--config", config, "--dry-run", *flags]) == 0
         output = capsys.readouterr().out
         assert output.endswith("Dry run mode - command not executed\n")
-        command = next(line for line in output.splitlines() if line.startswith("  Command"))
-        return command.removeprefix("  Command").strip().removeprefix(f"{shlex.quote(sys.executable)} -m ")
+        command = next(line for line in output.splitlines() if line.startswith("  Rank command"))
+        return command.removeprefix("  Rank command").strip().removeprefix(f"{shlex.quote(sys.executable)} -m ")
 
     return dry_run
 
 
 # Dry runs
 
-ONE_RANK = "colocated_grpo --config x.yaml"
-ONE_NODE = "--standalone --local-addr 127.0.0.1 -m colocated_grpo --config x.yaml"
+RANK = "colocated_grpo --config x.yaml"
 
 
 @pytest.mark.parametrize(
     ("flags", "command"),
     [
-        ("", f"colocated_grpo.launch.elastic --nnodes 1 --nproc-per-node 8 {ONE_NODE}"),
-        ("--gpus 1", ONE_RANK),
-        ("--gpus 4", f"colocated_grpo.launch.elastic --nnodes 1 --nproc-per-node 4 {ONE_NODE}"),
-        ("--gpus 0", ONE_RANK),
-        ("--gpus 0 --nproc 2", f"colocated_grpo.launch.elastic --nnodes 1 --nproc-per-node 2 {ONE_NODE}"),
-        (
-            "--gpus 4 --nodes 2 --node-rank 1 --master-addr 192.168.1.100",
-            "colocated_grpo.launch.elastic --nnodes 2 --nproc-per-node 4 --node-rank 1 --master-addr 192.168.1.100 "
-            "--master-port 29500 --rdzv-conf timeout=900 -m colocated_grpo --config x.yaml",
-        ),
-        (
-            "--gpus 1 --master-port 4000",
-            "colocated_grpo.launch.elastic --nnodes 1 --nproc-per-node 1 --node-rank 0 --master-addr localhost "
-            "--master-port 4000 -m colocated_grpo --config x.yaml",
-        ),
-        ("--gpus 1 --resume", f"{ONE_RANK} --resume auto"),
-        ("--gpus 1 --log-level DEBUG", ONE_RANK),
+        ("", RANK),
+        ("--gpus 0 --nproc 2", RANK),
+        ("--gpus 4 --nodes 2 --node-rank 1 --master-addr 192.168.1.100", RANK),
+        ("--gpus 1 --resume", f"{RANK} --resume auto"),
+        ("--gpus 1 --log-level DEBUG", RANK),
         (
             "--gpus 1 --policy.lr 2e-6 --engine.sleep=false --seed 3",
-            f"{ONE_RANK} --policy.lr 2e-6 --engine.sleep=false --seed 3",
+            f"{RANK} --policy.lr 2e-6 --engine.sleep=false --seed 3",
         ),
         (
             "--gpus 1 --rollout.stop '[a, b]'",
-            f"{ONE_RANK} --rollout.stop '[a, b]'",
+            f"{RANK} --rollout.stop '[a, b]'",
         ),
         (
             "--lora-target-modules [q_proj,v_proj] --gpus 1 --use_peft true --policy.lora.layers 0-1",
-            f"{ONE_RANK} --lora-target-modules '[q_proj,v_proj]' --use_peft true --policy.lora.layers 0-1",
+            f"{RANK} --lora-target-modules '[q_proj,v_proj]' --use_peft true --policy.lora.layers 0-1",
         ),
     ],
 )
@@ -103,9 +91,7 @@ def test_a_dry_run_shows_the_whole_banner(config, eight_gpus, capsys):
         "  Overrides      --policy.lr 1e-5\n"
         "  Resume         no\n"
         "  Log level      INFO\n"
-        f"  Command        {sys.executable} -m {ELASTIC} --nnodes 2 --nproc-per-node 4 --node-rank 1 "
-        "--master-addr node0 --master-port 29500 --rdzv-conf timeout=900 -m colocated_grpo --config x.yaml "
-        "--policy.lr 1e-5\n"
+        f"  Rank command   {sys.executable} -m colocated_grpo --config x.yaml --policy.lr 1e-5\n"
         "  sorting: 32 prompts of the first step have 12 to 16 tokens (rollout.max_prompt_tokens=1024)\n"
         "  the first prompt, 15 tokens:\n"
         "    | <|user|>sort 7425473<|end|><|assistant|>\n"
@@ -280,7 +266,7 @@ def test_a_resumed_run_keeps_its_own_config(config, eight_gpus, tmp_path, capsys
 def test_a_run_that_cannot_start_is_a_one_line_error_before_any_process_starts(
     config, eight_gpus, monkeypatch, capsys, flags, line
 ):
-    monkeypatch.setattr(processes, "run_command", lambda *_, **__: pytest.fail("started"))
+    monkeypatch.setattr(processes, "run_command", lambda *_: pytest.fail("started"))
     try:
         code = main(["--config", config, *flags.split()])
     except SystemExit as usage:
@@ -370,11 +356,19 @@ def test_without_a_config_a_dry_run_checks_the_default_one_and_says_so_in_one_li
 
 def test_without_a_config_a_redirected_run_says_in_its_file_which_one_it_uses(config, eight_gpus, monkeypatch, capfd):
     commands = []
-    monkeypatch.setattr(processes, "run_command", lambda command, *_, **__: commands.append(command) or 7)
+    monkeypatch.setattr(processes, "run_command", lambda command, *_: commands.append(command) or Ended(7))
     assert main(["--gpus", "8", "--model.name", "./model", "--redirect-output", "x.log"]) == 7
     assert capfd.readouterr() == ("", "")
     assert Path("x.log").read_text().count(DEFAULT_LINE) == 1
     assert commands[0][-4:] == ["--config", DEFAULT_CONFIG, "--model.name", "./model"]
+
+
+def test_a_port_in_use_is_one_line_before_a_rank_starts(config, eight_gpus, monkeypatch, capsys):
+    monkeypatch.setattr(processes, "run_command", lambda *_: pytest.fail("started"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["--config", config, "--gpus", "2", "--master-port", str(port)]) == 2
+    assert capsys.readouterr().err == f"error: --master-port={port}: Address already in use; choose another port\n"
 
 
 def test_an_error_in_a_run_without_a_config_says_which_one_it_used(config, eight_gpus, capsys):
@@ -384,7 +378,7 @@ def test_an_error_in_a_run_without_a_config_says_which_one_it_used(config, eight
 
 def test_a_run_without_a_config_is_continued_without_one(config, eight_gpus, monkeypatch):
     commands = []
-    monkeypatch.setattr(processes, "run_command", lambda command, *_, **__: commands.append(command) or 7)
+    monkeypatch.setattr(processes, "run_command", lambda command, *_: commands.append(command) or Ended(7))
     assert main(["--gpus", "8", "--model.name", "./model", "--resume"]) == 7
     assert commands[0][-6:] == ["--config", DEFAULT_CONFIG, "--resume", "auto", "--model.name", "./model"]
 
@@ -405,12 +399,14 @@ def test_the_command_runs_with_its_environment_and_its_exit_code_is_returned(con
     monkeypatch.setattr(
         processes,
         "run_command",
-        lambda command, env, redirect, _action, **_: started.append((command, env, redirect)) or 7,
+        lambda command, ranks, redirect, *_: started.append((command, ranks, redirect)) or Ended(7),
     )
     assert main(["--config", config, "--gpus", "2"]) == 7
-    [(command, environment, redirect)] = started
-    assert command[1:3] == ["-m", "colocated_grpo.launch.elastic"]
-    assert environment["COLOCATED_GRPO_LOG_LEVEL"] == "INFO"
+    [(command, ranks, redirect)] = started
+    assert command[1:3] == ["-m", "colocated_grpo"]
+    assert [rank["COLOCATED_GRPO_LOG_LEVEL"] for rank in ranks] == ["INFO", "INFO"]
+    assert [rank["RANK"] for rank in ranks] == ["0", "1"]
+    assert ranks[0]["MASTER_PORT"] == ranks[1]["MASTER_PORT"] != "0"
     assert redirect is None
     assert capfd.readouterr().out == "Co-located GRPO: x.yaml, 2 x GPU; ./model: trains (Qwen 3)\n"
     main(["--config", config, "--gpus", "2", "--log-level", "DEBUG"])
@@ -426,41 +422,28 @@ def test_engine_sockets_are_deleted_with_the_run_where_their_paths_are_short_eno
     monkeypatch.setattr("tempfile.tempdir", str(parent))
     monkeypatch.delenv("VLLM_RPC_BASE_PATH", raising=False)
 
-    def run_command(_command, environment, _redirect, _action, **_ranks):
-        assert (environment.get("VLLM_RPC_BASE_PATH") == environment["PET_LOG_DIR"]) == is_used
-        return 7
+    def run_command(_command, ranks, *_):
+        assert (ranks[1].get("VLLM_RPC_BASE_PATH") == ranks[1][VERDICT_VARIABLE]) == is_used
+        return Ended(7)
 
     monkeypatch.setattr(processes, "run_command", run_command)
     assert main(["--config", config, "--gpus", "2"]) == 7
     assert not list(parent.iterdir())
 
 
-def test_torchruns_logs_are_deleted_with_the_run(config, eight_gpus, monkeypatch):
-    folders = []
-
-    def run_command(_command, environment, _redirect, _action, **_ranks):
-        folder = Path(environment["PET_LOG_DIR"])
-        assert folder.is_dir()
-        folders.append(folder)
-        return 7
-
-    monkeypatch.setattr(processes, "run_command", run_command)
-    assert main(["--config", config, "--gpus", "2"]) == 7
-    assert not folders[0].exists()
-
-
 @pytest.mark.parametrize(("finishes", "code"), [(True, 0), (False, 1)])
 def test_an_exit_code_of_0_is_success_only_where_a_rank_has_finished(
     config, eight_gpus, monkeypatch, capsys, finishes, code
 ):
-    def run_command(_command, environment, _redirect, _action, **_ranks):
+    def run_command(_command, ranks, *_):
         if finishes:
-            monkeypatch.setenv(VERDICT_VARIABLE, environment[VERDICT_VARIABLE])
+            for name in (VERDICT_VARIABLE, "RANK"):
+                monkeypatch.setenv(name, ranks[0][name])
             monkeypatch.setattr("colocated_grpo.launch.cli.join_ranks", lambda _: None)
             rank = SimpleNamespace(main=lambda *_, **__: None)
             monkeypatch.setitem(sys.modules, "colocated_grpo.launch.rank", rank)
-            return _run(load_config(config), None, "any", RunOutput())
-        return 0  # like os._exit(0) in a reward
+            return Ended(_run(load_config(config), None, "any", RunOutput()))
+        return Ended(0)  # like os._exit(0) in a reward
 
     monkeypatch.setattr(processes, "run_command", run_command)
     assert main(["--config", config, "--gpus", "2"]) == code
@@ -468,7 +451,7 @@ def test_an_exit_code_of_0_is_success_only_where_a_rank_has_finished(
 
 
 def test_a_run_starts_when_the_console_cannot_be_written(config, eight_gpus, monkeypatch):
-    monkeypatch.setattr(processes, "run_command", lambda *_, **__: 7)
+    monkeypatch.setattr(processes, "run_command", lambda *_: Ended(7))
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
         assert main(["--config", config, "--gpus", "2"]) == 7
@@ -478,7 +461,7 @@ def test_a_run_starts_when_the_console_cannot_be_written(config, eight_gpus, mon
 
 
 def test_a_redirected_run_shows_nothing_on_the_console(config, eight_gpus, monkeypatch, tmp_path, capfd):
-    monkeypatch.setattr(processes, "run_command", lambda *_, **__: 7)
+    monkeypatch.setattr(processes, "run_command", lambda *_: Ended(7))
     (tmp_path / "x.log").write_text("earlier run\n")
     assert main(["--config", config, "--gpus", "2", "--redirect-output", "x.log"]) == 7
     assert capfd.readouterr() == ("", "")
@@ -499,7 +482,7 @@ def test_a_machine_without_nvidia_smi_has_no_gpus(tmp_path, monkeypatch):
 
 
 def launch(**changes: object) -> Launch:
-    place = {"gpus": 2, "ranks": 2, "nodes": 1, "node_rank": 0, "master_addr": "localhost", "master_port": None}
+    place = {"gpus": 2, "ranks": 2, "nodes": 1, "node_rank": 0, "master_addr": "localhost", "master_port": 0}
     return Launch(
         **(
             place
@@ -549,8 +532,21 @@ def test_a_gpu_run_leaves_the_choice_of_gpus_alone():
     assert child_environment({"CUDA_VISIBLE_DEVICES": "3,4"}, 2, 2, "INFO")["CUDA_VISIBLE_DEVICES"] == "3,4"
 
 
+def test_ranks_of_a_node_have_the_variables_that_torchrun_would_set():
+    node = launch(nodes=3, node_rank=1, master_addr="10.0.0.1", join_timeout=5)
+    assert rank_variables(node, 29500)[1] == {
+        "RANK": "3",
+        "WORLD_SIZE": "6",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "29500",
+        "COLOCATED_GRPO_JOIN_SECONDS": "5",
+    }
+
+
 def test_the_command_uses_the_launchers_own_python():
-    assert ranks_command(launch())[0] == sys.executable
+    assert rank_command(launch())[0] == sys.executable
 
 
 def test_the_version_is_shown(capsys):

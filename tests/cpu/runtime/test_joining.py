@@ -19,7 +19,6 @@ from colocated_grpo.launch.rank import RankProcess
 from colocated_grpo.runtime import joining, rendezvous, supervision
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.joining import Joined, join
-from colocated_grpo.runtime.program import SINGLE_RANK
 from colocated_grpo.runtime.rendezvous import LinkAddress, NodeLinks
 from colocated_grpo.runtime.supervision import StopRequest, Watchdog, explain_missing_ranks
 from colocated_grpo.runtime.verdict import VERDICT_VARIABLE, read_verdicts
@@ -64,7 +63,7 @@ def block_in_the_start(port: int, joined, idle_rank: int, errors: Path) -> None:
 
 def join_alone() -> tuple[bytes, set[str]]:
     """Join as the launcher's only rank. Returns a stored value and the addresses that listen."""
-    store = join_without_launcher(int(SINGLE_RANK["MASTER_PORT"])).store
+    store = join_without_launcher(0).store
     store.set("key", "value")
     listening = {one.laddr.ip for one in psutil.Process().net_connections() if one.status == psutil.CONN_LISTEN}
     return store.get("key"), listening

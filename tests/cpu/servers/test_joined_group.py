@@ -12,6 +12,7 @@ import torch
 
 from colocated_grpo.errors import RunError
 from colocated_grpo.runtime import rendezvous
+from colocated_grpo.runtime.processes import bind_store
 from colocated_grpo.runtime.rendezvous import connect_store, serve_store
 from colocated_grpo.servers.broadcast import BroadcastSync, JoinedGroup, MissingMembers
 from colocated_grpo.servers.control_routes import Offer
@@ -43,7 +44,7 @@ def meeting(monkeypatch) -> Callable[[int], None]:
 
 def joining(present: int, size: int) -> list[Future[JoinedGroup]]:
     """Let the first `present` of `size` members join, each with a connection of its own to the store."""
-    store = serve_store(HERE, PATIENT)
+    store = serve_store(bind_store(HERE, 0), PATIENT)
     stores = [store, *[connect_store(HERE, store.port, PATIENT) for _ in range(present - 1)]]
     with ThreadPoolExecutor(present) as threads:
         return [threads.submit(JoinedGroup, each, rank, size, CPU, PATIENT) for rank, each in enumerate(stores)]
