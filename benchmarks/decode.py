@@ -1,7 +1,8 @@
 """Time of a decode step, by kernel: `python -m benchmarks.decode --shape qwen3-0.6b --gpus 1`.
 
 Several groups decode together. Steps in the middle of their completions are timed and compared with their device time
-and with the least time to read weights and KV cache.
+and with the least time to read weights and KV cache. A decode step is one token of each sequence; a step of the engine
+may take several.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ def add_work(parser: argparse.ArgumentParser, sequences: list[int]) -> argparse.
     parser.add_argument("--sequences", type=int, nargs="+", default=sequences, help="sequences that decode together")
     parser.add_argument("--group-size", type=int, default=16, help="completions of one prompt")
     parser.add_argument("--prompt", type=int, default=82, help="prompt tokens")
-    parser.add_argument("--sampled", type=int, default=384, help="tokens of each sequence before the measured steps")
-    parser.add_argument("--steps", type=int, default=64, help="measured steps; as many profiled ones follow")
+    parser.add_argument("--sampled", type=int, default=384, help="engine steps before the measured ones")
+    parser.add_argument("--steps", type=int, default=64, help="measured engine steps; as many profiled ones follow")
     return parser
 
 
@@ -71,24 +72,33 @@ def measure(world: World, options: argparse.Namespace) -> JsonObject:
 
 def sections(options: argparse.Namespace) -> JsonObject:
     return {
-        "rollout": {"max_prompt_tokens": options.prompt, "max_completion_tokens": total_tokens(options)},
+        "rollout": {"max_prompt_tokens": options.prompt, "max_completion_tokens": most_tokens(options)},
         "engine": {"max_num_seqs": max(options.sequences)},
     }
 
 
-def total_tokens(options: argparse.Namespace) -> int:
-    """Return the length of each completion."""
-    return options.sampled + 2 * options.steps + 2
+def engine_steps(options: argparse.Namespace) -> int:
+    return options.sampled + 2 * options.steps
+
+
+def most_tokens(options: argparse.Namespace) -> int:
+    """Return the length that no completion reaches."""
+    from colocated_grpo.rollout.vllm.steady_decode import STEPS
+
+    return STEPS * engine_steps(options) + 2
 
 
 def with_full_cache(config: Config, options: argparse.Namespace, size: ModelSize) -> Config:
-    """Set a KV cache for all sequences at full length, unless the command line sets one.
+    """Set a KV cache for all sequences, unless the command line sets one.
 
-    In the smaller cache of a training run, some sequences would queue and not be measured.
+    In the smaller cache of a training run, some sequences would queue and not be measured. The engine takes several
+    tokens in a step only while it reads less than HOST_BYTES.
     """
-    full_length = options.prompt + total_tokens(options) + BLOCK
-    cache_bytes = config.engine.kv_cache_memory_bytes or max(options.sequences) * full_length * size.kv_bytes_per_token
-    return config.with_values("engine", kv_cache_memory_bytes=cache_bytes)
+    from colocated_grpo.rollout.vllm.steady_decode import HOST_BYTES
+
+    length = options.prompt + engine_steps(options) + 2 * BLOCK
+    needed = max(options.sequences) * length * size.kv_bytes_per_token + HOST_BYTES
+    return config.with_values("engine", kv_cache_memory_bytes=config.engine.kv_cache_memory_bytes or needed)
 
 
 def measure_all(engine: RolloutEngine, options: argparse.Namespace, world: World) -> dict[int, DecodeTime]:
@@ -105,25 +115,36 @@ class DecodeTime(NamedTuple):
 
     step_seconds: float
     kernels: list[KernelRow]
-    """Times and counts over `options.steps` decode steps."""
+    """Times and counts over `steps` decode steps."""
+    steps: float
+    sampled: float
+    """Tokens of each sequence midway through the timed steps."""
 
 
 def decode(engine: RolloutEngine, options: argparse.Namespace, sequences: int, world: World) -> DecodeTime:
-    """Decode `sequences` sequences together: time `options.steps` steps and profile as many more."""
-    engine.submit(requests(options, sequences, total_tokens(options)))
-    finished = 0
+    """Decode `sequences` sequences together: time `options.steps` steps of the engine and profile as many more."""
 
     def steps(count: int) -> None:
-        nonlocal finished
         for _ in range(count):
-            finished += len(engine.step())
+            engine.step()
 
-    steps(options.sampled)
+    def begin() -> None:
+        engine.submit(requests(options, sequences, most_tokens(options)))
+        steps(options.sampled)
+
+    begin()
+    before = sampled_by(engine)
+    begin()
     [seconds] = seconds_of(lambda: steps(options.steps), world.device, repeats=1, warmup=0)
     kernels = kernel_rows(lambda: steps(options.steps), world.device)
-    while finished < sequences:
-        steps(1)
-    return DecodeTime(seconds / options.steps, kernels)
+    taken = (sampled_by(engine) - before) / 2
+    return DecodeTime(seconds / taken, kernels, taken, before + taken / 2)
+
+
+def sampled_by(engine: RolloutEngine) -> float:
+    """Interrupt all sequences, and return how many tokens each has sampled."""
+    completions = [completion for _, completion in engine.interrupt()]
+    return sum(len(completion.token_ids) for completion in completions) / len(completions)
 
 
 def requests(options: argparse.Namespace, sequences: int, tokens: int) -> list[Request]:
@@ -142,8 +163,8 @@ def row_of(
 ) -> JsonObject:
     """Return step time, device time, and the time to read weights and KV cache midway through the measured steps."""
     seconds = measured.step_seconds
-    busy = busy_seconds(measured.kernels) / options.steps
-    cached = sequences * (options.prompt + options.sampled + options.steps / 2)
+    busy = busy_seconds(measured.kernels) / measured.steps
+    cached = sequences * (options.prompt + measured.sampled)
     return {
         "shape": model_name(options),
         "sequences": sequences,
