@@ -26,7 +26,7 @@ from benchmarks.roofline import Roofline, measure_roofline, seconds_of
 from benchmarks.throughput import ModelSize, model_size
 from colocated_grpo.policy.model import read_model_config
 from colocated_grpo.policy.policy import Policy
-from colocated_grpo.rollout.engine import Request, RolloutEngine, Sampling
+from colocated_grpo.rollout.engine import LocalEngine, Request, Sampling
 from colocated_grpo.rollout.vllm.kv_budget import BLOCK
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings.schema import Config
@@ -101,7 +101,7 @@ def with_full_cache(config: Config, options: argparse.Namespace, size: ModelSize
     return config.with_values("engine", kv_cache_memory_bytes=config.engine.kv_cache_memory_bytes or needed)
 
 
-def measure_all(engine: RolloutEngine, options: argparse.Namespace, world: World) -> dict[int, DecodeTime]:
+def measure_all(engine: LocalEngine, options: argparse.Namespace, world: World) -> dict[int, DecodeTime]:
     """Return the time of a decode step for each number of sequences."""
     from colocated_grpo.trainer import settle_garbage_collector
 
@@ -121,7 +121,7 @@ class DecodeTime(NamedTuple):
     """Tokens of each sequence midway through the timed steps."""
 
 
-def decode(engine: RolloutEngine, options: argparse.Namespace, sequences: int, world: World) -> DecodeTime:
+def decode(engine: LocalEngine, options: argparse.Namespace, sequences: int, world: World) -> DecodeTime:
     """Decode `sequences` sequences together: time `options.steps` steps of the engine and profile as many more."""
 
     def steps(count: int) -> None:
@@ -141,7 +141,7 @@ def decode(engine: RolloutEngine, options: argparse.Namespace, sequences: int, w
     return DecodeTime(seconds / taken, kernels, taken, before + taken / 2)
 
 
-def sampled_by(engine: RolloutEngine) -> float:
+def sampled_by(engine: LocalEngine) -> float:
     """Interrupt all sequences, and return how many tokens each has sampled."""
     completions = [completion for _, completion in engine.interrupt()]
     return sum(len(completion.token_ids) for completion in completions) / len(completions)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
+from collections.abc import Iterator
 
 import pytest
 
@@ -29,3 +31,11 @@ def eight_gpus(tmp_path, monkeypatch) -> None:
     (folder / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.fixture(autouse=True)
+def restored_log_level() -> Iterator[None]:
+    """Restore the level that `--log-level DEBUG` sets for the process: mkdocs warns of less while it is DEBUG."""
+    level = logging.getLogger().level
+    yield
+    logging.getLogger().setLevel(level)
