@@ -28,8 +28,8 @@ from colocated_grpo.runtime.program import STORE_VARIABLE, stop_signals
 
 REAP_SECONDS = 10.0
 POLL_SECONDS = 0.05
-LEAVE_SECONDS = 10.0
-"""Time for the other ranks to end after one has failed. Their watchdogs need about four seconds."""
+LEAVE_SECONDS = 30.0
+"""Time for the other ranks to end after one has failed. Their watchdogs need four, and more for a long report."""
 DUPLICATE_SECONDS = 1.0
 """Repeated signals within this time count as one request, because a terminal and a wrapper may both send the signal."""
 # Linux <sys/prctl.h>
