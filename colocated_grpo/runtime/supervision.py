@@ -155,9 +155,7 @@ class Watchdog:
         known = first_report() if dead else None  # the report that a dead rank wrote for the launcher
         if known is not None:
             line = " ".join(known.lines).removeprefix("error: ")
-        first = None if line is None else self._claim(line)
-        repeated = first is False or (first is None and lost and not self._leads_node())
-        if line is None or repeated:
+        if line is None or not self._is_first(line, dead):
             self._before_exit(None)
             self.show_failure_of_other_node()
         else:
@@ -165,15 +163,16 @@ class Watchdog:
             if known is None:
                 report(RUN_ERROR, [f"error: {line}"])
 
-    def _claim(self, line: str) -> bool | None:
-        """Record a failure in the store. Return True if this failure is the first, and None if the store is gone."""
+    def _is_first(self, line: str, dead: Sequence[int]) -> bool:
+        """Record a failure in the store, and return True if it is the first.
+
+        If the store is gone, all ranks detect it, and one live rank of each node reports it.
+        """
         claim = json.dumps([self._rank, line])
         first = _within(STORE_SECONDS, lambda: self._store.compare_set(FAILED_KEY, "", claim))
-        return None if first is None else first.decode() == claim
-
-    def _leads_node(self) -> bool:
-        """Return True on one rank of each node. If the store is gone, only this rank reports a loss that all detect."""
-        return self._rank < min(self._siblings.values(), default=self._rank + 1)
+        if first is None:
+            return self._rank < min({*self._siblings.values()} - {*dead}, default=self._rank + 1)
+        return first.decode() == claim
 
     def show_failure_of_other_node(self) -> None:
         """Pass the error line of the first failed rank to this node's launcher, unless that rank is on this node."""
@@ -192,7 +191,7 @@ class Watchdog:
     def report_failure(self, line: str) -> bool:
         """Stop watching and make others exit. Return True if this rank failed first; else wait and return False."""
         self.stop_watching()
-        first = self._claim(line) is not False
+        first = self._is_first(line, self._dead_ranks())
         if not first:
             self.show_failure_of_other_node()
         if not first or self._serves_store:  # the other ranks read the first failure in the store of this process
