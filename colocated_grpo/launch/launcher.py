@@ -96,7 +96,7 @@ def _launch(arguments: Sequence[str]) -> int:
             folder.mkdir(parents=True, exist_ok=True)
         _show(text, redirect, sys.stdout)
     except OSError as error:
-        print(f"error: {flag}={error.filename!r}: cannot write ({error.strerror})", file=sys.stderr)
+        print(f"error: {flag}={error.filename or str(redirect)!r}: cannot write ({error.strerror})", file=sys.stderr)
         return verdict.USAGE_ERROR
     run = partial(_run, launch, command, redirect)
     if servers is None:
@@ -276,7 +276,8 @@ def begin_stop(folder: Path, number: int) -> tuple[bytes, float | None]:
 
     folder: folder of the verdicts. number: of the first stop signal. Returns a `processes.BeginStop`'s result.
     """
-    if any(end.training for end in verdict.read_verdicts(folder)):
+    cleaned = not (folder / processes.LOCK_FILE).exists()  # by a cleanup of /tmp during a long run
+    if cleaned or any(end.training for end in verdict.read_verdicts(folder)):
         return SAVING, None
     # This verdict keeps the ranks from reporting their exits: the line STARTING is sufficient.
     verdict.write_verdict(folder / "launcher.json", verdict.ProcessEnd(code=128 + number, reported=time.time()))

@@ -29,7 +29,7 @@ JOIN_SECONDS = float(os.environ.get(JOIN_VARIABLE, 600.0))
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _runs = count()
 """Numbers the successive runs of this process. All ranks count alike, because joining is collective."""
-MEMBER_KEY, COUNT_KEY, COMPLETE_KEY = "member", "members", "complete"
+SIZE_KEY, MEMBER_KEY, COUNT_KEY, COMPLETE_KEY = "size", "member", "members", "complete"
 
 
 class Member(NamedTuple):
@@ -106,10 +106,8 @@ def _open_store(rank: int, *, serves: bool) -> dist.Store:
         try:
             wait_for_listener(host, port, JOIN_SECONDS)
         except OSError as error:
-            why = error.strerror or error
-            raise RunError(
-                f"{where}: rank {rank} has not reached rank 0 there for {JOIN_SECONDS:g} s ({why})"
-            ) from error
+            waited = f"{JOIN_SECONDS:g} s ({error.strerror or error})"
+            raise RunError(f"{where}: rank {rank} has not reached rank 0 there for {waited}") from error
     try:
         return dist.TCPStore(
             host,
@@ -127,15 +125,16 @@ def _open_store(rank: int, *, serves: bool) -> dist.Store:
 
 
 def _meet(store: dist.Store, watchdog: Watchdog, rank: int, size: int, deadline: float) -> None:
-    process, link = own_process(), None
+    if (other_size := store.compare_set(SIZE_KEY, "", str(size)).decode()) != str(size):
+        raise RunError(f"WORLD_SIZE={size}, but {other_size} on another node: all nodes need the same number of ranks")
+    process, link, keys = own_process(), None, [f"{MEMBER_KEY} {other}" for other in range(size)]
     if rank > 0:
-        first = Member.from_json(_wait_for(store, _key(0), deadline, lambda: _not_started([0], size)))
+        first = Member.from_json(_wait_for(store, keys[0], deadline, lambda: _not_started([0], size)))
         if first.process.table != process.table:
             link = watchdog.links.listen(own_address(os.environ["MASTER_ADDR"]))
-    store.set(_key(rank), json.dumps(Member(process, link)))
+    store.set(keys[rank], json.dumps(Member(process, link)))
     if store.add(COUNT_KEY, 1) == size:
         store.set(COMPLETE_KEY, "")
-    keys = [_key(other) for other in range(size)]
 
     def missing() -> str:
         return _not_started([other for other, key in enumerate(keys) if not store.check([key])], size)
@@ -153,10 +152,6 @@ def _meet(store: dist.Store, watchdog: Watchdog, rank: int, size: int, deadline:
                     f"({error.strerror or error}); all nodes need free ports between each other"
                 ) from error
     _choose_gloo_interface(rank, members)
-
-
-def _key(rank: int) -> str:
-    return f"{MEMBER_KEY} {rank}"
 
 
 def _wait_for(store: dist.Store, key: str, deadline: float, explain: Callable[[], str]) -> bytes:

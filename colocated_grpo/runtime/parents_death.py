@@ -27,11 +27,11 @@ def continue_at_parents_death() -> None:
 
 def stop_at_parents_death() -> None:
     """Stop this process, as by SIGTERM, when its parent dies, also while it is stopped. Call from the main thread."""
-    parent = os.getppid()
+    own, parent = os.getpid(), os.getppid()
 
     def on_continue(_number: int, _frame: object) -> None:
-        if os.getppid() != parent:
-            os.kill(os.getpid(), signal.SIGTERM)
+        if os.getpid() == own and os.getppid() != parent:  # a forked child, such as a reward worker, inherits this
+            os.kill(own, signal.SIGTERM)
 
     signal.signal(signal.SIGCONT, on_continue)
     continue_at_parents_death()

@@ -32,6 +32,8 @@ LEAVE_SECONDS = 30.0
 """Time for the other ranks to end after one has failed. Their watchdogs need four, and more for a long report."""
 DUPLICATE_SECONDS = 1.0
 """Repeated signals within this time count as one request, because a terminal and a wrapper may both send the signal."""
+ENDED = os.WEXITED | os.WNOHANG | os.WNOWAIT
+"""Options of `waitid`: return a child that has ended, if any, without reaping it."""
 # Linux <sys/prctl.h>
 PR_SET_CHILD_SUBREAPER = 36
 PREFIX = "colocated-grpo-"
@@ -75,7 +77,7 @@ def run_command(
             with bound or nullcontext():
                 for local_rank, environment in enumerate(environments):
                     stop.watch(_start(command, environment, output, bound if local_rank == 0 else None))
-            ended = _wait(stop.ranks)
+            ended = _wait(stop.ranks, spare=others)
         finally:
             kill_descendants(spare=others)
     return Ended(128 + stop.received[0]) if stop.received else ended
@@ -96,8 +98,9 @@ def _start(
     )
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> Ended:
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], spare: set[int]) -> Ended:
     first, deadline = Ended(0), math.inf
+    known = {rank.pid for rank in ranks} | spare
     while True:
         codes = [rank.poll() for rank in ranks]
         if first.code == 0 and any(codes):
@@ -105,14 +108,17 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> Ended:
             first, deadline = Ended(code if code > 0 else 128 - code, local_rank), time.monotonic() + LEAVE_SECONDS
         if None not in codes or time.monotonic() > deadline:
             return first
+        with suppress(ChildProcessError):  # reap orphans: rewards may leave thousands of ended processes in a long run
+            while (ended := os.waitid(os.P_ALL, 0, ENDED)) and ended.si_pid not in known:
+                os.waitpid(ended.si_pid, 0)
         time.sleep(POLL_SECONDS)
 
 
 def bind_store(host: str, port: int) -> socket.socket:
-    """Return a socket for the store of the ranks, bound to a port but not yet listening. Raises OSError.
+    """Return a socket for the store of the ranks, which listens on a port. Raises OSError.
 
-    Bound before the first rank starts, so that the other ranks know the port. host: an address; "": all interfaces.
-    port: 0 for any free port.
+    Bound before the first rank starts, so that the other ranks know the port. Connections wait until the store serves
+    them. host: an address; "": all interfaces. port: 0 for any free port.
     """
     dual_stack = not host and socket.has_dualstack_ipv6()
     bound = socket.socket(socket.AF_INET6 if dual_stack or ":" in host else socket.AF_INET)
@@ -121,6 +127,7 @@ def bind_store(host: str, port: int) -> socket.socket:
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the port of a run that has just ended
     try:
         bound.bind((host, port))
+        bound.listen(socket.SOMAXCONN)  # with SO_REUSEADDR, two launchers can bind a port, but only one can listen
     except OSError:
         bound.close()
         raise

@@ -223,6 +223,7 @@ def rank_variables(
         "LOCAL_WORLD_SIZE": str(local_size),
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "False",  # even if the launcher itself runs under torchrun
     }
 
 

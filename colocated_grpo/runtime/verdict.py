@@ -53,7 +53,7 @@ def leave(**changes: object) -> bool:
     if VERDICT_VARIABLE not in os.environ:
         return False
     _own = replace(_own, rank=int(os.environ["RANK"]), **changes)  # pyrefly: ignore[bad-argument-type]
-    return write_verdict(Path(os.environ[VERDICT_VARIABLE]) / f"{_rank_name()}.json", _own)
+    return write_verdict(Path(os.environ[VERDICT_VARIABLE]) / f"rank_{_own.rank}.json", _own)
 
 
 def write_verdict(file: Path, verdict: ProcessEnd) -> bool:
@@ -67,14 +67,10 @@ def write_verdict(file: Path, verdict: ProcessEnd) -> bool:
     return True
 
 
-def _rank_name() -> str:
-    return f"rank_{os.environ['RANK']}"
-
-
 def stacks_file() -> Path | None:
     """Return the file for this rank's stacks; None without a launcher to read it."""
     folder = Path(os.environ.get(VERDICT_VARIABLE, os.devnull))
-    return folder / f"{_rank_name()}{STACKS}" if folder.is_dir() else None
+    return folder / f"rank_{os.environ['RANK']}{STACKS}" if folder.is_dir() else None
 
 
 def report(code: int, lines: Sequence[str]) -> None:

@@ -150,10 +150,8 @@ def make_output(mode: str, total_steps: int, *, is_main: bool, console: Console 
 HELD_OUT_REWARD = "held_out/reward"
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
 """Full disk, quota, file size limit, file system remounted read-only, disk failure, lost network share."""
-UNFINISHED = (
-    "the run exited with code 0 before it was finished, for example by os._exit() in a reward or an environment; "
-    "--resume auto continues from its last checkpoint"
-)
+BY_USER_CODE = "for example os._exit() in a reward or an environment; --resume auto continues from its last checkpoint"
+UNFINISHED = f"the run exited with code 0 before it was finished: {BY_USER_CODE}"
 KILLED_BY_USER = "killed on request, before the run had saved a checkpoint and ended"
 
 
@@ -286,8 +284,8 @@ def ending(code: int, verdicts: Sequence[ProcessEnd] | None, rank: int) -> tuple
     first = verdicts[0] if verdicts else ProcessEnd()
     folder = next((Path(verdict.folder) for verdict in verdicts if verdict.folder is not None), None)
     silent = not any(verdict.rank == rank and verdict.code is not None for verdict in verdicts)
-    if silent and code > 128 and (number := code - 128) not in program.stop_signals():
-        # The other ranks report only that this one is missing.
+    handled = program.stop_signals() if verdicts else []  # without a verdict, the rank had no handler yet
+    if silent and (number := code - 128) in {*signal.Signals} - {*handled}:  # others report only that it is missing
         code, lines = RUN_ERROR, [ended_from_outside(f"rank {rank} by {signal.Signals(number).name}")]
     elif code == 0:
         code, lines = RUN_ERROR, [f"error: {UNFINISHED}"]
@@ -298,11 +296,12 @@ def ending(code: int, verdicts: Sequence[ProcessEnd] | None, rank: int) -> tuple
                 remove_if_unused(folder)  # a rank that was blocked has been killed, and has removed nothing
             return code, lines
     if folder is not None and not any(verdict.recorded for verdict in verdicts):
-        stopped = code > 128 and not lines
+        stopped = not lines and code - 128 in program.stop_signals()
+        if not (lines or stopped):
+            lines = [f"error: the processes ended with exit code {code} and no error message: {BY_USER_CODE}"]
         error = KILLED_BY_USER if stopped else "\n".join(lines).removeprefix("error: ")
-        unknown = f"the processes ended with exit code {code} and no error message: killed, for example out of memory"
         training = any(verdict.training for verdict in verdicts)
-        failure = Failure(error=error or unknown, where=None if training else "start-up", exit_code=code)
+        failure = Failure(error=error, where=None if training else "start-up", exit_code=code)
         record_failure(folder, failure, training=training, state=KILLED if stopped else FAILED)
         append_to_log(folder, [f"error: {failure.error}"])
     return code, lines

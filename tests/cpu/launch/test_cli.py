@@ -42,6 +42,7 @@ def test_a_process_started_alone_is_the_only_rank():
         "LOCAL_WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
     }
     assert environment_problem(environment) is None
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from colocated_grpo.launch.launcher import SAVING, STARTING, begin_stop
+from colocated_grpo.runtime import processes
 from colocated_grpo.runtime.run_folder import LOCK_FILE
 from colocated_grpo.runtime.verdict import ProcessEnd, read_verdicts, write_verdict
 from colocated_grpo.tracking.ending import UNFINISHED, ending
@@ -16,6 +17,7 @@ from colocated_grpo.tracking.ending import UNFINISHED, ending
 def folder(tmp_path: Path) -> Path:
     """The launcher's folder, with a run folder in it."""
     (tmp_path / "run").mkdir()
+    (tmp_path / processes.LOCK_FILE).touch()
     return tmp_path
 
 
@@ -33,13 +35,16 @@ def summary(folder: Path) -> dict:
     return json.loads(file.read_text()) if file.exists() else {}
 
 
-def test_ranks_that_were_all_killed_are_recorded_with_the_exit_code(folder):
+@pytest.mark.parametrize("exit_code", [3, 255])
+def test_an_exit_that_no_rank_explains_is_shown_and_recorded_with_its_code(folder, exit_code):
     leave(folder, training=True)
-    assert ended(folder, 1) == (1, [])
+    code, [line] = ended(folder, exit_code)
+    assert code == exit_code
+    assert line.startswith(f"error: the processes ended with exit code {exit_code} and no error message: ")
     assert summary(folder)["state"] == "failed"
-    assert summary(folder)["error"].startswith("the processes ended with exit code 1 and no error message")
+    assert summary(folder)["error"] == line.removeprefix("error: ")
     for name in ("report.html", "run.log"):
-        assert "ended with exit code 1 and no error message" in (folder / "run" / name).read_text()
+        assert f"ended with exit code {exit_code} and no error message" in (folder / "run" / name).read_text()
 
 
 def test_a_rank_that_was_killed_is_named_with_its_signal(folder):
@@ -50,6 +55,18 @@ def test_a_rank_that_was_killed_is_named_with_its_signal(folder):
     assert (code, summary(folder)["exit_code"], summary(folder)["state"]) == (1, 1, "failed")
     assert line.startswith("error: the run was ended from outside, rank 1 by SIGKILL: ")
     assert summary(folder)["error"] == line.removeprefix("error: ")
+
+
+def test_a_rank_that_a_stop_signal_ended_before_it_could_handle_one_is_named(folder):
+    code, [line] = ended(folder, 128 + signal.SIGTERM, rank=1)
+    assert code == 1
+    assert "ended from outside, rank 1 by SIGTERM" in line
+
+
+def test_an_exit_code_above_those_of_signals_is_explained_by_the_other_ranks(folder):
+    leave(folder, training=True)
+    leave(folder, rank=1, training=True, code=1, lines=["error: rank 0 is gone"], reported=3.0)
+    assert ended(folder, 255) == (1, ["error: rank 0 is gone"]), "as after os._exit(-1)"
 
 
 def test_a_report_that_no_rank_recorded_is_recorded_with_its_line(folder):
@@ -105,3 +122,9 @@ def test_a_run_that_trains_is_asked_to_save(folder):
     leave(folder, training=True)
     assert begin_stop(folder, signal.SIGTERM) == (SAVING, None)
     assert [verdict.code for verdict in read_verdicts(folder)] == [None]
+
+
+@pytest.mark.parametrize("name", ["emptied", "emptied/removed"])
+def test_a_run_whose_folder_was_cleaned_while_it_trained_is_asked_to_save(tmp_path, name):
+    (tmp_path / "emptied").mkdir()
+    assert begin_stop(tmp_path / name, signal.SIGTERM) == (SAVING, None)

@@ -261,6 +261,7 @@ def test_a_resumed_run_keeps_its_own_config(config, eight_gpus, tmp_path, capsys
             "--redirect-output nope/x.log",
             "--redirect-output='nope/x.log': cannot write (No such file or directory)",
         ),
+        ("--redirect-output /dev/full", "--redirect-output='/dev/full': cannot write (No space left on device)"),
     ],
 )
 def test_a_run_that_cannot_start_is_a_one_line_error_before_any_process_starts(
@@ -541,6 +542,7 @@ def test_ranks_of_a_node_have_the_variables_that_torchrun_would_set():
         "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "10.0.0.1",
         "MASTER_PORT": "29500",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
         "COLOCATED_GRPO_JOIN_SECONDS": "5",
     }
 

@@ -110,6 +110,21 @@ def test_ranks_that_never_start_are_named_once_after_the_time_limit(tmp_path):
     assert (tmp_path / "errors").read_text() == f"error: {line}\n"
 
 
+def join_with_another_size(port: int, errors: Path) -> None:
+    if os.environ["RANK"] == "1":
+        os.environ["WORLD_SIZE"] = "3"
+    with ending_of_a_rank(errors):
+        join_without_launcher(port)
+
+
+def test_nodes_with_other_numbers_of_ranks_end_with_one_line(tmp_path):
+    with Ranks(join_with_another_size, 2, free_port(), tmp_path / "errors") as ranks:
+        assert ranks.exit_codes(STARTED) == [1, 1]
+    line = (tmp_path / "errors").read_text()
+    sizes = [f"WORLD_SIZE={own}, but {other} on another node" for own, other in ((2, 3), (3, 2))]
+    assert line in [f"error: {size}: all nodes need the same number of ranks\n" for size in sizes]
+
+
 def start_without_rank_0(port: int, errors: Path) -> None:
     os.environ |= {"RANK": "1", "WORLD_SIZE": "4"}
     joining.JOIN_SECONDS = 1.0

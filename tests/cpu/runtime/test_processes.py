@@ -163,6 +163,18 @@ def test_processes_that_outlive_their_rank_are_killed():
     assert not psutil.pid_exists(second)
 
 
+ORPHAN = """
+import os, psutil, time
+orphan, deadline = int(os.popen("exit & echo $!").read()), time.monotonic() + 20
+while psutil.pid_exists(orphan):
+    assert time.monotonic() < deadline
+"""
+
+
+def test_an_orphan_that_has_ended_does_not_remain_as_a_zombie_until_the_end_of_the_run():
+    assert start(ORPHAN, ranks=1).wait(TIMEOUT) == 0
+
+
 def test_a_rank_that_fails_is_named_and_the_ranks_that_do_not_notice_are_killed():
     kill_1 = "import os, signal\nif os.environ['RANK'] == '1':\n    os.kill(os.getpid(), 9)\nsignal.pause()\n"
     process = start(kill_1, ranks=3)
@@ -181,6 +193,22 @@ def test_killing_the_launcher_ends_the_command():
     assert process.stdout.read() == "saved\nsaved\n"
 
 
+CHILD_THAT_IS_CONTINUED = """
+import os, signal
+from colocated_grpo.runtime.parents_death import stop_at_parents_death
+stop_at_parents_death()
+if (child := os.fork()) == 0:
+    os.kill(os.getpid(), signal.SIGCONT)
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_forked_child_of_a_rank_survives_that_a_scheduler_continues_it():
+    output, _ = start(CHILD_THAT_IS_CONTINUED, ranks=1).communicate(timeout=TIMEOUT)
+    assert output == "7\n"
+
+
 def test_ranks_save_when_all_processes_are_signalled_as_by_a_clusters_scheduler():
     process = start(SAVING_RANK)
     ranks = ready_ranks(process)
@@ -194,13 +222,12 @@ def test_ranks_save_when_all_processes_are_signalled_as_by_a_clusters_scheduler(
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", ""])
-def test_a_port_is_reserved_before_anything_listens_there(host):
+def test_a_port_is_reserved_before_its_store_serves(host):
     with processes.bind_store(host, 0) as bound:
         port = bound.getsockname()[1]
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", port))
-        store = serve_store(bound, TIMEOUT)
-        connect_store("127.0.0.1", port, TIMEOUT).set("key", "value")
-        assert store.get("key") == b"value"
         with pytest.raises(OSError, match="in use"):
             processes.bind_store(host, port)
+        with socket.create_connection(("127.0.0.1", port)):  # waits in the kernel
+            store = serve_store(bound, TIMEOUT)
+            connect_store("127.0.0.1", port, TIMEOUT).set("key", "value")
+            assert store.get("key") == b"value"
