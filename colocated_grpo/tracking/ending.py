@@ -285,8 +285,9 @@ def ending(code: int, verdicts: Sequence[ProcessEnd] | None, rank: int) -> tuple
     folder = next((Path(verdict.folder) for verdict in verdicts if verdict.folder is not None), None)
     silent = not any(verdict.rank == rank and verdict.code is not None for verdict in verdicts)
     handled = program.stop_signals() if verdicts else []  # without a verdict, the rank had no handler yet
-    if silent and (number := code - 128) in {*signal.Signals} - {*handled}:  # others report only that it is missing
-        code, lines = RUN_ERROR, [ended_from_outside(f"rank {rank} by {signal.Signals(number).name}")]
+    killed = silent and code - 128 in {*signal.Signals} - {*handled}
+    if killed:  # the other ranks report and record only that it is missing
+        code, lines = RUN_ERROR, [ended_from_outside(f"rank {rank} by {signal.Signals(code - 128).name}")]
     elif code == 0:
         code, lines = RUN_ERROR, [f"error: {UNFINISHED}"]
     elif first.code is not None:
@@ -295,13 +296,14 @@ def ending(code: int, verdicts: Sequence[ProcessEnd] | None, rank: int) -> tuple
             if folder is not None:
                 remove_if_unused(folder)  # a rank that was blocked has been killed, and has removed nothing
             return code, lines
-    if folder is not None and not any(verdict.recorded for verdict in verdicts):
+    if folder is not None and (killed or not any(verdict.recorded for verdict in verdicts)):
         stopped = not lines and code - 128 in program.stop_signals()
         if not (lines or stopped):
             lines = [f"error: the processes ended with exit code {code} and no error message: {BY_USER_CODE}"]
         error = KILLED_BY_USER if stopped else "\n".join(lines).removeprefix("error: ")
         training = any(verdict.training for verdict in verdicts)
-        failure = Failure(error=error, where=None if training else "start-up", exit_code=code)
+        where = None if training else "start-up"
+        failure = Failure(error=error, where=where, exit_code=code, rank=rank if killed else None)
         record_failure(folder, failure, training=training, state=KILLED if stopped else FAILED)
         append_to_log(folder, [f"error: {failure.error}"])
     return code, lines

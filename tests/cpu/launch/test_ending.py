@@ -50,11 +50,11 @@ def test_an_exit_that_no_rank_explains_is_shown_and_recorded_with_its_code(folde
 def test_a_rank_that_was_killed_is_named_with_its_signal(folder):
     leave(folder, training=True)
     leave(folder, rank=1, training=True)
-    leave(folder, rank=2, training=True, code=1, lines=["error: rank 1 is gone"], reported=3.0)
+    leave(folder, rank=2, training=True, recorded=True, code=1, lines=["error: rank 1 is gone"], reported=3.0)
     code, [line] = ended(folder, 128 + signal.SIGKILL, rank=1)
     assert (code, summary(folder)["exit_code"], summary(folder)["state"]) == (1, 1, "failed")
     assert line.startswith("error: the run was ended from outside, rank 1 by SIGKILL: ")
-    assert summary(folder)["error"] == line.removeprefix("error: ")
+    assert (summary(folder)["error"], summary(folder)["rank"]) == (line.removeprefix("error: "), 1)
 
 
 def test_a_rank_that_a_stop_signal_ended_before_it_could_handle_one_is_named(folder):
