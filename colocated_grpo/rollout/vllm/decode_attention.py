@@ -108,7 +108,7 @@ def decode(
     sequences, heads, size = query.shape
     kv_heads = keys.shape[2]
     shape = shape_for(sequences * kv_heads, _shared_memory(query.device))
-    parts = parts_for(sequences * kv_heads)
+    parts = parts_for(sequences * kv_heads, longest=table.shape[1] * keys.shape[1])
     group = heads // kv_heads
     # Heads on the first grid axis: the heads of one token are adjacent in the cache.
     _decode[(kv_heads, sequences, parts)](
@@ -133,13 +133,15 @@ def decode(
     return out
 
 
-def parts_for(programs: int) -> int:
-    """Return into how many parts a long sequence is divided. programs: as in `shape_for`.
+def parts_for(programs: int, longest: int) -> int:
+    """Return into how many parts a long sequence is divided.
 
     Without parts, all sequences would wait for the longest one. But each part that a sequence does not need costs the
     device about half a nanosecond.
+
+    programs: as in `shape_for`. longest: tokens of the longest sequence that the cache may hold.
     """
-    return max(1, min(MOST_PARTS, MOST_PROGRAMS // programs))
+    return max(1, min(MOST_PARTS, MOST_PROGRAMS // programs, -(-longest // LEAST_TOKENS)))
 
 
 @cache

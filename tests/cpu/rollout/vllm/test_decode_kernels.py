@@ -21,6 +21,13 @@ def test_the_kernels_equal_plain_arithmetic():
     assert done.returncode == 0, done.stderr
 
 
+def test_only_as_many_parts_are_launched_as_the_longest_sequence_and_the_device_can_use():
+    from colocated_grpo.rollout.vllm.decode_attention import LEAST_TOKENS, MOST_PARTS, MOST_PROGRAMS, parts_for
+
+    assert [parts_for(64, longest) for longest in (16, LEAST_TOKENS, LEAST_TOKENS + 1)] == [1, 1, 2]
+    assert [parts_for(programs, 1 << 20) for programs in (64, MOST_PROGRAMS // 2, 1 << 20)] == [MOST_PARTS, 2, 1]
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
