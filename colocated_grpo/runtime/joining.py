@@ -9,6 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
@@ -109,14 +110,12 @@ def _open_store(rank: int, *, serves: bool) -> dist.Store:
             waited = f"{JOIN_SECONDS:g} s ({error.strerror or error})"
             raise RunError(f"{where}: rank {rank} has not reached rank 0 there for {waited}") from error
     try:
-        return dist.TCPStore(
-            host,
-            port,
-            is_master=serves,
-            timeout=timedelta(seconds=JOIN_SECONDS),
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
+        limit = timedelta(seconds=JOIN_SECONDS)
+        with ThreadPoolExecutor(1) as thread:  # else no stop signal would be handled until rank 0 answers
+            store = thread.submit(
+                dist.TCPStore, host, port, is_master=serves, timeout=limit, wait_for_workers=False, multi_tenant=True
+            )
+            return store.result()
     except RuntimeError as error:
         if "EADDRINUSE" in str(error):
             raise RunError(f"{where}: the port is in use; choose another one") from error

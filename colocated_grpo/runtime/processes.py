@@ -94,7 +94,7 @@ def _start(
         stderr=output,
         pass_fds=list(map(int, passed.values())),
         start_new_session=True,  # so that Ctrl-C in a terminal reaches only the launcher
-        preexec_fn=signal_at_parents_death(signal.SIGTERM),  # until the rank handles its parent's death itself
+        preexec_fn=signal_at_parents_death(signal.SIGKILL),  # until the rank handles its parent's death itself
     )
 
 

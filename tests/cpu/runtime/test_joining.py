@@ -19,6 +19,7 @@ from colocated_grpo.launch.rank import RankProcess
 from colocated_grpo.runtime import joining, rendezvous, supervision
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.joining import Joined, join
+from colocated_grpo.runtime.program import exit_on_stop_signals
 from colocated_grpo.runtime.rendezvous import LinkAddress, NodeLinks
 from colocated_grpo.runtime.supervision import StopRequest, Watchdog, explain_missing_ranks
 from colocated_grpo.runtime.verdict import VERDICT_VARIABLE, read_verdicts
@@ -130,6 +131,20 @@ def start_without_rank_0(port: int, errors: Path) -> None:
     joining.JOIN_SECONDS = 1.0
     with ending_of_a_rank(errors):
         join_without_launcher(port)
+
+
+def join_rank_0(port: int) -> None:
+    os.environ |= {"RANK": "1", "WORLD_SIZE": "2"}
+    exit_on_stop_signals(lambda: "stopped")
+    join_without_launcher(port)
+
+
+def test_a_rank_that_waits_for_the_answer_of_rank_0_stops_at_once():
+    with socket.create_server(("127.0.0.1", 0)) as silent, Ranks(join_rank_0, 1, silent.getsockname()[1]) as ranks:
+        silent.accept()[0].close()  # looks for a listener
+        with silent.accept()[0]:
+            ranks.processes[0].terminate()
+            assert ranks.exit_codes(SECONDS_TO_NOTICE) == [128 + signal.SIGTERM]
 
 
 def test_a_rank_0_that_never_starts_is_named_after_the_time_limit(tmp_path):

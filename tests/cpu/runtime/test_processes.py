@@ -16,6 +16,7 @@ from colocated_grpo.runtime.rendezvous import connect_store, serve_store
 from tests.support.paths import ROOT
 
 TIMEOUT = 300
+SECONDS_TO_END = 30
 
 # Takes the place of the launcher: runs a command as several ranks. The bystander is a child of its own.
 DRIVER = """
@@ -182,15 +183,28 @@ def test_a_rank_that_fails_is_named_and_the_ranks_that_do_not_notice_are_killed(
     assert (output, process.returncode) == ("rank 1 failed first\n", 128 + signal.SIGKILL)
 
 
-def test_killing_the_launcher_ends_the_command():
-    process = start(SAVING_RANK)
+HANDLED = "from colocated_grpo.runtime import parents_death\nparents_death.stop_at_parents_death()\n"
+SUSPENDED_RANK = """
+import os, signal
+os.write(1, b"ready %d\\n" % os.getpid())
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "output"),
+    [(HANDLED + SAVING_RANK, "saved\nsaved\n"), (SUSPENDED_RANK, "")],
+    ids=["prepared", "suspended before it is prepared"],
+)
+def test_killing_the_launcher_ends_its_ranks(code, output):
+    process = start(code)
     ranks = list(map(psutil.Process, ready_ranks(process)))
     process.kill()
-    _, alive = psutil.wait_procs(ranks, timeout=TIMEOUT)
+    _, alive = psutil.wait_procs(ranks, timeout=SECONDS_TO_END)
     for survivor in alive:
         survivor.kill()
     assert not alive
-    assert process.stdout.read() == "saved\nsaved\n"
+    assert process.stdout.read() == output
 
 
 CHILD_THAT_IS_CONTINUED = """
