@@ -6,7 +6,6 @@ Imports only the standard library and psutil before parsing, so that --help take
 import os
 import shlex
 import signal
-import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -156,16 +155,6 @@ def rank_command(launch: program.Launch) -> list[str]:
     return command + list(launch.overrides)
 
 
-def bind_store(launch: program.Launch) -> socket.socket | None:
-    """Return a socket for the store of the ranks; None on other nodes than node 0. Raises OSError.
-
-    The ranks of one node use the loopback address. torch's stores listen on every interface.
-    """
-    if launch.node_rank > 0:
-        return None
-    return processes.bind_store(program.LOOPBACK if launch.nodes == 1 else "", launch.master_port)
-
-
 def rank_variables(launch: program.Launch, port: int) -> list[dict[str, str]]:
     """Return the variables of each rank of this node. port: of the ranks' store on node 0."""
     host = program.LOOPBACK if launch.nodes == 1 else launch.master_addr
@@ -249,10 +238,12 @@ def dry_run(config: "Config", problems: Sequence[str], launch: program.Launch) -
 
 
 def _run(launch: program.Launch, command: Sequence[str], redirect: Path | None, environment: Mapping[str, str]) -> int:
+    host = program.LOOPBACK if launch.nodes == 1 else ""  # torch's own stores listen on every interface
     try:
-        bound = bind_store(launch)
+        bound = processes.bind_store(host, launch.master_port) if launch.node_rank == 0 else None
     except OSError as error:
-        print(f"error: --master-port={launch.master_port}: {error.strerror}; choose another port", file=sys.stderr)
+        why = os.strerror(error.errno or 0)
+        print(f"error: --master-port={launch.master_port}: {why}; choose another port", file=sys.stderr)
         return verdict.USAGE_ERROR
     with processes.scratch_folder() as folder:
         inside = {**environment, verdict.VERDICT_VARIABLE: str(folder)}

@@ -100,9 +100,10 @@ def _open_store(rank: int, *, serves: bool) -> dist.Store:
     """Connect to the run's store. serves: True if this process hosts the store; otherwise torchrun or rank 0 does."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     where = f"MASTER_ADDR={host} MASTER_PORT={port}"
-    if serves and (port == 0 or STORE_VARIABLE in os.environ):
-        bound = os.environ.pop(STORE_VARIABLE, None)  # by the launcher
-        return serve_store(bind_store(host, 0) if bound is None else socket.socket(fileno=int(bound)), JOIN_SECONDS)
+    if (bound := os.environ.pop(STORE_VARIABLE, None)) is not None:  # the launcher has bound it for rank 0
+        return serve_store(socket.socket(fileno=int(bound)), JOIN_SECONDS)
+    if serves and port == 0:
+        return serve_store(bind_store(host, 0), JOIN_SECONDS)
     if not serves:
         try:
             wait_for_listener(host, port, JOIN_SECONDS)

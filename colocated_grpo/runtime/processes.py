@@ -121,17 +121,8 @@ def bind_store(host: str, port: int) -> socket.socket:
     them. host: an address; "": all interfaces. port: 0 for any free port.
     """
     dual_stack = not host and socket.has_dualstack_ipv6()
-    bound = socket.socket(socket.AF_INET6 if dual_stack or ":" in host else socket.AF_INET)
-    if dual_stack:
-        bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the port of a run that has just ended
-    try:
-        bound.bind((host, port))
-        bound.listen(socket.SOMAXCONN)  # with SO_REUSEADDR, two launchers can bind a port, but only one can listen
-    except OSError:
-        bound.close()
-        raise
-    return bound
+    family = socket.AF_INET6 if dual_stack or ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=socket.SOMAXCONN, dualstack_ipv6=dual_stack)
 
 
 class _StopSignals:

@@ -107,9 +107,9 @@ def decode(
     """
     sequences, heads, size = query.shape
     kv_heads = keys.shape[2]
-    shape = shape_for(sequences * kv_heads, _shared_memory(query.device))
-    parts = parts_for(sequences * kv_heads, longest=table.shape[1] * keys.shape[1])
-    group = heads // kv_heads
+    programs, group = sequences * kv_heads, heads // kv_heads
+    shape = shape_for(programs, _shared_memory(query.device))
+    parts = parts_for(programs, longest=table.shape[1] * keys.shape[1])
     # Heads on the first grid axis: the heads of one token are adjacent in the cache.
     _decode[(kv_heads, sequences, parts)](
         *(query, keys, values, out, table, lengths),
