@@ -121,6 +121,11 @@ class Sizes:
         return self.blocks if layers is None else [self.blocks[index] for index in layers if index < len(self.blocks)]
 
 
+def cache_itemsize(args: Mapping[str, object], itemsize: int) -> int:
+    """Return the bytes of one number in the KV cache. args: `engine.args`; itemsize: of the engine's weights."""
+    return 1 if str(args.get("kv_cache_dtype")).startswith("fp8") else itemsize
+
+
 def sizes_of(config_json: JsonObject) -> Sizes | None:
     """Return the sizes of the model; None if config.json omits sizes or describes another kind of attention."""
     model = text_part(config_json)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from colocated_grpo.errors import ConfigError
 from colocated_grpo.settings.config_json import read_config_json
-from colocated_grpo.settings.model_sizes import DTYPE_BYTES, ENGINE_RESERVE, Sizes, sizes_of
+from colocated_grpo.settings.model_sizes import DTYPE_BYTES, ENGINE_RESERVE, Sizes, cache_itemsize, sizes_of
 from colocated_grpo.settings.schema import Config, ModelConfig
 from colocated_grpo.settings.training import LoRAConfig
 from colocated_grpo.types import JsonObject
@@ -177,7 +177,8 @@ class RunSizes:
         """Return the bytes of a sequence of full length in the KV cache of one rank, with its recurrent states."""
         engine, itemsize = self.config.engine, self.engine_bytes
         tokens, ranks = engine.max_model_len or self.config.max_sequence_tokens, engine.tensor_parallel_size
-        return tokens * self.sizes.kv_bytes_per_token(itemsize, ranks) + self.sizes.state_bytes(itemsize, ranks)
+        cache = self.sizes.kv_bytes_per_token(cache_itemsize(engine.args, itemsize), ranks)
+        return tokens * cache + self.sizes.state_bytes(itemsize, ranks)
 
     def run_folder_bytes(self) -> int:
         """Return the bytes of the checkpoints that exist at the same time, and of all exports."""

@@ -11,10 +11,11 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("head_size", [64, 128, 256])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (16, 8), (8, 1)])
 @pytest.mark.parametrize("sequences", [40, 96, 200])
-def test_one_token_attention_over_the_paged_cache_equals_softmax(sequences, heads, kv_heads, head_size):
+@pytest.mark.parametrize("cache_scales", [None, (0.5, 2.0)], ids=["16 bits", "fp8"])
+def test_one_token_attention_over_the_paged_cache_equals_softmax(sequences, heads, kv_heads, head_size, cache_scales):
     from tests.support.decode_kernels import assert_attention_is_softmax
 
-    assert_attention_is_softmax("cuda", sequences, heads, kv_heads, head_size)
+    assert_attention_is_softmax("cuda", sequences, heads, kv_heads, head_size, cache_scales=cache_scales)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -32,10 +33,11 @@ def test_at_temperature_zero_the_most_likely_token_is_chosen():
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(16, 8, 128), (4, 1, 64), (32, 8, 128)])
-def test_the_fused_qkv_kernel_equals_separate_layers(heads, kv_heads, size):
+@pytest.mark.parametrize("cache_scales", [None, (0.5, 2.0)], ids=["16 bits", "fp8"])
+def test_the_fused_qkv_kernel_equals_separate_layers(heads, kv_heads, size, cache_scales):
     from tests.support.decode_kernels import assert_prepared_as_by_separate_layers
 
-    assert_prepared_as_by_separate_layers("cuda", heads, kv_heads, size)
+    assert_prepared_as_by_separate_layers("cuda", heads, kv_heads, size, cache_scales)
 
 
 def test_sampling_frequencies_follow_softmax_in_every_part_of_the_vocabulary():

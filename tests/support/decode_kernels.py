@@ -12,7 +12,7 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
 from colocated_grpo.rollout.vllm import sampling_kernels
-from colocated_grpo.rollout.vllm.decode_attention import LEAST_TOKENS, decode
+from colocated_grpo.rollout.vllm.decode_attention import FP8, LEAST_TOKENS, decode
 from colocated_grpo.rollout.vllm.qkv_kernel import Cache, normalize_rotate_and_store, suits
 from colocated_grpo.rollout.vllm.sampling_kernels import sample
 
@@ -22,13 +22,22 @@ BLOCK = 16
 
 
 def assert_attention_is_softmax(
-    device: str, sequences: int, heads: int, kv_heads: int, head_size: int, dtype: torch.dtype = torch.bfloat16
+    device: str,
+    sequences: int,
+    heads: int,
+    kv_heads: int,
+    head_size: int,
+    dtype: torch.dtype = torch.bfloat16,
+    cache_scales: tuple[float, float] | None = None,
 ) -> None:
-    """One-token attention over the paged cache equals softmax over the sequence."""
+    """One-token attention over the paged cache equals softmax over the sequence. cache_scales: of a cache in fp8."""
     lengths = LENGTHS * (sequences // len(LENGTHS))
     generator = torch.Generator(device).manual_seed(0)
     blocks = [-(-length // BLOCK) for length in lengths]
     cache = torch.randn(sum(blocks), BLOCK, kv_heads, 2 * head_size, device=device, generator=generator).to(dtype)
+    scales = None
+    if cache_scales is not None:
+        cache, scales = cache.to(FP8), tuple(torch.tensor(scale, device=device) for scale in cache_scales)
     keys, values = cache[..., :head_size], cache[..., head_size:]
     order = torch.randperm(sum(blocks), device=device, generator=generator).int()
     table = torch.zeros(len(lengths), max(blocks), dtype=torch.int32, device=device)
@@ -37,13 +46,15 @@ def assert_attention_is_softmax(
     query = torch.randn(len(lengths), heads, head_size, device=device, generator=generator).to(dtype)
     out = torch.full_like(query, float("nan"))
     lengths_B = torch.tensor(lengths, dtype=torch.int32, device=device)
-    decode(query, keys, values, out, table, lengths_B, head_size**-0.5)
+    decode(query, keys, values, out, table, lengths_B, head_size**-0.5, scales)
     again = torch.full_like(out, float("nan"))
-    assert torch.equal(decode(query, keys, values, again, table, lengths_B, head_size**-0.5), out)
+    assert torch.equal(decode(query, keys, values, again, table, lengths_B, head_size**-0.5, scales), out)
+    key_scale, value_scale = cache_scales or (1.0, 1.0)
     for row, length in enumerate(lengths):
         own = table[row].long()
         k, v = (
-            part[own].flatten(0, 1)[:length].double().repeat_interleave(heads // kv_heads, 1) for part in (keys, values)
+            part.float()[own].flatten(0, 1)[:length].double().repeat_interleave(heads // kv_heads, 1) * scale
+            for part, scale in ((keys, key_scale), (values, value_scale))
         )
         weights = torch.softmax(torch.einsum("hd,thd->ht", query[row].double(), k) * head_size**-0.5, -1)
         expected = torch.einsum("ht,thd->hd", weights, v)
@@ -75,8 +86,10 @@ def assert_greedy_takes_the_likeliest(device: str) -> None:
     assert torch.equal(tokens, logits.argmax(-1))
 
 
-def assert_prepared_as_by_separate_layers(device: str, heads: int, kv_heads: int, size: int) -> None:
-    """Queries, keys and values are prepared as by separate layers."""
+def assert_prepared_as_by_separate_layers(
+    device: str, heads: int, kv_heads: int, size: int, cache_scales: tuple[float, float] | None = None
+) -> None:
+    """Queries, keys and values are prepared as by separate layers. cache_scales: of a cache in fp8."""
 
     class Attention(torch.nn.Module):
         pass
@@ -99,7 +112,11 @@ def assert_prepared_as_by_separate_layers(device: str, heads: int, kv_heads: int
     blocks = torch.full((6, BLOCK, kv_heads, 2 * size), 7.0, device=device, dtype=torch.bfloat16).transpose(1, 2)
     slots = torch.randperm(6 * BLOCK, device=device, generator=generator)[: tokens - padding]
     slots[4] = -1
-    normalize_rotate_and_store(attention, qkv, positions, Cache(blocks, slots))
+    key_scale, value_scale = cache_scales or (1.0, 1.0)
+    scales = None
+    if cache_scales is not None:
+        blocks, scales = blocks.to(FP8), tuple(torch.tensor(scale, device=device) for scale in cache_scales)
+    normalize_rotate_and_store(attention, qkv, positions, Cache(blocks, slots, scales))
 
     def expected(x, norm):
         x = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight.double()
@@ -109,12 +126,14 @@ def assert_prepared_as_by_separate_layers(device: str, heads: int, kv_heads: int
 
     rotated = qkv.split(parts, dim=-1)[0].double().view(tokens, -1, size)
     torch.testing.assert_close(rotated, expected(q, attention.q_norm), rtol=0.02, atol=0.03)
-    cached = blocks.transpose(1, 2).flatten(0, 1).double()
+    cached = blocks.float().transpose(1, 2).flatten(0, 1).double()
     written = slots >= 0
     keys, values = cached[slots[written]].split(size, dim=-1)
     there = written.nonzero()[:, 0]
-    torch.testing.assert_close(keys, expected(k, attention.k_norm)[there], rtol=0.02, atol=0.03)
-    assert torch.equal(values, v[there])
+    rounding = 2**-4 if cache_scales else 0.02
+    torch.testing.assert_close(keys * key_scale, expected(k, attention.k_norm)[there], rtol=rounding, atol=0.03)
+    stored = (v[there] / value_scale).float().to(blocks.dtype).double()
+    assert torch.equal(values, stored)
     assert int((cached == 7.0).all(-1).all(-1).sum()) == len(cached) - len(there), "wrote where nothing belongs"
 
 
@@ -134,6 +153,7 @@ def chi_squared_of_draws(device: str, vocabulary: int, likely: list[int], draws:
 
 
 def check_on_the_cpu() -> None:
+    """Without fp8: the interpreter rounds 1.99 to 1.0, and has no inline assembly."""
     for head_size in (64, 256):
         assert_attention_is_softmax("cpu", 8, 4, 2, head_size, torch.float16)  # the interpreter multiplies no bfloat16
     assert_greedy_takes_the_likeliest("cpu")

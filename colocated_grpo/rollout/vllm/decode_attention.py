@@ -1,8 +1,9 @@
 """Triton kernel for one-token attention over the paged KV cache, for batches large enough to fill the device.
 
 A decode step reads the weights once for all sequences, but a separate KV cache for each. With many sequences attention
-is limited by the bandwidth of these reads. FlashAttention 3 is as fast for long sequences, but takes up to 2.7 times as
-long for many short ones: docs/results/decode_uneven_1xh200.json.
+is limited by the bandwidth of these reads, which an fp8 cache halves. FlashAttention 3 is as fast for long sequences,
+but takes up to 2.7 times as long for many short ones: docs/results/decode_uneven_1xh200.json. It gains nothing from an
+fp8 cache: docs/results/fp8_cache_1xh200.json.
 """
 
 from collections.abc import Callable
@@ -21,6 +22,8 @@ HEAD_SIZES = (64, 128, 256)
 USUAL_HEAD_SIZE = 128
 MOST_QUERY_HEADS = 16
 """Largest number of query heads per key-value head. These heads are the rows of one tile."""
+FP8 = torch.float8_e4m3fn
+FP8_RANGE = torch.finfo(FP8)
 MOST_PARTS = 8
 MOST_PROGRAMS = 16_384
 LEAST_TOKENS = 512
@@ -62,6 +65,8 @@ def make_attention(vllm_attention: Callable[..., object], count_use: Callable[[]
 
     def attend(**arguments: Any) -> object:
         if not suits(arguments):
+            if arguments["k"].dtype == FP8:
+                arguments["q"] = arguments["q"].clamp(FP8_RANGE.min, FP8_RANGE.max).to(FP8)
             return vllm_attention(**arguments)
         count_use()
         return decode(
@@ -72,13 +77,14 @@ def make_attention(vllm_attention: Callable[..., object], count_use: Callable[[]
             arguments["block_table"],
             arguments["seqused_k"],
             arguments["softmax_scale"],
+            _cache_scales(arguments),
         )
 
     return attend
 
 
 def suits(arguments: dict[str, Any]) -> bool:
-    """True for one token of each of many sequences, with plain attention over a 16-bit paged cache."""
+    """True for one token of each of many sequences, with plain attention over a 16-bit or fp8 paged cache."""
     query, keys, table = arguments["q"], arguments["k"], arguments.get("block_table")
     if table is None or arguments["max_seqlen_q"] != 1 or len(query) < FEWEST_SEQUENCES or len(query) != len(table):
         return False
@@ -88,7 +94,7 @@ def suits(arguments: dict[str, Any]) -> bool:
         plain
         and (window is None or tuple(window) == (-1, -1))
         and not arguments.get("softcap")
-        and query.dtype == keys.dtype
+        and keys.dtype in (query.dtype, FP8)
         and query.dtype in (torch.bfloat16, torch.float16)
         and query.shape[2] in HEAD_SIZES
         and query.shape[1] // keys.shape[2] <= MOST_QUERY_HEADS
@@ -97,23 +103,38 @@ def suits(arguments: dict[str, Any]) -> bool:
     )
 
 
+def _cache_scales(arguments: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+    return (arguments["k_descale"], arguments["v_descale"]) if arguments["k"].dtype == FP8 else None
+
+
 def decode(
-    query: Tensor, keys: Tensor, values: Tensor, out: Tensor, table: Tensor, lengths: Tensor, scale: float
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    out: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    scale: float,
+    cache_scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Write softmax(scale * query @ keys^T) @ values of each sequence into `out`, and return it.
 
     query, out: [B, H, D]; keys, values: [blocks, block size, K, D]; table: [B, ...] block ids; lengths: [B] int32.
-    A sequence of length 0 (padding of a captured graph) gives zeros.
+    cache_scales: of keys and values in FP8; the first element of each counts. A sequence of length 0 (padding of a
+    captured graph) gives zeros.
     """
     sequences, heads, size = query.shape
     kv_heads = keys.shape[2]
     programs, group = sequences * kv_heads, heads // kv_heads
     shape = shape_for(programs, _shared_memory(query.device))
     parts = parts_for(programs, longest=table.shape[1] * keys.shape[1])
+    if cache_scales is not None:
+        keys, values = keys.view(torch.uint16), values.view(torch.uint16)  # two numbers in each
     # Heads on the first grid axis: the heads of one token are adjacent in the cache.
     _decode[(kv_heads, sequences, parts)](
         *(query, keys, values, out, table, lengths),
         *_partial_results(query.device, group, size),
+        *(cache_scales or (query, query)),
         scale * 1.4426950408889634,  # log2(e): the kernel's exponentials are powers of two
         *query.stride()[:2],
         *keys.stride()[:3],
@@ -127,6 +148,7 @@ def decode(
         SIZE=size,
         TILE=min(shape.tile, shape.tile * USUAL_HEAD_SIZE // size),
         LEAST=LEAST_TOKENS,
+        QUANTIZED=cache_scales is not None,
         num_warps=shape.warps,
         num_stages=shape.stages,
     )
@@ -164,11 +186,35 @@ def _shared_memory(device: torch.device) -> int:
 
 
 @jit
+def _unpacked(pairs):
+    """Return the first and the second numbers of pairs in fp8, in float16, which the device converts to directly.
+
+    Attention is limited by instructions here. Triton's own conversion takes two more for each number.
+    """
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 sorted;
+        .reg .b16 firsts, seconds;
+        prmt.b32 sorted, $2, 0, 0x3120;
+        mov.b32 {firsts, seconds}, sorted;
+        cvt.rn.f16x2.e4m3x2 $0, firsts;
+        cvt.rn.f16x2.e4m3x2 $1, seconds;
+        }""",
+        "=r,=r,r",
+        [pairs],
+        dtype=(tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@jit
 def _decode(
-    query, keys, values, out, table, lengths, sums, tops, masses, finished, scale, query_sequence, query_head,
-    key_block, key_token, key_head, value_block, value_token, value_head, out_sequence, out_head, table_sequence, parts,
+    query, keys, values, out, table, lengths, sums, tops, masses, finished, key_scale, value_scale, scale,
+    query_sequence, query_head, key_block, key_token, key_head, value_block, value_token, value_head, out_sequence,
+    out_head, table_sequence, parts,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
-    LEAST: tl.constexpr,
+    LEAST: tl.constexpr, QUANTIZED: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     sequence = tl.program_id(1).to(tl.int64)
@@ -182,6 +228,13 @@ def _decode(
         real = row[:, None] < GROUP  # tensor cores need at least 16 rows
         heads = (head * GROUP + row)[:, None]
         q = tl.load(query + sequence * query_sequence + heads * query_head + column[None, :], mask=real, other=0.0)
+        # Two numbers in fp8 are read as one of 16 bits, so even and odd columns have products of their own.
+        read = tl.arange(0, SIZE // 2 if QUANTIZED else SIZE)
+        q_even, q_odd = tl.split(q.to(tl.float16).reshape(ROWS, SIZE // 2, 2))
+        even = tl.zeros([ROWS, SIZE // 2], tl.float32)
+        odd = tl.zeros([ROWS, SIZE // 2], tl.float32)
+        if QUANTIZED:
+            scale *= tl.load(key_scale)
         top = tl.full([ROWS], float("-inf"), tl.float32)
         mass = tl.zeros([ROWS], tl.float32)
         total = tl.zeros([ROWS, SIZE], tl.float32)
@@ -194,15 +247,27 @@ def _decode(
             token = position % BLOCK
             k_at = block * key_block + token * key_token + head * key_head
             v_at = block * value_block + token * value_token + head * value_head
-            k = tl.load(keys + k_at[:, None] + column[None, :], mask=inside[:, None], other=0.0)
-            v = tl.load(values + v_at[:, None] + column[None, :], mask=inside[:, None], other=0.0)
-            score = tl.where(inside[None, :], tl.dot(q, tl.trans(k)) * scale, float("-inf"))
+            k = tl.load(keys + k_at[:, None] + read[None, :], mask=inside[:, None], other=0)
+            v = tl.load(values + v_at[:, None] + read[None, :], mask=inside[:, None], other=0)
+            if QUANTIZED:
+                k_even, k_odd = _unpacked(k)
+                product = tl.dot(q_odd, tl.trans(k_odd), tl.dot(q_even, tl.trans(k_even)))
+            else:
+                product = tl.dot(q, tl.trans(k))
+            score = tl.where(inside[None, :], product * scale, float("-inf"))
             new_top = tl.maximum(top, tl.max(score, 1))
             shrink = tl.exp2(top - new_top)
             p = tl.exp2(score - new_top[:, None])
             mass = mass * shrink + tl.sum(p, 1)
-            total = total * shrink[:, None] + tl.dot(p.to(v.dtype), v)
+            if QUANTIZED:
+                v_even, v_odd = _unpacked(v)
+                even = even * shrink[:, None] + tl.dot(p.to(tl.float16), v_even)
+                odd = odd * shrink[:, None] + tl.dot(p.to(tl.float16), v_odd)
+            else:
+                total = total * shrink[:, None] + tl.dot(p.to(v.dtype), v)
             top = new_top
+        if QUANTIZED:
+            total = tl.interleave(even, odd)
         used = tl.cdiv(length, span)
         last = used <= 1
         if used > 1:
@@ -232,5 +297,7 @@ def _decode(
                     total = total * shrink[:, None] + part_sum * part_shrink[:, None]
                     top = new_top
         if last:
+            if QUANTIZED:
+                total *= tl.load(value_scale)
             result = (total / tl.where(mass == 0.0, 1.0, mass)[:, None]).to(out.dtype.element_ty)
             tl.store(out + sequence * out_sequence + heads * out_head + column[None, :], result, mask=real)

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from colocated_grpo.errors import ConfigError, RunError
 from colocated_grpo.rollout.vllm.spec import EngineSpec
 from colocated_grpo.runtime.text_part import OwnName, own_names, read_text_config, weight_files
-from colocated_grpo.settings.model_sizes import ENGINE_RESERVE, Sizes, sizes_of
+from colocated_grpo.settings.model_sizes import ENGINE_RESERVE, Sizes, cache_itemsize, sizes_of
 
 GIB = 1 << 30
 CPU_LIMIT = 1 * GIB
@@ -46,15 +46,15 @@ def kv_cache_arguments(spec: EngineSpec, device: torch.device) -> dict[str, obje
 def check_cache(spec: EngineSpec) -> None:
     """Raise ConfigError if the given cache cannot hold one sequence of full length: vLLM's error names other settings.
 
-    Sliding-window layers, caches of another type than the engine's, and unknown models are left to vLLM.
+    Sliding-window layers and unknown models are left to vLLM.
     """
     if (size := spec.kv_cache_memory_bytes) is None:
         return
     settings = _settings(spec.folder, trust_remote_code=spec.trust_remote_code)
     sizes = sizes_of(settings)
-    if settings.get("sliding_window") or "kv_cache_dtype" in spec.args or sizes is None:
+    if settings.get("sliding_window") or sizes is None:
         return
-    needed = spec.max_model_len * sizes.kv_bytes_per_token(spec.dtype.itemsize, spec.tensor_parallel_size)
+    needed = spec.max_model_len * _bytes_per_token(sizes, spec)
     if size < needed:
         raise ConfigError(
             f"engine.kv_cache_memory_bytes={size}: one sequence of {spec.max_model_len} tokens needs {needed} bytes; "
@@ -77,13 +77,16 @@ def _size_beside(free: int, spec: EngineSpec) -> int:
 def useful_bytes(spec: EngineSpec) -> int:
     """Return the KV bytes on one rank for FILL_FRACTION of spec.max_num_seqs sequences of full length."""
     sizes = model_sizes(spec.folder, trust_remote_code=spec.trust_remote_code)
-    bytes_per_token = sizes.kv_bytes_per_token(spec.dtype.itemsize, spec.tensor_parallel_size)
     sequences = max(ceil(FILL_FRACTION * spec.max_num_seqs), min(MIN_FULL_SEQUENCES, spec.max_num_seqs))
     states = sizes.state_bytes(spec.dtype.itemsize, spec.tensor_parallel_size)
     # The last block of each sequence may be partly empty, and vLLM keeps one block for padding.
     tokens = sequences * (spec.max_model_len + BLOCK) + BLOCK
     # vLLM makes cache blocks as large as a state, so each sequence may leave one more block of this size partly empty.
-    return bytes_per_token * tokens + 2 * states * spec.max_num_seqs
+    return _bytes_per_token(sizes, spec) * tokens + 2 * states * spec.max_num_seqs
+
+
+def _bytes_per_token(sizes: Sizes, spec: EngineSpec) -> int:
+    return sizes.kv_bytes_per_token(cache_itemsize(spec.args, spec.dtype.itemsize), spec.tensor_parallel_size)
 
 
 def model_sizes(folder: Path, *, trust_remote_code: bool = False) -> Sizes:

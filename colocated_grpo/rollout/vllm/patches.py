@@ -260,6 +260,13 @@ PATCHES: tuple[Patch, ...] = (
         "decode_attention.make_attention",
         "FlashAttention 3 splits each sequence over the device, which is slow for large batches of one token",
     ),
+    Patch(
+        target="vllm.v1.attention.backends.flash_attn:flash_attn_supports_quant_query_input",
+        make=counted(lambda: False),
+        cures="with an fp8 cache, queries are rounded to fp8 too, also for the decode kernel, which does not need it",
+        devices=("cuda",),
+        numerics=("fast",),
+    ),
     *(
         _decode_kernel(
             f"vllm.model_executor.models.{attention}.forward",

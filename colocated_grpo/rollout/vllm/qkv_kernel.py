@@ -17,6 +17,7 @@ from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
+from colocated_grpo.rollout.vllm.decode_attention import FP8
 from colocated_grpo.runtime.triton_jit import jit
 
 HEAD_SIZES = (64, 128, 256)
@@ -31,6 +32,8 @@ class Cache(NamedTuple):
     """[blocks, key-value heads, block size, 2 x head size], keys before values."""
     slots: Tensor
     """[tokens] int64: block * block size + offset in the block; -1: not stored. Padding at the end has no entry."""
+    scales: tuple[Tensor, Tensor] | None = None
+    """Scales of keys and values in fp8, one number each. None: a 16-bit cache."""
 
 
 def make_forward(vllm_forward: Forward, count_use: Callable[[], None]) -> Forward:
@@ -70,15 +73,18 @@ def _cache_of(layer: Any, dtype: torch.dtype) -> Cache | None:
     if type(layer.impl) is not FlashAttentionImpl or layer.impl.dcp_world_size > 1 or not owns_one:
         return None
     _, _, blocks, slots = get_attention_context(layer.layer_name)
+    quantized = layer.kv_cache_dtype in ("fp8", "fp8_e4m3")
     is_plain = (
         slots is not None
-        and blocks.dtype == dtype
+        and blocks.dtype == (torch.uint8 if quantized else dtype)
         and blocks.dim() == 4
         and blocks.shape[1] == layer.num_kv_heads
         and blocks.shape[3] == 2 * layer.head_size
         and blocks.stride(3) == 1
     )
-    return Cache(blocks, slots) if is_plain else None
+    if not is_plain:
+        return None
+    return Cache(blocks.view(FP8), slots, (layer._k_scale, layer._v_scale)) if quantized else Cache(blocks, slots)
 
 
 def normalize_rotate_and_store(attention: Any, qkv: Tensor, positions: Tensor, cache: Cache) -> None:
@@ -91,17 +97,19 @@ def normalize_rotate_and_store(attention: Any, qkv: Tensor, positions: Tensor, c
     _prepare[(len(qkv),)](
         qkv, cache.blocks, cache.slots, len(cache.slots), positions,
         attention.q_norm.weight, attention.k_norm.weight, rotary._match_cos_sin_cache_dtype(qkv),
-        attention.q_norm.variance_epsilon, qkv.stride(0), *cache.blocks.stride()[:3],
+        *(cache.scales or (qkv, qkv)), attention.q_norm.variance_epsilon, qkv.stride(0), *cache.blocks.stride()[:3],
         QUERIES=attention.num_heads, KEYS=attention.num_kv_heads, ROWS=rows, SIZE=size, BLOCK=cache.blocks.shape[2],
+        QUANTIZED=cache.scales is not None,
         num_warps=max(1, min(16, rows * size // NUMBERS_PER_WARP)),
     )  # fmt: skip
 
 
 @jit
 def _prepare(
-    qkv, blocks, slots, num_slots, positions, query_weight, key_weight, cos_sin,
+    qkv, blocks, slots, num_slots, positions, query_weight, key_weight, cos_sin, key_scale, value_scale,
     epsilon, token_stride, block_stride, head_stride, place_stride,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    QUANTIZED: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = SIZE // 2
     token = tl.program_id(0).to(tl.int64)
@@ -128,6 +136,10 @@ def _prepare(
     tl.store(at, left, mask=is_query)
     tl.store(at + HALF, right, mask=is_query)
 
+    if QUANTIZED:
+        cache_scale = tl.where(is_value, tl.load(value_scale), tl.load(key_scale))
+        left = left.to(tl.float32) / cache_scale
+        right = right.to(tl.float32) / cache_scale
     slot = tl.load(slots + token, mask=token < num_slots, other=-1)
     if slot >= 0:
         head = tl.where(is_value, row - QUERIES - KEYS, row - QUERIES)

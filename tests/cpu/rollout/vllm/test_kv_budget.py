@@ -184,12 +184,19 @@ def test_a_cache_size_from_the_config_must_hold_one_sequence(folder):
     assert "\n" not in str(raised.value)
 
 
+def test_a_cache_in_fp8_takes_one_byte_for_each_number(folder):
+    fp8 = {"max_model_len": 400, "args": {"kv_cache_dtype": "fp8"}}
+    needed = BYTES_PER_TOKEN * 400 // 2
+    check_cache(spec_of(folder, kv_cache_memory_bytes=needed, **fp8))
+    with pytest.raises(ConfigError, match=f"needs {needed} bytes"):
+        check_cache(spec_of(folder, kv_cache_memory_bytes=needed - 1, **fp8))
+
+
 def test_a_cache_whose_use_only_vllm_knows_is_not_refused(tmp_path, folder):
     small = {"max_model_len": 400, "kv_cache_memory_bytes": 1000}
     with pytest.raises(ConfigError):
         check_cache(spec_of(folder, **small))
     check_cache(spec_of(make_small_model(tmp_path / "windows", "gemma3"), **small))
-    check_cache(spec_of(folder, **small, args={"kv_cache_dtype": "fp8"}))
 
 
 @pytest.mark.parametrize(
