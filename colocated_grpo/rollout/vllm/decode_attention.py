@@ -209,6 +209,28 @@ def _unpacked(pairs):
 
 
 @jit
+def _added(sums, tops, masses, first, used, GROUP: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr):
+    """Add the parts of a sequence in one order, whichever was the last. Returns the weighted sum and the mass."""
+    row = tl.arange(0, ROWS)
+    real = row < GROUP
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    mass = tl.zeros([ROWS], tl.float32)
+    total = tl.zeros([ROWS, SIZE], tl.float32)
+    for part in range(used):
+        at = (first + part) * GROUP + row
+        part_top = tl.load(tops + at, mask=real, other=0.0, cache_modifier=".cg")
+        part_mass = tl.load(masses + at, mask=real, other=0.0, cache_modifier=".cg")
+        cells = at[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+        part_sum = tl.load(sums + cells, mask=real[:, None], other=0.0, cache_modifier=".cg")
+        new_top = tl.maximum(top, part_top)
+        shrink, part_shrink = tl.exp2(top - new_top), tl.exp2(part_top - new_top)
+        mass = mass * shrink + part_mass * part_shrink
+        total = total * shrink[:, None] + part_sum * part_shrink[:, None]
+        top = new_top
+    return total, mass
+
+
+@jit
 def _decode(
     query, keys, values, out, table, lengths, sums, tops, masses, finished, key_scale, value_scale, scale,
     query_sequence, query_head, key_block, key_token, key_head, value_block, value_token, value_head, out_sequence,
@@ -281,21 +303,7 @@ def _decode(
             last = tl.atomic_add(finished + sequence_head, 1) == used - 1
             if last:
                 tl.store(finished + sequence_head, 0)
-                top = tl.full([ROWS], float("-inf"), tl.float32)
-                mass = tl.zeros([ROWS], tl.float32)
-                total = tl.zeros([ROWS, SIZE], tl.float32)
-                for other in range(used):  # in one order, whichever part was the last
-                    at = (first + other) * GROUP + row
-                    part_top = tl.load(tops + at, mask=row < GROUP, other=0.0, cache_modifier=".cg")
-                    part_mass = tl.load(masses + at, mask=row < GROUP, other=0.0, cache_modifier=".cg")
-                    part_sum = tl.load(
-                        sums + at[:, None] * SIZE + column[None, :], mask=real, other=0.0, cache_modifier=".cg"
-                    )
-                    new_top = tl.maximum(top, part_top)
-                    shrink, part_shrink = tl.exp2(top - new_top), tl.exp2(part_top - new_top)
-                    mass = mass * shrink + part_mass * part_shrink
-                    total = total * shrink[:, None] + part_sum * part_shrink[:, None]
-                    top = new_top
+                total, mass = _added(sums, tops, masses, first, used, GROUP, ROWS, SIZE)
         if last:
             if QUANTIZED:
                 total *= tl.load(value_scale)
