@@ -44,6 +44,8 @@ class LaunchShape(NamedTuple):
         return self.stages * self.tile * 2 * USUAL_HEAD_SIZE * 2
 
 
+OPERANDS = ("q", "k", "v", "out", "block_table", "seqused_k", "softmax_scale")
+"""Names of the arguments of `decode` in the backend's calls."""
 FOR_FEW = LaunchShape(tile=128, warps=4, stages=2)
 
 
@@ -69,16 +71,8 @@ def make_attention(vllm_attention: Callable[..., object], count_use: Callable[[]
                 arguments["q"] = arguments["q"].clamp(FP8_RANGE.min, FP8_RANGE.max).to(FP8)
             return vllm_attention(**arguments)
         count_use()
-        return decode(
-            arguments["q"],
-            arguments["k"],
-            arguments["v"],
-            arguments["out"],
-            arguments["block_table"],
-            arguments["seqused_k"],
-            arguments["softmax_scale"],
-            _cache_scales(arguments),
-        )
+        scales = (arguments["k_descale"], arguments["v_descale"]) if arguments["k"].dtype == FP8 else None
+        return decode(*(arguments[name] for name in OPERANDS), cache_scales=scales)
 
     return attend
 
@@ -101,10 +95,6 @@ def suits(arguments: dict[str, Any]) -> bool:
         and keys.stride(3) == 1
         and arguments.get("return_softmax_lse") is not True
     )
-
-
-def _cache_scales(arguments: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
-    return (arguments["k_descale"], arguments["v_descale"]) if arguments["k"].dtype == FP8 else None
 
 
 def decode(
@@ -132,26 +122,14 @@ def decode(
         keys, values = keys.view(torch.uint16), values.view(torch.uint16)  # two numbers in each
     # Heads on the first grid axis: the heads of one token are adjacent in the cache.
     _decode[(kv_heads, sequences, parts)](
-        *(query, keys, values, out, table, lengths),
-        *_partial_results(query.device, group, size),
+        query, keys, values, out, table, lengths, *_partial_results(query.device, group, size),
         *(cache_scales or (query, query)),
         scale * 1.4426950408889634,  # log2(e): the kernel's exponentials are powers of two
-        *query.stride()[:2],
-        *keys.stride()[:3],
-        *values.stride()[:3],
-        *out.stride()[:2],
-        table.stride(0),
-        parts,
-        BLOCK=keys.shape[1],
-        GROUP=group,
-        ROWS=MOST_QUERY_HEADS,
-        SIZE=size,
-        TILE=min(shape.tile, shape.tile * USUAL_HEAD_SIZE // size),
-        LEAST=LEAST_TOKENS,
-        QUANTIZED=cache_scales is not None,
-        num_warps=shape.warps,
-        num_stages=shape.stages,
-    )
+        *query.stride()[:2], *keys.stride()[:3], *values.stride()[:3], *out.stride()[:2], table.stride(0), parts,
+        BLOCK=keys.shape[1], GROUP=group, ROWS=MOST_QUERY_HEADS, SIZE=size,
+        TILE=min(shape.tile, shape.tile * USUAL_HEAD_SIZE // size), LEAST=LEAST_TOKENS,
+        QUANTIZED=cache_scales is not None, num_warps=shape.warps, num_stages=shape.stages,
+    )  # fmt: skip
     return out
 
 
@@ -193,19 +171,14 @@ def _unpacked(pairs):
     """
     return tl.inline_asm_elementwise(
         """{
-        .reg .b32 sorted;
-        .reg .b16 firsts, seconds;
-        prmt.b32 sorted, $2, 0, 0x3120;
-        mov.b32 {firsts, seconds}, sorted;
-        cvt.rn.f16x2.e4m3x2 $0, firsts;
-        cvt.rn.f16x2.e4m3x2 $1, seconds;
+            .reg .b32 sorted; .reg .b16 firsts, seconds;
+            prmt.b32 sorted, $2, 0, 0x3120;
+            mov.b32 {firsts, seconds}, sorted;
+            cvt.rn.f16x2.e4m3x2 $0, firsts;
+            cvt.rn.f16x2.e4m3x2 $1, seconds;
         }""",
-        "=r,=r,r",
-        [pairs],
-        dtype=(tl.float16, tl.float16),
-        is_pure=True,
-        pack=2,
-    )
+        "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+    )  # fmt: skip
 
 
 @jit

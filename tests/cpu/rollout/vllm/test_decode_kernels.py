@@ -28,19 +28,11 @@ def test_only_as_many_parts_are_launched_as_the_longest_sequence_and_the_device_
     assert [parts_for(programs, 1 << 20) for programs in (64, MOST_PROGRAMS // 2, 1 << 20)] == [MOST_PARTS, 2, 1]
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({}, True),
-        ({"s_aux": torch.zeros(8)}, False),
-        ({"softcap": 50.0}, False),
-        ({"window_size": [127, 0]}, False),
-    ],
-)
-def test_attention_with_sinks_capped_scores_or_windows_is_left_to_vllm(changes, expected):
-    from colocated_grpo.rollout.vllm.decode_attention import FEWEST_SEQUENCES, suits
+def calls(**changes: object) -> dict[str, object]:
+    """Arguments of vLLM's backend for one token of each of many sequences."""
+    from colocated_grpo.rollout.vllm.decode_attention import FEWEST_SEQUENCES
 
-    plain = {
+    plain: dict[str, object] = {
         "q": torch.zeros(FEWEST_SEQUENCES, 8, 64, dtype=torch.bfloat16),
         "k": torch.zeros(4, 16, 2, 64, dtype=torch.bfloat16),
         "block_table": torch.zeros(FEWEST_SEQUENCES, 1),
@@ -49,4 +41,32 @@ def test_attention_with_sinks_capped_scores_or_windows_is_left_to_vllm(changes, 
         "softcap": 0,
         "s_aux": None,
     }
-    assert suits(plain | changes) == expected
+    return plain | changes
+
+
+def test_vllms_attention_over_an_fp8_cache_gets_queries_in_fp8_within_its_range():
+    from colocated_grpo.rollout.vllm.decode_attention import FP8, make_attention
+
+    received = {}
+    attend = make_attention(lambda **arguments: received.update(arguments), count_use=lambda: None)
+    queries = torch.tensor([1.0, 1e6, -1e6], dtype=torch.bfloat16).view(3, 1, 1)
+    attend(**calls(q=queries, k=torch.zeros(4, 16, 2, 64, dtype=FP8)))
+    assert received["q"].dtype == FP8
+    assert received["q"].float().flatten().tolist() == [1.0, 448.0, -448.0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, True),
+        ({"k": torch.zeros(4, 16, 2, 64, dtype=torch.float8_e4m3fn)}, True),
+        ({"k": torch.zeros(4, 16, 2, 64, dtype=torch.float32)}, False),
+        ({"s_aux": torch.zeros(8)}, False),
+        ({"softcap": 50.0}, False),
+        ({"window_size": [127, 0]}, False),
+    ],
+)
+def test_attention_with_sinks_capped_scores_windows_or_another_cache_is_left_to_vllm(changes, expected):
+    from colocated_grpo.rollout.vllm.decode_attention import suits
+
+    assert suits(calls(**changes)) == expected
