@@ -69,7 +69,7 @@ class EngineConfig(Section):
     the memory that is free for training. With `weights: shared` or sync_frequency above 1, the engine's weights stay on
     the device. No effect on CPU."""
     args: JsonObject = {}
-    """Further vLLM engine arguments, passed unchanged. Example: {quantization: fp8}."""
+    """Further vLLM engine arguments, passed unchanged. Example: {kv_cache_dtype: fp8}."""
 
     def problems(self) -> Iterator[str]:
         """Yield a line for each contradiction in this section."""
