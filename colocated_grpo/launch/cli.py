@@ -224,14 +224,7 @@ def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     program.exit_on_stop_signals(partial(leave_start, output))
     for line in [*default, *lines]:
         output.note(line)
-
-    with program.frozen_imports():  # imports torch
-        from torch.distributed.elastic.multiprocessing.errors import record
-
-    # `record` saves this rank's traceback. At the end, torchrun prints the traceback of the first failed rank.
-    code = record(_run)(config, options.resume, name, output)
-    assert code is not None
-    return code
+    return _run(config, options.resume, name, output)
 
 
 def checked(loaded: LoadedConfig, resume: str | None, name: str) -> tuple[Config, list[str]]:
@@ -281,7 +274,8 @@ def _run(config: Config, resume: str | None, name: str, output: RunOutput) -> in
     from colocated_grpo.tracking.ending import record_ending
 
     try:
-        joined = join_ranks(output)
+        with program.frozen_imports():  # imports torch
+            joined = join_ranks(output)
         with output.phase("importing torch, transformers and vLLM"), program.frozen_imports():
             from colocated_grpo.launch.rank import main as train
         train(config, joined, resume=resume, name=name, output=output)
