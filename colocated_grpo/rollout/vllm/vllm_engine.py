@@ -56,7 +56,7 @@ class VLLMEngine:
         with process.keep_trainer_state():
             try:
                 self._llm = LLM(**arguments)
-            except (TypeError, ValueError) as error:
+            except (TypeError, ValueError, NotImplementedError) as error:
                 raise RunError(f"engine: vLLM does not start: {in_one_line(error)}; check engine.args") from error
         self._engine = self._llm.llm_engine
         self._worker = self._engine.model_executor.driver_worker.worker

@@ -13,8 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from colocated_grpo.errors import RunError
 from colocated_grpo.rollout.engine import TokenDelta
 from colocated_grpo.rollout.vllm import patches
+from colocated_grpo.rollout.vllm.spec import EngineSpec
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.tools.make_model import build_char_tokenizer
 from colocated_grpo.types import Completion
@@ -276,6 +278,25 @@ def test_a_prefix_cached_with_old_weights_gives_wrong_logprobs_so_a_sync_drops_i
     assert facts["stale prefix error"] > 1e-2
     assert facts["fresh prefix error"] < 1e-4
     assert facts["version"] == 3
+
+
+def refusal_of(world: World, folder: Path) -> str:
+    """The error line of an engine that this machine cannot run."""
+    from colocated_grpo.rollout.vllm import vllm_engine
+
+    def refuse(**arguments: object) -> None:
+        raise NotImplementedError("FP8 KV cache on CPU\nrequires AVX-512")
+
+    vllm_engine.LLM = refuse
+    spec = EngineSpec(folder=folder, dtype=torch.float32, max_model_len=64, max_num_seqs=4)
+    with pytest.raises(RunError) as raised:
+        vllm_engine.VLLMEngine(spec, world)
+    return str(raised.value)
+
+
+def test_an_engine_that_vllm_has_not_for_this_machine_is_one_line():
+    [line] = run_on_ranks(refusal_of, 1, tiny_model("qwen3"), timeout=TIMEOUT)
+    assert line == "engine: vLLM does not start: NotImplementedError: FP8 KV cache on CPU requires AVX-512; check engine.args"
 
 
 def test_a_closed_engine_leaves_the_process_group_usable(facts):
