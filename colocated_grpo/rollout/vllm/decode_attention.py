@@ -64,15 +64,8 @@ def make_attention(vllm_attention: Callable[..., object], count_use: Callable[[]
         if not suits(arguments):
             return vllm_attention(**arguments)
         count_use()
-        return decode(
-            arguments["q"],
-            arguments["k"],
-            arguments["v"],
-            arguments["out"],
-            arguments["block_table"],
-            arguments["seqused_k"],
-            arguments["softmax_scale"],
-        )
+        names = ("q", "k", "v", "out", "block_table", "seqused_k", "softmax_scale")
+        return decode(*(arguments[name] for name in names))
 
     return attend
 
