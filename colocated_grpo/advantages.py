@@ -25,9 +25,9 @@ def group_advantages(groups: Sequence[Rewards], config: AdvantageConfig) -> list
     if config.scale == "none":
         return centred
     if config.scale == "batch":
-        stds = [_std([reward for rewards in groups for reward in _scored(rewards)])] * len(groups)
+        stds = [unbiased_std([reward for rewards in groups for reward in _scored(rewards)])] * len(groups)
     else:
-        stds = [_std(_scored(rewards)) for rewards in groups]
+        stds = [unbiased_std(_scored(rewards)) for rewards in groups]
     return [[a / (std + config.eps) for a in advantages] for advantages, std in zip(centred, stds, strict=True)]
 
 
@@ -53,7 +53,8 @@ def _scored(rewards: Rewards) -> list[float]:
     return [reward for reward in rewards if reward is not None]
 
 
-def _std(values: Sequence[float]) -> float:
+def unbiased_std(values: Sequence[float]) -> float:
+    """Return the unbiased (n - 1) standard deviation, as in TRL; 0 for fewer than two values."""
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 

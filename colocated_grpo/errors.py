@@ -40,9 +40,7 @@ def visible(text: str) -> str:
 
     A model writes the completions: escape sequences could repaint a terminal, and lone surrogates cannot be encoded.
     """
-    if text.isascii() and text.isprintable():
-        return text
-    return "".join(_shown(character) for character in text)
+    return text if text.isascii() and text.isprintable() else "".join(map(_shown, text))
 
 
 def _shown(character: str) -> str:

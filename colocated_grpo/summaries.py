@@ -1,10 +1,9 @@
 """Metrics of scored groups. Pure: every rank computes the same numbers from the same groups."""
 
 import math
-import statistics
 from collections.abc import Callable, Iterable, Sequence
 
-from colocated_grpo.advantages import is_constant
+from colocated_grpo.advantages import is_constant, unbiased_std
 from colocated_grpo.errors import RunError
 from colocated_grpo.types import STDERR, Group, Rollout
 
@@ -16,7 +15,7 @@ def rollout_metrics(groups: Sequence[Group], policy_version: int) -> dict[str, f
     num_tokens = sum(tokens for _, tokens in ages) or 1
     lengths = [rollout.completion_tokens for rollout in rollouts]
     row = {
-        **{f"reward_std/{name}": _std(values) for name, values in _parts(rollouts).items()},
+        **{f"reward_std/{name}": unbiased_std(values) for name, values in _parts(rollouts).items()},
         "completion_tokens/min": float(min(lengths)),
         "completion_tokens/max": float(max(lengths)),
         "prompt_tokens": _mean(rollout.prompt_length for rollout in rollouts),
@@ -69,7 +68,7 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
 
     values: one per prompt, because completions of one prompt are not independent of each other.
     """
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    error = unbiased_std(values) / math.sqrt(len(values)) if len(values) > 1 else None
     return math.fsum(values) / len(values), error
 
 
@@ -84,7 +83,7 @@ def _signal(groups: Sequence[Group]) -> dict[str, float]:
     """Spread of the rewards, fraction of groups without spread, and counts of failed and unscorable completions."""
     rollouts = _rollouts(groups)
     return {
-        "reward_std": _std(_rewards(rollouts)),
+        "reward_std": unbiased_std(_rewards(rollouts)),
         "groups/constant": _mean(is_constant(group_rewards(group)) for group in groups),
         "reward_errors": float(sum(rollout.score.failed for rollout in rollouts)),
         "unscorable": float(sum(rollout.score.unscorable for rollout in rollouts)),
@@ -189,11 +188,6 @@ def lack_of_signal(groups: Sequence[Group]) -> str | None:
     if all(len(group.rollouts) > 1 and is_constant(group_rewards(group)) for group in groups):
         return "the rewards of each group are equal, so there is nothing to learn from"
     return None
-
-
-def _std(values: Sequence[float]) -> float:
-    """Return the unbiased (n - 1) standard deviation, as in TRL; 0 for fewer than two values."""
-    return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def _mean(values: Iterable[float]) -> float:

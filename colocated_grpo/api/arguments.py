@@ -70,6 +70,10 @@ def read_arguments(
     settings: Mapping[str, object],
 ) -> LoadedConfig:
     """Return the run's settings, with the program's objects attached. Raises ConfigError."""
+    holds_all = isinstance(model, Mapping) and bool(model.keys() & Config.model_fields)
+    if holds_all or not (config is None or objects.is_name(config)):
+        rule = "model: must be the model alone" if holds_all else "config: must be the path of a YAML file"
+        raise ConfigError(f"{rule}; give settings by keyword, Trainer(**settings), or as Trainer(args=settings)")
     by_name: objects.ObjectsByName = {}
     notes = [_DEFAULTS_NOTE] if hasattr(args, "generation_batch_size") else []
     given = {**_from_args(args), **_without_foreign(settings)}

@@ -211,9 +211,7 @@ def build_sync(policy: Policy, engine: LocalEngine, world: World, *, shared: boo
     copies = ColocatedSync(
         weights.published(), engine, model.conversion, world, check_every=check_every, constants=model.hf_buffers()
     )
-    if not shared:
-        return copies
-    return share(copies, weights.published, partial(adopt, model), world, check_every)
+    return share(copies, weights.published, partial(adopt, model), world, check_every) if shared else copies
 
 
 def build_opponent(

@@ -245,25 +245,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--max-body-bytes", type=int, default=MAX_BODY_BYTES, help="limit of a decompressed request body")
     add("--max-queued", type=int, default=MAX_QUEUED, help="limit of sequences queued for the trainer")
     add("--max-queued-bytes", type=int, default=MAX_QUEUED_BYTES, help="limit of the memory for queued groups")
-    add(
-        "--api-key-variable",
-        metavar="NAME",
-        help="environment variable with a key; environments send it in --env.rollout_server_url http://any:KEY@HOST:PORT",
-    )
-    add(
-        "--allow-host",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="a further name of this machine that clients use; repeat for several (not needed with a key)",
-    )
-    add(
-        "--allow-origin",
-        action="append",
-        default=[],
-        metavar="URL",
-        help="origin of web pages that may send requests, such as http://localhost:3000; repeat for several",
-    )
+    key = "environment variable with a key; environments send it in --env.rollout_server_url http://any:KEY@HOST:PORT"
+    add("--api-key-variable", metavar="NAME", help=key)
+    several = partial(add, action="append", default=[])
+    name = "a further name of this machine that clients use; repeat for several (not needed with a key)"
+    several("--allow-host", metavar="NAME", help=name)
+    origin = "origin of web pages that may send requests, such as http://localhost:3000; repeat for several"
+    several("--allow-origin", metavar="URL", help=origin)
     options = parser.parse_args(arguments)
     variable = options.api_key_variable
     api_key = os.environ.get(variable) if variable else None

@@ -43,8 +43,7 @@ def plan(outlines: Sequence[Outline], budget: int, world_size: int) -> Assignmen
 
     outlines: siblings in the order of `Outline.prefix_length`. They go into the same micro-batch where computing their
     common prefixes once takes less work than balancing rollouts one by one. Each rank gets at least one micro-batch,
-    possibly empty, because every rank must join the collectives.
-    No rollout may be longer than the budget.
+    possibly empty, because every rank must join the collectives. No rollout may be longer than the budget.
     """
     individually = _plan_individually([outline._replace(prefix_length=0) for outline in outlines], budget, world_size)
     by_group = _plan_by_group(outlines, budget, world_size)

@@ -48,14 +48,9 @@ class Evaluator:
 
     def evaluate(self, step: int, evaluated: EvaluationSet) -> tuple[Metrics, list[Group]]:
         """Sample and score one set. Collective, engine awake. Metrics and groups are on every rank. Raises Stopped."""
-        groups = self._collector.collect(
-            Job(
-                name=f"{evaluated.name}/{step}",
-                prompts=evaluated.prompts,
-                group_size=evaluated.samples,
-                sampling=evaluated.sampling,
-            )
-        )
+        name, size = f"{evaluated.name}/{step}", evaluated.samples
+        job = Job(name=name, prompts=evaluated.prompts, group_size=size, sampling=evaluated.sampling)
+        groups = self._collector.collect(job)
         self._evaluated[evaluated.name] = step
         # Computed on rank 0: metrics may call user functions, and all ranks must use the same numbers.
         return self._world.from_main(lambda: evaluated.metrics(groups)), groups

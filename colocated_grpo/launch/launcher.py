@@ -61,11 +61,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _launch(arguments: Sequence[str]) -> int:
     program.prepare_streams()
-    default: list[str] = []
     try:
         options, overrides, remarks = cli.read_arguments(arguments, cli.run_parser())
         launch = cli.read_launch(options, overrides)
-        default = cli.default_config_note(options)
+    except ConfigError as error:
+        return program.exit_code(error)
+    default = cli.default_config_note(options)
+    try:
         config, notes = read_settings(launch)
         servers = plan_servers(launch, config, os.environ)
         on_cpu = launch.gpus == 0 and not config.engine.urls
@@ -75,7 +77,13 @@ def _launch(arguments: Sequence[str]) -> int:
         if (missing or problems) and not options.dry_run:
             raise ConfigError(*missing, *problems)
     except ConfigError as error:
-        return program.exit_code(error, *default)
+        code = program.exit_code(error, *default)
+        if launch.node_rank > 0 and not options.dry_run:
+            from colocated_grpo.runtime.joining import report_failed_node
+
+            line, address = "; ".join(str(error).splitlines()), (launch.master_addr, launch.master_port)
+            report_failed_node(launch.node_rank, launch.node_rank * launch.ranks, line, address)
+        return code
     command = rank_command(launch)
     whole = options.dry_run or launch.log_level == "DEBUG"
     shown = banner(launch, command, servers, model) if whole else title(launch, servers, model)

@@ -60,8 +60,7 @@ def linear_loss(
 
     loss_of(token range, logprobs of that range) -> that range's part of the loss, a scalar; the parts are summed.
     The forward pass computes the gradients of hidden states and weight while a chunk's logits exist. The backward pass
-    then does not recompute the logits. In total, both passes take three matrix products of the logits' size instead of
-    four.
+    then does not recompute the logits. Together, they take three matrix products of the logits' size instead of four.
     """
     operators = operators or operators_on(hidden_NH.device)
     return _LinearLoss.apply(hidden_NH, weight_VH, targets_N, temperature_N, loss_of, operators, chunk_tokens, softcap)

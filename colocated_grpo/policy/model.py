@@ -154,8 +154,7 @@ def build_empty(
 ) -> PackedLM:
     """Build the module tree with parameters on the meta device and real buffers (rotary frequencies).
 
-    attention: name of an implementation registered with transformers.
-    Raises ConfigError for models that do not train.
+    attention: name of an implementation registered with transformers. Raises ConfigError for models that do not train.
     """
     check_trains(hf_config.to_dict(), f"model.name={hf_config.name_or_path!r}")
     with init_empty_weights(include_buffers=False), no_init_weights():

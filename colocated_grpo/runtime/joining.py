@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
@@ -23,10 +24,12 @@ from colocated_grpo.runtime.parents_death import continue_at_parents_death
 from colocated_grpo.runtime.processes import bind_store
 from colocated_grpo.runtime.program import JOIN_VARIABLE, STORE_VARIABLE
 from colocated_grpo.runtime.rendezvous import LinkAddress, own_address, serve_store, wait_for_keys, wait_for_listener
-from colocated_grpo.runtime.supervision import ProcessId, StopRequest, Watchdog, named_ranks, own_process
+from colocated_grpo.runtime.supervision import FAILED_KEY, ProcessId, StopRequest, Watchdog, named_ranks, own_process
 
 JOIN_SECONDS = float(os.environ.get(JOIN_VARIABLE, 600.0))
 """Maximum wait for a rank that has not started. `srun` and torchrun start all ranks of a node at once."""
+LISTENER_SECONDS, START_TIMEOUT = 5.0, timedelta(minutes=1)
+"""Maximum waits of a node that cannot start: for node 0, and for the imports of its rank 0."""
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _runs = count()
 """Numbers the successive runs of this process. All ranks count alike, because joining is collective."""
@@ -81,11 +84,7 @@ def join(before_exit: Callable[[str | None], None] = lambda line: None) -> Joine
     deadline = time.monotonic() + JOIN_SECONDS
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     serves_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    store = _open_store(rank, serves=serves_store)
-    # torchrun's store outlives a run: restarts (--max-restarts) and later runs of these processes use the same store.
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
-    store = dist.PrefixStore(f"attempt {restarts}, run {next(_runs)}", store)
-    own = dist.PrefixStore("colocated_grpo", store)
+    store, own = _of_this_run(_open_store(rank, serves=serves_store))
     stop = StopRequest(own)
     watchdog = Watchdog(own, stop, rank, serves_store=serves_store and size > 1, before_exit=before_exit)
     joined = Joined(store=store, stop=stop, watchdog=watchdog)
@@ -94,6 +93,22 @@ def join(before_exit: Callable[[str | None], None] = lambda line: None) -> Joine
     except Exception as error:
         joined.fail(error)
     return joined
+
+
+def report_failed_node(node: int, rank: int, line: str, address: tuple[str, int]) -> None:
+    """End the other nodes, which wait for this one, with its error. rank: its first one. address: of node 0."""
+    with suppress(OSError, RuntimeError):  # node 0 does not start either
+        wait_for_listener(*address, LISTENER_SECONDS)
+        _, own = _of_this_run(dist.TCPStore(*address, timeout=START_TIMEOUT))
+        own.compare_set(FAILED_KEY, "", json.dumps([rank, f"node {node} did not start: {line}"]))
+
+
+def _of_this_run(store: dist.Store) -> tuple[dist.Store, dist.Store]:
+    """Return the parts of a store for this run, and for this package. torchrun's store outlives a run: restarts
+    (--max-restarts) and later runs of these processes use the same store."""
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+    store = dist.PrefixStore(f"attempt {restarts}, run {next(_runs)}", store)
+    return store, dist.PrefixStore("colocated_grpo", store)
 
 
 def _open_store(rank: int, *, serves: bool) -> dist.Store:

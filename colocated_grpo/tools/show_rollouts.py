@@ -65,9 +65,7 @@ def select(rollouts: list[files.Row], options: argparse.Namespace) -> list[files
     rows = [row for row in rows if row["step"] == step]
     if options.best is not None:
         return sorted(rows, key=_reward, reverse=True)[: options.best]
-    if options.worst is not None:
-        return sorted(rows, key=_reward)[: options.worst]
-    return rows
+    return rows if options.worst is None else sorted(rows, key=_reward)[: options.worst]
 
 
 def rollout_panel(row: files.Row, encoding: str) -> Panel:

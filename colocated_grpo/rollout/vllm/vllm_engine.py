@@ -258,14 +258,8 @@ def _rejections_as_value_errors() -> Generator[None]:
 
 def _scoring(k: int) -> SamplingParams:
     """Parameters that return each prompt token's log-probability and the `k` largest at its position."""
-    return SamplingParams(
-        temperature=1.0,
-        seed=0,
-        max_tokens=1,
-        prompt_logprobs=k,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
+    kind = RequestOutputKind.FINAL_ONLY
+    return SamplingParams(temperature=1.0, seed=0, max_tokens=1, prompt_logprobs=k, detokenize=False, output_kind=kind)
 
 
 def _sampling_params(request: Request) -> SamplingParams:

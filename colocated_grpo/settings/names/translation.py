@@ -197,6 +197,7 @@ ALIASES: dict[str, Alias] = {**_TOSSIM, **trl.TRL, **_LORA, **_BATCH_SIZES}
 _VERL_SECTIONS = (
     "actor_rollout_ref", "algorithm", "critic", "custom_reward_function", "data", "reward", "reward_model", "trainer",
 )  # fmt: skip
+_PRIME_RL_SECTIONS = ("inference", "orchestrator")
 _SECTIONS = sorted({name.split(".")[0] for name in ALIASES if "." in name})
 _SUGGESTED = {
     "rollout.group_size": "n_samples_per_prompt rollouts_per_example grpo_samples",
@@ -249,10 +250,11 @@ def translate_names(tree: errors.SettingsTree, locations: dict[errors.KeyPath, e
         for name in _SECTIONS
         if name in tree and not isinstance(tree[name], dict)
     ]
-    for name in _VERL_SECTIONS:
-        if name in tree:
-            suffix = errors.location_suffix((name,), locations)
-            problems.append(f"{name}: a section of verl; docs/guides/from_verl.md lists the settings to use{suffix}")
+    is_prime_rl = not tree.keys().isdisjoint(_PRIME_RL_SECTIONS)
+    whose = "prime-rl; docs/settings.md" if is_prime_rl else "verl; docs/guides/from_verl.md"
+    for name in filter((*_VERL_SECTIONS, *_PRIME_RL_SECTIONS).__contains__, tree):
+        suffix = errors.location_suffix((name,), locations)
+        problems.append(f"{name}: a section of {whose} lists the settings to use{suffix}")
     if problems:
         raise errors.ConfigError(*problems)
     plain: list[str] = []

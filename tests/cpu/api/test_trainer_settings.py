@@ -229,6 +229,14 @@ def test_the_config_of_peft_is_read():
             {"environments": [{"type": "turns", "name": Length()}]},
             "environments.0.name: type turns needs a name, such as 'module:object'",
         ),
+        (
+            {"config": {"model": {"name": "some/model"}}},
+            "config: must be the path of a YAML file; give settings by keyword, Trainer(**settings), or as",
+        ),
+        (
+            {"model": {"model": "some/model", "training_steps": 3}},
+            "model: must be the model alone; give settings by keyword, Trainer(**settings), or as",
+        ),
         ({"callbacks": [Length()]}, "callbacks.0: Length: has none of the methods on_step_begin, on_step_end, on_"),
     ],
 )

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
+import yaml
 
 from colocated_grpo.tracking import files
 from tests.support.nodes import NodeLauncher, NodeRanks, Nodes, NoNamespaces, two_nodes
+from tests.support.paths import ROOT
+from tests.support.servers import free_port
 from tests.support.training_runs import (
     Settings,
     TrainingRun,
     deterministic,
+    settings,
+    tiny_model,
     uninterrupted,
     weights_of,
     without_wall_clock,
@@ -84,6 +91,23 @@ def cut_off(nodes: Nodes, killed: Killed) -> TrainingRun:
 def first_step(run: TrainingRun) -> int:
     """Return the step at which the last start has begun."""
     return files.read_environment(run.folder)[-1]["first_step"]
+
+
+def test_a_node_with_a_wrong_setting_ends_the_node_that_waits_for_it_with_one_line_that_names_both(tmp_path):
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump(settings(tiny_model(), output_dir=str(tmp_path))))
+    command = [sys.executable, str(ROOT / "run_colocated_grpo.py"), "--config", str(config), "--gpus", "0"]
+    command += ["--nodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--join-timeout"]
+    waiting = [*command, str(SECONDS_TO_END), "--node-rank", "0"]
+    with subprocess.Popen(waiting, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as first:
+        assert first.stdout.readline(), "its settings are right"
+        second = subprocess.run(
+            [*command, "1", "--node-rank", "1", "--policy.lrr", "1"], capture_output=True, text=True
+        )
+        wrong = "policy.lrr: unknown key; did you mean policy.lr? (command line)"
+        assert second.stderr == f"error: {wrong}\n"
+        assert first.communicate()[1] == f"error: rank 1 of another node failed first: node 1 did not start: {wrong}\n"
+    assert (first.returncode, second.returncode) == (1, 2)
 
 
 def test_a_killed_node_ends_the_other_with_one_line(nodes, killed):

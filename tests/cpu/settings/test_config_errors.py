@@ -206,6 +206,16 @@ def test_an_invalid_file_is_a_one_line_error(text, line):
     assert config_error(text, alone=True) == line
 
 
+def test_the_sections_of_a_prime_rl_file_are_not_called_those_of_verl():
+    error = config_error(
+        "max_steps: 20\ntrainer: {optim: {lr: 3e-6}}\norchestrator: {batch_size: 128}\ninference: {}\n"
+    )
+    assert error.splitlines() == [
+        f"{name}: a section of prime-rl; docs/settings.md lists the settings to use (line {line} of x.yaml)"
+        for name, line in (("trainer", 4), ("orchestrator", 5), ("inference", 6))
+    ]
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [

@@ -138,6 +138,22 @@ def test_a_resumed_run_lists_the_settings_changed_since_its_last_start(tmp_path:
     assert "settings changed since the last start: training_steps 6 -> 9, seed 0 -> 5\n" in printed
 
 
+def test_a_resumed_run_with_other_length_limits_warns_that_its_held_out_rewards_do_not_compare(tmp_path: Path) -> None:
+    config = config_of()
+    TrackedRun(tmp_path, config).train(last_step=2)
+    longer = config.with_values("rollout", max_completion_tokens=99, max_prompt_tokens=77, group_size=2)
+    lengths = f"{config.rollout.max_completion_tokens} -> 99", f"{config.rollout.max_prompt_tokens} -> 77"
+    printed = TrackedRun(tmp_path, longer).train(first_step=2, last_step=3).printed
+    [line] = [line for line in printed.splitlines() if line.startswith("warning: ")]
+    assert {*line.removeprefix("warning: ").partition(": ")[0].split(", ")} == {
+        f"rollout.max_completion_tokens {lengths[0]}",
+        f"rollout.max_prompt_tokens {lengths[1]}",
+    }
+    assert line.endswith(": rewards, held-out ones included, do not compare with those from before this start")
+    same = TrackedRun(tmp_path, longer.with_values("rollout", group_size=4)).train(first_step=3, last_step=4)
+    assert "settings changed" in same.printed and "warning: " not in same.printed
+
+
 def test_an_entry_that_was_removed_or_added_is_a_changed_setting() -> None:
     one, two = ({"rewards": [{"name": name, "weight": 1.0} for name in names]} for names in ("a", "ab"))
     assert changed_settings(two, one) == ["rewards.1.name b -> None"]

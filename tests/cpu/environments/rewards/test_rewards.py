@@ -84,6 +84,26 @@ def test_a_function_without_kwargs_gets_only_the_arguments_it_names():
     assert scores[0].parts == {"length": 2.0, "reward": 1.0}
 
 
+def test_a_function_that_changes_its_arguments_does_not_change_those_of_the_next():
+    def careless(prompts, completions, completion_ids, tags, **kwargs):
+        completions[0][0]["content"] = prompts[0][0]["content"] = "changed"
+        prompts[0].append(completions[0][0])
+        completion_ids[0].clear()
+        tags[0]["inner"].append("changed")
+        return [0.0] * len(completions)
+
+    def reward(**arguments):
+        seen.append({name: arguments[name] for name in ("prompts", "completions", "completion_ids", "tags", "lock")})
+        return [0.0] * len(arguments["completions"])
+
+    lock, seen = threading.Lock(), []
+    prompt = prompt_of([dict(CHAT[0])], tags={"inner": ["one"]}, lock=lock)
+    score(scorer_of(reward, careless, reward), ["2", "3"], prompt)
+    score(scorer_of(careless, reward), ["2", "3"], prompt)
+    assert seen[0]["lock"] == [lock, lock] and seen[0]["tags"] == [{"inner": ["one"]}] * 2
+    assert seen[1] == seen[2] == seen[0]
+
+
 def test_rewards_are_summed_by_weight_without_none():
     def first(completions, **kwargs):
         return [1.0, None, None]
