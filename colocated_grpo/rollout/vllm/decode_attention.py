@@ -1,9 +1,9 @@
 """Triton kernel for one-token attention over the paged KV cache, for batches large enough to fill the device.
 
 A decode step reads the weights once for all sequences, but a separate KV cache for each. With many sequences attention
-is limited by the bandwidth of these reads, which an fp8 cache halves. FlashAttention 3 is as fast for long sequences,
-but takes up to 2.7 times as long for many short ones: docs/results/decode_uneven_1xh200.json. It gains nothing from an
-fp8 cache: docs/results/fp8_cache_1xh200.json.
+is limited by the bandwidth of these reads, which an fp8 cache halves. FlashAttention 3 is about as fast for long
+sequences, but takes up to 2.7 times as long for many short ones: docs/results/decode_uneven_1xh200.json. With an fp8
+cache it is no faster than this kernel with 16 bits: docs/results/fp8_cache_1xh200.json.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ LEAST_TOKENS = 512
 
 
 class LaunchShape(NamedTuple):
-    """Launch settings of one program, which walks through one sequence."""
+    """Launch settings. One program reads one part of one sequence, for one key-value head."""
 
     tile: int
     """Tokens per iteration at head size USUAL_HEAD_SIZE; fewer for larger heads."""
@@ -50,7 +50,7 @@ FOR_FEW = LaunchShape(tile=128, warps=4, stages=2)
 
 
 def shape_for(programs: int, shared_memory: int) -> LaunchShape:
-    """Return the fastest shape over even and uneven lengths. Few programs need large tiles: more reads are in flight.
+    """Return the fastest shape over even and uneven lengths. With few programs, large tiles keep more reads in flight.
 
     programs: pairs of a sequence and a key-value head. shared_memory: bytes available to one program; consumer devices
     have too few bytes for FOR_FEW.
@@ -62,7 +62,7 @@ def shape_for(programs: int, shared_memory: int) -> LaunchShape:
 def make_attention(vllm_attention: Callable[..., object], count_use: Callable[[], None]) -> Callable[..., object]:
     """Return the backend's `flash_attn_varlen_func` that uses this kernel for supported calls.
 
-    The backend passes keywords only. Install before CUDA graphs are captured.
+    Others go to vLLM's kernel, which needs fp8 queries for an fp8 cache. Install before CUDA graphs are captured.
     """
 
     def attend(**arguments: Any) -> object:
@@ -146,7 +146,7 @@ def parts_for(programs: int, longest: int) -> int:
 
 @cache
 def _partial_results(device: torch.device, group: int, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return memory for the parts of sequences: weighted sums of values, largest scores, masses; and finished parts.
+    """Return memory for parts: weighted sums of values, largest scores, sums of exponentials (masses); finished parts.
 
     Never freed, because CUDA graphs contain its address. The kernel leaves the counts of finished parts at zero.
     """
@@ -165,9 +165,9 @@ def _shared_memory(device: torch.device) -> int:
 
 @jit
 def _unpacked(pairs):
-    """Return the first and the second numbers of pairs in fp8, in float16, which the device converts to directly.
+    """Return the first and the second numbers of pairs in fp8, in float16. The device has an instruction for both.
 
-    Attention is limited by instructions here. Triton's own conversion takes two more for each number.
+    Triton's own conversion takes two more instructions for each number, and instructions limit attention here.
     """
     return tl.inline_asm_elementwise(
         """{
@@ -183,7 +183,7 @@ def _unpacked(pairs):
 
 @jit
 def _added(sums, tops, masses, first, used, GROUP: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr):
-    """Add the parts of a sequence in one order, whichever was the last. Returns the weighted sum and the mass."""
+    """Add a sequence's parts in a fixed order, whichever ends last. Returns the weighted sum and the mass."""
     row = tl.arange(0, ROWS)
     real = row < GROUP
     top = tl.full([ROWS], float("-inf"), tl.float32)
