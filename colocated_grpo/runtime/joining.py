@@ -104,8 +104,10 @@ def report_failed_node(node: int, rank: int, line: str, address: tuple[str, int]
 
 
 def _of_this_run(store: dist.Store) -> tuple[dist.Store, dist.Store]:
-    """Return the parts of a store for this run, and for this package. torchrun's store outlives a run: restarts
-    (--max-restarts) and later runs of these processes use the same store."""
+    """Return the parts of a store for this run, and for this package.
+
+    torchrun's store outlives a run: restarts (--max-restarts) and later runs of these processes use the same store.
+    """
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
     store = dist.PrefixStore(f"attempt {restarts}, run {next(_runs)}", store)
     return store, dist.PrefixStore("colocated_grpo", store)

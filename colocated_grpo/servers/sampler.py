@@ -214,7 +214,9 @@ class Sampler:
     async def prompt_logprobs(self, prompt: list[int], k: int) -> list[dict[int, float] | None]:
         """Return log-probabilities at temperature 1 of each prompt token and the k most likely; None for the first."""
         self.limits.check_prompt(prompt)
-        return [None, *(await result_of(self.engines.top_logprobs(prompt, k)) if len(prompt) > 1 else ())]
+        if len(prompt) < 2:
+            return [None]
+        return [None, *await result_of(self.engines.top_logprobs(prompt, k))]
 
     def _note_renormalization(self, parameters: SamplingParameters) -> None:
         """Log once that a client samples from a truncated or penalized distribution."""

@@ -121,9 +121,13 @@ class Sizes:
         return self.blocks if layers is None else [self.blocks[index] for index in layers if index < len(self.blocks)]
 
 
+CACHE_BYTES = {"bfloat16": 2, "float16": 2, "half": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+"""Types of vLLM's KV cache whose tokens are plain numbers. auto: that of the engine's weights."""
+
+
 def cache_itemsize(args: Mapping[str, object], itemsize: int) -> int:
     """Return the bytes of one number in the KV cache. args: `engine.args`; itemsize: of the engine's weights."""
-    return 1 if str(args.get("kv_cache_dtype")).startswith("fp8") else itemsize
+    return CACHE_BYTES.get(str(args.get("kv_cache_dtype")), itemsize)
 
 
 def sizes_of(config_json: JsonObject) -> Sizes | None:

@@ -21,6 +21,18 @@ LENGTHS = [1, 15, 16, 17, 64, 200, LEAST_TOKENS + 1, 0]
 BLOCK = 16
 
 
+Scales = tuple[float, float] | None
+"""Scales of keys and values of a cache in fp8. None: 16 bits."""
+
+
+def in_cache(cache: torch.Tensor, scales: Scales) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
+    """The numbers as the cache keeps them, and the scales as the kernels read them."""
+    if scales is None:
+        return cache, None
+    key_scale, value_scale = (torch.tensor(scale, device=cache.device) for scale in scales)
+    return cache.to(FP8), (key_scale, value_scale)
+
+
 def assert_attention_is_softmax(
     device: str,
     sequences: int,
@@ -28,16 +40,14 @@ def assert_attention_is_softmax(
     kv_heads: int,
     head_size: int,
     dtype: torch.dtype = torch.bfloat16,
-    cache_scales: tuple[float, float] | None = None,
+    cache_scales: Scales = None,
 ) -> None:
-    """One-token attention over the paged cache equals softmax over the sequence. cache_scales: of a cache in fp8."""
+    """One-token attention over the paged cache equals softmax over the sequence."""
     lengths = LENGTHS * (sequences // len(LENGTHS))
     generator = torch.Generator(device).manual_seed(0)
     blocks = [-(-length // BLOCK) for length in lengths]
     cache = torch.randn(sum(blocks), BLOCK, kv_heads, 2 * head_size, device=device, generator=generator).to(dtype)
-    scales = None
-    if cache_scales is not None:
-        cache, scales = cache.to(FP8), tuple(torch.tensor(scale, device=device) for scale in cache_scales)
+    cache, scales = in_cache(cache, cache_scales)
     keys, values = cache[..., :head_size], cache[..., head_size:]
     order = torch.randperm(sum(blocks), device=device, generator=generator).int()
     table = torch.zeros(len(lengths), max(blocks), dtype=torch.int32, device=device)
@@ -87,9 +97,9 @@ def assert_greedy_takes_the_likeliest(device: str) -> None:
 
 
 def assert_prepared_as_by_separate_layers(
-    device: str, heads: int, kv_heads: int, size: int, cache_scales: tuple[float, float] | None = None
+    device: str, heads: int, kv_heads: int, size: int, cache_scales: Scales = None
 ) -> None:
-    """Queries, keys and values are prepared as by separate layers. cache_scales: of a cache in fp8."""
+    """Queries, keys and values are prepared as by separate layers."""
 
     class Attention(torch.nn.Module):
         pass
@@ -113,9 +123,7 @@ def assert_prepared_as_by_separate_layers(
     slots = torch.randperm(6 * BLOCK, device=device, generator=generator)[: tokens - padding]
     slots[4] = -1
     key_scale, value_scale = cache_scales or (1.0, 1.0)
-    scales = None
-    if cache_scales is not None:
-        blocks, scales = blocks.to(FP8), tuple(torch.tensor(scale, device=device) for scale in cache_scales)
+    blocks, scales = in_cache(blocks, cache_scales)
     normalize_rotate_and_store(attention, qkv, positions, Cache(blocks, slots, scales))
 
     def expected(x, norm):

@@ -98,15 +98,9 @@ def suits(arguments: dict[str, Any]) -> bool:
 
 
 def decode(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    out: Tensor,
-    table: Tensor,
-    lengths: Tensor,
-    scale: float,
+    query: Tensor, keys: Tensor, values: Tensor, out: Tensor, table: Tensor, lengths: Tensor, scale: float,
     cache_scales: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Write softmax(scale * query @ keys^T) @ values of each sequence into `out`, and return it.
 
     query, out: [B, H, D]; keys, values: [blocks, block size, K, D]; table: [B, ...] block ids; lengths: [B] int32.

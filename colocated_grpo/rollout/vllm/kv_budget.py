@@ -10,7 +10,7 @@ from safetensors import safe_open
 from colocated_grpo.errors import ConfigError, RunError
 from colocated_grpo.rollout.vllm.spec import EngineSpec
 from colocated_grpo.runtime.text_part import OwnName, own_names, read_text_config, weight_files
-from colocated_grpo.settings.model_sizes import ENGINE_RESERVE, Sizes, cache_itemsize, sizes_of
+from colocated_grpo.settings.model_sizes import CACHE_BYTES, ENGINE_RESERVE, Sizes, cache_itemsize, sizes_of
 
 GIB = 1 << 30
 CPU_LIMIT = 1 * GIB
@@ -46,13 +46,14 @@ def kv_cache_arguments(spec: EngineSpec, device: torch.device) -> dict[str, obje
 def check_cache(spec: EngineSpec) -> None:
     """Raise ConfigError if the given cache cannot hold one sequence of full length: vLLM's error names other settings.
 
-    Sliding-window layers and unknown models are left to vLLM.
+    Sliding-window layers, unknown models and caches of types without a fixed size are left to vLLM.
     """
     if (size := spec.kv_cache_memory_bytes) is None:
         return
     settings = _settings(spec.folder, trust_remote_code=spec.trust_remote_code)
     sizes = sizes_of(settings)
-    if settings.get("sliding_window") or sizes is None:
+    known = spec.args.get("kv_cache_dtype", "auto") in ("auto", *CACHE_BYTES)
+    if settings.get("sliding_window") or not known or sizes is None:
         return
     needed = spec.max_model_len * _bytes_per_token(sizes, spec)
     if size < needed:

@@ -197,7 +197,7 @@ ALIASES: dict[str, Alias] = {**_TOSSIM, **trl.TRL, **_LORA, **_BATCH_SIZES}
 _VERL_SECTIONS = (
     "actor_rollout_ref", "algorithm", "critic", "custom_reward_function", "data", "reward", "reward_model", "trainer",
 )  # fmt: skip
-_PRIME_RL_SECTIONS = ("inference", "orchestrator")
+_PRIME_RL_SECTIONS = ("orchestrator", "inference")
 _SECTIONS = sorted({name.split(".")[0] for name in ALIASES if "." in name})
 _SUGGESTED = {
     "rollout.group_size": "n_samples_per_prompt rollouts_per_example grpo_samples",
@@ -252,9 +252,10 @@ def translate_names(tree: errors.SettingsTree, locations: dict[errors.KeyPath, e
     ]
     is_prime_rl = not tree.keys().isdisjoint(_PRIME_RL_SECTIONS)
     whose = "prime-rl; docs/settings.md" if is_prime_rl else "verl; docs/guides/from_verl.md"
-    for name in filter((*_VERL_SECTIONS, *_PRIME_RL_SECTIONS).__contains__, tree):
-        suffix = errors.location_suffix((name,), locations)
-        problems.append(f"{name}: a section of {whose} lists the settings to use{suffix}")
+    for name in (*_VERL_SECTIONS, *_PRIME_RL_SECTIONS):
+        if name in tree:
+            suffix = errors.location_suffix((name,), locations)
+            problems.append(f"{name}: a section of {whose} lists the settings to use{suffix}")
     if problems:
         raise errors.ConfigError(*problems)
     plain: list[str] = []

@@ -184,12 +184,13 @@ def test_a_cache_size_from_the_config_must_hold_one_sequence(folder):
     assert "\n" not in str(raised.value)
 
 
-def test_a_cache_in_fp8_takes_one_byte_for_each_number(folder):
-    fp8 = {"max_model_len": 400, "args": {"kv_cache_dtype": "fp8"}}
-    needed = BYTES_PER_TOKEN * 400 // 2
-    check_cache(spec_of(folder, kv_cache_memory_bytes=needed, **fp8))
+@pytest.mark.parametrize(("dtype", "cache", "size"), [(torch.bfloat16, "fp8", 1), (torch.float32, "bfloat16", 2)])
+def test_a_cache_of_another_type_than_the_weights_is_counted_in_its_own(folder, dtype, cache, size):
+    own = {"dtype": dtype, "max_model_len": 400, "args": {"kv_cache_dtype": cache}}
+    needed = BYTES_PER_TOKEN // 2 * size * 400
+    check_cache(spec_of(folder, kv_cache_memory_bytes=needed, **own))
     with pytest.raises(ConfigError, match=f"needs {needed} bytes"):
-        check_cache(spec_of(folder, kv_cache_memory_bytes=needed - 1, **fp8))
+        check_cache(spec_of(folder, kv_cache_memory_bytes=needed - 1, **own))
 
 
 def test_a_cache_whose_use_only_vllm_knows_is_not_refused(tmp_path, folder):
@@ -197,6 +198,7 @@ def test_a_cache_whose_use_only_vllm_knows_is_not_refused(tmp_path, folder):
     with pytest.raises(ConfigError):
         check_cache(spec_of(folder, **small))
     check_cache(spec_of(make_small_model(tmp_path / "windows", "gemma3"), **small))
+    check_cache(spec_of(folder, **small, args={"kv_cache_dtype": "nvfp4"}))
 
 
 @pytest.mark.parametrize(
