@@ -106,7 +106,7 @@ class LocalEngine(RolloutEngine, Protocol):
     """An engine in this process, whose weights this process writes."""
 
     transforms_weights: bool
-    """True if weights change layout or type after loading (quantisation, experts on the CPU).
+    """True if the engine keeps rearranged copies of its weights (experts on the CPU, latent attention).
 
     In that case only `load_weights` can write them.
     """

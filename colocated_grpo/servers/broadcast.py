@@ -108,7 +108,7 @@ class BroadcastSync:
         updates = [self._posts.submit(server.post_or_end, "/bridge/update") for server in servers]
         last: tuple[Tensor, dist.Work] | None = None
         for bucket in self._buckets:
-            gathered = gather(bucket, self.parameters, self._dtype, self.world.device)
+            gathered = gather(bucket, self.parameters, self.world.device)
             if self._group is not None:
                 self._wait(last, updates)  # two buckets are in memory at a time
                 last = gathered, self._group.broadcast(gathered)

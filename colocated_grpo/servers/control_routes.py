@@ -137,7 +137,7 @@ class WeightReceiver:
     def _received(self) -> Iterator[tuple[buckets.Bucket, Tensor]]:
         assert self._group is not None  # `EngineControl.receive_weights` requires a trainer
         for bucket in self._buckets:
-            values = torch.empty(bucket.num_shards, bucket.size, dtype=self._dtype, device=self._world.device)
+            values = torch.empty(bucket.num_shards, bucket.size, dtype=bucket.dtype, device=self._world.device)
             self._group.broadcast(values).wait()
             yield bucket, values
 

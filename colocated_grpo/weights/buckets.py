@@ -24,6 +24,8 @@ class Bucket:
 
     shapes: dict[str, torch.Size]
     """By checkpoint name, in order."""
+    dtype: torch.dtype
+    """Type of the gathered values."""
     num_shards: int
     """Ranks that together hold the parameters."""
     size: int
@@ -72,16 +74,16 @@ def make_buckets(shapes: Mapping[str, torch.Size], num_shards: int, dtype: torch
     for name, shape in shapes.items():
         slot = _slot_numel(shape, num_shards)
         if members and size + slot > limit:
-            buckets.append(Bucket(shapes=members, num_shards=num_shards, size=size))
+            buckets.append(Bucket(shapes=members, dtype=dtype, num_shards=num_shards, size=size))
             members, size = {}, 0
         members[name] = shape
         size += slot
-    return [*buckets, Bucket(shapes=members, num_shards=num_shards, size=size)]
+    return [*buckets, Bucket(shapes=members, dtype=dtype, num_shards=num_shards, size=size)]
 
 
-def gather(bucket: Bucket, parameters: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """All-gather the bucket's parameters, cast to `dtype`: [shards, bucket.size]. Collective."""
-    own = torch.empty(bucket.size, dtype=dtype, device=device)
+def gather(bucket: Bucket, parameters: Mapping[str, Tensor], device: torch.device) -> Tensor:
+    """All-gather the bucket's parameters, cast to its type: [shards, bucket.size]. Collective."""
+    own = torch.empty(bucket.size, dtype=bucket.dtype, device=device)
     tensors = [parameters[name] for name in bucket.shapes]  # once: a 4-bit base computes its weights on access
     members, group = [local_part(tensor) for tensor in tensors], shard_group(tensors)
     slots = [
@@ -91,7 +93,7 @@ def gather(bucket: Bucket, parameters: Mapping[str, Tensor], dtype: torch.dtype,
     torch._foreach_copy_(slots, members)
     if group is None or bucket.num_shards == 1:
         return own[None]
-    gathered = torch.empty(bucket.num_shards, bucket.size, dtype=dtype, device=device)
+    gathered = torch.empty(bucket.num_shards, bucket.size, dtype=bucket.dtype, device=device)
     dist.all_gather_into_tensor(gathered.view(-1), own, group=group)
     return gathered
 

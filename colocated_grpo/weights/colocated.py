@@ -5,6 +5,7 @@ straight into the engine's parameters on a side stream while the next bucket is 
 policy computes with the engine's own parameters, so a sync moves nothing.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from colocated_grpo.policy.checkpoint_files import Conversion
 from colocated_grpo.rollout.engine import LocalEngine
 from colocated_grpo.runtime.distributed import World, local_part, whole
 from colocated_grpo.weights import buckets
+from colocated_grpo.weights.eight_bits import in_8_bits
 from colocated_grpo.weights.plan import Plan, Target, build_plan
 from colocated_grpo.weights.transport import Due, ReloadCheck, TransportCheck
 
@@ -46,6 +48,8 @@ class ColocatedSync:
         planned: False always uses the engine's own loader.
         """
         self._parameters = parameters
+        self._sent = parameters
+        """The parameters as planned syncs send them: where the engine stores 8 bits, in 8 bits."""
         self._constants = constants or {}
         self._engine = engine
         self._world = world
@@ -88,7 +92,7 @@ class ColocatedSync:
                     )
             return
         if self._transport is None:
-            self._transport = TransportCheck(self._parameters, self.plan, self._dtype, self._world)
+            self._transport = TransportCheck(self._sent, self.plan, self._dtype, self._world)
         self._transport.verify()
 
     def _full_tensors(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -107,18 +111,27 @@ class ColocatedSync:
         plan = build_plan(self._engine.model, shapes, self._engine.tensor_parallel_rank)
         if not all(self._world.gather_objects(plan is not None)) or plan is None:
             return
-        made = buckets.make_buckets(shapes, buckets.count_shards(self._parameters), self._dtype)
+        if plan.in_8_bits:
+            self._sent = in_8_bits(self._parameters, plan.in_8_bits, self._dtype, self._device)
+        made = self._make_buckets()
         self._buckets = [(bucket, buckets.shard_slices(bucket, plan)) for bucket in made]
         loaded = [self._is_loaded(*entry) for entry in self._buckets]  # checks every bucket: all ranks join all gathers
         if all(self._world.gather_objects(all(loaded))):
             self.plan = plan
+
+    def _make_buckets(self) -> list[buckets.Bucket]:
+        by_type: dict[torch.dtype, dict[str, torch.Size]] = defaultdict(dict)
+        for name, tensor in self._sent.items():
+            by_type[self._dtype if tensor.is_floating_point() else tensor.dtype][name] = tensor.shape
+        num_shards = buckets.count_shards(self._parameters)
+        return [bucket for dtype, shapes in by_type.items() for bucket in buckets.make_buckets(shapes, num_shards, dtype)]
 
     def _is_loaded(self, bucket: buckets.Bucket, slices: Sequence[buckets.ShardSlice]) -> bool:
         gathered = self._gather(bucket)
         return all(torch.equal(part.destination, part.source(gathered)) for part in slices)
 
     def _gather(self, bucket: buckets.Bucket) -> Tensor:
-        return buckets.gather(bucket, self._parameters, self._dtype, self._device)
+        return buckets.gather(bucket, self._sent, self._device)
 
 
 NO_VERSION = -1

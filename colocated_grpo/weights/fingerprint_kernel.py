@@ -70,7 +70,7 @@ def _plan(
     counts = [triton.cdiv(part.first % SPAN + part.values.numel(), SPANS * SPAN) for _, part in parts]
     owners = np.repeat(np.arange(len(parts)), counts)
     stretches = np.concatenate([np.arange(count) for count in counts])
-    target = dtype or source
+    target = dtype if dtype is not None and source.is_floating_point else source
     return KernelLaunch(
         table=torch.tensor(entries, dtype=torch.int64).to(device),
         places=torch.from_numpy(np.stack([owners, stretches], axis=1).astype(np.int32)).to(device),

@@ -57,7 +57,7 @@ def bits_of(values: Tensor) -> Part:
 
 
 def fingerprint(part: Part, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the fingerprint of a part on the CPU, as an int64 scalar."""
+    """Return the fingerprint of a part on the CPU, as an int64 scalar. dtype: as of `transport.Fingerprints`."""
     values, total = part.values.reshape(-1), torch.zeros((), dtype=torch.int64)
     done = 0
     while done < len(values):
@@ -67,7 +67,7 @@ def fingerprint(part: Part, dtype: torch.dtype | None = None) -> Tensor:
         chunk = values[done : done + length]
         if len(chunk) > SPAN:
             chunk = chunk[: len(chunk) // SPAN * SPAN]
-        bits = chunk if dtype is None else chunk.to(dtype)
+        bits = chunk.to(dtype) if dtype is not None and chunk.is_floating_point() else chunk
         bits = bits.view(BITS[bits.element_size()]).to(torch.int64)
         total += _sum_of_rows(bits, start) if part.row == part.row_stride else _sum_of_columns(bits, part, done)
         done += len(chunk)

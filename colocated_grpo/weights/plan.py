@@ -18,6 +18,7 @@ from colocated_grpo.policy.checkpoint_files import CheckpointReader
 from colocated_grpo.policy.masters import read_parameters
 from colocated_grpo.rollout.engine import LocalEngine
 from colocated_grpo.runtime.text_part import OUTPUT_LAYER
+from colocated_grpo.weights.eight_bits import NUMBERS, SCALE
 
 EXPERTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
 """Stacked experts [experts, rows, columns]: transformers' parameter -> vLLM's, if vLLM's kernel reads this layout."""
@@ -53,6 +54,8 @@ class Plan:
     """Rows without a checkpoint tensor (vocabulary padding). Each sync zeroes them."""
     places: list[Place]
     """Every parameter of the engine, as it was when the plan was made."""
+    in_8_bits: frozenset[str] = frozenset()
+    """Checkpoint tensors that the engine stores as in `weights.eight_bits`. Each has a second target, for its scales."""
 
     def is_current(self) -> bool:
         """Return False if the engine's parameters are no longer the tensors that the views point into."""
@@ -67,11 +70,14 @@ def build_plan(model: nn.Module, shapes: Mapping[str, torch.Size], tensor_parall
     parameters = dict(model.named_parameters())
     fused = _fused_names(model)
     targets: dict[str, Target] = {}
-    for name, shape in shapes.items():
+    pending = list(shapes.items())
+    for name, shape in pending:  # grows by the scales of weights in 8 bits
         target = _target(model, parameters, fused, name, tensor_parallel_rank)
         if target is None or not _fits(target, shape):
             return None
         targets[name] = target
+        if target.view.dtype == torch.int8:
+            pending.append((name + SCALE, torch.Size((shape[0], 1))))
     padding = list(_padding(model))
     covered = sum(target.view.numel() for target in targets.values()) + sum(rows.numel() for rows in padding)
     if covered != sum(parameter.numel() for parameter in parameters.values()):
@@ -81,7 +87,8 @@ def build_plan(model: nn.Module, shapes: Mapping[str, torch.Size], tensor_parall
         for module in model.modules()
         for name, parameter in module.named_parameters(recurse=False)
     ]
-    return Plan(targets=targets, padding=padding, places=places)
+    in_8_bits = frozenset(name for name in shapes if targets[name].view.dtype == torch.int8)
+    return Plan(targets=targets, padding=padding, places=places, in_8_bits=in_8_bits)
 
 
 def _fused_names(model: nn.Module) -> dict[str, tuple[str, int]]:
@@ -103,26 +110,35 @@ def _target(
     parameter = parameters.get(f"{engine_path}.{leaf}")
     if parameter is None:
         return None
-    module = model.get_submodule(engine_path)
+    module, stored = model.get_submodule(engine_path), _as_rows(parameter.data, leaf)
     if isinstance(module, QKVParallelLinear):
         if position is None:
-            return _fused_target(module, parameter.data)
-        return _qkv_target(module, parameter.data, "qkv"[position], rank)
+            return _fused_target(module, stored)
+        return _qkv_target(module, stored, "qkv"[position], rank)
     if isinstance(module, MergedColumnParallelLinear):
         if position is None:
-            return _fused_target(module, parameter.data)
-        return _merged_target(module, parameter.data, position, rank)
+            return _fused_target(module, stored)
+        return _merged_target(module, stored, position, rank)
     if isinstance(module, VocabParallelEmbedding):
         start, end = module.shard_indices.org_vocab_start_index, module.shard_indices.org_vocab_end_index
-        return Target(view=parameter.data[: end - start], dim=0, start=start)
+        return Target(view=stored[: end - start], dim=0, start=start)
     if isinstance(module, RowParallelLinear):
         if leaf != "weight":
-            return Target(view=parameter.data, dim=0, start=0)
-        return Target(view=parameter.data, dim=1, start=rank * parameter.shape[1])
+            return Target(view=stored, dim=0, start=0)
+        if stored.dtype == torch.int8 and module.tp_size > 1:
+            return None  # each rank would have scales of its own columns
+        return Target(view=stored, dim=1, start=rank * stored.shape[1])
     if position is not None:
         return None
     sharded = cast("int", getattr(module, "tp_size", 1)) > 1
-    return Target(view=parameter.data, dim=0, start=rank * parameter.shape[0] if sharded else 0)
+    return Target(view=stored, dim=0, start=rank * stored.shape[0] if sharded else 0)
+
+
+def _as_rows(stored: Tensor, leaf: str) -> Tensor:
+    """Return an engine's parameter with the rows of the checkpoint tensor; in 8 bits, numbers and scales as integers."""
+    if stored.dtype == NUMBERS and stored.dim() == 2:
+        return stored.t().view(torch.int8)
+    return stored.view(torch.int32) if leaf == f"weight{SCALE}" else stored
 
 
 def _fused_target(module: QKVParallelLinear | MergedColumnParallelLinear, parameter: Tensor) -> Target | None:
@@ -176,7 +192,7 @@ def verified_plan(engine: LocalEngine, shapes: Mapping[str, torch.Size], prefix:
     if engine.transforms_weights:
         return None
     plan = build_plan(engine.model, shapes, engine.tensor_parallel_rank)
-    if plan is None:
+    if plan is None or plan.in_8_bits:
         return None
     reader = CheckpointReader(folder)
     loaded = all(_is_loaded(plan.targets[name], name, shape, prefix, reader) for name, shape in shapes.items())

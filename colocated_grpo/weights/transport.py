@@ -13,6 +13,8 @@ from colocated_grpo.types import JsonObject
 from colocated_grpo.weights.fingerprints import Part, bits_of, columns_of, fingerprint, rows_of
 from colocated_grpo.weights.plan import Plan, Target
 
+AT_A_TIME = 8
+"""Computed tensors that are in memory together: all of them would not fit, and each launch for fewer costs time."""
 SHOWN = 3
 """Maximum number of tensors that an error names."""
 
@@ -21,7 +23,7 @@ class Fingerprints:
     """Computes the fingerprints of a fixed set of parts."""
 
     def __init__(self, parts: Sequence[Part], dtype: torch.dtype | None, device: torch.device) -> None:
-        """dtype: cast values to this type first, as a sync does; None: hash them as they are."""
+        """dtype: cast floating-point values to this type first, as a sync does; None: hash them as they are."""
         self._count = len(parts)
         self._dtype = dtype
         self._device = device
@@ -76,7 +78,7 @@ class ShardFingerprints:
         """parameters: sharded tensors by name. Collective."""
         self._parameters, self._names = parameters, list(parameters)
         self._num_held = len(parameters.held if isinstance(parameters, Computed) else parameters)
-        """The tensors after these are computed, one at a time, and have other addresses each time."""
+        """The tensors after these are computed, a few at a time, and have other addresses each time."""
         self._dtype = dtype
         self._device = world.device
         self._of_held: Fingerprints | None = None
@@ -94,8 +96,9 @@ class ShardFingerprints:
             self._of_held = self._fingerprints(shards, 0)
             self._addresses = addresses
         found = [self._of_held.compute()]
-        for index, name in enumerate(self._names[self._num_held :], self._num_held):
-            found.append(self._fingerprints([local_part(self._parameters[name])], index).compute())
+        for first in range(self._num_held, len(self._names), AT_A_TIME):
+            computed = [local_part(self._parameters[name]) for name in self._names[first : first + AT_A_TIME]]
+            found.append(self._fingerprints(computed, first).compute())
         return torch.cat(found)
 
     def _fingerprints(self, shards: Sequence[Tensor], first: int) -> Fingerprints:

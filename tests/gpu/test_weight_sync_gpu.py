@@ -18,6 +18,7 @@ TIMEOUT = 300.0
 ENGINE = {"enforce_eager": False, "max_num_seqs": 8}
 CLOSE = 0.15
 """Bfloat16 on both sides, different kernels."""
+CLOSE_IN_8_BITS = 0.5
 
 
 def followed(world: World, folder: Path, engine: dict[str, Any]) -> dict[str, Any]:
@@ -52,9 +53,9 @@ def three_phases(pair: Pair) -> dict[str, Any]:
     return facts
 
 
-def assert_follows(facts: dict[str, Any]) -> None:
-    assert max(facts["after"]) < CLOSE
-    assert max(facts["sampling"]) < CLOSE
+def assert_follows(facts: dict[str, Any], close: float = CLOSE) -> None:
+    assert max(facts["after"]) < close
+    assert max(facts["sampling"]) < close
     assert facts["free"][0] - facts["free"][-1] < 64 << 20, "each sleep leaks memory"
 
 
@@ -102,6 +103,24 @@ def test_the_engine_follows_the_policy_through_sleep(architecture):
     [facts] = run_on_ranks(followed, 1, tiny_model(architecture, edits=SETTINGS[architecture]), {}, timeout=TIMEOUT)
     assert facts["path"] == "views"
     assert_follows(facts)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
+@pytest.mark.parametrize("quantization", [None, "fp8_per_channel"])
+def test_an_engine_with_8_bits_follows_the_policy_through_sleep(quantization, cache):
+    engine = {"args": {"quantization": quantization, "kv_cache_dtype": cache}}
+    [facts] = run_on_ranks(followed, 1, tiny_model(head_dim=64), engine, timeout=TIMEOUT)
+    assert facts["path"] == "views"
+    assert_follows(facts, CLOSE_IN_8_BITS)
+
+
+@pytest.mark.multigpu(2)
+def test_the_engines_of_two_devices_with_fp8_weights_follow_the_policy_through_sleep():
+    engine = {"args": {"quantization": "fp8_per_channel"}}
+    for facts in run_on_ranks(followed, 2, tiny_model(head_dim=64), engine, timeout=TIMEOUT):
+        assert facts["path"] == "views"
+        assert_follows(facts, CLOSE_IN_8_BITS)
 
 
 @pytest.mark.gpu

@@ -64,9 +64,10 @@ class VLLMEngine:
         absorbs = self._engine.vllm_config.model_config.use_mla
         # vLLM repacks experts for their kernel on the CPU, and for FlashInfer.
         repacks = any(method.unquantized_backend.name not in AS_LOADED for method in _expert_methods(self.model))
-        self.transforms_weights = bool(arguments.get("quantization")) or absorbs or repacks
+        self.transforms_weights = absorbs or repacks
+        self._quantizes_weights = bool(arguments.get("quantization"))
         cache_type = arguments.get("kv_cache_dtype", "auto")
-        self.is_quantized = bool(arguments.get("quantization")) or cache_type not in UNQUANTIZED_CACHE
+        self.is_quantized = self._quantizes_weights or cache_type not in UNQUANTIZED_CACHE
         self._requests = EngineRequests(self._engine)
         records, scheduler = spec.records_routes, scheduler_of(self._engine)
         self._routes = RequestRoutes(self._worker.slot_routes, scheduler) if records else None
@@ -121,7 +122,7 @@ class VLLMEngine:
         # Drop the copies of buffers: the checkpoint of some families has buffers too, and vLLM replaces buffers of the
         # layers that it rebuilds.
         self._buffers = {}
-        if self.transforms_weights:
+        if self.transforms_weights or self._quantizes_weights:
             # The layers do not have the checkpoint's shapes: vLLM rebuilds them one by one.
             kernels = {method: method.moe_kernel for method in _expert_methods(self.model)}
             for method in kernels:

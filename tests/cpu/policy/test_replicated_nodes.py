@@ -47,7 +47,7 @@ def gathered(policy: Policy) -> dict[str, torch.Tensor]:
     parameters = {name: p.detach() for name, p in policy.weights.published().items()}
     shapes = {name: p.shape for name, p in parameters.items()}
     buckets = make_buckets(shapes, count_shards(parameters), torch.float32)
-    every = (full_tensors(b, gather(b, parameters, torch.float32, policy.device)) for b in buckets)
+    every = (full_tensors(b, gather(b, parameters, policy.device)) for b in buckets)
     return {name: tensor for bucket in every for name, tensor in bucket}
 
 

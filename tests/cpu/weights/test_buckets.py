@@ -33,7 +33,7 @@ def gathered(world: World) -> list[tuple[Bucket, Tensor]]:
     buckets.BUCKET_BYTES = SMALL
     shapes = {name: tensor.shape for name, tensor in shards.items()}
     made = make_buckets(shapes, world.size, torch.float32)
-    return [(bucket, gather(bucket, shards, torch.float32, world.device)) for bucket in made]
+    return [(bucket, gather(bucket, shards, world.device)) for bucket in made]
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3])
@@ -98,6 +98,6 @@ def test_a_sync_on_one_rank_computes_each_weight_of_a_4_bit_base_once(world, mon
     }
     made = make_buckets({name: tensor.shape for name, tensor in tensors().items()}, 1, torch.float32)
     for bucket in made:
-        gather(bucket, Computed({}, weights), torch.float32, world.device)
+        gather(bucket, Computed({}, weights), world.device)
     assert len(made) > 1
     assert computed == list(SHAPES)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from colocated_grpo.errors import RunError
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings.families import FAMILIES
 from tests.support.engines import PROBE, Pair, request_of
@@ -81,6 +82,49 @@ def test_the_engine_of_a_model_with_linear_attention_follows_the_policy(family):
     assert facts["start"] < ROUNDED
     assert min(facts["moved"]) > 3 * ROUNDED, "the weights moved too little for the test to see a missing sync"
     assert max(facts["after"]) < ROUNDED
+
+
+EIGHT_BITS = {"dtype": "bfloat16", "args": {"quantization": "fp8_per_channel"}}
+
+
+def synced_in_8_bits(world: World, folder: Path) -> dict[str, Any]:
+    """Return facts of a planned sync, the engine's tensors that a load by vLLM then changes, and a wrong scale's error."""
+    from colocated_grpo.weights import colocated
+    from colocated_grpo.weights.transport import ReloadCheck
+
+    pair = Pair(world, folder, engine=EIGHT_BITS)
+    pair.write()
+    start = pair.disagreement()
+    pair.change_weights()
+    moved = pair.disagreement()
+    pair.write()
+    facts: dict[str, Any] = {"start": start, "moved": moved, "after": pair.disagreement()}
+    assert pair.sync.plan is not None
+    check = ReloadCheck(lambda: pair.engine.model, [], world.device)
+    facts["changed"] = check.changes(lambda: pair.engine.load_weights(pair.sync._full_tensors()))
+    write = colocated.buckets.write_planned
+
+    def faulty(gathered: Any, plan: Any, device: Any) -> None:
+        write(gathered, plan, device)
+        plan.targets[WRONG_SCALE].view[3] += 1
+
+    colocated.buckets.write_planned = faulty
+    with pytest.raises(RunError) as caught:
+        pair.write()
+    pair.engine.close()
+    return {**facts, "error": str(caught.value)}
+
+
+WRONG_SCALE = "model.layers.1.mlp.up_proj.weight_scale"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_engine_with_fp8_weights_holds_the_bits_that_its_loader_would_write(ranks):
+    for facts in run_on_ranks(synced_in_8_bits, ranks, tiny_model(), timeout=TIMEOUT):
+        assert max(facts["start"], facts["after"]) < 2 * ROUNDED, facts
+        assert facts["moved"] > 3 * ROUNDED, "the weights moved too little for the test to see a missing sync"
+        assert facts["changed"] == []
+        assert " in 1 of " in facts["error"] and f"({WRONG_SCALE})" in facts["error"]
 
 
 def decoded_by_latent_attention(world: World, folder: Path) -> dict[str, Any]:
