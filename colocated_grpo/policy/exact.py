@@ -24,7 +24,7 @@ from transformers import PretrainedConfig
 from colocated_grpo.policy.attention import packed_attention
 from colocated_grpo.policy.attention_kernels import MIN_RUN_FOR_FA4, Runs, attend_padded, has_fa4
 from colocated_grpo.policy.flash_attention import fa2_backward, fa4_backward
-from colocated_grpo.policy.logprobs import HeadOperators, operators_on
+from colocated_grpo.policy.logprobs import HeadOperators, PerRow, operators_on
 from colocated_grpo.policy.lora.linear import AdaptedLinear
 from colocated_grpo.policy.model import PackedLM
 from colocated_grpo.runtime import rows
@@ -313,15 +313,8 @@ def _row_statistics(scaled_CV: Tensor, targets_C: Tensor, temperature_C: Tensor)
     return compute_token_logprobs(scaled_CV, targets_C[:, None])[:, 0], *statistics[1:]
 
 
-def _logit_gradient(
-    scaled_CV: Tensor,
-    targets_C: Tensor,
-    temperature_C: Tensor,
-    logsumexp_C: Tensor,
-    grad_C: Tensor,
-    dtype: torch.dtype,
-    softcap: float | None,
-) -> Tensor:
+def _logit_gradient(scaled_CV: Tensor, per_row: PerRow, dtype: torch.dtype, softcap: float | None) -> Tensor:
     """Return the gradient of the logits before their division by the temperature, [C, V] in `dtype`."""
-    gradient, ones_C = operators_on(scaled_CV.device).gradient, torch.ones_like(temperature_C)
-    return gradient(scaled_CV, targets_C, ones_C, logsumexp_C, grad_C / temperature_C, dtype, softcap)
+    targets_C, temperature_C, logsumexp_C, grad_C = per_row
+    at_one = targets_C, torch.ones_like(temperature_C), logsumexp_C, grad_C / temperature_C
+    return operators_on(scaled_CV.device).gradient(scaled_CV, at_one, dtype, softcap)

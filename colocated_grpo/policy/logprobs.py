@@ -11,8 +11,10 @@ from torch import Tensor
 
 RowStatistics = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 """(logits_CV, targets_C, temperature_C) -> log p(target), entropy, log-sum-exp."""
-LogitGradient = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, torch.dtype, float | None], Tensor]
-"""(logits_CV, targets_C, temperature_C, logsumexp_C, grad_C, dtype, softcap) -> gradient of the logits [C, V]."""
+PerRow = tuple[Tensor, Tensor, Tensor, Tensor]
+"""(targets_C, temperature_C, logsumexp_C, grad_C) of a chunk. grad_C: of the log-probabilities."""
+LogitGradient = Callable[[Tensor, PerRow, torch.dtype, float | None], Tensor]
+"""(logits_CV, per_row, dtype, softcap) -> gradient of the logits [C, V]."""
 
 
 class HeadOperators(NamedTuple):
@@ -41,8 +43,8 @@ def linear_logprobs(
     softcap: final logits are softcap * tanh(logits / softcap) before the temperature (gemma2, gemma3).
     operators: by default the fastest on the device.
     """
-    operators = operators or operators_on(hidden_NH.device)
-    return _LinearLogprobs.apply(hidden_NH, weight_VH, targets_N, temperature_N, operators, chunk_tokens, softcap)
+    head = operators or operators_on(hidden_NH.device), chunk_tokens, softcap
+    return _LinearLogprobs.apply(hidden_NH, weight_VH, targets_N, temperature_N, head)
 
 
 def linear_loss(
@@ -62,22 +64,21 @@ def linear_loss(
     The forward pass computes the gradients of hidden states and weight while a chunk's logits exist. The backward pass
     then does not recompute the logits. Together, they take three matrix products of the logits' size instead of four.
     """
-    operators = operators or operators_on(hidden_NH.device)
-    return _LinearLoss.apply(hidden_NH, weight_VH, targets_N, temperature_N, loss_of, operators, chunk_tokens, softcap)
+    head = operators or operators_on(hidden_NH.device), chunk_tokens, softcap
+    return _LinearLoss.apply(hidden_NH, weight_VH, targets_N, temperature_N, head, loss_of)
+
+
+Head = tuple[HeadOperators, int, float | None]
+"""(operators, tokens of a chunk, softcap)"""
 
 
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden_NH: Tensor,
-        weight_VH: Tensor,
-        targets_N: Tensor,
-        temperature_N: Tensor,
-        operators: HeadOperators,
-        chunk_tokens: int,
-        softcap: float | None,
+        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, temperature_N: Tensor, head: Head
     ) -> tuple[Tensor, Tensor]:
+        ctx.head = head
+        operators, chunk_tokens, softcap = head
         # Separate tensors instead of rows of one tensor: FSDP warns about outputs that are views.
         logprobs_N = hidden_NH.new_empty(len(hidden_NH), dtype=torch.float32)
         entropy_N, logsumexp_N = torch.empty_like(logprobs_N), torch.empty_like(logprobs_N)
@@ -88,7 +89,6 @@ class _LinearLogprobs(torch.autograd.Function):
             )
             del logits_CV  # before the next chunk's logits are allocated, or both exist at once
         ctx.save_for_backward(hidden_NH, weight_VH, targets_N, temperature_N, logsumexp_N)
-        ctx.settings = operators, chunk_tokens, softcap
         ctx.mark_non_differentiable(entropy_N)
         return logprobs_N, entropy_N
 
@@ -96,13 +96,14 @@ class _LinearLogprobs(torch.autograd.Function):
     # pyrefly: ignore[bad-override]  (torch declares *grad_outputs, but passes one argument per output)
     def backward(ctx: Any, grad_N: Tensor, _grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, targets_N, temperature_N, logsumexp_N = ctx.saved_tensors
-        operators, chunk_tokens, softcap = ctx.settings
+        operators, chunk_tokens, softcap = ctx.head
         gradients = _Gradients(hidden_NH, weight_VH, softcap, operators, of_weight=ctx.needs_input_grad[1])
         for chunk in _chunks(len(hidden_NH), chunk_tokens):
             logits_CV = operators.logits(hidden_NH[chunk], weight_VH, softcap, temperature_N[chunk])
-            gradients.add(chunk, logits_CV, targets_N[chunk], temperature_N[chunk], logsumexp_N[chunk], grad_N[chunk])
+            per_row = targets_N[chunk], temperature_N[chunk], logsumexp_N[chunk], grad_N[chunk]
+            gradients.add(chunk, logits_CV, per_row)
             del logits_CV
-        return gradients.hidden_NH, gradients.weight(), None, None, None, None, None
+        return gradients.hidden_NH, gradients.weight(), None, None, None
 
 
 class _LinearLoss(torch.autograd.Function):
@@ -113,11 +114,10 @@ class _LinearLoss(torch.autograd.Function):
         weight_VH: Tensor,
         targets_N: Tensor,
         temperature_N: Tensor,
+        head: Head,
         loss_of: Callable[[slice, Tensor], Tensor],
-        operators: HeadOperators,
-        chunk_tokens: int,
-        softcap: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        operators, chunk_tokens, softcap = head
         logprobs_N = hidden_NH.new_empty(len(hidden_NH), dtype=torch.float32)
         entropy_N = torch.empty_like(logprobs_N)
         loss = hidden_NH.new_zeros((), dtype=torch.float32)
@@ -129,7 +129,7 @@ class _LinearLoss(torch.autograd.Function):
             part, grad_C = _value_and_gradient(loss_of, chunk, logprobs_C)
             loss += part
             logprobs_N[chunk] = logprobs_C
-            gradients.add(chunk, logits_CV, *rows, logsumexp_C, grad_C)
+            gradients.add(chunk, logits_CV, (*rows, logsumexp_C, grad_C))
             del logits_CV
         ctx.save_for_backward(gradients.hidden_NH, gradients.weight())
         ctx.mark_non_differentiable(logprobs_N, entropy_N)
@@ -140,7 +140,7 @@ class _LinearLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, *_constants: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden_NH, grad_weight_VH = ctx.saved_tensors
         of_weight = None if grad_weight_VH is None else grad_weight_VH * grad
-        return grad_hidden_NH * grad, of_weight, None, None, None, None, None, None
+        return grad_hidden_NH * grad, of_weight, None, None, None, None
 
 
 def _value_and_gradient(
@@ -169,19 +169,9 @@ class _Gradients:
         self._weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if of_weight else None
         self._logit_gradient = operators.gradient
 
-    def add(
-        self,
-        chunk: slice,
-        logits_CV: Tensor,
-        targets_C: Tensor,
-        temperature_C: Tensor,
-        logsumexp_C: Tensor,
-        grad_C: Tensor,
-    ) -> None:
+    def add(self, chunk: slice, logits_CV: Tensor, per_row: PerRow) -> None:
         hidden_NH, weight_VH = self._inputs
-        grad_CV = self._logit_gradient(
-            logits_CV, targets_C, temperature_C, logsumexp_C, grad_C, hidden_NH.dtype, self._softcap
-        )
+        grad_CV = self._logit_gradient(logits_CV, per_row, hidden_NH.dtype, self._softcap)
         torch.mm(grad_CV, weight_VH, out=self.hidden_NH[chunk])
         if self._weight_VH is not None:
             _add_product(self._weight_VH, grad_CV.t(), hidden_NH[chunk])
@@ -228,19 +218,12 @@ def plain_row_statistics(logits_CV: Tensor, targets_C: Tensor, temperature_C: Te
     return logprobs_C, logsumexp_C - probs_CV.mul_(scaled_CV).sum(-1), logsumexp_C
 
 
-def plain_logit_gradient(
-    logits_CV: Tensor,
-    targets_C: Tensor,
-    temperature_C: Tensor,
-    logsumexp_C: Tensor,
-    grad_C: Tensor,
-    dtype: torch.dtype,
-    softcap: float | None,
-) -> Tensor:
+def plain_logit_gradient(logits_CV: Tensor, per_row: PerRow, dtype: torch.dtype, softcap: float | None) -> Tensor:
     """The same as `softmax_kernels.logit_gradient`, in plain torch.
 
     d logp / d logits = (onehot - softmax) / temperature.
     """
+    targets_C, temperature_C, logsumexp_C, grad_C = per_row
     probs_CV = (logits_CV / temperature_C[:, None]).sub_(logsumexp_C[:, None]).exp_()
     scale_C1 = (grad_C / temperature_C)[:, None]
     grad_CV = probs_CV.mul_(-scale_C1).scatter_add_(1, targets_C[:, None], scale_C1)

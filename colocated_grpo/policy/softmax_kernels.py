@@ -23,21 +23,16 @@ def row_statistics(logits_CV: Tensor, targets_C: Tensor, temperature_C: Tensor) 
 
 
 def logit_gradient(
-    logits_CV: Tensor,
-    targets_C: Tensor,
-    temperature_C: Tensor,
-    logsumexp_C: Tensor,
-    grad_C: Tensor,
-    dtype: torch.dtype,
-    softcap: float | None,
+    logits_CV: Tensor, per_row: tuple[Tensor, Tensor, Tensor, Tensor], dtype: torch.dtype, softcap: float | None
 ) -> Tensor:
     """Return the gradient of sum(grad * log p(target)) with respect to the uncapped logits, [C, V] in `dtype`.
 
     The gradient overwrites the logits: a second matrix of their size would be the largest tensor of a training step.
+    per_row: targets, temperatures, log-sum-exps and grad, each [C].
     """
     rows, vocabulary = logits_CV.shape
     out_CV = logits_CV.view(dtype)[:, :vocabulary]
-    tensors = logits_CV, targets_C, temperature_C, logsumexp_C, grad_C, out_CV
+    tensors = logits_CV, *per_row, out_CV
     sizes = vocabulary, logits_CV.stride(0), out_CV.stride(0)
     inverse = 0.0 if softcap is None else 1.0 / softcap
     _logit_gradient[(rows,)](*tensors, *sizes, inverse, BLOCK=BLOCK, num_warps=8)

@@ -28,7 +28,7 @@ fast = softmax_kernels.row_statistics(logits, targets, temperatures)
 for expected, actual in zip(plain, fast, strict=True):
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 for softcap in (None, 70.0):
-    arguments = targets, temperatures, plain[2], gradients, torch.float32, softcap
+    arguments = (targets, temperatures, plain[2], gradients), torch.float32, softcap
     expected = logprobs.plain_logit_gradient(logits, *arguments)
     actual = softmax_kernels.logit_gradient(logits.clone(), *arguments)  # it overwrites the logits
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
