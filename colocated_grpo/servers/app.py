@@ -125,7 +125,7 @@ def _add_sampling_routes(app: FastAPI, sampler: Sampler, model: str) -> None:
         body = await read_json(request, CompletionBody.from_json)
         prompts = await codec.encode_all(body.prompts)
         form = CompletionFormat(body, model, codec.detokenize, prompts, logprobs=body.logprobs is not None)
-        parameters, k = body.sampling_parameters, body.num_top_logprobs
+        parameters, k = body.sampling_parameters, body.logprobs or 0
         return await _respond(request, sampler, form, prompts, parameters, k, stream=body.stream)
 
     @app.post(CHAT)
@@ -133,7 +133,7 @@ def _add_sampling_routes(app: FastAPI, sampler: Sampler, model: str) -> None:
         body = await read_json(request, ChatBody.from_json)
         prompt = await codec.encode_chat(body.plain_messages, body.template_settings)
         form = ChatFormat(body, model, codec.detokenize, [prompt], logprobs=bool(body.logprobs))
-        parameters, k = body.sampling_parameters, body.num_top_logprobs
+        parameters, k = body.sampling_parameters, (body.top_logprobs or 0) if body.logprobs else 0
         return await _respond(request, sampler, form, [prompt], parameters, k, stream=body.stream)
 
 

@@ -250,11 +250,6 @@ class CompletionBody(OpenAIBody):
     suffix: None = None
 
     @property
-    def num_top_logprobs(self) -> int:
-        """Number of most likely tokens to return for each position."""
-        return self.logprobs or 0
-
-    @property
     def prompts(self) -> list[str | list[int]]:
         if isinstance(self.prompt, str):
             return [self.prompt]
@@ -296,11 +291,6 @@ class ChatBody(OpenAIBody):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: JsonObject | None = None
-
-    @property
-    def num_top_logprobs(self) -> int:
-        """Number of most likely tokens to return for each position."""
-        return self.top_logprobs or 0 if self.logprobs else 0
 
     @property
     def template_settings(self) -> JsonObject:
