@@ -25,7 +25,7 @@ from colocated_grpo.batching.micro_batch import PackedTokens, PrefixKeys
 from colocated_grpo.policy import attention_kernels as kernels
 from colocated_grpo.policy.context_parallel import heads_to_rows, own_heads, rows_to_heads
 from colocated_grpo.settings.config_json import attention_heads
-from colocated_grpo.settings.model_support import caps_attention, has_sinks, head_sizes
+from colocated_grpo.settings.model_support import has_plain_scores, head_sizes
 
 BLOCK = 128
 """Queries, and keys, of one block. The kernel skips blocks of keys that no query of a block sees."""
@@ -150,7 +150,7 @@ def implementation_for(
     context_parallel: ranks over which the heads are split.
     """
     text = config.get_text_config().to_dict()
-    if longest < kernels.MIN_RUN_FOR_FA4 or has_sinks(text) or caps_attention(text):
+    if longest < kernels.MIN_RUN_FOR_FA4 or not has_plain_scores(text):
         return PACKED
     heads = attention_heads(text)
     kv_heads = text.get("num_key_value_heads") or heads

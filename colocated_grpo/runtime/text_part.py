@@ -8,7 +8,7 @@ from pathlib import Path
 from safetensors import safe_open
 from transformers import AutoConfig, PretrainedConfig
 
-from colocated_grpo.settings.config_json import TRAINED_AS, config_json_in, has_text_part, module_of, text_name
+from colocated_grpo.settings.config_json import MODULES, TRAINED_AS, config_json_in, has_text_part, text_name
 
 OUTPUT_LAYER = "lm_head.weight"
 UNWANTED_FILES = ["consolidated*"]
@@ -25,7 +25,7 @@ def read_text_config(folder: Path, *, trust_remote_code: bool) -> PretrainedConf
     """
     whole = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     text = whole.get_text_config()
-    module = module_of(whole.model_type, text.model_type)
+    module = MODULES.get((whole.model_type, text.model_type))
     if module is None:
         return whole
     if (kind := TRAINED_AS.get(text.model_type)) is None:

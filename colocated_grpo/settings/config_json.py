@@ -161,7 +161,7 @@ def original_positions(model: JsonObject) -> int | None:
     return rope.get(key) or model.get(key)
 
 
-MODULES = {
+MODULES: dict[tuple[object, object], str] = {
     ("gemma3", "gemma3_text"): "Gemma3ForCausalLM",
     ("gemma4", "gemma4_text"): "Gemma4ForCausalLM",
     ("mistral3", "ministral3"): "Ministral3ForCausalLM",
@@ -196,15 +196,10 @@ _PREFIXES = {
 entry, Gemma 4 and Qwen use the first and last entry."""
 
 
-def module_of(model_type: object, text_type: object) -> str | None:
-    """Return the class name of a trainable text part; None for other pairs of model types."""
-    return next((module for types, module in MODULES.items() if types == (model_type, text_type)), None)
-
-
 def has_text_part(config_json: JsonObject) -> bool:
     """Return True for a multimodal model whose text part can be trained alone."""
     text = config_json.get("text_config") or {}
-    return module_of(config_json.get("model_type"), text.get("model_type")) is not None
+    return (config_json.get("model_type"), text.get("model_type")) in MODULES
 
 
 def text_part(config_json: JsonObject) -> JsonObject:

@@ -253,14 +253,9 @@ _GLOBAL_HEAD_TYPES, _GLOBAL_HEAD_DIM = {"gemma4_text", "gemma4_unified_text"}, 5
 config.json omits the size."""
 
 
-def has_sinks(text: Settings) -> bool:
-    """Return True if each head has an attention sink: an extra score without a value."""
-    return text.get("model_type") in SINK_TYPES
-
-
-def caps_attention(text: Settings) -> bool:
-    """Return True if attention scores are bounded by a soft cap."""
-    return bool(text.get("attn_logit_softcapping"))
+def has_plain_scores(text: Settings) -> bool:
+    """Return False if attention has sinks (extra scores without values), or scores bounded by a soft cap."""
+    return text.get("model_type") not in SINK_TYPES and not text.get("attn_logit_softcapping")
 
 
 def _carries_state(text: Settings) -> bool:
