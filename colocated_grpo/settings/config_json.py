@@ -161,7 +161,7 @@ def original_positions(model: JsonObject) -> int | None:
     return rope.get(key) or model.get(key)
 
 
-MODULES: dict[tuple[object, object], str] = {
+MODULES = {
     ("gemma3", "gemma3_text"): "Gemma3ForCausalLM",
     ("gemma4", "gemma4_text"): "Gemma4ForCausalLM",
     ("mistral3", "ministral3"): "Ministral3ForCausalLM",

@@ -1,16 +1,15 @@
-"""Parts of report.html: its style, light or dark as the browser prefers, sections, and charts as SVG."""
+"""Parts of report.html: its style, sections, and charts as SVG."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
 from statistics import fmean
 
 from colocated_grpo.tracking.text import as_html, with_error
 
-LIGHT = ("#2f6fde", "#e07b1a", "#1f9d6b", "#b04ac4", "#c9a400", "#d6456b", "#2aa6b8", "#7a8b2f", "#8a6d5c", "#9aa3af")
-DARK = ("#6ea2ff", "#f59b4a", "#45c993", "#d184e3", "#e6c94b", "#f2789a", "#5ccfe0", "#aabf56", "#bd9c88", "#6b7480")
-"""One colour per series; the last colour is for "other"."""
+STYLE = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
 WIDTH, HEIGHT = 440, 200
 LEFT, RIGHT, TOP, BOTTOM = 70, 12, 10, 24
 MAX_POINTS = 160
@@ -24,63 +23,6 @@ TINY = 1e-100
 """Smaller values are treated as 0."""
 
 Point = tuple[float, float]
-
-
-def _variables(colors: tuple[str, ...]) -> str:
-    return "".join(f"--s{index}:{color};" for index, color in enumerate(colors))
-
-
-_SERIES = "".join(
-    f".l{index}{{stroke:var(--s{index})}}.f{index}{{fill:var(--s{index})}}.b{index}{{background:var(--s{index})}}"
-    for index in range(len(LIGHT))
-)
-
-STYLE = f"""
-:root{{color-scheme:light dark;--page:#f6f7f9;--card:#fff;--ink:#1b2430;--quiet:#66707f;--edge:#e2e6eb;--code:#f3f5f8;
---hover:rgba(30,60,110,.10);--bad:#b3261e;--badpage:#fdeceb;--mine:#e3edfd;{_variables(LIGHT)}}}
-@media (prefers-color-scheme:dark){{:root{{--page:#12161c;--card:#1a2029;--ink:#e5eaf1;--quiet:#93a0b0;--edge:#2b333f;
---code:#141a22;--hover:rgba(160,190,240,.14);--bad:#ff8a80;--badpage:#3a1d1d;--mine:#20344f;{_variables(DARK)}}}}}
-*{{box-sizing:border-box}}
-body{{margin:0;background:var(--page);color:var(--ink);overflow-wrap:anywhere;
-font:15px/1.45 system-ui,-apple-system,"Segoe UI",sans-serif}}
-main{{max-width:1240px;margin:0 auto;padding:28px 20px 60px}}
-h1{{font-size:26px;margin:0 0 2px}}h2{{font-size:18px;margin:36px 0 12px}}h3{{font-size:14px;margin:0;flex-basis:100%}}
-.quiet{{color:var(--quiet);font-weight:400}}p.quiet{{margin:0 0 18px}}details.quiet{{margin-top:18px}}
-.tiles{{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:12px}}
-.tile,figure,.card,details{{background:var(--card);border:1px solid var(--edge);border-radius:10px}}
-.tile{{padding:12px 14px;display:flex;flex-direction:column}}
-.tile span,.tile small{{color:var(--quiet);font-size:13px}}
-.charts{{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,350px),1fr));gap:14px}}
-figure{{margin:0;padding:12px 12px 6px;display:flex;flex-direction:column}}
-svg{{width:100%;height:auto;display:block}}svg text{{fill:var(--quiet);font-size:12px}}
-.grid{{stroke:var(--edge);stroke-width:1}}
-polyline{{fill:none;stroke-width:2;stroke-linejoin:round}}.raw{{stroke-width:1;opacity:.35}}
-.hit{{fill:transparent}}.hit:hover{{fill:var(--hover)}}
-{_SERIES}
-.card{{padding:12px 14px;margin-bottom:12px}}.sides{{display:grid;gap:14px;margin-top:10px;align-items:start}}
-.n2{{grid-template-columns:1fr 1fr}}.sides>div{{min-width:0}}
-.label{{font-size:13px;color:var(--quiet);margin-bottom:4px}}.reward{{color:var(--ink);font-size:15px;margin-right:6px}}
-pre{{margin:0;font:13px/1.4 ui-monospace,Menlo,Consolas,monospace;white-space:pre-wrap;unicode-bidi:plaintext;
-max-height:260px;overflow:auto}}
-pre.game{{max-height:560px;margin:10px 0;padding:8px 10px;background:var(--code);border-radius:6px}}
-.verdict{{font-size:17px;margin:0 0 18px;max-width:900px}}
-.failure{{border:1px solid var(--bad);border-left-width:6px;background:var(--badpage);border-radius:10px;
-padding:12px 14px;margin:0 0 18px}}
-.failure strong{{display:block;color:var(--bad)}}
-.bar{{display:flex;height:22px;border-radius:6px;overflow:hidden}}.bar i{{display:block}}
-figcaption,.legend{{display:flex;flex-wrap:wrap;gap:2px 12px;font-size:13px;margin:0 0 auto}}.legend{{margin-top:8px}}
-figcaption b,.legend b{{white-space:nowrap}}
-figcaption i,.legend i{{float:left;width:10px;height:10px;border-radius:3px;margin:5px 5px 0 0}}
-.meaning{{color:var(--quiet);font-size:12px;margin:2px 0 4px;flex-basis:100%}}
-.chat{{display:flex;flex-direction:column;gap:8px;align-items:flex-start}}
-.bubble{{max-width:92%;border-radius:10px;padding:6px 10px;border:1px solid var(--edge);background:var(--code)}}
-.bubble span{{font-size:12px;color:var(--quiet)}}.bubble.sampled{{background:var(--mine);border-color:var(--mine)}}
-details{{padding:10px 14px;margin-bottom:10px}}summary{{cursor:pointer}}
-table{{border-collapse:collapse;margin-top:10px;font-size:13px;width:100%}}
-th{{text-align:left}}td{{border-top:1px solid var(--edge);padding:3px 10px 3px 0;vertical-align:top}}
-td:nth-last-child(2):first-child{{width:32%}}
-@media (max-width:720px){{.n2{{grid-template-columns:1fr}}td:nth-last-child(2):first-child{{width:55%}}}}
-"""
 
 
 def section(title: str, content: str) -> str:
