@@ -11,14 +11,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from colocated_grpo.errors import ConfigError
 from colocated_grpo.policy.checkpoint_files import CheckpointReader
 from colocated_grpo.policy.lora.linear import is_factor
 from colocated_grpo.policy.model import PackedLM, reshard
-from colocated_grpo.runtime.distributed import local_part
+from colocated_grpo.runtime.distributed import first_row, local_part
 
 
 class Weights:
@@ -220,16 +218,10 @@ def stored_names(reader: CheckpointReader, parameters: Mapping[str, Tensor], pre
 
 
 def _fill(parameter: Tensor, reader: CheckpointReader, source: str) -> None:
-    local = local_part(parameter)
-    start, rows = 0, local.shape[0]
-    if isinstance(parameter, DTensor):
-        shape, offset = compute_local_shape_and_global_offset(
-            parameter.shape, parameter.device_mesh, parameter.placements
-        )
-        start, rows = offset[0], shape[0]
-    if rows:
-        reader.read_into(local[:rows], source, start)
-        if not local[:rows].isfinite().all():
+    rows = local_part(parameter)
+    if len(rows):
+        reader.read_into(rows, source, first_row(parameter))
+        if not rows.isfinite().all():
             raise ConfigError(
                 f"model.name={str(reader.folder)!r}: {source!r} has NaN or infinite values; the checkpoint is damaged"
             )

@@ -84,15 +84,9 @@ def sigmoid_weights(router: Any, logits_TE: Tensor, experts_TK: Tensor) -> Tenso
 
 
 WEIGHTS: dict[str, Weigh] = {
-    "deepseek_v3": sigmoid_weights,
-    "glm4_moe": sigmoid_weights,
+    **dict.fromkeys(("mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next"), softmax_weights),
+    **dict.fromkeys(("deepseek_v3", "glm4_moe"), sigmoid_weights),
     "gpt_oss": softmax_of_chosen,
-    "mixtral": softmax_weights,
-    "olmoe": softmax_weights,
-    "qwen2_moe": softmax_weights,
-    "qwen3_5_moe_text": softmax_weights,
-    "qwen3_moe": softmax_weights,
-    "qwen3_next": softmax_weights,
 }
 """How to compute the weights of the chosen experts, by model type."""
 
