@@ -75,10 +75,7 @@ def with_system_prompt(prompt: str | list[Message], system_prompt: str) -> list[
 
 
 def build_template(
-    entry: TemplatedConfig | sources.TurnsSourceConfig | sources.RowsSourceConfig,
-    name: str,
-    tokenizer: "PreTrainedTokenizerBase",
-    variables: JsonObject,
+    entry: sources.EnvironmentConfig, name: str, tokenizer: "PreTrainedTokenizerBase", variables: JsonObject
 ) -> PromptTemplate:
     """Return what an entry adds to each prompt, besides the `variables` of all. Raises EnvironmentSetupError."""
     if not isinstance(entry, TemplatedConfig):  # games and agents write their own prompts

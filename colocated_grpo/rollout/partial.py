@@ -272,16 +272,9 @@ def _as_json(group: Pending) -> JsonObject:
 
 def _from_json(group: JsonObject, limit: int) -> Pending:
     """Return the group. limit: length at which a completion ends, which a resumed run may have lowered."""
-    completions = [Completion(**values) for values in group["completions"]]
-    return Pending(
-        prompt=Prompt(**group["prompt"]),
-        step=group["step"],
-        completions=[
-            replace(
-                one,
-                newer_versions=[(start, version) for start, version in one.newer_versions],
-                finish_reason="length" if len(one.token_ids) >= limit else one.finish_reason,
-            )
-            for one in completions
-        ],
-    )
+    completions = []
+    for saved in group["completions"]:
+        newer = [(start, version) for start, version in saved["newer_versions"]]
+        reason = "length" if len(saved["token_ids"]) >= limit else saved["finish_reason"]
+        completions.append(Completion(**saved | {"newer_versions": newer, "finish_reason": reason}))
+    return Pending(prompt=Prompt(**group["prompt"]), step=group["step"], completions=completions)
