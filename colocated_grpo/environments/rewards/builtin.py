@@ -43,7 +43,7 @@ def marked_number(text: str) -> Decimal | None:
 
 OPEN_CALL, CLOSE_CALL = "<tool_call>", "</tool_call>"
 PARTIAL_CREDIT = 0.5
-"""Upper bound of the credit for calls that are not exactly the expected calls."""
+"""Upper bound of the credit for an answer, or for tool calls, that are not exactly the expected ones."""
 
 Calls = list[JsonObject]
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, StringConstraints, model_validator
 
 from colocated_grpo.environments.base import AnswerError, EnvironmentSetupError, Item, Split
-from colocated_grpo.environments.rewards.builtin import final_answer
+from colocated_grpo.environments.rewards.builtin import PARTIAL_CREDIT, final_answer
 from colocated_grpo.environments.user_code.loading import import_optional, one_line, unknown_name
 from colocated_grpo.settings.base import Section
 from colocated_grpo.types import JsonObject
@@ -24,8 +24,7 @@ Template = Annotated[str, StringConstraints(pattern=r"\{question\}")]
 HELD_OUT_ONE_IN = 10
 MAX_MISSES = 1000
 """Consecutive draws without a new question of the split, after which the split counts as exhausted."""
-PARTIAL_CREDIT = 0.5
-"""Upper bound of the reward of a wrong answer."""
+OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
 
 
 class Procedural(Section):
@@ -138,14 +137,12 @@ class Arithmetic(Procedural):
         return float(normal_integer(final_answer(completion)) == normal_integer(item["answer"]))
 
     def _draw(self, rng: Random) -> Item:
-        operator = rng.choice(self.operators)
+        symbol = rng.choice(self.operators)
         left, right = self._operand(rng), self._operand(rng)
-        if operator == "/":
+        if symbol == "/":
             right = max(right, 1)
-            left, result = left * right, left
-        else:
-            result = {"+": left + right, "-": left - right, "*": left * right}[operator]
-        return {"question": f"{left}{operator}{right}", "answer": str(result)}
+            left *= right
+        return {"question": f"{left}{symbol}{right}", "answer": str(OPERATORS[symbol](left, right))}
 
     def _operand(self, rng: Random) -> int:
         digits = rng.randint(self.min_digits, self.max_digits)
@@ -216,10 +213,8 @@ def _random_solution(rng: Random, numbers: list[int]) -> tuple[str, int]:
     while len(operands) > 1:
         rng.shuffle(operands)
         (left_text, left), (right_text, right) = operands.pop(), operands.pop()
-        symbols = "+-*/" if right and left % right == 0 else "+-*"
-        symbol = rng.choice(symbols)
-        value = {"+": left + right, "-": left - right, "*": left * right, "/": left // (right or 1)}[symbol]
-        operands.append((f"({left_text}{symbol}{right_text})", value))
+        symbol = rng.choice("+-*/" if right and left % right == 0 else "+-*")
+        operands.append((f"({left_text}{symbol}{right_text})", OPERATORS[symbol](left, right)))
     expression, value = operands[0]
     return expression[1:-1], value
 

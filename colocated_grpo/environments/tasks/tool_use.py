@@ -1,6 +1,5 @@
 """Questions that need a calculator and a search, one tool call per turn. Easy enough for a 1M-parameter model."""
 
-import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -13,9 +12,8 @@ from pydantic import Field
 from colocated_grpo.environments.base import Item
 from colocated_grpo.environments.chat import ContextExhausted, Conversation
 from colocated_grpo.environments.rewards.builtin import last_number, without_thoughts
-from colocated_grpo.environments.tasks.procedural import Procedural, Template, normal_integer
+from colocated_grpo.environments.tasks.procedural import OPERATORS, Procedural, Template, normal_integer
 
-OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 EXPRESSION = re.compile(r"\s*(-?\d{1,9})\s*(?:([-+*])\s*(-?\d{1,9})\s*)?")
 
 
