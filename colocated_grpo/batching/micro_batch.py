@@ -4,7 +4,7 @@ Only attention mixes tokens, and a token's hidden state does not depend on the t
 prefix can therefore serve all sequences that begin with it: the completions of a prompt, the turns of an episode.
 
 Shapes: T packed tokens, E keys that the queries see (T, plus the copies of the prefix keys), N scored tokens (the
-tokens that the policy sampled), L layers with experts, K experts per token.
+tokens that the policy sampled), L layers with experts, K experts per token, P ranks of a context-parallel group.
 """
 
 import math
@@ -247,3 +247,36 @@ def _concatenated(arrays: Sequence[np.ndarray]) -> Tensor:
 
 def _repeated(values: np.ndarray, counts: Sequence[int]) -> Tensor:
     return torch.from_numpy(np.repeat(values, counts))
+
+
+def local_rows(micro_batch: MicroBatch, context: ContextGroup | None) -> MicroBatch:
+    """Return this rank's T / P consecutive rows, and the scored tokens that these rows predict.
+
+    `cu_seqlens` and `prefix_keys` still index all rows. A rank whose rows predict no token gets one token without loss.
+    Returns the whole micro-batch if `context` is None. T must be a multiple of P: `build_micro_batch` pads to one.
+    """
+    if context is None:
+        return micro_batch
+    tokens, inputs = micro_batch.tokens, micro_batch.loss_inputs
+    count, remainder = divmod(len(tokens.input_ids_T), context.size)
+    assert remainder == 0
+    rows = slice(context.rank * count, (context.rank + 1) * count)
+    own = torch.nonzero(tokens.source_N // count == context.rank).flatten()
+    if len(own) == 0:
+        own = torch.zeros(1, dtype=torch.int64)
+        inputs = replace(inputs, loss_mask_N=torch.zeros_like(inputs.loss_mask_N))
+    routes = tokens.routes
+    return MicroBatch(
+        tokens=replace(
+            tokens,
+            input_ids_T=tokens.input_ids_T[rows],
+            position_ids_T=tokens.position_ids_T[rows],
+            source_N=tokens.source_N[own] % count,
+            targets_N=tokens.targets_N[own],
+            temperature_N=tokens.temperature_N[own],
+            # A copy: a view would keep the routes of all rows.
+            routes=routes and PackedRoutes(routes.experts_LTK[:, rows].clone(), routes.recorded_T[rows]),
+            context=context,
+        ),
+        loss_inputs=inputs.at(own),
+    )

@@ -13,8 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from colocated_grpo.batching.context import local_rows
-from colocated_grpo.batching.micro_batch import PADDING_TOKENS, MicroBatch, TrainSequence, build_micro_batch
+from colocated_grpo.batching.micro_batch import PADDING_TOKENS, MicroBatch, TrainSequence, build_micro_batch, local_rows
 from colocated_grpo.batching.plan import Outline, computed_tokens, plan
 from colocated_grpo.errors import RunError
 from colocated_grpo.losses.inputs import Counts

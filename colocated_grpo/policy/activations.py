@@ -13,8 +13,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 
-from colocated_grpo.batching.context import local_rows
-from colocated_grpo.batching.micro_batch import MicroBatch, TrainSequence, build_micro_batch
+from colocated_grpo.batching.micro_batch import MicroBatch, TrainSequence, build_micro_batch, local_rows
 from colocated_grpo.batching.pack import Minibatch
 from colocated_grpo.errors import RunError, in_one_line
 from colocated_grpo.losses.inputs import Counts

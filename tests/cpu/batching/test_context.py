@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from colocated_grpo.batching.context import local_rows
-from colocated_grpo.batching.micro_batch import MicroBatch, TrainSequence, build_micro_batch
+from colocated_grpo.batching.micro_batch import MicroBatch, TrainSequence, build_micro_batch, local_rows
 from colocated_grpo.batching.pack import pack
 from colocated_grpo.settings.training import BatchConfig
 from colocated_grpo.types import ContextGroup

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from colocated_grpo.batching.context import local_rows
+from colocated_grpo.batching.micro_batch import local_rows
 from colocated_grpo.errors import RunError
 from colocated_grpo.metrics import Metrics, reduce
 from colocated_grpo.policy import activations
