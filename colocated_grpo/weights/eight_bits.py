@@ -22,18 +22,19 @@ SMALLEST_SCALE = 1 / (LARGEST * 512)
 def in_8_bits(
     parameters: Mapping[str, Tensor], names: Collection[str], dtype: torch.dtype, device: torch.device
 ) -> Computed:
-    """Return the parameters as the engine stores them; those of `names` are computed on `device` on each access.
+    """Return the parameters as an engine stores them that has those of `names` in 8 bits.
 
-    dtype: the engine's, to which weights are rounded first.
+    dtype: the engine's, to which weights are rounded first. Numbers and scales are computed on `device` on each access.
     """
 
-    def part_of(name: str, number: int) -> Tensor:
+    def rounded(name: str, part: int) -> Tensor:
         weight = parameters[name]
-        return with_rows(weight, quantized(local_part(weight).to(device, dtype))[number])
+        return with_rows(weight, quantized(local_part(weight).to(device, dtype))[part])
 
     others = {name: parameters[name] for name in parameters if name not in names}
-    numbers = {name: partial(part_of, name, 0) for name in names}
-    scales = {name + SCALE: partial(part_of, name, 1) for name in names}
+    chosen = [name for name in parameters if name in names]  # in the same order on all ranks
+    numbers = {name: partial(rounded, name, 0) for name in chosen}
+    scales = {name + SCALE: partial(rounded, name, 1) for name in chosen}
     return Computed(others, numbers | scales)
 
 
