@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from colocated_grpo.runtime.distributed import Computed, local_part, with_rows
+from colocated_grpo.runtime.distributed import Computed, Rows, rows_in
 
 SCALE = "_scale"
 NUMBERS = torch.float8_e4m3fn
@@ -24,18 +24,21 @@ def in_8_bits(
 ) -> Computed:
     """Return the parameters as an engine stores them that has those of `names` in 8 bits.
 
-    dtype: the engine's, to which weights are rounded first. Numbers and scales are computed on `device` on each access.
+    dtype: the engine's, to which weights are rounded first. Numbers are computed on `device` whenever they are read;
+    scales are computed with them, so read a weight's numbers before its scales.
     """
+    last: dict[str, Tensor] = {}
 
-    def rounded(name: str, part: int) -> Tensor:
-        weight = parameters[name]
-        return with_rows(weight, quantized(local_part(weight).to(device, dtype))[part])
+    def numbers(name: str, weight: Rows) -> Tensor:
+        numbers_RC, last[name] = quantized(weight.compute().to(device, dtype))
+        return numbers_RC
 
     others = {name: parameters[name] for name in parameters if name not in names}
-    chosen = [name for name in parameters if name in names]  # in the same order on all ranks
-    numbers = {name: partial(rounded, name, 0) for name in chosen}
-    scales = {name + SCALE: partial(rounded, name, 1) for name in chosen}
-    return Computed(others, numbers | scales)
+    # In the same order on all ranks.
+    weights = {name: rows_in(parameters, name) for name in parameters if name in names}
+    rounded = {name: Rows(weight.sharded_as, partial(numbers, name, weight)) for name, weight in weights.items()}
+    scales = {name + SCALE: Rows(weight.sharded_as, partial(last.pop, name)) for name, weight in weights.items()}
+    return Computed(others, rounded | scales)
 
 
 def quantized(weight_RC: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from colocated_grpo.runtime.distributed import Computed, World
+from colocated_grpo.runtime.distributed import Computed, Rows, World
 from colocated_grpo.weights import buckets
 from colocated_grpo.weights.buckets import Bucket, full_tensors, gather, make_buckets, shard_slices
 from colocated_grpo.weights.eight_bits import in_8_bits, quantized
@@ -95,7 +95,8 @@ def test_a_sync_on_one_rank_computes_each_weight_of_a_4_bit_base_once(world, mon
     monkeypatch.setattr(buckets, "BUCKET_BYTES", SMALL)
     computed: list[str] = []
     weights = {
-        name: lambda name=name, tensor=tensor: computed.append(name) or tensor for name, tensor in tensors().items()
+        name: Rows(tensor, lambda name=name, tensor=tensor: computed.append(name) or tensor)
+        for name, tensor in tensors().items()
     }
     made = make_buckets({name: tensor.shape for name, tensor in tensors().items()}, 1, torch.float32)
     for bucket in made:
