@@ -106,9 +106,9 @@ class LocalEngine(RolloutEngine, Protocol):
     """An engine in this process, whose weights this process writes."""
 
     transforms_weights: bool
-    """True if the engine keeps rearranged copies of its weights (experts on the CPU, latent attention).
+    """True if only `load_weights` can write the engine's weights, because they change layout or type after loading.
 
-    In that case only `load_weights` can write them.
+    Examples are most quantizations, experts on the CPU, and latent attention.
     """
     is_quantized: bool
     """True if weights or KV cache have 8 bits or fewer."""

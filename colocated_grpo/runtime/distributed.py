@@ -9,9 +9,10 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from hashlib import blake2b
 from itertools import chain
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -239,20 +240,47 @@ def with_rows(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return DTensor.from_local(rows, mesh, tensor.placements, run_check=False, shape=shape, stride=(shape[1], 1))
 
 
+class Rows(NamedTuple):
+    """A tensor of which this rank's rows are computed when they are needed."""
+
+    sharded_as: torch.Tensor
+    compute: Callable[[], torch.Tensor]
+
+
 class Computed(Mapping[str, torch.Tensor]):
     """Tensors by name, some of which are computed on access, because they would not fit into memory together."""
 
-    def __init__(self, held: Mapping[str, torch.Tensor], computed: Mapping[str, Callable[[], torch.Tensor]]) -> None:
+    def __init__(self, held: Mapping[str, torch.Tensor], computed: Mapping[str, Rows]) -> None:
         self.held, self.computed = held, computed
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self.computed[name]() if name in self.computed else self.held[name]
+        if name in self.held:
+            return self.held[name]
+        rows = self.computed[name]
+        return with_rows(rows.sharded_as, rows.compute())
 
     def __iter__(self) -> Iterator[str]:
         return chain(self.held, self.computed)
 
     def __len__(self) -> int:
         return len(self.held) + len(self.computed)
+
+
+def held(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """Return the tensors that are not computed."""
+    return tensors.held if isinstance(tensors, Computed) else tensors
+
+
+def rows_in(tensors: Mapping[str, torch.Tensor], name: str) -> Rows:
+    """Return this rank's rows of one of the tensors, not yet computed. Not collective."""
+    if name in (kept := held(tensors)):
+        return Rows(kept[name], partial(local_part, kept[name]))
+    return cast("Computed", tensors).computed[name]
+
+
+def own_rows(tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> list[torch.Tensor]:
+    """Return this rank's rows of the tensors with these names. Not collective."""
+    return [rows_in(tensors, name).compute() for name in names]  # without the DTensors, which take longer to make
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

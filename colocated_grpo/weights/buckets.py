@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from colocated_grpo.runtime.distributed import local_part, shard_group
+from colocated_grpo.runtime.distributed import held, own_rows, shard_group
 from colocated_grpo.weights.plan import Plan, Target
 
 BUCKET_BYTES = 512 << 20
@@ -61,7 +61,7 @@ class ShardSlice:
 
 def count_shards(parameters: Mapping[str, Tensor]) -> int:
     """Return the number of ranks that together hold these parameters."""
-    group = shard_group(parameters.values())
+    group = shard_group(held(parameters).values())
     return 1 if group is None else group.size()
 
 
@@ -84,8 +84,7 @@ def make_buckets(shapes: Mapping[str, torch.Size], num_shards: int, dtype: torch
 def gather(bucket: Bucket, parameters: Mapping[str, Tensor], device: torch.device) -> Tensor:
     """All-gather the bucket's parameters, cast to its type: [shards, bucket.size]. Collective."""
     own = torch.empty(bucket.size, dtype=bucket.dtype, device=device)
-    tensors = [parameters[name] for name in bucket.shapes]  # once: a 4-bit base computes its weights on access
-    members, group = [local_part(tensor) for tensor in tensors], shard_group(tensors)
+    members, group = own_rows(parameters, bucket.shapes), shard_group(held(parameters).values())
     slots = [
         own[offset : offset + member.numel()].view(member.shape)
         for member, (_, _, offset) in zip(members, bucket.slots(), strict=True)

@@ -123,8 +123,8 @@ class ColocatedSync:
         by_type: dict[torch.dtype, dict[str, torch.Size]] = defaultdict(dict)
         for name, tensor in self._sent.items():
             by_type[self._dtype if tensor.is_floating_point() else tensor.dtype][name] = tensor.shape
-        num_shards = buckets.count_shards(self._parameters)
-        return [bucket for dtype, shapes in by_type.items() for bucket in buckets.make_buckets(shapes, num_shards, dtype)]
+        shards = buckets.count_shards(self._parameters)
+        return [bucket for dtype, shapes in by_type.items() for bucket in buckets.make_buckets(shapes, shards, dtype)]
 
     def _is_loaded(self, bucket: buckets.Bucket, slices: Sequence[buckets.ShardSlice]) -> bool:
         gathered = self._gather(bucket)

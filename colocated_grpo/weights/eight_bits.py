@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from colocated_grpo.runtime.distributed import Computed, local_part, with_rows
+from colocated_grpo.runtime.distributed import Computed, Rows, rows_in
 
 SCALE = "_scale"
 NUMBERS = torch.float8_e4m3fn
@@ -22,19 +22,23 @@ SMALLEST_SCALE = 1 / (LARGEST * 512)
 def in_8_bits(
     parameters: Mapping[str, Tensor], names: Collection[str], dtype: torch.dtype, device: torch.device
 ) -> Computed:
-    """Return the parameters as the engine stores them; those of `names` are computed on `device` on each access.
+    """Return the parameters as an engine stores them that has those of `names` in 8 bits.
 
-    dtype: the engine's, to which weights are rounded first.
+    dtype: the engine's, to which weights are rounded first. Numbers are computed on `device` whenever they are read;
+    scales are computed with them, so read a weight's numbers before its scales.
     """
+    last: dict[str, Tensor] = {}
 
-    def part_of(name: str, number: int) -> Tensor:
-        weight = parameters[name]
-        return with_rows(weight, quantized(local_part(weight).to(device, dtype))[number])
+    def numbers(name: str, weight: Rows) -> Tensor:
+        numbers_RC, last[name] = quantized(weight.compute().to(device, dtype))
+        return numbers_RC
 
     others = {name: parameters[name] for name in parameters if name not in names}
-    numbers = {name: partial(part_of, name, 0) for name in names}
-    scales = {name + SCALE: partial(part_of, name, 1) for name in names}
-    return Computed(others, numbers | scales)
+    # In the same order on all ranks.
+    weights = {name: rows_in(parameters, name) for name in parameters if name in names}
+    rounded = {name: Rows(weight.sharded_as, partial(numbers, name, weight)) for name, weight in weights.items()}
+    scales = {name + SCALE: Rows(weight.sharded_as, partial(last.pop, name)) for name, weight in weights.items()}
+    return Computed(others, rounded | scales)
 
 
 def quantized(weight_RC: Tensor) -> tuple[Tensor, Tensor]:

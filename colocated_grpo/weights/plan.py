@@ -55,7 +55,7 @@ class Plan:
     places: list[Place]
     """Every parameter of the engine, as it was when the plan was made."""
     in_8_bits: frozenset[str] = frozenset()
-    """Checkpoint tensors that the engine stores as in `weights.eight_bits`. Each has a second target, for its scales."""
+    """Checkpoint tensors that the engine stores as `weights.eight_bits` does. Each has a second target, for scales."""
 
     def is_current(self) -> bool:
         """Return False if the engine's parameters are no longer the tensors that the views point into."""
@@ -135,7 +135,7 @@ def _target(
 
 
 def _as_rows(stored: Tensor, leaf: str) -> Tensor:
-    """Return an engine's parameter with the rows of the checkpoint tensor; in 8 bits, numbers and scales as integers."""
+    """Return an engine's parameter with the checkpoint tensor's rows; fp8 numbers, and their scales, as integers."""
     if stored.dtype == NUMBERS and stored.dim() == 2:
         return stored.t().view(torch.int8)
     return stored.view(torch.int32) if leaf == f"weight{SCALE}" else stored

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from colocated_grpo.errors import RunError
-from colocated_grpo.runtime.distributed import Computed, World, first_row, local_part
+from colocated_grpo.runtime.distributed import World, first_row, held, local_part, own_rows
 from colocated_grpo.types import JsonObject
 from colocated_grpo.weights.fingerprints import Part, bits_of, columns_of, fingerprint, rows_of
 from colocated_grpo.weights.plan import Plan, Target
@@ -77,7 +77,7 @@ class ShardFingerprints:
     def __init__(self, parameters: Mapping[str, Tensor], dtype: torch.dtype, world: World) -> None:
         """parameters: sharded tensors by name. Collective."""
         self._parameters, self._names = parameters, list(parameters)
-        self._num_held = len(parameters.held if isinstance(parameters, Computed) else parameters)
+        self._num_held = len(held(parameters))
         """The tensors after these are computed, a few at a time, and have other addresses each time."""
         self._dtype = dtype
         self._device = world.device
@@ -90,14 +90,14 @@ class ShardFingerprints:
     @torch.no_grad()
     def compute(self) -> Tensor:
         """Return this rank's contribution, int64 [P], on the device."""
-        shards = [local_part(self._parameters[name]) for name in self._names[: self._num_held]]
+        shards = own_rows(self._parameters, self._names[: self._num_held])
         addresses = [shard.data_ptr() for shard in shards]
         if self._of_held is None or addresses != self._addresses:
             self._of_held = self._fingerprints(shards, 0)
             self._addresses = addresses
         found = [self._of_held.compute()]
         for first in range(self._num_held, len(self._names), AT_A_TIME):
-            computed = [local_part(self._parameters[name]) for name in self._names[first : first + AT_A_TIME]]
+            computed = own_rows(self._parameters, self._names[first : first + AT_A_TIME])
             found.append(self._fingerprints(computed, first).compute())
         return torch.cat(found)
 

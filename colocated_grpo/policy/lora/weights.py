@@ -27,7 +27,7 @@ from colocated_grpo.policy.lora import nf4
 from colocated_grpo.policy.lora.linear import ADAPTED, FACTORS, AdaptedLinear, merge, merged, product
 from colocated_grpo.policy.masters import Weights, read_parameters
 from colocated_grpo.policy.model import PackedLM, checkpoint_name, reshard
-from colocated_grpo.runtime.distributed import Computed, derive_seed, first_row, local_part, with_rows
+from colocated_grpo.runtime.distributed import Computed, Rows, derive_seed, first_row, local_part, with_rows
 from colocated_grpo.settings.base import DEFAULT_INIT
 from colocated_grpo.settings.training import ALL_LINEAR, LoRAConfig
 
@@ -175,8 +175,9 @@ class AdapterWeights(Weights):
         return self._masters
 
     def published(self) -> Computed:
-        packed = {f"{name}.weight": partial(_merged, layer) for name, layer in self._layers.items() if layer.in_4_bits}
-        return Computed(self.model.hf_parameters(), packed)
+        in_4_bits = {f"{name}.weight": layer for name, layer in self._layers.items() if layer.in_4_bits}
+        merges = {name: Rows(layer.packed, partial(_merged_rows, layer)) for name, layer in in_4_bits.items()}
+        return Computed(self.model.hf_parameters(), merges)
 
     def reduce_gradients(self) -> None:
         """Sum the factors' gradients over ranks in one all-reduce."""
@@ -240,10 +241,10 @@ def _own_rows(layer: AdaptedLinear) -> tuple[Tensor, Tensor, float, Tensor, int]
     return left[row : row + len(local_part(base))], right, layer.scale, layer.key, row * right.shape[1]
 
 
-def _merged(layer: AdaptedLinear) -> Tensor:
-    """Return the merged weight of a 4-bit base, sharded as the base."""
+def _merged_rows(layer: AdaptedLinear) -> Tensor:
+    """Return this rank's rows of the merged weight of a 4-bit base."""
     rows = local_part(layer.packed.detach())
-    return with_rows(layer.packed, merged(rows, *_own_rows(layer), rows.new_empty(0, dtype=layer.compute_dtype)))
+    return merged(rows, *_own_rows(layer), rows.new_empty(0, dtype=layer.compute_dtype))
 
 
 @torch.no_grad()

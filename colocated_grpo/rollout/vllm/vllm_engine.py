@@ -26,6 +26,8 @@ from colocated_grpo.settings.model_support import check_cpu_engine
 
 UNQUANTIZED_CACHE = ("auto", "bfloat16", "float16", "half")
 """Types of vLLM's KV cache that are not quantized."""
+FP8_BY_ROWS = "fp8_per_channel"
+"""The quantization whose layout `weights.eight_bits` writes."""
 
 AS_LOADED = {"TRITON", "BATCHED_TRITON"}
 """Expert kernels that read weights in their loaded layout."""
@@ -64,10 +66,11 @@ class VLLMEngine:
         absorbs = self._engine.vllm_config.model_config.use_mla
         # vLLM repacks experts for their kernel on the CPU, and for FlashInfer.
         repacks = any(method.unquantized_backend.name not in AS_LOADED for method in _expert_methods(self.model))
-        self.transforms_weights = absorbs or repacks
-        self._quantizes_weights = bool(arguments.get("quantization"))
+        quantization = arguments.get("quantization")
+        self.transforms_weights = absorbs or repacks or quantization not in (None, FP8_BY_ROWS)
+        self._rebuilds_layers = self.transforms_weights or quantization is not None
         cache_type = arguments.get("kv_cache_dtype", "auto")
-        self.is_quantized = self._quantizes_weights or cache_type not in UNQUANTIZED_CACHE
+        self.is_quantized = quantization is not None or cache_type not in UNQUANTIZED_CACHE
         self._requests = EngineRequests(self._engine)
         records, scheduler = spec.records_routes, scheduler_of(self._engine)
         self._routes = RequestRoutes(self._worker.slot_routes, scheduler) if records else None
@@ -122,7 +125,7 @@ class VLLMEngine:
         # Drop the copies of buffers: the checkpoint of some families has buffers too, and vLLM replaces buffers of the
         # layers that it rebuilds.
         self._buffers = {}
-        if self.transforms_weights or self._quantizes_weights:
+        if self._rebuilds_layers:
             # The layers do not have the checkpoint's shapes: vLLM rebuilds them one by one.
             kernels = {method: method.moe_kernel for method in _expert_methods(self.model)}
             for method in kernels:

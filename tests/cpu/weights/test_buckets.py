@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from colocated_grpo.runtime.distributed import Computed, World
+from colocated_grpo.runtime.distributed import Computed, Rows, World
 from colocated_grpo.weights import buckets
 from colocated_grpo.weights.buckets import Bucket, full_tensors, gather, make_buckets, shard_slices
+from colocated_grpo.weights.eight_bits import in_8_bits, quantized
 from colocated_grpo.weights.plan import Target
 from tests.support.ranks import run_on_ranks
 
@@ -94,10 +95,25 @@ def test_a_sync_on_one_rank_computes_each_weight_of_a_4_bit_base_once(world, mon
     monkeypatch.setattr(buckets, "BUCKET_BYTES", SMALL)
     computed: list[str] = []
     weights = {
-        name: lambda name=name, tensor=tensor: computed.append(name) or tensor for name, tensor in tensors().items()
+        name: Rows(tensor, lambda name=name, tensor=tensor: computed.append(name) or tensor)
+        for name, tensor in tensors().items()
     }
     made = make_buckets({name: tensor.shape for name, tensor in tensors().items()}, 1, torch.float32)
     for bucket in made:
         gather(bucket, Computed({}, weights), world.device)
     assert len(made) > 1
     assert computed == list(SHAPES)
+
+
+def test_weights_in_8_bits_have_the_parameters_order_on_all_ranks(world):
+    weights = {f"layers.{number}.weight": torch.ones(2, 4) for number in range(30)}
+    stored = in_8_bits({"norm": torch.ones(4), **weights}, frozenset(weights), torch.float32, world.device)
+    assert list(stored) == ["norm", *weights, *(f"{name}_scale" for name in weights)]
+
+
+def test_rows_in_8_bits_reach_the_largest_number_and_a_row_of_zeros_stays_zero():
+    weight = torch.tensor([[1.0, -2.0], [0.0, 0.0], [0.3, 0.21]])
+    numbers, scales = quantized(weight)
+    values = numbers.view(torch.float8_e4m3fn).float() * scales.view(torch.float32)
+    assert numbers.view(torch.float8_e4m3fn).float().abs().amax(1).tolist() == [448.0, 0.0, 448.0]
+    torch.testing.assert_close(values, weight, rtol=0.0625, atol=0.0)

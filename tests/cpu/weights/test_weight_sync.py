@@ -88,7 +88,7 @@ EIGHT_BITS = {"dtype": "bfloat16", "args": {"quantization": "fp8_per_channel"}}
 
 
 def synced_in_8_bits(world: World, folder: Path) -> dict[str, Any]:
-    """Return facts of a planned sync, the engine's tensors that a load by vLLM then changes, and a wrong scale's error."""
+    """Return facts of a planned sync, the tensors that a load by vLLM then changes, and the error of a wrong scale."""
     from colocated_grpo.weights import colocated
     from colocated_grpo.weights.transport import ReloadCheck
 
