@@ -18,8 +18,7 @@ from colocated_grpo.policy.checkpoint_files import Conversion
 from colocated_grpo.rollout.engine import LocalEngine
 from colocated_grpo.runtime.distributed import World, local_part, whole
 from colocated_grpo.weights import buckets
-from colocated_grpo.weights.eight_bits import in_8_bits
-from colocated_grpo.weights.plan import Plan, Target, build_plan
+from colocated_grpo.weights.plan import Plan, Target, build_plan, in_8_bits
 from colocated_grpo.weights.transport import Due, ReloadCheck, TransportCheck
 
 

@@ -4,24 +4,31 @@ A plan is derived from the engine's module tree and then verified by `ColocatedS
 view must hold the loaded values. A model that fails this check keeps loading through `load_weights`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from vllm._custom_ops import scaled_fp8_quant
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from colocated_grpo.policy.checkpoint_files import CheckpointReader
 from colocated_grpo.policy.masters import read_parameters
 from colocated_grpo.rollout.engine import LocalEngine
+from colocated_grpo.runtime.distributed import Computed, Rows, rows_in
 from colocated_grpo.runtime.text_part import OUTPUT_LAYER
-from colocated_grpo.weights.eight_bits import NUMBERS, SCALE
 
 EXPERTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
 """Stacked experts [experts, rows, columns]: transformers' parameter -> vLLM's, if vLLM's kernel reads this layout."""
+SCALE = "_scale"
+FP8 = torch.float8_e4m3fn
+LARGEST = torch.finfo(FP8).max
+SMALLEST_SCALE = 1 / (LARGEST * 512)
+"""Scale of a row of zeros, or of values that are nearly zero, in vLLM."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +62,7 @@ class Plan:
     places: list[Place]
     """Every parameter of the engine, as it was when the plan was made."""
     in_8_bits: frozenset[str] = frozenset()
-    """Checkpoint tensors that the engine stores as `weights.eight_bits` does. Each has a second target, for scales."""
+    """Checkpoint tensors that the engine stores as fp8 numbers. Each has a second target, for a scale of each row."""
 
     def is_current(self) -> bool:
         """Return False if the engine's parameters are no longer the tensors that the views point into."""
@@ -136,7 +143,7 @@ def _target(
 
 def _as_rows(stored: Tensor, leaf: str) -> Tensor:
     """Return an engine's parameter with the checkpoint tensor's rows; fp8 numbers, and their scales, as integers."""
-    if stored.dtype == NUMBERS and stored.dim() == 2:
+    if stored.dtype == FP8 and stored.dim() == 2:
         return stored.t().view(torch.int8)
     return stored.view(torch.int32) if leaf == f"weight{SCALE}" else stored
 
@@ -210,3 +217,36 @@ def checkpoint_shapes(folder: Path, *, tied: bool) -> dict[str, torch.Size]:
     """Return the shapes of a checkpoint's tensors. tied: leave out the output layer, which repeats the embedding."""
     shapes = CheckpointReader(folder).shapes
     return {name: shape for name, shape in shapes.items() if not (tied and name == OUTPUT_LAYER)}
+
+
+def in_8_bits(
+    parameters: Mapping[str, Tensor], names: Collection[str], dtype: torch.dtype, device: torch.device
+) -> Computed:
+    """Return the parameters as an engine stores them that has those of `names` in 8 bits.
+
+    Numbers, under a weight's name, and scales, under this name and SCALE, are passed on as integers, which are never
+    cast. Numbers are computed on `device` whenever they are read, from this rank's rows; scales are computed with them,
+    so read a weight's numbers before its scales. dtype: the engine's, to which weights are rounded first.
+    """
+    last: dict[str, Tensor] = {}
+
+    def numbers(name: str, weight: Rows) -> Tensor:
+        numbers_RC, last[name] = quantized(weight.compute().to(device, dtype))
+        return numbers_RC
+
+    others = {name: parameters[name] for name in parameters if name not in names}
+    # In the same order on all ranks.
+    weights = {name: rows_in(parameters, name) for name in parameters if name in names}
+    rounded = {name: Rows(weight.sharded_as, partial(numbers, name, weight)) for name, weight in weights.items()}
+    scales = {name + SCALE: Rows(weight.sharded_as, partial(last.pop, name)) for name, weight in weights.items()}
+    return Computed(others, rounded | scales)
+
+
+def quantized(weight_RC: Tensor) -> tuple[Tensor, Tensor]:
+    """Return numbers int8 [R, C] and scales int32 [R, 1] with the bits that vLLM's loader writes."""
+    if weight_RC.is_cuda:
+        numbers_RC, scales_R1 = scaled_fp8_quant(weight_RC, use_per_token_if_dynamic=True)
+    else:
+        scales_R1 = (weight_RC.abs().amax(1, keepdim=True).float() / LARGEST).clamp_min(SMALLEST_SCALE)
+        numbers_RC = (weight_RC / scales_R1).clamp(-LARGEST, LARGEST).to(FP8)
+    return numbers_RC.view(torch.int8), scales_R1.view(torch.int32)

@@ -27,7 +27,7 @@ from colocated_grpo.settings.model_support import check_cpu_engine
 UNQUANTIZED_CACHE = ("auto", "bfloat16", "float16", "half")
 """Types of vLLM's KV cache that are not quantized."""
 FP8_BY_ROWS = "fp8_per_channel"
-"""The quantization whose layout `weights.eight_bits` writes."""
+"""The quantization whose layout a plan knows."""
 
 AS_LOADED = {"TRITON", "BATCHED_TRITON"}
 """Expert kernels that read weights in their loaded layout."""

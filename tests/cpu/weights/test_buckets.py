@@ -13,8 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from colocated_grpo.runtime.distributed import Computed, Rows, World
 from colocated_grpo.weights import buckets
 from colocated_grpo.weights.buckets import Bucket, full_tensors, gather, make_buckets, shard_slices
-from colocated_grpo.weights.eight_bits import in_8_bits, quantized
-from colocated_grpo.weights.plan import Target
+from colocated_grpo.weights.plan import Target, in_8_bits, quantized
 from tests.support.ranks import run_on_ranks
 
 SHAPES = {"even": (6, 4), "uneven": (7, 3), "fewer rows than ranks": (1, 5), "vector": (5,), "cube": (4, 2, 3)}
