@@ -223,7 +223,9 @@ class Trainer(TrainedModel):
 
 
 def _run_to_resume(wanted: object) -> str | None:
-    """Return "auto" for True, None for False and None, and a run folder as text."""
+    """Return "auto" for True, None for False and None, and a run folder as text. Raises ConfigError."""
+    if wanted and not isinstance(wanted, bool | str | os.PathLike):
+        raise ConfigError(f"resume={wanted!r}: must be a run folder, 'auto' or True")
     return AUTO if wanted is True else os.fspath(cast(str | Path, wanted)) if wanted else None
 
 

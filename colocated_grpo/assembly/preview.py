@@ -27,6 +27,8 @@ from colocated_grpo.tracking.text import without_middle
 from colocated_grpo.types import Completion, Prompt, Score
 
 USELESS = "I do not know."
+MOST_PROMPTS = 1024
+"""Number of prompts that are drawn at most."""
 SHOWN_CHARACTERS = 600
 """Longer prompts are cut in the middle."""
 ROLES = {"system", "developer", "user", "assistant", "model", "tool", "function"}
@@ -61,7 +63,8 @@ def preview(config: Config, place: Placement, note: Callable[[str], None]) -> li
         engines.check_same_vocabulary(reference.name, model_files.load_tokenizer(reference, fetched), tokenizer)
     environments = build_environments(config, tokenizer)
     data.import_answers(config.evaluation)
-    prompts = data.open_source(environments, note).next(config.rollout.prompts_per_step) if environments.trained else []
+    count = min(config.rollout.prompts_per_step, MOST_PROMPTS) if environments.trained else 0
+    prompts = data.open_source(environments, note).next(count) if count else []
     data.draw_evaluated(config.evaluation, environments, note)
     model_config = config_json.read_config_json(config.model)
     check_vocabulary(prompts, config_json.text_part(model_config).get("vocab_size"), config.model.name)

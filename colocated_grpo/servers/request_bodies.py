@@ -107,6 +107,8 @@ class Body(BaseModel):
     def from_json(cls, body: bytes) -> Self:
         """Parse and validate. Raises InvalidBody."""
         content = msgspec.json.decode(body)
+        if not isinstance(content, dict):
+            raise InvalidBody("the body must be a JSON object")
         try:
             return cls.model_validate(content)
         except ValidationError as error:

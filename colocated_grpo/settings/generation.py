@@ -106,9 +106,9 @@ class PartialConfig(Section):
 
 
 class RolloutConfig(Section):
-    prompts_per_step: Positive = 32
+    prompts_per_step: Integer = Field(32, ge=1, le=100_000)
     """Number of prompts in one step, over all ranks. A step trains prompts_per_step * group_size completions."""
-    group_size: Integer = Field(8, ge=2)
+    group_size: Integer = Field(8, ge=2, le=10_000)
     """Number of completions sampled for each prompt. At least 2, because the rewards of a prompt's completions are
     compared with each other."""
     max_prompt_tokens: Positive = 1024

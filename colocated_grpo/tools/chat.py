@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ConfigError, RunError, OSError) as error:
         return program.exit_code(error)
     except (Unavailable, RequestRejected) as error:
-        return program.exit_code(RunError(f"the server does not answer: {error}"))
+        return program.exit_code(RunError(f"{options.model}: the server does not answer: {error}"))
     except KeyboardInterrupt:
         print()
     return 0

@@ -13,6 +13,7 @@ from rich.rule import Rule
 from rich.text import Text
 
 from colocated_grpo.runtime.program import OneLineParser
+from colocated_grpo.servers.options import positive
 from colocated_grpo.tracking import files, transcripts
 from colocated_grpo.tracking.text import number, printable
 
@@ -116,8 +117,9 @@ def _parser() -> OneLineParser:
     game = "print game N instead of rollouts (default: the latest)"
     parser.add_argument("--game", type=int, nargs="?", const=-1, metavar="N", help=game)
     end = parser.add_mutually_exclusive_group()
-    end.add_argument("--best", type=int, metavar="K", help="of the recorded rollouts, the K with the highest reward")
-    end.add_argument("--worst", type=int, metavar="K", help="the K rollouts with the lowest reward, failed ones first")
+    best, worst = "of the recorded rollouts, the K with the highest reward", "the K with the lowest, failed ones first"
+    end.add_argument("--best", type=positive, metavar="K", help=best)
+    end.add_argument("--worst", type=positive, metavar="K", help=worst)
     return parser
 
 

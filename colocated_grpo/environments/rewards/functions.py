@@ -273,7 +273,7 @@ class RewardWorkers:
         """Return the results by function name. If the process ends, functions without a result count as failed."""
         responses: list[list[Score]] = []
         try:
-            responses, error = self._pool.ask(inputs, count=len(self._names))
+            responses, error = self._pool.ask(inputs, names=[f"{name}: " for name in self._names])
         except NOT_SENDABLE as problem:
             error = f"run_in: cannot send the prompt to a process: {loading.one_line(problem)}; set thread"
         failed = {name: [Score(reward=None, error=error)] * len(inputs.texts) for name in self._names}

@@ -161,13 +161,13 @@ class WorkerPool:
         self,
         *request: object,
         read: Callable[[bytes], Any] = pickle.loads,
-        count: int = 1,
+        names: Sequence[str] = ("",),
         seconds: float | None = None,
     ) -> tuple[list[Any], str | None]:
-        """Return up to `count` responses, and the reason if there are fewer: LATE, INVALID, or how the process ended.
+        """Return a response for each name, and the reason if there are fewer: LATE, INVALID, or how the process ended.
 
-        read: decodes a response, or raises ValueError. seconds: time limit of each; None: `end_busy_workers` ends it.
-        Raises the errors of pickle for messages that cannot be serialized.
+        names: prefixes of the reason, in the order of the responses. read: decodes a response, or raises ValueError.
+        seconds: time limit of each; None: `end_busy_workers` ends it. Raises pickle's errors for other messages.
         """
         messages = [pickle.dumps(message) for message in request]
         worker = self._take()
@@ -177,7 +177,7 @@ class WorkerPool:
             try:
                 for message in messages:
                     worker.connection.send_bytes(message)
-                while len(responses) < count:
+                while len(responses) < len(names):
                     if seconds is not None and not worker.connection.poll(seconds):
                         worker.ended = LATE
                         break
@@ -189,13 +189,15 @@ class WorkerPool:
         with _lock:
             worker.busy = False
             ended = worker.ended
-        if ended is None and len(responses) == count:
+        if ended is None and len(responses) == len(names):
             self._idle.put(worker)
             return responses, None
         code = worker.discard()
         if error is None:
             self.start()
-        return responses, None if len(responses) == count else ended or error or _ending(code)
+        if len(responses) == len(names):
+            return responses, None
+        return responses, ended or error or names[len(responses)] + _ending(code)
 
     def close(self) -> None:
         """End the idle processes."""

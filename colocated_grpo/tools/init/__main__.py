@@ -18,7 +18,7 @@ from colocated_grpo.launch.cli import visible_gpus
 from colocated_grpo.runtime import processes, program, verdict
 from colocated_grpo.settings import config_file, inputs
 from colocated_grpo.settings.run_sizes import GIB, Placement, gib
-from colocated_grpo.tools.init.choices import Choices, Setting, learning_rate, make_plan
+from colocated_grpo.tools.init.choices import Choices, Setting, held_out, learning_rate, make_plan
 from colocated_grpo.types import JsonObject
 
 WIDTH = 110
@@ -92,11 +92,12 @@ def config_text(plan: Choices, heading: Sequence[str], folder: Path) -> str:
     changes: JsonObject = {} if plan.memory is None else dict(plan.memory.changes)
     policy, engine = changes.pop("policy", {}), changes.pop("engine", {})
     rate, steps = learning_rate(plan.sizes, plan.memory), plan.steps.value
+    evaluation = [Setting("every", max(1, steps // 10), "steps between evaluations on held-out rows")]
     sections: Mapping[str, Sequence[Setting]] = {
         "rollout": plan.rollout,
         "policy": [rate, *(Setting(key, value) for key, value in policy.items())],
         "engine": [Setting(key, value) for key, value in engine.items()],
-        "evaluation": [Setting("every", max(1, steps // 10), "steps between evaluations on held-out rows")],
+        "evaluation": evaluation if held_out(plan.rows) else [],
         "checkpoint": [Setting("every", max(1, steps // 4), "steps; a stopped run continues with --resume auto")],
     }
     top = [Setting(key, value, "policy and engine use one copy of the weights") for key, value in changes.items()]

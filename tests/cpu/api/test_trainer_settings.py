@@ -244,6 +244,11 @@ def test_a_wrong_argument_is_one_line(arguments, line):
     assert error_of(**arguments).startswith(line)
 
 
+def test_a_run_to_resume_is_a_folder():
+    with pytest.raises(ConfigError, match=r"^resume=5: must be a run folder, 'auto' or True$"):
+        trainer().check(resume=5)
+
+
 def test_a_function_where_only_a_name_works_is_answered_with_the_form_of_the_name():
     entry = {"type": "dataset", "filter": len}
     line = "environments.0.filter=<built-in function len>: must be text; write FILE.py:NAME (argument)"

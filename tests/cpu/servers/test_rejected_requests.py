@@ -60,6 +60,10 @@ def test_an_invalid_request_gets_a_message_of_one_line(module_server, changes, m
     assert message in module_server.rejected("/generate", {**GENERATE, **changes})
 
 
+def test_a_body_that_is_no_object_is_named(module_server):
+    assert "the body must be a JSON object" in module_server.rejected("/v1/chat/completions", [])
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

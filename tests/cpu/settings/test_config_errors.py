@@ -26,6 +26,11 @@ from tests.support.config_text import config_error, load, notes
         ("run_name: [a]", "run_name=['a']: must be text (line 3 of x.yaml)"),
         ("rollout: 5", "rollout=5: must be a mapping of settings (line 3 of x.yaml)"),
         ("rollout: {group_size: 1}", "rollout.group_size=1: must be at least 2 (line 3 of x.yaml)"),
+        ("rollout: {group_size: 10001}", "rollout.group_size=10001: must be at most 10000 (line 3 of x.yaml)"),
+        (
+            "rollout: {prompts_per_step: 100001}",
+            "rollout.prompts_per_step=100001: must be at most 100000 (line 3 of x.yaml)",
+        ),
         ("rollout: {top_p: 1.5}", "rollout.top_p=1.5: must be at most 1 (line 3 of x.yaml)"),
         ("rollout: {temperature: 0.005}", "rollout.temperature=0.005: must be at least 0.01 (line 3 of x.yaml)"),
         ("seed: -1", "seed=-1: must be at least 0 (line 3 of x.yaml)"),

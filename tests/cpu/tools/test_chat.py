@@ -203,7 +203,7 @@ def test_a_server_that_ends_at_its_start_is_shown_with_the_end_of_its_log(capsys
         (["nowhere/at/all"], "model.name='nowhere/at/all': no such folder"),
         (["some/model", "--policy.lerning_rate", "1"], "policy.lerning_rate: unknown key; did you mean policy.lr?"),
         (["http://localhost:1", "--seed", "1"], "--seed: a server is running with its settings; restart it"),
-        (["http://127.0.0.1:1"], "the server does not answer: "),
+        (["http://127.0.0.1:1"], "http://127.0.0.1:1: the server does not answer: "),
     ],
 )
 def test_what_cannot_be_loaded_is_one_line(arguments, line, capsys):

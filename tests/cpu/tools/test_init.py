@@ -146,6 +146,13 @@ def written(tmp_path_factory) -> Path:
     return file
 
 
+def test_a_config_for_rows_of_which_none_is_held_out_evaluates_none(tmp_path):
+    data, file = tmp_path / "few.jsonl", tmp_path / "few.yaml"
+    data.write_text('{"question": "1?", "solution": "2"}\n' * 9)
+    assert main([str(data), "--model", str(tiny_model()), "--gpus", "0", "--output", str(file)]) == 0
+    assert "evaluation:" not in file.read_text()
+
+
 def test_every_choice_has_a_comment_that_says_why(written):
     text = written.read_text()
     for why in ("40 rows", "which has only numbers", "the longest of 40 prompts", "By arithmetic, the CPU needs"):

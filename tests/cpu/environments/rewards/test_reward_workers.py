@@ -110,7 +110,7 @@ def test_calls_that_hang_are_ended_with_their_line_and_their_processes_are_repla
 
 def test_a_call_that_ends_its_process_costs_its_completions_only(scorer):
     misbehaving = scorer("misbehave")
-    assert scores(misbehaving, "exit", "fine")[1].error == "the worker process ended with exit code 0"
+    assert scores(misbehaving, "exit", "fine")[1].error == "misbehave: the worker process ended with exit code 0"
     assert scores(misbehaving, "fine")[0].reward == 1.0
 
 
@@ -122,7 +122,7 @@ def test_a_reward_of_weight_zero_that_ends_its_process_costs_no_completion_its_r
     finally:
         scorer.workers.close()
     assert (exited.reward, fine.reward, exited.parts["length"]) == (8.0, 8.0, 8.0)
-    assert exited.error == "the worker process ended with exit code 0"
+    assert exited.error == "misbehave: the worker process ended with exit code 0"
 
 
 def test_a_process_that_ends_leaves_no_completion_with_a_part_of_its_reward(scorer):
