@@ -61,6 +61,8 @@ def load_tokenizer(model: ModelConfig, folder: Path) -> PreTrainedTokenizerBase:
         tokenizer = cast(PreTrainedTokenizerBase, loaded)  # a model's own code may return another class
         if type(tokenizer).__name__ == "MistralCommonBackend":
             tokenizer = _without_mistral_common(model, source)
+        if len(tokenizer) <= len(tokenizer.all_special_ids):  # what transformers (5.19) makes of a folder without files
+            raise FileNotFoundError(f"no tokenizer files in {source}")
         template = model.chat_template
         if template is not None:
             tokenizer.chat_template = template if is_inline(template) else Path(template).read_text(encoding="utf-8")

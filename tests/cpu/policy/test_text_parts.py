@@ -156,6 +156,15 @@ def test_a_damaged_tokenizer_is_one_line(composite, tmp_path, file, text):
         load_tokenizer(config_of(folder).model, folder)
 
 
+def test_missing_files_of_the_tokenizer_are_one_line(model_folder, tmp_path):
+    folder = shutil.copytree(model_folder(), tmp_path / "model")
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    assert len(AutoTokenizer.from_pretrained(folder)) < 2, "transformers makes an empty tokenizer"
+    with pytest.raises(ConfigError, match=r"^model.name='.*': no usable tokenizer; .*: no tokenizer files in [^\n]*$"):
+        load_tokenizer(config_of(folder).model, folder)
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
