@@ -144,6 +144,12 @@ def test_the_chat_template_of_a_processor_is_used_if_the_tokenizer_has_none(comp
     assert load_tokenizer(config_of(folder).model, folder).chat_template == "of the processor"
     given = config_of(folder, model={"name": str(folder), "chat_template": "{{ given }}"})
     assert load_tokenizer(given.model, folder).chat_template == "{{ given }}"
+    broken = config_of(folder, model={"name": str(folder), "chat_template": "\n{{ messages[0] '"})
+    with pytest.raises(ConfigError, match=r"^model.chat_template: line 2 is not valid Jinja: unexpected [^\n]*$"):
+        load_tokenizer(broken.model, folder)
+    (folder / "chat_template.jinja").write_text("{% if %}")
+    with pytest.raises(ConfigError, match=r"^model.name='.*': its chat template: line 1 is not valid Jinja: Expected "):
+        load_tokenizer(config_of(folder).model, folder)
 
 
 @pytest.mark.parametrize("file", ["tokenizer_config.json", "tokenizer.json"])
