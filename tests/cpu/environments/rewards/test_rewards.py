@@ -570,7 +570,7 @@ def test_a_reward_class_is_instantiated_and_repeated_names_are_numbered(tmp_path
         ({"name": "gsm"}, "unknown reward 'gsm'; did you mean 'gsm8k'? valid: exact_match, format_think, gsm8k"),
         ({"name": "trl.rewards:accuracy"}, "did you mean 'accuracy_reward'?"),
         ({"name": "trl.rewards:get_soft_overlong_punishment", "args": {}}, "missing 2 required positional arguments"),
-        ({"name": "math:pi"}, "'math:pi' is a float, not a function"),
+        ({"name": "math:pi"}, "'math:pi' is of type float, not a function"),
         ({"name": "no_such_module:f"}, "cannot import 'no_such_module'"),
     ],
 )
