@@ -272,6 +272,11 @@ def test_a_base_exception_in_an_async_function_does_not_affect_other_calls(error
             [0.0, None],
             "reward: ValueError: a reward must be None or a number up to 1e+30 in size, got -1e+99",
         ),
+        (
+            [1.0, [1.0]],
+            [1.0, None],
+            "reward: ValueError: a reward must be None or a number up to 1e+30 in size, got [1.0]",
+        ),
         ([1.0, 10**400], [1.0, None], "reward: OverflowError: int too large to convert to float"),
         (
             [1.0, float("inf")],
