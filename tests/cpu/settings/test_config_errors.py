@@ -256,6 +256,12 @@ def test_an_invalid_override_is_reported_with_value_and_rule(words, line):
     assert config_error("", *words) == line
 
 
+def test_a_broken_file_is_named_with_its_folder(tmp_path):
+    (tmp_path / "config.yaml").write_text("policy: {lr: 1")
+    with pytest.raises(ConfigError, match=rf"^{tmp_path}/config.yaml:1: not valid YAML"):
+        load_config(tmp_path / "config.yaml")
+
+
 def test_a_toml_file_is_not_read_as_yaml(tmp_path):
     (tmp_path / "x.toml").write_text('[model]\nname = "x"\n')
     with pytest.raises(ConfigError, match=r"^config='.*x.toml': TOML; a config is YAML, for example model: "):
