@@ -61,7 +61,7 @@ from tests.support.config_text import config_error, load, notes
         ("policy:\n\tlr: 1", "x.yaml:4: not valid YAML: a tab; YAML is indented with spaces only"),
         (
             "model_name: b",
-            "model_name='b': the same setting as model.name (line 1 of x.yaml); remove one of them (line 3 of x.yaml)",
+            "model_name='b': the same setting as model.name in line 1 of x.yaml; remove one of them (line 3 of x.yaml)",
         ),
         (
             "fsdp_config: {sharding_strategy: NO_SHARD}",
@@ -243,7 +243,15 @@ def test_the_sections_of_a_prime_rl_file_are_not_called_those_of_verl():
             ["--environments.name", "x"],
             "environments.name: environments is a list; name an entry, as in environments.0",
         ),
-        (["--environments.7.name", "x"], "environments.7.name: environments has 1 entries, numbered from 0"),
+        (["--environments.7.name", "x"], "environments.7.name: the next new entry of environments is environments.1"),
+        (
+            ["--learning_rate", "1", "--policy.lr", "1"],
+            "learning_rate=1: the same setting as policy.lr; remove one of them (command line)",
+        ),
+        (
+            ["--save_strategy", "epoch"],
+            "save_strategy='epoch': must be one of 'steps', 'no', false; set save_steps (command line)",
+        ),
         (["--policy.learning_rate", "1"], "policy.learning_rate: unknown key; did you mean policy.lr? (command line)"),
         (  # the most similar name of another section is `batch`
             ["--model.path", "x"],
