@@ -14,7 +14,7 @@ from colocated_grpo.environments.rows.dataset import MAX_HELD_OUT, num_held_out
 from colocated_grpo.environments.rows.readers import filter_rows
 from colocated_grpo.settings import sources
 from colocated_grpo.settings.config_file import LoadedConfig, build_config
-from colocated_grpo.settings.errors import ConfigError, KeyPath, parse_path
+from colocated_grpo.settings.errors import ConfigError, KeyPath, parse_path, show
 from colocated_grpo.settings.schema import Config, EvaluationConfig
 
 Settings = dict[KeyPath, object]
@@ -82,7 +82,7 @@ def read_arguments(
     if getattr(peft_config, "peft_type", "LORA") != "LORA":
         raise ConfigError(f"peft_config: of type {type(peft_config).__name__}; must be a LoraConfig, or a mapping")
     if peft_config is not None:
-        given["peft_config"] = changed_fields(peft_config)
+        given["peft_config"] = changed_fields(peft_config, "peft_config", "LoraConfig")
     if model is not None and not objects.is_name(model) and not isinstance(model, Mapping):
         model = objects.model_settings(model)
         notes.append(f"model: every rank reads the files of {model['name']}; the object is not used")
@@ -168,7 +168,7 @@ def _from_args(args: Any) -> dict[str, object]:
     """Return the settings in `args`: a mapping, or an object of TRL's GRPOConfig."""
     if args is None or isinstance(args, Mapping):
         return dict(args or {})
-    settings = changed_fields(args)
+    settings = changed_fields(args, "args", "GRPOConfig")
     kind = _library_class(args).__name__
     if hasattr(args, "max_steps") and kind not in ("GRPOConfig", "RLOOConfig"):
         raise ConfigError(f"args: of type {kind}; give TRL's GRPOConfig or RLOOConfig (docs/guides/losses.md)")
@@ -202,12 +202,12 @@ def _batch_sizes(args: Any) -> dict[str, object]:
     return {"generation_batch_size": args.generation_batch_size, "batch": {"minibatches": minibatches}}
 
 
-def changed_fields(settings: object) -> dict[str, object]:
+def changed_fields(settings: object, argument: str, kind: str) -> dict[str, object]:
     """Return a mapping unchanged; for a dataclass, such as GRPOConfig, the fields that differ from defaults."""
     if isinstance(settings, Mapping):
         return dict(settings)
     if not dataclasses.is_dataclass(settings) or isinstance(settings, type):
-        raise ConfigError(f"{type(settings).__name__}: must be a mapping of settings, GRPOConfig or LoraConfig")
+        raise ConfigError(f"{argument}={show(settings)}: must be a mapping of settings or {kind}")
     same = {name: getattr(settings, name) for name in _DEVICE if hasattr(settings, name)}
     known: Any = _library_class(settings)
     default = known(**same)

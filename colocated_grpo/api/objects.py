@@ -73,9 +73,9 @@ def take_rows(rows: object, key: str, name: str, objects: ObjectsByName) -> str:
         rows = list(rows)
         for index, row in enumerate(rows):
             if not isinstance(row, Mapping):
-                raise ConfigError(f"{key}: entry {index} is a {type(row).__name__}; {NOT_ROWS}")
+                raise ConfigError(f"{key}: entry {index} is of type {type(row).__name__}; {NOT_ROWS}")
     elif not hasattr(rows, "select_columns"):
-        raise ConfigError(f"{key}: a {type(rows).__name__}; {NOT_ROWS}")
+        raise ConfigError(f"{key}: of type {type(rows).__name__}; {NOT_ROWS}")
     elif images := {"image", "images"}.intersection(getattr(rows, "column_names", None) or ()):
         raise ConfigError(f"{key}: prompts have no images here; remove the column {min(images)} to train on the text")
     return name_object(rows, name, objects)
@@ -124,7 +124,7 @@ def model_settings(model: Any) -> dict[str, str | None]:
     name = None if hasattr(model, "peft_config") else getattr(getattr(model, "config", None), "_name_or_path", None)
     if not name:
         rule = "give its folder or name, from which each rank reads its shard, and an adapter as peft_config"
-        raise ConfigError(f"model: a {type(model).__name__}; {rule}")
+        raise ConfigError(f"model: of type {type(model).__name__}; {rule}")
     if getattr(model.config, "quantization_config", None) is not None:
         raise ConfigError("model: quantized; give its name, and its BitsAndBytesConfig as quantization_config")
     import torch
@@ -152,7 +152,7 @@ def with_tokenizer(loaded: LoadedConfig, given: Any) -> LoadedConfig:
 
     tokenizer, model = getattr(given, "tokenizer", given), loaded.config.model
     if not hasattr(tokenizer, "save_pretrained") or not hasattr(tokenizer, "get_vocab"):
-        raise ConfigError(f"processing_class: a {type(given).__name__}; must be a tokenizer of transformers")
+        raise ConfigError(f"processing_class: of type {type(given).__name__}; must be a tokenizer of transformers")
     contents = _contents(tokenizer)
     with suppress(ConfigError):  # the model's folder has no tokenizer
         if contents == _contents(read_tokenizer(model)):

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+from jinja2 import TemplateSyntaxError
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from colocated_grpo.errors import ConfigError, in_one_line
@@ -61,6 +62,8 @@ def load_tokenizer(model: ModelConfig, folder: Path) -> PreTrainedTokenizerBase:
         tokenizer = cast(PreTrainedTokenizerBase, loaded)  # a model's own code may return another class
         if type(tokenizer).__name__ == "MistralCommonBackend":
             tokenizer = _without_mistral_common(model, source)
+        if len(tokenizer) <= len(tokenizer.all_special_ids):  # what transformers (5.19) makes of a folder without files
+            raise FileNotFoundError(f"no tokenizer files in {source}")
         template = model.chat_template
         if template is not None:
             tokenizer.chat_template = template if is_inline(template) else Path(template).read_text(encoding="utf-8")
@@ -72,6 +75,12 @@ def load_tokenizer(model: ModelConfig, folder: Path) -> PreTrainedTokenizerBase:
     except Exception as error:  # damaged files raise many kinds of errors
         fix = "copy the tokenizer's files there, or set model.tokenizer"
         raise ConfigError(f"model.name={model.name!r}: no usable tokenizer; {fix}: {in_one_line(error)}") from error
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
+    except Exception as error:  # a template may also reject this conversation
+        if isinstance(error, TemplateSyntaxError):
+            whose = "model.chat_template" if model.chat_template else f"model.name={model.name!r}: its chat template"
+            raise ConfigError(f"{whose}: line {error.lineno} is not valid Jinja: {error.message}") from None
     return tokenizer
 
 

@@ -70,7 +70,7 @@ def _shipped(path: Path) -> Path:
 def _read_file(path: Path) -> tuple[SettingsTree, dict[KeyPath, SettingLocation]]:
     if path.suffix == ".toml":
         raise ConfigError(f"config={str(path)!r}: TOML; a config is YAML, for example model: {{name: Qwen/Qwen3-0.6B}}")
-    tree, lines = parse_document(_read_text(path), path.name)
+    tree, lines = parse_document(_read_text(path), str(path))
     locations = {key: SettingLocation(where=f"line {line} of {path.name}") for key, line in lines.items()}
     if isinstance(name := tree.get("model"), str):
         tree["model"] = {"name": name}

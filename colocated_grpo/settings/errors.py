@@ -198,6 +198,8 @@ def _rule(error: ErrorDetails) -> str:
     bounds = error.get("ctx", {}).items()
     context = {name: f"{bound:g}" if isinstance(bound, float) else bound for name, bound in bounds}
     rule = _RULES.get(kind, error["msg"].removeprefix("Value error, ")).format(**context)
+    if rule == _RULES["model_type"] and error["loc"] == ("model",):
+        rule = "must be a name, or a mapping of settings"
     if kind == "string_type" and not isinstance(error["input"], dict | list):
         rule += "; write FILE.py:NAME" if callable(error["input"]) else "; put quotes around it"
     return rule

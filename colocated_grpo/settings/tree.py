@@ -119,7 +119,7 @@ def assign(tree: SettingsTree, path: KeyPath, value: object) -> None:
             if not isinstance(step, int):
                 raise ConfigError(f"{dotted(path)}: {name} is a list; name an entry, as in {name}.0")
             if step > len(section):
-                raise ConfigError(f"{dotted(path)}: {name} has {len(section)} entries, numbered from 0")
+                raise ConfigError(f"{dotted(path)}: the next new entry of {name} is {name}.{len(section)}")
             if step == len(section):
                 section.append(None)
         elif not isinstance(section, dict):

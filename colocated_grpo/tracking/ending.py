@@ -186,7 +186,7 @@ def write_summary(run_dir: Path, state: str, failure: Failure | None = None, *, 
 
 def summary_line(summary: JsonObject) -> str:
     """Return one line with the number of completed steps and the held-out reward."""
-    line = f"{summary['state']} after {summary['steps']} steps"
+    line = f"{summary['state']} after {summary['steps']} step{'s' * (summary['steps'] != 1)}"
     if "held_out_reward" in summary:
         before, after = summary["held_out_reward"]["before"], summary["held_out_reward"]["after"]
         moved = before["step"] < after["step"]

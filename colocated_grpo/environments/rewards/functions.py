@@ -109,7 +109,9 @@ class RewardFunction:
         values = list(result if sized else islice(result, count + 1))  # a generator may be endless
         if len(values) != count:
             number = len(values) if sized or len(values) < count else f"more than {count}"
-            raise WrongNumberOfRewards(f"{number} rewards for {count} completions")
+            raise WrongNumberOfRewards(
+                f"{number} reward{'s' * (number != 1)} for {count} completion{'s' * (count != 1)}"
+            )
         return [self._score(value, metrics) for value in values]
 
     def _score(self, value: object, metrics: dict[str, float]) -> Score:

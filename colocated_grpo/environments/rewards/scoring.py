@@ -77,7 +77,7 @@ def as_number(value: Any) -> float | None:
     """Convert to a finite float. None and NaN give None (TRL's "not applicable"); any other value raises."""
     if value is None:
         return None
-    if isinstance(value, str | bytes) or abs(number := float(value)) > MAX_REWARD:
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__") or abs(number := float(value)) > MAX_REWARD:
         raise ValueError(f"a reward must be None or a number up to {MAX_REWARD:g} in size, got {value!r}")
     return None if math.isnan(number) else number
 

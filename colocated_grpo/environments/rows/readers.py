@@ -36,6 +36,8 @@ def read_jsonl(path: Path) -> list[Item]:
             if line.strip():
                 try:
                     rows.append(_as_row(_JSON.decode(line)))
+                except json.JSONDecodeError as error:
+                    raise ValueError(f"line {number}, column {error.pos + 1}: {error.msg}") from None
                 except (ValueError, RecursionError) as error:
                     raise ValueError(f"line {number}: {error}") from None
     return rows

@@ -52,8 +52,9 @@ def load_object(path: str, key: str) -> Any:
     try:
         return getattr(module, name)
     except AttributeError:
-        public = [other for other in dir(module) if not other.startswith("_")]
-        raise unknown_name(key, f"object of {location!r}", name, public) from None
+        own = {key: value for key, value in vars(module).items() if callable(value) and not key.startswith("_")}
+        own = [key for key in own if str(getattr(own[key], "__module__", None)).startswith(module.__name__)]
+        raise unknown_name(key, f"object of {location!r}", name, own) from None
 
 
 def load_function(path: str, key: str) -> Callable[..., Any]:
@@ -63,7 +64,7 @@ def load_function(path: str, key: str) -> Callable[..., Any]:
 
 def check_callable(found: Any, name: str, key: str) -> Callable[..., Any]:
     if not callable(found):
-        raise EnvironmentSetupError(f"{key}: {name!r} is a {type(found).__name__}, not a function")
+        raise EnvironmentSetupError(f"{key}: {name!r} is of type {type(found).__name__}, not a function")
     return found
 
 

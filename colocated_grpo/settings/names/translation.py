@@ -316,7 +316,8 @@ def _translate_one(
         new_path = errors.parse_path(name)
         existing = locations.get(new_path)
         if existing and existing.on_command_line == location.on_command_line:
-            raise ValueError(f"the same setting as {name} ({existing}); remove one of them")
+            place = "" if existing.on_command_line else f" in {existing.where}"
+            raise ValueError(f"the same setting as {existing.old_name or name}{place}; remove one of them")
         if existing and existing.on_command_line:
             continue
         assign(tree, new_path, value)

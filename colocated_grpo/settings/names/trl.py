@@ -36,17 +36,18 @@ def renamed(new_name: str, remark: str = "") -> Alias:
     return Alias(lambda _key, value, _get: {new_name: value}, new_name, remark)
 
 
-def one_of(new_name: str, values: Mapping[Any, object], remark: str = "") -> Alias:
+def one_of(new_name: str, values: Mapping[Any, object], remark: str = "", instead: str = "") -> Alias:
     """Return an alias that accepts the keys of `values` and sets `new_name` to the mapped value; None sets nothing.
 
-    If all mapped values are None, `new_name` explains why only these keys are accepted.
+    If all mapped values are None, `new_name` explains why only these keys are accepted. instead: shown in its place.
     """
 
     def translate(_key: str, value: object, _get: Lookup) -> NewSettings:
         key = value.lower() if isinstance(value, str) else value
         if isinstance(key, dict | list) or key not in values:
             accepted = ", ".join(show(known) for known in values)
-            raise ValueError(f"must be {'one of ' if len(values) > 1 else ''}{accepted} ({new_name})")
+            way = f"; set {instead}" if instead else f" ({new_name})"
+            raise ValueError(f"must be {'one of ' if len(values) > 1 else ''}{accepted}{way}")
         return {} if values[key] is None else {new_name: values[key]}
 
     return Alias(translate, new_name, remark)
@@ -178,6 +179,7 @@ def _generation(key: str, value: object, _get: Lookup) -> NewSettings:
 
 
 _GUIDE = "see docs/guides/from_trl.md"
+_STEPS_OR_NO = {"steps": None, "no": 0, False: 0}
 _LOADING = "attn_implementation device_map dtype low_cpu_mem_usage torch_dtype use_cache use_kernels"
 _SET_WITHOUT_EFFECT = """
 accelerator_config attn_implementation auto_find_batch_size average_tokens_across_devices batch_eval_metrics
@@ -263,10 +265,10 @@ TRL: dict[str, Alias] = {
     **each("vllm_importance_sampling_clip_max vllm_importance_sampling_cap", renamed("loss.correction.cap")),
     "vllm_importance_sampling_clip_min": renamed("loss.correction.floor"),
     "save_steps": renamed("checkpoint.every"),
-    "save_strategy": one_of("checkpoint.every", {"steps": None, "no": 0, False: 0}, "also saved at the end"),
+    "save_strategy": one_of("checkpoint.every", _STEPS_OR_NO, "also saved at the end", "save_steps"),
     "save_total_limit": Alias(_kept_checkpoints, "checkpoint.keep_last", reads_null=True),
     "eval_steps": renamed("evaluation.every"),
-    "eval_strategy": one_of("evaluation.every", {"steps": None, "no": 0, False: 0}),
+    "eval_strategy": one_of("evaluation.every", _STEPS_OR_NO, instead="eval_steps"),
     "report_to": Alias(_report_to, "tracking", "other trackers are not used: metrics are in the run folder"),
     "log_completions": one_of("tracking.completions_every", {True: 10, False: None}),
     "hub_model_id": renamed("hub.repo"),

@@ -195,7 +195,7 @@ def test_the_config_of_peft_is_read():
         ({"callback": Length()}, "callback: unknown argument; did you mean callbacks?"),
         ({"resume": "auto"}, "resume: an argument of train() and check()"),
         ({"policy": {"lr": -1}}, "policy.lr=-1: must be greater than 0 (argument)"),
-        ({"model": Length()}, "model: a Length; give its folder or name, from which each rank reads its shard"),
+        ({"model": Length()}, "model: of type Length; give its folder or name, from which each rank reads its shard"),
         (
             {"reward_funcs": [{"name": right, "run_in": "process"}]},
             "reward_funcs.0.run_in='process': an object runs in threads; give the function's name instead",
@@ -210,17 +210,27 @@ def test_the_config_of_peft_is_read():
             "train_dataset: the same setting as environments.0.name; remove one of them",
         ),
         ({"train_dataset": {"train": ROWS}}, "train_dataset: a mapping of train; must be a datasets.Dataset or a list"),
-        ({"train_dataset": ["one"]}, "train_dataset: entry 0 is a str; must be a datasets.Dataset or a list of dict"),
-        ({"train_dataset": iter(ROWS)}, "train_dataset: a list_iterator; must be a datasets.Dataset or a list of dict"),
+        (
+            {"train_dataset": ["one"]},
+            "train_dataset: entry 0 is of type str; must be a datasets.Dataset or a list of dict",
+        ),
+        (
+            {"train_dataset": iter(ROWS)},
+            "train_dataset: of type list_iterator; must be a datasets.Dataset or a list of dict",
+        ),
         ({"eval_datasets": "x.jsonl"}, "eval_datasets='x.jsonl': must be rows, as train_dataset is"),
         ({"eval_datasets": {}}, "eval_datasets={}: must have an entry, or be left out"),
-        ({"eval_datasets": {"a": [3]}}, "eval_datasets[a]: entry 0 is a int; must be a datasets.Dataset or a list of"),
+        (
+            {"eval_datasets": {"a": [3]}},
+            "eval_datasets[a]: entry 0 is of type int; must be a datasets.Dataset or a list of",
+        ),
         (
             {"eval_datasets": {"a": "openai/gsm8k"}},
             "eval_datasets[a]='openai/gsm8k': must be rows or a file (.jsonl, .json, .csv, .parquet); write a dataset",
         ),
-        ({"processing_class": object()}, "processing_class: a object; must be a tokenizer of transformers"),
-        ({"args": 3}, "int: must be a mapping of settings, GRPOConfig or LoraConfig"),
+        ({"processing_class": object()}, "processing_class: of type object; must be a tokenizer of transformers"),
+        ({"args": 3}, "args=3: must be a mapping of settings or GRPOConfig"),
+        ({"peft_config": "lora"}, "peft_config='lora': must be a mapping of settings or LoraConfig"),
         (
             {"reward_funcs": ["math_verfy"]},
             "environments 'train_dataset': rewards: unknown reward 'math_verfy'; did you",

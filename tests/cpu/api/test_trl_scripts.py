@@ -220,13 +220,13 @@ def test_a_model_object_that_its_files_do_not_describe_is_one_line():
         model.model.norm.weight[0] += 1
     with pytest.raises(ConfigError, match=r"^model: model.norm.weight differs from the files of .*save_pretrained\(\)"):
         trainer(model)
-    with pytest.raises(ConfigError, match=r"^model: a Qwen3ForCausalLM; give its folder or name"):
+    with pytest.raises(ConfigError, match=r"^model: of type Qwen3ForCausalLM; give its folder or name"):
         trainer(type(model)(model.config.from_dict({**model.config.to_dict(), "_name_or_path": ""})))
     model.config.quantization_config = {}
     with pytest.raises(ConfigError, match=r"^model: quantized; give its name"):
         trainer(model)
     model.peft_config = {}
-    with pytest.raises(ConfigError, match=r"^model: a Qwen3ForCausalLM; give .* an adapter as peft_config"):
+    with pytest.raises(ConfigError, match=r"^model: of type Qwen3ForCausalLM; give .* an adapter as peft_config"):
         trainer(model)
 
 

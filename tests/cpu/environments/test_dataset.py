@@ -193,7 +193,7 @@ def test_settings_that_do_not_match_the_data_raise_one_line(file, fields, messag
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("x.jsonl", '{"question": "a"}\n{"question": \n', "line 2: Expecting value"),
+        ("x.jsonl", '{"question": "a"}\n{"question": \n', "line 2, column 15: Expecting value"),
         ("x.jsonl", '["question"]\n', "line 1: a row must be an object"),
         ("x.jsonl", '{"question": "a"}\n{"answer": 1, "b": 2, "answer": 3}\n', "line 2: key 'answer' occurs twice"),
         ("x.json", '[{"question": "a", "meta": {"b": 1, "b": 1}}]', "key 'b' occurs twice"),
@@ -202,7 +202,7 @@ def test_settings_that_do_not_match_the_data_raise_one_line(file, fields, messag
         ("x.jsonl", '{"question": 7, "answer": "a"}\n' * 9, "row 0': a prompt must be text or a list of messages"),
         ("x.json", '{"rows": []}', "must hold a list of objects, this one holds a dict"),
         ("x.json", "[", "cannot read"),
-        ("x.json", '{"question": "a", "answer": "1"}\n{"question"\n', "line 2: Expecting ':' delimiter"),
+        ("x.json", '{"question": "a", "answer": "1"}\n{"question"\n', "line 2, column 13: Expecting ':' delimiter"),
         (
             "x.jsonl",
             '{"question": ' + "[" * 100_000 + "]" * 100_000 + "}",

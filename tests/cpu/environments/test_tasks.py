@@ -259,7 +259,7 @@ def test_reasoning_gym_args_reach_its_config_and_an_empty_instruction_adds_nothi
         ("reasoning_gym:composite", {}, "Must specify at least one dataset"),
         ("no_such_module:Task", {}, "cannot import 'no_such_module'"),
         ("no/such/file.py:Task", {}, "no such file"),
-        ("math:tua", {}, "unknown object of 'math' 'tua'; did you mean 'tau'?"),
+        ("math:tua", {}, "unknown object of 'math' 'tua'; did you mean 'tan'? valid: acos"),
         ("math:tau", {}, "not a task, it has no prompts() and no score()"),
         (":Task", {}, "not of the form module:object"),
     ],

@@ -101,7 +101,7 @@ def test_a_users_function_that_raises_gives_no_answer(tmp_path):
     answer = answer_function(f"{tmp_path}/mine.py:first", "answer")
     assert answer("7 apples") == "7"
     assert answer("") is None
-    with pytest.raises(EnvironmentSetupError, match="is a int, not a function"):
+    with pytest.raises(EnvironmentSetupError, match="is of type int, not a function"):
         answer_function(f"{tmp_path}/mine.py:number", "answer")
 
 

@@ -144,6 +144,12 @@ def test_the_chat_template_of_a_processor_is_used_if_the_tokenizer_has_none(comp
     assert load_tokenizer(config_of(folder).model, folder).chat_template == "of the processor"
     given = config_of(folder, model={"name": str(folder), "chat_template": "{{ given }}"})
     assert load_tokenizer(given.model, folder).chat_template == "{{ given }}"
+    broken = config_of(folder, model={"name": str(folder), "chat_template": "\n{{ messages[0] '"})
+    with pytest.raises(ConfigError, match=r"^model.chat_template: line 2 is not valid Jinja: unexpected [^\n]*$"):
+        load_tokenizer(broken.model, folder)
+    (folder / "chat_template.jinja").write_text("{% if %}")
+    with pytest.raises(ConfigError, match=r"^model.name='.*': its chat template: line 1 is not valid Jinja: Expected "):
+        load_tokenizer(config_of(folder).model, folder)
 
 
 @pytest.mark.parametrize("file", ["tokenizer_config.json", "tokenizer.json"])
@@ -153,6 +159,15 @@ def test_a_damaged_tokenizer_is_one_line(composite, tmp_path, file, text):
     shutil.copytree(composite("gemma3"), folder)
     (folder / file).write_text(text)
     with pytest.raises(ConfigError, match=r"^model.name='.*': no usable tokenizer; copy [^\n]*$"):
+        load_tokenizer(config_of(folder).model, folder)
+
+
+def test_missing_files_of_the_tokenizer_are_one_line(model_folder, tmp_path):
+    folder = shutil.copytree(model_folder(), tmp_path / "model")
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    assert len(AutoTokenizer.from_pretrained(folder)) < 2, "transformers makes an empty tokenizer"
+    with pytest.raises(ConfigError, match=r"^model.name='.*': no usable tokenizer; .*: no tokenizer files in [^\n]*$"):
         load_tokenizer(config_of(folder).model, folder)
 
 

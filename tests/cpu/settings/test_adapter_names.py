@@ -193,7 +193,7 @@ def test_a_peft_config_sets_an_adapter_with_pefts_defaults(text, settings):
         ),
         (
             "lora_r: 8\npolicy: {lora: {rank: 8}}",
-            "lora_r=8: the same setting as policy.lora.rank (line 4 of x.yaml); remove one of them (line 3 of x.yaml)",
+            "lora_r=8: the same setting as policy.lora.rank in line 4 of x.yaml; remove one of them (line 3 of x.yaml)",
         ),
         (
             "use_peft: false\npolicy: {lora: {}}",

@@ -66,7 +66,7 @@ from tests.support.config_text import config_error, load, notes
         ("policy:\n\tlr: 1", "x.yaml:4: not valid YAML: a tab; YAML is indented with spaces only"),
         (
             "model_name: b",
-            "model_name='b': the same setting as model.name (line 1 of x.yaml); remove one of them (line 3 of x.yaml)",
+            "model_name='b': the same setting as model.name in line 1 of x.yaml; remove one of them (line 3 of x.yaml)",
         ),
         (
             "fsdp_config: {sharding_strategy: NO_SHARD}",
@@ -193,6 +193,7 @@ def test_an_invalid_line_of_the_file_is_reported_with_value_and_rule(text, line)
         ("", "x.yaml: empty; at least model.name is required"),
         ("- a\n- b", "x.yaml: must be a mapping of settings, not a list"),
         ("environments: [{name: sorting}]", "model: required, but not given"),
+        ("model: 3", "model=3: must be a name, or a mapping of settings (line 1 of x.yaml)"),
         ("model: {}\nenvironments: [{name: sorting}]", "model.name: required, but not given (line 1 of x.yaml)"),
         ("model: {name: a}\nenvironments: []", "environments=[]: needs at least 1 entry (line 2 of x.yaml)"),
         (
@@ -247,7 +248,15 @@ def test_the_sections_of_a_prime_rl_file_are_not_called_those_of_verl():
             ["--environments.name", "x"],
             "environments.name: environments is a list; name an entry, as in environments.0",
         ),
-        (["--environments.7.name", "x"], "environments.7.name: environments has 1 entries, numbered from 0"),
+        (["--environments.7.name", "x"], "environments.7.name: the next new entry of environments is environments.1"),
+        (
+            ["--learning_rate", "1", "--policy.lr", "1"],
+            "learning_rate=1: the same setting as policy.lr; remove one of them (command line)",
+        ),
+        (
+            ["--save_strategy", "epoch"],
+            "save_strategy='epoch': must be one of 'steps', 'no', false; set save_steps (command line)",
+        ),
         (["--policy.learning_rate", "1"], "policy.learning_rate: unknown key; did you mean policy.lr? (command line)"),
         (  # the most similar name of another section is `batch`
             ["--model.path", "x"],
@@ -258,6 +267,12 @@ def test_the_sections_of_a_prime_rl_file_are_not_called_those_of_verl():
 )
 def test_an_invalid_override_is_reported_with_value_and_rule(words, line):
     assert config_error("", *words) == line
+
+
+def test_a_broken_file_is_named_with_its_folder(tmp_path):
+    (tmp_path / "config.yaml").write_text("policy: {lr: 1")
+    with pytest.raises(ConfigError, match=rf"^{tmp_path}/config.yaml:1: not valid YAML"):
+        load_config(tmp_path / "config.yaml")
 
 
 def test_a_toml_file_is_not_read_as_yaml(tmp_path):

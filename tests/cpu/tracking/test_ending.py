@@ -149,6 +149,6 @@ def test_a_failure_in_a_folder_that_is_gone_does_not_hide_the_error(tmp_path: Pa
 def test_the_last_line_names_one_evaluation_once():
     row = {"step": 0, "value": 0.5}
     one = {"state": "stopped", "steps": 1, "held_out_reward": {"before": row, "after": row}}
-    assert summary_line(one) == "stopped after 1 steps: held-out reward 0.500 (step 0)"
+    assert summary_line(one) == "stopped after 1 step: held-out reward 0.500 (step 0)"
     two = one | {"held_out_reward": {"before": row, "after": {"step": 1, "value": 0.75}}}
-    assert summary_line(two) == "stopped after 1 steps: held-out reward 0.500 -> 0.750 (steps 0 -> 1)"
+    assert summary_line(two) == "stopped after 1 step: held-out reward 0.500 -> 0.750 (steps 0 -> 1)"

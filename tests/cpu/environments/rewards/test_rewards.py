@@ -247,7 +247,7 @@ def test_a_base_exception_in_an_async_function_does_not_affect_other_calls(error
 @pytest.mark.parametrize(
     ("result", "rewards", "error"),
     [
-        ([1.0], [None, None], "reward: WrongNumberOfRewards: 1 rewards for 2 completions"),
+        ([1.0], [None, None], "reward: WrongNumberOfRewards: 1 reward for 2 completions"),
         (1.0, [None, None], "reward: WrongNumberOfRewards: 1.0 for 2 completions, not a list of 2 numbers"),
         (None, [None, None], "reward: WrongNumberOfRewards: None for 2 completions, not a list of 2 numbers"),
         ("ab", [None, None], "reward: WrongNumberOfRewards: 'ab' for 2 completions, not a list of 2 numbers"),
@@ -271,6 +271,11 @@ def test_a_base_exception_in_an_async_function_does_not_affect_other_calls(error
             [0.0, -1e99],
             [0.0, None],
             "reward: ValueError: a reward must be None or a number up to 1e+30 in size, got -1e+99",
+        ),
+        (
+            [1.0, [1.0]],
+            [1.0, None],
+            "reward: ValueError: a reward must be None or a number up to 1e+30 in size, got [1.0]",
         ),
         ([1.0, 10**400], [1.0, None], "reward: OverflowError: int too large to convert to float"),
         (
@@ -570,7 +575,7 @@ def test_a_reward_class_is_instantiated_and_repeated_names_are_numbered(tmp_path
         ({"name": "gsm"}, "unknown reward 'gsm'; did you mean 'gsm8k'? valid: exact_match, format_think, gsm8k"),
         ({"name": "trl.rewards:accuracy"}, "did you mean 'accuracy_reward'?"),
         ({"name": "trl.rewards:get_soft_overlong_punishment", "args": {}}, "missing 2 required positional arguments"),
-        ({"name": "math:pi"}, "'math:pi' is a float, not a function"),
+        ({"name": "math:pi"}, "'math:pi' is of type float, not a function"),
         ({"name": "no_such_module:f"}, "cannot import 'no_such_module'"),
     ],
 )
