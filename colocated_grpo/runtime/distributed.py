@@ -241,9 +241,10 @@ def with_rows(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 class Rows(NamedTuple):
-    """A tensor of which this rank's rows are computed when they are needed."""
+    """This rank's rows of a tensor, computed when they are needed."""
 
     sharded_as: torch.Tensor
+    """A tensor that has the same rows on each rank."""
     compute: Callable[[], torch.Tensor]
 
 
@@ -267,19 +268,19 @@ class Computed(Mapping[str, torch.Tensor]):
 
 
 def held(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """Return the tensors that are not computed."""
+    """Return the tensors in memory, without those that are computed on access."""
     return tensors.held if isinstance(tensors, Computed) else tensors
 
 
 def rows_in(tensors: Mapping[str, torch.Tensor], name: str) -> Rows:
-    """Return this rank's rows of one of the tensors, not yet computed. Not collective."""
+    """Return how to compute this rank's rows of one of the tensors. Not collective."""
     if name in (kept := held(tensors)):
         return Rows(kept[name], partial(local_part, kept[name]))
     return cast("Computed", tensors).computed[name]
 
 
 def own_rows(tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> list[torch.Tensor]:
-    """Return this rank's rows of the tensors with these names. Not collective."""
+    """Compute and return this rank's rows of the tensors with these names. Not collective."""
     return [rows_in(tensors, name).compute() for name in names]  # without the DTensors, which take longer to make
 
 

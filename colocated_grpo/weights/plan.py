@@ -25,10 +25,11 @@ from colocated_grpo.runtime.text_part import OUTPUT_LAYER
 EXPERTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
 """Stacked experts [experts, rows, columns]: transformers' parameter -> vLLM's, if vLLM's kernel reads this layout."""
 SCALE = "_scale"
+"""Ending of the names of scales: of vLLM's parameters, and of planned tensors."""
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
 SMALLEST_SCALE = 1 / (LARGEST * 512)
-"""Scale of a row of zeros, or of values that are nearly zero, in vLLM."""
+"""vLLM's scale of a row of zeros, and of a row of smaller values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,7 @@ class Plan:
     places: list[Place]
     """Every parameter of the engine, as it was when the plan was made."""
     in_8_bits: frozenset[str] = frozenset()
-    """Checkpoint tensors that the engine stores as fp8 numbers. Each has a second target, for a scale of each row."""
+    """Checkpoint tensors that the engine stores as fp8 values. Each has a second target, for a scale of each row."""
 
     def is_current(self) -> bool:
         """Return False if the engine's parameters are no longer the tensors that the views point into."""
@@ -142,7 +143,7 @@ def _target(
 
 
 def _as_rows(stored: Tensor, leaf: str) -> Tensor:
-    """Return an engine's parameter with the checkpoint tensor's rows; fp8 numbers, and their scales, as integers."""
+    """Return a parameter in the checkpoint's layout. fp8 values, which vLLM transposes, and scales become integers."""
     if stored.dtype == FP8 and stored.dim() == 2:
         return stored.t().view(torch.int8)
     return stored.view(torch.int32) if leaf == f"weight{SCALE}" else stored
@@ -199,7 +200,7 @@ def verified_plan(engine: LocalEngine, shapes: Mapping[str, torch.Size], prefix:
     if engine.transforms_weights:
         return None
     plan = build_plan(engine.model, shapes, engine.tensor_parallel_rank)
-    if plan is None or plan.in_8_bits:
+    if plan is None or plan.in_8_bits:  # the checkpoint has other bits
         return None
     reader = CheckpointReader(folder)
     loaded = all(_is_loaded(plan.targets[name], name, shape, prefix, reader) for name, shape in shapes.items())
@@ -222,31 +223,30 @@ def checkpoint_shapes(folder: Path, *, tied: bool) -> dict[str, torch.Size]:
 def in_8_bits(
     parameters: Mapping[str, Tensor], names: Collection[str], dtype: torch.dtype, device: torch.device
 ) -> Computed:
-    """Return the parameters as an engine stores them that has those of `names` in 8 bits.
+    """Return the parameters as the engine stores them: those in `names` as fp8 values and, under name + SCALE, scales.
 
-    Numbers, under a weight's name, and scales, under this name and SCALE, are passed on as integers, which are never
-    cast. Numbers are computed on `device` whenever they are read, from this rank's rows; scales are computed with them,
-    so read a weight's numbers before its scales. dtype: the engine's, to which weights are rounded first.
+    Both are integers, which no sync casts. Values are computed on `device` at each access. Scales are computed with
+    them: read them once, after their values. dtype: the engine's, to which weights are rounded first.
     """
     last: dict[str, Tensor] = {}
 
-    def numbers(name: str, weight: Rows) -> Tensor:
-        numbers_RC, last[name] = quantized(weight.compute().to(device, dtype))
-        return numbers_RC
+    def values(name: str, weight: Rows) -> Tensor:
+        values_RC, last[name] = quantized(weight.compute().to(device, dtype))
+        return values_RC
 
     others = {name: parameters[name] for name in parameters if name not in names}
     # In the same order on all ranks.
     weights = {name: rows_in(parameters, name) for name in parameters if name in names}
-    rounded = {name: Rows(weight.sharded_as, partial(numbers, name, weight)) for name, weight in weights.items()}
+    rounded = {name: Rows(weight.sharded_as, partial(values, name, weight)) for name, weight in weights.items()}
     scales = {name + SCALE: Rows(weight.sharded_as, partial(last.pop, name)) for name, weight in weights.items()}
     return Computed(others, rounded | scales)
 
 
 def quantized(weight_RC: Tensor) -> tuple[Tensor, Tensor]:
-    """Return numbers int8 [R, C] and scales int32 [R, 1] with the bits that vLLM's loader writes."""
+    """Return fp8 values as int8 [R, C], and float32 scales as int32 [R, 1], with the bits that vLLM's loader writes."""
     if weight_RC.is_cuda:
-        numbers_RC, scales_R1 = scaled_fp8_quant(weight_RC, use_per_token_if_dynamic=True)
+        values_RC, scales_R1 = scaled_fp8_quant(weight_RC, use_per_token_if_dynamic=True)
     else:
         scales_R1 = (weight_RC.abs().amax(1, keepdim=True).float() / LARGEST).clamp_min(SMALLEST_SCALE)
-        numbers_RC = (weight_RC / scales_R1).clamp(-LARGEST, LARGEST).to(FP8)
-    return numbers_RC.view(torch.int8), scales_R1.view(torch.int32)
+        values_RC = (weight_RC / scales_R1).clamp(-LARGEST, LARGEST).to(FP8)
+    return values_RC.view(torch.int8), scales_R1.view(torch.int32)

@@ -14,7 +14,7 @@ from colocated_grpo.weights.fingerprints import Part, bits_of, columns_of, finge
 from colocated_grpo.weights.plan import Plan, Target
 
 AT_A_TIME = 8
-"""Computed tensors that are in memory together: all of them would not fit, and each launch for fewer costs time."""
+"""Computed tensors that are in memory together: all of them would not fit, and fewer would mean more launches."""
 SHOWN = 3
 """Maximum number of tensors that an error names."""
 
