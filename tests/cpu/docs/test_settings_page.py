@@ -27,6 +27,6 @@ def test_the_page_has_a_row_for_every_setting():
 
 def test_bounds_types_and_defaults_are_shown():
     lines = page().splitlines()
-    assert any(line.startswith("| `prompts_per_step` | whole number > 0 | `32` | ") for line in lines)
+    assert any(line.startswith("| `prompts_per_step` | whole number >= 1, <= 100000 | `32` | ") for line in lines)
     assert any(line.startswith("| `schedule` | `constant`, `cosine`, `linear` | `constant` | ") for line in lines)
     assert any(line.startswith("| `max_num_seqs` | whole number > 0 or null | `null` | ") for line in lines)
