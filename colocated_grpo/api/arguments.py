@@ -317,4 +317,4 @@ def num_rows(entry: object) -> int | None:
     if not isinstance(entry, sources.DatasetSourceConfig) or entry.given is None or objects.is_stream(entry.given):
         return None
     kept, _ = filter_rows(entry.given, entry, "environments.0")
-    return len(kept) - (num_held_out(entry, len(kept)) if entry.eval_split is None else 0)
+    return len(kept) - (num_held_out(entry.held_out, len(kept)) if entry.eval_split is None else 0)

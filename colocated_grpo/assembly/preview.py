@@ -63,8 +63,8 @@ def preview(config: Config, place: Placement, note: Callable[[str], None]) -> li
         engines.check_same_vocabulary(reference.name, model_files.load_tokenizer(reference, fetched), tokenizer)
     environments = build_environments(config, tokenizer)
     data.import_answers(config.evaluation)
-    count = min(config.rollout.prompts_per_step, MOST_PROMPTS) if environments.trained else 0
-    prompts = data.open_source(environments, note).next(count) if count else []
+    count = min(config.rollout.prompts_per_step, MOST_PROMPTS)
+    prompts = data.open_source(environments, note).next(count) if environments.trained else []
     data.draw_evaluated(config.evaluation, environments, note)
     model_config = config_json.read_config_json(config.model)
     check_vocabulary(prompts, config_json.text_part(model_config).get("vocab_size"), config.model.name)

@@ -77,10 +77,11 @@ def load_tokenizer(model: ModelConfig, folder: Path) -> PreTrainedTokenizerBase:
         raise ConfigError(f"model.name={model.name!r}: no usable tokenizer; {fix}: {in_one_line(error)}") from error
     try:
         tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
-    except Exception as error:  # a template may also reject this conversation
-        if isinstance(error, TemplateSyntaxError):
-            whose = "model.chat_template" if model.chat_template else f"model.name={model.name!r}: its chat template"
-            raise ConfigError(f"{whose}: line {error.lineno} is not valid Jinja: {error.message}") from None
+    except TemplateSyntaxError as error:
+        whose = "model.chat_template" if model.chat_template else f"model.name={model.name!r}: its chat template"
+        raise ConfigError(f"{whose}: line {error.lineno} is not valid Jinja: {error.message}") from None
+    except Exception:  # there is no template, or it rejects this conversation
+        return tokenizer
     return tokenizer
 
 

@@ -221,8 +221,7 @@ class Policy:
                 "Resume from the last checkpoint with a lower policy.lr or policy.grad_clip"
             )
         nn.utils.clip_grads_with_norm_(parameters, self._config.grad_clip, norm)
-        scheduled = learning_rate(self._config, self.version, self._total_steps)
-        lr = scheduled if self.fixed_lr is None else self.fixed_lr
+        lr = learning_rate(self._config, self.version, self._total_steps) if self.fixed_lr is None else self.fixed_lr
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()

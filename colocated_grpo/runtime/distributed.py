@@ -255,10 +255,8 @@ class Computed(Mapping[str, torch.Tensor]):
         self.held, self.computed = held, computed
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        if name in self.held:
-            return self.held[name]
-        rows = self.computed[name]
-        return with_rows(rows.sharded_as, rows.compute())
+        rows = self.computed.get(name)
+        return self.held[name] if rows is None else with_rows(rows.sharded_as, rows.compute())
 
     def __iter__(self) -> Iterator[str]:
         return chain(self.held, self.computed)
@@ -274,9 +272,8 @@ def held(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
 
 def rows_in(tensors: Mapping[str, torch.Tensor], name: str) -> Rows:
     """Return how to compute this rank's rows of one of the tensors. Not collective."""
-    if name in (kept := held(tensors)):
-        return Rows(kept[name], partial(local_part, kept[name]))
-    return cast("Computed", tensors).computed[name]
+    computed = tensors.computed if isinstance(tensors, Computed) else {}
+    return computed.get(name) or Rows(tensors[name], partial(local_part, tensors[name]))
 
 
 def own_rows(tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> list[torch.Tensor]:

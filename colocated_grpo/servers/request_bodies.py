@@ -103,6 +103,8 @@ ZeroOnly = Annotated[float, Field(ge=0, le=0)]
 
 
 class Body(BaseModel):
+    """A request body."""
+
     @classmethod
     def from_json(cls, body: bytes) -> Self:
         """Parse and validate. Raises InvalidBody."""

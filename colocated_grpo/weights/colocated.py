@@ -18,7 +18,7 @@ from colocated_grpo.policy.checkpoint_files import Conversion
 from colocated_grpo.rollout.engine import LocalEngine
 from colocated_grpo.runtime.distributed import World, local_part, whole
 from colocated_grpo.weights import buckets
-from colocated_grpo.weights.plan import Plan, Target, build_plan, in_8_bits
+from colocated_grpo.weights.plan import SCALE, Plan, Target, build_plan, in_8_bits
 from colocated_grpo.weights.transport import Due, ReloadCheck, TransportCheck
 
 
@@ -68,7 +68,7 @@ class ColocatedSync:
     def sync(self) -> None:
         """Write the policy's weights into the engine. Raises RunError on every rank if the weights have not arrived."""
         if self.plan is not None:
-            gathered = ((slices, self._gather(bucket)) for bucket, slices in self._buckets)
+            gathered = ((slices, buckets.gather(bucket, self._sent, self._device)) for bucket, slices in self._buckets)
             buckets.write_planned(gathered, self.plan, self._device)
         else:
             self._engine.load_weights(self._full_tensors())
@@ -112,25 +112,24 @@ class ColocatedSync:
             return
         if plan.in_8_bits:
             self._sent = in_8_bits(self._parameters, plan.in_8_bits, self._dtype, self._device)
-        made = self._make_buckets()
-        self._buckets = [(bucket, buckets.shard_slices(bucket, plan)) for bucket in made]
+        self._buckets = [(bucket, buckets.shard_slices(bucket, plan)) for bucket in self._make_buckets(plan, shapes)]
         loaded = [self._is_loaded(*entry) for entry in self._buckets]  # checks every bucket: all ranks join all gathers
         if all(self._world.gather_objects(all(loaded))):
             self.plan = plan
 
-    def _make_buckets(self) -> list[buckets.Bucket]:
+    def _make_buckets(self, plan: Plan, shapes: Mapping[str, torch.Size]) -> list[buckets.Bucket]:
+        """shapes: of the parameters. Each bucket has one type; a weight in 8 bits comes before its scales."""
+        scales = {name + SCALE: torch.Size((shapes[name][0], 1)) for name in plan.in_8_bits}
         by_type: dict[torch.dtype, dict[str, torch.Size]] = defaultdict(dict)
-        for name, tensor in self._sent.items():
-            by_type[self._dtype if tensor.is_floating_point() else tensor.dtype][name] = tensor.shape
+        for name, target in plan.targets.items():
+            dtype = self._dtype if target.view.is_floating_point() else target.view.dtype
+            by_type[dtype][name] = scales[name] if name in scales else shapes[name]
         shards = buckets.count_shards(self._parameters)
-        return [bucket for dtype, shapes in by_type.items() for bucket in buckets.make_buckets(shapes, shards, dtype)]
+        return [bucket for dtype, some in by_type.items() for bucket in buckets.make_buckets(some, shards, dtype)]
 
     def _is_loaded(self, bucket: buckets.Bucket, slices: Sequence[buckets.ShardSlice]) -> bool:
-        gathered = self._gather(bucket)
+        gathered = buckets.gather(bucket, self._sent, self._device)
         return all(torch.equal(part.destination, part.source(gathered)) for part in slices)
-
-    def _gather(self, bucket: buckets.Bucket) -> Tensor:
-        return buckets.gather(bucket, self._sent, self._device)
 
 
 NO_VERSION = -1

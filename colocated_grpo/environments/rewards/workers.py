@@ -167,7 +167,8 @@ class WorkerPool:
         """Return a response for each name, and the reason if there are fewer: LATE, INVALID, or how the process ended.
 
         names: prefixes of the reason, in the order of the responses. read: decodes a response, or raises ValueError.
-        seconds: time limit of each; None: `end_busy_workers` ends it. Raises pickle's errors for other messages.
+        seconds: time limit of each; None: `end_busy_workers` ends it.
+        Raises the errors of pickle for messages that cannot be serialized.
         """
         messages = [pickle.dumps(message) for message in request]
         worker = self._take()
@@ -189,15 +190,14 @@ class WorkerPool:
         with _lock:
             worker.busy = False
             ended = worker.ended
-        if ended is None and len(responses) == len(names):
+        complete = len(responses) == len(names)
+        if ended is None and complete:
             self._idle.put(worker)
             return responses, None
         code = worker.discard()
         if error is None:
             self.start()
-        if len(responses) == len(names):
-            return responses, None
-        return responses, ended or error or names[len(responses)] + _ending(code)
+        return responses, None if complete else ended or error or names[len(responses)] + _ending(code)
 
     def close(self) -> None:
         """End the idle processes."""

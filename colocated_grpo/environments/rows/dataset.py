@@ -47,7 +47,7 @@ class RowItems(Items):
         rows = self._load(self._config.split)
         if self._config.eval_split is not None:
             return rows, self._load(self._config.eval_split)
-        held_out = num_held_out(self._config, len(rows))
+        held_out = num_held_out(self._config.held_out, len(rows))
         count = len(rows) - held_out
         if count <= 0:
             raise self._error(f"held_out={held_out}: no training row is left of {len(rows)}; set a smaller number")
@@ -203,9 +203,9 @@ class RowItems(Items):
         return EnvironmentSetupError(f"environments {self._name!r}: {message}")
 
 
-def num_held_out(config: RowsSourceConfig, rows: int) -> int:
-    """Return how many rows at the end are held out if the config has no eval_split. rows: number of all rows."""
-    return min(MAX_HELD_OUT, rows // 10) if config.held_out is None else config.held_out
+def num_held_out(wanted: int | None, rows: int) -> int:
+    """Return how many rows at the end are held out if there is no eval_split. wanted: held_out. rows: of the data."""
+    return min(MAX_HELD_OUT, rows // 10) if wanted is None else wanted
 
 
 DIGEST_ROWS = 64

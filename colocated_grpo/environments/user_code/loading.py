@@ -3,6 +3,7 @@
 import asyncio
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 import threading
@@ -52,8 +53,11 @@ def load_object(path: str, key: str) -> Any:
     try:
         return getattr(module, name)
     except AttributeError:
-        own = {key: value for key, value in vars(module).items() if callable(value) and not key.startswith("_")}
-        own = [key for key in own if str(getattr(own[key], "__module__", None)).startswith(module.__name__)]
+        own = [
+            other
+            for other, value in inspect.getmembers(module, callable)
+            if not other.startswith("_") and str(getattr(value, "__module__", None)).startswith(module.__name__)
+        ]
         raise unknown_name(key, f"object of {location!r}", name, own) from None
 
 

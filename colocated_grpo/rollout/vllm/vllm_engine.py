@@ -28,7 +28,6 @@ UNQUANTIZED_CACHE = ("auto", "bfloat16", "float16", "half")
 """Types of vLLM's KV cache that are not quantized."""
 FP8_BY_ROWS = "fp8_per_channel"
 """The quantization whose layout a plan knows."""
-
 AS_LOADED = {"TRITON", "BATCHED_TRITON"}
 """Expert kernels that read weights in their loaded layout."""
 

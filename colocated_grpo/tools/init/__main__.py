@@ -12,13 +12,14 @@ from pathlib import Path
 import psutil
 import yaml
 
+from colocated_grpo.environments.rows.dataset import num_held_out
 from colocated_grpo.environments.rows.readers import READERS
 from colocated_grpo.errors import ConfigError, RunError
 from colocated_grpo.launch.cli import visible_gpus
 from colocated_grpo.runtime import processes, program, verdict
 from colocated_grpo.settings import config_file, inputs
 from colocated_grpo.settings.run_sizes import GIB, Placement, gib
-from colocated_grpo.tools.init.choices import Choices, Setting, held_out, learning_rate, make_plan
+from colocated_grpo.tools.init.choices import Choices, Setting, learning_rate, make_plan
 from colocated_grpo.types import JsonObject
 
 WIDTH = 110
@@ -97,7 +98,7 @@ def config_text(plan: Choices, heading: Sequence[str], folder: Path) -> str:
         "rollout": plan.rollout,
         "policy": [rate, *(Setting(key, value) for key, value in policy.items())],
         "engine": [Setting(key, value) for key, value in engine.items()],
-        "evaluation": evaluation if held_out(plan.rows) else [],
+        "evaluation": evaluation if num_held_out(None, plan.rows) else [],
         "checkpoint": [Setting("every", max(1, steps // 4), "steps; a stopped run continues with --resume auto")],
     }
     top = [Setting(key, value, "policy and engine use one copy of the weights") for key, value in changes.items()]

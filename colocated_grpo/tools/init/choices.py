@@ -13,6 +13,7 @@ from colocated_grpo.environments.base import Item
 from colocated_grpo.environments.prompts import PromptEncoder, with_system_prompt
 from colocated_grpo.environments.rewards.builtin import NUMBER
 from colocated_grpo.environments.rewards.functions import load_reward
+from colocated_grpo.environments.rows.dataset import num_held_out
 from colocated_grpo.environments.rows.readers import read_file
 from colocated_grpo.errors import ConfigError
 from colocated_grpo.settings.config_json import attention_heads, longest_sequence, read_config_json, text_part
@@ -77,21 +78,17 @@ def lengths_of(
     )
 
 
-def held_out(rows: int) -> int:
-    """Return how many rows a run evaluates instead of training them: a tenth, at most 64."""
-    return min(rows // 10, 64)
-
-
 def batch_of(rows: int, gpus: int) -> tuple[Setting, Setting, Setting]:
     """Return prompts a step, completions a prompt, and steps."""
-    train = rows - held_out(rows)
+    held_out = num_held_out(None, rows)
+    train = rows - held_out
     wanted, group = (max(32, 16 * gpus), 16) if gpus else (8, 8)
     prompts = max(1, gpus, min(wanted, train))
     why = f"{prompts * group} completions a step"
     why += f", {prompts * group // gpus} on each GPU" if gpus > 1 else ""
     steps = max(MIN_STEPS, min(MAX_STEPS, ceil(PASSES * train / prompts)))
     passes = steps * prompts / train
-    steps_why = f"{passes:.3g} passes over {train:,} rows; {held_out(rows) or 'none'} held out for evaluation"
+    steps_why = f"{passes:.3g} passes over {train:,} rows; {held_out or 'none'} held out for evaluation"
     return (
         Setting("prompts_per_step", prompts, why),
         Setting("group_size", group, "completions of a prompt, whose rewards are compared with each other"),
