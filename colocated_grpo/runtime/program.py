@@ -136,6 +136,7 @@ def library_environment(log_level: str) -> dict[str, str]:
         "TORCH_DISTRIBUTED_DEBUG": "INFO" if debug else "OFF",
         "TOKENIZERS_PARALLELISM": "false",
         **OPENMP_SETTINGS,
+        "FLASHINFER_LOGGING_LEVEL": "INFO" if debug else "ERROR",
         "TORCH_CPP_LOG_LEVEL": "INFO" if debug else "ERROR",
         # Else each start traces the gradients of blocks with adapters or shared prefixes again.
         "TORCHINDUCTOR_AUTOGRAD_CACHE_ALLOW_CUSTOM_AUTOGRAD": "1",

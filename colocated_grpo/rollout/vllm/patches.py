@@ -204,6 +204,17 @@ PATCHES: tuple[Patch, ...] = (
         upstream="vllm/utils/gc_utils.py",
     ),
     Patch(
+        target="vllm.model_executor.models.registry:_run_in_subprocess",
+        make=counted(lambda inspect: inspect()),
+        cures="to inspect the class of a model, its first start imports vLLM in a second process",
+    ),
+    Patch(
+        target="vllm.sampling_params:SamplingParams.for_sampler_warmup",
+        make=counted(process.default_sampling),
+        cures="a first start compiles the kernels of all sampling settings, whether or not the run has them",
+        devices=("cuda",),
+    ),
+    Patch(
         target="vllm.v1.sample.sampler:batched_count_greater_than",
         make=counted(process.count_at_least),
         cures="torch.compile of one comparison delays the first completions of every run by seconds",

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 import vllm.distributed.parallel_state as parallel_state
 from torch import Tensor, nn
+from vllm import SamplingParams
 from vllm.platforms import current_platform
 
 from colocated_grpo.rollout.engine import Part
@@ -42,6 +43,11 @@ def join_shared_memory(init_cpu_shm: Callable[[Any], int], group: Any) -> int:
     handle = init_cpu_shm(group)
     Path(f"/dev/shm/{group.group_name}_{group.communicator.rank}").unlink(missing_ok=True)
     return handle
+
+
+def default_sampling() -> SamplingParams:
+    """Return the parameters of a run's requests at their defaults. Other settings compile their kernels when used."""
+    return SamplingParams(temperature=1.0, logprobs=0)
 
 
 def plain_cpu_linear(layer: nn.Module, remove_weight: bool) -> None:

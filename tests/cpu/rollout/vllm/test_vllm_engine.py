@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -55,8 +56,9 @@ def process_state(build: Any) -> dict[str, Any]:
     }
 
 
-def engine_facts(world: World, folder: Path, stop: list[str]) -> dict[str, Any]:
-    """Everything that one engine can show, from one start of it."""
+def engine_facts(world: World, folder: Path, stop: list[str], cache: Path) -> dict[str, Any]:
+    """Everything that one engine can show, from one start of it. cache: vLLM's, empty as in a first start."""
+    os.environ["VLLM_CACHE_ROOT"] = str(cache)
     pair: Pair
 
     def build() -> None:
@@ -198,9 +200,10 @@ def stale_prefix(pair: Pair) -> dict[str, float]:
 
 
 @pytest.fixture(scope="module", params=[[], ["7"]], ids=["token ids only", "stop strings"])
-def facts(request) -> dict[str, Any]:
+def facts(request, tmp_path_factory) -> dict[str, Any]:
     """Completions of each way through vLLM."""
-    [facts] = run_on_ranks(engine_facts, 1, tiny_model(), request.param, timeout=TIMEOUT)
+    cache = tmp_path_factory.mktemp("cache")
+    [facts] = run_on_ranks(engine_facts, 1, tiny_model(), request.param, cache, timeout=TIMEOUT)
     return {**facts, "stop": request.param}
 
 
