@@ -420,6 +420,13 @@ def test_a_yaml_document_of_exponential_size_is_read_quickly():
             "engine: {args: {speculative_config: {method: ngram}}}",
             "engine.args.speculative_config: not supported: on CPUs, vLLM samples from a wrong distribution",
         ),
+        ("engine: {args: {model: other}}", "engine.args.model: is the run's own model; write model.name"),
+        (
+            "engine: {args: {logprobs_mode: raw_logprobs}}",
+            "engine.args.logprobs_mode: must be unset: training needs log-probabilities of the distribution that is "
+            "sampled",
+        ),
+        ("rollout: {stop: ['END', '']}", "rollout.stop: '' would end every completion; leave it out"),
     ],
 )
 def test_settings_that_contradict_each_other_are_rejected(text, line):
