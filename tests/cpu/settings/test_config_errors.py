@@ -445,6 +445,20 @@ def test_a_dataset_needs_a_reward_that_counts_unless_a_kl_penalty_trains():
         assert config_error(text + best, alone=True) == f"evaluation.keep_best=held_out/reward: {rule}"
 
 
+def test_without_rewards_the_trained_model_cannot_be_its_own_teacher():
+    text = "model: {name: a}\nenvironments: [{type: dataset, name: d, rewards: []}]\nloss: {kl: {coef: 1}}\n"
+    rule = "is the trained model, and no reward counts, so nothing would change; name a teacher"
+    assert config_error(text, alone=True) == f"loss.kl.model=null: {rule}"
+    same = text.replace("coef: 1", "coef: 1, model: ./a")
+    assert config_error(same, alone=True) == f"loss.kl.model=./a: {rule}"
+    assert not load(same.replace("name: a}", "name: a, revision: early}"), alone=True).is_rewarded
+
+
+def test_trls_name_of_a_teacher_leads_to_the_setting():
+    line = config_error("teacher_model_name_or_path: a")
+    assert line.endswith("not supported; name the teacher in loss.kl.model: docs/guides/distillation.md (line 3 of x.yaml)")
+
+
 def test_an_invalid_reward_is_reported_with_its_index():
     text = "model: {name: a}\nenvironments:\n- {type: dataset, name: d, rewards: [gsm8k, {name: b, weight: big}]}"
     line = "environments.0.rewards.1.weight='big': must be a number (line 3 of x.yaml)"
