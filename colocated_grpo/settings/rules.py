@@ -277,8 +277,8 @@ def _environments(config: Config) -> Lines:
     own, kl = config.model, config.loss.kl
     is_own = kl.model is None or (Path(kl.model) == Path(own.name) and own.revision is None)
     if kl.coef and is_own and not config.is_rewarded:
-        name = kl.model or "null"
-        yield f"loss.kl.model={name}: is the trained model, and no reward counts, so nothing would change; name a teacher"
+        rule = "is the trained model, and no reward counts, so nothing would change; name a teacher"
+        yield f"loss.kl.model={kl.model or 'null'}: {rule}"
     if config.evaluation.keep_best == HELD_OUT and not config.is_rewarded:
         yield f"evaluation.keep_best={HELD_OUT}: no environment has a reward that counts; name a metric of a set"
     yield from _opponents(sources, bool(found), config.engine.placement == "server")

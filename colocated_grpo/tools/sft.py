@@ -129,7 +129,8 @@ def completions(row: Item, source: str) -> Iterator[tuple[object, str]]:
     for given, text in pairs or [(None, None)]:
         if not isinstance(text, str):
             found = f"; an assistant's content is {text!r:.60}" if isinstance(said, list) and given is not None else ""
-            raise ConfigError(f"{source}: needs a `prompt` and a `completion` with text, or `messages` with both{found}")
+            rule = "needs a `prompt` and a `completion` with text, or `messages` with both"
+            raise ConfigError(f"{source}: {rule}{found}")
         if text != text.encode(errors="replace").decode():
             raise ConfigError(f"{source}: a completion contains a lone surrogate, which cannot be encoded")
         yield given, text

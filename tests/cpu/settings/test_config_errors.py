@@ -455,8 +455,8 @@ def test_without_rewards_the_trained_model_cannot_be_its_own_teacher():
 
 
 def test_trls_name_of_a_teacher_leads_to_the_setting():
-    line = config_error("teacher_model_name_or_path: a")
-    assert line.endswith("not supported; name the teacher in loss.kl.model: docs/guides/distillation.md (line 3 of x.yaml)")
+    advice = "not supported; name the teacher in loss.kl.model: docs/guides/distillation.md"
+    assert advice in config_error("teacher_model_name_or_path: a")
 
 
 def test_an_invalid_reward_is_reported_with_its_index():

@@ -98,7 +98,7 @@ def test_a_row_without_a_completion_is_one_line(row):
 
 def test_a_message_of_the_assistant_without_text_is_named():
     call = {"role": "assistant", "content": None, "tool_calls": []}
-    with pytest.raises(ConfigError, match="`messages` with both; an assistant's content is None$"):
+    with pytest.raises(ConfigError, match=r"`messages` with both; an assistant's content is None$"):
         texts({"messages": [*CHAT[:2], call]})
 
 
