@@ -35,6 +35,8 @@ REFUSED_ARGUMENTS = {
     "tokenizer": "is the run's own tokenizer; write model.tokenizer",
     "logprobs_mode": "must be unset: training needs log-probabilities of the distribution that is sampled",
     "distributed_executor_backend": "must be unset: each engine runs inside its ranks",
+    "data_parallel_size": "must be unset: each rank has an engine; --gpus or --nproc starts more ranks",
+    "pipeline_parallel_size": "not supported; write engine.tensor_parallel_size",
 }
 """Arguments of vLLM that would make engine and policy differ, or that vLLM implements wrongly."""
 

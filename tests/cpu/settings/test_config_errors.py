@@ -426,6 +426,11 @@ def test_a_yaml_document_of_exponential_size_is_read_quickly():
             "engine.args.logprobs_mode: must be unset: training needs log-probabilities of the distribution that is "
             "sampled",
         ),
+        (
+            "engine: {args: {data_parallel_size: 2}}",
+            "engine.args.data_parallel_size: must be unset: each rank has an engine; --gpus or --nproc starts more "
+            "ranks",
+        ),
         ("rollout: {stop: ['END', '']}", "rollout.stop: '' would end every completion; leave it out"),
     ],
 )
