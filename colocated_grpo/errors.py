@@ -59,5 +59,6 @@ def shortened(text: str, limit: int) -> str:
 
 def write_failed(what: str, folder: Path, cause: str) -> RunError:
     """Return the error for a failed write. Its line includes the free disk space: a full disk is the usual reason."""
-    free = shutil.disk_usage(folder).free / 2**30
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free / 2**30
     return RunError(f"{what}: writing to {folder} failed ({free:.3g} GiB free there): {cause}")

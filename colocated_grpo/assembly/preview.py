@@ -21,6 +21,7 @@ from colocated_grpo.policy.model import transformer_blocks
 from colocated_grpo.rollout.reward_calls import RewardCalls
 from colocated_grpo.rollout.vllm.kv_budget import check_cache
 from colocated_grpo.settings import config_json, model_sizes
+from colocated_grpo.settings.exact import check_exact
 from colocated_grpo.settings.run_sizes import FULL, Placement, RunSizes, fits, free_disk, gib, memory_fix
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.tracking.text import without_middle
@@ -50,6 +51,9 @@ def preview(config: Config, place: Placement, note: Callable[[str], None]) -> li
     if config.engine.placement == "colocated":
         spec = engines.engine_spec(config, folder, 1, device, sequences=1)  # the checks depend on neither number
         check_cache(spec)
+        if config.numerics == "exact":  # a GPU of the run may be another than this machine's: assume that it is right
+            gpu, float32 = place.on_gpu, spec.dtype == torch.float32
+            check_exact(config_json.read_config_json(config.model), on_cpu=not gpu, on_hopper=gpu, float32=float32)
         if spec.args:
             # Imported here: vLLM takes many seconds to import.
             from colocated_grpo.rollout.vllm.vllm_arguments import check_names

@@ -146,6 +146,8 @@ class PromptEncoder:
         self.tokenizer = tokenizer
         self._templates = templates
         self.max_prompt_tokens = max_prompt_tokens
+        self._last_dropped = 0
+        """Tokens of the last prompt that was dropped after it was rendered."""
         # Only tokens such as <|im_start|> or [INST] prove that a template was applied. Other special tokens may be
         # plain text: some tokenizers pad with "!".
         self._markers = [token for token in tokenizer.all_special_tokens if token[0] in "<[" and len(token) > 2]
@@ -165,6 +167,7 @@ class PromptEncoder:
         arguments = template.arguments(item, source)
         text, token_ids = self._render(prompt, template, arguments, source)
         if not 1 <= len(token_ids) <= self.max_prompt_tokens:
+            self._last_dropped = len(token_ids)
             return None
         return Prompt(
             index=index,
@@ -179,9 +182,10 @@ class PromptEncoder:
 
     def no_usable_prompt(self, source: str, attempts: int) -> EnvironmentSetupError:
         """Return the error for a source with `attempts` consecutive prompts that encode() dropped."""
+        last = f" (the last has {self._last_dropped})" if self._last_dropped else ""
         return EnvironmentSetupError(
             f"environments {source!r}: {attempts} consecutive prompts are empty or longer than "
-            f"rollout.max_prompt_tokens={self.max_prompt_tokens}; raise the limit or shorten the prompts"
+            f"rollout.max_prompt_tokens={self.max_prompt_tokens}{last}; raise the limit or shorten the prompts"
         )
 
     def _render(

@@ -18,7 +18,9 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
+from errno import EISDIR
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, NoReturn
 
 from colocated_grpo.errors import ConfigError
@@ -183,6 +185,17 @@ def exit_code(error: Exception, *above: str, shown: bool = True) -> int:
     if shown:
         print(*above, *error_text(str(error).splitlines()), sep="\n", file=sys.stderr, flush=True)
     return USAGE_ERROR if isinstance(error, ConfigError) else RUN_ERROR
+
+
+def check_writable(flag: str, path: Path) -> None:
+    """Make the folder of an output that takes long to compute. Raises ConfigError if the output cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=path.parent):
+            if path.is_dir():
+                raise IsADirectoryError(EISDIR, os.strerror(EISDIR))
+    except OSError as error:
+        raise ConfigError(f"{flag}={str(path)!r}: cannot write ({error.strerror})") from None
 
 
 def raise_descriptor_limit() -> None:

@@ -146,7 +146,7 @@ class EvaluationConfig(Section):
         for index, entry in enumerate(self.sets):
             yield from entry.problems(f"evaluation.sets.{index}")
         if self.keep_best is not None and self.keep_best not in (possible := self._metrics()):
-            listed = f"must be one of {', '.join(possible)}" if possible else "needs evaluation.every above 0, or a set"
+            listed = f"must be one of {', '.join(possible)}" if possible else "needs `every` above 0, here or in a set"
             yield f"evaluation.keep_best={self.keep_best}: {listed}"
         if self.patience is not None and self.keep_best is None:
             yield f"evaluation.patience={self.patience}: needs evaluation.keep_best, the metric that has to improve"

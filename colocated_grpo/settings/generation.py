@@ -29,6 +29,18 @@ class ModelConfig(Section):
     and evaluation set, and to chat requests to the engine's server that do not set the same variables."""
 
 
+REFUSED_ARGUMENTS = {
+    "speculative_config": "not supported: on CPUs, vLLM samples from a wrong distribution",
+    "model": "is the run's own model; write model.name",
+    "tokenizer": "is the run's own tokenizer; write model.tokenizer",
+    "logprobs_mode": "must be unset: training needs log-probabilities of the distribution that is sampled",
+    "distributed_executor_backend": "must be unset: each engine runs inside its ranks",
+    "data_parallel_size": "must be unset: each rank has an engine; --gpus or --nproc starts more ranks",
+    "pipeline_parallel_size": "not supported; write engine.tensor_parallel_size",
+}
+"""Arguments of vLLM that would make engine and policy differ, or that vLLM implements wrongly."""
+
+
 class EngineConfig(Section):
     placement: Literal["colocated", "server"] = "colocated"
     """colocated: every rank has an engine in its own process. server: engines run in separate processes, on GPUs of
@@ -76,8 +88,8 @@ class EngineConfig(Section):
         for name in self.args:
             if name in EngineConfig.model_fields:
                 yield f"engine.args.{name}: has a setting of its own; write engine.{name}"
-        if "speculative_config" in self.args:
-            yield "engine.args.speculative_config: not supported: on CPUs, vLLM samples from a wrong distribution"
+            elif name in REFUSED_ARGUMENTS:
+                yield f"engine.args.{name}: {REFUSED_ARGUMENTS[name]}"
         if len(set(self.urls)) < len(self.urls):
             yield f"engine.urls: repeats an address: {', '.join(self.urls)}"
 
@@ -164,6 +176,8 @@ class RolloutConfig(Section):
 
     def problems(self) -> Iterator[str]:
         """Yield a line for each contradiction in this section."""
+        if "" in self.stop:
+            yield "rollout.stop: '' would end every completion; leave it out"
         if self.partial is not None:
             if self.partial.oversample > 1 + self.partial.max_age:
                 yield (

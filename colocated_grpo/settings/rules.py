@@ -4,6 +4,7 @@ Rules within one section are in the section's method `problems`.
 """
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from colocated_grpo.errors import ConfigError
 from colocated_grpo.settings import sources as source_types
@@ -273,6 +274,11 @@ def _environments(config: Config) -> Lines:
                 f"{key}.type={source.type}: needs engine.tensor_parallel_size=1, not {per_engine}, because "
                 "the ranks of an engine would have to submit every turn at the same step"
             )
+    own, kl = config.model, config.loss.kl
+    is_own = kl.model is None or (Path(kl.model) == Path(own.name) and own.revision is None)
+    if kl.coef and is_own and not config.is_rewarded:
+        rule = "is the trained model, and no reward counts, so nothing would change; name a teacher"
+        yield f"loss.kl.model={kl.model or 'null'}: {rule}"
     if config.evaluation.keep_best == HELD_OUT and not config.is_rewarded:
         yield f"evaluation.keep_best={HELD_OUT}: no environment has a reward that counts; name a metric of a set"
     yield from _opponents(sources, bool(found), config.engine.placement == "server")

@@ -41,7 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, overrides = parse_rank_arguments(_parser(), arguments)
     program.prepare_libraries("WARNING", prefix=f"[rank {os.environ['RANK']}] ")
     try:
-        Path(options.output or ".").parent.mkdir(parents=True, exist_ok=True)  # else the results would be lost
+        if options.output is not None:
+            program.check_writable("--output", options.output)  # else the results would be lost
         subject = subject_of(options.model)
         config = settings(subject, options.config, overrides)
         with program.frozen_imports():
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print_results(options.model, results)
             if options.output is not None:
                 text = json.dumps({"model": options.model, "evaluations": results}, indent=1)
-                Path(options.output).write_text(text, encoding="utf-8")
+                options.output.write_text(text, encoding="utf-8")
     except (ConfigError, RunError, OSError) as error:
         return program.exit_code(error, shown=os.environ["RANK"] == "0")
     return 0
@@ -66,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("model", metavar="MODEL", help="folder of a model, an adapter or a run, or a name on the Hub")
     parser.add_argument("--config", metavar="FILE", help="YAML file with evaluation.sets (default: the run's own)")
-    parser.add_argument("--output", metavar="FILE", help="write metrics and completions to this JSON file")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write metrics and completions to this JSON file")
     return parser
 
 

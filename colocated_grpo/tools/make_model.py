@@ -18,7 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from colocated_grpo.environments.registry import EPISODES, build_episode, build_task
 from colocated_grpo.environments.tasks.tool_use import ToolUse
-from colocated_grpo.runtime.program import OneLineParser
+from colocated_grpo.runtime.program import OneLineParser, check_writable
 from colocated_grpo.tools import warm_start as supervised
 from colocated_grpo.tools.shapes import ARCHITECTURES, SHAPES, Shape
 
@@ -214,6 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shape = replace(SHAPES[options.shape], **{name: getattr(options, name) for name in OVERRIDES if name in options})
     try:
         check_absent(options.out)
+        check_writable("OUT", options.out)
         tokenizer = build_char_tokenizer(shape.vocab, shape.max_positions)
         dtype = getattr(torch, options.dtype)
         model = build_model(shape, tokenizer, seed=options.seed, dtype=dtype)

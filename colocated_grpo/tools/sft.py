@@ -69,6 +69,7 @@ def read_settings(options: argparse.Namespace, overrides: Sequence[str]) -> Conf
     """Return the settings of a run that trains as the options say. Raises ConfigError."""
     if options.output.exists():
         raise ConfigError(f"--output={str(options.output)!r}: already exists; choose another folder")
+    program.check_writable("--output", options.output)  # else the trained model would be lost
     fixed = {
         ("loss",): OBJECTIVE,
         ("training_steps",): 10**9,  # the rows give their number, once they are encoded
@@ -127,7 +128,9 @@ def completions(row: Item, source: str) -> Iterator[tuple[object, str]]:
         pairs = [(before + chat[:i] if i else prompt, chat[i].get("content")) for i in places]
     for given, text in pairs or [(None, None)]:
         if not isinstance(text, str):
-            raise ConfigError(f"{source}: needs a `prompt` and a `completion` with text, or `messages` with both")
+            found = f"; an assistant's content is {text!r:.60}" if isinstance(said, list) and given is not None else ""
+            rule = "needs a `prompt` and a `completion` with text, or `messages` with both"
+            raise ConfigError(f"{source}: {rule}{found}")
         if text != text.encode(errors="replace").decode():
             raise ConfigError(f"{source}: a completion contains a lone surrogate, which cannot be encoded")
         yield given, text

@@ -269,3 +269,9 @@ def test_a_reward_model_is_not_run_and_the_other_rewards_are_shown(tmp_path):
     unread = "none (judging: a dry run reads no weights; of_both:"
     assert any(f"the reward is {unread} 0.3333) for '42', {unread} 0) for" in line for line in lines)
     assert not [note for note in notes if "no reward for" in note]
+
+
+def test_exact_numerics_that_the_device_cannot_compute_are_found(tmp_path):
+    rows(tmp_path)
+    with pytest.raises(ConfigError, match=r"numerics=exact: 16-bit norms .*; set policy\.compute_dtype: float32"):
+        shown(tmp_path, numerics="exact", policy={"compute_dtype": "bfloat16"})

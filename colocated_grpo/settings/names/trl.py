@@ -301,6 +301,7 @@ TRL: dict[str, Alias] = {
         "dtype torch_dtype",
         one_of("policy.compute_dtype", {"bfloat16": None}, "of the forward pass on CUDA; master weights are fp32"),
     ),
+    "teacher_model_name_or_path": not_supported("name the teacher in loss.kl.model: docs/guides/distillation.md"),
     "load_in_8bit": not_supported("base weights have 16 or 4 bits; see policy.lora.base_dtype"),
     **each(
         "data_seed datasets entropy_coef eval_delay fp16 label_smoothing_factor max_tool_calling_iterations "

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from colocated_grpo.checkpoint.checkpoints import Checkpoints
 from colocated_grpo.checkpoint.storage import ChecksummedWriter
-from colocated_grpo.errors import RunError
+from colocated_grpo.errors import RunError, write_failed
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.run_folder import CHECKPOINTS, STATE_FILE, complete_checkpoints
 from colocated_grpo.settings.schema import CheckpointConfig
@@ -293,6 +293,12 @@ def test_a_save_that_fails_leaves_the_last_checkpoint_and_is_reported(world, mod
     with pytest.raises(RunError, match=r"failed \(\S+ GiB free there\): rank 0: OSError: no space left on device$"):
         checkpoints.wait()
     assert [path.name for path in complete_checkpoints(tmp_path / CHECKPOINTS)] == ["step_000005"]
+
+
+def test_a_folder_that_was_deleted_meanwhile_is_named(tmp_path):
+    error = str(write_failed("checkpoint", tmp_path / "deleted" / "checkpoints", "No such file or directory"))
+    assert error.startswith(f"checkpoint: writing to {tmp_path / 'deleted' / 'checkpoints'} failed (")
+    assert error.endswith(" GiB free there): No such file or directory")
 
 
 class FullDisk(io.BytesIO):

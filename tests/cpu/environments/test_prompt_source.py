@@ -217,8 +217,9 @@ def test_a_task_that_fails_at_its_held_out_prompts_raises_one_line(tmp_path):
 
 def test_a_length_limit_below_every_prompt_is_named_in_the_error():
     made = environments({"name": "sorting"}, max_prompt_tokens=5)
+    line = r"rollout\.max_prompt_tokens=5 \(the last has \d+\); raise the limit"
     for give in (lambda: made.open_source().next(1), lambda: made.held_out(4)):
-        with pytest.raises(EnvironmentSetupError, match=r"rollout\.max_prompt_tokens=5; raise the limit"):
+        with pytest.raises(EnvironmentSetupError, match=line):
             give()
 
 

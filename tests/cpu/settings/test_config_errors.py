@@ -420,6 +420,18 @@ def test_a_yaml_document_of_exponential_size_is_read_quickly():
             "engine: {args: {speculative_config: {method: ngram}}}",
             "engine.args.speculative_config: not supported: on CPUs, vLLM samples from a wrong distribution",
         ),
+        ("engine: {args: {model: other}}", "engine.args.model: is the run's own model; write model.name"),
+        (
+            "engine: {args: {logprobs_mode: raw_logprobs}}",
+            "engine.args.logprobs_mode: must be unset: training needs log-probabilities of the distribution that is "
+            "sampled",
+        ),
+        (
+            "engine: {args: {data_parallel_size: 2}}",
+            "engine.args.data_parallel_size: must be unset: each rank has an engine; --gpus or --nproc starts more "
+            "ranks",
+        ),
+        ("rollout: {stop: ['END', '']}", "rollout.stop: '' would end every completion; leave it out"),
     ],
 )
 def test_settings_that_contradict_each_other_are_rejected(text, line):
@@ -436,6 +448,20 @@ def test_a_dataset_needs_a_reward_that_counts_unless_a_kl_penalty_trains():
         rule = "no environment has a reward that counts; name a metric of a set"
         best = "evaluation: {keep_best: held_out/reward, patience: 3}"  # it would never have a value
         assert config_error(text + best, alone=True) == f"evaluation.keep_best=held_out/reward: {rule}"
+
+
+def test_without_rewards_the_trained_model_cannot_be_its_own_teacher():
+    text = "model: {name: a}\nenvironments: [{type: dataset, name: d, rewards: []}]\nloss: {kl: {coef: 1}}\n"
+    rule = "is the trained model, and no reward counts, so nothing would change; name a teacher"
+    assert config_error(text, alone=True) == f"loss.kl.model=null: {rule}"
+    same = text.replace("coef: 1", "coef: 1, model: ./a")
+    assert config_error(same, alone=True) == f"loss.kl.model=./a: {rule}"
+    assert not load(same.replace("name: a}", "name: a, revision: early}"), alone=True).is_rewarded
+
+
+def test_trls_name_of_a_teacher_leads_to_the_setting():
+    advice = "not supported; name the teacher in loss.kl.model: docs/guides/distillation.md"
+    assert advice in config_error("teacher_model_name_or_path: a")
 
 
 def test_an_invalid_reward_is_reported_with_its_index():

@@ -57,7 +57,7 @@ def test_the_best_may_be_any_rate_of_the_run():
             "evaluation: {keep_best: eval/a/pass@3, sets: [{name: a, source: {name: sorting}, samples: 2}]}",
             "evaluation.keep_best=eval/a/pass@3: must be one of held_out/reward, eval/a/mean, eval/a/pass@1, eval/a/pa",
         ),
-        ("evaluation: {every: 0, keep_best: held_out/reward}", "needs evaluation.every above 0, or a set"),
+        ("evaluation: {every: 0, keep_best: held_out/reward}", "needs `every` above 0, here or in a set"),
         ("evaluation: {patience: 3}", "evaluation.patience=3: needs evaluation.keep_best"),
         ("rollout: {resample: {max_rounds: 0}}", "rollout.resample.max_rounds=0: must be greater than 0"),
         ("rollout: {skip_solved: {reward: 0}}", "rollout.skip_solved.reward=0: must be greater than 0"),

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from colocated_grpo.errors import ConfigError
 from colocated_grpo.policy.model_files import ModelFiles
 from colocated_grpo.runtime.distributed import World
-from colocated_grpo.tools import sft
+from colocated_grpo.tools import evaluate, make_model, sft
 from colocated_grpo.tools.make_model import build_char_tokenizer
 from tests.support.ranks import run_on_ranks
 from tests.support.training_runs import tiny_model
@@ -94,6 +94,12 @@ def test_a_prompt_with_its_completion_above_the_limit_is_left_out():
 def test_a_row_without_a_completion_is_one_line(row):
     with pytest.raises(ConfigError, match="row 0: needs a `prompt` and a `completion` with text, or `messages`"):
         texts(row)
+
+
+def test_a_message_of_the_assistant_without_text_is_named():
+    call = {"role": "assistant", "content": None, "tool_calls": []}
+    with pytest.raises(ConfigError, match=r"`messages` with both; an assistant's content is None$"):
+        texts({"messages": [*CHAT[:2], call]})
 
 
 def test_a_completion_that_cannot_be_encoded_is_one_line():
@@ -215,3 +221,25 @@ def test_a_warmup_is_compared_with_the_steps_that_the_rows_give(tmp_path, monkey
 def test_an_output_that_exists_is_not_replaced(tmp_path):
     with pytest.raises(ConfigError, match="already exists; choose another folder"):
         sft.read_settings(sft.parser().parse_args(["rows.jsonl", "--model", "m", "--output", str(tmp_path)]), [])
+
+
+@pytest.mark.parametrize(
+    ("tool", "arguments"),
+    [
+        (sft.main, ["rows.jsonl", "--model", "m", "--output"]),
+        (make_model.main, ["--shape", "tiny", "--task", "sorting"]),
+        (evaluate.main, ["m", "--config", "absent.yaml", "--output"]),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_found_before_the_work(tmp_path, monkeypatch, capsys, tool, arguments):
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # a tool sets the variables of a rank
+    (tmp_path / "file").touch()
+    result = str(tmp_path / "file" / "folder" / "result")
+    assert tool([*arguments, result]) == 2
+    assert f"={result!r}: cannot write (Not a directory)\n" in capsys.readouterr().err
+
+
+def test_the_results_of_an_evaluation_are_not_written_to_a_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    assert evaluate.main(["m", "--config", "absent.yaml", "--output", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"error: --output={str(tmp_path)!r}: cannot write (Is a directory)\n"
