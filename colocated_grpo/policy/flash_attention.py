@@ -21,11 +21,10 @@ last query of a run is at the position of the run's last key.
 
 import os
 import warnings
-from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -151,16 +150,9 @@ HOPPER = (9, 0)
 FA4_HEAD_SIZES = (64, 128)
 
 
-class Kernels(NamedTuple):
-    """vLLM's private entry points of FlashAttention 4."""
-
-    forward: Callable[..., tuple[Tensor | None, ...]]
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
-
-
 @cache
-def kernels() -> Kernels:
-    """Import the kernels. Raises ImportError if vLLM lacks them, or their compiler is not installed."""
+def kernels() -> Any:
+    """Import vLLM's module of FlashAttention 4. Raises ImportError if it, or its compiler, is not installed."""
     # nvidia-cutlass-dsl 4.6 warns once for each kernel about an argument that is not used here.
     warnings.filterwarnings("ignore", "Argument .* cannot be converted to a JitArgument", UserWarning)
     from vllm import envs
@@ -174,7 +166,7 @@ def kernels() -> Kernels:
         JITPersistentCache._try_export_to_storage = _export_whole
     from vllm.vllm_flash_attn.cute import interface
 
-    return Kernels(interface._flash_attn_fwd, interface._flash_attn_bwd)
+    return interface
 
 
 def _export_whole(cache: Any, key: Any, kernel: Any) -> None:
@@ -207,10 +199,9 @@ def fa4_attention(
     if _are_short(query, cu_q, min_run):
         out, logsumexp = fa2_forward(query, key, value, (cu_q, cu_k, longest_q, longest_k), scale, -1)
         return out.contiguous(), logsumexp
-    out, logsumexp, *_ = kernels().forward(
+    out, logsumexp, *_ = kernels()._flash_attn_fwd(
         query, key, value, **_fa4_settings(cu_q, cu_k, longest_q, longest_k, scale), return_lse=True
     )
-    assert out is not None and logsumexp is not None
     return out, logsumexp
 
 
@@ -240,7 +231,7 @@ def fa4_backward(
         runs = cu_q, cu_k, longest_q, longest_k
         dq, dk, dv = fa2_backward(grad, query, key, value, out, logsumexp, runs, scale, -1)
         return dq.contiguous(), dk.contiguous(), dv.contiguous()
-    return kernels().backward(
+    return kernels()._flash_attn_bwd(
         *(query, key, value, out, grad, logsumexp),
         **_fa4_settings(cu_q, cu_k, longest_q, longest_k, scale),
         deterministic=torch.are_deterministic_algorithms_enabled(),

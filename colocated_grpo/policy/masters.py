@@ -196,11 +196,10 @@ def stored_names(reader: CheckpointReader, parameters: Mapping[str, Tensor], pre
 
     The parameters may be on the meta device.
     """
-    names = reader.names()
     prefix += "."
     found, missing = {}, []
     for name, parameter in parameters.items():
-        source = next((n for n in (name, name.removeprefix(prefix), prefix + name) if n in names), None)
+        source = next((n for n in (name, name.removeprefix(prefix), prefix + name) if n in reader.shapes), None)
         if source is None:
             missing.append(name)
         elif reader.shapes[source] != parameter.shape:

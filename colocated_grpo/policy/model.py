@@ -143,10 +143,9 @@ def read_model_config(config: ModelConfig, folder: Path) -> PretrainedConfig:
     Raises ConfigError if transformers does not know the model type or rejects its settings.
     """
     try:
-        hf_config = read_text_config(folder, trust_remote_code=config.trust_remote_code)
+        return read_text_config(folder, trust_remote_code=config.trust_remote_code)
     except Exception as error:  # unknown type, or invalid settings, for which transformers raises many kinds
         raise ConfigError(f"model.name={config.name!r}: transformers cannot read it: {in_one_line(error)}") from error
-    return hf_config
 
 
 def build_empty(

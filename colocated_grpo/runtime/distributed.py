@@ -233,11 +233,11 @@ def first_row(tensor: torch.Tensor) -> int:
 
 
 def with_rows(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with this rank's `rows`, sharded as `tensor`. Not collective."""
+    """Return a tensor with this rank's contiguous `rows`, sharded as `tensor`. Not collective."""
     if not isinstance(tensor, DTensor):
         return rows
-    shape, mesh = torch.Size((tensor.shape[0], rows.shape[1])), tensor.device_mesh
-    return DTensor.from_local(rows, mesh, tensor.placements, run_check=False, shape=shape, stride=(shape[1], 1))
+    shape, mesh = torch.Size((tensor.shape[0], *rows.shape[1:])), tensor.device_mesh
+    return DTensor.from_local(rows, mesh, tensor.placements, run_check=False, shape=shape, stride=rows.stride())
 
 
 class Rows(NamedTuple):

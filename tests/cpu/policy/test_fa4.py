@@ -140,7 +140,9 @@ def kernels_used(monkeypatch) -> list[str]:
     monkeypatch.setattr(
         flash_attention,
         "kernels",
-        lambda: flash_attention.Kernels(kernel("FlashAttention 4"), kernel("its backward pass")),
+        lambda: SimpleNamespace(
+            _flash_attn_fwd=kernel("FlashAttention 4"), _flash_attn_bwd=kernel("its backward pass")
+        ),
     )
     return used
 
@@ -224,7 +226,8 @@ def plain_kernels(monkeypatch):
         _, *gradients = attention_by_hand(*inputs, grad, cu_q, cu_k, scale)
         return tuple(torch.empty_like(like).copy_(made) for like, made in zip(inputs, gradients, strict=True))
 
-    monkeypatch.setattr(flash_attention, "kernels", lambda: flash_attention.Kernels(forward, backward))
+    module = SimpleNamespace(_flash_attn_fwd=forward, _flash_attn_bwd=backward)
+    monkeypatch.setattr(flash_attention, "kernels", lambda: module)
     monkeypatch.setattr(flash_attention, "fa2_forward", forward_2)
     monkeypatch.setattr(flash_attention, "fa2_backward", backward_2)
 
