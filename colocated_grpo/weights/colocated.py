@@ -80,8 +80,7 @@ class ColocatedSync:
 
     def _verify(self) -> None:
         if self.plan is None:
-            block = self._reload.next_block()
-            changed = self._reload.changes(lambda: self._engine.load_weights(self._full_tensors(block)))
+            changed = self._reload.changes(lambda block: self._engine.load_weights(self._full_tensors(block)))
             for rank, names in enumerate(self._world.gather_objects(changed)):
                 if names:
                     raise RunError(
@@ -178,10 +177,18 @@ class FrozenOpponent:
 class SharedSync:
     """A sync without copies: each optimizer step writes the engine's weights."""
 
-    def __init__(self, check: TransportCheck | None, check_every: int) -> None:
-        """check: compares the masters with the engine's tensors. None if they are the same tensors."""
-        self._check = check
+    def __init__(
+        self, published: Mapping[str, Tensor], views: Mapping[str, Tensor], world: World, check_every: int
+    ) -> None:
+        """published: `Weights.published`. views: the engine's tensors, with which the policy computes."""
         self._check_due = Due(check_every)
+        self._check: TransportCheck | None = None
+        masters = {name: master for name, master in published.items() if master.data_ptr() != views[name].data_ptr()}
+        if masters:
+            targets = {name: Target(view=views[name], dim=0, start=0) for name in masters}
+            dtype = next(iter(targets.values())).view.dtype
+            plan = Plan(targets=targets, padding=[], places=[])  # the policy holds the views, so they stay the engine's
+            self._check = TransportCheck(masters, plan, dtype, world)
 
     def sync(self) -> None:
         """Wait for the kernels that write the weights.
@@ -212,24 +219,12 @@ def share(
     """
     copies.sync()  # builds and verifies the plan
     plan = copies.plan
-    if plan is None or not adopt({name: target.view for name, target in plan.targets.items()}):
+    views = {} if plan is None else {name: target.view for name, target in plan.targets.items()}
+    if plan is None or not adopt(views):
         raise RunError(
             "weights=shared: the engine stores this model's weights in another layout than the checkpoint; "
             "set weights=copied"
         )
     for rows in plan.padding:
         rows.zero_()  # once is enough: no sync writes to them later
-    return verified_sync(published(), {name: target.view for name, target in plan.targets.items()}, world, check_every)
-
-
-def verified_sync(
-    published: Mapping[str, Tensor], views: Mapping[str, Tensor], world: World, check_every: int
-) -> SharedSync:
-    """Return the sync of a policy that computes with `views`. published: `Weights.published`."""
-    masters = {name: master for name, master in published.items() if master.data_ptr() != views[name].data_ptr()}
-    if not masters:
-        return SharedSync(None, check_every)
-    targets = {name: Target(view=views[name], dim=0, start=0) for name in masters}
-    dtype = next(iter(targets.values())).view.dtype
-    plan = Plan(targets=targets, padding=[], places=[])  # the policy holds the views, so they stay the engine's
-    return SharedSync(TransportCheck(masters, plan, dtype, world), check_every)
+    return SharedSync(published(), views, world, check_every)

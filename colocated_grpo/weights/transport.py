@@ -42,14 +42,12 @@ class Fingerprints:
         for launch in self._launches:
             launch(found)
         for index, part in self._on_host:
-            found[index] = self._of_host_tensor(part)
+            if self._device.type == "cpu":
+                found[index] = fingerprint(part, self._dtype)
+            else:
+                uploaded = part._replace(values=part.values.to(self._device))
+                found[index] = Fingerprints([uploaded], self._dtype, self._device).compute()[0]
         return found
-
-    def _of_host_tensor(self, part: Part) -> Tensor:
-        if self._device.type == "cpu":
-            return fingerprint(part, self._dtype)
-        uploaded = part._replace(values=part.values.to(self._device))
-        return Fingerprints([uploaded], self._dtype, self._device).compute()[0]
 
 
 class Summed(NamedTuple):
@@ -196,15 +194,11 @@ class ReloadCheck:
         self._blocks = list(blocks.values())
         self._turn = 0
 
-    def next_block(self) -> list[str]:
-        """Return the names of the block whose turn it is."""
+    def changes(self, load: Callable[[Sequence[str]], None]) -> list[str]:
+        """Return the engine's names of tensors that `load` changes. It gets the names of the block whose turn it is."""
         self._turn = (self._turn + 1) % len(self._blocks)
-        return self._blocks[self._turn]
-
-    def changes(self, load: Callable[[], None]) -> list[str]:
-        """Return the engine's names of tensors that `load` changes."""
         before = self._fingerprints()
-        load()
+        load(self._blocks[self._turn])
         after = self._fingerprints()
         return [name for name, fingerprint in after.items() if before.get(name) != fingerprint]
 
