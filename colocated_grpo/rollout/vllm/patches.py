@@ -70,8 +70,10 @@ class Patch:
             self._replace(self.make, version)
 
     def _replace(self, make: Make, version: Version) -> None:
+        module, _, path = self.target.partition(":")
+        parent, _, name = path.rpartition(".")
         try:
-            owner, name = self._locate()
+            owner = pkgutil.resolve_name(f"{module}:{parent}")
             replacement = make(self, getattr(owner, name))
         except (ImportError, AttributeError):
             self._report_missing(version)
@@ -88,12 +90,6 @@ class Patch:
         setattr(instance, name, method)
         self.status = "applied"
         return original
-
-    def _locate(self) -> tuple[object, str]:
-        """Return the object that holds the target, and the target's attribute name."""
-        module, _, path = self.target.partition(":")
-        parent, _, name = path.rpartition(".")
-        return pkgutil.resolve_name(f"{module}:{parent}"), name
 
     def _report_missing(self, version: Version) -> None:
         line = f"vllm=={version}: {self.target} is missing, so its replacement cannot be installed ({self.cures})"
@@ -199,7 +195,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         target="vllm.v1.engine.core:freeze_gc_heap",
-        make=counted(process.leave_heap),
+        make=counted(lambda: None),
         cures="each engine start collects and freezes the whole heap; the trainer does so once, after its build",
         upstream="vllm/utils/gc_utils.py",
     ),

@@ -117,8 +117,13 @@ class VLLMEngine:
         return sampled
 
     def top_logprobs(self, token_ids: Sequence[int], k: int) -> list[dict[int, float]]:
+        kind = RequestOutputKind.FINAL_ONLY
         with _rejections_as_value_errors():
-            return self._requests.prompt_logprobs(token_ids, _scoring(k), self.adapters.active)
+            # Parameters that return each prompt token's log-probability and the `k` largest at its position.
+            params = SamplingParams(
+                temperature=1.0, seed=0, max_tokens=1, prompt_logprobs=k, detokenize=False, output_kind=kind
+            )
+            return self._requests.prompt_logprobs(token_ids, params, self.adapters.active)
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         # Drop the copies of buffers: the checkpoint of some families has buffers too, and vLLM replaces buffers of the
@@ -257,12 +262,6 @@ def _rejections_as_value_errors() -> Generator[None]:
         yield
     except VLLMValidationError as error:
         raise ValueError(str(error)) from error
-
-
-def _scoring(k: int) -> SamplingParams:
-    """Parameters that return each prompt token's log-probability and the `k` largest at its position."""
-    kind = RequestOutputKind.FINAL_ONLY
-    return SamplingParams(temperature=1.0, seed=0, max_tokens=1, prompt_logprobs=k, detokenize=False, output_kind=kind)
 
 
 def _sampling_params(request: Request) -> SamplingParams:
