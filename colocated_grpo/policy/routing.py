@@ -186,10 +186,6 @@ def routers_of(blocks: Iterable[nn.Module]) -> list[nn.Module]:
     return found
 
 
-Probabilities = Callable[[Tensor], Tensor]
-"""A router's logits [T, E] -> probabilities [T, E] float32."""
-
-
 class LoadBalancing:
     """Adds the gradient of the loss in every backward pass through the routers.
 
@@ -244,7 +240,8 @@ class _LayerBalancing:
     blocks need not return the loss. All state is in tensors: compiled blocks would treat numbers as constants.
     """
 
-    def __init__(self, router: Any, probabilities: Probabilities, device: torch.device) -> None:
+    def __init__(self, router: Any, probabilities: Callable[[Tensor], Tensor], device: torch.device) -> None:
+        """probabilities: computes float32 probabilities [T, E] from the router's logits [T, E]."""
         self.weights_T: Tensor
         self.sums_2E = torch.zeros(2, router.weight.shape[0], device=device)
         """Choices of each expert, and sums of its probabilities, in forward passes without gradient."""
