@@ -25,7 +25,7 @@ from colocated_grpo.servers.engine_servers import EngineServer
 from colocated_grpo.types import JsonObject
 from colocated_grpo.web.client import Unavailable
 from colocated_grpo.weights.buckets import count_shards, gather, make_buckets
-from colocated_grpo.weights.transport import Due, ShardFingerprints, Summed, raise_if_any
+from colocated_grpo.weights.transport import ShardFingerprints, Summed, every_nth, raise_if_any
 
 
 class MissingMembers(RuntimeError):
@@ -94,7 +94,7 @@ class BroadcastSync:
         self._num_shards = count_shards(self.parameters)
         shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
         self._buckets = make_buckets(shapes, self._num_shards, self._dtype)
-        self._check_due = Due(self.check_every)
+        self._check_due = every_nth(self.check_every)
         self._shards = ShardFingerprints(self.parameters, self._dtype, self.world)
 
     @torch.no_grad()

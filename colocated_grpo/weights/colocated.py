@@ -19,7 +19,7 @@ from colocated_grpo.rollout.engine import LocalEngine
 from colocated_grpo.runtime.distributed import World, local_part, whole
 from colocated_grpo.weights import buckets
 from colocated_grpo.weights.plan import SCALE, Plan, Target, build_plan, in_8_bits
-from colocated_grpo.weights.transport import Due, ReloadCheck, TransportCheck
+from colocated_grpo.weights.transport import ReloadCheck, TransportCheck, every_nth
 
 
 @dataclass(eq=False)
@@ -51,7 +51,7 @@ class ColocatedSync:
         """True until the first sync, which builds the plan."""
         self._device = self.world.device
         self._dtype = next(self.engine.model.parameters()).dtype
-        self._check_due = Due(self.check_every)
+        self._check_due = every_nth(self.check_every)
         self._transport: TransportCheck | None = None
         self._reload = ReloadCheck(lambda: self.engine.model, [*self.parameters, *self.constants], self._device)
         self.plan: Plan | None = None
@@ -175,7 +175,7 @@ class SharedSync:
         self, published: Mapping[str, Tensor], views: Mapping[str, Tensor], world: World, check_every: int
     ) -> None:
         """published: `Weights.published`. views: the engine's tensors, with which the policy computes."""
-        self._check_due = Due(check_every)
+        self._check_due = every_nth(check_every)
         self._check: TransportCheck | None = None
         masters = {name: master for name, master in published.items() if master.data_ptr() != views[name].data_ptr()}
         if masters:

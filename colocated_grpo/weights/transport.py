@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import count
 from typing import NamedTuple, Self
 
 import torch
@@ -134,16 +135,10 @@ def _copies(own: Sequence[int], shapes: Sequence[torch.Size], world: World) -> T
     return held.div(elements, rounding_mode="floor")
 
 
-class Due:
-    """True for every n-th call, beginning with the first; never for n = 0."""
-
-    def __init__(self, every: int) -> None:
-        self._every = every
-        self._calls = 0
-
-    def __call__(self) -> bool:
-        self._calls += 1
-        return self._every > 0 and (self._calls - 1) % self._every == 0
+def every_nth(n: int) -> Callable[[], bool]:
+    """Return a function that is True for every n-th call, beginning with the first; never for n = 0."""
+    calls = count()
+    return lambda: n > 0 and next(calls) % n == 0
 
 
 class TransportCheck:

@@ -310,12 +310,3 @@ def apply(device: Device, patches: Iterable[Patch] = PATCHES, numerics: Numerics
     version = supported_version(vllm.__version__)
     for patch in patches:
         patch.apply(device, version, numerics)
-
-
-def report(patches: Iterable[Patch] = PATCHES) -> list[dict[str, str | int]]:
-    """Return one row per patch: target, status, hits, cures, versions. For benchmarks and bug reports."""
-    shown = ("target", "status", "hits", "cures", "versions")
-    return [
-        {name: value if isinstance(value := getattr(patch, name), int) else str(value) for name in shown}
-        for patch in patches
-    ]
