@@ -65,7 +65,6 @@ def fa2_backward(
 
 
 def _fa2_settings(scale: float | None, left: int) -> dict[str, object]:
-    """Return the arguments common to both kernels."""
     return {"scale": scale, "window_size_left": left, "window_size_right": 0}
 
 
@@ -252,7 +251,6 @@ def _are_short(query: Tensor, cu_q: Tensor, min_run: int) -> bool:
 
 
 def _fa4_settings(cu_q: Tensor, cu_k: Tensor, longest_q: int, longest_k: int, scale: float) -> dict[str, object]:
-    """Return the arguments common to both kernels."""
     return {
         "cu_seqlens_q": cu_q,
         "cu_seqlens_k": cu_k,

@@ -48,7 +48,7 @@ class Pending:
 
 
 class _Sampled(NamedTuple):
-    """What one rank sampled in a step."""
+    """Groups and tokens that one rank sampled in a step."""
 
     groups: list[Group]
     unfinished: list[int]
