@@ -24,17 +24,23 @@ import warnings
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-Boundaries = tuple[Tensor, Tensor, int, int]
-"""Boundaries of the runs of queries and of keys, both [N + 1] int32, and the length of the longest run of each."""
+
+class Runs(NamedTuple):
+    """Boundaries of the runs of consecutive queries, [N + 1] int32, and of the keys that each run sees."""
+
+    cu_q: Tensor
+    cu_k: Tensor
+    longest_q: int
+    longest_k: int
 
 
 def fa2_forward(
-    query: Tensor, key: Tensor, value: Tensor, runs: Boundaries, scale: float | None, left: int
+    query: Tensor, key: Tensor, value: Tensor, runs: Runs, scale: float | None, left: int
 ) -> tuple[Tensor, Tensor]:
     """Compute causal attention of each run. Returns [T, H, D] and the logsumexps [H, T] in float32."""
     # As in torch.nn.attention.varlen: no dropout, no debug mask.
@@ -51,7 +57,7 @@ def fa2_backward(
     value: Tensor,
     out: Tensor,
     logsumexp: Tensor,
-    runs: Boundaries,
+    runs: Runs,
     scale: float | None,
     left: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -96,7 +102,7 @@ def fa2_with_sinks(
     left: int,
 ) -> tuple[Tensor, Tensor]:
     """Compute causal attention of each run with sinks [H]. Returns [T, H, D] and the logsumexps, without gradient."""
-    out, logsumexp = fa2_forward(query, key, value, (cu_q, cu_k, longest_q, longest_k), scale, left)
+    out, logsumexp = fa2_forward(query, key, value, Runs(cu_q, cu_k, longest_q, longest_k), scale, left)
     return out, add_sinks(out, logsumexp, sinks)
 
 
@@ -122,7 +128,7 @@ def fa2_with_sinks_backward(
     left: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of query, key and value; grad and out: [T, H, D]."""
-    runs = cu_q, cu_k, longest_q, longest_k
+    runs = Runs(cu_q, cu_k, longest_q, longest_k)
     return fa2_backward(grad, query, key, value, out, logsumexp, runs, scale, left)
 
 
@@ -196,7 +202,7 @@ def fa4_attention(
     min_run: smallest mean number of queries per run for FlashAttention 4.
     """
     if _are_short(query, cu_q, min_run):
-        out, logsumexp = fa2_forward(query, key, value, (cu_q, cu_k, longest_q, longest_k), scale, -1)
+        out, logsumexp = fa2_forward(query, key, value, Runs(cu_q, cu_k, longest_q, longest_k), scale, -1)
         return out.contiguous(), logsumexp
     out, logsumexp, *_ = kernels()._flash_attn_fwd(
         query, key, value, **_fa4_settings(cu_q, cu_k, longest_q, longest_k, scale), return_lse=True
@@ -227,7 +233,7 @@ def fa4_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of query, key and value; grad and out: [T, H, D]. min_run: as in `fa4_attention`."""
     if _are_short(query, cu_q, min_run):
-        runs = cu_q, cu_k, longest_q, longest_k
+        runs = Runs(cu_q, cu_k, longest_q, longest_k)
         dq, dk, dv = fa2_backward(grad, query, key, value, out, logsumexp, runs, scale, -1)
         return dq.contiguous(), dk.contiguous(), dv.contiguous()
     return kernels()._flash_attn_bwd(

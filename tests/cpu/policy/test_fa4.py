@@ -160,7 +160,7 @@ def kernels_used(monkeypatch) -> list[str]:
 def test_short_runs_windows_and_other_head_sizes_use_flash_attention_2(kernels_used, length, window, sizes, used):
     cu = torch.tensor([0, length, 2 * length])
     query, value = (torch.zeros(2 * length, 1, size) for size in sizes)
-    attend_fa4(query, query, value, Runs(cu, length, cu, length), None, window)
+    attend_fa4(query, query, value, Runs(cu, cu, length, length), None, window)
     assert kernels_used == [used]
 
 
@@ -170,7 +170,7 @@ def test_compiled_code_has_one_graph_for_short_and_long_runs(kernels_used):
     compiled = torch.compile(attend_fa4, fullgraph=True, dynamic=True, backend="aot_eager")
     for length in (100, 300):
         cu, query = torch.tensor([0, length, 2 * length]), torch.zeros(2 * length, 1, 64)
-        compiled(query, query, query, Runs(cu, length, cu, length), None, None)
+        compiled(query, query, query, Runs(cu, cu, length, length), None, None)
     assert kernels_used == ["FlashAttention 2", "FlashAttention 4"]
     assert counters["stats"]["unique_graphs"] == 1
 
@@ -238,7 +238,7 @@ def problem() -> tuple[list[torch.Tensor], Runs, torch.Tensor]:
     shapes = [(4, 8, 16), (2, 11, 16), (2, 11, 16)]
     tensors = [torch.randn(shape).transpose(0, 1).requires_grad_() for shape in shapes]
     cu_q, cu_k = torch.tensor([0, 3, 8], dtype=torch.int32), torch.tensor([0, 3, 11], dtype=torch.int32)
-    return tensors, Runs(cu_q, LONGEST[0], cu_k, LONGEST[1]), torch.randn(8, 4, 16)
+    return tensors, Runs(cu_q, cu_k, *LONGEST), torch.randn(8, 4, 16)
 
 
 @pytest.mark.parametrize("min_run", KINDS)
