@@ -105,16 +105,15 @@ class Collector:
         return [self.decode(completion.token_ids) for completion in completions]
 
     def _group(self, call: RewardCall, sampling: Sampling) -> Group:
-        texts, scores = call.judged() or self._failed(call)
+        if (judged := call.judged()) is None:
+            late = Score(reward=None, error=f"{self.rewards.timeout_error}{call.place}")
+            judged = self._texts(call.completions), [late] * len(call.completions)
+        texts, scores = judged
         rollouts = [
             _rollout(call.prompt, completion, score, text, sampling)
             for completion, score, text in zip(call.completions, scores, texts, strict=True)
         ]
         return Group(prompt=call.prompt, rollouts=rollouts)
-
-    def _failed(self, call: RewardCall) -> Judged:
-        error = f"{self.rewards.timeout_error}{call.place}"
-        return self._texts(call.completions), [Score(reward=None, error=error)] * len(call.completions)
 
     def close(self) -> None:
         self.episodes.close()
