@@ -20,7 +20,6 @@ from colocated_grpo.atropos.supply import AtroposSupply, MainSupply, WorkerSuppl
 from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.environments.chat import ChatCodec
 from colocated_grpo.errors import ConfigError
-from colocated_grpo.phases import WeightSync
 from colocated_grpo.policy.export import AdapterExport, ModelExport
 from colocated_grpo.policy.masters import adopt
 from colocated_grpo.policy.model_files import ModelFiles
@@ -42,6 +41,7 @@ from colocated_grpo.settings.schema import Config, ModelConfig
 from colocated_grpo.tracking import files
 from colocated_grpo.types import JsonObject
 from colocated_grpo.web.server import Hosts, ServerThread
+from colocated_grpo.weights.colocated import SharedSync
 
 WEIGHTS_FOLDER = "engine_weights"
 """In the run folder: weights that servers load from files."""
@@ -116,27 +116,23 @@ def build_remote(
     """
     engine, lora, base, check_every = config.engine, config.policy.lora, config.model.name, config.freshness.every
     prefix, files = policy.model.lm.base_model_prefix, folder / WEIGHTS_FOLDER
-    sync: WeightSync
-    restore: Restore
+    sync: BroadcastSync | AdapterSync | RestartSync | SharedSync
     match engine.bridge:
         case "broadcast":
-            sync = broadcast = BroadcastSync(policy.weights.published(), prefix, servers, world, check_every)
-            restore = broadcast.restore
+            sync = BroadcastSync(policy.weights.published(), prefix, servers, world, check_every)
         case "adapter":
             assert lora is not None  # the config requires an adapter for this bridge
             adapter = AdapterExport(policy=policy, lora=lora, base=base, tokenizer=model.tokenizer, world=world)
-            sync = load = AdapterSync(adapter, files / "adapter", servers, world)
-            restore = load.restore
+            sync = AdapterSync(adapter, files / "adapter", servers, world)
         case "restart":
             export = ModelExport(policy=policy, files=model, dtype=policy.dtype, world=world)
-            sync = restart = RestartSync(export, files, servers, world, base=base, version=lambda: policy.version)
-            restore = restart.restore
+            sync = RestartSync(export, files, servers, world, base=base, version=lambda: policy.version)
         case "shared":
             file = Path(engine.bridge_config or exported.export_folder() / exported.CONFIG_NAME)
             views = exported.attach(file, servers[0].wait_until_ready()["instance"])
             adopted = partial(adopt, policy.model)
             sync = exported.share_exported(views, prefix, policy.weights.published, adopted, world, check_every)
-            restore = lambda server: False  # noqa: E731
+    restore: Restore = (lambda server: False) if isinstance(sync, SharedSync) else sync.restore
     infos = [server.wait_until_ready() for server in servers]
     # In a deterministic run, send all requests at once: the server's queue decides which decode together, not timing.
     limit = sys.maxsize if config.deterministic else None
