@@ -123,10 +123,7 @@ class Data:
 
 
 def build_data(config: Config, model: ModelFiles, site: Site, *, trains: bool = True) -> Data:
-    """Collective. User code is imported on every rank; datasets are read on rank 0 only.
-
-    trains: False leaves out the training prompts.
-    """
+    """Import user code on every rank, and read data on rank 0. Collective. trains: False: no training prompts."""
     site.resources.callback(end_idle_workers)
     environments = build_environments(config, model.tokenizer)
     has_source = trains and site.world.is_main and environments.trained

@@ -159,10 +159,7 @@ def opponent_state(opponent: OpponentConfig | None, shards: Mapping[str, DTensor
 def build_colocated(
     spec: EngineSpec, policy: Policy, world: World, resources: ExitStack, *, shared: bool, check_every: int
 ) -> Engines:
-    """Build the engines in the processes of the ranks. Collective.
-
-    resources: closes this rank's engine. shared, check_every: as in `build_sync`.
-    """
+    """Build the engines in the ranks. Collective. resources: closes this rank's engine. Others: as in `build_sync`."""
     engine = resources.enter_context(closing(build_engine(spec, policy, world)))
     sync = build_sync(policy, engine, world, shared=shared, check_every=check_every)
     return Engines(local=engine, engine=engine, sync=sync, dtype=spec.dtype, is_quantized=engine.is_quantized)

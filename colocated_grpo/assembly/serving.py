@@ -110,10 +110,7 @@ def build_remote(
     world: World,
     stop: StopRequest,
 ) -> Engines:
-    """Return the engines of the servers, with the bridge that sends weights to them. Collective.
-
-    folder: the run folder.
-    """
+    """Return the engines of the servers, with the bridge that sends weights to them. Collective. folder: of the run."""
     engine, lora, base, check_every = config.engine, config.policy.lora, config.model.name, config.freshness.every
     prefix, files = policy.model.lm.base_model_prefix, folder / WEIGHTS_FOLDER
     sync: BroadcastSync | AdapterSync | RestartSync | SharedSync
@@ -155,10 +152,7 @@ class Serving:
     def __init__(
         self, config: Config, atropos: AtroposSourceConfig, model: ModelFiles, inbox: Inbox, folder: Path, site: Site
     ) -> None:
-        """Collective. Raises EnvironmentSetupError with one line, on every rank.
-
-        atropos: the config's Atropos entry. folder: the run folder.
-        """
+        """Collective. Raises EnvironmentSetupError on every rank. atropos: the entry in the config. folder: of the run."""
         limits, tokenizer = text.limits_of(model, config.max_sequence_tokens, config.seed), model.tokenizer
         self._world, self._note = site.world, site.note
         self._inbox = inbox
@@ -217,10 +211,7 @@ class Serving:
     def start(
         self, driver: Driver, step: int, stop_requested: Callable[[], bool], policy_version: Callable[[], int]
     ) -> AtroposSupply:
-        """Register as the trainer at `step`, so that environments begin. Collective.
-
-        driver: serves the inbox given at construction.
-        """
+        """Register as the trainer at `step`, so that environments begin. Collective. driver: serves the same inbox."""
         source = self.source
         self._world.from_main(lambda: None if source is None else source.fetch(step))
         if source is None:

@@ -59,8 +59,7 @@ def capped_attention(config: PretrainedConfig, tokens: PackedTokens) -> Capped |
 
 
 def block_mask(runs: kernels.Runs, window: int | None, num_queries: int, num_keys: int) -> BlockMask:
-    """Return the mask of causal attention within runs; the last query of a run sees all keys of
-    the run, or the last `window` of them.
+    """Return the mask of causal attention within runs: a run's last query sees all its keys, or the last `window`.
 
     This takes a few dozen small operations. Build the mask once per micro-batch and window, not in each layer.
     """

@@ -105,10 +105,7 @@ class AdapterExport(Export):
 def build_exports(
     checkpoint: CheckpointConfig, lora: LoRAConfig | None, base: str, policy: Policy, model: "ModelFiles", world: World
 ) -> list[Export]:
-    """Return the run's exports: its model, or the adapter and, with export_merged, the merged model.
-
-    base: name of the model that an adapter belongs to.
-    """
+    """Return the run's exports: its model, or the adapter of `base` and, with export_merged, the merged model."""
     dtype = dtype_of(checkpoint.export_dtype, auto=policy.dtype)
     whole_model = ModelExport(policy=policy, files=model, dtype=dtype, world=world)
     if lora is None:

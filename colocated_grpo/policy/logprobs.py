@@ -217,10 +217,7 @@ def plain_row_statistics(logits_CV: Tensor, targets_C: Tensor, temperature_C: Te
 
 
 def plain_logit_gradient(logits_CV: Tensor, per_row: PerRow, dtype: torch.dtype, softcap: float | None) -> Tensor:
-    """The same as `softmax_kernels.logit_gradient`, in plain torch.
-
-    d logp / d logits = (onehot - softmax) / temperature.
-    """
+    """The same as `softmax_kernels.logit_gradient`: d logp / d logits = (onehot - softmax) / temperature, in torch."""
     targets_C, temperature_C, logsumexp_C, grad_C = per_row
     probs_CV = (logits_CV / temperature_C[:, None]).sub_(logsumexp_C[:, None]).exp_()
     scale_C1 = (grad_C / temperature_C)[:, None]

@@ -95,10 +95,7 @@ class RoutingReplay:
     """Replaces the experts chosen by the model's routers with the recorded experts."""
 
     def __init__(self, blocks: Iterable[nn.Module], config: PreTrainedConfig, device: torch.device) -> None:
-        """blocks: the transformer blocks of the model with this config, in order.
-
-        Raises ConfigError for families whose routers are not known.
-        """
+        """blocks: of the model with this config, in order. Raises ConfigError for families with unknown routers."""
         check_returns_logits("policy.routing_replay=true")
         weigh = WEIGHTS.get(config.model_type)
         if weigh is None:

@@ -202,10 +202,7 @@ def mesh_of_nodes(device: torch.device, control: dist.ProcessGroup) -> DeviceMes
 
 
 def with_context(world: World, size: int) -> World:
-    """Return `world` with context-parallel groups of `size` consecutive ranks.
-
-    size: must divide the number of ranks.
-    """
+    """Return `world` with context-parallel groups of `size` consecutive ranks; `size` must divide their number."""
     if size == 1:
         return world
     group, _ = dist.new_subgroups(size, timeout=COLLECTIVE_TIMEOUT)

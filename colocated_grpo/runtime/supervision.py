@@ -193,10 +193,7 @@ class Watchdog:
         return first
 
     def missing_ranks(self) -> str | None:
-        """Return the error line for lost ranks, or None. Waits up to `EXIT_SECONDS` for a rank to exit.
-
-        Call after `stop_watching`.
-        """
+        """After `stop_watching`, return the error line for lost ranks, or None. Waits up to `EXIT_SECONDS` for one."""
         deadline = time.monotonic() + EXIT_SECONDS
         while time.monotonic() < deadline and not self._failed.is_set():
             if line := explain_missing_ranks(self._dead_ranks(), self.links.lost()):
@@ -232,10 +229,7 @@ def visible_from(own: ProcessId, processes: Sequence[ProcessId]) -> dict[int, in
 
 
 def explain_missing_ranks(dead: Sequence[int], lost: Sequence[Lost] = ()) -> str | None:
-    """Return the error line for ranks that ended without reporting an error; None if there are none.
-
-    dead: ranks of this node. lost: ranks of other nodes.
-    """
+    """Return the error line for ranks that ended silently: `dead` on this node, `lost` on others; None for none."""
     silent = [each for each in lost if each.silent]
     if silent:
         seconds = PROBE_SECONDS * (PROBES + 1)
