@@ -152,7 +152,7 @@ class Serving:
     def __init__(
         self, config: Config, atropos: AtroposSourceConfig, model: ModelFiles, inbox: Inbox, folder: Path, site: Site
     ) -> None:
-        """Collective. Raises EnvironmentSetupError on every rank. atropos: the entry in the config. folder: of the run."""
+        """Collective. Raises EnvironmentSetupError on every rank. atropos: entry of the config. folder: of the run."""
         limits, tokenizer = text.limits_of(model, config.max_sequence_tokens, config.seed), model.tokenizer
         self._world, self._note = site.world, site.note
         self._inbox = inbox
