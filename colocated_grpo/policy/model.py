@@ -138,10 +138,7 @@ def logit_divisor(hf_config: PretrainedConfig) -> float:
 
 
 def read_model_config(config: ModelConfig, folder: Path) -> PretrainedConfig:
-    """Read config.json of the model in `folder`, or of its text part if only that is trained.
-
-    Raises ConfigError if transformers does not know the model type or rejects its settings.
-    """
+    """Return the settings of the model or text part to train. Raises ConfigError if transformers rejects them."""
     try:
         return read_text_config(folder, trust_remote_code=config.trust_remote_code)
     except Exception as error:  # unknown type, or invalid settings, for which transformers raises many kinds

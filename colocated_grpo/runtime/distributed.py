@@ -307,8 +307,7 @@ def derive_seed(*parts: int | str) -> int:
 def seed_everything(seed: int) -> None:
     """Seed Python, NumPy and torch. Not collective.
 
-    Called at each step with a seed derived from (run seed, step, rank). The random state therefore depends on nothing
-    else and is not part of checkpoints.
+    Called at each step with a seed derived from (run seed, step, rank), so that checkpoints need no random state.
     """
     random.seed(seed)
     np.random.seed(seed)

@@ -151,8 +151,7 @@ def _numel(shape: Sequence[int]) -> int:
 def write_planned(gathered: Iterable[tuple[Sequence[ShardSlice], Tensor]], plan: Plan, device: torch.device) -> None:
     """Copy every bucket's slices to their destinations, and clear the plan's padding.
 
-    On CUDA the copies run on a side stream, in parallel with the next gather. gathered: slices and values of each
-    bucket.
+    On CUDA the copies run on a side stream, in parallel with the next gather. gathered: slices and values by bucket.
     """
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     last: torch.Event | None = None

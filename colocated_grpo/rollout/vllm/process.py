@@ -111,8 +111,7 @@ def keep_trainer_state() -> Generator[None]:
 def discard(*parts: Part) -> None:
     """Unmap the device memory of these parts. Its contents are lost.
 
-    vLLM's own sleep cannot keep the weights and drop the cache (before 0.32), and runs the garbage collector over the
-    whole heap.
+    vLLM's own sleep cannot keep the weights and drop the cache (before 0.32), and collects garbage in the whole heap.
     """
     from vllm.device_allocator import cumem
 
