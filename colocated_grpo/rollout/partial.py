@@ -65,9 +65,7 @@ class PartialSupply(Supply):
     interrupt: Callable[[], Finished]
     """`LocalEngine.interrupt`."""
     place: EnginePlace
-    """That of this rank's engine."""
     num_steps: int
-    """Length of the run."""
 
     def __post_init__(self) -> None:
         self._pending: list[Pending] = []
