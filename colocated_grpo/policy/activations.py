@@ -123,8 +123,7 @@ class StepSettings:
 def out_of_memory_in_one_line(max_tokens: int | Literal["auto"]) -> Generator[None]:
     """Raise the OutOfMemoryError of a training step as RunError. max_tokens: batch.max_tokens_per_micro_batch.
 
-    Trial steps cannot rule out this error: real batches have other shapes, and other processes may take device memory
-    later.
+    Trial steps cannot rule out this error: real batches have other shapes, and other processes may take memory later.
     """
     try:
         yield
@@ -271,8 +270,7 @@ def run_trial_step(policy: Policy, step: StepSettings, tokens: int) -> None:
 def dummy_micro_batch(step: StepSettings, tokens: int, prefix: int = TRIAL_PREFIX) -> MicroBatch:
     """Build a micro-batch of `tokens` in two or more sequences of allowed length. Tokens after the prefix are scored.
 
-    prefix: length of the common prefix. Real siblings have a common prefix, and micro-batches without a common prefix
-    run other kernels.
+    prefix: length of the common prefix. Real siblings have one, and micro-batches without one run other kernels.
     """
     longest = max(1, min(ceil(tokens / 2), step.longest) - prefix)
     count, remainder = divmod(tokens - prefix, longest)

@@ -80,8 +80,7 @@ def attend_fa4(
 ) -> Tensor:
     """Attend with FlashAttention 4 where it supports the layer and is faster, else with FlashAttention 2.
 
-    Requires `has_fa4` for the model's heads. min_run: smallest mean number of queries per run for which FlashAttention
-    4 is used.
+    Requires `has_fa4` for the model's heads. min_run: smallest mean number of queries per run for FlashAttention 4.
     """
     if (
         window is not None

@@ -145,8 +145,7 @@ Rows = Callable[[slice], Tensor]
 def fetch_model(config: ModelConfig, world: World, key: str = "model.name") -> Path:
     """Return the model's folder. A Hub name is downloaded once per node, into the Hub cache. Collective.
 
-    key: the setting that names the model. Raises ConfigError if the folder is a damaged export of a run, and RunError
-    if a download fails.
+    key: the setting that names the model. Raises ConfigError for a damaged export, and RunError if a download fails.
     """
     if Path(config.name).is_dir():
         folder = Path(config.name).absolute()  # a reward function may change the working directory of the process
@@ -199,8 +198,7 @@ def check_export(setting: str, folder: Path) -> None:
 class CheckpointReader:
     """Tensors of a checkpoint by the names of the module's parameters. `read_into` reads only the requested rows.
 
-    Tensors outside the trained text part are left out. Experts that are stored one by one are read as one tensor with
-    one row per expert.
+    Tensors outside the trained text part are left out. Experts stored one by one are read as one tensor, a row each.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -1,7 +1,6 @@
 """FlashAttention over packed sequences, as operators that are opaque to torch.compile: 2, 2 with sinks, and 4.
 
-FlashAttention 2 is torch's. The functions `fa2_forward` and `fa2_backward` are without autograd, for operators that
-build on them.
+FlashAttention 2 is torch's. `fa2_forward` and `fa2_backward` have no autograd, for operators that build on them.
 
 A sink is one more score per head, in addition to the scores of the keys. The sink enters the softmax but has no value,
 so the sink only shrinks the output: with logsumexp L of the keys' scores and sink s, L' = log(exp L + exp s), out' =

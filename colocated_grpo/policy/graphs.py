@@ -198,8 +198,7 @@ class GraphedGradient:
     """A `Gradient` that replays CUDA graphs.
 
     The first micro-batch of a shape is padded but runs without a graph, so that kernels and libraries make their
-    lasting allocations. The second is captured. All graphs write into the same gradient tensors, which therefore stay
-    allocated.
+    lasting allocations. The second is captured. All graphs write into the same gradient tensors, which stay allocated.
     """
 
     gradient: Gradient

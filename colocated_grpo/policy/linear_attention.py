@@ -137,8 +137,7 @@ def packed_delta_rule(
 def int64_boundaries(cu_seqlens: Tensor) -> Tensor:
     """Return the boundaries as int64, the same tensor for all layers of a forward pass.
 
-    fla caches derived values by the identity of this tensor. With a new tensor in each layer, each layer would wait for
-    the device.
+    fla caches derived values by the identity of this tensor: with new tensors, each layer would wait for the device.
     """
     return cu_seqlens.long()
 

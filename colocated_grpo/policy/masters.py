@@ -1,5 +1,4 @@
-"""Weights of a model on this rank: fp32 masters that the optimizer updates, and the weights that the model computes
-with.
+"""Weights of a model on this rank: fp32 masters that the optimizer updates, and those that the model computes with.
 
 Both are allocated, and this rank's rows read, from a checkpoint.
 """

@@ -21,8 +21,7 @@ class Adafactor(torch.optim.Optimizer):
 
     Stores a matrix's second moment as row and column means: rows + columns floats instead of rows * columns. The
     versions in torch and transformers use norms and in-place means that DTensor does not support. Each row of a matrix
-    is on one rank, so row means are local. Column means and update sizes take two all-reduces per step, for all
-    parameters together.
+    is on one rank, so row means are local. Column means and update sizes take two all-reduces per step in total.
     """
 
     def __init__(

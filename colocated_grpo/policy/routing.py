@@ -217,8 +217,7 @@ class LoadBalancing:
     def set_loss(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> Stat:
         """Set the loss from the forward passes without gradient since `reset`, and return it without the coefficient.
 
-        Collective. Each rank returns the loss of the whole minibatch. If the minibatch has no tokens, the returned mean
-        has weight 0.
+        Collective. Each rank returns the loss of the whole minibatch. Without tokens, the returned mean has weight 0.
         """
         sums_L2E = sum_over_ranks(torch.stack([layer.sums_2E for layer in self._layers]))
         choices_LE, probabilities_LE = sums_L2E.unbind(1)

@@ -1,7 +1,6 @@
 """Joins the ranks before the process group exists: opens their store, exchanges process ids, and detects lost ranks.
 
-Joining needs only torch and happens before the slow imports. A rank that is killed during those imports therefore ends
-the other ranks too.
+Joining needs only torch and happens before the slow imports. A rank that is killed during them ends the others too.
 """
 
 import json

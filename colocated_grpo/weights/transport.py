@@ -175,8 +175,7 @@ class ReloadCheck:
     """Loads one block of the weights a second time and expects that no byte of the engine changes.
 
     For engines without planned views. A load is deterministic, so bytes change only where the first load has not
-    arrived. Blocks take turns: an engine that receives nothing is detected at once, and a single stale block when its
-    turn comes.
+    arrived. Blocks take turns: an engine that receives nothing is detected at once, a single stale block in its turn.
     """
 
     def __init__(self, model: Callable[[], nn.Module], names: Iterable[str], device: torch.device) -> None:

@@ -5,9 +5,8 @@ freeze its heap and repack weights that the trainer writes in place. The remaini
 
 `apply` installs the rows that fit this version and device before an engine is built. If a target is missing in a
 version that should have it, `apply` raises an error for a row without which the run would be wrong. For a row without
-which the run would only be slower, `apply` logs one warning. A test looks up every target, and the private attributes
-of vLLM that this package reads or writes without replacing them, in the sources of the oldest supported and the
-installed version.
+which the run would only be slower, `apply` logs one warning. A test looks up every target, and other private attributes
+of vLLM that this package uses, in the sources of the oldest supported and the installed version.
 """
 
 import importlib
