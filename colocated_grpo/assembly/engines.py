@@ -91,8 +91,7 @@ def engine_spec(
         # The policy computes with the engine's weights, or some phases begin without a sync.
         keeps_weights=config.weights == "shared" or config.sync_frequency > 1,
         # Requests of agents and of other processes may have stop strings, regardless of rollout.stop.
-        needs_text=bool(config.rollout.stop) or has_senders or has_agents,
-        structured=config.structured,
+        needs_tokenizer=bool(config.rollout.stop) or has_senders or has_agents or config.structured,
         records_routes=config.policy.routing_replay,
         numerics=config.numerics,
         args={"tokenizer": config.model.tokenizer, **engine.args} if config.model.tokenizer else engine.args,

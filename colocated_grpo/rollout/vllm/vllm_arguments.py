@@ -65,7 +65,7 @@ def engine_arguments(spec: EngineSpec, world: World) -> dict[str, Any]:
         "seed": derive_seed(spec.seed, "engine", world.rank // spec.tensor_parallel_size),
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
-        "skip_tokenizer_init": not (spec.needs_text or spec.structured),
+        "skip_tokenizer_init": not spec.needs_tokenizer,
         "enforce_eager": spec.enforce_eager or not on_gpu,
         "hf_overrides": overrides(config_json),
     }
