@@ -85,7 +85,7 @@ def build_run(
     collector = data.build_collector(config, driver, inbox, run_data, model, site)
     served = None if serving is None else serving.start(driver, start, stop.requested, lambda: policy.version)
     prompts = data.build_prompt_supply(config, run_data, model, collector, opponent, site)
-    supply = data.build_supply(prompts, served, driver, built.local, config.ranks_per_engine, config.training_steps)
+    supply = data.build_supply(prompts, served, built.local, config.ranks_per_engine, config.training_steps)
     resources.callback(supply.close)
     resources.callback(finish_writing, checkpoints)
     best = Best(config.evaluation.keep_best, config.evaluation.patience)

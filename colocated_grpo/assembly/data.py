@@ -213,16 +213,13 @@ def build_prompt_supply(
         stop_token_ids=model.stop_token_ids,
     )
     resampling = None if rollout.resample is None else Resampling(rollout.resample.max_rounds, prompts, site.note)
-    routes, stopped = config.policy.routing_replay, site.stop.requested
-    return PromptSupply(
-        data.source, collector, site.world, stopped, rollout, sampling, opponent, resampling, routes=routes
-    )
+    routes = config.policy.routing_replay
+    return PromptSupply(data.source, collector, rollout, sampling, opponent, resampling, routes=routes)
 
 
 def build_supply(
     prompts: PromptSupply | None,
     served: Supply | None,
-    driver: Driver,
     engine: LocalEngine | None,
     ranks_per_engine: int,
     num_steps: int,
@@ -235,6 +232,6 @@ def build_supply(
         return MixedSupply(prompts, served)
     partial = prompts.config.partial
     if partial is not None and engine is not None:
-        place = engine_place(prompts.world, ranks_per_engine)
-        return PartialSupply(prompts, partial, driver, engine.interrupt, place, num_steps)
+        place = engine_place(prompts.collector.world, ranks_per_engine)
+        return PartialSupply(prompts, partial, engine.interrupt, place, num_steps)
     return AheadSupply(prompts, num_steps) if prompts.config.max_staleness else prompts

@@ -203,7 +203,7 @@ def build_sync(policy: Policy, engine: LocalEngine, world: World, *, shared: boo
     copies = ColocatedSync(
         weights.published(), engine, model.conversion, world, check_every=check_every, constants=model.hf_buffers()
     )
-    return share(copies, weights.published, partial(adopt, model), world, check_every) if shared else copies
+    return share(copies, weights.published, partial(adopt, model)) if shared else copies
 
 
 def build_opponent(
@@ -229,9 +229,7 @@ def build_opponent(
         engine.weights_changed(policy.version)
 
     into_engine = ColocatedSync(shards, engine, policy.model.conversion, world, check_every=check_every)
-    return FrozenOpponent(
-        shards, policy.weights.published(), into_engine, engine.weights_changed, restore_policy, config.refresh_every
-    )
+    return FrozenOpponent(policy.weights.published(), into_engine, restore_policy, config.refresh_every)
 
 
 def build_judge(config: FreshnessConfig, temperature: float, policy: Policy, engines: Engines, world: World) -> Judge:

@@ -136,13 +136,9 @@ class FrozenOpponent:
     Every method is collective. No request may be running when the weights change.
     """
 
-    parameters: Mapping[str, Tensor]
-    """The frozen weights, named and sharded like the policy's weights, in host or device memory."""
     policy: Mapping[str, Tensor]
     into_engine: ColocatedSync
-    """The sync of `parameters`."""
-    weights_changed: Callable[[int], None]
-    """`RolloutEngine.weights_changed`."""
+    """The sync of the frozen weights, named and sharded like the policy's, in host or device memory."""
     restore_policy: Callable[[], None]
     """Writes the policy's weights into the engine again."""
     refresh_every: int
@@ -156,7 +152,7 @@ class FrozenOpponent:
         may not have failed.
         """
         self.into_engine.sync()
-        self.weights_changed(NO_VERSION)
+        self.into_engine.engine.weights_changed(NO_VERSION)
         yield
         self.restore_policy()
 
@@ -164,7 +160,7 @@ class FrozenOpponent:
     def refresh(self, step: int) -> None:
         """Copy the policy's weights if a refresh is due at `step`. A run resumed at `step` repeats the refresh."""
         if self.refresh_every and step and step % self.refresh_every == 0:
-            for name, parameter in self.parameters.items():
+            for name, parameter in self.into_engine.parameters.items():
                 local_part(parameter).copy_(local_part(self.policy[name]))
 
 
@@ -201,9 +197,7 @@ Adopt = Callable[[Mapping[str, Tensor]], bool]
 """Makes the policy compute with these tensors, by checkpoint name; False if it cannot."""
 
 
-def share(
-    copies: ColocatedSync, published: Callable[[], Mapping[str, Tensor]], adopt: Adopt, world: World, check_every: int
-) -> SharedSync:
+def share(copies: ColocatedSync, published: Callable[[], Mapping[str, Tensor]], adopt: Adopt) -> SharedSync:
     """Replace the policy's compute weights by views of the engine's parameters.
 
     published: `Weights.published`.
@@ -221,4 +215,4 @@ def share(
         )
     for rows in plan.padding:
         rows.zero_()  # once is enough: no sync writes to them later
-    return SharedSync(published(), views, world, check_every)
+    return SharedSync(published(), views, copies.world, copies.check_every)

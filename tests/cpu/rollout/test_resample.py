@@ -82,7 +82,7 @@ def supply_of(
     config = RolloutConfig(prompts_per_step=WANTED, group_size=GROUP)
     resampling = Resampling(rounds, WANTED, [].append if lines is None else lines.append)
     source: Any = prompts if world.is_main else None
-    return PromptSupply(source, collector, world, lambda: False, config, SAMPLING, resampling=resampling)
+    return PromptSupply(source, collector, config, SAMPLING, resampling=resampling)
 
 
 def step_of(supply: Any, step: int) -> tuple[list[Group], BatchResult]:
