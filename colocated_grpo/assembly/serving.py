@@ -120,10 +120,10 @@ def build_remote(
         case "adapter":
             assert lora is not None  # the config requires an adapter for this bridge
             adapter = AdapterExport(policy=policy, lora=lora, base=base, tokenizer=model.tokenizer, world=world)
-            sync = AdapterSync(adapter, files / "adapter", servers, world)
+            sync = AdapterSync(adapter, files / "adapter", servers)
         case "restart":
             export = ModelExport(policy=policy, files=model, dtype=policy.dtype, world=world)
-            sync = RestartSync(export, files, servers, world, base=base, version=lambda: policy.version)
+            sync = RestartSync(export, files, servers, base)
         case "shared":
             file = Path(engine.bridge_config or exported.export_folder() / exported.CONFIG_NAME)
             views = exported.attach(file, servers[0].wait_until_ready()["instance"])
