@@ -23,8 +23,7 @@ from colocated_grpo.rollout.partial import PartialSupply
 from colocated_grpo.rollout.prompt_queue import build_dispatch, engine_place
 from colocated_grpo.rollout.resample import Resampling
 from colocated_grpo.rollout.supply import AheadSupply, MixedSupply, Opponent, PromptSupply, Supply
-from colocated_grpo.servers.agent_app import listen_for_agents
-from colocated_grpo.servers.text import limits_of
+from colocated_grpo.servers import agent_app, text
 from colocated_grpo.settings.evaluation import HELD_OUT, PREFIX, EvaluationConfig
 from colocated_grpo.settings.schema import Config, RolloutConfig
 from colocated_grpo.summaries import held_out_metrics, mixed_held_out_metrics
@@ -148,10 +147,10 @@ def listen_to_agents(config: Config, data: Data, model: ModelFiles, site: Site) 
     """Open the address at which agents sample from this rank's engine, if there are agents."""
     if data.environments.open_episodes is None:
         return
-    server = listen_for_agents(
+    server = agent_app.listen_for_agents(
         data.environments.open_episodes,
         model.tokenizer,
-        limits_of(model, config.max_sequence_tokens, config.seed),
+        text.limits_of(model, config.max_sequence_tokens, config.seed),
         config.model.name,
         config.model.chat_template_kwargs,
         config.rollout.stop,

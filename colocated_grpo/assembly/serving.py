@@ -20,10 +20,9 @@ from colocated_grpo.atropos.supply import AtroposSupply, MainSupply, WorkerSuppl
 from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.environments.chat import ChatCodec
 from colocated_grpo.errors import ConfigError
+from colocated_grpo.policy import masters, model_loader
 from colocated_grpo.policy.export import AdapterExport, ModelExport
-from colocated_grpo.policy.masters import adopt
 from colocated_grpo.policy.model_files import ModelFiles
-from colocated_grpo.policy.model_loader import engine_dtype
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.runtime.distributed import World
@@ -63,7 +62,7 @@ def connect_servers(config: Config, world: World, stop: StopRequest) -> list[Eng
     servers = [EngineServer(url, key, trainer, engine.server_timeout, stop.requested) for url in urls]
     dtype = None  # any: weights are cast when they are sent
     if engine.dtype != "auto" or engine.bridge == "shared":
-        dtype = str(engine_dtype(engine, config.policy, world.device)).removeprefix("torch.")
+        dtype = str(model_loader.engine_dtype(engine, config.policy, world.device)).removeprefix("torch.")
     prepare = partial(_prepare, config.model, config.max_sequence_tokens, engine.bridge, dtype)
     world.from_main(lambda: [prepare(server, server.wait_until_ready()) for server in servers] and None)
     return servers
@@ -127,7 +126,7 @@ def build_remote(
         case "shared":
             file = Path(engine.bridge_config or exported.export_folder() / exported.CONFIG_NAME)
             views = exported.attach(file, servers[0].wait_until_ready()["instance"])
-            adopted = partial(adopt, policy.model)
+            adopted = partial(masters.adopt, policy.model)
             sync = exported.share_exported(views, prefix, policy.weights.published, adopted, world, check_every)
     restore: Restore = (lambda server: False) if isinstance(sync, SharedSync) else sync.restore
     infos = [server.wait_until_ready() for server in servers]

@@ -183,7 +183,7 @@ def test_a_step_that_is_sampled_ahead_is_completed_too():
 def test_a_stop_between_rounds_ends_the_step():
     supply = supply_of(single_rank_world(), Prompts(), rounds=20)
     order = supply.order(0)
-    supply.stop_requested = lambda: True
+    supply.collector.stop_requested = lambda: True
     with pytest.raises(Stopped):
         order()
     assert supply.state_dict() == {"given": 0}
