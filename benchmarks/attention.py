@@ -86,7 +86,7 @@ def make_problem(options: argparse.Namespace, length: int, device: torch.device)
     cu = torch.arange(count + 1, dtype=torch.int32, device=device) * length
     for tensor in (query, key, value):
         tensor.requires_grad_()
-    return Problem(query, key, value, grad, Runs(cu, length, cu, length))
+    return Problem(query, key, value, grad, Runs(cu, cu, length, length))
 
 
 def kernels_for(problem: Problem) -> dict[str, Attend]:

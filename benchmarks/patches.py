@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from benchmarks.decode import requests
 from benchmarks.harness import config_of, main_in_ranks, model_folder, rank_parser, wake_with_weights
@@ -18,6 +19,9 @@ from colocated_grpo.policy.policy import Policy
 from colocated_grpo.rollout.engine import RolloutEngine
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.types import JsonObject
+
+if TYPE_CHECKING:
+    from colocated_grpo.rollout.vllm.patches import Patch
 
 COLUMNS = ("target", "hits", "status")
 
@@ -49,9 +53,18 @@ def measure(world: World, options: argparse.Namespace) -> JsonObject:
             tokens = sample(engine, options)
             engine.sleep()
     engine.close()
-    report = patches.report()
-    rows = [{column: row[column] for column in COLUMNS} for row in report]
-    return {"sampled_tokens": tokens, "patches": report, "rows": rows}
+    hits = report(patches.PATCHES)
+    rows = [{column: row[column] for column in COLUMNS} for row in hits]
+    return {"sampled_tokens": tokens, "patches": hits, "rows": rows}
+
+
+def report(patches: Iterable[Patch]) -> list[dict[str, str | int]]:
+    """Return one row per patch: target, status, hits, cures, versions."""
+    shown = ("target", "status", "hits", "cures", "versions")
+    return [
+        {name: value if isinstance(value := getattr(patch, name), int) else str(value) for name in shown}
+        for patch in patches
+    ]
 
 
 def sections(options: argparse.Namespace) -> JsonObject:

@@ -85,7 +85,7 @@ def build_run(
     collector = data.build_collector(config, driver, inbox, run_data, model, site)
     served = None if serving is None else serving.start(driver, start, stop.requested, lambda: policy.version)
     prompts = data.build_prompt_supply(config, run_data, model, collector, opponent, site)
-    supply = data.build_supply(prompts, served, driver, built.local, config.ranks_per_engine, config.training_steps)
+    supply = data.build_supply(prompts, served, built.local, config.ranks_per_engine, config.training_steps)
     resources.callback(supply.close)
     resources.callback(finish_writing, checkpoints)
     best = Best(config.evaluation.keep_best, config.evaluation.patience)
@@ -136,10 +136,7 @@ def build_engines(
     site: engines.Site,
     output: RunOutput,
 ) -> engines.Engines:
-    """Build the engines in the ranks, or connect to engine servers. Collective.
-
-    spec: build parameters of the engines in the ranks; None with engine servers.
-    """
+    """Build the engines in the ranks, or connect to engine servers if `spec` is None. Collective."""
     if spec is not None:
         shared, every = config.weights == "shared", config.freshness.every
         graphs = site.world.device.type == "cuda" and not spec.enforce_eager
@@ -164,10 +161,7 @@ def build_hub(
 
 
 def finish_writing(checkpoints: Checkpoints) -> None:
-    """Wait for a checkpoint that was being written when the run failed.
-
-    An error of this write is ignored: it is not the cause of the failure.
-    """
+    """Wait for a checkpoint that was being written when the run failed. Its error did not cause the failure."""
     with suppress(RunError):
         checkpoints.wait()
 

@@ -23,8 +23,7 @@ from colocated_grpo.rollout.partial import PartialSupply
 from colocated_grpo.rollout.prompt_queue import build_dispatch, engine_place
 from colocated_grpo.rollout.resample import Resampling
 from colocated_grpo.rollout.supply import AheadSupply, MixedSupply, Opponent, PromptSupply, Supply
-from colocated_grpo.servers.agent_app import listen_for_agents
-from colocated_grpo.servers.text import limits_of
+from colocated_grpo.servers import agent_app, text
 from colocated_grpo.settings.evaluation import HELD_OUT, PREFIX, EvaluationConfig
 from colocated_grpo.settings.schema import Config, RolloutConfig
 from colocated_grpo.summaries import held_out_metrics, mixed_held_out_metrics
@@ -123,10 +122,7 @@ class Data:
 
 
 def build_data(config: Config, model: ModelFiles, site: Site, *, trains: bool = True) -> Data:
-    """Collective. User code is imported on every rank; datasets are read on rank 0 only.
-
-    trains: False leaves out the training prompts.
-    """
+    """Import user code on every rank, and read data on rank 0. Collective. trains: False: no training prompts."""
     site.resources.callback(end_idle_workers)
     environments = build_environments(config, model.tokenizer)
     has_source = trains and site.world.is_main and environments.trained
@@ -151,10 +147,10 @@ def listen_to_agents(config: Config, data: Data, model: ModelFiles, site: Site) 
     """Open the address at which agents sample from this rank's engine, if there are agents."""
     if data.environments.open_episodes is None:
         return
-    server = listen_for_agents(
+    server = agent_app.listen_for_agents(
         data.environments.open_episodes,
         model.tokenizer,
-        limits_of(model, config.max_sequence_tokens, config.seed),
+        text.limits_of(model, config.max_sequence_tokens, config.seed),
         config.model.name,
         config.model.chat_template_kwargs,
         config.rollout.stop,
@@ -216,16 +212,13 @@ def build_prompt_supply(
         stop_token_ids=model.stop_token_ids,
     )
     resampling = None if rollout.resample is None else Resampling(rollout.resample.max_rounds, prompts, site.note)
-    routes, stopped = config.policy.routing_replay, site.stop.requested
-    return PromptSupply(
-        data.source, collector, site.world, stopped, rollout, sampling, opponent, resampling, routes=routes
-    )
+    routes = config.policy.routing_replay
+    return PromptSupply(data.source, collector, rollout, sampling, opponent, resampling, routes=routes)
 
 
 def build_supply(
     prompts: PromptSupply | None,
     served: Supply | None,
-    driver: Driver,
     engine: LocalEngine | None,
     ranks_per_engine: int,
     num_steps: int,
@@ -238,6 +231,6 @@ def build_supply(
         return MixedSupply(prompts, served)
     partial = prompts.config.partial
     if partial is not None and engine is not None:
-        place = engine_place(prompts.world, ranks_per_engine)
-        return PartialSupply(prompts, partial, driver, engine.interrupt, place, num_steps)
+        place = engine_place(prompts.collector.world, ranks_per_engine)
+        return PartialSupply(prompts, partial, engine.interrupt, place, num_steps)
     return AheadSupply(prompts, num_steps) if prompts.config.max_staleness else prompts

@@ -91,8 +91,7 @@ def engine_spec(
         # The policy computes with the engine's weights, or some phases begin without a sync.
         keeps_weights=config.weights == "shared" or config.sync_frequency > 1,
         # Requests of agents and of other processes may have stop strings, regardless of rollout.stop.
-        needs_text=bool(config.rollout.stop) or has_senders or has_agents,
-        structured=config.structured,
+        needs_tokenizer=bool(config.rollout.stop) or has_senders or has_agents or config.structured,
         records_routes=config.policy.routing_replay,
         numerics=config.numerics,
         args={"tokenizer": config.model.tokenizer, **engine.args} if config.model.tokenizer else engine.args,
@@ -159,10 +158,7 @@ def opponent_state(opponent: OpponentConfig | None, shards: Mapping[str, DTensor
 def build_colocated(
     spec: EngineSpec, policy: Policy, world: World, resources: ExitStack, *, shared: bool, check_every: int
 ) -> Engines:
-    """Build the engines in the processes of the ranks. Collective.
-
-    resources: closes this rank's engine. shared, check_every: as in `build_sync`.
-    """
+    """Build the engines in the ranks. Collective. resources: closes this rank's engine. Others: as in `build_sync`."""
     engine = resources.enter_context(closing(build_engine(spec, policy, world)))
     sync = build_sync(policy, engine, world, shared=shared, check_every=check_every)
     return Engines(local=engine, engine=engine, sync=sync, dtype=spec.dtype, is_quantized=engine.is_quantized)
@@ -202,16 +198,12 @@ def rehearse(
 
 
 def build_sync(policy: Policy, engine: LocalEngine, world: World, *, shared: bool, check_every: int) -> WeightSync:
-    """Return the sync from the policy into the engine.
-
-    shared: for `weights: shared`; policy and engine then use one copy of the weights. check_every: verify every n-th
-    sync; 0: never.
-    """
+    """Return the sync from the policy into the engine. shared: for `weights: shared`. check_every: of ColocatedSync."""
     model, weights = policy.model, policy.weights
     copies = ColocatedSync(
         weights.published(), engine, model.conversion, world, check_every=check_every, constants=model.hf_buffers()
     )
-    return share(copies, weights.published, partial(adopt, model), world, check_every) if shared else copies
+    return share(copies, weights.published, partial(adopt, model)) if shared else copies
 
 
 def build_opponent(
@@ -237,9 +229,7 @@ def build_opponent(
         engine.weights_changed(policy.version)
 
     into_engine = ColocatedSync(shards, engine, policy.model.conversion, world, check_every=check_every)
-    return FrozenOpponent(
-        shards, policy.weights.published(), into_engine, engine.weights_changed, restore_policy, config.refresh_every
-    )
+    return FrozenOpponent(policy.weights.published(), into_engine, restore_policy, config.refresh_every)
 
 
 def build_judge(config: FreshnessConfig, temperature: float, policy: Policy, engines: Engines, world: World) -> Judge:

@@ -29,7 +29,6 @@ from colocated_grpo.types import Completion, Prompt, Score
 
 USELESS = "I do not know."
 MOST_PROMPTS = 1024
-"""Number of prompts that are drawn at most."""
 SHOWN_CHARACTERS = 600
 """Longer prompts are cut in the middle."""
 ROLES = {"system", "developer", "user", "assistant", "model", "tool", "function"}

@@ -20,11 +20,9 @@ from colocated_grpo.atropos.supply import AtroposSupply, MainSupply, WorkerSuppl
 from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.environments.chat import ChatCodec
 from colocated_grpo.errors import ConfigError
-from colocated_grpo.phases import WeightSync
+from colocated_grpo.policy import masters, model_loader
 from colocated_grpo.policy.export import AdapterExport, ModelExport
-from colocated_grpo.policy.masters import adopt
 from colocated_grpo.policy.model_files import ModelFiles
-from colocated_grpo.policy.model_loader import engine_dtype
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.runtime.distributed import World
@@ -42,6 +40,7 @@ from colocated_grpo.settings.schema import Config, ModelConfig
 from colocated_grpo.tracking import files
 from colocated_grpo.types import JsonObject
 from colocated_grpo.web.server import Hosts, ServerThread
+from colocated_grpo.weights.colocated import SharedSync
 
 WEIGHTS_FOLDER = "engine_weights"
 """In the run folder: weights that servers load from files."""
@@ -63,7 +62,7 @@ def connect_servers(config: Config, world: World, stop: StopRequest) -> list[Eng
     servers = [EngineServer(url, key, trainer, engine.server_timeout, stop.requested) for url in urls]
     dtype = None  # any: weights are cast when they are sent
     if engine.dtype != "auto" or engine.bridge == "shared":
-        dtype = str(engine_dtype(engine, config.policy, world.device)).removeprefix("torch.")
+        dtype = str(model_loader.engine_dtype(engine, config.policy, world.device)).removeprefix("torch.")
     prepare = partial(_prepare, config.model, config.max_sequence_tokens, engine.bridge, dtype)
     world.from_main(lambda: [prepare(server, server.wait_until_ready()) for server in servers] and None)
     return servers
@@ -110,33 +109,26 @@ def build_remote(
     world: World,
     stop: StopRequest,
 ) -> Engines:
-    """Return the engines of the servers, with the bridge that sends weights to them. Collective.
-
-    folder: the run folder.
-    """
+    """Return the engines of the servers, with the bridge that sends weights to them. Collective. folder: of the run."""
     engine, lora, base, check_every = config.engine, config.policy.lora, config.model.name, config.freshness.every
     prefix, files = policy.model.lm.base_model_prefix, folder / WEIGHTS_FOLDER
-    sync: WeightSync
-    restore: Restore
+    sync: BroadcastSync | AdapterSync | RestartSync | SharedSync
     match engine.bridge:
         case "broadcast":
-            sync = broadcast = BroadcastSync(policy.weights.published(), prefix, servers, world, check_every)
-            restore = broadcast.restore
+            sync = BroadcastSync(policy.weights.published(), prefix, servers, world, check_every)
         case "adapter":
             assert lora is not None  # the config requires an adapter for this bridge
             adapter = AdapterExport(policy=policy, lora=lora, base=base, tokenizer=model.tokenizer, world=world)
-            sync = load = AdapterSync(adapter, files / "adapter", servers, world)
-            restore = load.restore
+            sync = AdapterSync(adapter, files / "adapter", servers)
         case "restart":
             export = ModelExport(policy=policy, files=model, dtype=policy.dtype, world=world)
-            sync = restart = RestartSync(export, files, servers, world, base=base, version=lambda: policy.version)
-            restore = restart.restore
+            sync = RestartSync(export, files, servers, base)
         case "shared":
             file = Path(engine.bridge_config or exported.export_folder() / exported.CONFIG_NAME)
             views = exported.attach(file, servers[0].wait_until_ready()["instance"])
-            adopted = partial(adopt, policy.model)
+            adopted = partial(masters.adopt, policy.model)
             sync = exported.share_exported(views, prefix, policy.weights.published, adopted, world, check_every)
-            restore = lambda server: False  # noqa: E731
+    restore: Restore = (lambda server: False) if isinstance(sync, SharedSync) else sync.restore
     infos = [server.wait_until_ready() for server in servers]
     # In a deterministic run, send all requests at once: the server's queue decides which decode together, not timing.
     limit = sys.maxsize if config.deterministic else None
@@ -159,10 +151,7 @@ class Serving:
     def __init__(
         self, config: Config, atropos: AtroposSourceConfig, model: ModelFiles, inbox: Inbox, folder: Path, site: Site
     ) -> None:
-        """Collective. Raises EnvironmentSetupError with one line, on every rank.
-
-        atropos: the config's Atropos entry. folder: the run folder.
-        """
+        """Collective. Raises EnvironmentSetupError on every rank. atropos: entry of the config. folder: of the run."""
         limits, tokenizer = text.limits_of(model, config.max_sequence_tokens, config.seed), model.tokenizer
         self._world, self._note = site.world, site.note
         self._inbox = inbox
@@ -221,10 +210,7 @@ class Serving:
     def start(
         self, driver: Driver, step: int, stop_requested: Callable[[], bool], policy_version: Callable[[], int]
     ) -> AtroposSupply:
-        """Register as the trainer at `step`, so that environments begin. Collective.
-
-        driver: serves the inbox given at construction.
-        """
+        """Register as the trainer at `step`, so that environments begin. Collective. driver: serves the same inbox."""
         source = self.source
         self._world.from_main(lambda: None if source is None else source.fetch(step))
         if source is None:

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -32,26 +33,20 @@ from colocated_grpo.types import JsonObject
 UNFINISHED = ".partial"
 
 
+@dataclass(eq=False)
 class Checkpoints:
     """Saves and restores one run. Every method but `due` is collective."""
 
-    def __init__(
-        self,
-        run_dir: Path,
-        config: CheckpointConfig,
-        world: World,
-        others: Mapping[str, Tensor] | None = None,
-        note: Callable[[str], None] = print,
-    ) -> None:
-        """others: further tensors of the run, such as an opponent's shards, by names that the policy does not use.
+    run_dir: Path
+    config: CheckpointConfig
+    world: World
+    others: Mapping[str, Tensor] = field(default_factory=dict)
+    """Further tensors of the run, such as an opponent's shards, by names that the policy does not use."""
+    note: Callable[[str], None] = print
+    """Called on rank 0 with one line if a run could not resume from the newest checkpoint."""
 
-        note: called on rank 0 with one line if a run could not resume from the newest checkpoint.
-        """
-        self._folder = run_dir / run_folder.CHECKPOINTS
-        self._config = config
-        self._world = world
-        self._others = others or {}
-        self._note = note
+    def __post_init__(self) -> None:
+        self._folder = self.run_dir / run_folder.CHECKPOINTS
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._published: Future[None] | None = None
         self._best: int | None = None
@@ -60,7 +55,7 @@ class Checkpoints:
         """The newest checkpoint that was verified as intact. Set on rank 0."""
 
     def due(self, step: int) -> bool:
-        return self._config.every > 0 and step % self._config.every == 0
+        return self.config.every > 0 and step % self.config.every == 0
 
     def save(self, step: int, policy: Policy, state: JsonObject, *, best: int | None = None) -> None:
         """Start writing a checkpoint of `step` completed steps. state: rank 0's plain data (the source's cursor).
@@ -74,31 +69,31 @@ class Checkpoints:
         self.wait()
         self._best = best
         final = self._folder / f"step_{step:06d}"
-        if self._world.from_main(
+        if self.world.from_main(
             lambda: final in run_folder.complete_checkpoints(self._folder) and _replace_state(final, state)
         ):
             return
         partial = final.with_suffix(UNFINISHED)
         record = ""
-        if self._world.is_main:
+        if self.world.is_main:
             # Encoded now, because the state may change while the tensors are written.
             numbers = {
                 "format": run_folder.FORMAT,
                 "step": step,
                 "policy_version": policy.version,
-                "world_size": self._world.size,
+                "world_size": self.world.size,
             }
             record = json.dumps(numbers | {"state": state})
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-        self._world.barrier()
+        self.world.barrier()
         policy.init_optimizer_state()  # a run that stops before its first step must be restorable too
         writer, stager = storage.ChecksummedWriter(partial), DefaultStager(StagingOptions(False, False, False, False))
         writing = dcp.async_save(
             self._tensors(policy),
             storage_writer=writer,
             async_stager=stager,  # else the FileSystemWriter would also be the stager
-            process_group=self._world.checkpoints,
+            process_group=self.world.checkpoints,
         )
         assert isinstance(writing, Future)  # the stager copies synchronously
 
@@ -113,7 +108,7 @@ class Checkpoints:
 
     def _publish(self, partial: Path, final: Path, record: str, checksums: dict[str, str]) -> None:
         """Rename the finished checkpoint and delete old checkpoints. Rank 0 finishes last, so all files exist."""
-        if not self._world.is_main:
+        if not self.world.is_main:
             return
         storage.write_durably(
             partial / run_folder.STATE_FILE, sealed(f'{record[:-1]}, "{run_folder.FILES}": {json.dumps(checksums)}}}')
@@ -122,8 +117,8 @@ class Checkpoints:
         partial.rename(final)
         complete = run_folder.complete_checkpoints(self._folder)
         best = f"step_{self._best:06d}" if self._best is not None else None
-        old = [checkpoint for checkpoint in complete[: -self._config.keep_last] if checkpoint.name != best]
-        kept = complete[-self._config.keep_last :]
+        old = [checkpoint for checkpoint in complete[: -self.config.keep_last] if checkpoint.name != best]
+        kept = complete[-self.config.keep_last :]
         if old and self._verified not in kept:
             forget_cached(final, checksums)
             if (problem := damage(final, checksums)) is not None:
@@ -148,7 +143,7 @@ class Checkpoints:
             except OSError as error:
                 raise write_failed("checkpoint", self._folder, in_one_line(error)) from error
             self._published = None
-            self._world.barrier()
+            self.world.barrier()
 
     def restore(self, policy: Policy) -> tuple[int, JsonObject]:
         """Load the newest intact checkpoint into the policy. Returns its step and `state`; (0, {}) without a
@@ -156,9 +151,9 @@ class Checkpoints:
 
         def newest() -> storage.SavedCheckpoint | None:
             self._delete_unfinished()
-            return storage.newest_whole(self._folder, self._note)
+            return storage.newest_whole(self._folder, self.note)
 
-        saved = self._world.from_main(newest)
+        saved = self.world.from_main(newest)
         if saved is None:
             return 0, {}
         self._verified = saved.folder
@@ -168,8 +163,8 @@ class Checkpoints:
             metadata = storage.metadata_of(saved.layout, saved.folder)
             _check_loadable(saved, metadata, tensors)
             reader = storage.LayoutReader(saved.folder, metadata)
-            dcp.load(tensors, storage_reader=reader, process_group=self._world.checkpoints)
-        _restore_numbers(policy, tensors, self._world)
+            dcp.load(tensors, storage_reader=reader, process_group=self.world.checkpoints)
+        _restore_numbers(policy, tensors, self.world)
         policy.resume_at(saved.policy_version)
         return saved.step, saved.state
 
@@ -179,10 +174,10 @@ class Checkpoints:
         for name, state in policy.optimizer_states().items():
             for key, value in state.items():
                 own = policy.optimizer_state_is_local and not isinstance(value, DTensor)
-                suffix = f".rank{self._world.shard}of{self._world.num_shards}" if own else ""
+                suffix = f".rank{self.world.shard}of{self.world.num_shards}" if own else ""
                 tensor = value if isinstance(value, Tensor) else torch.tensor(float(value))
                 tensors[f"optimizer.{name}.{key}{suffix}"] = tensor
-        return {**tensors, **self._others}
+        return {**tensors, **self.others}
 
 
 def _check_loadable(checkpoint: storage.SavedCheckpoint, metadata: Metadata, tensors: dict[str, Tensor]) -> None:

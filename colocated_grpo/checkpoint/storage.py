@@ -243,10 +243,7 @@ def newest_whole(folder: Path, note: Callable[[str], None]) -> SavedCheckpoint |
 
 
 def read_whole(folder: Path) -> SavedCheckpoint:
-    """Return a checkpoint's contents, except for its tensors.
-
-    Raises DamagedCheckpoint if it is damaged, and RunError if another version of this package has written it.
-    """
+    """Return a checkpoint without its tensors. Raises DamagedCheckpoint, and RunError for another version's format."""
     try:
         record = read_record(folder)
         if (version := record.get("format")) != FORMAT:

@@ -150,10 +150,7 @@ def _log_level(name: str) -> str:
 
 
 def config_file(options: argparse.Namespace) -> str:
-    """Return the path of the config file: from --config, else in the resumed run folder, else the default.
-
-    Raises ConfigError if the folder in --resume RUN has no config.
-    """
+    """Return the config's path: --config, else that in the resumed run (ConfigError if none), else the default."""
     if options.config is not None:
         return options.config
     if options.resume in (None, AUTO):

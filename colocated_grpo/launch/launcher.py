@@ -39,8 +39,6 @@ SAVING = (
 STARTING = b"\nstopping during start-up, before the first step\n"
 START_SECONDS = 5.0
 """Seconds for ranks to exit before training has begun. A rank that is blocked in a library handles no signal."""
-LOOPBACK_INTERFACE = "lo"
-"""Linux's name."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -94,7 +92,7 @@ def _launch(arguments: Sequence[str]) -> int:
         return dry_run(config, problems, launch)
     environment = child_environment(os.environ, launch.gpus, launch.ranks, launch.log_level)
     if launch.nodes == 1 and not config.engine.urls:
-        environment.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)  # else ranks would listen on the network
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else ranks would listen on the network
     redirect = options.redirect_output if launch.log_dir is None else launch.log_dir / TRAINER_LOG
     flag = "--redirect-output" if launch.log_dir is None else "--log-dir"
     folders = [launch.log_dir, *(log.parent for log in (servers.logs if servers is not None else []))]

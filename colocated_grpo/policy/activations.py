@@ -22,6 +22,7 @@ from colocated_grpo.policy.blocks import blocks_of, set_checkpointed
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings.schema import Config
+from colocated_grpo.settings.training import PolicyConfig
 
 GIB = 1 << 30
 AUTO_TOKENS = 24_576, 16_384, 8_192, 4_096, 2_048
@@ -84,7 +85,7 @@ def min_checkpointed_blocks(
     return min(blocks, ceil((needed - free) / (saved_per_token * tokens)))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class StepSettings:
     """Settings that decide the memory of a training step."""
 
@@ -92,28 +93,18 @@ class StepSettings:
     """batch.max_tokens_per_micro_batch."""
     longest: int
     """Tokens of the longest sequence."""
-    context_parallel: int
-    chunk_tokens: int
-    """policy.logprob_chunk_tokens."""
-    checkpointing: bool | Literal["auto"]
-    """policy.gradient_checkpointing."""
+    policy: PolicyConfig
 
     @classmethod
     def of(cls, config: Config) -> "StepSettings":
-        return cls(
-            max_tokens=config.batch.max_tokens_per_micro_batch,
-            longest=config.max_sequence_tokens,
-            context_parallel=config.policy.context_parallel,
-            chunk_tokens=config.policy.logprob_chunk_tokens,
-            checkpointing=config.policy.gradient_checkpointing,
-        )
+        return cls(config.batch.max_tokens_per_micro_batch, config.max_sequence_tokens, config.policy)
 
     def candidate_sizes(self) -> list[int]:
         """Return the candidate sizes, best first: the configured size, or all sizes that hold the longest sequence.
 
         Sizes count the tokens of one rank. With policy.context_parallel, a sequence is split over several ranks.
         """
-        longest = ceil(self.longest / self.context_parallel)
+        longest = ceil(self.longest / self.policy.context_parallel)
         if self.max_tokens != "auto":
             return [self.max_tokens]
         return [tokens for tokens in AUTO_TOKENS if tokens >= longest] or [longest]
@@ -132,8 +123,7 @@ class StepSettings:
 def out_of_memory_in_one_line(max_tokens: int | Literal["auto"]) -> Generator[None]:
     """Raise the OutOfMemoryError of a training step as RunError. max_tokens: batch.max_tokens_per_micro_batch.
 
-    Trial steps cannot rule out this error: real batches have other shapes, and other processes may take device memory
-    later.
+    Trial steps cannot rule out this error: real batches have other shapes, and other processes may take memory later.
     """
     try:
         yield
@@ -176,7 +166,7 @@ def fit_to_memory(policy: Policy, step: StepSettings, world: World) -> Fit:
     # No-op if this process has an engine: the state was allocated before the engine was sized.
     policy.init_optimizer_state()
     try:
-        if step.checkpointing == "auto":
+        if step.policy.gradient_checkpointing == "auto":
             return fit_tokens_and_blocks(policy, step, world)
         sizes = step.candidate_sizes()
         if len(sizes) == 1:
@@ -266,7 +256,7 @@ def run_trial_step(policy: Policy, step: StepSettings, tokens: int) -> None:
 
     Two micro-batches, because gradients stay unsharded between the micro-batches of an optimizer step.
     """
-    rows = tokens * step.context_parallel
+    rows = tokens * step.policy.context_parallel
     prefix = TRIAL_PREFIX if policy.model.shares_prefixes and rows > 2 * TRIAL_PREFIX else 0
     dummy = dummy_micro_batch(step, rows, prefix)
     micro_batch = local_rows(dummy, policy.context)
@@ -280,8 +270,7 @@ def run_trial_step(policy: Policy, step: StepSettings, tokens: int) -> None:
 def dummy_micro_batch(step: StepSettings, tokens: int, prefix: int = TRIAL_PREFIX) -> MicroBatch:
     """Build a micro-batch of `tokens` in two or more sequences of allowed length. Tokens after the prefix are scored.
 
-    prefix: length of the common prefix. Real siblings have a common prefix, and micro-batches without a common prefix
-    run other kernels.
+    prefix: length of the common prefix. Real siblings have one, and micro-batches without one run other kernels.
     """
     longest = max(1, min(ceil(tokens / 2), step.longest) - prefix)
     count, remainder = divmod(tokens - prefix, longest)
@@ -300,7 +289,7 @@ def dummy_micro_batch(step: StepSettings, tokens: int, prefix: int = TRIAL_PREFI
         )
         for length, positions in zip(lengths, scored, strict=True)
     ]
-    micro_batch = build_micro_batch(sequences, step.context_parallel)
+    micro_batch = build_micro_batch(sequences, step.policy.context_parallel)
     logprobs_N = micro_batch.loss_inputs.sampling_logprobs_N
     return micro_batch.with_inputs(old_logprobs_N=logprobs_N, ref_logprobs_N=logprobs_N)
 
@@ -310,8 +299,8 @@ def _with_a_chunk(scored: Sequence[np.ndarray], step: StepSettings) -> list[np.n
 
     In a context-parallel group, each rank fills a chunk.
     """
-    chunk = min(step.chunk_tokens, step.candidate_sizes()[0])
-    ratio = step.context_parallel * chunk / sum(map(len, scored))
+    chunk = min(step.policy.logprob_chunk_tokens, step.candidate_sizes()[0])
+    ratio = step.policy.context_parallel * chunk / sum(map(len, scored))
     repeats = [(np.arange(int(len(own) * ratio)) / ratio).astype(np.int64) for own in scored]
     return [np.sort(np.concatenate([own, own[again]])) for own, again in zip(scored, repeats, strict=True)]
 

@@ -51,7 +51,7 @@ def capped_attention(config: PretrainedConfig, tokens: PackedTokens) -> Capped |
         return None
     keys = tokens.prefix_keys
     cu_k, longest_k = (cu_q, tokens.max_seqlen) if keys is None else (keys.cu_seqlens, keys.max_seqlen)
-    runs = kernels.Runs(cu_q, tokens.max_seqlen, cu_k, longest_k)
+    runs = kernels.Runs(cu_q, cu_k, tokens.max_seqlen, longest_k)
     num_keys = tokens.num_rows if keys is None else len(keys.rows_E)
     windows = {None, getattr(config, "sliding_window", None)}
     masks = {window: block_mask(runs, window, tokens.num_rows, num_keys) for window in windows}
@@ -59,8 +59,7 @@ def capped_attention(config: PretrainedConfig, tokens: PackedTokens) -> Capped |
 
 
 def block_mask(runs: kernels.Runs, window: int | None, num_queries: int, num_keys: int) -> BlockMask:
-    """Return the mask of causal attention within runs; the last query of a run sees all keys of
-    the run, or the last `window` of them.
+    """Return the mask of causal attention within runs: a run's last query sees all its keys, or the last `window`.
 
     This takes a few dozen small operations. Build the mask once per micro-batch and window, not in each layer.
     """
@@ -195,10 +194,10 @@ def packed_attention(
         query, key, value = rows_to_heads(query, key, value, context_group)
         s_aux = None if s_aux is None else own_heads(s_aux, context_group)
     if prefix_keys is None:
-        runs = kernels.Runs(cu_seq_lens_q, max_length_q, cu_seq_lens_q, max_length_q)
+        runs = kernels.Runs(cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
     else:
         key, value = (expand_keys(tensor, prefix_keys) for tensor in (key, value))
-        runs = kernels.Runs(cu_seq_lens_q, max_length_q, prefix_keys.cu_seqlens, prefix_keys.max_seqlen)
+        runs = kernels.Runs(cu_seq_lens_q, prefix_keys.cu_seqlens, max_length_q, prefix_keys.max_seqlen)
     if kernel is not None:
         attend = kernel
     elif not (query.is_cuda and query.dtype.itemsize == 2):  # FlashAttention has no float32 kernels

@@ -11,7 +11,7 @@ import inspect
 import logging
 from collections.abc import Callable
 from functools import cache, partial
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from colocated_grpo.errors import in_one_line
 from colocated_grpo.policy import flash_attention
+from colocated_grpo.policy.flash_attention import Runs
 
 # torch 2.11 always broadcasts key-value heads and has no enable_gqa argument; later releases require it.
 _takes_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -32,15 +33,6 @@ MAX_VARLEN_HEAD = 256
 """Largest head that FlashAttention 2 supports; Gemma 4 has heads of 512 in its layers without a window."""
 MAX_BF16_DIFFERENCE = 2**-6
 """Largest relative difference between two kernels' outputs or gradients that bfloat16 rounding explains."""
-
-
-class Runs(NamedTuple):
-    """Boundaries of the runs of consecutive queries, [N + 1] int32, and of the keys that each run sees."""
-
-    cu_q: Tensor
-    longest_q: int
-    cu_k: Tensor
-    longest_k: int
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, Runs, float | None, int | None], Tensor]
@@ -56,8 +48,7 @@ def attend_varlen(
     size = value.shape[-1]
     if size < query.shape[-1]:  # the kernel needs equal head sizes
         value = F.pad(value, (0, query.shape[-1] - size))
-    boundaries = runs.cu_q, runs.cu_k, runs.longest_q, runs.longest_k
-    return _varlen(query, key, value, *boundaries, scale=scaling, window_size=(_left(window), 0))[..., :size]
+    return _varlen(query, key, value, *runs, scale=scaling, window_size=(_left(window), 0))[..., :size]
 
 
 def attend_with_sinks(
@@ -66,8 +57,7 @@ def attend_with_sinks(
     """Attend like `attend_varlen`, with sinks: one score per head that enters the softmax but has no value."""
     if query.shape[-1] > MAX_VARLEN_HEAD:
         return attend_padded(query, key, value, runs, scaling, window, sinks_H=sinks_H)
-    boundaries = runs.cu_q, runs.cu_k, runs.longest_q, runs.longest_k
-    return flash_attention.fa2_with_sinks(query, key, value, sinks_H, *boundaries, scaling, _left(window))[0]
+    return flash_attention.fa2_with_sinks(query, key, value, sinks_H, *runs, scaling, _left(window))[0]
 
 
 def _left(window: int | None) -> int:
@@ -90,8 +80,7 @@ def attend_fa4(
 ) -> Tensor:
     """Attend with FlashAttention 4 where it supports the layer and is faster, else with FlashAttention 2.
 
-    Requires `has_fa4` for the model's heads. min_run: smallest mean number of queries per run for which FlashAttention
-    4 is used.
+    Requires `has_fa4` for the model's heads. min_run: smallest mean number of queries per run for FlashAttention 4.
     """
     if (
         window is not None
@@ -100,9 +89,7 @@ def attend_fa4(
     ):
         return attend_varlen(query, key, value, runs, scaling, window)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return flash_attention.fa4_attention(
-        query, key, value, runs.cu_q, runs.cu_k, runs.longest_q, runs.longest_k, scale, min_run
-    )[0]
+    return flash_attention.fa4_attention(query, key, value, *runs, scale, min_run)[0]
 
 
 @cache
@@ -135,7 +122,7 @@ def _fa4_difference(heads: int, kv_heads: int, size: int, dtype: torch.dtype, de
     has prefix keys.
     """
     cu_q, cu_k = (torch.tensor(cu, dtype=torch.int32, device=device) for cu in ([0, 200, 500], [0, 200, 600]))
-    runs = Runs(cu_q, 300, cu_k, 400)
+    runs = Runs(cu_q, cu_k, 300, 400)
     generator = torch.Generator(device).manual_seed(0)
     shapes = [(500, heads, size), (600, kv_heads, size), (600, kv_heads, size), (500, heads, size)]
     query, key, value, grad = (torch.randn(shape, dtype=dtype, device=device, generator=generator) for shape in shapes)
@@ -192,7 +179,7 @@ def attend_padded(
 
 def _one_run(queries: int, keys: int) -> Runs:
     cu_q = torch.tensor([0, queries], dtype=torch.int32)
-    return Runs(cu_q, queries, cu_q if keys == queries else torch.tensor([0, keys], dtype=torch.int32), keys)
+    return Runs(cu_q, cu_q if keys == queries else torch.tensor([0, keys], dtype=torch.int32), queries, keys)
 
 
 def _attend_masked(

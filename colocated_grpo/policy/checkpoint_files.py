@@ -145,8 +145,7 @@ Rows = Callable[[slice], Tensor]
 def fetch_model(config: ModelConfig, world: World, key: str = "model.name") -> Path:
     """Return the model's folder. A Hub name is downloaded once per node, into the Hub cache. Collective.
 
-    key: the setting that names the model. Raises ConfigError if the folder is a damaged export of a run, and RunError
-    if a download fails.
+    key: the setting that names the model. Raises ConfigError for a damaged export, and RunError if a download fails.
     """
     if Path(config.name).is_dir():
         folder = Path(config.name).absolute()  # a reward function may change the working directory of the process
@@ -199,8 +198,7 @@ def check_export(setting: str, folder: Path) -> None:
 class CheckpointReader:
     """Tensors of a checkpoint by the names of the module's parameters. `read_into` reads only the requested rows.
 
-    Tensors outside the trained text part are left out. Experts that are stored one by one are read as one tensor with
-    one row per expert.
+    Tensors outside the trained text part are left out. Experts stored one by one are read as one tensor, a row each.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -210,12 +208,13 @@ class CheckpointReader:
         """For experts that are stored one by one: the matrices of each expert, which are joined by rows."""
         self.shapes: dict[str, torch.Size] = {}
         """Shape of each tensor, by parameter name."""
-        files = weight_files(folder)
-        for file in files:
-            self._add(file, self._add_safetensors)
-        if not files:
-            for file in sorted(folder.glob("pytorch_model*.bin")):
-                self._add(file, self._add_torch)
+        for file in weight_files(folder) or sorted(folder.glob("pytorch_model*.bin")):
+            try:
+                self._add_safetensors(file) if file.suffix == ".safetensors" else self._add_torch(file)
+            except (OSError, EOFError, RuntimeError, SafetensorError, UnpicklingError) as error:
+                raise ConfigError(
+                    f"model.name={str(folder)!r}: cannot read {file.name} ({in_one_line(error)}); download it again"
+                ) from error
         if not self._stored:
             raise ConfigError(f"model.name={str(folder)!r}: the folder has no *.safetensors or pytorch_model*.bin")
         self._convert(own_names(folder), read_conversion(folder))
@@ -241,14 +240,6 @@ class CheckpointReader:
             self.shapes[name] = torch.Size([len(table), sum(shape[0] for shape in first), *first[0][1:]])
             self._experts[name] = [[stored[part] for part in parts] for parts in table]
 
-    def _add(self, file: Path, add: Callable[[Path], None]) -> None:
-        try:
-            add(file)
-        except (OSError, EOFError, RuntimeError, SafetensorError, UnpicklingError) as error:
-            raise ConfigError(
-                f"model.name={str(self.folder)!r}: cannot read {file.name} ({in_one_line(error)}); download it again"
-            ) from error
-
     def _add_safetensors(self, file: Path) -> None:
         handle = safe_open(file, framework="pt")
         for name in handle.keys():  # noqa: SIM118 (a safetensors handle is not a dict)
@@ -259,9 +250,6 @@ class CheckpointReader:
         for name, tensor in torch.load(file, map_location="cpu", mmap=True, weights_only=True).items():
             self._stored[name] = lambda rows, tensor=tensor: tensor[rows]
             self.shapes[name] = tensor.shape
-
-    def names(self) -> set[str]:
-        return set(self.shapes)
 
     def read_into(self, target: Tensor, name: str, first: int) -> None:
         """Fill `target` with the rows of `name` that start at `first`, with the dtype and device of `target`."""

@@ -287,7 +287,7 @@ class _Attention(torch.autograd.Function):
         if ctx.uses_fa4:
             gradients = fa4_backward(*tensors, *runs, *longest, scale, MIN_RUN_FOR_FA4)
         else:
-            gradients = fa2_backward(*tensors, (*runs, *longest), scale, left)
+            gradients = fa2_backward(*tensors, Runs(*runs, *longest), scale, left)
         return *gradients, None, None, None
 
 

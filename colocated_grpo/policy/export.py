@@ -6,7 +6,7 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from safetensors.torch import save_file
@@ -27,38 +27,32 @@ if TYPE_CHECKING:
 FILE_BYTES = 4 << 30
 
 
-class Export(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class Export:
     """One kind of folder that a run exports."""
 
-    @property
-    def final_name(self) -> str:
-        """Name of the folder of the last step."""
-
-    @property
-    def best_name(self) -> str:
-        """Name of the folder of the best step."""
+    policy: Policy
+    world: World
+    final_name: ClassVar[str]
+    best_name: ClassVar[str]
+    step_prefix: ClassVar[str]
 
     def name_at(self, step: int) -> str:
-        """Return the name of the folder of a step."""
+        return f"{self.step_prefix}{step}"
 
     def write(self, target: Path) -> None:
         """Write the folder under another name, and rename it to `target` once it is complete. Collective."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelExport:
+class ModelExport(Export):
     """All weights, merged if there is an adapter, with config, tokenizer and generation settings."""
 
-    policy: Policy
+    final_name, best_name, step_prefix = "final_model", "best_model", "step_"
     files: "ModelFiles"
     """Of the model that the run started from."""
     dtype: torch.dtype
-    world: World
-    final_name: str = "final_model"
-    best_name: str = "best_model"
-
-    def name_at(self, step: int) -> str:
-        return f"step_{step}"
 
     def write(self, target: Path) -> None:
         """Write the model. Gathers one tensor at a time; rank 0 buffers at most one file of tensors (FILE_BYTES)."""
@@ -89,20 +83,14 @@ class ModelExport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdapterExport:
+class AdapterExport(Export):
     """The adapter in PEFT's format, float32, with the tokenizer."""
 
-    policy: Policy
+    final_name, best_name, step_prefix = "final_adapter", "best_adapter", "adapter_step_"
     lora: LoRAConfig
     base: str
     """Name of the base model, as PEFT records it."""
     tokenizer: PreTrainedTokenizerBase
-    world: World
-    final_name: str = "final_adapter"
-    best_name: str = "best_adapter"
-
-    def name_at(self, step: int) -> str:
-        return f"adapter_step_{step}"
 
     def write(self, target: Path) -> None:
         from colocated_grpo.policy.lora.files import write_adapter  # imports PEFT
@@ -117,10 +105,7 @@ class AdapterExport:
 def build_exports(
     checkpoint: CheckpointConfig, lora: LoRAConfig | None, base: str, policy: Policy, model: "ModelFiles", world: World
 ) -> list[Export]:
-    """Return the run's exports: its model, or the adapter and, with export_merged, the merged model.
-
-    base: name of the model that an adapter belongs to.
-    """
+    """Return the run's exports: its model, or the adapter of `base` and, with export_merged, the merged model."""
     dtype = dtype_of(checkpoint.export_dtype, auto=policy.dtype)
     whole_model = ModelExport(policy=policy, files=model, dtype=dtype, world=world)
     if lora is None:

@@ -1,7 +1,6 @@
 """FlashAttention over packed sequences, as operators that are opaque to torch.compile: 2, 2 with sinks, and 4.
 
-FlashAttention 2 is torch's. The functions `fa2_forward` and `fa2_backward` are without autograd, for operators that
-build on them.
+FlashAttention 2 is torch's. `fa2_forward` and `fa2_backward` have no autograd, for operators that build on them.
 
 A sink is one more score per head, in addition to the scores of the keys. The sink enters the softmax but has no value,
 so the sink only shrinks the output: with logsumexp L of the keys' scores and sink s, L' = log(exp L + exp s), out' =
@@ -21,7 +20,6 @@ last query of a run is at the position of the run's last key.
 
 import os
 import warnings
-from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -30,12 +28,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-Boundaries = tuple[Tensor, Tensor, int, int]
-"""Boundaries of the runs of queries and of keys, both [N + 1] int32, and the length of the longest run of each."""
+
+class Runs(NamedTuple):
+    """Boundaries of the runs of consecutive queries, [N + 1] int32, and of the keys that each run sees."""
+
+    cu_q: Tensor
+    cu_k: Tensor
+    longest_q: int
+    longest_k: int
 
 
 def fa2_forward(
-    query: Tensor, key: Tensor, value: Tensor, runs: Boundaries, scale: float | None, left: int
+    query: Tensor, key: Tensor, value: Tensor, runs: Runs, scale: float | None, left: int
 ) -> tuple[Tensor, Tensor]:
     """Compute causal attention of each run. Returns [T, H, D] and the logsumexps [H, T] in float32."""
     # As in torch.nn.attention.varlen: no dropout, no debug mask.
@@ -52,7 +56,7 @@ def fa2_backward(
     value: Tensor,
     out: Tensor,
     logsumexp: Tensor,
-    runs: Boundaries,
+    runs: Runs,
     scale: float | None,
     left: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -66,7 +70,6 @@ def fa2_backward(
 
 
 def _fa2_settings(scale: float | None, left: int) -> dict[str, object]:
-    """Return the arguments common to both kernels."""
     return {"scale": scale, "window_size_left": left, "window_size_right": 0}
 
 
@@ -98,7 +101,7 @@ def fa2_with_sinks(
     left: int,
 ) -> tuple[Tensor, Tensor]:
     """Compute causal attention of each run with sinks [H]. Returns [T, H, D] and the logsumexps, without gradient."""
-    out, logsumexp = fa2_forward(query, key, value, (cu_q, cu_k, longest_q, longest_k), scale, left)
+    out, logsumexp = fa2_forward(query, key, value, Runs(cu_q, cu_k, longest_q, longest_k), scale, left)
     return out, add_sinks(out, logsumexp, sinks)
 
 
@@ -124,7 +127,7 @@ def fa2_with_sinks_backward(
     left: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of query, key and value; grad and out: [T, H, D]."""
-    runs = cu_q, cu_k, longest_q, longest_k
+    runs = Runs(cu_q, cu_k, longest_q, longest_k)
     return fa2_backward(grad, query, key, value, out, logsumexp, runs, scale, left)
 
 
@@ -151,16 +154,9 @@ HOPPER = (9, 0)
 FA4_HEAD_SIZES = (64, 128)
 
 
-class Kernels(NamedTuple):
-    """vLLM's private entry points of FlashAttention 4."""
-
-    forward: Callable[..., tuple[Tensor | None, ...]]
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
-
-
 @cache
-def kernels() -> Kernels:
-    """Import the kernels. Raises ImportError if vLLM lacks them, or their compiler is not installed."""
+def kernels() -> Any:
+    """Import vLLM's module of FlashAttention 4. Raises ImportError if it, or its compiler, is not installed."""
     # nvidia-cutlass-dsl 4.6 warns once for each kernel about an argument that is not used here.
     warnings.filterwarnings("ignore", "Argument .* cannot be converted to a JitArgument", UserWarning)
     from vllm import envs
@@ -174,7 +170,7 @@ def kernels() -> Kernels:
         JITPersistentCache._try_export_to_storage = _export_whole
     from vllm.vllm_flash_attn.cute import interface
 
-    return Kernels(interface._flash_attn_fwd, interface._flash_attn_bwd)
+    return interface
 
 
 def _export_whole(cache: Any, key: Any, kernel: Any) -> None:
@@ -205,12 +201,11 @@ def fa4_attention(
     min_run: smallest mean number of queries per run for FlashAttention 4.
     """
     if _are_short(query, cu_q, min_run):
-        out, logsumexp = fa2_forward(query, key, value, (cu_q, cu_k, longest_q, longest_k), scale, -1)
+        out, logsumexp = fa2_forward(query, key, value, Runs(cu_q, cu_k, longest_q, longest_k), scale, -1)
         return out.contiguous(), logsumexp
-    out, logsumexp, *_ = kernels().forward(
+    out, logsumexp, *_ = kernels()._flash_attn_fwd(
         query, key, value, **_fa4_settings(cu_q, cu_k, longest_q, longest_k, scale), return_lse=True
     )
-    assert out is not None and logsumexp is not None
     return out, logsumexp
 
 
@@ -237,10 +232,10 @@ def fa4_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of query, key and value; grad and out: [T, H, D]. min_run: as in `fa4_attention`."""
     if _are_short(query, cu_q, min_run):
-        runs = cu_q, cu_k, longest_q, longest_k
+        runs = Runs(cu_q, cu_k, longest_q, longest_k)
         dq, dk, dv = fa2_backward(grad, query, key, value, out, logsumexp, runs, scale, -1)
         return dq.contiguous(), dk.contiguous(), dv.contiguous()
-    return kernels().backward(
+    return kernels()._flash_attn_bwd(
         *(query, key, value, out, grad, logsumexp),
         **_fa4_settings(cu_q, cu_k, longest_q, longest_k, scale),
         deterministic=torch.are_deterministic_algorithms_enabled(),
@@ -261,7 +256,6 @@ def _are_short(query: Tensor, cu_q: Tensor, min_run: int) -> bool:
 
 
 def _fa4_settings(cu_q: Tensor, cu_k: Tensor, longest_q: int, longest_k: int, scale: float) -> dict[str, object]:
-    """Return the arguments common to both kernels."""
     return {
         "cu_seqlens_q": cu_q,
         "cu_seqlens_k": cu_k,

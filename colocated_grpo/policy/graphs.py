@@ -8,7 +8,7 @@ Shapes: as in `batching.micro_batch`, and S completions.
 """
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -193,28 +193,21 @@ def _extended(cu_seqlens: Tensor, lengths: np.ndarray) -> Tensor:
     return torch.cat([cu_seqlens, cu_seqlens[-1] + torch.from_numpy(np.cumsum(lengths)).to(cu_seqlens.dtype)])
 
 
+@dataclass(eq=False)
 class GraphedGradient:
     """A `Gradient` that replays CUDA graphs.
 
     The first micro-batch of a shape is padded but runs without a graph, so that kernels and libraries make their
-    lasting allocations. The second is captured. All graphs write into the same gradient tensors, which therefore stay
-    allocated.
+    lasting allocations. The second is captured. All graphs write into the same gradient tensors, which stay allocated.
     """
 
-    def __init__(
-        self,
-        gradient: Gradient,
-        parameters: Collection[nn.Parameter],
-        to_device: Callable[[MicroBatch], MicroBatch],
-        *,
-        model_parameters: int,
-        blocks: int,
-    ) -> None:
-        """to_device: copies a micro-batch to the device. model_parameters, blocks: size of the model."""
-        self._gradient = gradient
-        self._parameters = parameters
-        self._to_device = to_device
-        self._size = model_parameters, blocks
+    gradient: Gradient
+    parameters: Collection[nn.Parameter]
+    to_device: Callable[[MicroBatch], MicroBatch]
+    model_parameters: int
+    blocks: int
+
+    def __post_init__(self) -> None:
         self._graphs: dict[GraphShape, _Graph | None] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._kept: dict[nn.Parameter, Tensor] = {}
@@ -226,18 +219,18 @@ class GraphedGradient:
         tokens = with_own_keys(micro_batch.tokens)
         micro_batch = replace(micro_batch, tokens=tokens)
         shape = shape_for(micro_batch)
-        known = shape in self._graphs
-        if not pays_off(*self._size, shape.rows) or (not known and len(self._graphs) == MAX_GRAPHS):
-            return self._gradient(micro_batch, denominator)
+        is_new = shape not in self._graphs
+        if not pays_off(self.model_parameters, self.blocks, shape.rows) or (is_new and len(self._graphs) == MAX_GRAPHS):
+            return self.gradient(micro_batch, denominator)
         micro_batch = padded(micro_batch, shape)
-        if not known:
+        if is_new:
             self._graphs[shape] = None
-            result = self._gradient(micro_batch, denominator)
-            self._kept |= {p: p.grad for p in self._parameters if p.grad is not None}
+            result = self.gradient(micro_batch, denominator)
+            self._kept |= {p: p.grad for p in self.parameters if p.grad is not None}
             return result
         graph = self._graphs[shape]
         if graph is None:
-            graph = _Graph(self._gradient, self._to_device(micro_batch), self._pool)
+            graph = _Graph(self.gradient, self.to_device(micro_batch), self._pool)
             self._graphs[shape] = graph
         self.replays += 1
         return graph.replay(micro_batch, denominator)

@@ -36,9 +36,6 @@ DeltaRule = Callable[..., tuple[Tensor, Tensor | None]]
 WRONG_TRITON = Version("3.4"), Version("3.7.1")
 """Triton releases with wrong gradients on Hopper GPUs: from the first release up to, but not including, the second."""
 
-_replaced: set[ModuleType] = set()
-"""Modules of transformers whose functions are replaced."""
-
 
 def pack_linear_attention(model: PreTrainedModel) -> bool:
     """Make the model's layers of linear attention respect the boundaries of packed sequences.
@@ -50,13 +47,12 @@ def pack_linear_attention(model: PreTrainedModel) -> bool:
     if not LAYER_TYPES.issuperset(getattr(model.config, "layer_types", None) or [None]):
         return False
     layers = [module for module in model.modules() if type(module).__name__.endswith("GatedDeltaNet")]
-    for source in {sys.modules[type(layer).__module__] for layer in layers}:
-        if source not in _replaced:
-            _replace(source)
-            _replaced.add(source)
+    for layer in layers:
+        _replace(sys.modules[type(layer).__module__])
     return bool(layers)
 
 
+@cache  # once for each module
 def _replace(source: ModuleType) -> None:
     try:
         convolution, delta_rule = getattr(source, CONVOLUTION), getattr(source, DELTA_RULE)
@@ -141,8 +137,7 @@ def packed_delta_rule(
 def int64_boundaries(cu_seqlens: Tensor) -> Tensor:
     """Return the boundaries as int64, the same tensor for all layers of a forward pass.
 
-    fla caches derived values by the identity of this tensor. With a new tensor in each layer, each layer would wait for
-    the device.
+    fla caches derived values by the identity of this tensor: with new tensors, each layer would wait for the device.
     """
     return cu_seqlens.long()
 

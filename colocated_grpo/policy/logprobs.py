@@ -9,12 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-RowStatistics = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-"""(logits_CV, targets_C, temperature_C) -> log p(target), entropy, log-sum-exp."""
 PerRow = tuple[Tensor, Tensor, Tensor, Tensor]
 """(targets_C, temperature_C, logsumexp_C, grad_C) of a chunk. grad_C: of the log-probabilities."""
-LogitGradient = Callable[[Tensor, PerRow, torch.dtype, float | None], Tensor]
-"""(logits_CV, per_row, dtype, softcap) -> gradient of the logits [C, V]."""
 
 
 class HeadOperators(NamedTuple):
@@ -22,8 +18,10 @@ class HeadOperators(NamedTuple):
 
     logits: Callable[[Tensor, Tensor, float | None, Tensor], Tensor]
     """(hidden_CH, weight_VH, softcap, temperature_C) -> logits_CV, which the other two operators get."""
-    statistics: RowStatistics
-    gradient: LogitGradient
+    statistics: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+    """(logits_CV, targets_C, temperature_C) -> log p(target), entropy, log-sum-exp."""
+    gradient: Callable[[Tensor, PerRow, torch.dtype, float | None], Tensor]
+    """(logits_CV, per_row, dtype, softcap) -> gradient of the logits [C, V]."""
 
 
 def linear_logprobs(
@@ -219,10 +217,7 @@ def plain_row_statistics(logits_CV: Tensor, targets_C: Tensor, temperature_C: Te
 
 
 def plain_logit_gradient(logits_CV: Tensor, per_row: PerRow, dtype: torch.dtype, softcap: float | None) -> Tensor:
-    """The same as `softmax_kernels.logit_gradient`, in plain torch.
-
-    d logp / d logits = (onehot - softmax) / temperature.
-    """
+    """The same as `softmax_kernels.logit_gradient`: d logp / d logits = (onehot - softmax) / temperature, in torch."""
     targets_C, temperature_C, logsumexp_C, grad_C = per_row
     probs_CV = (logits_CV / temperature_C[:, None]).sub_(logsumexp_C[:, None]).exp_()
     scale_C1 = (grad_C / temperature_C)[:, None]

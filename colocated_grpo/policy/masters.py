@@ -1,5 +1,4 @@
-"""Weights of a model on this rank: fp32 masters that the optimizer updates, and the weights that the model computes
-with.
+"""Weights of a model on this rank: fp32 masters that the optimizer updates, and those that the model computes with.
 
 Both are allocated, and this rank's rows read, from a checkpoint.
 """
@@ -196,11 +195,10 @@ def stored_names(reader: CheckpointReader, parameters: Mapping[str, Tensor], pre
 
     The parameters may be on the meta device.
     """
-    names = reader.names()
     prefix += "."
     found, missing = {}, []
     for name, parameter in parameters.items():
-        source = next((n for n in (name, name.removeprefix(prefix), prefix + name) if n in names), None)
+        source = next((n for n in (name, name.removeprefix(prefix), prefix + name) if n in reader.shapes), None)
         if source is None:
             missing.append(name)
         elif reader.shapes[source] != parameter.shape:

@@ -138,15 +138,11 @@ def logit_divisor(hf_config: PretrainedConfig) -> float:
 
 
 def read_model_config(config: ModelConfig, folder: Path) -> PretrainedConfig:
-    """Read config.json of the model in `folder`, or of its text part if only that is trained.
-
-    Raises ConfigError if transformers does not know the model type or rejects its settings.
-    """
+    """Return the settings of the model or text part to train. Raises ConfigError if transformers rejects them."""
     try:
-        hf_config = read_text_config(folder, trust_remote_code=config.trust_remote_code)
+        return read_text_config(folder, trust_remote_code=config.trust_remote_code)
     except Exception as error:  # unknown type, or invalid settings, for which transformers raises many kinds
         raise ConfigError(f"model.name={config.name!r}: transformers cannot read it: {in_one_line(error)}") from error
-    return hf_config
 
 
 def build_empty(
@@ -244,10 +240,7 @@ def compiler_errors_in_one_line() -> Generator[None]:
 
 
 def shard(model: PackedLM, mesh: DeviceMesh, dtype: torch.dtype, *, offloaded: bool) -> None:
-    """Apply FSDP2 to each prepared block, then to the whole model, in place.
-
-    mesh: `World.mesh`. offloaded: as in `load_shards`.
-    """
+    """Apply FSDP2 to the prepared blocks and the model, in place. mesh: `World.mesh`. offloaded: of `load_shards`."""
     in_4_bits = any(name.endswith(".packed") for name, _ in model.named_parameters())
     # 4-bit weights are stored as float32 but are not numbers to cast. All others have `dtype` already.
     precision = MixedPrecisionPolicy(None if in_4_bits else dtype, reduce_dtype=torch.float32)

@@ -105,10 +105,7 @@ def read_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> tuple[int, ...]:
-    """Return the end-of-sequence tokens of the tokenizer and of the model's generation settings, ascending.
-
-    Raises ConfigError if one of them is not in the model's vocabulary.
-    """
+    """Return the end tokens of tokenizer and generation settings, ascending. Raises ConfigError for unknown tokens."""
     setting = f"model.name={str(folder)!r}"
     vocabulary = text_part(config_json_in(folder)).get("vocab_size") or len(tokenizer)
     ids = {tokenizer.eos_token_id}

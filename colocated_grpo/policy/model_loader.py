@@ -7,19 +7,10 @@ import torch
 from transformers import PretrainedConfig
 
 from colocated_grpo.policy import linear_attention, masters
+from colocated_grpo.policy import model as models
 from colocated_grpo.policy.attention import implementation_for
 from colocated_grpo.policy.blocks import blocks_of
 from colocated_grpo.policy.checkpoint_files import CheckpointReader
-from colocated_grpo.policy.model import (
-    PackedLM,
-    build_empty,
-    freeze,
-    prepare_blocks,
-    read_model_config,
-    require_input_gradients,
-    shard,
-    transformer_blocks,
-)
 from colocated_grpo.policy.routing import LoadBalancing, RoutingReplay
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings.generation import EngineConfig, ModelConfig
@@ -44,15 +35,15 @@ def engine_dtype(engine: EngineConfig, policy: PolicyConfig, device: torch.devic
     return dtype_of(engine.dtype, auto=compute_dtype(policy.compute_dtype, device))
 
 
-def check_model(settings: ModelConfig, folder: Path) -> PackedLM:
+def check_model(settings: ModelConfig, folder: Path) -> models.PackedLM:
     """Return the model in `folder`. Its parameters have no storage.
 
     folder: may lack the weights of a Hub model, which are not downloaded. Raises ConfigError if the model cannot be
     built, or if a local checkpoint does not fit it.
     """
-    hf_config = read_model_config(settings, folder)
-    model = build_empty(hf_config, chunk_tokens=1, trust_remote_code=settings.trust_remote_code)
-    transformer_blocks(model.lm)
+    hf_config = models.read_model_config(settings, folder)
+    model = models.build_empty(hf_config, chunk_tokens=1, trust_remote_code=settings.trust_remote_code)
+    models.transformer_blocks(model.lm)
     if Path(settings.name).is_dir():
         masters.stored_names(CheckpointReader(folder), model.hf_parameters(), model.lm.base_model_prefix)
     return model
@@ -75,7 +66,7 @@ class ModelLoader:
             return self._adapter(policy.lora)
         model = self._empty()
         if policy.train_layers is not None:
-            freeze(model, self.dtype, policy.train_layers)
+            models.freeze(model, self.dtype, policy.train_layers)
         self._prepare_blocks(model, replays=policy.routing_replay)
         if coefficient := policy.load_balancing:  # not with an adapter, which freezes the routers
             model.balancing = LoadBalancing(model, model.lm.config.model_type, coefficient, self._world.device)
@@ -84,10 +75,10 @@ class ModelLoader:
         self._load_sharded(model, offloaded=policy.cpu_offload)
         return masters.ShardedWeights(model)
 
-    def model(self, *, offloaded: bool) -> PackedLM:
+    def model(self, *, offloaded: bool) -> models.PackedLM:
         """Return a frozen model with FSDP2, in the compute type. offloaded: keep it in host memory between uses."""
         model = self._empty()
-        freeze(model, self.dtype)
+        models.freeze(model, self.dtype)
         self._prepare_blocks(model, replays=False)
         self._load_sharded(model, offloaded=offloaded)
         return model
@@ -99,8 +90,8 @@ class ModelLoader:
         from colocated_grpo.policy.lora.weights import AdapterWeights, insert_adapters, read_4_bits
 
         device, model = self._world.device, self._empty()
-        freeze(model, self.dtype)
-        insert_adapters(model.lm, transformer_blocks(model.lm), lora)
+        models.freeze(model, self.dtype)
+        insert_adapters(model.lm, models.transformer_blocks(model.lm), lora)
         factors = read_factors(lora, model)
         self._prepare_blocks(model, replays=self._policy.routing_replay)
         if self._without_fsdp:
@@ -112,14 +103,14 @@ class ModelLoader:
         read_4_bits(model, self._folder, device)
         return AdapterWeights(model, factors, device, self._config.seed, base_on_host=lora.base_on_host)
 
-    def _empty(self) -> PackedLM:
+    def _empty(self) -> models.PackedLM:
         """Build the model with its buffers. The parameters have no storage.
 
         Raises ConfigError, before device memory is allocated, if the checkpoint lacks tensors or has other shapes.
         """
         policy, device = self._policy, self._world.device
         longest, ranks = self._config.max_sequence_tokens, policy.context_parallel
-        model = build_empty(
+        model = models.build_empty(
             self._hf_config,
             policy.logprob_chunk_tokens,
             trust_remote_code=self._config.model.trust_remote_code,
@@ -132,7 +123,7 @@ class ModelLoader:
         masters.read_parameters(reader, model.hf_buffers(), prefix)
         return model
 
-    def _prepare_blocks(self, model: PackedLM, *, replays: bool) -> None:
+    def _prepare_blocks(self, model: models.PackedLM, *, replays: bool) -> None:
         """Prepare the blocks for checkpointing and compilation as configured. replays: also for routing replay."""
         policy, device = self._policy, self._world.device
         compiled = device.type == "cuda" if policy.compile == "auto" else policy.compile
@@ -142,12 +133,12 @@ class ModelLoader:
 
             use_exact_operators(model)
             compiled = False  # the compiler would fuse operators, and skip the rounding between them
-        prepare_blocks(model, checkpointed=policy.gradient_checkpointing is True, compiled=compiled)
+        models.prepare_blocks(model, checkpointed=policy.gradient_checkpointing is True, compiled=compiled)
         if replays:
             model.replay = RoutingReplay(blocks_of(model), model.lm.config, device)
         if compiled and policy.lora is not None and (policy.lora.layers is None or 0 in policy.lora.layers):
-            require_input_gradients(model)
+            models.require_input_gradients(model)
 
-    def _load_sharded(self, model: PackedLM, *, offloaded: bool) -> None:
-        shard(model, self._world.mesh, self.dtype, offloaded=offloaded)
+    def _load_sharded(self, model: models.PackedLM, *, offloaded: bool) -> None:
+        models.shard(model, self._world.mesh, self.dtype, offloaded=offloaded)
         masters.load_shards(model, self._folder, self._world.device, offloaded=offloaded)

@@ -7,9 +7,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from colocated_grpo.runtime.distributed import local_part, shard_group
+from colocated_grpo.runtime.distributed import local_part, shard_group, with_rows
 from colocated_grpo.settings.training import OptimizerConfig, PolicyConfig
 
 DECAY_POWER = 0.8
@@ -22,8 +21,7 @@ class Adafactor(torch.optim.Optimizer):
 
     Stores a matrix's second moment as row and column means: rows + columns floats instead of rows * columns. The
     versions in torch and transformers use norms and in-place means that DTensor does not support. Each row of a matrix
-    is on one rank, so row means are local. Column means and update sizes take two all-reduces per step, for all
-    parameters together.
+    is on one rank, so row means are local. Column means and update sizes take two all-reduces per step in total.
     """
 
     def __init__(
@@ -77,8 +75,9 @@ class Adafactor(torch.optim.Optimizer):
         state = self.state[p]
         state["step"] = torch.zeros((), dtype=torch.float32)
         if p.dim() == 2:
-            state["row"] = _rows_of(p)
-            state["column"] = torch.zeros(p.shape[1], dtype=torch.float32, device=local_part(p).device)
+            own = local_part(p)
+            state["row"] = with_rows(p, torch.zeros(len(own), dtype=torch.float32, device=own.device))
+            state["column"] = torch.zeros(p.shape[1], dtype=torch.float32, device=own.device)
         else:
             state["second_moment"] = torch.zeros_like(p, dtype=torch.float32)
         return state
@@ -101,16 +100,6 @@ def _local_gradient(p: nn.Parameter) -> Tensor:
 def _newest_weight(step: Tensor) -> float:
     """Return the weight of the newest value in a moment: 1 - beta2 = step ** -0.8."""
     return float(step) ** -DECAY_POWER
-
-
-def _rows_of(p: Tensor) -> Tensor:
-    """Return one zero per row, sharded like the rows of `p`."""
-    own = local_part(p)
-    local = torch.zeros(len(own), dtype=torch.float32, device=own.device)
-    if not isinstance(p, DTensor):
-        return local
-    shape = torch.Size((p.shape[0],))
-    return DTensor.from_local(local, p.device_mesh, p.placements, run_check=False, shape=shape, stride=(1,))
 
 
 def build_optimizer(parameters: Sequence[nn.Parameter], config: OptimizerConfig, lr: float) -> torch.optim.Optimizer:

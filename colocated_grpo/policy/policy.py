@@ -32,7 +32,7 @@ from colocated_grpo.runtime.distributed import World, whole
 from colocated_grpo.settings.losses import LossConfig
 from colocated_grpo.settings.schema import Config
 
-Packed = TypeVar("Packed", MicroBatch, PackedTokens, LossInputs)
+Packed = TypeVar("Packed", bound=MicroBatch | PackedTokens | LossInputs)
 
 
 @compiler_errors_in_one_line()
@@ -259,9 +259,7 @@ def _on_device(data: Packed, device: torch.device) -> Packed:
 
 
 def _moved(value: object, device: torch.device) -> Any:
-    if isinstance(value, PackedTokens):
-        return _on_device(value, device)
-    if isinstance(value, LossInputs):
+    if isinstance(value, PackedTokens | LossInputs):
         return _on_device(value, device)
     if isinstance(value, PrefixKeys | PackedRoutes):
         return type(value)(*(_moved(item, device) for item in value))

@@ -95,10 +95,7 @@ class RoutingReplay:
     """Replaces the experts chosen by the model's routers with the recorded experts."""
 
     def __init__(self, blocks: Iterable[nn.Module], config: PreTrainedConfig, device: torch.device) -> None:
-        """blocks: the transformer blocks of the model with this config, in order.
-
-        Raises ConfigError for families whose routers are not known.
-        """
+        """blocks: of the model with this config, in order. Raises ConfigError for families with unknown routers."""
         check_returns_logits("policy.routing_replay=true")
         weigh = WEIGHTS.get(config.model_type)
         if weigh is None:
@@ -186,10 +183,6 @@ def routers_of(blocks: Iterable[nn.Module]) -> list[nn.Module]:
     return found
 
 
-Probabilities = Callable[[Tensor], Tensor]
-"""A router's logits [T, E] -> probabilities [T, E] float32."""
-
-
 class LoadBalancing:
     """Adds the gradient of the loss in every backward pass through the routers.
 
@@ -224,8 +217,7 @@ class LoadBalancing:
     def set_loss(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> Stat:
         """Set the loss from the forward passes without gradient since `reset`, and return it without the coefficient.
 
-        Collective. Each rank returns the loss of the whole minibatch. If the minibatch has no tokens, the returned mean
-        has weight 0.
+        Collective. Each rank returns the loss of the whole minibatch. Without tokens, the returned mean has weight 0.
         """
         sums_L2E = sum_over_ranks(torch.stack([layer.sums_2E for layer in self._layers]))
         choices_LE, probabilities_LE = sums_L2E.unbind(1)
@@ -244,7 +236,8 @@ class _LayerBalancing:
     blocks need not return the loss. All state is in tensors: compiled blocks would treat numbers as constants.
     """
 
-    def __init__(self, router: Any, probabilities: Probabilities, device: torch.device) -> None:
+    def __init__(self, router: Any, probabilities: Callable[[Tensor], Tensor], device: torch.device) -> None:
+        """probabilities: computes float32 probabilities [T, E] from the router's logits [T, E]."""
         self.weights_T: Tensor
         self.sums_2E = torch.zeros(2, router.weight.shape[0], device=device)
         """Choices of each expert, and sums of its probabilities, in forward passes without gradient."""

@@ -62,9 +62,9 @@ class Collector:
         queue, batch = self.dispatch(job), _Batch(job, self.seed, self.driver, self.episodes)
         calls: dict[int, RewardCall] = {}
         while batch.admit(queue) or batch.running:
-            for index in batch.advance():
+            for index, completions in batch.advance():
                 if queue.counts:
-                    calls[index] = self.rewards.submit(job.prompts[index], batch.completions_of(index))
+                    calls[index] = self.rewards.submit(job.prompts[index], completions)
             if queue.may_stop and self.stop_requested():
                 self.episodes.cancel()
                 self.driver.abort()
@@ -105,16 +105,15 @@ class Collector:
         return [self.decode(completion.token_ids) for completion in completions]
 
     def _group(self, call: RewardCall, sampling: Sampling) -> Group:
-        texts, scores = call.judged() or self._failed(call)
+        if (judged := call.judged()) is None:
+            late = Score(reward=None, error=f"{self.rewards.timeout_error}{call.place}")
+            judged = self._texts(call.completions), [late] * len(call.completions)
+        texts, scores = judged
         rollouts = [
             _rollout(call.prompt, completion, score, text, sampling)
             for completion, score, text in zip(call.completions, scores, texts, strict=True)
         ]
         return Group(prompt=call.prompt, rollouts=rollouts)
-
-    def _failed(self, call: RewardCall) -> Judged:
-        error = f"{self.rewards.timeout_error}{call.place}"
-        return self._texts(call.completions), [Score(reward=None, error=error)] * len(call.completions)
 
     def close(self) -> None:
         self.episodes.close()
@@ -167,24 +166,21 @@ class _Batch:
             routes=self._job.routes,
         )
 
-    def advance(self) -> Iterator[int]:
-        """Run one step of the engine. Yields the prompts whose last completion finished in this step."""
+    def advance(self) -> Iterator[tuple[int, list[Completion]]]:
+        """Run one step of the engine. Yields the prompts whose last completion finished, with all in sibling order."""
         for key, completion in self._driver.step():
             index, sibling = cast(tuple[int, int], key)
-            self._completions[index][sibling] = completion
+            group = self._completions[index]
+            group[sibling] = completion
             self.running -= 1
-            if len(self._completions[index]) == self._job.group_size:
-                yield index
+            if len(group) == self._job.group_size:
+                yield index, [group[sibling] for sibling in range(self._job.group_size)]
         if self._playing:
             self._store(self._episodes.finished())
             # Check while the engine decodes too: requests of other clients may keep the engine busy for ever.
             if not self._driver.running or time.monotonic() >= self._next_overdue_check:
                 self._store(self._episodes.give_up_overdue())
                 self._next_overdue_check = time.monotonic() + OVERDUE_CHECK_SECONDS
-
-    def completions_of(self, index: int) -> list[Completion]:
-        """The completions of a finished group, in sibling order."""
-        return [self._completions[index][sibling] for sibling in range(self._job.group_size)]
 
     def _store(self, finished: Iterable[tuple[int, list[Rollout]]]) -> None:
         for index, rollouts in finished:

@@ -6,6 +6,7 @@ when a prompt is sampled, but not what is sampled: seeds are derived from the pr
 
 import struct
 from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass
 from hashlib import blake2b
 
 from colocated_grpo.environments import BatchSource
@@ -18,12 +19,12 @@ RECENT = 256
 """Window of a running mean, in groups: completions grow or shrink as the policy learns."""
 
 
+@dataclass
 class RunningMean:
     """Mean of the first `RECENT` values; then an exponential moving average."""
 
-    def __init__(self, value: float = 0.0, count: int = 0) -> None:
-        self.value = value
-        self.count = count
+    value: float = 0.0
+    count: int = 0
 
     def add(self, value: float) -> None:
         self.count = min(self.count + 1, RECENT)
@@ -59,8 +60,8 @@ class ExpectedLengths:
     def state_dict(self) -> JsonObject:
         return {
             "prompts": dict(self._by_prompt),
-            "sources": {name: [mean.value, mean.count] for name, mean in self._by_source.items()},
-            "overall": [self._overall.value, self._overall.count],
+            "sources": {name: list(astuple(mean)) for name, mean in self._by_source.items()},
+            "overall": list(astuple(self._overall)),
         }
 
     def load_state_dict(self, state: JsonObject) -> None:

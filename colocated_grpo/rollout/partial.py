@@ -48,7 +48,7 @@ class Pending:
 
 
 class _Sampled(NamedTuple):
-    """What one rank sampled in a step."""
+    """Groups and tokens that one rank sampled in a step."""
 
     groups: list[Group]
     unfinished: list[int]
@@ -61,13 +61,10 @@ class PartialSupply(Supply):
 
     prompts: PromptSupply
     config: PartialConfig
-    driver: Driver
     interrupt: Callable[[], Finished]
     """`LocalEngine.interrupt`."""
     place: EnginePlace
-    """That of this rank's engine."""
     num_steps: int
-    """Length of the run."""
 
     def __post_init__(self) -> None:
         self._pending: list[Pending] = []
@@ -91,7 +88,7 @@ class PartialSupply(Supply):
         return lambda: self._gathered(self._sample(step, groups, trained[self.place.engine]))
 
     def _gathered(self, sampled: _Sampled | None) -> list[Group]:
-        gathered = self.prompts.world.gather_objects(sampled)
+        gathered = self.prompts.collector.world.gather_objects(sampled)
         parts = [part for part in gathered if part is not None]
         if len(parts) < len(gathered):
             raise Stopped
@@ -101,16 +98,17 @@ class PartialSupply(Supply):
 
     def _sample(self, step: int, groups: list[Pending], wanted: int) -> _Sampled | None:
         """Continue the groups until enough are complete, and return `wanted` of these. Returns None after a stop."""
-        batch = PartialBatch(groups, self.driver, self.prompts.sampling, self.prompts.collector.seed)
+        collector, sampling = self.prompts.collector, self.prompts.sampling
+        batch = PartialBatch(groups, collector.driver, sampling, collector.seed)
         calls = self._score(batch, batch.complete)  # of a resumed run, whose checkpoint has no scores
         while not batch.may_end(wanted, step, self.config.max_age):
             calls |= self._score(batch, batch.advance())
-            if self.place.may_stop and self.prompts.stop_requested():
-                self.driver.abort()
+            if self.place.may_stop and collector.stop_requested():
+                collector.driver.abort()
                 return None
         batch.add(self.interrupt())
-        self.driver.abort()  # requests that have not reached the engine
-        scored = self.prompts.collector.groups(calls, self.prompts.sampling, time.monotonic())
+        collector.driver.abort()  # requests that have not reached the engine
+        scored = collector.groups(calls, sampling, time.monotonic())
         if scored is None:
             return None
         self._scored |= scored
@@ -138,7 +136,7 @@ class PartialSupply(Supply):
     def state_dict(self) -> JsonObject:
         """Position, and the pending groups of each engine. Collective."""
         own = [_as_json(group) for group in self._pending] if self.place.counts else None
-        groups = [part for part in self.prompts.world.gather_objects(own) if part is not None]
+        groups = [part for part in self.prompts.collector.world.gather_objects(own) if part is not None]
         return {**(self.prompts.state_dict() or {}), PENDING: groups}
 
     def load_state_dict(self, state: JsonObject) -> None:

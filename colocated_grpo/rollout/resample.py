@@ -34,13 +34,11 @@ class Resampling:
 
     def complete(self, job: Job, groups: list[Group], draw: Draw, collect: Collect) -> list[Group]:
         """Sample further rounds until there are enough informative groups. Returns the groups of all rounds."""
-        for round_ in range(self._max_rounds + 1):
-            self._rounds = round_
-            missing = self._wanted - sum(map(is_informative, groups))
-            if missing <= 0 or round_ == self._max_rounds:
-                break
+        self._rounds = 0
+        while (missing := self._wanted - sum(map(is_informative, groups))) > 0 and self._rounds < self._max_rounds:
+            self._rounds += 1
             prompts = draw(round_size(missing, groups, self._wanted))
-            groups = groups + collect(replace(job, name=f"{job.name}/round{round_ + 1}", prompts=prompts))
+            groups = groups + collect(replace(job, name=f"{job.name}/round{self._rounds}", prompts=prompts))
         self._report(job, groups)
         return groups
 

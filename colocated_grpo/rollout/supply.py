@@ -13,7 +13,6 @@ from colocated_grpo.rollout.engine import Sampling
 from colocated_grpo.rollout.lengths import LongestFirst
 from colocated_grpo.rollout.prompt_queue import Job
 from colocated_grpo.rollout.resample import Resampling
-from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings.generation import RolloutConfig
 from colocated_grpo.types import Group, JsonObject, Prompt
 
@@ -66,8 +65,6 @@ class PromptSupply(Supply):
     source: LongestFirst | None
     """Needed on rank 0 only."""
     collector: Collector
-    world: World
-    stop_requested: Callable[[], bool]
     config: RolloutConfig
     sampling: Sampling
     opponent: Opponent | None = None
@@ -106,13 +103,13 @@ class PromptSupply(Supply):
         """Draw the next prompts. Collective. Raises Stopped on every rank after a stop request."""
 
         def draw() -> list[Prompt] | None:
-            if self.stop_requested():
+            if self.collector.stop_requested():
                 return None
             source = self._main_source()
             self._before = self._before or source.state_dict()
             return source.next(count)
 
-        prompts = self.world.from_main(draw)
+        prompts = self.collector.world.from_main(draw)
         if prompts is None:
             raise Stopped
         return prompts
@@ -130,7 +127,7 @@ class PromptSupply(Supply):
 
     def settle(self, groups: list[Group]) -> BatchResult:
         self._before = None
-        settled = self.world.from_main(lambda: self._main_source().record(groups))
+        settled = self.collector.world.from_main(lambda: self._main_source().record(groups))
         return settled if self.resampling is None else self.resampling.choose(groups, settled)
 
     def _main_source(self) -> LongestFirst:
@@ -208,7 +205,7 @@ class AheadSupply(Supply):
             self._ahead.result()
             self._ahead = None
             # A server may still be sampling for another rank, and a server that receives weights serves no requests.
-            self._supply.world.barrier()
+            self._supply.collector.world.barrier()
 
     def state_dict(self) -> JsonObject | None:
         """Position before the prompts being sampled ahead. A resumed run draws them again."""

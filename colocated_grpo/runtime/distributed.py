@@ -202,10 +202,7 @@ def mesh_of_nodes(device: torch.device, control: dist.ProcessGroup) -> DeviceMes
 
 
 def with_context(world: World, size: int) -> World:
-    """Return `world` with context-parallel groups of `size` consecutive ranks.
-
-    size: must divide the number of ranks.
-    """
+    """Return `world` with context-parallel groups of `size` consecutive ranks; `size` must divide their number."""
     if size == 1:
         return world
     group, _ = dist.new_subgroups(size, timeout=COLLECTIVE_TIMEOUT)
@@ -233,11 +230,11 @@ def first_row(tensor: torch.Tensor) -> int:
 
 
 def with_rows(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with this rank's `rows`, sharded as `tensor`. Not collective."""
+    """Return a tensor with this rank's contiguous `rows`, sharded as `tensor`. Not collective."""
     if not isinstance(tensor, DTensor):
         return rows
-    shape, mesh = torch.Size((tensor.shape[0], rows.shape[1])), tensor.device_mesh
-    return DTensor.from_local(rows, mesh, tensor.placements, run_check=False, shape=shape, stride=(shape[1], 1))
+    shape, mesh = torch.Size((tensor.shape[0], *rows.shape[1:])), tensor.device_mesh
+    return DTensor.from_local(rows, mesh, tensor.placements, run_check=False, shape=shape, stride=rows.stride())
 
 
 class Rows(NamedTuple):
@@ -310,8 +307,7 @@ def derive_seed(*parts: int | str) -> int:
 def seed_everything(seed: int) -> None:
     """Seed Python, NumPy and torch. Not collective.
 
-    Called at each step with a seed derived from (run seed, step, rank). The random state therefore depends on nothing
-    else and is not part of checkpoints.
+    Called at each step with a seed derived from (run seed, step, rank), so that checkpoints need no random state.
     """
     random.seed(seed)
     np.random.seed(seed)

@@ -1,7 +1,6 @@
 """Joins the ranks before the process group exists: opens their store, exchanges process ids, and detects lost ranks.
 
-Joining needs only torch and happens before the slow imports. A rank that is killed during those imports therefore ends
-the other ranks too.
+Joining needs only torch and happens before the slow imports. A rank that is killed during them ends the others too.
 """
 
 import json
@@ -20,8 +19,7 @@ import psutil
 import torch.distributed as dist
 
 from colocated_grpo.errors import AlreadyReported, ConfigError, RunError, in_one_line
-from colocated_grpo.runtime.parents_death import continue_at_parents_death
-from colocated_grpo.runtime.processes import bind_store
+from colocated_grpo.runtime import parents_death, processes
 from colocated_grpo.runtime.program import JOIN_VARIABLE, STORE_VARIABLE
 from colocated_grpo.runtime.rendezvous import LinkAddress, own_address, serve_store, wait_for_keys, wait_for_listener
 from colocated_grpo.runtime.supervision import FAILED_KEY, ProcessId, StopRequest, Watchdog, named_ranks, own_process
@@ -80,7 +78,7 @@ def join(before_exit: Callable[[str | None], None] = lambda line: None) -> Joine
     From then on, this process ends soon after any other rank has ended. before_exit: as in `Watchdog`. Raises RunError,
     for example if a rank has not started within JOIN_SECONDS.
     """
-    continue_at_parents_death()
+    parents_death.continue_at_parents_death()
     deadline = time.monotonic() + JOIN_SECONDS
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     serves_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -120,7 +118,7 @@ def _open_store(rank: int, *, serves: bool) -> dist.Store:
     if (bound := os.environ.pop(STORE_VARIABLE, None)) is not None:  # the launcher has bound it for rank 0
         return serve_store(socket.socket(fileno=int(bound)), JOIN_SECONDS)
     if serves and port == 0:
-        return serve_store(bind_store(host, 0), JOIN_SECONDS)
+        return serve_store(processes.bind_store(host, 0), JOIN_SECONDS)
     if not serves:
         try:
             wait_for_listener(host, port, JOIN_SECONDS)

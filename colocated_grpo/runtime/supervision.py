@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import InitVar, dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -81,6 +82,7 @@ class StopRequest:
         return self._requested.is_set()
 
 
+@dataclass(eq=False)
 class Watchdog:
     """A thread that ends this process soon after any other rank has died.
 
@@ -89,25 +91,17 @@ class Watchdog:
     thread may block, because the store's machine may no longer respond.
     """
 
-    def __init__(
-        self,
-        store: dist.Store,
-        stop: StopRequest,
-        rank: int,
-        *,
-        serves_store: bool = False,
-        before_exit: Callable[[str | None], None] = lambda line: None,
-    ) -> None:
-        """serves_store: True if this process serves the store to other ranks.
+    store: InitVar[dist.Store]
+    stop: StopRequest
+    rank: int
+    serves_store: bool = False
+    """True if this process serves the store to other ranks."""
+    before_exit: Callable[[str | None], None] = lambda line: None
+    """Called before another rank's failure ends this process. Its argument is the error line, or None if another rank
+    records the error line."""
 
-        before_exit: called before another rank's failure ends this process. Its argument is the error line, or None if
-        another rank records the error line.
-        """
-        self._serves_store = serves_store
+    def __post_init__(self, store: dist.Store) -> None:
         self._store = _own_connection(store)
-        self._stop = stop
-        self._rank = rank
-        self._before_exit = before_exit
         self.links = NodeLinks()
         self._siblings: dict[int, int] = {}
         self._done, self._closed = threading.Event(), threading.Event()
@@ -129,7 +123,7 @@ class Watchdog:
     def _poll_store(self) -> None:
         while not self._closed.wait(POLL_SECONDS):
             try:
-                self._stop.exchange()
+                self.stop.exchange()
                 failed = self._store.check([FAILED_KEY])
             except (RuntimeError, dist.DistNetworkError):
                 failed = True
@@ -156,10 +150,10 @@ class Watchdog:
         if known is not None:
             line = " ".join(known.lines).removeprefix("error: ")
         if line is None or not self._is_first(line, dead):
-            self._before_exit(None)
+            self.before_exit(None)
             self.show_failure_of_other_node()
         else:
-            self._before_exit(line)
+            self.before_exit(line)
             if known is None:
                 report(RUN_ERROR, [f"error: {line}"])
 
@@ -168,10 +162,10 @@ class Watchdog:
 
         If the store is gone, all ranks detect it, and one live rank of each node reports it.
         """
-        claim = json.dumps([self._rank, line])
+        claim = json.dumps([self.rank, line])
         first = _within(STORE_SECONDS, lambda: self._store.compare_set(FAILED_KEY, "", claim))
         if first is None:
-            return self._rank < min({*self._siblings.values()} - {*dead}, default=self._rank + 1)
+            return self.rank < min({*self._siblings.values()} - {*dead}, default=self.rank + 1)
         return first.decode() == claim
 
     def show_failure_of_other_node(self) -> None:
@@ -180,7 +174,7 @@ class Watchdog:
             return
         if (claim := _within(STORE_SECONDS, lambda: self._store.get(FAILED_KEY))) is not None:
             rank, line = json.loads(claim)
-            if rank not in (self._rank, *self._siblings.values()):
+            if rank not in (self.rank, *self._siblings.values()):
                 report(RUN_ERROR, [f"error: rank {rank} of another node failed first: {line}"])
 
     def stop_watching(self) -> None:
@@ -194,15 +188,12 @@ class Watchdog:
         first = self._is_first(line, self._dead_ranks())
         if not first:
             self.show_failure_of_other_node()
-        if not first or self._serves_store:  # the other ranks read the first failure in the store of this process
+        if not first or self.serves_store:  # the other ranks read the first failure in the store of this process
             time.sleep(DELAY_AFTER_FIRST_FAILURE)
         return first
 
     def missing_ranks(self) -> str | None:
-        """Return the error line for lost ranks, or None. Waits up to `EXIT_SECONDS` for a rank to exit.
-
-        Call after `stop_watching`.
-        """
+        """After `stop_watching`, return the error line for lost ranks, or None. Waits up to `EXIT_SECONDS` for one."""
         deadline = time.monotonic() + EXIT_SECONDS
         while time.monotonic() < deadline and not self._failed.is_set():
             if line := explain_missing_ranks(self._dead_ranks(), self.links.lost()):
@@ -238,10 +229,7 @@ def visible_from(own: ProcessId, processes: Sequence[ProcessId]) -> dict[int, in
 
 
 def explain_missing_ranks(dead: Sequence[int], lost: Sequence[Lost] = ()) -> str | None:
-    """Return the error line for ranks that ended without reporting an error; None if there are none.
-
-    dead: ranks of this node. lost: ranks of other nodes.
-    """
+    """Return the error line for ranks that ended silently: `dead` on this node, `lost` on others; None for none."""
     silent = [each for each in lost if each.silent]
     if silent:
         seconds = PROBE_SECONDS * (PROBES + 1)

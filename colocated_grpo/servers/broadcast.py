@@ -4,7 +4,7 @@ The trainer's ranks gather each bucket; rank 0 broadcasts it. Through files, ser
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,7 +25,7 @@ from colocated_grpo.servers.engine_servers import EngineServer
 from colocated_grpo.types import JsonObject
 from colocated_grpo.web.client import Unavailable
 from colocated_grpo.weights.buckets import count_shards, gather, make_buckets
-from colocated_grpo.weights.transport import Due, ShardFingerprints, Summed, raise_if_any
+from colocated_grpo.weights.transport import ShardFingerprints, Summed, every_nth, raise_if_any
 
 
 class MissingMembers(RuntimeError):
@@ -94,7 +94,7 @@ class BroadcastSync:
         self._num_shards = count_shards(self.parameters)
         shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
         self._buckets = make_buckets(shapes, self._num_shards, self._dtype)
-        self._check_due = Due(self.check_every)
+        self._check_due = every_nth(self.check_every)
         self._shards = ShardFingerprints(self.parameters, self._dtype, self.world)
 
     @torch.no_grad()
@@ -210,12 +210,12 @@ class AdapterSync:
     target: Path
     """Must be readable by the servers. Each sync overwrites it."""
     servers: Sequence[EngineServer]
-    world: World
 
     def sync(self) -> None:
         """Save the adapter and load it into every server. Collective. Raises RunError on every rank."""
         self.export.write(self.target)
-        self.world.from_main(lambda: [server.until_answered(partial(self.restore, server)) for server in self.servers])
+        world = self.export.world
+        world.from_main(lambda: [server.until_answered(partial(self.restore, server)) for server in self.servers])
 
     def restore(self, server: EngineServer) -> bool:
         """Load the adapter of the last sync. Raises Unavailable, RequestRejected, or RunError if it is another."""
@@ -232,10 +232,8 @@ class RestartSync:
     folder: Path
     """Must be readable by the servers."""
     servers: Sequence[EngineServer]
-    world: World
     base: str
     """The model at version 0, which servers may have loaded initially."""
-    version: Callable[[], int]
 
     def __post_init__(self) -> None:
         # Two folders, used in turn: a server that crashes while the next model is written restarts from the last model.
@@ -244,12 +242,13 @@ class RestartSync:
 
     def sync(self) -> None:
         """Restart every server from the saved model, unless at version 0 all have the base model. Collective."""
-        if self.version() == 0 and self.world.from_main(self._have_base):
+        world = self.export.world
+        if self.export.policy.version == 0 and world.from_main(self._have_base):
             return
         self._targets.reverse()
         self.export.write(self._targets[0])
         self._current = str(self._targets[0].absolute())
-        self.world.from_main(self._restart_all)
+        world.from_main(self._restart_all)
 
     def _have_base(self) -> bool:
         infos = [server.wait_until_ready() for server in self.servers]

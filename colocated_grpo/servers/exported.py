@@ -16,7 +16,7 @@ from colocated_grpo.errors import RunError
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.tracking.files import write_atomically
 from colocated_grpo.types import JsonObject
-from colocated_grpo.weights.colocated import Adopt, SharedSync, verified_sync
+from colocated_grpo.weights.colocated import Adopt, SharedSync
 
 CONFIG_NAME = "vllm_bridge_config.json"
 MAPPINGS = "param_mappings"
@@ -116,7 +116,7 @@ def share_exported(
             "engine.bridge=shared: the server's weights have other names, shapes, types or devices than the policy's; "
             "start it with the run's model and --dtype, on the same device"
         )
-    return verified_sync(published(), named, world, check_every)
+    return SharedSync(published(), named, world, check_every)
 
 
 def _attached(entry: JsonObject, storages: dict[str, torch.UntypedStorage]) -> Tensor:

@@ -112,7 +112,6 @@ class RemoteEngine(RolloutEngine):
         self._on_lost(line)
 
     def _send(self) -> None:
-        """Post the unsent requests."""
         try:
             while self._unsent:
                 batch = self._next_post()

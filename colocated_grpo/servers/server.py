@@ -91,7 +91,7 @@ def spec_of(options: ServeOptions, folder: Path, device: torch.device) -> Engine
         reads_weights=True,
         sleep=False,
         keeps_weights=True,
-        needs_text=True,
+        needs_tokenizer=True,
         args={**adapters, **options.engine_args},
     )
 

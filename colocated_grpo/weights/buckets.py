@@ -109,17 +109,13 @@ def shard_slices(bucket: Bucket, plan: Plan) -> list[ShardSlice]:
     """Return the slices of all ranks that the plan's engine needs."""
     found: list[ShardSlice] = []
     for name, shape, offset in bucket.slots():
-        found += _slices(shape, plan.targets[name], bucket.num_shards, offset)
+        chunk = _chunk(shape, bucket.num_shards)
+        for rank in range(bucket.num_shards):
+            first, last = min(rank * chunk, shape[0]), min((rank + 1) * chunk, shape[0])
+            part = _slice(shape, plan.targets[name], rank, offset, first, last - first)
+            if part is not None:
+                found.append(part)
     return found
-
-
-def _slices(shape: torch.Size, target: Target, num_shards: int, offset: int) -> Iterator[ShardSlice]:
-    chunk = _chunk(shape, num_shards)
-    for rank in range(num_shards):
-        first, last = min(rank * chunk, shape[0]), min((rank + 1) * chunk, shape[0])
-        part = _slice(shape, target, rank, offset, first, last - first)
-        if part is not None:
-            yield part
 
 
 def _slice(shape: torch.Size, target: Target, rank: int, offset: int, first: int, rows: int) -> ShardSlice | None:
@@ -155,8 +151,7 @@ def _numel(shape: Sequence[int]) -> int:
 def write_planned(gathered: Iterable[tuple[Sequence[ShardSlice], Tensor]], plan: Plan, device: torch.device) -> None:
     """Copy every bucket's slices to their destinations, and clear the plan's padding.
 
-    On CUDA the copies run on a side stream, in parallel with the next gather. gathered: slices and values of each
-    bucket.
+    On CUDA the copies run on a side stream, in parallel with the next gather. gathered: slices and values by bucket.
     """
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     last: torch.Event | None = None

@@ -8,7 +8,7 @@ policy computes with the engine's own parameters, so a sync moves nothing.
 from collections import defaultdict
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 
 import torch
 from torch import Tensor
@@ -19,9 +19,10 @@ from colocated_grpo.rollout.engine import LocalEngine
 from colocated_grpo.runtime.distributed import World, local_part, whole
 from colocated_grpo.weights import buckets
 from colocated_grpo.weights.plan import SCALE, Plan, Target, build_plan, in_8_bits
-from colocated_grpo.weights.transport import Due, ReloadCheck, TransportCheck
+from colocated_grpo.weights.transport import ReloadCheck, TransportCheck, every_nth
 
 
+@dataclass(eq=False)
 class ColocatedSync:
     """Copies the policy's weights into the engine. Every method is collective, called in lockstep by all ranks.
 
@@ -29,37 +30,30 @@ class ColocatedSync:
     views holds, bit for bit, what the first sync wrote; otherwise all syncs use `load_weights`. Each sync is verified.
     """
 
-    def __init__(
-        self,
-        parameters: Mapping[str, Tensor],
-        engine: LocalEngine,
-        conversion: Conversion,
-        world: World,
-        *,
-        check_every: int,
-        constants: Mapping[str, Tensor] | None = None,
-        planned: bool = True,
-    ) -> None:
-        """parameters: sharded tensors by name. conversion: to the tensors that the engine's loader expects.
+    parameters: Mapping[str, Tensor]
+    """Sharded tensors by name."""
+    engine: LocalEngine
+    conversion: Conversion
+    """To the tensors that the engine's loader expects."""
+    world: World
+    _: KW_ONLY
+    check_every: int
+    """Verify every n-th sync; 0: never."""
+    constants: Mapping[str, Tensor] = field(default_factory=dict)
+    """Unsharded tensors that never change. `load_weights` writes them; planned syncs do not."""
+    planned: bool = True
+    """False always uses the engine's own loader."""
 
-        check_every: verify every n-th sync; 0: never.
-        constants: unsharded tensors that never change. `load_weights` writes these constants; planned syncs do not.
-        planned: False always uses the engine's own loader.
-        """
-        self._parameters = parameters
-        self._sent = parameters
+    def __post_init__(self) -> None:
+        self._sent = self.parameters
         """The parameters as planned syncs send them: where the engine stores 8 bits, in 8 bits."""
-        self._constants = constants or {}
-        self._engine = engine
-        self._world = world
-        self._conversion = conversion
-        self._may_plan = planned and not engine.transforms_weights
+        self._may_plan = self.planned and not self.engine.transforms_weights
         """True until the first sync, which builds the plan."""
-        self._device = world.device
-        self._dtype = next(engine.model.parameters()).dtype
-        self._check_due = Due(check_every)
+        self._device = self.world.device
+        self._dtype = next(self.engine.model.parameters()).dtype
+        self._check_due = every_nth(self.check_every)
         self._transport: TransportCheck | None = None
-        self._reload = ReloadCheck(lambda: engine.model, [*parameters, *self._constants], world.device)
+        self._reload = ReloadCheck(lambda: self.engine.model, [*self.parameters, *self.constants], self._device)
         self.plan: Plan | None = None
         """Destination of each parameter. None until the plan is verified, and for models without a valid plan."""
         self._buckets: list[tuple[buckets.Bucket, list[buckets.ShardSlice]]] = []
@@ -71,7 +65,7 @@ class ColocatedSync:
             gathered = ((slices, buckets.gather(bucket, self._sent, self._device)) for bucket, slices in self._buckets)
             buckets.write_planned(gathered, self.plan, self._device)
         else:
-            self._engine.load_weights(self._full_tensors())
+            self.engine.load_weights(self._full_tensors())
             if self._may_plan:
                 self._may_plan = False
                 self._adopt_verified_plan()
@@ -80,9 +74,8 @@ class ColocatedSync:
 
     def _verify(self) -> None:
         if self.plan is None:
-            block = self._reload.next_block()
-            changed = self._reload.changes(lambda: self._engine.load_weights(self._full_tensors(block)))
-            for rank, names in enumerate(self._world.gather_objects(changed)):
+            changed = self._reload.changes(lambda block: self.engine.load_weights(self._full_tensors(block)))
+            for rank, names in enumerate(self.world.gather_objects(changed)):
                 if names:
                     raise RunError(
                         f"weight sync: loading a block a second time changes {names[0]} in the engine of rank {rank}: "
@@ -91,30 +84,30 @@ class ColocatedSync:
                     )
             return
         if self._transport is None:
-            self._transport = TransportCheck(self._sent, self.plan, self._dtype, self._world)
+            self._transport = TransportCheck(self._sent, self.plan, self._dtype, self.world)
         self._transport.verify()
 
     def _full_tensors(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that the engine's loader needs. names: yield only these parameters and constants."""
-        for name in self._parameters:
+        for name in self.parameters:
             if names is None or name in names:
-                parameter = self._parameters[name].detach().to(self._dtype)
-                yield from self._conversion.stored(name, whole(parameter).to(self._device))
-        for name, constant in self._constants.items():
+                parameter = self.parameters[name].detach().to(self._dtype)
+                yield from self.conversion.stored(name, whole(parameter).to(self._device))
+        for name, constant in self.constants.items():
             if names is None or name in names:
                 yield name, constant.to(self._device)
 
     def _adopt_verified_plan(self) -> None:
         """Set `plan` if its views hold, on every rank and bit for bit, what `load_weights` has just written."""
-        shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
-        plan = build_plan(self._engine.model, shapes, self._engine.tensor_parallel_rank)
-        if not all(self._world.gather_objects(plan is not None)) or plan is None:
+        shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
+        plan = build_plan(self.engine.model, shapes, self.engine.tensor_parallel_rank)
+        if not all(self.world.gather_objects(plan is not None)) or plan is None:
             return
         if plan.in_8_bits:
-            self._sent = in_8_bits(self._parameters, plan.in_8_bits, self._dtype, self._device)
+            self._sent = in_8_bits(self.parameters, plan.in_8_bits, self._dtype, self._device)
         self._buckets = [(bucket, buckets.shard_slices(bucket, plan)) for bucket in self._make_buckets(plan, shapes)]
         loaded = [self._is_loaded(*entry) for entry in self._buckets]  # checks every bucket: all ranks join all gathers
-        if all(self._world.gather_objects(all(loaded))):
+        if all(self.world.gather_objects(all(loaded))):
             self.plan = plan
 
     def _make_buckets(self, plan: Plan, shapes: Mapping[str, torch.Size]) -> list[buckets.Bucket]:
@@ -124,7 +117,7 @@ class ColocatedSync:
         for name, target in plan.targets.items():
             dtype = self._dtype if target.view.is_floating_point() else target.view.dtype
             by_type[dtype][name] = scales[name] if name in scales else shapes[name]
-        shards = buckets.count_shards(self._parameters)
+        shards = buckets.count_shards(self.parameters)
         return [bucket for dtype, some in by_type.items() for bucket in buckets.make_buckets(some, shards, dtype)]
 
     def _is_loaded(self, bucket: buckets.Bucket, slices: Sequence[buckets.ShardSlice]) -> bool:
@@ -143,13 +136,9 @@ class FrozenOpponent:
     Every method is collective. No request may be running when the weights change.
     """
 
-    parameters: Mapping[str, Tensor]
-    """The frozen weights, named and sharded like the policy's weights, in host or device memory."""
     policy: Mapping[str, Tensor]
     into_engine: ColocatedSync
-    """The sync of `parameters`."""
-    weights_changed: Callable[[int], None]
-    """`RolloutEngine.weights_changed`."""
+    """The sync of the frozen weights, named and sharded like the policy's, in host or device memory."""
     restore_policy: Callable[[], None]
     """Writes the policy's weights into the engine again."""
     refresh_every: int
@@ -163,7 +152,7 @@ class FrozenOpponent:
         may not have failed.
         """
         self.into_engine.sync()
-        self.weights_changed(NO_VERSION)
+        self.into_engine.engine.weights_changed(NO_VERSION)
         yield
         self.restore_policy()
 
@@ -171,17 +160,25 @@ class FrozenOpponent:
     def refresh(self, step: int) -> None:
         """Copy the policy's weights if a refresh is due at `step`. A run resumed at `step` repeats the refresh."""
         if self.refresh_every and step and step % self.refresh_every == 0:
-            for name, parameter in self.parameters.items():
+            for name, parameter in self.into_engine.parameters.items():
                 local_part(parameter).copy_(local_part(self.policy[name]))
 
 
 class SharedSync:
     """A sync without copies: each optimizer step writes the engine's weights."""
 
-    def __init__(self, check: TransportCheck | None, check_every: int) -> None:
-        """check: compares the masters with the engine's tensors. None if they are the same tensors."""
-        self._check = check
-        self._check_due = Due(check_every)
+    def __init__(
+        self, published: Mapping[str, Tensor], views: Mapping[str, Tensor], world: World, check_every: int
+    ) -> None:
+        """published: `Weights.published`. views: the engine's tensors, with which the policy computes."""
+        self._check_due = every_nth(check_every)
+        self._check: TransportCheck | None = None
+        masters = {name: master for name, master in published.items() if master.data_ptr() != views[name].data_ptr()}
+        if masters:
+            targets = {name: Target(view=views[name], dim=0, start=0) for name in masters}
+            dtype = next(iter(targets.values())).view.dtype
+            plan = Plan(targets=targets, padding=[], places=[])  # the policy holds the views, so they stay the engine's
+            self._check = TransportCheck(masters, plan, dtype, world)
 
     def sync(self) -> None:
         """Wait for the kernels that write the weights.
@@ -200,9 +197,7 @@ Adopt = Callable[[Mapping[str, Tensor]], bool]
 """Makes the policy compute with these tensors, by checkpoint name; False if it cannot."""
 
 
-def share(
-    copies: ColocatedSync, published: Callable[[], Mapping[str, Tensor]], adopt: Adopt, world: World, check_every: int
-) -> SharedSync:
+def share(copies: ColocatedSync, published: Callable[[], Mapping[str, Tensor]], adopt: Adopt) -> SharedSync:
     """Replace the policy's compute weights by views of the engine's parameters.
 
     published: `Weights.published`.
@@ -212,24 +207,12 @@ def share(
     """
     copies.sync()  # builds and verifies the plan
     plan = copies.plan
-    if plan is None or not adopt({name: target.view for name, target in plan.targets.items()}):
+    views = {} if plan is None else {name: target.view for name, target in plan.targets.items()}
+    if plan is None or not adopt(views):
         raise RunError(
             "weights=shared: the engine stores this model's weights in another layout than the checkpoint; "
             "set weights=copied"
         )
     for rows in plan.padding:
         rows.zero_()  # once is enough: no sync writes to them later
-    return verified_sync(published(), {name: target.view for name, target in plan.targets.items()}, world, check_every)
-
-
-def verified_sync(
-    published: Mapping[str, Tensor], views: Mapping[str, Tensor], world: World, check_every: int
-) -> SharedSync:
-    """Return the sync of a policy that computes with `views`. published: `Weights.published`."""
-    masters = {name: master for name, master in published.items() if master.data_ptr() != views[name].data_ptr()}
-    if not masters:
-        return SharedSync(None, check_every)
-    targets = {name: Target(view=views[name], dim=0, start=0) for name in masters}
-    dtype = next(iter(targets.values())).view.dtype
-    plan = Plan(targets=targets, padding=[], places=[])  # the policy holds the views, so they stay the engine's
-    return SharedSync(TransportCheck(masters, plan, dtype, world), check_every)
+    return SharedSync(published(), views, copies.world, copies.check_every)

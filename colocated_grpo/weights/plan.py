@@ -119,13 +119,11 @@ def _target(
     if parameter is None:
         return None
     module, stored = model.get_submodule(engine_path), _as_rows(parameter.data, leaf)
-    if isinstance(module, QKVParallelLinear):
-        if position is None:
-            return _fused_target(module, stored)
-        return _qkv_target(module, stored, "qkv"[position], rank)
-    if isinstance(module, MergedColumnParallelLinear):
-        if position is None:
-            return _fused_target(module, stored)
+    if isinstance(module, QKVParallelLinear | MergedColumnParallelLinear):
+        if position is None:  # fused in the checkpoint as well
+            return Target(view=stored, dim=0, start=0) if module.tp_size == 1 else None
+        if isinstance(module, QKVParallelLinear):
+            return _qkv_target(module, stored, "qkv"[position], rank)
         return _merged_target(module, stored, position, rank)
     if isinstance(module, VocabParallelEmbedding):
         start, end = module.shard_indices.org_vocab_start_index, module.shard_indices.org_vocab_end_index
@@ -147,11 +145,6 @@ def _as_rows(stored: Tensor, leaf: str) -> Tensor:
     if stored.dtype == FP8 and stored.dim() == 2:
         return stored.t().view(torch.int8)
     return stored.view(torch.int32) if leaf == f"weight{SCALE}" else stored
-
-
-def _fused_target(module: QKVParallelLinear | MergedColumnParallelLinear, parameter: Tensor) -> Target | None:
-    """Return the target of a tensor that is fused in the checkpoint as well; None with tensor parallelism."""
-    return Target(view=parameter, dim=0, start=0) if module.tp_size == 1 else None
 
 
 def _qkv_target(module: QKVParallelLinear, parameter: Tensor, part: str, rank: int) -> Target:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import count
 from typing import NamedTuple, Self
 
 import torch
@@ -42,14 +43,12 @@ class Fingerprints:
         for launch in self._launches:
             launch(found)
         for index, part in self._on_host:
-            found[index] = self._of_host_tensor(part)
+            if self._device.type == "cpu":
+                found[index] = fingerprint(part, self._dtype)
+            else:
+                uploaded = part._replace(values=part.values.to(self._device))
+                found[index] = Fingerprints([uploaded], self._dtype, self._device).compute()[0]
         return found
-
-    def _of_host_tensor(self, part: Part) -> Tensor:
-        if self._device.type == "cpu":
-            return fingerprint(part, self._dtype)
-        uploaded = part._replace(values=part.values.to(self._device))
-        return Fingerprints([uploaded], self._dtype, self._device).compute()[0]
 
 
 class Summed(NamedTuple):
@@ -136,16 +135,10 @@ def _copies(own: Sequence[int], shapes: Sequence[torch.Size], world: World) -> T
     return held.div(elements, rounding_mode="floor")
 
 
-class Due:
-    """True for every n-th call, beginning with the first; never for n = 0."""
-
-    def __init__(self, every: int) -> None:
-        self._every = every
-        self._calls = 0
-
-    def __call__(self) -> bool:
-        self._calls += 1
-        return self._every > 0 and (self._calls - 1) % self._every == 0
+def every_nth(n: int) -> Callable[[], bool]:
+    """Return a function that is True for every n-th call, beginning with the first; never for n = 0."""
+    calls = count()
+    return lambda: n > 0 and next(calls) % n == 0
 
 
 class TransportCheck:
@@ -182,8 +175,7 @@ class ReloadCheck:
     """Loads one block of the weights a second time and expects that no byte of the engine changes.
 
     For engines without planned views. A load is deterministic, so bytes change only where the first load has not
-    arrived. Blocks take turns: an engine that receives nothing is detected at once, and a single stale block when its
-    turn comes.
+    arrived. Blocks take turns: an engine that receives nothing is detected at once, a single stale block in its turn.
     """
 
     def __init__(self, model: Callable[[], nn.Module], names: Iterable[str], device: torch.device) -> None:
@@ -196,15 +188,11 @@ class ReloadCheck:
         self._blocks = list(blocks.values())
         self._turn = 0
 
-    def next_block(self) -> list[str]:
-        """Return the names of the block whose turn it is."""
+    def changes(self, load: Callable[[Sequence[str]], None]) -> list[str]:
+        """Return the engine's names of tensors that `load` changes. It gets the names of the block whose turn it is."""
         self._turn = (self._turn + 1) % len(self._blocks)
-        return self._blocks[self._turn]
-
-    def changes(self, load: Callable[[], None]) -> list[str]:
-        """Return the engine's names of tensors that `load` changes."""
         before = self._fingerprints()
-        load()
+        load(self._blocks[self._turn])
         after = self._fingerprints()
         return [name for name, fingerprint in after.items() if before.get(name) != fingerprint]
 

@@ -39,7 +39,7 @@ def taken(world: World, folder: Path) -> set[str]:
     pair.engine.wake("kv_cache")
     pair.generate([request_of(number, number, max_tokens=16) for number in range(SEQUENCES)])
     pair.engine.close()
-    hit = [str(row["target"]) for row in patches.report() if row["hits"]]
+    hit = [patch.target for patch in patches.PATCHES if patch.hits]
     return {name for name, end in SHORTCUTS.items() if any(target.endswith(end) for target in hit)}
 
 

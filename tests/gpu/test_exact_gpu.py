@@ -147,8 +147,8 @@ def test_attention_while_training_has_the_bits_of_decoding_one_token_at_a_time(h
         torch.randn(sum(lengths), count, size, device="cuda", generator=generator).bfloat16()
         for count in (heads, kv_heads, kv_heads)
     )
-    packed = exact._attend(query, key, value, Runs(ends, max(lengths), ends, max(lengths)), None, window)
-    paged = exact._single_queries(key, value, Runs(ends, 1, ends, max(lengths)), sum(lengths))
+    packed = exact._attend(query, key, value, Runs(ends, ends, max(lengths), max(lengths)), None, window)
+    paged = exact._single_queries(key, value, Runs(ends, ends, 1, max(lengths)), sum(lengths))
     pages, table = (paged["k"], paged["v"]), paged["block_table"][(ends[1:] - 1).long()]
     for run, length in enumerate(lengths):
         rows = slice(int(ends[run]), int(ends[run + 1]))

@@ -69,7 +69,7 @@ def own_keys(count_kv: int, size: int) -> tuple[Runs, list[torch.Tensor]]:
     """Return runs without prefixes, and their query, key and value."""
     cu = torch.tensor([0, *np.cumsum(LENGTHS)], dtype=torch.int32, device="cuda")
     tensors = [heads(count, sum(LENGTHS), seed, size) for seed, count in enumerate((HEADS, count_kv, count_kv))]
-    return Runs(cu, max(LENGTHS), cu, max(LENGTHS)), tensors
+    return Runs(cu, cu, max(LENGTHS), max(LENGTHS)), tensors
 
 
 def with_prefixes(count_kv: int, size: int) -> tuple[partial, Runs, list[torch.Tensor]]:
@@ -82,7 +82,7 @@ def with_prefixes(count_kv: int, size: int) -> tuple[partial, Runs, list[torch.T
     tokens = build_micro_batch(sequences).tokens
     keys = tokens.prefix_keys
     keys = keys._replace(**{n: t.cuda() for n, t in keys._asdict().items() if isinstance(t, torch.Tensor)})
-    runs = Runs(tokens.cu_seqlens.cuda(), tokens.max_seqlen, keys.cu_seqlens, keys.max_seqlen)
+    runs = Runs(tokens.cu_seqlens.cuda(), keys.cu_seqlens, tokens.max_seqlen, keys.max_seqlen)
     counts = HEADS, count_kv, count_kv
     tensors = [heads(count, tokens.num_tokens, seed, size) for seed, count in enumerate(counts)]
     return partial(expand_keys, prefix_keys=keys), runs, tensors

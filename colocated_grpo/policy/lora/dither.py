@@ -15,10 +15,7 @@ _MASK = 0xFFFFFFFF
 
 
 def dithered(exact: Tensor, key: int, first: int = 0) -> Tensor:
-    """Round float32 values to bfloat16: away from zero with the probability that makes the expected value exact.
-
-    Values that bfloat16 represents exactly are returned unchanged.
-    """
+    """Round float32 values to bfloat16: away from zero with the probability that makes the expected value exact."""
     # A bfloat16 is the upper half of a float32: a random lower half carries into it with the right probability.
     bits = exact.view(torch.int32) + random_16_bits(exact.numel(), key, first, exact.device).view(exact.shape)
     return (bits & -0x10000).view(torch.float32).to(torch.bfloat16)

@@ -51,10 +51,7 @@ def read_factors(config: LoRAConfig, model: PackedLM) -> dict[str, Tensor]:
 
 
 def write_adapter(folder: Path, config: LoRAConfig, base: str, model: PackedLM, factors: Mapping[str, Tensor]) -> None:
-    """Write an adapter that PEFT and vLLM load.
-
-    base: name of the base model. factors: the adapter's factors by PEFT's names.
-    """
+    """Write an adapter that PEFT and vLLM load. base: name of the base model. factors: by PEFT's names."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in factors.items()}
     save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     peft_config(config, base, model).save_pretrained(str(folder))

@@ -69,16 +69,12 @@ class VLLMAdapters:
         if former is not None:
             with suppress(ValueError):  # vLLM may have evicted it
                 self._engine.remove_lora(former.lora_int_id)
-        self._clear_cache()
-        return self.status()
-
-    def _clear_cache(self) -> None:
-        """Zero the KV cache: a NaN of an adapter would stay in the unused slots of later sequences' blocks."""
         self._engine.reset_prefix_cache()
         runner = self._engine.model_executor.driver_worker.worker.model_runner  # pyrefly: ignore[missing-attribute]
         for cache in runner.kv_caches:
             for part in cache if isinstance(cache, list | tuple) else [cache]:
-                part.zero_()
+                part.zero_()  # else a NaN of an adapter would stay in the unused slots of later sequences' blocks
+        return self.status()
 
     def _require_support(self) -> None:
         if self._engine.vllm_config.lora_config is None:

@@ -5,9 +5,8 @@ freeze its heap and repack weights that the trainer writes in place. The remaini
 
 `apply` installs the rows that fit this version and device before an engine is built. If a target is missing in a
 version that should have it, `apply` raises an error for a row without which the run would be wrong. For a row without
-which the run would only be slower, `apply` logs one warning. A test looks up every target, and the private attributes
-of vLLM that this package reads or writes without replacing them, in the sources of the oldest supported and the
-installed version.
+which the run would only be slower, `apply` logs one warning. A test looks up every target, and other private attributes
+of vLLM that this package uses, in the sources of the oldest supported and the installed version.
 """
 
 import importlib
@@ -70,8 +69,10 @@ class Patch:
             self._replace(self.make, version)
 
     def _replace(self, make: Make, version: Version) -> None:
+        module, _, path = self.target.partition(":")
+        parent, _, name = path.rpartition(".")
         try:
-            owner, name = self._locate()
+            owner = pkgutil.resolve_name(f"{module}:{parent}")
             replacement = make(self, getattr(owner, name))
         except (ImportError, AttributeError):
             self._report_missing(version)
@@ -88,12 +89,6 @@ class Patch:
         setattr(instance, name, method)
         self.status = "applied"
         return original
-
-    def _locate(self) -> tuple[object, str]:
-        """Return the object that holds the target, and the target's attribute name."""
-        module, _, path = self.target.partition(":")
-        parent, _, name = path.rpartition(".")
-        return pkgutil.resolve_name(f"{module}:{parent}"), name
 
     def _report_missing(self, version: Version) -> None:
         line = f"vllm=={version}: {self.target} is missing, so its replacement cannot be installed ({self.cures})"
@@ -199,7 +194,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         target="vllm.v1.engine.core:freeze_gc_heap",
-        make=counted(process.leave_heap),
+        make=counted(lambda: None),
         cures="each engine start collects and freezes the whole heap; the trainer does so once, after its build",
         upstream="vllm/utils/gc_utils.py",
     ),
@@ -325,12 +320,3 @@ def apply(device: Device, patches: Iterable[Patch] = PATCHES, numerics: Numerics
     version = supported_version(vllm.__version__)
     for patch in patches:
         patch.apply(device, version, numerics)
-
-
-def report(patches: Iterable[Patch] = PATCHES) -> list[dict[str, str | int]]:
-    """Return one row per patch: target, status, hits, cures, versions. For benchmarks and bug reports."""
-    shown = ("target", "status", "hits", "cures", "versions")
-    return [
-        {name: value if isinstance(value := getattr(patch, name), int) else str(value) for name in shown}
-        for patch in patches
-    ]

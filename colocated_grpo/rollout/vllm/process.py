@@ -79,10 +79,6 @@ def rotate_flat(
     return query_TN.view(query.shape), None if key is None else key_TN.view(key.shape)
 
 
-def leave_heap() -> None:
-    """Do nothing in place of gc.collect() and gc.freeze()."""
-
-
 def count_at_least(rows_NV: Tensor, values_N1: Tensor) -> Tensor:
     """Return [N] counts of the entries of each row that are at least the row's value."""
     return (rows_NV >= values_N1).sum(-1)
@@ -107,25 +103,21 @@ def close_engine_groups() -> None:
 @contextmanager
 def keep_trainer_state() -> Generator[None]:
     """Restore random states and matmul precision on exit. vLLM reseeds every generator when an engine is built."""
-    python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    cuda_state = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    python_state, numpy_state = random.getstate(), np.random.get_state()
     precision = torch.get_float32_matmul_precision()
     try:
-        yield
+        with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
+            yield
     finally:
         torch.set_float32_matmul_precision(precision)
         random.setstate(python_state)
         np.random.set_state(numpy_state)
-        torch.set_rng_state(torch_state)
-        if cuda_state is not None:
-            torch.cuda.set_rng_state(cuda_state)
 
 
 def discard(*parts: Part) -> None:
     """Unmap the device memory of these parts. Its contents are lost.
 
-    vLLM's own sleep cannot keep the weights and drop the cache (before 0.32), and runs the garbage collector over the
-    whole heap.
+    vLLM's own sleep cannot keep the weights and drop the cache (before 0.32), and collects garbage in the whole heap.
     """
     from vllm.device_allocator import cumem
 

@@ -115,10 +115,7 @@ class RequestRoutes:
 
 
 def make_initialize(original: Callable[..., None], count_use: Callable[[], None]) -> Callable[..., None]:
-    """Return vLLM's function that allocates the KV cache, extended to start recording if recording is requested.
-
-    The function raises RunError if recording is not possible.
-    """
+    """Return vLLM's allocation of the KV cache, which then starts recording if requested, or raises RunError."""
 
     def initialize(worker: Any, cache: KVCacheConfig) -> None:
         original(worker, cache)

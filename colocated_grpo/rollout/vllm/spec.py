@@ -41,10 +41,8 @@ class EngineSpec:
     """Free memory in `sleep`. No effect on the CPU."""
     keeps_weights: bool = False
     """Only the KV cache sleeps. False: the weights are written again after each sleep."""
-    needs_text: bool = False
-    """Requests may have stop strings, which are found in text."""
-    structured: bool = False
-    """Requests may have patterns, whose grammars need the tokenizer."""
+    needs_tokenizer: bool = False
+    """Requests may have stop strings, which are found in text, or patterns, whose grammars need the tokenizer."""
     records_routes: bool = False
     """Requests may ask for the experts that their tokens chose."""
     numerics: Literal["fast", "exact"] = "fast"

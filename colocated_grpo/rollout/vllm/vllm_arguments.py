@@ -65,7 +65,7 @@ def engine_arguments(spec: EngineSpec, world: World) -> dict[str, Any]:
         "seed": derive_seed(spec.seed, "engine", world.rank // spec.tensor_parallel_size),
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
-        "skip_tokenizer_init": not (spec.needs_text or spec.structured),
+        "skip_tokenizer_init": not spec.needs_tokenizer,
         "enforce_eager": spec.enforce_eager or not on_gpu,
         "hf_overrides": overrides(config_json),
     }
@@ -83,8 +83,11 @@ def engine_arguments(spec: EngineSpec, world: World) -> dict[str, Any]:
             # The default backend on processors with AMX computes in bfloat16 only, and keeps no weights to reload.
             arguments["attention_backend"] = "CPU_MLA"
     arguments |= {**kv_cache_arguments(spec, world.device), **spec.args}
-    if has_text_part(config_json):
-        arguments |= text_part_arguments(spec.folder, arguments, trust_remote_code=spec.trust_remote_code)
+    if has_text_part(config_json):  # vLLM then builds and reads only the text part
+        text = read_text_config(spec.folder, trust_remote_code=spec.trust_remote_code)
+        arguments["hf_overrides"] = partial(_text_alone, text, arguments["hf_overrides"])
+        if arguments["load_format"] != "dummy":
+            arguments["load_format"] = LOAD_FORMAT
     if spec.records_routes:
         arguments["additional_config"] = {**arguments.get("additional_config", {}), RECORD_ROUTES: True}
     return arguments
@@ -179,15 +182,6 @@ def _register_without_torchvision(architecture: str) -> None:
     # Pass the class itself. If given "module:class", vLLM imports the module in another process, which lacks the
     # replacement of `PROCESSORS` above, so the import fails.
     ModelRegistry.register_model(architecture, getattr(import_module(DEFINED_IN[architecture]), architecture))
-
-
-def text_part_arguments(folder: Path, arguments: Mapping[str, Any], *, trust_remote_code: bool) -> dict[str, Any]:
-    """Return arguments that make vLLM build and read only the text part of the model in `folder`."""
-    text = read_text_config(folder, trust_remote_code=trust_remote_code)
-    return {
-        "hf_overrides": partial(_text_alone, text, arguments["hf_overrides"]),
-        "load_format": "dummy" if arguments["load_format"] == "dummy" else LOAD_FORMAT,
-    }
 
 
 def _text_alone(text: PretrainedConfig, entries: JsonObject, config: PretrainedConfig) -> PretrainedConfig:

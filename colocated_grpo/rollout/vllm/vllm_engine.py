@@ -20,9 +20,8 @@ from colocated_grpo.rollout.vllm.routes import RequestRoutes
 from colocated_grpo.rollout.vllm.spec import EngineSpec
 from colocated_grpo.rollout.vllm.vllm_arguments import check_names, engine_arguments, register_class
 from colocated_grpo.runtime.distributed import World
+from colocated_grpo.settings import exact, model_support
 from colocated_grpo.settings.config_json import config_json_in
-from colocated_grpo.settings.exact import check_exact
-from colocated_grpo.settings.model_support import check_cpu_engine
 
 UNQUANTIZED_CACHE = ("auto", "bfloat16", "float16", "half")
 """Types of vLLM's KV cache that are not quantized."""
@@ -117,8 +116,13 @@ class VLLMEngine:
         return sampled
 
     def top_logprobs(self, token_ids: Sequence[int], k: int) -> list[dict[int, float]]:
+        kind = RequestOutputKind.FINAL_ONLY
         with _rejections_as_value_errors():
-            return self._requests.prompt_logprobs(token_ids, _scoring(k), self.adapters.active)
+            # Parameters that return each prompt token's log-probability and the `k` largest at its position.
+            params = SamplingParams(
+                temperature=1.0, seed=0, max_tokens=1, prompt_logprobs=k, detokenize=False, output_kind=kind
+            )
+            return self._requests.prompt_logprobs(token_ids, params, self.adapters.active)
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         # Drop the copies of buffers: the checkpoint of some families has buffers too, and vLLM replaces buffers of the
@@ -199,11 +203,13 @@ def prepare(spec: EngineSpec, device: torch.device) -> None:
     if spec.numerics == "exact":
         on_cpu = device.type == "cpu"
         on_hopper = not on_cpu and torch.cuda.get_device_capability(device) == HOPPER
-        check_exact(config_json, on_cpu=on_cpu, on_hopper=on_hopper, float32=spec.dtype == torch.float32)
+        exact.check_exact(config_json, on_cpu=on_cpu, on_hopper=on_hopper, float32=spec.dtype == torch.float32)
     adapters = bool(spec.args.get("enable_lora"))
     if device.type == "cpu":
         bfloat16 = spec.dtype == torch.bfloat16
-        check_cpu_engine(config_json, f"model.name={str(spec.folder)!r}", bfloat16=bfloat16, adapters=adapters)
+        model_support.check_cpu_engine(
+            config_json, f"model.name={str(spec.folder)!r}", bfloat16=bfloat16, adapters=adapters
+        )
     elif adapters:
         avoid_dependent_launches(device)
 
@@ -257,12 +263,6 @@ def _rejections_as_value_errors() -> Generator[None]:
         yield
     except VLLMValidationError as error:
         raise ValueError(str(error)) from error
-
-
-def _scoring(k: int) -> SamplingParams:
-    """Parameters that return each prompt token's log-probability and the `k` largest at its position."""
-    kind = RequestOutputKind.FINAL_ONLY
-    return SamplingParams(temperature=1.0, seed=0, max_tokens=1, prompt_logprobs=k, detokenize=False, output_kind=kind)
 
 
 def _sampling_params(request: Request) -> SamplingParams:

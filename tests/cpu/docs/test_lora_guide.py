@@ -69,7 +69,7 @@ def test_the_folders_named_in_the_guide_are_those_of_the_exports():
     left = section("What a run leaves")
     for export in (AdapterExport, ModelExport):
         assert f"`{export.final_name}/`" in left
-        assert f"`{export.name_at(None, 'N')}/`" in left
+        assert f"`{export.step_prefix}N/`" in left
 
 
 def test_the_rank_served_in_the_guide_is_that_of_the_shipped_file():

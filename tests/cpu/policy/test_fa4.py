@@ -140,7 +140,9 @@ def kernels_used(monkeypatch) -> list[str]:
     monkeypatch.setattr(
         flash_attention,
         "kernels",
-        lambda: flash_attention.Kernels(kernel("FlashAttention 4"), kernel("its backward pass")),
+        lambda: SimpleNamespace(
+            _flash_attn_fwd=kernel("FlashAttention 4"), _flash_attn_bwd=kernel("its backward pass")
+        ),
     )
     return used
 
@@ -158,7 +160,7 @@ def kernels_used(monkeypatch) -> list[str]:
 def test_short_runs_windows_and_other_head_sizes_use_flash_attention_2(kernels_used, length, window, sizes, used):
     cu = torch.tensor([0, length, 2 * length])
     query, value = (torch.zeros(2 * length, 1, size) for size in sizes)
-    attend_fa4(query, query, value, Runs(cu, length, cu, length), None, window)
+    attend_fa4(query, query, value, Runs(cu, cu, length, length), None, window)
     assert kernels_used == [used]
 
 
@@ -168,7 +170,7 @@ def test_compiled_code_has_one_graph_for_short_and_long_runs(kernels_used):
     compiled = torch.compile(attend_fa4, fullgraph=True, dynamic=True, backend="aot_eager")
     for length in (100, 300):
         cu, query = torch.tensor([0, length, 2 * length]), torch.zeros(2 * length, 1, 64)
-        compiled(query, query, query, Runs(cu, length, cu, length), None, None)
+        compiled(query, query, query, Runs(cu, cu, length, length), None, None)
     assert kernels_used == ["FlashAttention 2", "FlashAttention 4"]
     assert counters["stats"]["unique_graphs"] == 1
 
@@ -224,7 +226,8 @@ def plain_kernels(monkeypatch):
         _, *gradients = attention_by_hand(*inputs, grad, cu_q, cu_k, scale)
         return tuple(torch.empty_like(like).copy_(made) for like, made in zip(inputs, gradients, strict=True))
 
-    monkeypatch.setattr(flash_attention, "kernels", lambda: flash_attention.Kernels(forward, backward))
+    module = SimpleNamespace(_flash_attn_fwd=forward, _flash_attn_bwd=backward)
+    monkeypatch.setattr(flash_attention, "kernels", lambda: module)
     monkeypatch.setattr(flash_attention, "fa2_forward", forward_2)
     monkeypatch.setattr(flash_attention, "fa2_backward", backward_2)
 
@@ -235,7 +238,7 @@ def problem() -> tuple[list[torch.Tensor], Runs, torch.Tensor]:
     shapes = [(4, 8, 16), (2, 11, 16), (2, 11, 16)]
     tensors = [torch.randn(shape).transpose(0, 1).requires_grad_() for shape in shapes]
     cu_q, cu_k = torch.tensor([0, 3, 8], dtype=torch.int32), torch.tensor([0, 3, 11], dtype=torch.int32)
-    return tensors, Runs(cu_q, LONGEST[0], cu_k, LONGEST[1]), torch.randn(8, 4, 16)
+    return tensors, Runs(cu_q, cu_k, *LONGEST), torch.randn(8, 4, 16)
 
 
 @pytest.mark.parametrize("min_run", KINDS)

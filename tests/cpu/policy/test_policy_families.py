@@ -242,7 +242,7 @@ def test_shapes_are_compared_before_parameters_are_allocated(policy, world, mode
         built.append(build_empty(*args, **kwargs))
         return built[0]
 
-    monkeypatch.setattr(model_loader, "build_empty", build_and_keep)
+    monkeypatch.setattr(model_loader.models, "build_empty", build_and_keep)
 
     with pytest.raises(ConfigError) as caught:
         policy_of(config_of(folder, policy=policy), world)

@@ -14,7 +14,7 @@ from colocated_grpo.policy.attention_kernels import Runs, attend_padded, attend_
 HEADS, KV_HEADS, SIZE, SCALE = 4, 2, 8, 0.3
 SINKS = torch.tensor([-3.0, 0.0, 1.0, 4.0]).double()
 CU_Q, CU_K = (torch.tensor(cu, dtype=torch.int32) for cu in ([0, 5, 6, 15], [0, 5, 9, 20]))
-RUNS = Runs(CU_Q, 9, CU_K, 11)
+RUNS = Runs(CU_Q, CU_K, 9, 11)
 """Three runs; the last two see keys before their first query."""
 
 

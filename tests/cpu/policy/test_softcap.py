@@ -38,7 +38,7 @@ def runs_and_tensors(kind: str) -> tuple[Runs, list[Tensor]]:
     generator = torch.Generator().manual_seed(0)
     shapes = (sum(queries), HEADS, SIZE), (sum(keys), KV_HEADS, SIZE), (sum(keys), KV_HEADS, SIZE)
     tensors = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
-    return Runs(cu_q, max(queries), cu_k, max(keys)), tensors
+    return Runs(cu_q, cu_k, max(queries), max(keys)), tensors
 
 
 def capped_for(runs: Runs, tensors: list[Tensor], window: int | None) -> Capped:

@@ -31,7 +31,7 @@ class Prompts:
         self.sampled.set()
         self.error: Exception | None = None
         self._before: int | None = None
-        self.world = SimpleNamespace(barrier=lambda: self.events.append("ranks"))
+        self.collector = SimpleNamespace(world=SimpleNamespace(barrier=lambda: self.events.append("ranks")))
 
     def job(self, step: int) -> Job:
         if self.stopped:

@@ -137,9 +137,7 @@ class Both:
         )
         self.prompts = Prompts()
         config = RolloutConfig(prompts_per_step=PROMPTS, group_size=GROUP)
-        sampled = PromptSupply(
-            self.prompts if world.is_main else None, collector, world, stop_requested, config, replace(SAMPLING)
-        )
+        sampled = PromptSupply(self.prompts if world.is_main else None, collector, config, replace(SAMPLING))
         self.outside = Outside(lambda: ask(self))
         self.notes: list[str] = []
         if end is None:

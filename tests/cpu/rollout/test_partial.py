@@ -104,10 +104,10 @@ class Run:
         config = RolloutConfig(prompts_per_step=wanted, group_size=GROUP)
         source: Any = (prompts or Prompts()) if world.is_main else None
         sampling = Sampling(temperature=1.0, max_tokens=limit)
-        self.supply: Supply = PromptSupply(source, collector, world, self._stopped, config, sampling)
+        self.supply: Supply = PromptSupply(source, collector, config, sampling)
         if partial is not None:
             place = engine_place(world, ranks_per_engine)
-            self.supply = PartialSupply(self.supply, partial, driver, self.engine.interrupt, place, steps)
+            self.supply = PartialSupply(self.supply, partial, self.engine.interrupt, place, steps)
 
     def score(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Score]:
         self.scored[prompt.index] += 1

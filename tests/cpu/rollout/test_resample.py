@@ -82,7 +82,7 @@ def supply_of(
     config = RolloutConfig(prompts_per_step=WANTED, group_size=GROUP)
     resampling = Resampling(rounds, WANTED, [].append if lines is None else lines.append)
     source: Any = prompts if world.is_main else None
-    return PromptSupply(source, collector, world, lambda: False, config, SAMPLING, resampling=resampling)
+    return PromptSupply(source, collector, config, SAMPLING, resampling=resampling)
 
 
 def step_of(supply: Any, step: int) -> tuple[list[Group], BatchResult]:
@@ -183,7 +183,7 @@ def test_a_step_that_is_sampled_ahead_is_completed_too():
 def test_a_stop_between_rounds_ends_the_step():
     supply = supply_of(single_rank_world(), Prompts(), rounds=20)
     order = supply.order(0)
-    supply.stop_requested = lambda: True
+    supply.collector.stop_requested = lambda: True
     with pytest.raises(Stopped):
         order()
     assert supply.state_dict() == {"given": 0}

@@ -17,13 +17,13 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from benchmarks.patches import report
 from colocated_grpo.errors import RunError
 from colocated_grpo.rollout.vllm.adapters import avoid_dependent_launches
 from colocated_grpo.rollout.vllm.patches import (
     PATCHES,
     Patch,
     counted,
-    report,
 )
 from colocated_grpo.rollout.vllm.versions import SUPPORTED, supported_version
 from colocated_grpo.settings.errors import ConfigError

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.patches import report
 from colocated_grpo.errors import RunError
 from colocated_grpo.rollout.engine import TokenDelta
 from colocated_grpo.rollout.vllm import patches
@@ -86,7 +87,7 @@ def engine_facts(world: World, folder: Path, stop: list[str], cache: Path) -> di
     total = torch.ones(3)
     dist.all_reduce(total)
     facts["after close"] = (dist.is_initialized(), total.tolist(), world.gather_objects("here"))
-    return facts | {"patches": patches.report()}
+    return facts | {"patches": report(patches.PATCHES)}
 
 
 def seeds(pair: Pair) -> dict[str, Any]:
