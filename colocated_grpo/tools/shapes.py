@@ -55,14 +55,10 @@ _OLMOE = {
     "max_positions": 4096,
     "settings": {"num_experts": 64, "num_experts_per_tok": 8},
 }
-_LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+_LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "original_max_position_embeddings": 8192}
+_LLAMA3_ROPE |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_LLAMA3 = {"kv_heads": 8, "head_dim": 128, "vocab": 128256, "max_positions": 131072}
+_LLAMA3_8B = Shape(architecture="llama", hidden=4096, layers=32, heads=32, intermediate=14336, tied=False, **_LLAMA3)
 SHAPES = {
     "tiny": TINY,
     "small": SMALL,
@@ -72,19 +68,7 @@ SHAPES = {
     "qwen3-8b": _QWEN3_8B,
     "qwen3-30b-a3b": _QWEN3_30B,
     "qwen3-15b-a2b": replace(_QWEN3_30B, layers=24),  # half of the blocks
-    "llama-3.1-8b": Shape(
-        architecture="llama",
-        hidden=4096,
-        layers=32,
-        heads=32,
-        kv_heads=8,
-        head_dim=128,
-        intermediate=14336,
-        vocab=128256,
-        tied=False,
-        max_positions=131072,
-        settings={"rope_parameters": _LLAMA3_ROPE},
-    ),
+    "llama-3.1-8b": replace(_LLAMA3_8B, settings={"rope_parameters": _LLAMA3_ROPE}),
     "olmoe-7b-a1b": Shape(
         architecture="olmoe", hidden=2048, layers=16, heads=16, kv_heads=16, intermediate=1024, tied=False, **_OLMOE
     ),
