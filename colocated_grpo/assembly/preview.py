@@ -55,9 +55,9 @@ def preview(config: Config, place: Placement, note: Callable[[str], None]) -> li
             check_exact(config_json.read_config_json(config.model), on_cpu=not gpu, on_hopper=gpu, float32=float32)
         if spec.args:
             # Imported here: vLLM takes many seconds to import.
-            from colocated_grpo.rollout.vllm.vllm_arguments import check_names
+            from colocated_grpo.rollout.vllm.vllm_arguments import check_arguments
 
-            check_names(spec.args)
+            check_arguments(spec.args)
     tokenizer = model_files.load_tokenizer(config.model, folder)
     model_files.stop_token_ids(tokenizer, folder)  # raises if one lies outside the vocabulary
     if (reference := config.reference_model) is not None:

@@ -191,6 +191,15 @@ def test_a_reference_with_another_vocabulary_is_found(tmp_path):
             {"args": {"blok_size": 16}},
             r"engine\.args\.blok_size: not an engine argument of vLLM .*did you mean block_size",
         ),
+        ({"args": {"kv_cache_dtype": "fp7"}}, r"engine\.args\.kv_cache_dtype='fp7': must be 'auto', .*'fp8'"),
+        (
+            {"args": {"enable_prefix_caching": "maybe"}},
+            r"engine\.args\.enable_prefix_caching='maybe': must be true or false",
+        ),
+        (
+            {"args": {"max_num_batched_tokens": "64"}},
+            r"engine\.args\.max_num_batched_tokens='64': must be a whole number",
+        ),
         ({"kv_cache_memory_bytes": 1024}, r"engine\.kv_cache_memory_bytes=1024: one sequence of \d+ tokens needs"),
     ],
 )

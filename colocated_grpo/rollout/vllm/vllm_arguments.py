@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import vllm
+from pydantic import ConfigDict, ValidationError, create_model
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 from vllm import LLM, ModelRegistry
@@ -34,6 +35,7 @@ from colocated_grpo.rollout.vllm.spec import EngineSpec
 from colocated_grpo.runtime.distributed import World, derive_seed
 from colocated_grpo.runtime.text_part import read_text_config
 from colocated_grpo.settings.config_json import MODULES, config_json_in, has_text_part, text_name, text_part
+from colocated_grpo.settings.errors import error_lines
 from colocated_grpo.settings.model_support import has_latent_attention, has_linear_attention
 from colocated_grpo.types import JsonObject
 
@@ -93,14 +95,33 @@ def engine_arguments(spec: EngineSpec, world: World) -> dict[str, Any]:
     return arguments
 
 
-def check_names(args: Mapping[str, object]) -> None:
-    """Raise ConfigError if vLLM has no argument of a name in `engine.args`."""
-    known = {field.name for field in dataclasses.fields(EngineArgs)} | set(signature(LLM.__init__).parameters)
+def check_arguments(args: Mapping[str, object]) -> None:
+    """Raise ConfigError if vLLM has no argument of a name in `engine.args`, or if a value is not of its type."""
+    types = {field.name: field.type for field in dataclasses.fields(EngineArgs)}
+    known = types.keys() | signature(LLM.__init__).parameters.keys()
     for name in args:
         if name not in known:
             near = get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(f"engine.args.{name}: not an engine argument of vLLM {vllm.__version__}{hint}")
+    # vLLM itself checks arguments that are a group of settings. None is its default for every argument.
+    grouped = {name for name, kind in types.items() if isinstance(kind, str) or dataclasses.is_dataclass(kind)}
+    plain = {
+        name: value
+        for name, value in args.items()
+        if name in types.keys() - grouped and value is not None and not isinstance(value, dict)
+    }
+    rules = ConfigDict(strict=True, arbitrary_types_allowed=True, protected_namespaces=())
+    model = create_model("EngineArguments", __config__=rules, **{name: (types[name], ...) for name in plain})
+    try:
+        model(**plain)
+    except ValidationError as error:
+        # Others are of classes, such as an enumeration, which vLLM makes from a name.
+        wrong = [
+            one for one in error.errors() if one["type"] in ("literal_error", "bool_type", "int_type", "float_type")
+        ]
+        if wrong:
+            raise ConfigError(f"engine.args.{error_lines(wrong, plain, {}, model, {})[0]}") from None
 
 
 def overrides(config_json: JsonObject) -> JsonObject:

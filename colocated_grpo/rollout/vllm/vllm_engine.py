@@ -18,7 +18,7 @@ from colocated_grpo.rollout.vllm.kv_budget import check_cache
 from colocated_grpo.rollout.vllm.requests import EngineRequests, scheduler_of
 from colocated_grpo.rollout.vllm.routes import RequestRoutes
 from colocated_grpo.rollout.vllm.spec import EngineSpec
-from colocated_grpo.rollout.vllm.vllm_arguments import check_names, engine_arguments, register_class
+from colocated_grpo.rollout.vllm.vllm_arguments import check_arguments, engine_arguments, register_class
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings import exact, model_support
 from colocated_grpo.settings.config_json import config_json_in
@@ -196,7 +196,7 @@ def prepare(spec: EngineSpec, device: torch.device) -> None:
     ConfigError or RunError.
     """
     patches.apply("cuda" if device.type == "cuda" else "cpu", numerics=spec.numerics)
-    check_names(spec.args)
+    check_arguments(spec.args)
     check_cache(spec)
     config_json = config_json_in(spec.folder)
     register_class(spec.folder, config_json)
