@@ -112,7 +112,8 @@ def check_arguments(args: Mapping[str, object]) -> None:
         if name in types.keys() - grouped and value is not None and not isinstance(value, dict)
     }
     rules = ConfigDict(strict=True, arbitrary_types_allowed=True, protected_namespaces=())
-    model = create_model("EngineArguments", __config__=rules, **{name: (types[name], ...) for name in plain})
+    fields: dict[str, Any] = {name: (types[name], ...) for name in plain}
+    model = create_model("EngineArguments", __config__=rules, **fields)
     try:
         model(**plain)
     except ValidationError as error:
