@@ -122,7 +122,10 @@ class Data:
 
 
 def build_data(config: Config, model: ModelFiles, site: Site, *, trains: bool = True) -> Data:
-    """Import user code on every rank, and read data on rank 0. Collective. trains: False: no training prompts."""
+    """Import user code on every rank, and read data on rank 0. Collective.
+
+    trains: False leaves out the training prompts.
+    """
     site.resources.callback(end_idle_workers)
     environments = build_environments(config, model.tokenizer)
     has_source = trains and site.world.is_main and environments.trained

@@ -198,7 +198,11 @@ def rehearse(
 
 
 def build_sync(policy: Policy, engine: LocalEngine, world: World, *, shared: bool, check_every: int) -> WeightSync:
-    """Return the sync from the policy into the engine. shared: for `weights: shared`. check_every: of ColocatedSync."""
+    """Return the sync from the policy into the engine.
+
+    shared: for `weights: shared`; policy and engine then use one copy of the weights. check_every: verify every n-th
+    sync; 0: never.
+    """
     model, weights = policy.model, policy.weights
     copies = ColocatedSync(
         weights.published(), engine, model.conversion, world, check_every=check_every, constants=model.hf_buffers()

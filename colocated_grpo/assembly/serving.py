@@ -109,7 +109,10 @@ def build_remote(
     world: World,
     stop: StopRequest,
 ) -> Engines:
-    """Return the engines of the servers, with the bridge that sends weights to them. Collective. folder: of the run."""
+    """Return the engines of the servers, with the bridge that sends weights to them. Collective.
+
+    folder: the run folder.
+    """
     engine, lora, base, check_every = config.engine, config.policy.lora, config.model.name, config.freshness.every
     prefix, files = policy.model.lm.base_model_prefix, folder / WEIGHTS_FOLDER
     sync: BroadcastSync | AdapterSync | RestartSync | SharedSync
@@ -151,7 +154,10 @@ class Serving:
     def __init__(
         self, config: Config, atropos: AtroposSourceConfig, model: ModelFiles, inbox: Inbox, folder: Path, site: Site
     ) -> None:
-        """Collective. Raises EnvironmentSetupError on every rank. atropos: entry of the config. folder: of the run."""
+        """Collective. Raises EnvironmentSetupError with one line, on every rank.
+
+        atropos: the config's Atropos entry. folder: the run folder.
+        """
         limits, tokenizer = text.limits_of(model, config.max_sequence_tokens, config.seed), model.tokenizer
         self._world, self._note = site.world, site.note
         self._inbox = inbox

@@ -68,7 +68,8 @@ class RankProcess:
     def abandon(self) -> None:
         """Release as much as possible after a failed run.
 
-        With several ranks, little can be: the others exit, and this rank cannot leave the process group without them.
+        With several ranks, little can be released: the other ranks exit, and this rank cannot leave the process group
+        without them.
         """
         if self.world.size == 1:
             self.resources.close()

@@ -38,7 +38,10 @@ def rows_to_heads(query: Tensor, key: Tensor, value: Tensor, group: str) -> tupl
 
 
 def heads_to_rows(heads: Tensor, group: str) -> Tensor:
-    """Return all heads of this rank's rows, [R, H, V]. Collective. heads: its own of all rows, [T, H / P, V]."""
+    """Return all heads of this rank's rows, [R, H, V]. Collective.
+
+    heads: all rows of this rank's heads, [T, H / P, V].
+    """
     _, ranks = _place_in(group)
     received = all_to_all(heads.unflatten(0, (ranks, -1)), group)
     return received.transpose(0, 1).flatten(1, 2)

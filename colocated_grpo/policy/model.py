@@ -240,7 +240,10 @@ def compiler_errors_in_one_line() -> Generator[None]:
 
 
 def shard(model: PackedLM, mesh: DeviceMesh, dtype: torch.dtype, *, offloaded: bool) -> None:
-    """Apply FSDP2 to the prepared blocks and the model, in place. mesh: `World.mesh`. offloaded: of `load_shards`."""
+    """Apply FSDP2 to each prepared block, then to the whole model, in place.
+
+    mesh: `World.mesh`. offloaded: as in `load_shards`.
+    """
     in_4_bits = any(name.endswith(".packed") for name, _ in model.named_parameters())
     # 4-bit weights are stored as float32 but are not numbers to cast. All others have `dtype` already.
     precision = MixedPrecisionPolicy(None if in_4_bits else dtype, reduce_dtype=torch.float32)

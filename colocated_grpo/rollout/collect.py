@@ -167,7 +167,7 @@ class _Batch:
         )
 
     def advance(self) -> Iterator[tuple[int, list[Completion]]]:
-        """Run one step of the engine. Yields the prompts whose last completion finished, with all in sibling order."""
+        """Run one step of the engine. Yields each prompt that it finished, with its completions in sibling order."""
         for key, completion in self._driver.step():
             index, sibling = cast(tuple[int, int], key)
             group = self._completions[index]

@@ -193,7 +193,10 @@ class Watchdog:
         return first
 
     def missing_ranks(self) -> str | None:
-        """After `stop_watching`, return the error line for lost ranks, or None. Waits up to `EXIT_SECONDS` for one."""
+        """Return the error line for lost ranks, or None. Waits up to `EXIT_SECONDS` for a rank to exit.
+
+        Call after `stop_watching`.
+        """
         deadline = time.monotonic() + EXIT_SECONDS
         while time.monotonic() < deadline and not self._failed.is_set():
             if line := explain_missing_ranks(self._dead_ranks(), self.links.lost()):
@@ -229,7 +232,10 @@ def visible_from(own: ProcessId, processes: Sequence[ProcessId]) -> dict[int, in
 
 
 def explain_missing_ranks(dead: Sequence[int], lost: Sequence[Lost] = ()) -> str | None:
-    """Return the error line for ranks that ended silently: `dead` on this node, `lost` on others; None for none."""
+    """Return the error line for ranks that ended without reporting an error; None if there are none.
+
+    dead: ranks of this node. lost: ranks of other nodes.
+    """
     silent = [each for each in lost if each.silent]
     if silent:
         seconds = PROBE_SECONDS * (PROBES + 1)

@@ -104,25 +104,20 @@ def check_arguments(args: Mapping[str, object]) -> None:
             near = get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(f"engine.args.{name}: not an engine argument of vLLM {vllm.__version__}{hint}")
-    # vLLM itself checks arguments that are a group of settings. None is its default for every argument.
-    grouped = {name for name, kind in types.items() if isinstance(kind, str) or dataclasses.is_dataclass(kind)}
-    plain = {
-        name: value
-        for name, value in args.items()
-        if name in types.keys() - grouped and value is not None and not isinstance(value, dict)
-    }
+    # None is vLLM's default for every argument. A type in quotes needs names that vLLM imports for type checkers only.
+    fields: dict[str, Any] = {name: (kind, None) for name, kind in types.items() if not isinstance(kind, str)}
+    given = {name: value for name, value in args.items() if name in fields and value is not None}
     rules = ConfigDict(strict=True, arbitrary_types_allowed=True, protected_namespaces=())
-    fields: dict[str, Any] = {name: (types[name], ...) for name in plain}
-    model = create_model("EngineArguments", __config__=rules, **fields)
+    model = create_model("EngineArguments", __config__=rules, **{name: fields[name] for name in given})
     try:
-        model(**plain)
+        model(**given)
     except ValidationError as error:
-        # Others are of classes, such as an enumeration, which vLLM makes from a name.
+        # Other errors are of classes, which vLLM makes from a name or from a mapping.
         wrong = [
             one for one in error.errors() if one["type"] in ("literal_error", "bool_type", "int_type", "float_type")
         ]
         if wrong:
-            raise ConfigError(f"engine.args.{error_lines(wrong, plain, {}, model, {})[0]}") from None
+            raise ConfigError(f"engine.args.{error_lines(wrong, given, {}, model, {})[0]}") from None
 
 
 def overrides(config_json: JsonObject) -> JsonObject:
