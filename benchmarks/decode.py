@@ -83,9 +83,9 @@ def engine_steps(options: argparse.Namespace) -> int:
 
 def most_tokens(options: argparse.Namespace) -> int:
     """Return the length that no completion reaches."""
-    from colocated_grpo.rollout.vllm.steady_decode import STEPS
+    from colocated_grpo.rollout.vllm.steady_decode import MOST_STEPS
 
-    return STEPS * engine_steps(options) + 2
+    return MOST_STEPS * engine_steps(options) + 2
 
 
 def with_full_cache(config: Config, options: argparse.Namespace, size: ModelSize) -> Config:

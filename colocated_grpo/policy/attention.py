@@ -241,16 +241,30 @@ class _ExpandKeys(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, keys_TKD: Tensor, rows_E: Tensor, keys_E: Tensor, starts_E: Tensor) -> Tensor:
         ctx.save_for_backward(keys_E, starts_E)
-        ctx.shape = keys_TKD.shape
+        ctx.rows = len(keys_TKD)
         return keys_TKD[rows_E]
 
     @staticmethod
     # pyrefly: ignore[bad-override]  (torch declares *grad_outputs, but passes one argument per output)
     def backward(ctx: Any, grad_EKD: Tensor) -> tuple[Tensor | None, ...]:
-        keys_E, starts_E = ctx.saved_tensors
-        bounds = starts_E[: ctx.shape[0] + 1]
-        sums = F.embedding_bag(keys_E, grad_EKD.flatten(1), bounds, mode="sum", include_last_offset=True)
-        return sums.view(ctx.shape), None, None, None
+        return _sum_keys(grad_EKD, *ctx.saved_tensors, ctx.rows), None, None, None
+
+
+@torch.library.custom_op("colocated_grpo::sum_keys", mutates_args=())
+def _sum_keys(grad_EKD: Tensor, keys_E: Tensor, starts_E: Tensor, rows: int) -> Tensor:
+    """`triton_kernels.sum_keys` on every device, as an operator that is opaque to torch.compile."""
+    if grad_EKD.is_cuda:
+        from colocated_grpo.policy import triton_kernels  # CPU builds of torch may lack Triton
+
+        return triton_kernels.sum_keys(grad_EKD, keys_E, starts_E, rows)
+    bounds = starts_E[: rows + 1]
+    sums = F.embedding_bag(keys_E, grad_EKD.flatten(1), bounds, mode="sum", include_last_offset=True)
+    return sums.view(rows, *grad_EKD.shape[1:])
+
+
+@_sum_keys.register_fake
+def _(grad_EKD, keys_E, starts_E, rows):
+    return grad_EKD.new_empty(rows, *grad_EKD.shape[1:])
 
 
 AttentionInterface.register(PACKED, packed_attention)

@@ -28,8 +28,10 @@ Result = tuple[Tensor, dict[str, Stat]]
 Gradient = Callable[[MicroBatch, Tensor | float], Result]
 """(micro-batch, denominator of the loss) -> loss and statistics; adds to the gradients of the parameters."""
 GROWTH = 1.5
-"""Ratio of the numbers of tokens that graphs have. A smaller ratio pads less and needs more graphs. Keys are padded to
-a power of two times the tokens."""
+"""Ratio of the numbers of tokens that graphs have. A smaller ratio pads less and needs more graphs."""
+LEAST_KEYS = 4
+"""Keys are padded to a power of two times the tokens, and at least to this many times: padding keys cost little, and so
+long and short common prefixes need no different graphs."""
 ALIGNMENT = 64
 """Padded numbers of tokens are multiples of this number."""
 MODEL_TYPES = frozenset(("gemma3_text", "llama", "mistral", "qwen2", "qwen3"))
@@ -101,7 +103,7 @@ def shape_for(micro_batch: MicroBatch) -> GraphShape:
     rows = _level(tokens.num_tokens)
     # Each padding row needs a key of its own.
     least_keys = len(keys.rows_E) + rows - tokens.num_tokens
-    all_keys = rows * _power_of_two(ceil(least_keys / rows))
+    all_keys = rows * max(LEAST_KEYS, _power_of_two(ceil(least_keys / rows)))
     completions = max(rows // TOKENS_PER_COMPLETION, _power_of_two(inputs.num_sequences))
     padding_runs = max(1, ceil((all_keys - len(keys.rows_E)) / longest))
     return GraphShape(
@@ -162,12 +164,13 @@ def _padded_rows(tokens: PackedTokens, shape: GraphShape) -> PackedTokens:
     row_of_key = np.zeros(spare, np.int64)  # a filler copies the key of row 0
     row_of_key[own_keys] = tokens.num_tokens + np.arange(rows)
     positions = np.concatenate([np.arange(count) for count in own])
-    # Fillers come last: `expand_keys` reads the starts of rows and the end of the last one.
+    # Fillers come last, after the end of the last row: nothing reads their gradients.
     by_row = len(keys.rows_E) + np.concatenate([own_keys, np.setdiff1d(np.arange(spare), own_keys)])
     starts = len(keys.rows_E) + np.arange(shape.keys + 1 - tokens.num_tokens).clip(max=spare)
     return replace(
         tokens,
-        input_ids_T=F.pad(tokens.input_ids_T, (0, rows)),
+        # Not one token for all: the gradient of an embedding is added token by token.
+        input_ids_T=torch.from_numpy(np.resize(tokens.input_ids_T.numpy(), shape.rows)),
         position_ids_T=torch.cat([tokens.position_ids_T, torch.from_numpy(positions)]),
         cu_seqlens=_extended(tokens.cu_seqlens, own),
         max_seqlen=shape.longest,

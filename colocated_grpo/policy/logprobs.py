@@ -201,14 +201,14 @@ def _add_product(total_VH: Tensor, left_VC: Tensor, right_CH: Tensor) -> None:
 
 def operators_on(device: torch.device) -> HeadOperators:
     if device.type == "cuda":
-        from colocated_grpo.policy import softmax_kernels as kernels  # CPU builds of torch may lack Triton
+        from colocated_grpo.policy import triton_kernels as kernels  # CPU builds of torch may lack Triton
 
         return HeadOperators(_logits, kernels.row_statistics, kernels.logit_gradient)
     return HeadOperators(_logits, plain_row_statistics, plain_logit_gradient)
 
 
 def plain_row_statistics(logits_CV: Tensor, targets_C: Tensor, temperature_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same as `softmax_kernels.row_statistics`, in plain torch."""
+    """The same as `triton_kernels.row_statistics`, in plain torch."""
     scaled_CV = logits_CV / temperature_C[:, None]
     logsumexp_C = torch.logsumexp(scaled_CV, dim=-1)
     probs_CV = (scaled_CV - logsumexp_C[:, None]).exp_()
@@ -217,7 +217,7 @@ def plain_row_statistics(logits_CV: Tensor, targets_C: Tensor, temperature_C: Te
 
 
 def plain_logit_gradient(logits_CV: Tensor, per_row: PerRow, dtype: torch.dtype, softcap: float | None) -> Tensor:
-    """The same as `softmax_kernels.logit_gradient`: d logp / d logits = (onehot - softmax) / temperature, in torch."""
+    """The same as `triton_kernels.logit_gradient`: d logp / d logits = (onehot - softmax) / temperature, in torch."""
     targets_C, temperature_C, logsumexp_C, grad_C = per_row
     probs_CV = (logits_CV / temperature_C[:, None]).sub_(logsumexp_C[:, None]).exp_()
     scale_C1 = (grad_C / temperature_C)[:, None]

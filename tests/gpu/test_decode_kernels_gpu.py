@@ -20,7 +20,7 @@ def test_one_token_attention_over_the_paged_cache_equals_softmax(sequences, head
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "vocabulary"), [(1, 20011), (33, 20011), (3, 50), (600, 4097)])
-def test_sampling_returns_logsumexp_and_never_a_masked_token(rows, vocabulary, dtype):
+def test_sampling_returns_log_probabilities_and_never_a_masked_token(rows, vocabulary, dtype):
     from tests.support.decode_kernels import assert_samples_are_sound
 
     assert_samples_are_sound("cuda", rows, vocabulary, dtype)
@@ -30,6 +30,12 @@ def test_at_temperature_zero_the_most_likely_token_is_chosen():
     from tests.support.decode_kernels import assert_greedy_takes_the_likeliest
 
     assert_greedy_takes_the_likeliest("cuda")
+
+
+def test_sampled_tokens_are_the_inputs_of_the_next_step():
+    from tests.support.decode_kernels import assert_sampled_tokens_are_the_next_inputs
+
+    assert_sampled_tokens_are_the_next_inputs("cuda")
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(16, 8, 128), (4, 1, 64), (32, 8, 128)])

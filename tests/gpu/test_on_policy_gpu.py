@@ -33,9 +33,9 @@ qkv_kernel.normalize_rotate_and_store = broken
 SAMPLING = """
 from colocated_grpo.rollout.vllm import sampling_kernels
 sample = sampling_kernels.sample
-def broken(*arguments):
-    tokens, logsumexp = sample(*arguments)
-    return tokens, logsumexp + 0.5
+def broken(*arguments, **options):
+    tokens, logprobs = sample(*arguments, **options)
+    return tokens, logprobs - 0.5
 sampling_kernels.sample = broken
 """
 

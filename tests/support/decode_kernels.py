@@ -6,6 +6,8 @@ file, which checks small cases.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.layernorm import RMSNorm
@@ -14,7 +16,7 @@ from vllm.model_executor.layers.rotary_embedding import get_rope
 from colocated_grpo.rollout.vllm import sampling_kernels
 from colocated_grpo.rollout.vllm.decode_attention import FP8, LEAST_TOKENS, decode
 from colocated_grpo.rollout.vllm.qkv_kernel import Cache, normalize_rotate_and_store, suits
-from colocated_grpo.rollout.vllm.sampling_kernels import sample
+from colocated_grpo.rollout.vllm.sampling_kernels import Inputs, Requests, advance, sample
 
 LENGTHS = [1, 15, 16, 17, 64, 200, LEAST_TOKENS + 1, 0]
 """Only the last but one is divided into parts."""
@@ -80,13 +82,15 @@ def rows_of(device: str, count: int, temperature: float = 1.0) -> tuple[torch.Te
 
 
 def assert_samples_are_sound(device: str, rows: int, vocabulary: int, dtype: torch.dtype, allowed: int = 40) -> None:
-    """Sampling also gives logsumexp, and never a forbidden token."""
+    """Sampling also gives log-probabilities, and never a forbidden token."""
     generator = torch.Generator(device).manual_seed(0)
     logits = 4 * torch.randn(rows, vocabulary, device=device, generator=generator).to(dtype)
     logits[:, allowed:] = float("-inf")
-    tokens, logsumexp = sample(logits, *rows_of(device, rows))
-    assert int(tokens.max()) < allowed
-    torch.testing.assert_close(logsumexp.double(), torch.logsumexp(logits.double(), -1), rtol=0, atol=1e-4)
+    for temperature, divide in ((1.0, False), (0.7, True), (0.0, True)):
+        tokens, logprobs = sample(logits, *rows_of(device, rows, temperature), divide=divide)
+        assert int(tokens.max()) < allowed
+        expected = torch.log_softmax(logits.double() / (temperature or 1.0), -1).gather(1, tokens[:, None])[:, 0]
+        torch.testing.assert_close(logprobs.double(), expected, rtol=0, atol=1e-4)
 
 
 def assert_greedy_takes_the_likeliest(device: str) -> None:
@@ -160,11 +164,27 @@ def chi_squared_of_draws(device: str, vocabulary: int, likely: list[int], draws:
     return float(((counts[tokens] - expected) ** 2 / expected).sum())
 
 
+def assert_sampled_tokens_are_the_next_inputs(device: str) -> None:
+    """Requests 2 and 0 of three sample a token each."""
+    whole = partial(torch.tensor, dtype=torch.int32, device=device)
+    long = partial(torch.tensor, dtype=torch.int64, device=device)
+    tokens = torch.full((3, 8), -1, dtype=torch.int32, device=device)
+    requests = Requests(whole([5, 7, 3]), long([[50], [51], [52]]), tokens, whole([6, 8, 4]))
+    inputs = Inputs(whole([1, 1, 1, 1]), long([2, 2, 2, 2]), whole([3, 3, 0, 0]))
+    advance(long([60, 61]), whole([2, 0]), requests, inputs)
+    assert requests.computed.tolist() == [6, 7, 4]
+    assert requests.last_token.flatten().tolist() == [61, 51, 60]
+    assert tokens.tolist() == [[-1] * 6 + [61, -1], [-1] * 8, [-1] * 4 + [60, -1, -1, -1]]
+    assert requests.lengths.tolist() == [7, 8, 5]
+    assert [part.tolist() for part in inputs] == [[60, 61, 1, 1], [4, 6, 2, 2], [5, 7, 0, 0]]
+
+
 def check_on_the_cpu() -> None:
     """Without fp8: the interpreter rounds 1.99 to 1.0, and has no inline assembly."""
     for head_size in (64, 256):
         assert_attention_is_softmax("cpu", 8, 4, 2, head_size, torch.float16)  # the interpreter multiplies no bfloat16
     assert_greedy_takes_the_likeliest("cpu")
+    assert_sampled_tokens_are_the_next_inputs("cpu")
     sampling_kernels.PROGRAMS = 1  # one part, so that it has several draws
     for allowed in (40, 9001):
         assert_samples_are_sound("cpu", 3, 9001, torch.float32, allowed)

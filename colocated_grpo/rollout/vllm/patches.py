@@ -169,6 +169,13 @@ def _decode_kernel(target: str, factory: str, cures: str) -> Patch:
     return Patch(target=target, make=make, cures=cures, devices=("cuda",), numerics=("fast",))
 
 
+SAMPLE = _decode_kernel(
+    "vllm.v1.worker.gpu.sample.sampler:gumbel_sample",
+    "sampling_kernels.make_gumbel_sample",
+    "sampling reads each row of logits four times",
+)
+
+
 def _row_operator(target: str, make: Make, device: Device = "cuda") -> Patch:
     """Return a row of `numerics: exact`."""
     return Patch(
@@ -281,11 +288,7 @@ PATCHES: tuple[Patch, ...] = (
         )
         for attention in ("qwen3:Qwen3Attention", "qwen3_moe:Qwen3MoeAttention")
     ),
-    _decode_kernel(
-        "vllm.v1.worker.gpu.sample.sampler:gumbel_sample",
-        "sampling_kernels.make_gumbel_sample",
-        "sampling reads each row of logits four times",
-    ),
+    SAMPLE,
     _decode_kernel(
         "vllm.v1.worker.gpu.sample.sampler:compute_topk_scores",
         "sampling_kernels.make_topk_scores",

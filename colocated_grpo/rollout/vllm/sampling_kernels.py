@@ -1,11 +1,13 @@
-"""Triton kernels that sample a token and compute its log-probability in one pass over the logits.
+"""Triton kernels of a decode step outside the model: they sample tokens, and make them the inputs of the next step.
 
-vLLM's own kernels read each row of logits four times and draw one Philox number for each token of the vocabulary. Times
-within a step: docs/results/decode_kernels_1xh200.json. Times of single launches: decode_launches_1xh200.json there.
+A token and its log-probability take one pass over the logits. vLLM's own kernels read each row of logits four times
+and draw one Philox number for each token of the vocabulary. Times within a step:
+docs/results/decode_kernels_1xh200.json. Times of single launches: decode_launches_1xh200.json there.
 """
 
 import weakref
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import triton
@@ -27,7 +29,7 @@ UNPLAIN = "max_per_req_token_ids", "logits_mode"
 
 
 class _LastSample:
-    """Logits of the last sampling call, and the logsumexp of each row.
+    """Logits of the last sampling call, and the log-probability of each sampled token.
 
     vLLM scores the sampled tokens right after sampling, from the same tensor, so one entry is enough. The tensor is
     recognised by identity: vLLM samples under inference_mode, where tensors have no version counter that would show a
@@ -35,12 +37,12 @@ class _LastSample:
     """
 
     logits: weakref.ref[Tensor] | None = None
-    logsumexp_B: Tensor | None = None
+    logprobs_B: Tensor | None = None
 
     @classmethod
-    def logsumexp_of(cls, logits: Tensor) -> Tensor | None:
-        """Return the logsumexp of each row; None if the last sampling call used other logits."""
-        return cls.logsumexp_B if cls.logits is not None and cls.logits() is logits else None
+    def logprobs_of(cls, logits: Tensor) -> Tensor | None:
+        """Return the log-probability of each token; None if the last sampling call used other logits."""
+        return cls.logprobs_B if cls.logits is not None and cls.logits() is logits else None
 
 
 def make_gumbel_sample(vllm_sample: Callable[..., object], count_use: Callable[[], None]) -> Callable[..., object]:
@@ -52,8 +54,8 @@ def make_gumbel_sample(vllm_sample: Callable[..., object], count_use: Callable[[
         if any(isinstance(value, Tensor) or value for value in options.values()):  # speculative decoding, 64-bit noise
             return vllm_sample(logits, rows, temperature, seeds, positions, **options)
         count_use()
-        sampled_B, logsumexp_B = sample(logits, rows, temperature, seeds, positions)
-        _LastSample.logits, _LastSample.logsumexp_B = weakref.ref(logits), logsumexp_B
+        sampled_B, logprobs_B = sample(logits, rows, temperature, seeds, positions)
+        _LastSample.logits, _LastSample.logprobs_B = weakref.ref(logits), logprobs_B
         return sampled_B
 
     return gumbel_sample
@@ -67,26 +69,25 @@ def make_topk_scores(vllm_scores: Callable[..., object], count_use: Callable[[],
     """
 
     def topk_scores(logits: Tensor, num_logprobs: int, sampled: Tensor, *others: object, **options: object) -> object:
-        logsumexp_B = _LastSample.logsumexp_of(logits)
+        logprobs_B = _LastSample.logprobs_of(logits)
         unplain = num_logprobs or others[:1] != (None,) or any(options.get(name) for name in UNPLAIN)
-        if unplain or logsumexp_B is None:
+        if unplain or logprobs_B is None:
             return vllm_scores(logits, num_logprobs, sampled, *others, **options)
         count_use()
-        tokens_B1 = sampled.view(-1, 1)
-        logprobs_B1 = logits.gather(1, tokens_B1).float() - logsumexp_B[:, None]
-        return LogprobsTensors(tokens_B1, logprobs_B1, torch.zeros_like(sampled))
+        return LogprobsTensors(sampled.view(-1, 1), logprobs_B.view(-1, 1), torch.zeros_like(sampled))
 
     return topk_scores
 
 
 def sample(
-    logits: Tensor, rows: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
+    logits: Tensor, rows: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, *, divide: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Draw from softmax(logits) by the Gumbel-max trick. Returns tokens [B] int64 and rows' logsumexp [B] float32.
+    """Draw from softmax(logits) by the Gumbel-max trick. Returns tokens [B] int64, and their log-probabilities [B].
 
     A row with temperature 0 gets its most likely token. The noise depends on the row's seed and position only.
 
-    logits: [B, V]. rows: [B] indices into temperature and seeds. positions: [B].
+    logits: [B, V]. rows: [B] indices into temperature and seeds. positions: [B]. divide: the logits are not divided by
+    the temperature yet.
     """
     batch, vocabulary = logits.shape
     parts = min(MOST_PARTS, max(1, PROGRAMS // batch))
@@ -97,14 +98,42 @@ def sample(
     )
     _sample_part[(batch, parts)](
         logits, rows, temperature, seeds, positions, best_BP, token_BP, top_BP, mass_BP,
-        vocabulary, logits.stride(0), size, LANES=LANES, num_warps=8,
+        vocabulary, logits.stride(0), size, DIVIDE=divide, LANES=LANES, num_warps=8,
     )  # fmt: skip
     sampled_B = torch.empty(batch, dtype=torch.int64, device=logits.device)
-    logsumexp_B = torch.empty(batch, dtype=torch.float32, device=logits.device)
+    logprobs_B = torch.empty(batch, dtype=torch.float32, device=logits.device)
     _join_parts[(batch,)](
-        best_BP, token_BP, top_BP, mass_BP, sampled_B, logsumexp_B, parts, PARTS=MOST_PARTS, num_warps=1
+        logits, rows, temperature, best_BP, token_BP, top_BP, mass_BP, sampled_B, logprobs_B,
+        logits.stride(0), parts, DIVIDE=divide, PARTS=MOST_PARTS, num_warps=1,
     )  # fmt: skip
-    return sampled_B, logsumexp_B
+    return sampled_B, logprobs_B
+
+
+class Requests(NamedTuple):
+    """vLLM's record of all requests on the device, one entry or row for each."""
+
+    computed: Tensor
+    """Tokens in the KV cache."""
+    last_token: Tensor
+    tokens: Tensor
+    """[requests, tokens of the longest]"""
+    lengths: Tensor
+
+
+class Inputs(NamedTuple):
+    """What the model's CUDA graphs read, one entry for each request of a decode step."""
+
+    token_ids: Tensor
+    positions: Tensor
+    lengths: Tensor
+
+
+def advance(sampled_B: Tensor, rows: Tensor, requests: Requests, inputs: Inputs) -> None:
+    """Append each sampled token to its request, and make it the request's input of the next decode step.
+
+    rows: [B] indices of the requests.
+    """
+    _advance[(len(sampled_B),)](sampled_B, rows, *requests, *inputs, requests.tokens.stride(0), num_warps=1)
 
 
 @jit
@@ -120,19 +149,25 @@ def _race(weight, bits, noisy):
 
 
 @jit
-def _read(row, at, vocabulary):
-    return tl.load(row + at, mask=at < vocabulary, other=float("-inf")).to(tl.float32)
+def _read(row, at, vocabulary, scale):
+    return tl.load(row + at, mask=at < vocabulary, other=float("-inf")).to(tl.float32) * scale
+
+
+@jit
+def _scale_of(temperature, DIVIDE: tl.constexpr):
+    return 1.0 / tl.where(temperature == 0.0, 1.0, temperature) if DIVIDE else 1.0
 
 
 @jit
 def _sample_part(
     logits, rows, temperature, seeds, positions, best, token, top, mass,
-    vocabulary, stride, size, LANES: tl.constexpr,
+    vocabulary, stride, size, DIVIDE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     place = tl.load(rows + row).to(tl.int64)
-    noisy = tl.load(temperature + place) != 0.0
+    heat = tl.load(temperature + place)
+    noisy, scale = heat != 0.0, _scale_of(heat, DIVIDE)
     seed = tl.randint(tl.load(seeds + place), tl.load(positions + row))
     lane = tl.arange(0, LANES)
     # Each lane keeps a best token, a running maximum, and a sum relative to that maximum. Lanes are reduced at the end.
@@ -144,10 +179,10 @@ def _sample_part(
     for start in range(first, tl.minimum(first + size, vocabulary), 4 * LANES):
         # The counter is the index of the four-token draw within the row, so that parts do not change the draws.
         bits0, bits1, bits2, bits3 = tl.randint4x(seed, start // 4 + lane, n_rounds=PHILOX_ROUNDS)
-        x0 = _read(logits + row * stride, start + lane, vocabulary)
-        x1 = _read(logits + row * stride, start + LANES + lane, vocabulary)
-        x2 = _read(logits + row * stride, start + 2 * LANES + lane, vocabulary)
-        x3 = _read(logits + row * stride, start + 3 * LANES + lane, vocabulary)
+        x0 = _read(logits + row * stride, start + lane, vocabulary, scale)
+        x1 = _read(logits + row * stride, start + LANES + lane, vocabulary, scale)
+        x2 = _read(logits + row * stride, start + 2 * LANES + lane, vocabulary, scale)
+        x3 = _read(logits + row * stride, start + 3 * LANES + lane, vocabulary, scale)
         new_peak = tl.maximum(peak, tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3)))
         # A lane with only -inf so far (masked tokens) would give NaN.
         safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
@@ -177,7 +212,10 @@ def _sample_part(
 
 
 @jit
-def _join_parts(best, token, top, mass, sampled, logsumexp, parts, PARTS: tl.constexpr):
+def _join_parts(
+    logits, rows, temperature, best, token, top, mass, sampled, logprobs,
+    stride, parts, DIVIDE: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
     real = part < parts
@@ -191,4 +229,22 @@ def _join_parts(best, token, top, mass, sampled, logsumexp, parts, PARTS: tl.con
     sums = tl.load(mass + at, mask=real, other=0.0)
     highest = tl.max(peaks, 0)
     safe = tl.where(highest == float("-inf"), 0.0, highest)
-    tl.store(logsumexp + row, highest + tl.log(tl.sum(sums * tl.exp(peaks - safe), 0)))
+    logsumexp = highest + tl.log(tl.sum(sums * tl.exp(peaks - safe), 0))
+    scale = _scale_of(tl.load(temperature + tl.load(rows + row)), DIVIDE)
+    tl.store(logprobs + row, tl.load(logits + row * stride + winner_token).to(tl.float32) * scale - logsumexp)
+
+
+@jit
+def _advance(sampled, rows, computed, last_token, tokens, lengths, token_ids, positions, input_lengths, stride):
+    row = tl.program_id(0)
+    request = tl.load(rows + row).to(tl.int64)
+    token = tl.load(sampled + row)
+    length = tl.load(lengths + request)
+    tl.store(tokens + request * stride + length, token.to(tokens.dtype.element_ty))
+    tl.store(lengths + request, length + 1)
+    tl.store(last_token + request, token)
+    position = tl.load(computed + request) + 1
+    tl.store(computed + request, position)
+    tl.store(token_ids + row, token.to(token_ids.dtype.element_ty))
+    tl.store(positions + row, position.to(positions.dtype.element_ty))
+    tl.store(input_lengths + row, position + 1)

@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from colocated_grpo.rollout.vllm import steady_batch
-from colocated_grpo.rollout.vllm.patches import STEADY_REPLAY, STEADY_SAMPLE, STEADY_SCHEDULE, STEADY_UPDATE
+from colocated_grpo.rollout.vllm.patches import SAMPLE, STEADY_REPLAY, STEADY_SAMPLE, STEADY_SCHEDULE, STEADY_UPDATE
 from colocated_grpo.types import FinishReason
 
 if TYPE_CHECKING:  # these modules need Triton, which is installed only with CUDA
@@ -35,10 +35,10 @@ if TYPE_CHECKING:  # these modules need Triton, which is installed only with CUD
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 NOTHING = np.empty(0, dtype=np.float32)
-STEPS = 4
+MOST_STEPS = 8
 """Decode steps that the device takes in one step of the scheduler, where it would otherwise wait for the host."""
 HOST_BYTES = 8 << 30
-"""Bytes that a device reads while the host prepares one step: 2.5 ms at 3.35 TB/s."""
+"""Bytes that a device reads while the host prepares one step of the scheduler: 2.5 ms at 3.35 TB/s."""
 
 
 def is_supported(scheduler: Scheduler) -> bool:
@@ -98,7 +98,7 @@ class SteadyDecode:
         if step is not None:
             STEADY_SCHEDULE.hits += 1
             self._in_flight.append(step)
-            self._announce(step.tokens)
+            self._announce(step.tokens, plainly=self._batch is not None and self._batch.samples_plainly)
             return step.output
         if any(step.tokens > 1 for step in self._in_flight):
             # vLLM can receive only one token of a request: first these steps must be received.
@@ -124,9 +124,9 @@ class SteadyDecode:
             self._batch.drop_finished()  # vLLM's last step was in flight when steady steps began
         return outputs
 
-    def _announce(self, tokens: int) -> None:
+    def _announce(self, tokens: int, *, plainly: bool = False) -> None:
         if self._device is not None:
-            self._device.tokens = tokens
+            self._device.tokens, self._device.plainly = tokens, plainly
 
     def _most_tokens(self, requests: int, cached: int) -> int:
         return 1 if self._device is None else self._device.most_tokens(requests, cached)
@@ -194,6 +194,8 @@ class DeviceSteps:
     def __init__(self, runner: GPUModelRunner) -> None:
         self.tokens = 1
         """Tokens of each request in the step that is executed next."""
+        self.plainly = False
+        """True if `samples_plainly` is true of all its requests."""
         self._runner = runner
         self._vllm_sample = STEADY_SAMPLE.bind(runner, self.sample_tokens)
         self._replay = STEADY_REPLAY.bind(runner.cudagraph_manager, self._note_graph)
@@ -210,8 +212,10 @@ class DeviceSteps:
 
         The choice follows no clock: with `deterministic: true` it is the same in each run.
         """
-        waits_for_host = self._weight_bytes + cached * self._token_bytes < HOST_BYTES
-        return STEPS if waits_for_host and requests <= self._largest else 1
+        read = self._weight_bytes + cached * self._token_bytes
+        if read >= HOST_BYTES or requests > self._largest:
+            return 1
+        return MOST_STEPS if read < HOST_BYTES / 4 else MOST_STEPS // 2
 
     def _note_graph(self, graph: BatchExecutionDescriptor) -> Tensor:
         self._graph = graph
@@ -226,28 +230,53 @@ class DeviceSteps:
         self._runner.execute_model_state = None
         batch, hidden = state.input_batch, state.hidden_states
         assert hidden is not None  # there is one pipeline stage
-        sampled = [self._sample(hidden, batch)]
+        take = self._take_plainly if self.plainly and SAMPLE.status == "applied" else self._take
+        sampled = [take(hidden, batch)]
         while len(sampled) < self.tokens:
-            sampled.append(self._sample(self._forward(batch), batch))
+            sampled.append(take(self._forward(batch), batch))
         self._graph = None
         return SampledLater(batch.req_ids, sampled)
 
-    def _sample(self, hidden: Tensor, batch: InputBatch) -> tuple[Tensor, Tensor]:
-        """Sample a token of each request. Returns ids and log-probabilities, both [requests, 1]."""
-        output, num_sampled, num_rejected = self._runner.sample(hidden, batch, None)
+    def _take_plainly(self, hidden: Tensor, batch: InputBatch) -> tuple[Tensor, Tensor]:
+        """Do the same as `_take` in fewer launches, if only a temperature changes the distribution."""
+        from colocated_grpo.rollout.vllm import sampling_kernels as kernels  # needs Triton
+
+        runner, places = self._runner, batch.idx_mapping
+        states, buffers, sampler = runner.req_states, runner.input_buffers, runner.sampler
+        assert sampler is not None  # there is one pipeline stage
+        logits = runner.get_model().compute_logits(hidden[: batch.num_reqs])  # pyrefly: ignore[not-callable]
+        temperature, seeds = sampler.sampling_states.temperature.gpu, sampler.sampling_states.seeds.gpu
+        ids_B, logprobs_B = kernels.sample(logits, places, temperature, seeds, buffers.positions, divide=True)
+        requests = kernels.Requests(
+            computed=states.num_computed_tokens.gpu,
+            last_token=states.last_sampled_tokens,
+            tokens=states.all_token_ids.gpu,
+            lengths=states.total_len.gpu,
+        )
+        inputs = kernels.Inputs(token_ids=buffers.input_ids, positions=buffers.positions, lengths=buffers.seq_lens)
+        kernels.advance(ids_B, places, requests, inputs)
+        return ids_B[:, None], logprobs_B[:, None]
+
+    def _take(self, hidden: Tensor, batch: InputBatch) -> tuple[Tensor, Tensor]:
+        """Sample a token of each request, and make it the input of the next step.
+
+        Returns ids and log-probabilities, both [requests, 1].
+        """
+        runner, requests = self._runner, batch.num_reqs
+        output, num_sampled, num_rejected = runner.sample(hidden, batch, None)
         ids, logprobs = output.sampled_token_ids, output.logprobs_tensors
         assert logprobs is not None  # all requests ask for them
-        self._runner.postprocess_sampled(batch.idx_mapping, ids, num_sampled, num_rejected, batch.query_start_loc)
-        return ids, logprobs.logprobs[:, :1]
-
-    def _forward(self, batch: InputBatch) -> Tensor:
-        """Run the model on the tokens that were just sampled. Returns the hidden states."""
-        runner, requests = self._runner, batch.num_reqs
+        runner.postprocess_sampled(batch.idx_mapping, ids, num_sampled, num_rejected, batch.query_start_loc)
         computed = runner.req_states.num_computed_tokens.gpu[batch.idx_mapping]
         batch.input_ids[:requests] = runner.req_states.last_sampled_tokens[batch.idx_mapping, 0]
         batch.positions[:requests] = computed
         torch.add(computed, 1, out=batch.seq_lens[:requests])
-        batch.seq_lens_cpu_upper_bound[:requests] += 1
+        return ids, logprobs.logprobs[:, :1]
+
+    def _forward(self, batch: InputBatch) -> Tensor:
+        """Run the model on the tokens that were just sampled. Returns the hidden states."""
+        runner = self._runner
+        batch.seq_lens_cpu_upper_bound[: batch.num_reqs] += 1
         tables, slots = runner.prepare_attn(batch)
         groups, cache = runner.attn_groups, runner.kv_cache_config
         runner.model_state.prepare_attn(batch, CUDAGraphMode.FULL, tables, slots, groups, cache)

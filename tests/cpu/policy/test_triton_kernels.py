@@ -1,4 +1,4 @@
-"""The Triton kernels of the log-probability operator equal plain torch, in Triton's interpreter on CPU."""
+"""The Triton kernels of a training step equal plain torch, in Triton's interpreter on CPU."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ pytest.importorskip("triton")
 
 COMPARISON = """
 import torch
-from colocated_grpo.policy import logprobs, softmax_kernels
+from colocated_grpo.policy import logprobs, triton_kernels
+from colocated_grpo.policy.attention import _sum_keys
 
-softmax_kernels.BLOCK = 64  # several blocks per row, the last one partial
+triton_kernels.BLOCK = 64  # several blocks per row, the last one partial
 torch.manual_seed(0)
 rows, vocabulary = 5, 333
 logits = torch.randn(rows, vocabulary) * 6
@@ -24,14 +25,22 @@ temperatures = torch.tensor([0.7, 1.0, 1.3, 1.0, 2.0])
 gradients = torch.randn(rows)
 
 plain = logprobs.plain_row_statistics(logits, targets, temperatures)
-fast = softmax_kernels.row_statistics(logits, targets, temperatures)
+fast = triton_kernels.row_statistics(logits, targets, temperatures)
 for expected, actual in zip(plain, fast, strict=True):
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 for softcap in (None, 70.0):
     arguments = (targets, temperatures, plain[2], gradients), torch.float32, softcap
     expected = logprobs.plain_logit_gradient(logits, *arguments)
-    actual = softmax_kernels.logit_gradient(logits.clone(), *arguments)  # it overwrites the logits
+    actual = triton_kernels.logit_gradient(logits.clone(), *arguments)  # it overwrites the logits
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+# Row 0 has one key, row 1 four, row 2 none, row 3 two; the eighth key belongs to no row.
+keys, starts = torch.tensor([3, 0, 5, 1, 6, 2, 4, 7]), torch.tensor([0, 1, 5, 5, 7, 99, 99, 99, 99])
+for shape in ((8, 3, 40), (8, 1, 64)):  # 120 numbers are one block and a part of another
+    gradients = torch.randn(shape)
+    expected = torch.stack([gradients[keys[starts[row] : starts[row + 1]]].sum(0) for row in range(4)])
+    torch.testing.assert_close(triton_kernels.sum_keys(gradients, keys, starts, 4), expected)
+    torch.testing.assert_close(_sum_keys(gradients[:7], keys[:7], starts, 4), expected)  # on CPUs all keys have a row
 print("equal")
 """
 

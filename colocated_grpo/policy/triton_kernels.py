@@ -1,10 +1,12 @@
-"""Triton kernels between the two matrix products of the log-probability operator: each reads the logits once.
+"""Triton kernels of a training step: statistics and gradients of logits, and sums of the gradients of shared keys.
 
-One program handles one row (token), block by block. Logits are float32 [C, V] with contiguous rows: C tokens of one
+One program handles one row (token), block by block. Those for logits run between the two matrix products of the
+log-probability operator, and read the logits once. Logits are float32 [C, V] with contiguous rows: C tokens of one
 chunk, V vocabulary.
 """
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -37,6 +39,19 @@ def logit_gradient(
     inverse = 0.0 if softcap is None else 1.0 / softcap
     _logit_gradient[(rows,)](*tensors, *sizes, inverse, BLOCK=BLOCK, num_warps=8)
     return out_CV
+
+
+def sum_keys(grad_EKD: Tensor, keys_E: Tensor, starts_E: Tensor, rows: int) -> Tensor:
+    """Return the sum [T, K, D] of the gradients of each row's keys, added in float32 and in a fixed order.
+
+    keys_E, starts_E: see `PrefixKeys`. rows: T. Keys after the last row's are left out.
+    """
+    width = grad_EKD[0].numel()
+    out_TKD = grad_EKD.new_empty(rows, *grad_EKD.shape[1:])
+    block = min(BLOCK, triton.next_power_of_2(width))
+    tensors = grad_EKD.contiguous(), keys_E, starts_E, out_TKD
+    _sum_keys[(rows, triton.cdiv(width, block))](*tensors, width, BLOCK=block, num_warps=max(1, block // 256))
+    return out_TKD
 
 
 @jit
@@ -94,3 +109,15 @@ def _logit_gradient(
         # it is written. The output is at most as wide as the logits, so it never overwrites later blocks.
         tl.debug_barrier()
         tl.store(out + start + lanes, (grad * change * slope).to(out.dtype.element_ty), mask=inside)
+
+
+@jit
+def _sum_keys(grad, keys, starts, out, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    total = tl.zeros([BLOCK], tl.float32)
+    for place in range(tl.load(starts + row), tl.load(starts + row + 1)):
+        key = tl.load(keys + place)
+        total += tl.load(grad + key * width + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + column, total.to(out.dtype.element_ty), mask=inside)
