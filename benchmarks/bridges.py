@@ -71,7 +71,7 @@ def _measure_bridge(
         server_gib = _used_gib(world.device) - alone
         policy = Policy(config, read_model_config(config.model, folder), folder, world)
         engines = build_remote(
-            config, servers, policy, read_model_files(config.model, world, config.policy.lora), scratch, world, stop
+            config, servers, policy, read_model_files(config.model, world, config.policy), scratch, world, stop
         )
         first = seconds_of(engines.sync.sync, world.device, repeats=1, warmup=0, align=lambda: barrier(world.device))[0]
         engines.engine.weights_changed(policy.version)

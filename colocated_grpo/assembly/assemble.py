@@ -52,7 +52,7 @@ def build_run(
     tracker = Tracker(folder, output, config.tracking) if world.is_main else NullTracker()
     site = engines.Site(world=world, stop=stop, note=tracker.note, resources=resources)
     with output.phase("reading the model's settings and tokenizer"):
-        model = model_files.read_model_files(config.model, world, config.policy.lora)
+        model = model_files.read_model_files(config.model, world, config.policy)
         scored_by = engines.read_reference(config.reference_model, model, world)
         opponent_folder = engines.fetch_opponent(config.opponent_model, world)
         in_rank = config.engine.placement == "colocated"  # engine servers have checked their own vLLM

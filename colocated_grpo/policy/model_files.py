@@ -15,7 +15,7 @@ from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings.config_json import config_json_in, shape_of, text_part
 from colocated_grpo.settings.inputs import is_inline
 from colocated_grpo.settings.schema import ModelConfig
-from colocated_grpo.settings.training import LoRAConfig, adapter_shape
+from colocated_grpo.settings.training import PolicyConfig, trained_shape
 from colocated_grpo.types import JsonObject
 
 PROCESSOR_TEMPLATE = "chat_template.json"
@@ -32,15 +32,15 @@ class ModelFiles:
     stop_token_ids: tuple[int, ...]
     """Every token that ends a completion."""
     shape: JsonObject
-    """Settings that determine the shapes of weights and adapter. A run resumes only if these settings are equal."""
+    """Settings that determine the shapes of weights, and which are trained. A run resumes only if they are equal."""
 
 
 def read_model_files(
-    model: ModelConfig, world: World, lora: LoRAConfig | None = None, key: str = "model.name"
+    model: ModelConfig, world: World, policy: PolicyConfig | None = None, key: str = "model.name"
 ) -> ModelFiles:
     """Read the files. If the model's name is no folder, one rank per node downloads the model first. Collective.
 
-    lora: settings of a trained adapter. key: the setting that names the model.
+    policy: settings of a policy that is trained. key: the setting that names the model.
     """
     folder = fetch_model(model, world, key)
     hf_config = read_model_config(model, folder)
@@ -50,7 +50,7 @@ def read_model_files(
         hf_config=hf_config,
         tokenizer=tokenizer,
         stop_token_ids=stop_token_ids(tokenizer, folder),
-        shape=shape_of(config_json_in(folder)) | adapter_shape(lora),
+        shape=shape_of(config_json_in(folder)) | ({} if policy is None else trained_shape(policy)),
     )
 
 

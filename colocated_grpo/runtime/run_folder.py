@@ -16,7 +16,7 @@ from colocated_grpo.errors import ConfigError
 from colocated_grpo.runtime.checksums import seal_is_broken
 from colocated_grpo.settings.config_json import first_difference, read_config_json, shape_of
 from colocated_grpo.settings.schema import Config
-from colocated_grpo.settings.training import adapter_shape
+from colocated_grpo.settings.training import trained_shape
 from colocated_grpo.types import JsonObject
 
 AUTO = "auto"
@@ -33,7 +33,7 @@ checkpoints unreadable."""
 SEAL = "checksum"
 """Key of the last entry of STATE_FILE."""
 MODEL_SHAPE = "model_shape"
-"""Key in the trainer's state: entries of the model's config.json that determine weight shapes."""
+"""Key in the trainer's state: entries of the model's config.json that determine weight shapes, and `trained_shape`."""
 CHECKPOINT_NAME = re.compile(r"step_(\d{6,})")
 """Folders with other names (step_best, step_000003 copy) belong to the user. No run resumes from or deletes them."""
 _locks: list[TextIO] = []
@@ -68,7 +68,7 @@ def choose_run_folder(output: Path, run_name: str | None, resume: str | None, pr
 
 
 def check_resumed(config: Config, resume: str | None, name: str) -> None:
-    """Raise ConfigError if the run has no valid folder, or if the checkpoint's model has another shape.
+    """Raise ConfigError if the run has no valid folder, or if the checkpoint has another shape or trained weights.
 
     Only shapes are compared, not names: a model's folder may have moved, and the checkpoint provides the weights.
     """
@@ -82,11 +82,11 @@ def check_resumed(config: Config, resume: str | None, name: str) -> None:
             f"model.name={config.model.name!r}: {key} is {shape[key]}, but {saved[key]} in the checkpoint "
             f"{checkpoints[-1]}; resume with a model of the same shape"
         )
-    adapter = adapter_shape(config.policy.lora)
-    if (key := first_difference(adapter, saved)) is not None:
+    trained = trained_shape(config.policy)
+    if (key := first_difference(trained, saved)) is not None:
         raise ConfigError(
-            f"{key}={adapter[key]}: the checkpoint {checkpoints[-1]} has {saved[key]}; resume with the adapter "
-            "settings that the run began with"
+            f"{key}={trained[key]}: the checkpoint {checkpoints[-1]} has {saved[key]}; resume with the value that the "
+            "run began with"
         )
 
 

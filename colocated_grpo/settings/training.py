@@ -116,19 +116,6 @@ class LoRAConfig(Section):
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
-def adapter_shape(lora: LoRAConfig | None) -> JsonObject:
-    """Return the settings that determine an adapter's shape and scale. A resumed run must have the same values."""
-    if lora is None:
-        return {"policy.lora": "null"}
-    return {
-        "policy.lora": "an adapter",
-        "policy.lora.rank": lora.rank,
-        "policy.lora.alpha": lora.alpha,
-        "policy.lora.rslora": lora.rslora,
-        "policy.lora.base_dtype": lora.base_dtype,
-    }
-
-
 class OptimizerConfig(Section):
     type: Literal["adamw", "adamw_8bit", "adafactor"] = "adamw"
     """adamw: torch's fused AdamW, 8 bytes of state per parameter. adamw_8bit: AdamW of bitsandbytes, 2 bytes of state
@@ -238,6 +225,23 @@ class PolicyConfig(Section):
             yield "policy.lora.base_on_host=true: must be false with base_dtype: nf4, as each pass reads the base"
         if self.load_balancing:
             yield f"policy.load_balancing={self.load_balancing:g}: must be 0 with policy.lora, which freezes routers"
+
+
+def trained_shape(policy: PolicyConfig) -> JsonObject:
+    """Return the settings that determine which weights are trained. A resumed run must have the same values."""
+    layers = {"policy.train_layers": "null" if policy.train_layers is None else layers_text(policy.train_layers)}
+    lora = policy.lora
+    if lora is None:
+        return {**layers, "policy.lora": "null"}
+    return {
+        **layers,
+        "policy.lora": "an adapter",
+        "policy.lora.rank": lora.rank,
+        "policy.lora.alpha": lora.alpha,
+        "policy.lora.rslora": lora.rslora,
+        "policy.lora.base_dtype": lora.base_dtype,
+        "policy.lora.layers": "null" if lora.layers is None else layers_text(lora.layers),
+    }
 
 
 class BatchConfig(Section):

@@ -138,7 +138,7 @@ def completions(row: Item, source: str) -> Iterator[tuple[object, str]]:
 
 def fine_tune(config: Config, rows: Sequence[Item], options: argparse.Namespace, world: World) -> list[float]:
     """Train, print each step, and export the model or its adapter. Return the losses. Collective."""
-    model, limit = read_model_files(config.model, world, config.policy.lora), config.max_sequence_tokens
+    model, limit = read_model_files(config.model, world, config.policy), config.max_sequence_tokens
     groups = list(encode(rows, model, config.model.chat_template_kwargs, limit))
     say = print if world.is_main else lambda *_, **__: None
     if len(groups) < len(rows):

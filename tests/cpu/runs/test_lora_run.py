@@ -262,17 +262,18 @@ def test_an_adapter_of_another_base_is_rejected_in_one_line(merged, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("lora", "setting", "saved"),
+    ("policy", "setting", "saved"),
     [
-        ({"rank": 4, "alpha": 8}, "policy.lora.rank=4", f"{RANK}"),
-        ({"rank": RANK, "alpha": RANK}, f"policy.lora.alpha={RANK:.1f}", f"{2 * RANK:.1f}"),
-        (None, "policy.lora=null", "an adapter"),
+        ({"lora": {"rank": 4, "alpha": 8}}, "policy.lora.rank=4", f"{RANK}"),
+        ({"lora": {"rank": RANK, "alpha": RANK}}, f"policy.lora.alpha={RANK:.1f}", f"{2 * RANK:.1f}"),
+        ({"lora": None}, "policy.lora=null", "an adapter"),
+        ({"lora": None, "train_layers": "1"}, "policy.train_layers=1", "null"),
     ],
 )
-def test_resuming_with_another_adapter_is_rejected_in_one_line(merged, tmp_path, lora, setting, saved):
-    refusal = refused(tmp_path, adapted(policy={"lora": lora}), "--resume", str(merged.folder))
+def test_resuming_with_other_trained_weights_is_rejected_in_one_line(merged, tmp_path, policy, setting, saved):
+    refusal = refused(tmp_path, adapted(policy=policy), "--resume", str(merged.folder))
     assert refusal.startswith(f"{setting}: the checkpoint {merged.folder}")
-    assert refusal.endswith(f" has {saved}; resume with the adapter settings that the run began with")
+    assert refusal.endswith(f" has {saved}; resume with the value that the run began with")
 
 
 def refused_by_the_checkpoint(folder: Path, config: Settings, trained: TrainingRun) -> str:
