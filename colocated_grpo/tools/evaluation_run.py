@@ -15,6 +15,7 @@ from colocated_grpo.rollout.collect import Stopped
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.vllm.vllm_engine import VLLMEngine
 from colocated_grpo.runtime import distributed, joining
+from colocated_grpo.servers.control_routes import check_adapter
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.tracking import files, records
 from colocated_grpo.types import JsonObject
@@ -66,6 +67,7 @@ def prepare_evaluation(config: Config, adapter: Path | None) -> Generator[Evalua
     engine = VLLMEngine(replace(spec, reads_weights=True), world)
     if adapter is not None:
         try:
+            check_adapter(model.folder, str(adapter))
             engine.adapters.load(adapter.name, str(adapter))
         except ValueError as error:
             raise RunError(str(error)) from None
