@@ -382,3 +382,25 @@ def test_stop_lists_have_rows_of_their_own_and_the_table_stays_small():
             [1],
         ]
         assert len(table.table) <= MAX_STOP_LISTS + len(requests)
+
+
+@pytest.mark.parametrize(
+    ("changes", "plain"),
+    [
+        ({}, True),
+        ({"temperature": 0.5}, True),
+        ({"temperature": 0.0}, True),
+        ({"top_p": 0.9}, False),
+        ({"top_k": 5}, False),
+        ({"min_p": 0.1}, False),
+        ({"repetition_penalty": 1.1}, False),
+    ],
+)
+def test_only_a_temperature_leaves_sampling_to_the_plain_kernels(changes, plain):
+    from colocated_grpo.rollout.engine import Request, Sampling
+    from colocated_grpo.rollout.vllm.steady_batch import samples_plainly
+    from colocated_grpo.rollout.vllm.vllm_engine import _sampling_params
+
+    sampling = Sampling(**{"temperature": 1.0, "max_tokens": 4, **changes})
+    params = _sampling_params(Request(key=0, token_ids=[1], seed=0, sampling=sampling))
+    assert samples_plainly(SimpleNamespace(sampling_params=params)) is plain
