@@ -23,6 +23,7 @@ HOOKS = {
     *("compute_loss", "create_optimizer", "create_scheduler", "get_eval_dataloader", "get_train_dataloader", "log"),
     *("prediction_step", "training_step", "_calculate_rewards", "_generate", "_generate_and_score_completions"),
     *("_compute_loss", "_generate_single_turn", "_get_per_token_logps_and_entropies", "_get_train_sampler"),
+    *("_prepare_inputs", "_save_checkpoint", "_tokenize_prompts", "_tool_call_loop", "get_off_policy_mask"),
 }
 """Methods of TRL's trainer that its subclasses override."""
 _CALLED = {"on_train_begin", "on_step_begin", "on_step_end", "on_log", "on_evaluate", "on_save", "on_train_end"}
@@ -125,9 +126,10 @@ class FollowingCallback:
         self._control = call(self._args, self._state, self._control, **given) or self._control
         if self._control.should_training_stop:
             state.stop()
-        if self._control.should_save or self._control.should_evaluate:
-            self._control._new_step()
-            state.note(f"{event}: should_save, should_evaluate: no effect; see checkpoint.every and evaluation.every")
+        for wanted, setting in (("should_save", "checkpoint.every"), ("should_evaluate", "evaluation.every")):
+            if getattr(self._control, wanted):
+                state.note(f"{event}: {wanted}: no effect; see {setting}")
+        self._control._new_step()
 
 
 class TrainedModel:

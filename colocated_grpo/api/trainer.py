@@ -25,7 +25,10 @@ __all__ = ["ConfigError", "Result", "RunError", "RunState", "Trainer"]
 EXPORTS = ("final_model", "final_adapter")
 BESTS = ("best_model", "best_adapter")
 REPORT_HEIGHT = 600
-TORCH_CAME_FIRST = "note: torch was imported before colocated_grpo: on a busy CPU, steps take several times as long"
+TORCH_CAME_FIRST = (
+    "note: torch was imported before colocated_grpo: on a busy CPU, steps take several times as long; import "
+    "colocated_grpo first"
+)
 _TORCH_CAME_LATER = set_library_variables()
 
 
@@ -248,5 +251,7 @@ def read_result(folder: Path) -> Result:
 
 
 def _last(rows: list[files.Row], kind: str) -> dict[str, float]:
+    """Return the metrics of the last step with rows of this kind. Each evaluation set has a row of its own."""
     chosen = [row for row in rows if row["kind"] == kind]
-    return {key: value for key, value in chosen[-1].items() if key not in ("kind", "step")} if chosen else {}
+    last = [row for row in chosen if row["step"] == chosen[-1]["step"]]
+    return {key: value for row in last for key, value in row.items() if key not in ("kind", "step")}

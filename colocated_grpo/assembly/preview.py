@@ -167,9 +167,14 @@ def show_rewards(
         elif not rewards and not any(NOT_RUN in str(score.error) for score in scores):
             raise ConfigError(f"environments {source!r}: the reward fails for every text tried: {scores[0].error}")
         elif len(rewards) == 2 and rewards[0] <= rewards[1]:
+            form = (
+                "texts, not lists of messages"
+                if isinstance(prompt.item["prompt"], str)
+                else "lists of messages, not texts"
+            )
             note(
                 f"environments {source!r}: the row's own answer gets no more reward than {USELESS!r}; does the reward "
-                "expect another form? Completions of chat prompts are lists of messages, not texts"
+                f"expect another form? Completions of these prompts are {form}"
             )
 
 

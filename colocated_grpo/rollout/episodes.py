@@ -198,7 +198,8 @@ class EpisodeRunner:
             async with clock:
                 item = deepcopy(prompt.item)  # an episode may change its item, and siblings must not see the change
                 with limited():
-                    return as_score(await self.episodes[prompt.source].run(item, playing.conversation))
+                    result = await self.episodes[prompt.source].run(item, playing.conversation)
+                    return as_score(result, "run()")
         except ContextExhausted:
             return Score(reward=0.0)
         except AnswerError as error:

@@ -85,7 +85,7 @@ def test_a_reward_that_reads_texts_is_noticed_on_chat_messages(tmp_path):
     model = real_model("smollm2")
     lines, notes = shown(tmp_path, "of_texts", model=model)
     assert any("the reward is 0 for '42', 0 for" in line for line in lines)
-    assert any("Completions of chat prompts are lists of messages" in note for note in notes)
+    assert any("Completions of these prompts are lists of messages" in note for note in notes)
     assert not [note for note in shown(tmp_path, "of_both", model=model)[1] if "no more reward" in note]
 
 

@@ -209,6 +209,7 @@ def steered(model: Path, output: Path) -> dict[str, Any]:
         "scheduled": scheduled,
         "folder": result.folder,
         "evaluated": {tuple(name.split("/")[:2]) for row in evaluations(result.folder) for name in row if "/" in name},
+        "of_result": {tuple(name.split("/")[:2]) for name in result.evaluation if "/" in name},
     }
 
 

@@ -63,13 +63,16 @@ def score_each(
     return [each if isinstance(each, Score) else unscorable(each) for each in results]
 
 
-def as_score(result: object) -> Score:
-    """Convert a number, None or a dict of named parts. Raises ValueError for a dict without "reward"."""
+def as_score(result: object, source: str = "score()") -> Score:
+    """Convert a number, None or a dict of named parts. Raises ValueError for a dict without "reward".
+
+    source: the function that returned the result.
+    """
     if not isinstance(result, dict):
         return Score(reward=as_number(result))
     parts = {str(name): number for name, value in result.items() if (number := as_number(value)) is not None}
     if "reward" not in result:
-        raise ValueError(f"score() returned parts without 'reward': {', '.join(map(str, result)) or 'none'}")
+        raise ValueError(f"{source} returned parts without 'reward': {', '.join(map(str, result)) or 'none'}")
     return Score(reward=parts.pop("reward", None), parts=parts)
 
 

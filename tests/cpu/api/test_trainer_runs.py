@@ -126,6 +126,7 @@ def test_a_second_run_in_the_processes_of_torchrun_equals_the_first(tmp_path, ra
 
 def test_each_of_several_datasets_is_evaluated_as_a_set(steered_run):
     assert steered_run["evaluated"] == {("eval", "two"), ("eval", "three")}, "and no rows are held out"
+    assert steered_run["of_result"] == steered_run["evaluated"]
     rollouts = [row for row in files.read_rollouts(steered_run["folder"]) if row["kind"] == files.EVALUATION]
     assert {row["source"] for row in rollouts} == {"eval/two", "eval/three"}
     assert len({row["prompt_index"] for row in rollouts}) == 2 + 3

@@ -191,9 +191,9 @@ def test_an_adapter_other_than_lora_is_one_line():
 def test_a_method_that_is_never_called_is_one_line():
     class Mine(Trainer):
         def compute_loss(self, *arguments, **options): ...
-        def _compute_loss(self, model, inputs): ...
+        def _prepare_inputs(self, inputs): ...
 
-    with pytest.raises(ConfigError, match=r"^Mine: methods that are never called: _compute_loss, compute_loss$"):
+    with pytest.raises(ConfigError, match=r"^Mine: methods that are never called: _prepare_inputs, compute_loss$"):
         Mine("some/model", right, train_dataset=ROWS)
 
 
@@ -386,7 +386,7 @@ def test_a_request_that_has_no_effect_is_noted(tmp_path, capsys):
             control.should_save = True
 
     followed(tmp_path, Saver()).step_ended(0, {})
-    assert "on_step_end: should_save, should_evaluate: no effect; see checkpoint.every" in capsys.readouterr().out
+    assert "on_step_end: should_save: no effect; see checkpoint.every" in capsys.readouterr().out
 
 
 def test_metrics_have_the_names_of_trl_too():

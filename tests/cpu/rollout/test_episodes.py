@@ -283,7 +283,7 @@ def test_system_exit_and_cancellation_in_user_code_are_errors_of_the_episode(err
     ("result", "line"),
     [
         ("1", "ValueError: a reward must be"),
-        ({"style": 1.0}, "ValueError: score() returned parts without 'reward': style"),
+        ({"style": 1.0}, "ValueError: run() returned parts without 'reward': style"),
     ],
 )
 def test_a_result_that_is_no_reward_is_an_error(result, line):
