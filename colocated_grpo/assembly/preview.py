@@ -18,6 +18,7 @@ from colocated_grpo.errors import ConfigError, visible
 from colocated_grpo.policy import checkpoint_files, model_files, model_loader
 from colocated_grpo.policy.lora.weights import insert_adapters
 from colocated_grpo.policy.model import transformer_blocks
+from colocated_grpo.rollout.lengths import LongestFirst
 from colocated_grpo.rollout.reward_calls import RewardCalls
 from colocated_grpo.rollout.vllm.kv_budget import check_cache
 from colocated_grpo.settings import config_json, model_sizes
@@ -67,7 +68,7 @@ def preview(config: Config, place: Placement, note: Callable[[str], None]) -> li
     environments = build_environments(config, tokenizer)
     data.import_answers(config.evaluation)
     count = min(config.rollout.prompts_per_step, MOST_PROMPTS)
-    prompts = data.open_source(environments, note).next(count) if environments.trained else []
+    prompts = first_prompts(data.open_source(environments, note), count, note) if environments.trained else []
     data.draw_evaluated(config.evaluation, environments, note)
     model_config = config_json.read_config_json(config.model)
     check_vocabulary(prompts, config_json.text_part(model_config).get("vocab_size"), config.model.name)
@@ -84,6 +85,14 @@ def preview(config: Config, place: Placement, note: Callable[[str], None]) -> li
     if (sizes := model_sizes.sizes_of(model_config)) is not None:
         lines.append(show_needs(RunSizes(config, sizes, place), note))
     return lines
+
+
+def first_prompts(source: LongestFirst, count: int, note: Callable[[str], None]) -> list[Prompt]:
+    prompts = source.next(count)
+    if dropped := source.state_dict()["prompts"]["dropped"]:
+        rule = "empty, or longer than rollout.max_prompt_tokens"
+        note(f"{dropped} of the first {dropped + len(prompts)} prompts are left out: {rule}")
+    return prompts
 
 
 def show_needs(run: RunSizes, note: Callable[[str], None]) -> str:

@@ -13,6 +13,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -311,5 +312,6 @@ def join_ranks(output: RunOutput) -> Joined:
     from colocated_grpo.runtime.joining import join
     from colocated_grpo.tracking.ending import leave_with_other_rank
 
-    with output.phase("waiting for the other ranks"):
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    with output.phase("waiting for the other ranks") if several else nullcontext():
         return join(before_exit=partial(leave_with_other_rank, output))

@@ -70,6 +70,13 @@ def shown(folder: Path, reward: str = "of_both", **settings: object) -> tuple[li
     return preview(trainer.config, CPU, notes.append), notes
 
 
+def test_rows_without_a_usable_prompt_are_counted(tmp_path):
+    with rows(tmp_path).open("a") as file:
+        file.write(json.dumps({"prompt": "", "answer": "42"}) + "\n")
+    notes = shown(tmp_path, rollout={"prompts_per_step": 8}, entry={"held_out": 0})[1]
+    assert [note for note in notes if re.match(r"\d of the first \d+ prompts are left out: empty, or longer", note)]
+
+
 def test_the_first_prompt_its_length_and_two_rewards_are_shown(tmp_path):
     rows(tmp_path)
     lines, notes = shown(tmp_path)
