@@ -102,7 +102,8 @@ def read_file(path: Path) -> list[Item]:
             raise ValueError("no such file")
         return reader(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{str(path)!r}: {error}") from error
+        advice = "; save the file as UTF-8" if isinstance(error, UnicodeDecodeError) else ""
+        raise ConfigError(f"{str(path)!r}: {error}{advice}") from error
 
 
 ROWS_AT_A_TIME = 10_000

@@ -111,7 +111,7 @@ def test_a_completion_that_cannot_be_encoded_is_one_line():
     ("name", "problem"),
     [
         ("open.csv", "line 2: unexpected end of data"),
-        ("latin.csv", "'utf-8' codec can't decode byte 0xe9"),
+        ("latin.csv", "'utf-8' codec can't decode byte 0xe9.*; save the file as UTF-8"),
         ("gone.csv", "no such file"),
         ("g" * 300 + ".csv", r"\[Errno 36\] File name too long"),
         ("rows.txt", "must be a file of one of these types: .jsonl, "),
