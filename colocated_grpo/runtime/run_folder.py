@@ -84,10 +84,8 @@ def check_resumed(config: Config, resume: str | None, name: str) -> None:
         )
     trained = trained_shape(config.policy)
     if (key := first_difference(trained, saved)) is not None:
-        raise ConfigError(
-            f"{key}={trained[key]}: the checkpoint {checkpoints[-1]} has {saved[key]}; resume with the value that the "
-            "run began with"
-        )
+        rule = f"the checkpoint {checkpoints[-1]} has {saved[key]}; resume with the value that the run began with"
+        raise ConfigError(f"{key}={trained[key]}: {rule}")
 
 
 def lock_folder(folder: Path) -> Path:

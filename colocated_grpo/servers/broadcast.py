@@ -152,10 +152,8 @@ class BroadcastSync:
             return instances
         for server, info in zip(self.servers, infos, strict=True):
             if (info["device"], info["dtype"]) != (self.world.device.type, infos[0]["dtype"]):
-                raise RunError(
-                    f"engine.urls={server.url}: computes in {info['dtype']} on {info['device']}; all servers need one "
-                    f"--dtype and the trainer's device type, {self.world.device.type}"
-                )
+                advice = f"all servers need one --dtype and the trainer's device type, {self.world.device.type}"
+                raise RunError(f"engine.urls={server.url}: computes in {info['dtype']} on {info['device']}; {advice}")
         if self._group is not None:
             self._group.close()
             self._group = None

@@ -219,10 +219,8 @@ def _divide_gpus(
     if engine.bridge == "shared":
         raise ConfigError(f"--engine-gpus={launch.engine_gpus}: must be absent with engine.bridge: shared, one copy")
     if launch.engine_gpus % size:
-        raise ConfigError(
-            f"--engine-gpus={launch.engine_gpus}: must be a multiple of engine.tensor_parallel_size={size}, the GPUs "
-            "of one server"
-        )
+        rule = f"must be a multiple of engine.tensor_parallel_size={size}, the GPUs of one server"
+        raise ConfigError(f"--engine-gpus={launch.engine_gpus}: {rule}")
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     ids = [] if visible is None else visible.split(",")[: launch.gpus]
     if len(ids) < launch.gpus:  # all are visible; or too few, which the launcher reports

@@ -89,10 +89,8 @@ def attach(file: Path, instance: str) -> dict[str, Tensor]:
         storages: dict[str, torch.UntypedStorage] = {}
         return {name: _attached(entry, storages) for name, entry in content[MAPPINGS].items()}
     except FileNotFoundError as error:
-        raise RunError(
-            f"engine.bridge_config={file}: {error.filename or file} does not exist; start the server on this machine "
-            f"with --share-weights, and name its {CONFIG_NAME}"
-        ) from None
+        advice = f"start the server on this machine with --share-weights, and name its {CONFIG_NAME}"
+        raise RunError(f"engine.bridge_config={file}: {error.filename or file} does not exist; {advice}") from None
     except (OSError, ValueError, LookupError, TypeError, RuntimeError) as error:
         raise RunError(f"engine.bridge_config={file}: not usable ({error}); start the server again") from None
 

@@ -114,20 +114,16 @@ def _check_reference(reference: schema.ModelConfig, context_parallel: int, longe
     check_context(model, context_parallel)
     positions = config_json.longest_sequence(config_json.text_part(model))
     if positions is not None and positions < longest:
-        raise ConfigError(
-            f"{key}: it has {positions} positions, and a sequence up to {longest}; lower rollout.max_prompt_tokens or "
-            "rollout.max_completion_tokens"
-        )
+        advice = "lower rollout.max_prompt_tokens or rollout.max_completion_tokens"
+        raise ConfigError(f"{key}: it has {positions} positions, and a sequence up to {longest}; {advice}")
 
 
 def _check_opponent(setting: str, opponent: schema.ModelConfig, policy: JsonObject, name: str) -> None:
     """Raise ConfigError if the opponent's shape differs from the policy's shape. Both models use the same engine."""
     ours, theirs = config_json.shape_of(policy), config_json.shape_of(config_json.read_config_json(opponent, setting))
     if (key := config_json.first_difference(ours, theirs)) is not None:
-        raise ConfigError(
-            f"{setting}={opponent.name!r}: {key} is {theirs[key]}, but {ours[key]} in {name}; "
-            "the opponent must have the shape of the policy"
-        )
+        rule = f"{key} is {theirs[key]}, but {ours[key]} in {name}; the opponent must have the shape of the policy"
+        raise ConfigError(f"{setting}={opponent.name!r}: {rule}")
 
 
 def _lowered_lengths(rollout: schema.RolloutConfig, positions: int, name: str) -> tuple[dict[str, int], list[str]]:
@@ -299,10 +295,8 @@ def with_adapter_settings(config: Config) -> Config:
     # Only the last part of each name is compared, because the model may have been downloaded into a folder of its name.
     base, model = saved.get("base_model_name_or_path"), config.model.name
     if base and Path(base).name.lower() != Path(model).name.lower():
-        raise ConfigError(
-            f"{setting}: the adapter was trained on {base}, not on model.name={model!r}; if both are the same model, "
-            f"correct base_model_name_or_path in {ADAPTER_CONFIG}"
-        )
+        advice = f"if both are the same model, correct base_model_name_or_path in {ADAPTER_CONFIG}"
+        raise ConfigError(f"{setting}: the adapter was trained on {base}, not on model.name={model!r}; {advice}")
     nullable = {"exclude_modules", "layers"}
     found = {new: saved.get(old) for old, new in _PEFT_KEYS.items() if new in nullable or saved.get(old) is not None}
     given = lora.model_dump(exclude_unset=True)
@@ -314,10 +308,8 @@ def with_adapter_settings(config: Config) -> Config:
         raise ConfigError(f"{setting}: {first['loc'][0]} in {ADAPTER_CONFIG}: {first['msg']}") from None
     for name in _PEFT_KEYS.values():
         if name in given and _plain(given[name]) != _plain(getattr(resolved, name)):
-            raise ConfigError(
-                f"policy.lora.{name}={given[name]}: the adapter {setting} has {getattr(resolved, name)}; leave the "
-                "setting out"
-            )
+            rule = f"the adapter {setting} has {getattr(resolved, name)}; leave the setting out"
+            raise ConfigError(f"policy.lora.{name}={given[name]}: {rule}")
     return config.with_values("policy", lora=resolved)
 
 

@@ -162,10 +162,8 @@ def driver_fix(driver: str, cuda: str) -> str:
             return ""
     except InvalidVersion:
         return ""
-    return (
-        f"driver {driver}: CUDA {cuda} needs {oldest} or newer; update it, or install a torch and a vllm for an older "
-        "CUDA"
-    )
+    rule = f"CUDA {cuda} needs {oldest} or newer; update it, or install a torch and a vllm for an older CUDA"
+    return f"driver {driver}: {rule}"
 
 
 def check_transformers(subject: Subject) -> Finding:

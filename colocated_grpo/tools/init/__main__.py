@@ -80,10 +80,8 @@ def _placement(options: argparse.Namespace) -> Placement:
         gpus = processes.visible(processes.list_gpus().gpus, os.environ)[: options.gpus]
         known = [gpu.total for gpu in gpus if gpu.total]
         if not known:
-            raise ConfigError(
-                f"--gpus={options.gpus}: no GPU is visible here; add --gpu-memory 80 for the machine that will train, "
-                "or use the CPU with --gpus 0"
-            )
+            advice = "add --gpu-memory 80 for the machine that will train, or use the CPU with --gpus 0"
+            raise ConfigError(f"--gpus={options.gpus}: no GPU is visible here; {advice}")
         memory = min(known)
     return Placement(ranks=options.gpus, on_gpu=True, device_bytes=memory)
 
@@ -125,10 +123,8 @@ def _model(plan: Choices, folder: Path) -> Setting:
         f"{gib(need.generating)} while generating{host}: {plan.memory.why}."
     )
     if place.on_gpu:
-        text += (
-            f" What is left holds the KV cache of {plan.memory.sequences:,} full sequences; a run sizes cache and "
-            "micro-batches by the free memory that it finds."
-        )
+        sized = "a run sizes cache and micro-batches by the free memory that it finds"
+        text += f" What is left holds the KV cache of {plan.memory.sequences:,} full sequences; {sized}."
     return Setting("model", name, text)
 
 
