@@ -84,8 +84,10 @@ def check_resumed(config: Config, resume: str | None, name: str) -> None:
         )
     trained = trained_shape(config.policy)
     if (key := first_difference(trained, saved)) is not None:
-        rule = f"the checkpoint {checkpoints[-1]} has {saved[key]}; resume with the value that the run began with"
-        raise ConfigError(f"{key}={trained[key]}: {rule}")
+        raise ConfigError(
+            f"{key}={trained[key]}: the checkpoint {checkpoints[-1]} has {saved[key]}; resume with the value that the "
+            "run began with"
+        )
 
 
 def lock_folder(folder: Path) -> Path:

@@ -139,8 +139,9 @@ def _lead(
         control_routes.add_control_routes(app, control, sessions, facts, whole.call, status, restart)
         engine_routes.add_engine_routes(app, control, inbox, sessions, limits)
 
+    codec = text.TextCodec(model.tokenizer, limits, options.chat_template_kwargs)
     app = create_app(
-        sampler.Sampler(rank_links.LoadBalancer(inbox), model.tokenizer, limits, note, options.chat_template_kwargs),
+        sampler.Sampler(rank_links.LoadBalancer(inbox), codec, note),
         options.model,
         hosts=Hosts(options.host, options.allow_host),
         api_key=os.environ[options.api_key_variable] if options.api_key_variable else None,
