@@ -167,15 +167,9 @@ def init_world(store: dist.Store | None = None, *, replicate_nodes: bool = False
         mesh = mesh_of_nodes(device, control)
     else:
         mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
-    return World(
-        rank=rank,
-        size=size,
-        device=device,
-        mesh=mesh,
-        store=dist.PrefixStore("colocated_grpo", store),
-        control=control,
-        checkpoints=_new_gloo_group(),
-    )
+    own = dist.PrefixStore("colocated_grpo", store)
+    checkpoints = _new_gloo_group()
+    return World(rank=rank, size=size, device=device, mesh=mesh, store=own, control=control, checkpoints=checkpoints)
 
 
 def mesh_of_nodes(device: torch.device, control: dist.ProcessGroup) -> DeviceMesh:

@@ -246,15 +246,12 @@ class RestartSync:
         self._targets.reverse()
         self.export.write(self._targets[0])
         self._current = str(self._targets[0].absolute())
-        world.from_main(self._restart_all)
+        with ThreadPoolExecutor(len(self.servers)) as pool:
+            world.from_main(lambda: list(pool.map(self._restart, self.servers)))
 
     def _have_base(self) -> bool:
         infos = [server.wait_until_ready() for server in self.servers]
         return all(info["model"] == self.base and not info["has_received_weights"] for info in infos)
-
-    def _restart_all(self) -> None:
-        with ThreadPoolExecutor(len(self.servers)) as pool:
-            list(pool.map(self._restart, self.servers))
 
     def _restart(self, server: EngineServer) -> None:
         model = self._current

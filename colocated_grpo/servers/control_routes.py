@@ -188,11 +188,7 @@ def add_control_routes(
 
     @app.get("/bridge/info")
     async def info() -> JSONResponse:
-        state = {
-            "policy_version": control.policy_version,
-            "has_received_weights": control.has_received_weights,
-            "is_paused": control.is_paused,
-        }
+        state = {name: getattr(control, name) for name in ("policy_version", "has_received_weights", "is_paused")}
         return JSONResponse(facts | state)
 
     @commands.post("/bridge/pause")

@@ -279,11 +279,8 @@ class EngineServers:
     def __init__(self, plan: ServerPlan, environment: Mapping[str, str]) -> None:
         """environment: environment of the servers, except for their devices."""
         self._plan = plan
-        self._environment = {
-            **environment,
-            KEY_VARIABLE: secrets.token_urlsafe(32),
-            LOG_VARIABLE: str(plan.logs[0].parent.absolute()),
-        }
+        self._environment = {**environment, KEY_VARIABLE: secrets.token_urlsafe(32)}
+        self._environment[LOG_VARIABLE] = str(plan.logs[0].parent.absolute())
         self._processes: list[subprocess.Popen[bytes]] = []
         self._closing = False
         self.failure: str | None = None

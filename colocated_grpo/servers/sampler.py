@@ -166,16 +166,8 @@ class Sampler:
         sampling = replace(sampling, stop_token_ids=tuple(sorted({*sampling.stop_token_ids, *ends})))
         number = next(self._request_numbers)
         seed = (self.limits.seed, "http", number) if parameters.seed is None else ("http", parameters.seed)
-        return [
-            Request(
-                key=("http", number, index),
-                token_ids=prompt,
-                seed=derive_seed(*seed, index),
-                sampling=sampling,
-                stream=stream,
-            )
-            for index in range(parameters.n)
-        ]
+        request = partial(Request, token_ids=prompt, sampling=sampling, stream=stream)
+        return [request(key=("http", number, i), seed=derive_seed(*seed, i)) for i in range(parameters.n)]
 
     async def _sample_one(
         self, growing: _Growing, request: Request, parameters: SamplingParameters, num_top_logprobs: int

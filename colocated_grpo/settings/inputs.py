@@ -96,11 +96,8 @@ def _check_layers(policy: PolicyConfig, model: JsonObject, name: str) -> Iterato
     """Yield a line for each setting that contains the index of a block that the model does not have."""
     text = config_json.text_part(model)
     blocks = text.get("num_hidden_layers") or text.get("n_layer")
-    settings = (
-        ("policy.train_layers", policy.train_layers),
-        ("policy.lora.layers", None if policy.lora is None else policy.lora.layers),
-    )
-    for key, indices in settings:
+    adapted = None if policy.lora is None else policy.lora.layers
+    for key, indices in (("policy.train_layers", policy.train_layers), ("policy.lora.layers", adapted)):
         if indices and blocks and (missing := [index for index in indices if index >= blocks]):
             rule = f"the model's blocks are 0-{blocks - 1}, so there is no block {missing[0]}"
             yield f"{key}={layers_text(indices)}: {rule} in {name}"
@@ -241,14 +238,8 @@ def check_hub(settings: schema.HubConfig | None) -> Iterator[str]:
 
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_PEFT_KEYS = {
-    "r": "rank",
-    "lora_alpha": "alpha",
-    "use_rslora": "rslora",
-    "target_modules": "target_modules",
-    "exclude_modules": "exclude_modules",
-    "layers_to_transform": "layers",
-}
+_PEFT_KEYS = {"r": "rank", "lora_alpha": "alpha", "use_rslora": "rslora", "target_modules": "target_modules"}
+_PEFT_KEYS |= {"exclude_modules": "exclude_modules", "layers_to_transform": "layers"}
 """PEFT's names -> names in LoRAConfig."""
 _UNSUPPORTED_BY_LORA = (
     *("alora_invocation_tokens", "alpha_pattern", "arrow_config", "kasa_config", "layer_replication", "lora_bias"),

@@ -140,16 +140,12 @@ def _sizes(config: Config) -> Lines:
     if (prompts := config.rollout.prompts_per_step) % batch.minibatches:
         rule = f"must divide rollout.prompts_per_step={prompts}, as a minibatch consists of whole groups"
         yield f"batch.minibatches={batch.minibatches}: {rule}"
-    if policy.warmup_steps > config.optimizer_steps:
-        yield (
-            f"policy.warmup_steps={policy.warmup_steps}: must be at most the run's {config.optimizer_steps} "
-            "optimizer steps, or the learning rate would never reach policy.lr"
-        )
-    if config.deterministic and checkpoint.every % config.sync_frequency:
-        yield (
-            f"checkpoint.every={checkpoint.every}: must be a multiple of sync_frequency={config.sync_frequency} with "
-            "deterministic: true, because a resumed run begins with a weight sync"
-        )
+    if policy.warmup_steps > (steps := config.optimizer_steps):
+        rule = f"must be at most the run's {steps} optimizer steps, or the learning rate would never reach policy.lr"
+        yield f"policy.warmup_steps={policy.warmup_steps}: {rule}"
+    if config.deterministic and checkpoint.every % (sync := config.sync_frequency):
+        rule = f"must be a multiple of sync_frequency={sync} with deterministic: true"
+        yield f"checkpoint.every={checkpoint.every}: {rule}, because a resumed run begins with a weight sync"
     if checkpoint.export_merged and policy.lora is None:
         rule = "must be false without policy.lora, as final_model/ and step_N/ are whole models then"
         yield f"checkpoint.export_merged=true: {rule}"

@@ -232,10 +232,7 @@ def trained_shape(policy: PolicyConfig) -> JsonObject:
     return {
         **layers,
         "policy.lora": "an adapter",
-        "policy.lora.rank": lora.rank,
-        "policy.lora.alpha": lora.alpha,
-        "policy.lora.rslora": lora.rslora,
-        "policy.lora.base_dtype": lora.base_dtype,
+        **{f"policy.lora.{name}": getattr(lora, name) for name in ("rank", "alpha", "rslora", "base_dtype")},
         "policy.lora.layers": "null" if lora.layers is None else layers_text(lora.layers),
     }
 

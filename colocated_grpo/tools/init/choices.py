@@ -222,8 +222,6 @@ SAMPLED_ROWS = 2000
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    model: str
-    data: str
     rows: int
     column: str
     reward: Reward
@@ -232,7 +230,6 @@ class Choices:
     sizes: Sizes | None
     """None if config.json does not state the sizes of the model. `memory` is then None, too."""
     memory: Memory | None
-    place: Placement
 
 
 def make_plan(data: Path, model_name: str, reward_name: str | None, place: Placement) -> Choices:
@@ -262,17 +259,9 @@ def make_plan(data: Path, model_name: str, reward_name: str | None, place: Place
     if sizes is not None:
         memory = fit_memory(config, sizes, attention_heads(text) or 1, place, psutil.virtual_memory().available)
     *batch, steps = batch_of(len(rows), place.ranks if place.on_gpu else 0)
+    rollout = [*batch, *lengths]
     return Choices(
-        model=model_name,
-        data=str(data),
-        rows=len(rows),
-        column=column,
-        reward=reward,
-        rollout=[*batch, *lengths],
-        steps=steps,
-        sizes=sizes,
-        memory=memory,
-        place=place,
+        rows=len(rows), column=column, reward=reward, rollout=rollout, steps=steps, sizes=sizes, memory=memory
     )
 
 
