@@ -12,12 +12,10 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from colocated_grpo.settings import config_json, schema, sources
+from colocated_grpo.settings import config_json, model_sizes, model_support, schema, sources
 from colocated_grpo.settings.base import DEFAULT_INIT, NamedObject
 from colocated_grpo.settings.errors import ConfigError, dotted
 from colocated_grpo.settings.evaluation import EvaluationSetConfig
-from colocated_grpo.settings.model_sizes import sizes_of
-from colocated_grpo.settings.model_support import check_context, check_has_experts, check_trains
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.training import LoRAConfig, PolicyConfig, layers_text, rate_of_small_model
 from colocated_grpo.types import JsonObject
@@ -47,12 +45,12 @@ def check_inputs(config: Config) -> tuple[Config, list[str]]:
         raise ConfigError(*missing)
     config = with_adapter_settings(config)
     model = config_json.read_config_json(config.model)
-    check_trains(model, f"model.name={config.model.name!r}")
+    model_support.check_trains(model, f"model.name={config.model.name!r}")
     if config.policy.routing_replay:
-        check_has_experts(model, "policy.routing_replay=true")
+        model_support.check_has_experts(model, "policy.routing_replay=true")
     if config.policy.load_balancing:
-        check_has_experts(model, f"policy.load_balancing={config.policy.load_balancing:g}")
-    check_context(model, config.policy.context_parallel)
+        model_support.check_has_experts(model, f"policy.load_balancing={config.policy.load_balancing:g}")
+    model_support.check_context(model, config.policy.context_parallel)
     if outside := list(_check_layers(config.policy, model, config.model.name)):
         raise ConfigError(*outside)
     for index, source in enumerate(config.environments):
@@ -66,7 +64,7 @@ def check_inputs(config: Config) -> tuple[Config, list[str]]:
         raise ConfigError(f"engine.tensor_parallel_size={size}: must divide the {heads} attention heads of {name}")
     positions = config_json.longest_sequence(text) or config_json.MAX_SIZE  # some files do not state it
     lowered, notes = _lowered_lengths(config.rollout, positions, name)
-    sizes, is_default = sizes_of(text), "lr" not in config.policy.model_fields_set
+    sizes, is_default = model_sizes.sizes_of(text), "lr" not in config.policy.model_fields_set
     if is_default and sizes is not None and (small := rate_of_small_model(sizes.total)) is not None:
         notes.append(f"policy.lr={config.policy.lr:g} is the default; set {small[0]:g}: {small[1]}")
     config = config.with_values("rollout", **lowered)
@@ -107,8 +105,8 @@ def _check_reference(reference: schema.ModelConfig, context_parallel: int, longe
     """Raise ConfigError if another model than the policy's cannot score the run's sequences."""
     key = f"loss.kl.model={reference.name!r}"
     model = config_json.read_config_json(reference, "loss.kl.model")
-    check_trains(model, key)
-    check_context(model, context_parallel)
+    model_support.check_trains(model, key)
+    model_support.check_context(model, context_parallel)
     positions = config_json.longest_sequence(config_json.text_part(model))
     if positions is not None and positions < longest:
         advice = "lower rollout.max_prompt_tokens or rollout.max_completion_tokens"
