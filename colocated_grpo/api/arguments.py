@@ -277,10 +277,8 @@ def _rows_of(name: object, rows: object, by_name: objects.ObjectsByName) -> str:
     """Return `rows` if it is the name of a file, else a name that refers to the rows."""
     key = f"{sources.EVAL_DATASETS}[{name}]"
     if objects.is_name(rows) and Path(rows).suffix.lower() not in sources.DATA_SUFFIXES:
-        raise ConfigError(
-            f"{key}={str(rows)!r}: must be rows or a file ({', '.join(sources.DATA_SUFFIXES)}); write a dataset of "
-            "the Hub in evaluation.sets, with its split"
-        )
+        advice = "write a dataset of the Hub in evaluation.sets, with its split"
+        raise ConfigError(f"{key}={str(rows)!r}: must be rows or a file ({', '.join(sources.DATA_SUFFIXES)}); {advice}")
     return objects.take_rows(rows, key, key, by_name)
 
 

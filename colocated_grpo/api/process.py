@@ -88,10 +88,8 @@ def process_of(config: Config, output: RunOutput, *, replace_group: bool) -> Gen
         )
     if dist.is_initialized():
         if not replace_group:
-            raise RunError(
-                "torch.distributed: this process is in a process group already; Trainer.train() makes its own, one run "
-                "at a time"
-            )
+            rule = "this process is in a process group already; Trainer.train() makes its own, one run at a time"
+            raise RunError(f"torch.distributed: {rule}")
         dist.destroy_process_group()
     deterministic, excepthook = torch.are_deterministic_algorithms_enabled(), sys.excepthook
     process = start_rank(config, join_ranks(output), output)

@@ -3,6 +3,7 @@
 Of evaluation too: prompts, sampling and metrics of held-out prompts and evaluation sets.
 """
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -150,14 +151,11 @@ def listen_to_agents(config: Config, data: Data, model: ModelFiles, site: Site) 
     """Open the address at which agents sample from this rank's engine, if there are agents."""
     if data.environments.open_episodes is None:
         return
-    server = agent_app.listen_for_agents(
-        data.environments.open_episodes,
-        model.tokenizer,
-        text.limits_of(model, config.max_sequence_tokens, config.seed),
-        config.model.name,
-        config.model.chat_template_kwargs,
-        config.rollout.stop,
-    )
+    limits = text.limits_of(model, config.max_sequence_tokens, config.seed)
+    # A copy, because tokenizers are not thread-safe.
+    codec = text.TextCodec(copy.deepcopy(model.tokenizer), limits, config.model.chat_template_kwargs)
+    episodes = data.environments.open_episodes
+    server = agent_app.listen_for_agents(episodes, codec, config.model.name, config.rollout.stop)
     site.resources.callback(server.close)
 
 

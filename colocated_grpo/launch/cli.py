@@ -86,10 +86,8 @@ def read_launch(options: argparse.Namespace, overrides: Sequence[str]) -> progra
     if engine_gpus and not 0 < engine_gpus < gpus:
         raise ConfigError(f"--engine-gpus={engine_gpus}: must be less than --gpus={gpus}, of which the rest trains")
     if engine_gpus and nodes > 1:
-        raise ConfigError(
-            f"--engine-gpus={engine_gpus}: valid on one node; with --nodes {nodes} start servers with "
-            "colocated-grpo serve and set engine.urls"
-        )
+        rule = f"valid on one node; with --nodes {nodes} start servers with colocated-grpo serve and set engine.urls"
+        raise ConfigError(f"--engine-gpus={engine_gpus}: {rule}")
     if options.log_dir is not None and options.redirect_output is not None:
         raise ConfigError("--redirect-output: must be absent with --log-dir, which contains trainer.log")
     if options.nproc is not None and gpus > 0:

@@ -172,11 +172,8 @@ def rank_variables(launch: program.Launch, port: int) -> list[dict[str, str]]:
 def child_environment(environment: Mapping[str, str], gpus: int, ranks: int, log_level: str) -> dict[str, str]:
     """Return `environment` with the variables that the ranks need. Library variables set by the user are kept."""
     child = program.library_environment(log_level) | dict(environment)
-    child |= {
-        "PYTHONUNBUFFERED": "1",
-        program.LOG_LEVEL_VARIABLE: log_level,
-        "PYTHONPATH": program.python_path(environment),
-    }
+    child |= {"PYTHONUNBUFFERED": "1", "PYTHONPATH": program.python_path(environment)}
+    child[program.LOG_LEVEL_VARIABLE] = log_level
     if gpus == 0:
         child["CUDA_VISIBLE_DEVICES"] = ""
     if gpus == 0 or ranks > 1:

@@ -167,15 +167,9 @@ def init_world(store: dist.Store | None = None, *, replicate_nodes: bool = False
         mesh = mesh_of_nodes(device, control)
     else:
         mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
-    return World(
-        rank=rank,
-        size=size,
-        device=device,
-        mesh=mesh,
-        store=dist.PrefixStore("colocated_grpo", store),
-        control=control,
-        checkpoints=_new_gloo_group(),
-    )
+    own = dist.PrefixStore("colocated_grpo", store)
+    checkpoints = _new_gloo_group()
+    return World(rank=rank, size=size, device=device, mesh=mesh, store=own, control=control, checkpoints=checkpoints)
 
 
 def mesh_of_nodes(device: torch.device, control: dist.ProcessGroup) -> DeviceMesh:
@@ -190,10 +184,8 @@ def mesh_of_nodes(device: torch.device, control: dist.ProcessGroup) -> DeviceMes
     ranks_per_node = own[0]
     if places != [(ranks_per_node, rank % ranks_per_node) for rank in range(len(places))]:
         counts = ", ".join(str(count) for count, local in places if local == 0)
-        raise ConfigError(
-            "policy.replicate=nodes: every node needs the same number of ranks, numbered node by node; the nodes have "
-            f"{counts}"
-        )
+        rule = f"every node needs the same number of ranks, numbered node by node; the nodes have {counts}"
+        raise ConfigError(f"policy.replicate=nodes: {rule}")
     ranks = torch.arange(len(places)).view(-1, ranks_per_node)
     limit = COLLECTIVE_TIMEOUT  # `init_device_mesh` would use torch's default, which a slow rank may exceed
     groups = [dist.new_subgroups_by_enumeration(each.tolist(), timeout=limit)[0] for each in (ranks.T, ranks)]

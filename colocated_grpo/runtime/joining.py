@@ -177,10 +177,8 @@ def _wait_for(store: dist.Store, key: str, deadline: float, explain: Callable[[]
 
 
 def _not_started(ranks: Sequence[int], size: int) -> str:
-    return (
-        f"{named_ranks(ranks)} of {size} did not start within {JOIN_SECONDS:g} s: see the output of the node, or start "
-        "all nodes"
-    )
+    advice = "see the output of the node, or start all nodes"
+    return f"{named_ranks(ranks)} of {size} did not start within {JOIN_SECONDS:g} s: {advice}"
 
 
 def _choose_gloo_interface(rank: int, members: Sequence[Member]) -> None:

@@ -33,13 +33,10 @@ SLICE = timedelta(seconds=1)
 def serve_store(bound: socket.socket, timeout: float) -> dist.TCPStore:
     """Return a store that listens on a socket of `bind_store`. timeout: seconds to wait for a key."""
     host, port = bound.getsockname()[:2]
+    host = LOOPBACK if host in ALL_INTERFACES else host
+    limit = timedelta(seconds=timeout)
     return dist.TCPStore(
-        LOOPBACK if host in ALL_INTERFACES else host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=bound.detach(),
-        timeout=timedelta(seconds=timeout),
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=bound.detach(), timeout=limit
     )
 
 

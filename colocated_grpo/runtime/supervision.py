@@ -239,17 +239,13 @@ def explain_missing_ranks(dead: Sequence[int], lost: Sequence[Lost] = ()) -> str
     silent = [each for each in lost if each.silent]
     if silent:
         seconds = PROBE_SECONDS * (PROBES + 1)
-        return (
-            f"{_hosts(silent)}, with {_ranks(silent)}, has not answered for {seconds} s: the machine or its network is "
-            "lost; --resume auto continues from the last checkpoint"
-        )
+        cause = "the machine or its network is lost; --resume auto continues from the last checkpoint"
+        return f"{_hosts(silent)}, with {_ranks(silent)}, has not answered for {seconds} s: {cause}"
     if not dead and not lost:
         return None
     whose = named_ranks(dead) if dead else f"{_ranks(lost)} on {_hosts(lost)}"
-    return (
-        f"the process of {whose} ended without an error message: killed, for example out of memory, or ended by user "
-        "code; --resume auto continues from the last checkpoint"
-    )
+    cause = "killed, for example out of memory, or ended by user code; --resume auto continues from the last checkpoint"
+    return f"the process of {whose} ended without an error message: {cause}"
 
 
 def _ranks(lost: Sequence[Lost]) -> str:

@@ -122,7 +122,6 @@ class UserCodeWatch:
         """
         self._seconds = max(seconds, MIN_SECONDS)
         self._report = report
-        self._path = stacks
         self._stacks = None if stacks is None else stacks.open("w", encoding="utf-8")
         if self._stacks is not None:
             self._stacks.write(f"{setting}\n")
@@ -154,9 +153,9 @@ class UserCodeWatch:
         self._done.set()
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
-        if self._stacks is not None and self._path is not None:
+        if self._stacks is not None:
             self._stacks.close()
-            self._path.unlink(missing_ok=True)
+            Path(self._stacks.name).unlink(missing_ok=True)
 
     def _set_timer(self) -> None:
         stream = sys.__stderr__ if self._stacks is None else self._stacks

@@ -1,7 +1,6 @@
 """The HTTP application for agents: OpenAI's chat API, with a separate path and key for each episode."""
 
 import asyncio
-import copy
 import json
 import os
 import uuid
@@ -12,7 +11,6 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
-from transformers import PreTrainedTokenizerBase
 
 from colocated_grpo.environments.agents.programs import PREFIX, OpenEpisode, OpenEpisodes
 from colocated_grpo.environments.agents.sequences import TooManyRequests
@@ -22,7 +20,7 @@ from colocated_grpo.servers.app import CHAT, EVENT_STREAM, add_exception_handler
 from colocated_grpo.servers.request_bodies import ChatBody
 from colocated_grpo.servers.responses import ChatFormat, models
 from colocated_grpo.servers.sampler import CompletionPart
-from colocated_grpo.servers.text import InvalidRequest, Limits, TextCodec, TooLong, before_stop
+from colocated_grpo.servers.text import InvalidRequest, TextCodec, TooLong, before_stop
 from colocated_grpo.types import JsonObject
 from colocated_grpo.web.bodies import BodyLimit, read_json
 from colocated_grpo.web.server import ConcurrencyLimit, OwnRequests, ServerThread, error_response, key_in
@@ -35,18 +33,9 @@ EPISODE = "episode"
 """Key of the open episode in the ASGI scope."""
 
 
-def listen_for_agents(
-    episodes: OpenEpisodes,
-    tokenizer: PreTrainedTokenizerBase,
-    limits: Limits,
-    model: str,
-    template_variables: JsonObject | None = None,
-    stop: Sequence[str] = (),
-) -> ServerThread:
+def listen_for_agents(episodes: OpenEpisodes, codec: TextCodec, model: str, stop: Sequence[str] = ()) -> ServerThread:
     """Start the server on a free port, and write its address into `episodes`. stop: ends every completion."""
-    # A copy, because tokenizers are not thread-safe.
-    codec = TextCodec(copy.deepcopy(tokenizer), limits, template_variables or {})
-    server = ServerThread(create_agent_app(episodes, codec, model, limits.max_tokens, stop), HOST, [0])
+    server = ServerThread(create_agent_app(episodes, codec, model, stop), HOST, [0])
     episodes.url = f"http://{HOST}:{server.ports[0]}"
     # Agents, and the programs that inherit this environment, must not send these requests to an HTTP proxy.
     given = {name: os.environ.get(name, "") for name in ("no_proxy", "NO_PROXY")}
@@ -75,10 +64,9 @@ class EpisodeGate:
             await self.app({**scope, "path": f"/{path}", EPISODE: episode}, receive, send)
 
 
-def create_agent_app(
-    episodes: OpenEpisodes, codec: TextCodec, model: str, max_tokens: int, stop: Sequence[str]
-) -> ASGIApp:
-    """Return the application behind its guards. model, max_tokens: shown to clients. stop: ends every completion."""
+def create_agent_app(episodes: OpenEpisodes, codec: TextCodec, model: str, stop: Sequence[str]) -> ASGIApp:
+    """Return the application behind its guards. model: name shown to clients. stop: ends every completion."""
+    max_tokens = codec.limits.max_tokens
     app = FastAPI(title="colocated_grpo agents", docs_url=None, redoc_url=None, openapi_url=None)
     add_exception_handlers(app)
 

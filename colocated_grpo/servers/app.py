@@ -10,11 +10,9 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
-from colocated_grpo.servers import engine_control, rank_links, request_bodies, responses
+from colocated_grpo.servers import engine_control, rank_links, request_bodies, responses, text
 from colocated_grpo.servers.request_bodies import ChatBody, CompletionBody, GenerateBody, SamplingParameters, TokensBody
-from colocated_grpo.servers.responses import ChatFormat, ClosingStream, CompletionFormat
 from colocated_grpo.servers.sampler import CompletionPart, Sampler
-from colocated_grpo.servers.text import InvalidRequest
 from colocated_grpo.web.bodies import BodyLimit, BodyShape, InvalidBody, read_json
 from colocated_grpo.web.server import ConcurrencyLimit, Hosts, OwnRequests, RequireApiKey, error_response
 
@@ -33,7 +31,7 @@ class ClientDisconnected(Exception):
     """The client closed the connection before the response."""
 
 
-STATUSES = {InvalidBody: 400, InvalidRequest: 400, rank_links.ServerClosing: 503, ClientDisconnected: 499}
+STATUSES = {InvalidBody: 400, text.InvalidRequest: 400, rank_links.ServerClosing: 503, ClientDisconnected: 499}
 
 
 def create_app(
@@ -110,7 +108,7 @@ def _add_sampling_routes(app: FastAPI, sampler: Sampler, model: str) -> None:
         if body.stream:
             parts = sampler.stream([prompt_ids], body)
             chunks = responses.generate_chunks(await _start(request, parts))
-            return ClosingStream(responses.as_json_lines(chunks), parts.aclose, JSON_LINES)
+            return responses.ClosingStream(responses.as_json_lines(chunks), parts.aclose, JSON_LINES)
         return await cancel_on_disconnect(request, _generate(sampler, prompt_ids, body))
 
     @app.post(TOKENS)
@@ -124,7 +122,7 @@ def _add_sampling_routes(app: FastAPI, sampler: Sampler, model: str) -> None:
     async def completions(request: Request) -> Response:
         body = await read_json(request, CompletionBody.from_json)
         prompts = await codec.encode_all(body.prompts)
-        form = CompletionFormat(body, model, codec.detokenize, prompts, logprobs=body.logprobs is not None)
+        form = responses.CompletionFormat(body, model, codec.detokenize, prompts, logprobs=body.logprobs is not None)
         parameters, k = body.sampling_parameters, body.logprobs or 0
         return await _respond(request, sampler, form, prompts, parameters, k, stream=body.stream)
 
@@ -132,7 +130,7 @@ def _add_sampling_routes(app: FastAPI, sampler: Sampler, model: str) -> None:
     async def chat_completions(request: Request) -> Response:
         body = await read_json(request, ChatBody.from_json)
         prompt = await codec.encode_chat(body.plain_messages, body.template_settings)
-        form = ChatFormat(body, model, codec.detokenize, [prompt], logprobs=bool(body.logprobs))
+        form = responses.ChatFormat(body, model, codec.detokenize, [prompt], logprobs=bool(body.logprobs))
         parameters, k = body.sampling_parameters, (body.top_logprobs or 0) if body.logprobs else 0
         return await _respond(request, sampler, form, [prompt], parameters, k, stream=body.stream)
 
@@ -159,7 +157,7 @@ async def _respond(
     if stream:
         parts = sampler.stream(prompts, parameters, num_top_logprobs)
         chunks = form.chunks(await _start(request, parts))
-        return ClosingStream(responses.as_server_sent_events(chunks), parts.aclose, EVENT_STREAM)
+        return responses.ClosingStream(responses.as_server_sent_events(chunks), parts.aclose, EVENT_STREAM)
     sampled = await cancel_on_disconnect(request, sampler.sample(prompts, parameters, num_top_logprobs))
     return JSONResponse(form.response(sampled))
 

@@ -90,7 +90,8 @@ class BroadcastSync:
         """Instances of the servers in the last sync."""
         self._group: JoinedGroup | None = None
         """Set on rank 0 only."""
-        self._dtype: torch.dtype = getattr(torch, self.servers[0].wait_until_ready()["dtype"])
+        first = self.servers[0]
+        self._dtype: torch.dtype = getattr(torch, first.until_answered(first.info)["dtype"])
         self._num_shards = count_shards(self.parameters)
         shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
         self._buckets = make_buckets(shapes, self._num_shards, self._dtype)
@@ -146,16 +147,14 @@ class BroadcastSync:
 
     def _join(self) -> list[str]:
         """Rebuild the group if a server has restarted. Returns the servers' instances. Rank 0 only."""
-        infos = [server.wait_until_ready() for server in self.servers]
+        infos = [server.until_answered(server.info) for server in self.servers]
         instances = [info["instance"] for info in infos]
         if instances == self._joined:
             return instances
         for server, info in zip(self.servers, infos, strict=True):
             if (info["device"], info["dtype"]) != (self.world.device.type, infos[0]["dtype"]):
-                raise RunError(
-                    f"engine.urls={server.url}: computes in {info['dtype']} on {info['device']}; all servers need one "
-                    f"--dtype and the trainer's device type, {self.world.device.type}"
-                )
+                advice = f"all servers need one --dtype and the trainer's device type, {self.world.device.type}"
+                raise RunError(f"engine.urls={server.url}: computes in {info['dtype']} on {info['device']}; {advice}")
         if self._group is not None:
             self._group.close()
             self._group = None
@@ -248,19 +247,16 @@ class RestartSync:
         self._targets.reverse()
         self.export.write(self._targets[0])
         self._current = str(self._targets[0].absolute())
-        world.from_main(self._restart_all)
+        with ThreadPoolExecutor(len(self.servers)) as pool:
+            world.from_main(lambda: list(pool.map(self._restart, self.servers)))
 
     def _have_base(self) -> bool:
-        infos = [server.wait_until_ready() for server in self.servers]
+        infos = [server.until_answered(server.info) for server in self.servers]
         return all(info["model"] == self.base and not info["has_received_weights"] for info in infos)
-
-    def _restart_all(self) -> None:
-        with ThreadPoolExecutor(len(self.servers)) as pool:
-            list(pool.map(self._restart, self.servers))
 
     def _restart(self, server: EngineServer) -> None:
         model = self._current
-        former = server.wait_until_ready()["instance"]
+        former = server.until_answered(server.info)["instance"]
         accepted: set[str] = set()
         """Instances that have accepted the restart request. If one crashes before it accepts, another starts."""
 

@@ -20,10 +20,9 @@ from colocated_grpo.errors import in_one_line
 from colocated_grpo.policy.checkpoint_files import CheckpointReader, read_conversion
 from colocated_grpo.rollout.engine import LocalEngine
 from colocated_grpo.runtime import distributed, rendezvous
-from colocated_grpo.servers import broadcast, engine_control, engine_routes
+from colocated_grpo.servers import broadcast, engine_control, engine_routes, text
 from colocated_grpo.servers.rank_links import result_of
 from colocated_grpo.servers.request_bodies import StrictBody
-from colocated_grpo.servers.text import InvalidRequest
 from colocated_grpo.settings.inputs import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from colocated_grpo.types import JsonObject
 from colocated_grpo.web.bodies import read_json
@@ -188,11 +187,7 @@ def add_control_routes(
 
     @app.get("/bridge/info")
     async def info() -> JSONResponse:
-        state = {
-            "policy_version": control.policy_version,
-            "has_received_weights": control.has_received_weights,
-            "is_paused": control.is_paused,
-        }
+        state = {name: getattr(control, name) for name in ("policy_version", "has_received_weights", "is_paused")}
         return JSONResponse(facts | state)
 
     @commands.post("/bridge/pause")
@@ -255,7 +250,7 @@ def _require_file(folder: str, name: str, key: str) -> None:
     except (OSError, ValueError):  # name too long, or contains NUL
         exists = False
     if not exists:
-        raise InvalidRequest(f"{key}={folder[:200]!r}: no {name} in this folder of the server's machine")
+        raise text.InvalidRequest(f"{key}={folder[:200]!r}: no {name} in this folder of the server's machine")
 
 
 def check_adapter(model: Path, folder: str) -> None:

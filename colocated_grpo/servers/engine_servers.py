@@ -92,10 +92,6 @@ class EngineServer:
         """Return /lora/status."""
         return cast(JsonObject, self._http.get("/lora/status"))
 
-    def wait_until_ready(self) -> JsonObject:
-        """Return `info` once the server responds. Raises RunError."""
-        return self.until_answered(self.info)
-
     def until_answered(self, call: Callable[[], T]) -> T:
         """Repeat the call while it raises Unavailable, for at most `timeout` seconds. Raises RunError."""
         begun = time.monotonic()
@@ -219,10 +215,8 @@ def _divide_gpus(
     if engine.bridge == "shared":
         raise ConfigError(f"--engine-gpus={launch.engine_gpus}: must be absent with engine.bridge: shared, one copy")
     if launch.engine_gpus % size:
-        raise ConfigError(
-            f"--engine-gpus={launch.engine_gpus}: must be a multiple of engine.tensor_parallel_size={size}, the GPUs "
-            "of one server"
-        )
+        rule = f"must be a multiple of engine.tensor_parallel_size={size}, the GPUs of one server"
+        raise ConfigError(f"--engine-gpus={launch.engine_gpus}: {rule}")
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     ids = [] if visible is None else visible.split(",")[: launch.gpus]
     if len(ids) < launch.gpus:  # all are visible; or too few, which the launcher reports
@@ -281,11 +275,8 @@ class EngineServers:
     def __init__(self, plan: ServerPlan, environment: Mapping[str, str]) -> None:
         """environment: environment of the servers, except for their devices."""
         self._plan = plan
-        self._environment = {
-            **environment,
-            KEY_VARIABLE: secrets.token_urlsafe(32),
-            LOG_VARIABLE: str(plan.logs[0].parent.absolute()),
-        }
+        self._environment = {**environment, KEY_VARIABLE: secrets.token_urlsafe(32)}
+        self._environment[LOG_VARIABLE] = str(plan.logs[0].parent.absolute())
         self._processes: list[subprocess.Popen[bytes]] = []
         self._closing = False
         self.failure: str | None = None

@@ -5,7 +5,7 @@ On CUDA by CUDA IPC. On the CPU in anonymous shared memory, opened through the s
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from colocated_grpo.errors import RunError
-from colocated_grpo.runtime.distributed import World
 from colocated_grpo.tracking.files import write_atomically
 from colocated_grpo.types import JsonObject
-from colocated_grpo.weights.colocated import Adopt, SharedSync
+from colocated_grpo.weights.colocated import Adopt
 
 CONFIG_NAME = "vllm_bridge_config.json"
 MAPPINGS = "param_mappings"
@@ -89,25 +88,16 @@ def attach(file: Path, instance: str) -> dict[str, Tensor]:
         storages: dict[str, torch.UntypedStorage] = {}
         return {name: _attached(entry, storages) for name, entry in content[MAPPINGS].items()}
     except FileNotFoundError as error:
-        raise RunError(
-            f"engine.bridge_config={file}: {error.filename or file} does not exist; start the server on this machine "
-            f"with --share-weights, and name its {CONFIG_NAME}"
-        ) from None
+        advice = f"start the server on this machine with --share-weights, and name its {CONFIG_NAME}"
+        raise RunError(f"engine.bridge_config={file}: {error.filename or file} does not exist; {advice}") from None
     except (OSError, ValueError, LookupError, TypeError, RuntimeError) as error:
         raise RunError(f"engine.bridge_config={file}: not usable ({error}); start the server again") from None
 
 
-def share_exported(
-    views: Mapping[str, Tensor],
-    prefix: str,
-    published: Callable[[], Mapping[str, Tensor]],
-    adopt: Adopt,
-    world: World,
-    check_every: int,
-) -> SharedSync:
-    """Replace the policy's compute weights by a server's parameters. Raises RunError if they do not match.
+def adopt_exported(views: Mapping[str, Tensor], prefix: str, adopt: Adopt) -> dict[str, Tensor]:
+    """Replace the policy's compute weights by a server's parameters, and return these. Raises RunError on a mismatch.
 
-    views: result of `attach`, whose names may lack the `prefix` of the base model. published: `Weights.published`.
+    views: result of `attach`, whose names may lack the `prefix` of the base model. The result has both kinds of names.
     """
     start = f"{prefix}."
     named = {alias: view for name, view in views.items() for alias in (name, name.removeprefix(start), start + name)}
@@ -116,7 +106,7 @@ def share_exported(
             "engine.bridge=shared: the server's weights have other names, shapes, types or devices than the policy's; "
             "start it with the run's model and --dtype, on the same device"
         )
-    return SharedSync(published(), named, world, check_every)
+    return named
 
 
 def _attached(entry: JsonObject, storages: dict[str, torch.UntypedStorage]) -> Tensor:

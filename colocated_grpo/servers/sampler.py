@@ -7,15 +7,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 
-from transformers import PreTrainedTokenizerBase
-
 from colocated_grpo.rollout.engine import Request, TokenDelta
 from colocated_grpo.runtime.distributed import derive_seed
 from colocated_grpo.servers.rank_links import LoadBalancer, result_of
 from colocated_grpo.servers.request_bodies import SamplingParameters
-from colocated_grpo.servers.text import Detokenizer, Limits, TextCodec, before_stop
+from colocated_grpo.servers.text import Detokenizer, TextCodec, before_stop
 from colocated_grpo.settings.generation import MIN_TEMPERATURE
-from colocated_grpo.types import Completion, FinishReason, JsonObject
+from colocated_grpo.types import Completion, FinishReason
 
 TopLogprobs = list[dict[int, float]]
 """Most likely tokens and their log-probabilities at each position, the actual token first."""
@@ -106,16 +104,13 @@ class Sampler:
     """Completions from the engines of all ranks, for one event loop."""
 
     engines: LoadBalancer
-    tokenizer: PreTrainedTokenizerBase
-    limits: Limits
+    codec: TextCodec
     note: Callable[[str], None]
-    template_variables: JsonObject | None = None
-    """Defaults for chat template variables that a request does not set."""
     on_sampled: OnSampled = lambda request, completion, temperature: None
     """Called with every completion before it is returned to its client."""
 
     def __post_init__(self) -> None:
-        self.codec = TextCodec(self.tokenizer, self.limits, self.template_variables or {})
+        self.limits = self.codec.limits
         self._noted = False
         self._request_numbers = itertools.count()
 
@@ -171,16 +166,8 @@ class Sampler:
         sampling = replace(sampling, stop_token_ids=tuple(sorted({*sampling.stop_token_ids, *ends})))
         number = next(self._request_numbers)
         seed = (self.limits.seed, "http", number) if parameters.seed is None else ("http", parameters.seed)
-        return [
-            Request(
-                key=("http", number, index),
-                token_ids=prompt,
-                seed=derive_seed(*seed, index),
-                sampling=sampling,
-                stream=stream,
-            )
-            for index in range(parameters.n)
-        ]
+        request = partial(Request, token_ids=prompt, sampling=sampling, stream=stream)
+        return [request(key=("http", number, i), seed=derive_seed(*seed, i)) for i in range(parameters.n)]
 
     async def _sample_one(
         self, growing: _Growing, request: Request, parameters: SamplingParameters, num_top_logprobs: int

@@ -58,12 +58,8 @@ def serve(options: ServeOptions, state: Path) -> int:
             load_adapter(options.adapter.name, str(options.adapter))
         except ValueError as error:
             raise RunError(str(error)) from None
-    commands = {
-        "load_adapter": load_adapter,
-        "unload_adapter": engine.adapters.unload,
-        "join": receiver.join,
-        "update": receiver.update,
-    }
+    commands = {"load_adapter": load_adapter, "unload_adapter": engine.adapters.unload}
+    commands |= {"join": receiver.join, "update": receiver.update}
     group = dist.new_group(backend="gloo", timeout=IDLE_LIMIT) if world.size > 1 else None
     assert not isinstance(group, int)  # every rank is a member
     whole = engine_control.MirroredEngine(engine, group, commands)
@@ -139,8 +135,9 @@ def _lead(
         control_routes.add_control_routes(app, control, sessions, facts, whole.call, status, restart)
         engine_routes.add_engine_routes(app, control, inbox, sessions, limits)
 
+    codec = text.TextCodec(model.tokenizer, limits, options.chat_template_kwargs)
     app = create_app(
-        sampler.Sampler(rank_links.LoadBalancer(inbox), model.tokenizer, limits, note, options.chat_template_kwargs),
+        sampler.Sampler(rank_links.LoadBalancer(inbox), codec, note),
         options.model,
         hosts=Hosts(options.host, options.allow_host),
         api_key=os.environ[options.api_key_variable] if options.api_key_variable else None,

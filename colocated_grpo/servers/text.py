@@ -92,7 +92,7 @@ class TextCodec:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, limits: Limits, template_variables: JsonObject) -> None:
         """template_variables: defaults for chat template variables that a request does not set."""
         self._tokenizer = tokenizer
-        self._limits = limits
+        self.limits = limits
         self._template_variables = template_variables
 
     @cached_property
@@ -105,7 +105,7 @@ class TextCodec:
         return [await self._encode(one, add_special_tokens=True) if isinstance(one, str) else one for one in prompts]
 
     async def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        self._limits.check_text(text)
+        self.limits.check_text(text)
         if len(text) <= SHORT_CHARACTERS:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return await off_the_loop(lambda: self._second.encode(text, add_special_tokens=add_special_tokens))

@@ -174,24 +174,13 @@ MODULES = {
 input, the text part alone computes the same as the whole model. In other pairs, the whole model may add computation."""
 TRAINED_AS = {"qwen3_vl_text": "qwen3"}
 """Model type of a text part -> an equivalent type for text. Qwen3-VL has three positions, equal without images."""
-DEFAULTS: dict[object, JsonObject] = {
-    "gemma3_text": {
-        "head_dim": 256,
-        "max_position_embeddings": 131072,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "vocab_size": 262208,
-    }
-}
+_GEMMA3 = {"head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208}
+DEFAULTS: dict[object, JsonObject] = {"gemma3_text": _GEMMA3 | {"max_position_embeddings": 131072}}
 """Model type -> transformers' defaults for entries that are missing in the config.json of released models."""
 OTHER_PARTS = {"vision_config": "vision", "audio_config": "audio"}
 """Section of config.json -> name of the part."""
-_PREFIXES = {
-    "model.language_model.": "model.",
-    "language_model.model.": "model.",
-    "language_model.lm_head.": "lm_head.",
-    "lm_head.": "lm_head.",
-}
+_PREFIXES = {"model.language_model.": "model.", "language_model.model.": "model."}
+_PREFIXES |= {"language_model.lm_head.": "lm_head.", "lm_head.": "lm_head."}
 """Name prefixes in multimodal checkpoints -> prefixes in the text model. Gemma 3 and Mistral 3 use the second and third
 entry, Gemma 4 and Qwen use the first and last entry."""
 

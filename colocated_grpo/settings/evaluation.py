@@ -97,18 +97,14 @@ class EvaluationSetConfig(Section):
     def problems(self, key: str) -> Iterator[str]:
         """Yield a line for each contradiction in this set."""
         if self.answer is not None and ":" not in self.answer and self.answer not in ANSWERS.values():
-            yield (
-                f"{key}.answer={self.answer!r}: must be one of {', '.join(ANSWERS.values())}, or "
-                "your own module:function or path/to/file.py:function"
-            )
+            own = "your own module:function or path/to/file.py:function"
+            yield f"{key}.answer={self.answer!r}: must be one of {', '.join(ANSWERS.values())}, or {own}"
         plain = type(self.source).model_fields
         for name in ("eval_split", "held_out", "shuffle", "weight"):
             value = getattr(self.source, name, None)
             if name in plain and value != plain[name].default:
-                yield (
-                    f"{key}.source.{name}={value}: has no meaning here; a set uses its prompts in "
-                    "order, and all rows of `split`"
-                )
+                rule = "has no meaning here; a set uses its prompts in order, and all rows of `split`"
+                yield f"{key}.source.{name}={value}: {rule}"
 
 
 class EvaluationConfig(Section):

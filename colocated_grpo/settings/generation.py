@@ -180,10 +180,8 @@ class RolloutConfig(Section):
             yield "rollout.stop: '' would end every completion; leave it out"
         if self.partial is not None:
             if self.partial.oversample > 1 + self.partial.max_age:
-                yield (
-                    f"rollout.partial.oversample={self.partial.oversample:g}: must be at most 1 + max_age, or complete "
-                    "groups would wait longer than max_age"
-                )
+                rule = "must be at most 1 + max_age, or complete groups would wait longer than max_age"
+                yield f"rollout.partial.oversample={self.partial.oversample:g}: {rule}"
             if self.resample is not None:
                 yield "rollout.resample: not possible with rollout.partial; its rounds need complete groups"
             if self.generation == "replicated":

@@ -12,12 +12,10 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from colocated_grpo.settings import config_json, schema, sources
+from colocated_grpo.settings import config_json, model_sizes, model_support, schema, sources
 from colocated_grpo.settings.base import DEFAULT_INIT, NamedObject
 from colocated_grpo.settings.errors import ConfigError, dotted
 from colocated_grpo.settings.evaluation import EvaluationSetConfig
-from colocated_grpo.settings.model_sizes import sizes_of
-from colocated_grpo.settings.model_support import check_context, check_has_experts, check_trains
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.training import LoRAConfig, PolicyConfig, layers_text, rate_of_small_model
 from colocated_grpo.types import JsonObject
@@ -47,12 +45,12 @@ def check_inputs(config: Config) -> tuple[Config, list[str]]:
         raise ConfigError(*missing)
     config = with_adapter_settings(config)
     model = config_json.read_config_json(config.model)
-    check_trains(model, f"model.name={config.model.name!r}")
+    model_support.check_trains(model, f"model.name={config.model.name!r}")
     if config.policy.routing_replay:
-        check_has_experts(model, "policy.routing_replay=true")
+        model_support.check_has_experts(model, "policy.routing_replay=true")
     if config.policy.load_balancing:
-        check_has_experts(model, f"policy.load_balancing={config.policy.load_balancing:g}")
-    check_context(model, config.policy.context_parallel)
+        model_support.check_has_experts(model, f"policy.load_balancing={config.policy.load_balancing:g}")
+    model_support.check_context(model, config.policy.context_parallel)
     if outside := list(_check_layers(config.policy, model, config.model.name)):
         raise ConfigError(*outside)
     for index, source in enumerate(config.environments):
@@ -66,7 +64,7 @@ def check_inputs(config: Config) -> tuple[Config, list[str]]:
         raise ConfigError(f"engine.tensor_parallel_size={size}: must divide the {heads} attention heads of {name}")
     positions = config_json.longest_sequence(text) or config_json.MAX_SIZE  # some files do not state it
     lowered, notes = _lowered_lengths(config.rollout, positions, name)
-    sizes, is_default = sizes_of(text), "lr" not in config.policy.model_fields_set
+    sizes, is_default = model_sizes.sizes_of(text), "lr" not in config.policy.model_fields_set
     if is_default and sizes is not None and (small := rate_of_small_model(sizes.total)) is not None:
         notes.append(f"policy.lr={config.policy.lr:g} is the default; set {small[0]:g}: {small[1]}")
     config = config.with_values("rollout", **lowered)
@@ -96,11 +94,8 @@ def _check_layers(policy: PolicyConfig, model: JsonObject, name: str) -> Iterato
     """Yield a line for each setting that contains the index of a block that the model does not have."""
     text = config_json.text_part(model)
     blocks = text.get("num_hidden_layers") or text.get("n_layer")
-    settings = (
-        ("policy.train_layers", policy.train_layers),
-        ("policy.lora.layers", None if policy.lora is None else policy.lora.layers),
-    )
-    for key, indices in settings:
+    adapted = None if policy.lora is None else policy.lora.layers
+    for key, indices in (("policy.train_layers", policy.train_layers), ("policy.lora.layers", adapted)):
         if indices and blocks and (missing := [index for index in indices if index >= blocks]):
             rule = f"the model's blocks are 0-{blocks - 1}, so there is no block {missing[0]}"
             yield f"{key}={layers_text(indices)}: {rule} in {name}"
@@ -110,24 +105,20 @@ def _check_reference(reference: schema.ModelConfig, context_parallel: int, longe
     """Raise ConfigError if another model than the policy's cannot score the run's sequences."""
     key = f"loss.kl.model={reference.name!r}"
     model = config_json.read_config_json(reference, "loss.kl.model")
-    check_trains(model, key)
-    check_context(model, context_parallel)
+    model_support.check_trains(model, key)
+    model_support.check_context(model, context_parallel)
     positions = config_json.longest_sequence(config_json.text_part(model))
     if positions is not None and positions < longest:
-        raise ConfigError(
-            f"{key}: it has {positions} positions, and a sequence up to {longest}; lower rollout.max_prompt_tokens or "
-            "rollout.max_completion_tokens"
-        )
+        advice = "lower rollout.max_prompt_tokens or rollout.max_completion_tokens"
+        raise ConfigError(f"{key}: it has {positions} positions, and a sequence up to {longest}; {advice}")
 
 
 def _check_opponent(setting: str, opponent: schema.ModelConfig, policy: JsonObject, name: str) -> None:
     """Raise ConfigError if the opponent's shape differs from the policy's shape. Both models use the same engine."""
     ours, theirs = config_json.shape_of(policy), config_json.shape_of(config_json.read_config_json(opponent, setting))
     if (key := config_json.first_difference(ours, theirs)) is not None:
-        raise ConfigError(
-            f"{setting}={opponent.name!r}: {key} is {theirs[key]}, but {ours[key]} in {name}; "
-            "the opponent must have the shape of the policy"
-        )
+        rule = f"{key} is {theirs[key]}, but {ours[key]} in {name}; the opponent must have the shape of the policy"
+        raise ConfigError(f"{setting}={opponent.name!r}: {rule}")
 
 
 def _lowered_lengths(rollout: schema.RolloutConfig, positions: int, name: str) -> tuple[dict[str, int], list[str]]:
@@ -245,14 +236,8 @@ def check_hub(settings: schema.HubConfig | None) -> Iterator[str]:
 
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_PEFT_KEYS = {
-    "r": "rank",
-    "lora_alpha": "alpha",
-    "use_rslora": "rslora",
-    "target_modules": "target_modules",
-    "exclude_modules": "exclude_modules",
-    "layers_to_transform": "layers",
-}
+_PEFT_KEYS = {"r": "rank", "lora_alpha": "alpha", "use_rslora": "rslora", "target_modules": "target_modules"}
+_PEFT_KEYS |= {"exclude_modules": "exclude_modules", "layers_to_transform": "layers"}
 """PEFT's names -> names in LoRAConfig."""
 _UNSUPPORTED_BY_LORA = (
     *("alora_invocation_tokens", "alpha_pattern", "arrow_config", "kasa_config", "layer_replication", "lora_bias"),
@@ -299,10 +284,8 @@ def with_adapter_settings(config: Config) -> Config:
     # Only the last part of each name is compared, because the model may have been downloaded into a folder of its name.
     base, model = saved.get("base_model_name_or_path"), config.model.name
     if base and Path(base).name.lower() != Path(model).name.lower():
-        raise ConfigError(
-            f"{setting}: the adapter was trained on {base}, not on model.name={model!r}; if both are the same model, "
-            f"correct base_model_name_or_path in {ADAPTER_CONFIG}"
-        )
+        advice = f"if both are the same model, correct base_model_name_or_path in {ADAPTER_CONFIG}"
+        raise ConfigError(f"{setting}: the adapter was trained on {base}, not on model.name={model!r}; {advice}")
     nullable = {"exclude_modules", "layers"}
     found = {new: saved.get(old) for old, new in _PEFT_KEYS.items() if new in nullable or saved.get(old) is not None}
     given = lora.model_dump(exclude_unset=True)
@@ -314,10 +297,8 @@ def with_adapter_settings(config: Config) -> Config:
         raise ConfigError(f"{setting}: {first['loc'][0]} in {ADAPTER_CONFIG}: {first['msg']}") from None
     for name in _PEFT_KEYS.values():
         if name in given and _plain(given[name]) != _plain(getattr(resolved, name)):
-            raise ConfigError(
-                f"policy.lora.{name}={given[name]}: the adapter {setting} has {getattr(resolved, name)}; leave the "
-                "setting out"
-            )
+            rule = f"the adapter {setting} has {getattr(resolved, name)}; leave the setting out"
+            raise ConfigError(f"policy.lora.{name}={given[name]}: {rule}")
     return config.with_values("policy", lora=resolved)
 
 

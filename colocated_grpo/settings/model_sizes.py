@@ -155,12 +155,8 @@ def sizes_of(config_json: JsonObject) -> Sizes | None:
     is_tied = config_json.get("tie_word_embeddings", model.get("tie_word_embeddings", default))
     # GPT-2 alone has a learned embedding of positions.
     positions = _first(model, "n_positions") or 0 if model.get("model_type") == "gpt2" else 0
-    return Sizes(
-        blocks=[block_of[kind] for kind in kinds],
-        hidden=hidden,
-        vocab=vocab,
-        outside=hidden * (vocab * (1 if is_tied else 2) + positions),
-    )
+    outside = hidden * (vocab * (1 if is_tied else 2) + positions)
+    return Sizes(blocks=[block_of[kind] for kind in kinds], hidden=hidden, vocab=vocab, outside=outside)
 
 
 def _linear_layers(model: JsonObject, num_blocks: int) -> list[bool]:

@@ -172,18 +172,14 @@ def check_cpu_engine(config_json: Settings, setting: str, *, bfloat16: bool, ada
     bfloat16: True if policy and engine compute in bfloat16. adapters: True if the engine loads them beside the model.
     """
     if adapters and _experts(text_part(config_json)) > 1:
-        raise ConfigError(
-            f"{setting}: vLLM's engine for CPUs loads no adapter beside a mixture of experts; use the merged model "
-            "(checkpoint.export_merged: true), or a GPU"
-        )
+        advice = "use the merged model (checkpoint.export_merged: true), or a GPU"
+        raise ConfigError(f"{setting}: vLLM's engine for CPUs loads no adapter beside a mixture of experts; {advice}")
     text = text_part(config_json)
     checked: list[tuple[str, object, Sequence[int]]] = []
     if has_linear_attention(config_json):
         if not bfloat16:
-            raise ConfigError(
-                f"{setting}: vLLM's engine for CPUs has linear attention in bfloat16 only; set "
-                "policy.compute_dtype: bfloat16"
-            )
+            rule = "vLLM's engine for CPUs has linear attention in bfloat16 only; set policy.compute_dtype: bfloat16"
+            raise ConfigError(f"{setting}: {rule}")
         sizes = ("linear_key_head_dim", "linear_value_head_dim")
         checked += [(f"{key}={text.get(key)}", text.get(key), CPU_ENGINE_STATE_SIZES) for key in sizes]
     if has_latent_attention(config_json):
@@ -204,10 +200,8 @@ def check_context(model: Settings, size: int) -> None:
         return
     setting, text = f"policy.context_parallel={size}", text_part(model)
     if has_linear_attention(model):
-        raise ConfigError(
-            f"{setting}: not supported with linear attention, whose recurrent state runs through the whole sequence; "
-            "set it to 1"
-        )
+        rule = "not supported with linear attention, whose recurrent state runs through the whole sequence; set it to 1"
+        raise ConfigError(f"{setting}: {rule}")
     heads = attention_heads(text) or 0
     kv_heads = [count for key in _KV_HEADS if (count := text.get(key))]
     fits = lambda ranks: heads % ranks == 0 and all(not kv % ranks or not ranks % kv for kv in kv_heads)  # noqa: E731

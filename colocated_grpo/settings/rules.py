@@ -51,24 +51,18 @@ def check_world(config: Config, ranks: int, ranks_per_node: int | None = None) -
     if sharded and prompts < engines:
         lines.append(f"rollout.prompts_per_step={prompts}: must be at least the number of engines, {engines}")
     elif sharded and config.deterministic and prompts % engines:
-        lines.append(
-            f"rollout.prompts_per_step={prompts}: must be a multiple of the number of engines, {engines}, with "
-            "deterministic: true"
-        )
+        rule = f"must be a multiple of the number of engines, {engines}, with deterministic: true"
+        lines.append(f"rollout.prompts_per_step={prompts}: {rule}")
     if ranks > 1 and (shared := config.shares_weights) is not None:
         lines.append(f"{shared}=shared: needs one rank, not {ranks}; an engine cannot compute with sharded weights")
     if ranks > 1 and config.deterministic and config.engine.placement == "server":
-        lines.append(
-            f"deterministic=true: needs a single rank with engine.placement: server, not {ranks}: requests of "
-            "several ranks reach a server in an order that varies, and with it the rounding"
-        )
+        why = "requests of several ranks reach a server in an order that varies, and with it the rounding"
+        lines.append(f"deterministic=true: needs a single rank with engine.placement: server, not {ranks}: {why}")
     if replicate is not None and ranks_per_node is not None and ranks <= ranks_per_node:
         lines.append(f"policy.replicate={replicate}: needs several nodes, and this run has one; leave it out")
     elif replicate is not None and ranks_per_node is not None and ranks % ranks_per_node:
-        lines.append(
-            f"policy.replicate={replicate}: every node needs the same number of ranks, but {ranks} is not a multiple "
-            f"of {ranks_per_node}"
-        )
+        rule = f"every node needs the same number of ranks, but {ranks} is not a multiple of {ranks_per_node}"
+        lines.append(f"policy.replicate={replicate}: {rule}")
     _raise_on(*lines)
 
 
@@ -111,10 +105,8 @@ def exposures(sources: Sequence[source_types.EnvironmentConfig]) -> Lines:
         server = source.server if isinstance(source, AtroposSourceConfig) else None
         if server is not None and server.api_key_variable is None and not is_loopback(server.host):
             key = f"environments.{index}.server"
-            yield (
-                f"{key}.host={server.host}: every machine that reaches port {server.port} can use the engines; set "
-                f"{key}.api_key_variable"
-            )
+            rule = f"every machine that reaches port {server.port} can use the engines; set {key}.api_key_variable"
+            yield f"{key}.host={server.host}: {rule}"
 
 
 def _raise_on(*lines: str) -> None:
@@ -128,10 +120,8 @@ def _run_folder(output_dir: str, run_name: str) -> Lines:
         # Surrogates stand for bytes that are not UTF-8. The libraries that export a model cannot write such paths.
         invalid = any(character == "\0" or "\ud800" <= character <= "\udfff" for character in value)
         if invalid or len(longest.encode()) > MAX_NAME_BYTES:
-            yield (
-                f"{key}={value[:40]!r}{'...' * (len(value) > 40)}: each part of the path must be at most "
-                f"{MAX_NAME_BYTES} bytes of UTF-8, without NUL"
-            )
+            rule = f"each part of the path must be at most {MAX_NAME_BYTES} bytes of UTF-8, without NUL"
+            yield f"{key}={value[:40]!r}{'...' * (len(value) > 40)}: {rule}"
     if run_name.startswith("/") or ".." in run_name.split("/"):
         yield f"run_name={run_name!r}: must be below output_dir={output_dir!r}, so no leading '/' and no '..'"
 
@@ -150,26 +140,18 @@ def _sizes(config: Config) -> Lines:
     if (prompts := config.rollout.prompts_per_step) % batch.minibatches:
         rule = f"must divide rollout.prompts_per_step={prompts}, as a minibatch consists of whole groups"
         yield f"batch.minibatches={batch.minibatches}: {rule}"
-    if policy.warmup_steps > config.optimizer_steps:
-        yield (
-            f"policy.warmup_steps={policy.warmup_steps}: must be at most the run's {config.optimizer_steps} "
-            "optimizer steps, or the learning rate would never reach policy.lr"
-        )
-    if config.deterministic and checkpoint.every % config.sync_frequency:
-        yield (
-            f"checkpoint.every={checkpoint.every}: must be a multiple of sync_frequency={config.sync_frequency} with "
-            "deterministic: true, because a resumed run begins with a weight sync"
-        )
+    if policy.warmup_steps > (steps := config.optimizer_steps):
+        rule = f"must be at most the run's {steps} optimizer steps, or the learning rate would never reach policy.lr"
+        yield f"policy.warmup_steps={policy.warmup_steps}: {rule}"
+    if config.deterministic and checkpoint.every % (sync := config.sync_frequency):
+        rule = f"must be a multiple of sync_frequency={sync} with deterministic: true"
+        yield f"checkpoint.every={checkpoint.every}: {rule}, because a resumed run begins with a weight sync"
     if checkpoint.export_merged and policy.lora is None:
-        yield (
-            "checkpoint.export_merged=true: must be false without policy.lora, as final_model/ and step_N/ are whole "
-            "models then"
-        )
+        rule = "must be false without policy.lora, as final_model/ and step_N/ are whole models then"
+        yield f"checkpoint.export_merged=true: {rule}"
     if hub is not None and not hub.every and not checkpoint.final:
-        yield (
-            f"hub.repo={hub.repo}: nothing would be pushed; set hub.every above 0, or checkpoint.final: true, "
-            "whose final export is pushed"
-        )
+        rule = "nothing would be pushed; set hub.every above 0, or checkpoint.final: true, whose final export is pushed"
+        yield f"hub.repo={hub.repo}: {rule}"
 
 
 def _shared_weights(setting: str, policy: PolicyConfig, engine: EngineConfig, sync: int) -> Lines:
@@ -181,10 +163,8 @@ def _shared_weights(setting: str, policy: PolicyConfig, engine: EngineConfig, sy
     if policy.has_4_bit_base:
         yield f"policy.lora.base_dtype=nf4: must be auto with {setting}: shared, whose weights have the engine's type"
     if engine.dtype not in ("auto", policy.compute_dtype):
-        yield (
-            f"engine.dtype={engine.dtype}: must be auto with {setting}: shared, as engine and policy "
-            f"(policy.compute_dtype={policy.compute_dtype}) use the same tensors"
-        )
+        why = f"as engine and policy (policy.compute_dtype={policy.compute_dtype}) use the same tensors"
+        yield f"engine.dtype={engine.dtype}: must be auto with {setting}: shared, {why}"
     if (quantization := engine.args.get("quantization")) is not None:
         yield f"engine.args.quantization={quantization}: not supported with {setting}: shared: its weights are trained"
 
@@ -194,10 +174,8 @@ def _engines(config: Config) -> Lines:
     policy, opponent, stale = config.policy, config.opponent_model, config.rollout.max_staleness
     served, has_atropos = config.engine.placement == "server", config.atropos is not None
     if config.structured and config.loss.old_logprobs == "sampling":
-        yield (
-            "loss.old_logprobs=sampling: must be trainer with structured: true, where the engine's log-probabilities "
-            "cover only the tokens that the grammar allows"
-        )
+        why = "where the engine's log-probabilities cover only the tokens that the grammar allows"
+        yield f"loss.old_logprobs=sampling: must be trainer with structured: true, {why}"
     partly_frozen = policy.lora is not None or policy.train_layers is not None
     if config.weights == "shared" and partly_frozen and opponent not in (None, config.model):
         yield (
@@ -211,10 +189,8 @@ def _engines(config: Config) -> Lines:
     if policy.routing_replay and served:
         yield "policy.routing_replay=true: needs engine.placement: colocated; a server does not send its routes"
     if policy.routing_replay and has_atropos:
-        yield (
-            "policy.routing_replay=true: not possible with an atropos environment, whose rollouts come without the "
-            "experts that the engine chose"
-        )
+        rule = "not possible with an atropos environment, whose rollouts come without the experts that the engine chose"
+        yield f"policy.routing_replay=true: {rule}"
     if stale and not served:
         rule = "needs engine.placement: server; an engine inside a rank cannot generate while the rank trains"
         yield f"rollout.max_staleness={stale}: {rule}"
@@ -270,10 +246,8 @@ def _environments(config: Config) -> Lines:
         if not source_types.is_rewarded(source) and not config.loss.kl.coef:
             yield f"{key}.rewards: no reward counts, and loss.kl.coef=0, so nothing would be trained; name a reward"
         if per_engine > 1 and isinstance(source, source_types.EpisodeSourceConfig | source_types.AgentSourceConfig):
-            yield (
-                f"{key}.type={source.type}: needs engine.tensor_parallel_size=1, not {per_engine}, because "
-                "the ranks of an engine would have to submit every turn at the same step"
-            )
+            why = "because the ranks of an engine would have to submit every turn at the same step"
+            yield f"{key}.type={source.type}: needs engine.tensor_parallel_size=1, not {per_engine}, {why}"
     own, kl = config.model, config.loss.kl
     is_own = kl.model is None or (Path(kl.model) == Path(own.name) and own.revision is None)
     if kl.coef and is_own and not config.is_rewarded:
@@ -308,10 +282,8 @@ def _opponents(sources: Sequence[source_types.EnvironmentConfig], has_atropos: b
             yield f"environments.{index}.opponent: must equal the opponent of the other entries; a run has only one"
         players = game.args.get("players")
         if game.opponent is None and isinstance(players, list) and source_types.FROZEN in players:
-            yield (
-                f"environments.{index}.args.players: {source_types.FROZEN!r} needs a model; set "
-                f"environments.{index}.opponent: {{name: initial}}"
-            )
+            rule = f"{source_types.FROZEN!r} needs a model; set environments.{index}.opponent: {{name: initial}}"
+            yield f"environments.{index}.args.players: {rule}"
     if served and first is not None:
         yield "environments: opponent: needs engine.placement: colocated, whose engine holds a second set of weights"
 

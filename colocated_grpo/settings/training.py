@@ -205,17 +205,13 @@ class PolicyConfig(Section):
         if self.min_lr > self.lr:
             yield f"policy.min_lr={self.min_lr:g}: must be at most policy.lr={self.lr:g}, the peak of the schedule"
         if self.context_parallel > 1 and self.load_balancing:
-            yield (
-                f"policy.context_parallel={self.context_parallel}: not supported with policy.load_balancing, whose "
-                "loss is not computed for parts of sequences; set one of them to its default"
-            )
+            why = "whose loss is not computed for parts of sequences; set one of them to its default"
+            yield f"policy.context_parallel={self.context_parallel}: not supported with policy.load_balancing, {why}"
         if self.lora is None:
             return
         if self.train_layers is not None:
-            yield (
-                f"policy.train_layers={layers_text(self.train_layers)}: must be null with policy.lora, which freezes "
-                "all weights of the model; set policy.lora.layers for the blocks that get an adapter"
-            )
+            why = "which freezes all weights of the model; set policy.lora.layers for the blocks that get an adapter"
+            yield f"policy.train_layers={layers_text(self.train_layers)}: must be null with policy.lora, {why}"
         if self.cpu_offload:
             yield (
                 "policy.cpu_offload=true: must be false with policy.lora, whose forward pass reads the merged weights "
@@ -236,10 +232,7 @@ def trained_shape(policy: PolicyConfig) -> JsonObject:
     return {
         **layers,
         "policy.lora": "an adapter",
-        "policy.lora.rank": lora.rank,
-        "policy.lora.alpha": lora.alpha,
-        "policy.lora.rslora": lora.rslora,
-        "policy.lora.base_dtype": lora.base_dtype,
+        **{f"policy.lora.{name}": getattr(lora, name) for name in ("rank", "alpha", "rslora", "base_dtype")},
         "policy.lora.layers": "null" if lora.layers is None else layers_text(lora.layers),
     }
 

@@ -18,9 +18,7 @@ from colocated_grpo.errors import ConfigError, RunError, visible
 from colocated_grpo.runtime import processes, program, verdict
 from colocated_grpo.servers.engine_servers import EngineServers, local_servers, serve_command
 from colocated_grpo.servers.options import checked, positive, subject_of
-from colocated_grpo.settings.config_file import build_config, parse_overrides
-from colocated_grpo.settings.config_json import read_config_json
-from colocated_grpo.settings.tree import parse_value
+from colocated_grpo.settings import config_file, config_json, tree
 from colocated_grpo.tools.evaluate import read_settings, with_subject
 from colocated_grpo.types import JsonObject
 from colocated_grpo.web.client import JsonClient, RequestRejected, Unavailable
@@ -119,9 +117,10 @@ def _server(options: argparse.Namespace, overrides: Sequence[str]) -> Generator[
     if subject.run_config is not None:
         config = read_settings(subject, subject.run_config, overrides)
     else:
-        given = {key: parse_value(text) for key, text in parse_overrides(overrides)}
-        config = with_subject(build_config(None, {("model", "name"): subject.model, **given}).config, subject)
-    read_config_json(config.model)  # raises ConfigError for a model that does not exist
+        given = {key: tree.parse_value(text) for key, text in config_file.parse_overrides(overrides)}
+        loaded = config_file.build_config(None, {("model", "name"): subject.model, **given})
+        config = with_subject(loaded.config, subject)
+    config_json.read_config_json(config.model)  # raises ConfigError for a model that does not exist
     print(f"loading {subject.adapter or subject.model}", file=sys.stderr, flush=True)
     one = {"max_num_seqs": 1, "tensor_parallel_size": 1, "bridge": "broadcast"}  # which exports no weights
     engine = config.engine.model_copy(update=one)

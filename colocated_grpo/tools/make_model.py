@@ -201,7 +201,7 @@ def warm_start_on_task(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFas
         print(f"warm start  step {step:4d}  loss {loss:.3f}  sampled reward {reward:.2f}", flush=True)
 
     started = time.monotonic()
-    steps = supervised.warm_start(model, tokenizer, teacher, settings, report)
+    steps = supervised.warm_start(model, teacher, report)
     seconds = time.monotonic() - started
     reward = teacher.sampled_reward(model, "held_out", 2 * supervised.EVAL_PROMPTS)
     print(f"warm start on {options.task}: {steps} steps in {seconds:.0f} s, held-out sampled reward {reward:.2f}")

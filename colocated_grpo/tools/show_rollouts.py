@@ -82,13 +82,9 @@ def rollout_panel(row: files.Row, encoding: str) -> Panel:
         below.append(Text(printable(row["error"], encoding), style="red"))
     if row["finish_reason"] != "stop":
         below.append(Text(f"finish reason: {row['finish_reason']}", style="yellow"))
+    asked, said = (_shown(part, encoding) for part in (transcripts.question(row), transcripts.passages(row)))
     return Panel(
-        Group(
-            *_shown(transcripts.question(row), encoding),
-            Rule(style="dim"),
-            *_shown(transcripts.passages(row), encoding),
-            *below,
-        ),
+        Group(*asked, Rule(style="dim"), *said, *below),
         title=Text(title, style="bold"),
         subtitle=Text(printable(facts, encoding), style="dim"),
         title_align="left",

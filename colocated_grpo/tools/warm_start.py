@@ -76,23 +76,18 @@ class Teacher:
         raise NotImplementedError
 
 
-def warm_start(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
-    teacher: Teacher,
-    settings: WarmStart,
-    report: Callable[[int, float, float], None],
-) -> int:
+def warm_start(model: PreTrainedModel, teacher: Teacher, report: Callable[[int, float, float], None]) -> int:
     """Train `model` in place and return the number of steps. Reproducible on the same kind of device.
 
     Ends when two measurements on training prompts in a row, because one is noisy, reach the target on average.
     report(step, loss, reward) is called after each measurement, every CHECK_EVERY steps.
     """
+    settings, pad_id = teacher.settings, teacher.tokenizer.pad_token_id
     torch.manual_seed(settings.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr)
     previous = 0.0
     for step in range(1, settings.max_steps + 1):
-        batch = supervised_batch(teacher.examples(settings.batch_size), tokenizer.pad_token_id, model.device)
+        batch = supervised_batch(teacher.examples(settings.batch_size), pad_id, model.device)
         loss = model(**batch).loss
         loss.backward()
         clip_grad_norm_(model.parameters(), 1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from colocated_grpo.rollout.episodes import EpisodeRunner
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.prompt_queue import Job, dynamic_dispatch
 from colocated_grpo.servers.agent_app import listen_for_agents
-from colocated_grpo.servers.text import Limits
+from colocated_grpo.servers.text import Limits, TextCodec
 from colocated_grpo.tools.make_model import build_char_tokenizer
 from colocated_grpo.types import Completion, Group, Prompt
 from tests.support.fakes import FakeEngine
@@ -68,7 +69,8 @@ class AgentRun:
         limits = Limits(
             max_tokens=max_tokens, longest_token=13, vocab_size=len(tokenizer), stop_token_ids=(END,), seed=0
         )
-        self.server = listen_for_agents(self.endpoint, tokenizer, limits, "policy")
+        codec = TextCodec(copy.deepcopy(tokenizer), limits, {})
+        self.server = listen_for_agents(self.endpoint, codec, "policy")
         inbox, world = Inbox(), single_rank_world()
         runner = EpisodeRunner(
             {SOURCE: AgentEpisode(agent, self.endpoint)},

@@ -14,7 +14,7 @@ from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.servers.app import create_app
 from colocated_grpo.servers.rank_links import LoadBalancer
 from colocated_grpo.servers.sampler import Sampler
-from colocated_grpo.servers.text import Limits
+from colocated_grpo.servers.text import Limits, TextCodec
 from colocated_grpo.web.server import Hosts, ServerThread
 from tests.support.fakes import VOCABULARY, FakeEngine
 
@@ -60,8 +60,7 @@ class EngineServer:
         self._asleep = [threading.Event() for _ in self.inboxes]
         sampler = Sampler(
             LoadBalancer(self.inboxes[0], self.inboxes[1:]),
-            LetterTokenizer(),
-            limits,
+            TextCodec(LetterTokenizer(), limits, {}),
             self.notes.append,
             on_sampled=self.origins.record,
         )

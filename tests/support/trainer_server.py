@@ -17,6 +17,7 @@ from colocated_grpo.servers.engine_servers import EngineServer
 from colocated_grpo.servers.rank_links import LoadBalancer
 from colocated_grpo.servers.remote import RemoteEngine, Restore
 from colocated_grpo.servers.sampler import Sampler
+from colocated_grpo.servers.text import TextCodec
 from colocated_grpo.types import Completion
 from colocated_grpo.web.server import Hosts, ServerThread
 from tests.support.engine_server import LIMITS, MAX_TOKENS, MODEL, TIMEOUT, LetterTokenizer
@@ -81,12 +82,7 @@ class TrainerServer:
 
     def _sampler(self) -> Sampler:
         inbox = self.process.inbox
-        return Sampler(
-            LoadBalancer(inbox),
-            LetterTokenizer(),
-            LIMITS,
-            self.notes.append,
-        )
+        return Sampler(LoadBalancer(inbox), TextCodec(LetterTokenizer(), LIMITS, {}), self.notes.append)
 
     def disconnect(self) -> None:
         """Close all connections, and accept no more. The engine's process stays."""

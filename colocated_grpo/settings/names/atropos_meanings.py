@@ -322,10 +322,8 @@ def world_size(value: int | None, command: Command) -> Meaning:
 
 def rank(value: int, _command: Command) -> Meaning:
     if value:
-        raise ValueError(
-            "one command starts all ranks of a machine: start it once, without --trainer-rank; on further machines add "
-            "--nodes, --node-rank and --master-addr"
-        )
+        advice = "start it once, without --trainer-rank; on further machines add --nodes, --node-rank and --master-addr"
+        raise ValueError(f"one command starts all ranks of a machine: {advice}")
     return Meaning(note="not needed: the launcher numbers the ranks")
 
 

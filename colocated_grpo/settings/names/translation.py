@@ -6,12 +6,10 @@ Error lines for names without an equal setting say what to write instead.
 import re
 from dataclasses import replace
 
-from colocated_grpo.settings import errors
-from colocated_grpo.settings.base import DEFAULT_INIT
+from colocated_grpo.settings import base, errors, training
 from colocated_grpo.settings.generation import EngineConfig, RolloutConfig
 from colocated_grpo.settings.names import trl
 from colocated_grpo.settings.names.trl import Alias, Lookup, NewSettings, each, not_needed, one_of, renamed
-from colocated_grpo.settings.training import ALL_LINEAR
 from colocated_grpo.settings.tree import assign, lookup
 
 
@@ -132,7 +130,7 @@ _PLAIN = "adapters are plain LoRA, or rslora, of linear layers: docs/guides/lora
 
 def _missing(defaults: NewSettings, get: Lookup) -> NewSettings:
     """Return the defaults that are not set yet; none with policy.lora.init, whose adapter determines all others."""
-    if get("policy.lora.init") not in (None, DEFAULT_INIT):
+    if get("policy.lora.init") not in (None, base.DEFAULT_INIT):
         return {}
     return {name: value for name, value in defaults.items() if get(name) is None}
 
@@ -141,7 +139,7 @@ def _target_modules(_key: str, value: object, _get: Lookup) -> NewSettings:
     """Convert module names to a list. all-linear and regular expressions stay text."""
     if isinstance(value, list) and len(value) == 1:
         value = value[0]  # like TRL, whose command line makes a list of one value
-    is_name = isinstance(value, str) and value != ALL_LINEAR and not _REGULAR_EXPRESSION.search(value)
+    is_name = isinstance(value, str) and value != training.ALL_LINEAR and not _REGULAR_EXPRESSION.search(value)
     return {_TARGETS: [value] if is_name else value}
 
 

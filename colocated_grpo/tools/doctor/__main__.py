@@ -38,10 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = cli.run_parser()
     parser.prog = "colocated-grpo doctor"
-    parser.description = (
-        "Check this machine and, with --config, --resume or atropos, make a dry run of the run that the same command "
-        "line starts."
-    )
+    then = "make a dry run of the run that the same command line starts"
+    parser.description = f"Check this machine and, with --config, --resume or atropos, {then}."
     try:
         options, overrides, _ = cli.read_arguments(arguments, parser)
         has_config = options.config is not None or options.resume is not None

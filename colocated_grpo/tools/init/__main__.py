@@ -63,11 +63,12 @@ def _text(options: argparse.Namespace) -> str:
     if options.output.exists():
         raise ConfigError(f"--output={str(options.output)!r}: exists already; choose another name, or delete it")
     options.gpus = visible_gpus(os.environ) if options.gpus is None else options.gpus
-    plan = make_plan(options.data, options.model, options.reward, _placement(options))
+    place = _placement(options)
+    plan = make_plan(options.data, options.model, options.reward, place)
     command = f"colocated-grpo --gpus {options.gpus} --config {shlex.quote(str(options.output))}"
     page = SETTINGS_PAGE if SETTINGS_PAGE.is_file() else f"the docstrings in {SETTINGS}"
     heading = [f"Check it: {command} --dry-run", f"Train:    {command}", f"Settings: {page}"]
-    return config_text(plan, heading, options.output.parent)
+    return config_text(plan, options, place, heading)
 
 
 def _placement(options: argparse.Namespace) -> Placement:
@@ -80,16 +81,15 @@ def _placement(options: argparse.Namespace) -> Placement:
         gpus = processes.visible(processes.list_gpus().gpus, os.environ)[: options.gpus]
         known = [gpu.total for gpu in gpus if gpu.total]
         if not known:
-            raise ConfigError(
-                f"--gpus={options.gpus}: no GPU is visible here; add --gpu-memory 80 for the machine that will train, "
-                "or use the CPU with --gpus 0"
-            )
+            advice = "add --gpu-memory 80 for the machine that will train, or use the CPU with --gpus 0"
+            raise ConfigError(f"--gpus={options.gpus}: no GPU is visible here; {advice}")
         memory = min(known)
     return Placement(ranks=options.gpus, on_gpu=True, device_bytes=memory)
 
 
-def config_text(plan: Choices, heading: Sequence[str], folder: Path) -> str:
-    """Return YAML. heading: comments at its top. folder: the config's folder, to which file names are relative."""
+def config_text(plan: Choices, options: argparse.Namespace, place: Placement, heading: Sequence[str]) -> str:
+    """Return YAML, in which file names are relative to the config's folder. heading: comments at its top."""
+    folder = options.output.parent
     changes: JsonObject = {} if plan.memory is None else dict(plan.memory.changes)
     policy, engine = changes.pop("policy", {}), changes.pop("engine", {})
     rate, steps = learning_rate(plan.sizes, plan.memory), plan.steps.value
@@ -104,16 +104,16 @@ def config_text(plan: Choices, heading: Sequence[str], folder: Path) -> str:
     top = [Setting(key, value, "policy and engine use one copy of the weights") for key, value in changes.items()]
     blocks = [
         [f"# {line}" for line in heading],
-        _lines(_model(plan, folder), ""),
-        ["environments:", "  - type: dataset", *_section(_environment(plan, folder), "    ")],
+        _lines(_model(plan, options.model, place, folder), ""),
+        ["environments:", "  - type: dataset", *_section(_environment(plan, str(options.data), folder), "    ")],
         *(_lines(setting, "") for setting in [plan.steps, *top]),
         *([f"{name}:", *_section(section, "  ")] for name, section in sections.items() if section),
     ]
     return "\n\n".join("\n".join(block) for block in blocks) + "\n"
 
 
-def _model(plan: Choices, folder: Path) -> Setting:
-    name, place = _beside(plan.model, folder) if Path(plan.model).is_dir() else plan.model, plan.place
+def _model(plan: Choices, name: str, place: Placement, folder: Path) -> Setting:
+    name = _beside(name, folder) if Path(name).is_dir() else name
     if plan.sizes is None or plan.memory is None:
         return Setting("model", name, "the sizes are unknown: a dry run cannot compare the memory either")
     total, need = plan.sizes.total, plan.memory.need
@@ -125,17 +125,15 @@ def _model(plan: Choices, folder: Path) -> Setting:
         f"{gib(need.generating)} while generating{host}: {plan.memory.why}."
     )
     if place.on_gpu:
-        text += (
-            f" What is left holds the KV cache of {plan.memory.sequences:,} full sequences; a run sizes cache and "
-            "micro-batches by the free memory that it finds."
-        )
+        sized = "a run sizes cache and micro-batches by the free memory that it finds"
+        text += f" What is left holds the KV cache of {plan.memory.sequences:,} full sequences; {sized}."
     return Setting("model", name, text)
 
 
-def _environment(plan: Choices, folder: Path) -> Sequence[Setting]:
+def _environment(plan: Choices, data: str, folder: Path) -> Sequence[Setting]:
     reward = plan.reward
     section = [
-        Setting("name", _beside(plan.data, folder), f"{plan.rows:,} rows"),
+        Setting("name", _beside(data, folder), f"{plan.rows:,} rows"),
         Setting("prompt_column", plan.column),
         Setting("rewards", [_beside(reward.name, folder)], reward.why),
     ]

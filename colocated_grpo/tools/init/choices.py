@@ -120,10 +120,8 @@ def fit_memory(config: Config, sizes: Sizes, heads: int, place: Placement, host_
             sequences = 1 + max(0, device - need.generating) // run.kv_bytes_per_sequence()
             return Memory(changes=changes, why=why, need=need, sequences=sequences)
     what = f"{place.ranks} GPUs of {gib(device)}" if place.on_gpu else f"{gib(device)} of memory"
-    raise ConfigError(
-        f"model.name={config.model.name!r}: does not fit on {what} with any setting; it would with "
-        f"{memory_fix(RunSizes(config, sizes, place), host)}"
-    )
+    rule = f"does not fit on {what} with any setting; it would with {memory_fix(RunSizes(config, sizes, place), host)}"
+    raise ConfigError(f"model.name={config.model.name!r}: {rule}")
 
 
 def _candidates(ranks: int, on_gpu: bool, tensor_parallel_sizes: Sequence[int]) -> Iterator[tuple[JsonObject, str]]:
@@ -173,10 +171,8 @@ def prompt_column(rows: Sequence[Item]) -> str:
         raise ConfigError(f"data: no column of prompts ({', '.join(PROMPTS)}); it has: {_names(rows)}; rename one")
     value = rows[0][column]
     if isinstance(value, list) and value and isinstance(value[-1], dict) and value[-1].get("role") == "assistant":
-        raise ConfigError(
-            f"data: {column!r} of row 0 ends with the assistant's message; move it into a column 'answer': "
-            "the model samples this message"
-        )
+        advice = "move it into a column 'answer': the model samples this message"
+        raise ConfigError(f"data: {column!r} of row 0 ends with the assistant's message; {advice}")
     return column
 
 
@@ -186,10 +182,8 @@ def builtin_reward(rows: Sequence[Item], prompt: str) -> Reward:
         return Reward(name="tool_call", why=f"compares the calls of a completion with the column {TOOL_CALLS}")
     column = _first_of([name for name in ANSWER_COLUMNS if name != prompt], rows)
     if column is None:
-        raise ConfigError(
-            f"data: no column of answers ({', '.join(ANSWER_COLUMNS)}); it has: {_names(rows)}; rename one, or name "
-            "your own function with --reward my_rewards.py:function"
-        )
+        advice = "rename one, or name your own function with --reward my_rewards.py:function"
+        raise ConfigError(f"data: no column of answers ({', '.join(ANSWER_COLUMNS)}); it has: {_names(rows)}; {advice}")
     answers = [str(row.get(column)).strip() for row in rows]
     rename = None if column == ANSWER_COLUMNS[0] else (column, ANSWER_COLUMNS[0])
     only_numbers = all(NUMBER.fullmatch(answer) for answer in answers)
@@ -228,8 +222,6 @@ SAMPLED_ROWS = 2000
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    model: str
-    data: str
     rows: int
     column: str
     reward: Reward
@@ -238,7 +230,6 @@ class Choices:
     sizes: Sizes | None
     """None if config.json does not state the sizes of the model. `memory` is then None, too."""
     memory: Memory | None
-    place: Placement
 
 
 def make_plan(data: Path, model_name: str, reward_name: str | None, place: Placement) -> Choices:
@@ -268,17 +259,9 @@ def make_plan(data: Path, model_name: str, reward_name: str | None, place: Place
     if sizes is not None:
         memory = fit_memory(config, sizes, attention_heads(text) or 1, place, psutil.virtual_memory().available)
     *batch, steps = batch_of(len(rows), place.ranks if place.on_gpu else 0)
+    rollout = [*batch, *lengths]
     return Choices(
-        model=model_name,
-        data=str(data),
-        rows=len(rows),
-        column=column,
-        reward=reward,
-        rollout=[*batch, *lengths],
-        steps=steps,
-        sizes=sizes,
-        memory=memory,
-        place=place,
+        rows=len(rows), column=column, reward=reward, rollout=rollout, steps=steps, sizes=sizes, memory=memory
     )
 
 

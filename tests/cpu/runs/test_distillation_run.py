@@ -28,7 +28,7 @@ def models(tmp_path_factory) -> tuple[Path, Path]:
     model, task = build_model(TINY, tokenizer, seed=0), build_task("sorting", TASK["args"])
     for name, slips, steps in (("student", 0.6, 60), ("teacher", 0.0, 75)):
         lesson = WarmStart(max_steps=steps, target=2.0, lr=4e-3, slips=slips)
-        warm_start(model, tokenizer, TaskTeacher(task, tokenizer, lesson), lesson, lambda *_: None)
+        warm_start(model, TaskTeacher(task, tokenizer, lesson), lambda *_: None)
         save_model(model, tokenizer, folder / name)
     return folder / "student", folder / "teacher"
 

@@ -54,6 +54,7 @@ class AlternatingTeacher:
 
     def __init__(self, *teachers: Teacher) -> None:
         self._teachers = cycle(teachers)
+        self.tokenizer, self.settings = teachers[0].tokenizer, teachers[0].settings
 
     def examples(self, count: int) -> list[Example]:
         return next(self._teachers).examples(count)
@@ -69,7 +70,7 @@ def warm_started_model(folder: Path, seed: int) -> Path:
     warm_settings = WarmStart(max_steps=200, batch_size=16, lr=4e-3, slips=0.03, max_completion_tokens=64, seed=seed)
     town = TaskTeacher(TwoMoveTown(**TOWN), tokenizer, warm_settings)
     tools = EpisodeTeacher(build_episode("tool_use", TOOLS), tokenizer, warm_settings)
-    warm_start(model, tokenizer, AlternatingTeacher(town, tools, tools, tools), warm_settings, lambda *_: None)
+    warm_start(model, AlternatingTeacher(town, tools, tools, tools), lambda *_: None)
     save_model(model, tokenizer, folder)
     return folder
 

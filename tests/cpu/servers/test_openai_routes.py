@@ -12,6 +12,7 @@ from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.servers.rank_links import LoadBalancer
 from colocated_grpo.servers.request_bodies import SamplingParameters
 from colocated_grpo.servers.sampler import Sampler
+from colocated_grpo.servers.text import TextCodec
 from colocated_grpo.types import Completion
 from tests.support.engine_server import CHAT, LIMITS, MAX_TOKENS, MODEL, LetterTokenizer
 from tests.support.fakes import FakeEngine
@@ -98,12 +99,7 @@ def test_top_logprobs_are_at_the_sampling_temperature(server):
 
 def test_top_logprobs_are_computed_before_the_engine_may_sleep():
     inbox, engine = Inbox(), FakeEngine(decode_steps=lambda request: 3)
-    sampler = Sampler(
-        LoadBalancer(inbox),
-        LetterTokenizer(),
-        LIMITS,
-        lambda line: None,
-    )
+    sampler = Sampler(LoadBalancer(inbox), TextCodec(LetterTokenizer(), LIMITS, {}), lambda line: None)
 
     async def sample() -> list[Any]:
         return await sampler.sample([[1, 2]], SamplingParameters(max_tokens=5), 2)

@@ -26,6 +26,7 @@ from colocated_grpo.servers.rank_links import LoadBalancer, ServerClosing
 from colocated_grpo.servers.request_bodies import SamplingParameters
 from colocated_grpo.servers.responses import ClosingStream, as_json_lines, generate_chunks
 from colocated_grpo.servers.sampler import CompletionPart, Sampler
+from colocated_grpo.servers.text import TextCodec
 from colocated_grpo.types import Completion
 from colocated_grpo.web.server import ServerThread
 from tests.support.engine_server import (
@@ -134,7 +135,8 @@ def test_a_stream_that_is_not_read_delays_nobody(path):
 def test_tokens_that_a_client_has_not_taken_are_one_part():
     inbox, gate = Inbox(), StepGate()
     engine = FakeEngine(on_step=gate, complete=long_completion)
-    sampler = Sampler(LoadBalancer(inbox), LetterTokenizer(), replace(LIMITS, max_tokens=2 * LONG), lambda line: None)
+    codec = TextCodec(LetterTokenizer(), replace(LIMITS, max_tokens=2 * LONG), {})
+    sampler = Sampler(LoadBalancer(inbox), codec, lambda line: None)
     driver = Driver(engine, inbox)
 
     async def stream() -> list[int]:
@@ -205,12 +207,7 @@ def test_a_shutdown_while_top_logprobs_are_computed_ends_the_stream():
     inbox, scored = Inbox(), [Future() for _ in range(2)]
     engines = LoadBalancer(inbox)
     engines.top_logprobs = lambda tokens, k: scored.pop()
-    sampler = Sampler(
-        engines,
-        LetterTokenizer(),
-        LIMITS,
-        lambda line: None,
-    )
+    sampler = Sampler(engines, TextCodec(LetterTokenizer(), LIMITS, {}), lambda line: None)
     cancelled, done = scored
     done.set_result([dict.fromkeys(range(VOCABULARY), -1.0)] * MAX_TOKENS)
 

@@ -200,7 +200,7 @@ def test_a_warm_start_stops_at_the_target_reward():
     teacher = TaskTeacher(AlwaysA(), TOKENIZER, settings)
     assert teacher.sampled_reward(model, "held_out", 16) < 0.5
     reports = []
-    steps = warm_start(model, TOKENIZER, teacher, settings, lambda *report: reports.append(report))
+    steps = warm_start(model, teacher, lambda *report: reports.append(report))
     assert steps < 200
     assert [step for step, _, _ in reports] == list(range(CHECK_EVERY, steps + 1, CHECK_EVERY))
     assert (reports[-1][2] + (reports[-2][2] if len(reports) > 1 else 0.0)) / 2 >= 0.5
@@ -245,7 +245,7 @@ def test_a_warm_start_learns_episodes_with_different_numbers_of_turns():
     settings = WarmStart(target=0.7, max_steps=200, batch_size=8, max_completion_tokens=40, slips=0.0)
     teacher = EpisodeTeacher(Echo(), TOKENIZER, settings)
     assert teacher.sampled_reward(model, "held_out", 16) < 0.5
-    assert warm_start(model, TOKENIZER, teacher, settings, lambda *report: None) < 200
+    assert warm_start(model, teacher, lambda *report: None) < 200
     assert teacher.sampled_reward(model, "held_out", 16) > 0.5
 
 
