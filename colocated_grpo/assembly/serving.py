@@ -64,7 +64,7 @@ def connect_servers(config: Config, world: World, stop: StopRequest) -> list[Eng
     if engine.dtype != "auto" or engine.bridge == "shared":
         dtype = str(model_loader.engine_dtype(engine, config.policy, world.device)).removeprefix("torch.")
     prepare = partial(_prepare, config.model, config.max_sequence_tokens, engine.bridge, dtype)
-    world.from_main(lambda: [prepare(server, server.until_answered(server.info)) for server in servers] and None)
+    world.from_main(lambda: [prepare(server, server.wait_until_ready()) for server in servers] and None)
     return servers
 
 
@@ -128,11 +128,11 @@ def build_remote(
             sync = RestartSync(export, files, servers, base)
         case "shared":
             file = Path(engine.bridge_config or exported.export_folder() / exported.CONFIG_NAME)
-            views = exported.attach(file, servers[0].until_answered(servers[0].info)["instance"])
+            views = exported.attach(file, servers[0].wait_until_ready()["instance"])
             views = exported.adopt_exported(views, prefix, partial(masters.adopt, policy.model))
             sync = SharedSync(policy.weights.published(), views, world, check_every)
     restore: Restore = (lambda server: False) if isinstance(sync, SharedSync) else sync.restore
-    infos = [server.until_answered(server.info) for server in servers]
+    infos = [server.wait_until_ready() for server in servers]
     # In a deterministic run, send all requests at once: the server's queue decides which decode together, not timing.
     limit = sys.maxsize if config.deterministic else None
     return Engines(

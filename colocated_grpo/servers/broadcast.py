@@ -90,8 +90,7 @@ class BroadcastSync:
         """Instances of the servers in the last sync."""
         self._group: JoinedGroup | None = None
         """Set on rank 0 only."""
-        first = self.servers[0]
-        self._dtype: torch.dtype = getattr(torch, first.until_answered(first.info)["dtype"])
+        self._dtype: torch.dtype = getattr(torch, self.servers[0].wait_until_ready()["dtype"])
         self._num_shards = count_shards(self.parameters)
         shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
         self._buckets = make_buckets(shapes, self._num_shards, self._dtype)
@@ -147,7 +146,7 @@ class BroadcastSync:
 
     def _join(self) -> list[str]:
         """Rebuild the group if a server has restarted. Returns the servers' instances. Rank 0 only."""
-        infos = [server.until_answered(server.info) for server in self.servers]
+        infos = [server.wait_until_ready() for server in self.servers]
         instances = [info["instance"] for info in infos]
         if instances == self._joined:
             return instances
@@ -251,12 +250,12 @@ class RestartSync:
             world.from_main(lambda: list(pool.map(self._restart, self.servers)))
 
     def _have_base(self) -> bool:
-        infos = [server.until_answered(server.info) for server in self.servers]
+        infos = [server.wait_until_ready() for server in self.servers]
         return all(info["model"] == self.base and not info["has_received_weights"] for info in infos)
 
     def _restart(self, server: EngineServer) -> None:
         model = self._current
-        former = server.until_answered(server.info)["instance"]
+        former = server.wait_until_ready()["instance"]
         accepted: set[str] = set()
         """Instances that have accepted the restart request. If one crashes before it accepts, another starts."""
 

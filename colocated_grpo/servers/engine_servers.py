@@ -92,6 +92,10 @@ class EngineServer:
         """Return /lora/status."""
         return cast(JsonObject, self._http.get("/lora/status"))
 
+    def wait_until_ready(self) -> JsonObject:
+        """Return `info` once the server responds. Raises RunError."""
+        return self.until_answered(self.info)
+
     def until_answered(self, call: Callable[[], T]) -> T:
         """Repeat the call while it raises Unavailable, for at most `timeout` seconds. Raises RunError."""
         begun = time.monotonic()

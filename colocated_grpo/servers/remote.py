@@ -37,7 +37,7 @@ class RemoteEngine(RolloutEngine):
 
     def __init__(self, server: EngineServer, restore: Restore, on_lost: Callable[[str], None]) -> None:
         """Wait for the server. on_lost: called once, with one line, when the server is lost for this run."""
-        info = server.until_answered(server.info)
+        info = server.wait_until_ready()
         self._server = server
         self._restore = restore
         self._on_lost = on_lost
