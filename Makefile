@@ -25,8 +25,7 @@ CPU_TORCH := torch==2.13.0$(if $(filter Linux,$(shell uname -s)),+cpu)
 ATROPOSLIB := atroposlib==0.4.0
 OLDEST_VLLM := 0.26.0
 VLLM_SOURCES := $(VENV)/vllm-$(OLDEST_VLLM)
-COMPUTING_TESTS := $(addprefix tests/cpu/,policy rollout weights benchmarks tools losses batching \
-    checkpoint docs settings evaluation tracking web)
+COMPUTING_TESTS := $(addprefix tests/cpu/,policy rollout weights losses batching checkpoint settings evaluation web)
 RUN_TESTS := tests/cpu/runs
 COMPUTING_LOG := $(VENV)/computing-tests.log
 RUN_LOG := $(VENV)/run-tests.log

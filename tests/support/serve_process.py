@@ -62,6 +62,7 @@ class ServeProcess:
 
     def wait_until_ready(self) -> None:
         timer = threading.Timer(START_SECONDS, self.process.kill)
+        timer.daemon = True
         timer.start()
         assert self.process.stdout is not None
         for line in self.process.stdout:

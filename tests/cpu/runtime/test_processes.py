@@ -24,7 +24,6 @@ import os, signal, subprocess, sys
 from pathlib import Path
 from colocated_grpo.launch.launcher import SAVING
 from colocated_grpo.runtime import processes
-from colocated_grpo.runtime.rendezvous import connect_store, serve_store
 hangup, redirect, ranks, *command = sys.argv[1:]
 processes.LEAVE_SECONDS = 0.2
 signal.signal(signal.SIGHUP, signal.Handlers[hangup])
