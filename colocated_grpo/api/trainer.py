@@ -26,8 +26,8 @@ EXPORTS = ("final_model", "final_adapter")
 BESTS = ("best_model", "best_adapter")
 REPORT_HEIGHT = 600
 TORCH_CAME_FIRST = (
-    "note: torch was imported before colocated_grpo: on a busy CPU, steps take several times as long; import "
-    "colocated_grpo first"
+    "note: torch was imported before colocated_grpo: on a busy CPU, steps take several times as long; write "
+    "`from colocated_grpo import Trainer` before other imports"
 )
 _TORCH_CAME_LATER = set_library_variables()
 
