@@ -11,7 +11,7 @@ from typing import Any
 
 from colocated_grpo.api.arguments import num_rows
 from colocated_grpo.callbacks import RunState
-from colocated_grpo.errors import RunError
+from colocated_grpo.errors import ConfigError, RunError
 from colocated_grpo.settings.config_json import has_text_part, read_config_json
 from colocated_grpo.settings.inputs import check_hub
 from colocated_grpo.settings.schema import Config, HubConfig
@@ -71,6 +71,9 @@ class FollowingCallback:
         self.callback_name = type(callback).__name__
         args = trainer.args
         self._args = args if hasattr(args, "output_dir") else SimpleNamespace(**(args or {}))
+        stops_early = isinstance(callback, library.EarlyStoppingCallback)
+        if stops_early and not getattr(self._args, "metric_for_best_model", None):
+            raise ConfigError("callbacks: EarlyStoppingCallback needs metric_for_best_model, for example eval_reward")
         self._trainer = trainer
         self._begin_again()
 

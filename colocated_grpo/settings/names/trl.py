@@ -99,7 +99,7 @@ def _report_to(_key: str, value: object, _get: Lookup) -> NewSettings:
     trackers |= {name: {} for name in _OTHER_TRACKERS}
     names = value if isinstance(value, list) else [value]
     if any(name not in trackers for name in names):
-        raise ValueError(f"must be one or several of {', '.join(trackers)}")
+        raise ValueError(f"must be one of these, or a list of them: {', '.join(trackers)}")
     return {path: setting for name in names for path, setting in trackers[name].items()}
 
 

@@ -368,6 +368,11 @@ def test_early_stopping_of_transformers_stops_when_the_reward_no_longer_rises(tm
     assert stopped == [False, False, False, True]
 
 
+def test_early_stopping_of_transformers_without_a_metric_is_one_line():
+    with pytest.raises(ConfigError, match=r"^callbacks: EarlyStoppingCallback needs metric_for_best_model, for example"):
+        trainer(callbacks=EarlyStoppingCallback())
+
+
 def test_what_a_callback_cannot_have_here_is_noted_before_the_run():
     class Curious(TrainerCallback):
         def on_epoch_end(self, args, state, control, model=None, **others): ...
