@@ -369,7 +369,7 @@ def test_early_stopping_of_transformers_stops_when_the_reward_no_longer_rises(tm
 
 
 def test_early_stopping_of_transformers_without_a_metric_is_one_line():
-    with pytest.raises(ConfigError, match=r"^callbacks: EarlyStoppingCallback needs metric_for_best_model, for example"):
+    with pytest.raises(ConfigError, match=r"^callbacks: EarlyStoppingCallback needs metric_for_best_model,"):
         trainer(callbacks=EarlyStoppingCallback())
 
 
