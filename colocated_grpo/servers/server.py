@@ -58,8 +58,12 @@ def serve(options: ServeOptions, state: Path) -> int:
             load_adapter(options.adapter.name, str(options.adapter))
         except ValueError as error:
             raise RunError(str(error)) from None
-    commands = {"load_adapter": load_adapter, "unload_adapter": engine.adapters.unload}
-    commands |= {"join": receiver.join, "update": receiver.update}
+    commands = {
+        "load_adapter": load_adapter,
+        "unload_adapter": engine.adapters.unload,
+        "join": receiver.join,
+        "update": receiver.update,
+    }
     group = dist.new_group(backend="gloo", timeout=IDLE_LIMIT) if world.size > 1 else None
     assert not isinstance(group, int)  # every rank is a member
     whole = engine_control.MirroredEngine(engine, group, commands)

@@ -179,8 +179,12 @@ DEFAULTS: dict[object, JsonObject] = {"gemma3_text": _GEMMA3 | {"max_position_em
 """Model type -> transformers' defaults for entries that are missing in the config.json of released models."""
 OTHER_PARTS = {"vision_config": "vision", "audio_config": "audio"}
 """Section of config.json -> name of the part."""
-_PREFIXES = {"model.language_model.": "model.", "language_model.model.": "model."}
-_PREFIXES |= {"language_model.lm_head.": "lm_head.", "lm_head.": "lm_head."}
+_PREFIXES = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "lm_head.": "lm_head.",
+}
 """Name prefixes in multimodal checkpoints -> prefixes in the text model. Gemma 3 and Mistral 3 use the second and third
 entry, Gemma 4 and Qwen use the first and last entry."""
 

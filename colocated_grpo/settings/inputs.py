@@ -236,8 +236,14 @@ def check_hub(settings: schema.HubConfig | None) -> Iterator[str]:
 
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_PEFT_KEYS = {"r": "rank", "lora_alpha": "alpha", "use_rslora": "rslora", "target_modules": "target_modules"}
-_PEFT_KEYS |= {"exclude_modules": "exclude_modules", "layers_to_transform": "layers"}
+_PEFT_KEYS = {
+    "r": "rank",
+    "lora_alpha": "alpha",
+    "use_rslora": "rslora",
+    "target_modules": "target_modules",
+    "exclude_modules": "exclude_modules",
+    "layers_to_transform": "layers",
+}
 """PEFT's names -> names in LoRAConfig."""
 _UNSUPPORTED_BY_LORA = (
     *("alora_invocation_tokens", "alpha_pattern", "arrow_config", "kasa_config", "layer_replication", "lora_bias"),

@@ -40,8 +40,12 @@ _QWEN3_30B = replace(
     _QWEN3_8B, architecture="qwen3_moe", hidden=2048, layers=48, kv_heads=4, intermediate=6144, settings=_EXPERTS
 )
 _QWEN3_5 = {"kv_heads": 4, "head_dim": 256, "vocab": 248320, "max_positions": 262144}
-_LINEAR = {"linear_num_key_heads": 16, "linear_num_value_heads": 32}
-_LINEAR |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+_LINEAR = {
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
 _QWEN3_5_4B = Shape(
     architecture="qwen3_5", hidden=2560, layers=32, heads=16, intermediate=9216, settings=_LINEAR, **_QWEN3_5
 )
