@@ -176,11 +176,8 @@ def show_rewards(
         elif not rewards and not any(NOT_RUN in str(score.error) for score in scores):
             raise ConfigError(f"environments {source!r}: the reward fails for every text tried: {scores[0].error}")
         elif len(rewards) == 2 and rewards[0] <= rewards[1]:
-            form = (
-                "texts, not lists of messages"
-                if isinstance(prompt.item["prompt"], str)
-                else "lists of messages, not texts"
-            )
+            is_text = isinstance(prompt.item["prompt"], str)
+            form = "texts, not lists of messages" if is_text else "lists of messages, not texts"
             note(
                 f"environments {source!r}: the row's own answer gets no more reward than {USELESS!r}; does the reward "
                 f"expect another form? Completions of these prompts are {form}"

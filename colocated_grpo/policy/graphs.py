@@ -164,8 +164,8 @@ def _padded_rows(tokens: PackedTokens, shape: GraphShape) -> PackedTokens:
     row_of_key = np.zeros(spare, np.int64)  # a filler copies the key of row 0
     row_of_key[own_keys] = tokens.num_tokens + np.arange(rows)
     positions = np.concatenate([np.arange(count) for count in own])
-    # Fillers come last, after the end of the last row: nothing reads their gradients.
-    by_row = len(keys.rows_E) + np.concatenate([own_keys, np.setdiff1d(np.arange(spare), own_keys)])
+    # Nothing reads the gradients of fillers: keys_E ends with zeros, which are no row's.
+    by_row = len(keys.rows_E) + own_keys
     starts = len(keys.rows_E) + np.arange(shape.keys + 1 - tokens.num_tokens).clip(max=spare)
     return replace(
         tokens,
@@ -176,7 +176,7 @@ def _padded_rows(tokens: PackedTokens, shape: GraphShape) -> PackedTokens:
         max_seqlen=shape.longest,
         prefix_keys=PrefixKeys(
             rows_E=torch.cat([keys.rows_E, torch.from_numpy(row_of_key)]),
-            keys_E=torch.cat([keys.keys_E, torch.from_numpy(by_row)]),
+            keys_E=F.pad(torch.cat([keys.keys_E, torch.from_numpy(by_row)]), (0, spare - rows)),
             starts_E=torch.cat([keys.starts_E[: tokens.num_tokens], torch.from_numpy(starts)]),
             cu_seqlens=_extended(keys.cu_seqlens, own + fillers),
             max_seqlen=shape.longest,

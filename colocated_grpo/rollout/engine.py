@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -27,7 +27,12 @@ class Sampling:
     @property
     def is_plain(self) -> bool:
         """True if only the temperature changes the model's distribution."""
-        return (self.top_p, self.top_k, self.min_p, self.repetition_penalty) == (1.0, 0, 0.0, 1.0)
+        return only_temperature(self)
+
+
+def only_temperature(settings: Any) -> bool:
+    """True if none of these settings, `Sampling` or vLLM's, changes the model's distribution beside the temperature."""
+    return (settings.top_p, settings.top_k, settings.min_p, settings.repetition_penalty) == (1.0, 0, 0.0, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

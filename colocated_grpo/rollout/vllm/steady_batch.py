@@ -14,6 +14,7 @@ from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
+from colocated_grpo.rollout.engine import only_temperature
 from colocated_grpo.types import FinishReason
 
 MAX_STOP_LISTS = 64
@@ -97,20 +98,6 @@ def is_plain(request: Request) -> bool:
     )
 
 
-def samples_plainly(request: Request) -> bool:
-    """True if only a temperature changes the distribution that the request's tokens are sampled from."""
-    params = request.sampling_params
-    return (
-        params is not None
-        and params.top_p == 1
-        and params.top_k in (0, -1)
-        and params.min_p == 0
-        and params.repetition_penalty == 1
-        and params.presence_penalty == params.frequency_penalty == 0
-        and not (params.min_tokens or params.bad_words or params.logit_bias or params.allowed_token_ids)
-    )
-
-
 class SteadyBatch:
     """Rows of running requests, and the steps built from them."""
 
@@ -123,7 +110,7 @@ class SteadyBatch:
         self._chunks = chunks
         self._most_tokens = most_tokens
         self.requests: list[Request] = list(scheduler.running)
-        self.samples_plainly = all(map(samples_plainly, self.requests))
+        self.samples_plainly = all(only_temperature(request.sampling_params) for request in self.requests)
         self._names = [request.request_id for request in self.requests]
         self._block = scheduler.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
 

@@ -195,7 +195,7 @@ class DeviceSteps:
         self.tokens = 1
         """Tokens of each request in the step that is executed next."""
         self.plainly = False
-        """True if `samples_plainly` is true of all its requests."""
+        """True if only a temperature changes the distribution of all its requests."""
         self._runner = runner
         self._vllm_sample = STEADY_SAMPLE.bind(runner, self.sample_tokens)
         self._replay = STEADY_REPLAY.bind(runner.cudagraph_manager, self._note_graph)
@@ -238,7 +238,7 @@ class DeviceSteps:
         return SampledLater(batch.req_ids, sampled)
 
     def _take_plainly(self, hidden: Tensor, batch: InputBatch) -> tuple[Tensor, Tensor]:
-        """Do the same as `_take` in fewer launches, if only a temperature changes the distribution."""
+        """Do the same as `_take` in fewer launches, for a step that samples `plainly`."""
         from colocated_grpo.rollout.vllm import sampling_kernels as kernels  # needs Triton
 
         runner, places = self._runner, batch.idx_mapping

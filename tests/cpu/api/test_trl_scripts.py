@@ -191,9 +191,11 @@ def test_an_adapter_other_than_lora_is_one_line():
 def test_a_method_that_is_never_called_is_one_line():
     class Mine(Trainer):
         def compute_loss(self, *arguments, **options): ...
+        def _compute_loss(self, model, inputs): ...
         def _prepare_inputs(self, inputs): ...
 
-    with pytest.raises(ConfigError, match=r"^Mine: methods that are never called: _prepare_inputs, compute_loss$"):
+    names = "_compute_loss, _prepare_inputs, compute_loss"
+    with pytest.raises(ConfigError, match=rf"^Mine: methods that are never called: {names}$"):
         Mine("some/model", right, train_dataset=ROWS)
 
 

@@ -5,10 +5,7 @@ The kernels for GPUs run by Triton's interpreter. tests/cpu/runs and tests/gpu c
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +20,7 @@ from colocated_grpo.settings import rules
 from colocated_grpo.settings.exact import EXACT_TYPES, check_exact
 from colocated_grpo.types import Rollout
 from tests.support.families import SETTINGS
+from tests.support.interpreter import interpreted
 from tests.support.small_policy import (
     SHAPE,
     config_of,
@@ -176,10 +174,7 @@ print("equal")
 
 
 def test_the_kernels_compute_each_row_by_itself_and_equal_plain_torch():
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", KERNELS], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "equal"
+    assert interpreted("-c", KERNELS).strip() == "equal"
 
 
 def test_in_windowed_attention_each_query_is_a_sequence_that_ends_with_its_own_key():

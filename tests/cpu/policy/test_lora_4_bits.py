@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -21,6 +18,7 @@ from colocated_grpo.policy.lora import nf4
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.schema import Config
 from tests.support.compiled_blocks import graph_counter
+from tests.support.interpreter import interpreted
 from tests.support.random_models import make_model
 from tests.support.ranks import run_on_ranks
 from tests.support.small_policy import (
@@ -81,8 +79,7 @@ for rows, columns in ((5, 64), (3, 2112), (0, 64)):
 
 
 def test_the_kernel_unpacks_to_the_same_values():
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    assert subprocess.run([sys.executable, "-c", KERNEL], env=environment).returncode == 0
+    interpreted("-c", KERNEL)
 
 
 @pytest.fixture(scope="module")

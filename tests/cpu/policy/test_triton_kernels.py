@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
+
+from tests.support.interpreter import interpreted
 
 pytest.importorskip("triton")
 
@@ -46,7 +44,4 @@ print("equal")
 
 
 def test_the_kernels_equal_plain_torch():
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", COMPARISON], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "equal"
+    assert interpreted("-c", COMPARISON).strip() == "equal"

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,6 +13,7 @@ from torch import Tensor
 
 from colocated_grpo.weights.fingerprints import SPAN, SPANS, bits_of, columns_of, fingerprint, rows_of
 from colocated_grpo.weights.transport import Fingerprints
+from tests.support.interpreter import interpreted
 
 MODULUS = 1 << 64
 ROWS, COLUMNS = 300, 301
@@ -120,7 +118,5 @@ for dtype in (None, torch.float32, torch.float16):
 
 
 def test_the_kernel_computes_the_same_fingerprints():
-    """Triton's interpreter, chosen by a variable that Triton reads on import, truncates in casts to bfloat16."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    outcome = subprocess.run([sys.executable, "-c", IN_THE_INTERPRETER], env=environment, timeout=300, check=False)
-    assert outcome.returncode == 0
+    """Triton's interpreter truncates in casts to bfloat16."""
+    interpreted("-c", IN_THE_INTERPRETER)

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
-from tests.support.paths import ROOT
+from tests.support.interpreter import interpreted
 
 pytest.importorskip("triton")
 
 
 def test_the_kernels_equal_plain_arithmetic():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    checks = [sys.executable, "-m", "tests.support.decode_kernels"]
-    done = subprocess.run(checks, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    interpreted("-m", "tests.support.decode_kernels")
 
 
 def test_only_as_many_parts_are_launched_as_the_longest_sequence_and_the_device_can_use():

@@ -397,10 +397,9 @@ def test_stop_lists_have_rows_of_their_own_and_the_table_stays_small():
     ],
 )
 def test_only_a_temperature_leaves_sampling_to_the_plain_kernels(changes, plain):
-    from colocated_grpo.rollout.engine import Request, Sampling
-    from colocated_grpo.rollout.vllm.steady_batch import samples_plainly
+    from colocated_grpo.rollout.engine import Request, Sampling, only_temperature
     from colocated_grpo.rollout.vllm.vllm_engine import _sampling_params
 
     sampling = Sampling(**{"temperature": 1.0, "max_tokens": 4, **changes})
     params = _sampling_params(Request(key=0, token_ids=[1], seed=0, sampling=sampling))
-    assert samples_plainly(SimpleNamespace(sampling_params=params)) is plain
+    assert only_temperature(params) is plain
