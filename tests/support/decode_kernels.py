@@ -14,13 +14,16 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
 from colocated_grpo.rollout.vllm import sampling_kernels
-from colocated_grpo.rollout.vllm.decode_attention import FP8, LEAST_TOKENS, decode
+from colocated_grpo.rollout.vllm.decode_attention import FP8, LEAST_TOKENS, decode, most_siblings
 from colocated_grpo.rollout.vllm.qkv_kernel import Cache, normalize_rotate_and_store, suits
 from colocated_grpo.rollout.vllm.sampling_kernels import Inputs, Requests, advance, sample
+from colocated_grpo.rollout.vllm.siblings import LEAST_BLOCKS, find_siblings
 
 LENGTHS = [1, 15, 16, 17, 64, 200, LEAST_TOKENS + 1, 0]
 """Only the last but one is divided into parts."""
 BLOCK = 16
+GROUPS = [(3, LEAST_BLOCKS * BLOCK), (11, LEAST_TOKENS + 100), (2, (LEAST_BLOCKS - 1) * BLOCK)]
+"""Siblings and prompt tokens of groups. The last prompt is too short to be read once for both siblings."""
 
 
 Scales = tuple[float, float] | None
@@ -44,8 +47,13 @@ def assert_attention_is_softmax(
     dtype: torch.dtype = torch.bfloat16,
     cache_scales: Scales = None,
 ) -> None:
-    """One-token attention over the paged cache equals softmax over the sequence."""
+    """One-token attention over the paged cache equals softmax over the sequence. Siblings' prompts are read once."""
     lengths = LENGTHS * (sequences // len(LENGTHS))
+    groups = {}
+    """Blocks of the prompt, by the row of the first sibling and the number of siblings."""
+    for count, prompt in GROUPS:
+        groups[len(lengths), count] = prompt // BLOCK
+        lengths += [prompt + 1 + 60 * sibling for sibling in range(count)]
     generator = torch.Generator(device).manual_seed(0)
     blocks = [-(-length // BLOCK) for length in lengths]
     cache = torch.randn(sum(blocks), BLOCK, kv_heads, 2 * head_size, device=device, generator=generator).to(dtype)
@@ -55,12 +63,25 @@ def assert_attention_is_softmax(
     table = torch.zeros(len(lengths), max(blocks), dtype=torch.int32, device=device)
     for row, ids in enumerate(order.split(blocks)):
         table[row, : len(ids)] = ids
+    for (first, count), shared in groups.items():
+        table[first : first + count, :shared] = table[first, :shared].clone()
     query = torch.randn(len(lengths), heads, head_size, device=device, generator=generator).to(dtype)
     out = torch.full_like(query, float("nan"))
     lengths_B = torch.tensor(lengths, dtype=torch.int32, device=device)
-    decode(query, keys, values, out, table, lengths_B, head_size**-0.5, scales)
+    most = most_siblings(query, keys)
+    siblings = find_siblings(table, lengths_B, BLOCK, most) if most > 1 else None
+    once = table.clone()
+    for (first, count), shared in groups.items() if siblings else ():
+        for row in range(first, first + count):
+            leader = first + (row - first) // most * most
+            has_siblings = shared >= LEAST_BLOCKS and min(most, first + count - leader) > 1
+            assert siblings.tokens[row] == (shared * BLOCK if has_siblings else 0)
+            if has_siblings and row != leader:
+                assert siblings.first[row] == leader
+                once[row, :shared] = order[-1]  # must not be read
+    decode(query, keys, values, out, once, lengths_B, head_size**-0.5, siblings, scales)
     again = torch.full_like(out, float("nan"))
-    assert torch.equal(decode(query, keys, values, again, table, lengths_B, head_size**-0.5, scales), out)
+    assert torch.equal(decode(query, keys, values, again, table, lengths_B, head_size**-0.5, siblings, scales), out)
     key_scale, value_scale = cache_scales or (1.0, 1.0)
     for row, length in enumerate(lengths):
         own = table[row].long()

@@ -119,4 +119,4 @@ for dtype in (None, torch.float32, torch.float16):
 
 def test_the_kernel_computes_the_same_fingerprints():
     """Triton's interpreter truncates in casts to bfloat16."""
-    interpreted("-c", IN_THE_INTERPRETER)
+    assert not interpreted("-c", IN_THE_INTERPRETER)

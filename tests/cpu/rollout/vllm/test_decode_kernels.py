@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 
 def test_the_kernels_equal_plain_arithmetic():
-    interpreted("-m", "tests.support.decode_kernels")
+    assert not interpreted("-m", "tests.support.decode_kernels")
 
 
 def test_only_as_many_parts_are_launched_as_the_longest_sequence_and_the_device_can_use():
@@ -19,6 +19,54 @@ def test_only_as_many_parts_are_launched_as_the_longest_sequence_and_the_device_
 
     assert [parts_for(64, longest) for longest in (16, LEAST_TOKENS, LEAST_TOKENS + 1)] == [1, 1, 2]
     assert [parts_for(programs, 1 << 20) for programs in (64, MOST_PROGRAMS // 2, 1 << 20)] == [MOST_PARTS, 2, 1]
+
+
+TYPES = {
+    "*i32": ("table", "lengths", "firsts", "counts", "shared_tokens", "finished"),
+    "*fp32": ("sums", "tops", "masses", "shared_sums", "shared_tops", "shared_masses"),
+    "*bf16": ("query", "keys", "values", "out", "key_scale", "value_scale"),
+    "fp32": ("scale",),
+}
+"""Types of the kernels' arguments; others are sizes."""
+
+
+@pytest.mark.parametrize(("capability", "fp8"), [(80, False), (90, False), (90, True)])
+@pytest.mark.parametrize("name", ["decode_shared", "decode_own"])
+def test_attention_compiles_for_gpus_that_this_machine_lacks(name, capability, fp8):
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from colocated_grpo.rollout.vllm import decode_kernels
+
+    kernel, waits = getattr(decode_kernels, name), capability >= 90
+    constants = {"BLOCK": 16, "GROUP": 2, "ROWS": 16, "SIZE": 128, "TILE": 64, "LEAST": 512, "QUANTIZED": fp8}
+    constants |= {"OVERLAPS": waits, "SHARES": True}
+    types = {argument: kind for kind, arguments in TYPES.items() for argument in arguments}
+    types |= dict.fromkeys(constants, "constexpr") | (dict.fromkeys(("keys", "values"), "*u16") if fp8 else {})
+    source = ASTSource(
+        fn=kernel,
+        signature={argument: types.get(argument, "i32") for argument in kernel.arg_names},
+        constexprs={(kernel.arg_names.index(key),): constants[key] for key in constants if key in kernel.arg_names},
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
+    assert ("griddepcontrol" in compiled.asm["ptx"]) == waits
+
+
+def test_siblings_are_looked_for_once_in_each_forward_pass(monkeypatch):
+    from colocated_grpo.rollout.vllm import siblings
+
+    found = []
+    monkeypatch.setattr(
+        siblings, "find_siblings", lambda table, *_: found.append(table) or siblings.Siblings(*[table] * 3)
+    )
+    of_step, lengths = siblings.SiblingsOfStep(), torch.ones(2)
+    layers = [torch.zeros(1, 16, 1, 64) for _ in range(3)]
+    tables = [torch.zeros(2, 1) for _ in range(2)]
+    for table in (tables[0], tables[0], tables[1]):  # a captured graph has the table of the pass before it
+        for cache in layers:
+            of_step.of(cache, table, lengths, 8)
+    assert list(map(id, found)) == list(map(id, (tables[0], tables[0], tables[1])))
 
 
 def calls(**changes: object) -> dict[str, object]:

@@ -1,0 +1,222 @@
+"""Triton kernels of `decode_attention`.
+
+Rows are query heads of one key-value head, of one sequence or of siblings. Each program reads a part of the tokens. Its
+results for a row are the largest score, the sum of exponentials (mass), and the weighted sum of values.
+"""
+
+import triton.language as tl
+
+from colocated_grpo.runtime.triton_jit import jit
+
+
+@jit
+def _unpacked(pairs):
+    """Return the first and the second numbers of pairs in fp8, in float16. The device has an instruction for both.
+
+    Triton's own conversion takes two more instructions for each number, and instructions limit attention here.
+    """
+    return tl.inline_asm_elementwise(
+        """{
+            .reg .b32 sorted; .reg .b16 firsts, seconds;
+            prmt.b32 sorted, $2, 0, 0x3120;
+            mov.b32 {firsts, seconds}, sorted;
+            cvt.rn.f16x2.e4m3x2 $0, firsts;
+            cvt.rn.f16x2.e4m3x2 $1, seconds;
+        }""",
+        "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@jit
+def _span(tokens, parts, LEAST: tl.constexpr):
+    """Return the tokens of one part."""
+    return tl.maximum(tl.cdiv(tl.cdiv(tokens, parts), LEAST), 1) * LEAST
+
+
+@jit
+def _read(
+    q, keys, values, blocks, begin, end, head, scale,
+    key_block, key_token, key_head, value_block, value_token, value_head,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, QUANTIZED: tl.constexpr,
+):  # fmt: skip
+    """Read the tokens from `begin` to `end`. Returns each row's largest score, mass and weighted sum.
+
+    blocks: pointer to the block ids of the tokens from 0 on.
+    """
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    mass = tl.zeros([ROWS], tl.float32)
+    total = tl.zeros([ROWS, SIZE], tl.float32)
+    lane = tl.arange(0, TILE)
+    # Two numbers in fp8 are read as one of 16 bits, so even and odd columns have products of their own.
+    read = tl.arange(0, SIZE // 2 if QUANTIZED else SIZE)
+    q_even, q_odd = tl.split(q.to(tl.float16).reshape(ROWS, SIZE // 2, 2))
+    even, odd = tl.split(total.reshape(ROWS, SIZE // 2, 2))
+    for start in range(begin, end, TILE):
+        position = start + lane
+        inside = position < end
+        block = tl.load(blocks + position // BLOCK, mask=inside, other=0).to(tl.int64)
+        token = position % BLOCK
+        k_at = block * key_block + token * key_token + head * key_head
+        v_at = block * value_block + token * value_token + head * value_head
+        k = tl.load(keys + k_at[:, None] + read[None, :], mask=inside[:, None], other=0)
+        v = tl.load(values + v_at[:, None] + read[None, :], mask=inside[:, None], other=0)
+        if QUANTIZED:
+            k_even, k_odd = _unpacked(k)
+            product = tl.dot(q_odd, tl.trans(k_odd), tl.dot(q_even, tl.trans(k_even)))
+        else:
+            product = tl.dot(q, tl.trans(k))
+        score = tl.where(inside[None, :], product * scale, float("-inf"))
+        new_top = tl.maximum(top, tl.max(score, 1))
+        shrink = tl.exp2(top - new_top)
+        p = tl.exp2(score - new_top[:, None])
+        mass = mass * shrink + tl.sum(p, 1)
+        if QUANTIZED:
+            v_even, v_odd = _unpacked(v)
+            even = even * shrink[:, None] + tl.dot(p.to(tl.float16), v_even)
+            odd = odd * shrink[:, None] + tl.dot(p.to(tl.float16), v_odd)
+        else:
+            total = total * shrink[:, None] + tl.dot(p.to(v.dtype), v)
+        top = new_top
+    if QUANTIZED:
+        total = tl.interleave(even, odd)
+    return top, mass, total
+
+
+@jit
+def _added(sums, tops, masses, place, step, used, real, ROWS: tl.constexpr, SIZE: tl.constexpr):
+    """Add the `used` parts of each row in a fixed order, whichever ended last.
+
+    place: [ROWS] of the first part; step: to the next. Returns the same as `_read`.
+    """
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    mass = tl.zeros([ROWS], tl.float32)
+    total = tl.zeros([ROWS, SIZE], tl.float32)
+    for _ in range(used):
+        top, mass, total = _combined(top, mass, total, *_load(sums, tops, masses, place, real, SIZE))
+        place += step
+    return top, mass, total
+
+
+@jit
+def _combined(top, mass, total, other_top, other_mass, other_total):
+    """Add the results of two sets of tokens."""
+    new_top = tl.maximum(top, other_top)
+    shrink, other_shrink = tl.exp2(top - new_top), tl.exp2(other_top - new_top)
+    total = total * shrink[:, None] + other_total * other_shrink[:, None]
+    return new_top, mass * shrink + other_mass * other_shrink, total
+
+
+@jit
+def _load(sums, tops, masses, place, real, SIZE: tl.constexpr):
+    top = tl.load(tops + place, mask=real, other=0.0, cache_modifier=".cg")
+    mass = tl.load(masses + place, mask=real, other=0.0, cache_modifier=".cg")
+    cells = place[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    return top, mass, tl.load(sums + cells, mask=real[:, None], other=0.0, cache_modifier=".cg")
+
+
+@jit
+def _store(sums, tops, masses, place, top, mass, total, real, SIZE: tl.constexpr):
+    tl.store(tops + place, top, mask=real)
+    tl.store(masses + place, mass, mask=real)
+    tl.store(sums + place[:, None] * SIZE + tl.arange(0, SIZE)[None, :], total, mask=real[:, None])
+
+
+@jit
+def decode_shared(
+    query, keys, values, table, firsts, counts, shared_tokens, sums, tops, masses, finished, key_scale, scale,
+    query_sequence, query_head, key_block, key_token, key_head, value_block, value_token, value_head, table_sequence,
+    parts,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
+    LEAST: tl.constexpr, QUANTIZED: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Read the tokens that siblings share, once for all of them. The results are at each sibling's first part."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
+    head = tl.program_id(0)
+    first = tl.program_id(1).to(tl.int64)
+    part = tl.program_id(2)
+    shared = tl.multiple_of(tl.load(shared_tokens + first), BLOCK)
+    span = _span(shared, parts, LEAST)
+    begin = part * span
+    if (begin < shared) & (tl.load(firsts + first) == first):
+        row = tl.arange(0, ROWS)
+        real = row < GROUP * tl.load(counts + first)
+        sequence = first + row // GROUP
+        heads = head * GROUP + row % GROUP
+        q_at = sequence * query_sequence + heads * query_head
+        q = tl.load(query + q_at[:, None] + tl.arange(0, SIZE)[None, :], mask=real[:, None], other=0.0)
+        if QUANTIZED:
+            scale *= tl.load(key_scale)
+        top, mass, total = _read(
+            q, keys, values, table + first * table_sequence, begin, tl.minimum(shared, begin + span), head, scale,
+            key_block, key_token, key_head, value_block, value_token, value_head, BLOCK, ROWS, SIZE, TILE, QUANTIZED,
+        )  # fmt: skip
+        place = (sequence * tl.num_programs(0) + head) * parts * GROUP + row % GROUP
+        _store(sums, tops, masses, place + part * GROUP, top, mass, total, real, SIZE)
+        used = tl.cdiv(shared, span)
+        if used > 1:
+            tl.debug_barrier()  # all threads have stored before the count is raised
+            counter = finished + first * tl.num_programs(0) + head
+            if tl.atomic_add(counter, 1) == used - 1:
+                tl.store(counter, 0)
+                top, mass, total = _added(sums, tops, masses, place, GROUP, used, real, ROWS, SIZE)
+                tl.debug_barrier()  # all threads have read the first part
+                _store(sums, tops, masses, place, top, mass, total, real, SIZE)
+
+
+@jit
+def decode_own(
+    query, keys, values, out, table, lengths, shared_tokens, shared_sums, shared_tops, shared_masses,
+    sums, tops, masses, finished, key_scale, value_scale, scale,
+    query_sequence, query_head, key_block, key_token, key_head, value_block, value_token, value_head, table_sequence,
+    out_sequence, out_head, parts,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
+    LEAST: tl.constexpr, QUANTIZED: tl.constexpr, SHARES: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Read each sequence's own tokens, and add the results of `decode_shared` to those of the first part."""
+    head = tl.program_id(0)
+    sequence = tl.program_id(1).to(tl.int64)
+    part = tl.program_id(2)
+    shared = tl.multiple_of(tl.load(shared_tokens + sequence), BLOCK) if SHARES else 0
+    length = tl.load(lengths + sequence) - shared
+    span = _span(length, parts, LEAST)
+    begin = part * span
+    if (begin < length) | (part == 0):
+        column = tl.arange(0, SIZE)
+        row = tl.arange(0, ROWS)
+        real = row < GROUP  # tensor cores need at least 16 rows
+        heads = (head * GROUP + row)[:, None]
+        q_at = query + sequence * query_sequence + heads * query_head + column[None, :]
+        q = tl.load(q_at, mask=real[:, None], other=0.0)
+        if QUANTIZED:
+            scale *= tl.load(key_scale)
+        # Where it is used, it equals `real`. Computed there, the compiler takes 106 registers instead of 93 (heads of
+        # 128), and only four programs fit on a multiprocessor instead of five.
+        with_shared = row < tl.where((part == 0) & (shared > 0), GROUP, 0)
+        top, mass, total = _read(
+            q, keys, values, table + sequence * table_sequence + shared // BLOCK, begin,
+            tl.minimum(length, begin + span), head, scale,
+            key_block, key_token, key_head, value_block, value_token, value_head, BLOCK, ROWS, SIZE, TILE, QUANTIZED,
+        )  # fmt: skip
+        first_place = (sequence * tl.num_programs(0) + head) * parts * GROUP + row
+        if SHARES and (part == 0) & (shared > 0):
+            if OVERLAPS:
+                tl.extra.cuda.gdc_wait()
+            top, mass, total = _combined(
+                top, mass, total, *_load(shared_sums, shared_tops, shared_masses, first_place, with_shared, SIZE)
+            )
+        used = tl.cdiv(length, span)
+        last = used <= 1
+        if used > 1:
+            _store(sums, tops, masses, first_place + part * GROUP, top, mass, total, real, SIZE)
+            tl.debug_barrier()  # all threads have stored before the count is raised
+            counter = finished + sequence * tl.num_programs(0) + head
+            last = tl.atomic_add(counter, 1) == used - 1
+            if last:
+                tl.store(counter, 0)
+                top, mass, total = _added(sums, tops, masses, first_place, GROUP, used, real, ROWS, SIZE)
+        if last:
+            if QUANTIZED:
+                total *= tl.load(value_scale)
+            result = (total / tl.where(mass == 0.0, 1.0, mass)[:, None]).to(out.dtype.element_ty)
+            tl.store(out + sequence * out_sequence + heads * out_head + column[None, :], result, mask=real[:, None])
