@@ -22,7 +22,7 @@ from colocated_grpo.rollout.vllm.siblings import LEAST_BLOCKS, find_siblings
 LENGTHS = [1, 15, 16, 17, 64, 200, LEAST_TOKENS + 1, 0]
 """Only the last but one is divided into parts."""
 BLOCK = 16
-GROUPS = [(3, LEAST_BLOCKS * BLOCK), (11, LEAST_TOKENS + 100), (2, (LEAST_BLOCKS - 1) * BLOCK)]
+GROUPS = [(2, 100), (3, LEAST_BLOCKS * BLOCK), (11, LEAST_TOKENS + 100), (2, (LEAST_BLOCKS - 1) * BLOCK)]
 """Siblings and prompt tokens of groups. The last prompt is too short to be read once for both siblings."""
 
 
@@ -54,6 +54,7 @@ def assert_attention_is_softmax(
     for count, prompt in GROUPS:
         groups[len(lengths), count] = prompt // BLOCK
         lengths += [prompt + 1 + 60 * sibling for sibling in range(count)]
+    lengths += [0, 0]  # of a captured graph: their blocks are the same
     generator = torch.Generator(device).manual_seed(0)
     blocks = [-(-length // BLOCK) for length in lengths]
     cache = torch.randn(sum(blocks), BLOCK, kv_heads, 2 * head_size, device=device, generator=generator).to(dtype)

@@ -76,8 +76,7 @@ def _mark(
     follows = real & (row > 0)
     length = tl.load(lengths + row, mask=real, other=0)
     length_before = tl.load(lengths + row - 1, mask=follows, other=0)
-    # Blocks before the newest token of either sequence. One that is written in this step is never shared.
-    whole = tl.maximum(tl.minimum(length, length_before) - 1, 0) // BLOCK
+    whole = tl.minimum(length, length_before) // BLOCK
     same = tl.zeros([LANES], tl.int32)
     column = tl.arange(0, WIDTH)[None, :]
     going = whole > 0
