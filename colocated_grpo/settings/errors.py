@@ -167,9 +167,13 @@ def error_lines(
 
     A setting with a union type has one pydantic error for each member of the union. Its line joins their rules.
     """
-    lines = []
-    for path, found in errors_by_path(errors, tree).items():
+    lines, by_path = [], errors_by_path(errors, tree)
+    unknown = [path for path, found in by_path.items() if found[0]["type"] == "extra_forbidden"]
+    suggested = {suggestion(path, tree, model, aliases) for path in unknown}
+    for path, found in by_path.items():
         kind, value, context = found[0]["type"], found[0]["input"], found[0].get("ctx", {})
+        if kind == "missing" and f"did you mean {dotted(path)}?" in suggested:
+            continue  # misspelt, which is one mistake
         if kind == "extra_forbidden":
             line = f"{dotted(path)}: unknown key; {suggestion(path, tree, model, aliases)}"
         elif kind == "union_tag_invalid":

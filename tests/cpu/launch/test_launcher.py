@@ -296,6 +296,21 @@ def test_an_unknown_name_is_reported_once_with_the_nearest_valid_one(config, eig
     assert once.startswith(f"error: {line} valid: ")
 
 
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("my_package.rewards.right", "write my_package.rewards:right"),
+        ("my_rewards.py", "names no function; write my_rewards.py:FUNCTION"),
+    ],
+)
+def test_a_reward_without_a_colon_is_one_line_with_the_right_form(config, eight_gpus, tmp_path, capsys, name, rule):
+    (tmp_path / "rows.jsonl").touch()
+    entry = f"{{type: dataset, name: rows.jsonl, rewards: [{name}]}}"
+    (tmp_path / "x.yaml").write_text(f"model: {{name: ./model}}\nenvironments: [{entry}]\n")
+    assert main(["--config", config]) == 2
+    assert capsys.readouterr().err == f"error: environments 'rows.jsonl': rewards: {name!r}: {rule}\n"
+
+
 def test_all_problems_are_reported_together(config, eight_gpus, capsys):
     flags = ["--model.name", "./nope", "--environments", "[{type: task, name: sortin}]", "--resume", "none"]
     assert main(["--config", config, "--gpus", "16", *flags]) == 2

@@ -193,6 +193,11 @@ def test_an_invalid_line_of_the_file_is_reported_with_value_and_rule(text, line)
         ("", "x.yaml: empty; at least model.name is required"),
         ("- a\n- b", "x.yaml: must be a mapping of settings, not a list"),
         ("environments: [{name: sorting}]", "model: required, but not given"),
+        ("modle: a\nenvironments: [{name: sorting}]", "modle: unknown key; did you mean model? (line 1 of x.yaml)"),
+        (
+            "model: a\nenvironments: [{name: d, type: dataset, rewards: [{nam: gsm8k}]}]",
+            "environments.0.rewards.0.nam: unknown key; did you mean environments.0.rewards.0.name? (line 2 of x.yaml)",
+        ),
         ("model: 3", "model=3: must be a name, or a mapping of settings (line 1 of x.yaml)"),
         ("model: {}\nenvironments: [{name: sorting}]", "model.name: required, but not given (line 1 of x.yaml)"),
         ("model: {name: a}\nenvironments: []", "environments=[]: needs at least 1 entry (line 2 of x.yaml)"),
