@@ -228,9 +228,11 @@ def dry_run(config: "Config", problems: Sequence[str], launch: program.Launch) -
         from colocated_grpo.assembly.preview import preview
         from colocated_grpo.settings.run_sizes import Placement
 
+        program.show_crashes()
         place = Placement(ranks=launch.ranks * launch.nodes, on_gpu=launch.gpus > 0, device_bytes=0, nodes=launch.nodes)
         try:
-            lines = preview(config, place, lambda line: print(f"note: {line}"))
+            with verdict.reported_exits():
+                lines = preview(config, place, lambda line: print(f"note: {line}"))
             print(*lines, "ok: settings, model, data, functions and the first prompts", sep="\n")
         except (ConfigError, RunError) as error:
             problems = str(error).splitlines()

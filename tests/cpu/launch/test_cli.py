@@ -240,6 +240,13 @@ def test_what_user_code_raises_to_leave_the_process_ends_a_rank_with_one_line(co
     assert (result.returncode, result.stderr) == (1, f"error: {shown}, raised by draw (mine.py, line 1)\n")
 
 
+def test_user_code_that_calls_os_exit_is_named_except_in_a_forked_child(config):
+    body = "def draw(): os.fork() or os._exit(3); os.wait(); os._exit(0)"
+    result = trained(config, f"exec(compile({body!r}, 'mine.py', 'exec'), globals()); draw()")
+    line = "error: draw (mine.py, line 1) ended the process by os._exit(0)\n"
+    assert (result.returncode, result.stderr) == (1, line)
+
+
 def test_a_defect_ends_a_rank_with_its_traceback(config):
     result = trained(config, "raise KeyError('x')")
     assert result.returncode == 1

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -144,6 +146,22 @@ def test_a_dry_run_refuses_what_the_run_would_refuse(config, eight_gpus, tmp_pat
     output, errors = capsys.readouterr()
     assert errors.startswith(f"error: {line}") and errors.count("\n") == 1
     assert output.endswith("Dry run mode - command not executed\n")
+
+
+@pytest.mark.parametrize(
+    ("statement", "code", "shown"),
+    [
+        ("os._exit(0)", 1, r"\nerror: <module> \(mine\.py, line 2\) ended the process by os\._exit\(0\)\n"),
+        ("ctypes.string_at(0)", -signal.SIGSEGV, r"\nFatal Python error: Segm.*\n(.*\n){,5}.*/mine\.py\", line 2 in"),
+    ],
+)
+def test_user_code_that_ends_the_process_of_a_dry_run_is_named(config, tmp_path, statement, code, shown):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    (tmp_path / "mine.py").write_text(f"import ctypes, os\n{statement}\n")
+    flags = ["--config", config, "--gpus", "0", "--dry-run", "--environments", ROWS % "mine.py:right"]
+    command = [sys.executable, str(LAUNCHER), *flags]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert ended.returncode == code and re.search(shown, ended.stdout), ended.stdout
 
 
 @pytest.mark.parametrize("flags", [[], ["--dry-run"]])
