@@ -534,6 +534,18 @@ def test_renormalised_sampling_is_allowed_with_a_note():
     assert notes("rollout: {top_p: 0.9, top_k: 5}")[0].startswith("rollout.top_p=0.9, rollout.top_k=5: the engine's")
 
 
+@pytest.mark.parametrize(
+    ("setting", "switch", "why"),
+    [
+        ("policy.min_lr=1e-09", "policy.schedule=cosine", "policy.schedule is constant"),
+        ("tracking.wandb_project=mine", "tracking.wandb=offline", "tracking.wandb is off"),
+    ],
+)
+def test_a_setting_without_effect_is_noted(setting, switch, why):
+    assert notes("", f"--{setting}") == [f"{setting}: no effect, because {why}"]
+    assert notes("", f"--{setting}", f"--{switch}") == []
+
+
 def test_a_key_that_only_resembles_an_old_name_gets_no_suggestion():
     assert config_error("dataset_num_proc: 4").startswith(
         "dataset_num_proc: unknown key; valid at the top level: model, "
