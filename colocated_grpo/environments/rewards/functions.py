@@ -104,7 +104,7 @@ class RewardFunction:
         result = scoring.resolve_awaitable(self.function(**accepted))
         # Iterating over a mapping would yield its keys, and over a set its values in arbitrary order.
         if not isinstance(result, Iterable) or isinstance(result, str | Mapping | Set):
-            raise WrongNumberOfRewards(f"{result!r} for {count} completions, not a list of {count} numbers")
+            raise WrongNumberOfRewards(f"returned {result!r} for {count} completions, not a list of {count} numbers")
         sized = isinstance(result, Sized)
         values = list(result if sized else islice(result, count + 1))  # a generator may be endless
         if len(values) != count:
