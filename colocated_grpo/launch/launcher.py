@@ -89,7 +89,7 @@ def _launch(arguments: Sequence[str]) -> int:
     if options.dry_run:
         file = options.redirect_output
         if file is not None and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):
-            problems.append(f"--redirect-output={str(file)!r}: cannot write; name a file in a folder that exists")
+            problems.append(f"--redirect-output={str(file)!r}: cannot write; name a file in a writable folder")
         warnings = (f"warning: {line}" for line in missing)
         print(text, *(f"note: {note}" for note in notes), *warnings, *lines, sep="\n")
         return dry_run(config, problems, launch)

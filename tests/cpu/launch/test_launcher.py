@@ -135,7 +135,10 @@ ROWS = "[{type: dataset, name: rows.jsonl, rewards: [%s]}]"
             ["--evaluation.sets", SET % "source: {name: sorting}, answer: 'broken.py:right'"],
             "evaluation set 'own': answer: cannot import 'broken.py'",
         ),
-        (["--redirect-output", "nope/x.log"], "--redirect-output='nope/x.log': cannot write; name a file in a folder"),
+        (
+            ["--redirect-output", "nope/x.log"],
+            "--redirect-output='nope/x.log': cannot write; name a file in a writable folder",
+        ),
         (["--redirect-output", "model"], "--redirect-output='model': cannot write"),
         (["--rollout.max_prompt_tokens", "3"], "environments 'sorting': 1000 consecutive prompts are empty or longer"),
     ],
