@@ -71,8 +71,11 @@ def read_arguments(
 
         return read_command(arguments[1:], parser, os.environ, visible_gpus)
     options, overrides = parser.parse_known_args(arguments)
-    if overrides and overrides[0].endswith((".yaml", ".yml")) and not overrides[0].startswith("--"):
-        raise ConfigError(f"{overrides[0]!r}: unexpected argument; write --config {overrides[0]}")
+    first = overrides[0] if overrides else ""
+    if first.endswith((".yaml", ".yml")) and not first.startswith("--"):
+        raise ConfigError(f"{first!r}: unexpected argument; write --config {first}")
+    if not first.startswith("-") and first.replace("-", "").isalpha():
+        raise ConfigError(f"{first!r}: not a command (--help lists them); to train, give only flags and settings")
     return options, overrides, []
 
 

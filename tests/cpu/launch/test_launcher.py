@@ -268,7 +268,6 @@ def test_a_resumed_run_keeps_its_own_config(config, eight_gpus, tmp_path, capsys
         ("--policy.lr -1", "policy.lr=-1: must be greater than 0 (command line)"),
         ("--polcy.lr 1", "polcy: unknown key; did you mean policy?"),
         ("--policy.lr", "--policy.lr: needs a value, for example --policy.lr VALUE or --policy.lr=VALUE"),
-        ("train", "'train': not a command (--help lists them); to train, give only flags and settings"),
         ("other.yaml", "'other.yaml': unexpected argument; write --config other.yaml"),
         ("--model.name ./nope", "model.name='./nope': no such folder"),
         ("--environments.0.name gone.py:Task", "environments.0.name='gone.py:Task': no such file"),
@@ -413,6 +412,13 @@ def test_a_port_in_use_is_one_line_before_a_rank_starts(config, eight_gpus, monk
 def test_an_error_in_a_run_without_a_config_says_which_one_it_used(config, eight_gpus, capsys):
     assert main(["--gpus", "8", "--model.name", "./nope"]) == 2
     assert capsys.readouterr() == ("", f"{DEFAULT_LINE}error: model.name='./nope': no such folder\n")
+
+
+@pytest.mark.parametrize("word", ["train", "make-modle"])
+def test_an_unknown_command_is_one_line(word, capsys):
+    assert main([word]) == 2
+    line = f"error: {word!r}: not a command (--help lists them); to train, give only flags and settings\n"
+    assert capsys.readouterr().err == line
 
 
 def test_a_run_without_a_config_is_continued_without_one(config, eight_gpus, monkeypatch):
