@@ -204,6 +204,10 @@ def _rule(error: ErrorDetails) -> str:
     rule = _RULES.get(kind, error["msg"].removeprefix("Value error, ")).format(**context)
     if rule == _RULES["model_type"] and error["loc"] == ("model",):
         rule = "must be a name, or a mapping of settings"
+    if kind == "list_type" and isinstance(error["input"], str):
+        rule += f"; write [{show(error['input'])}]"
+    if rule == _RULES["model_type"] and error["input"] is True:
+        rule += "; write {} for its defaults"
     if kind == "string_type" and not isinstance(error["input"], dict | list):
         rule += "; write FILE.py:NAME" if callable(error["input"]) else "; put quotes around it"
     return rule

@@ -22,7 +22,7 @@ from tests.support.config_text import config_error, load, notes
         ("policy:\n  lr: true", "policy.lr=true: must be a number (line 4 of x.yaml)"),
         ("engine: {sleep: maybe}", "engine.sleep='maybe': must be true or false (line 3 of x.yaml)"),
         ("run_name: 5", "run_name=5: must be text; put quotes around it (line 3 of x.yaml)"),
-        ("rollout: {stop: x}", "rollout.stop='x': must be a list (line 3 of x.yaml)"),
+        ("rollout: {stop: x}", "rollout.stop='x': must be a list; write ['x'] (line 3 of x.yaml)"),
         ("run_name: [a]", "run_name=['a']: must be text (line 3 of x.yaml)"),
         ("rollout: 5", "rollout=5: must be a mapping of settings (line 3 of x.yaml)"),
         ("rollout: {group_size: 1}", "rollout.group_size=1: must be at least 2 (line 3 of x.yaml)"),
@@ -178,7 +178,10 @@ from tests.support.config_text import config_error, load, notes
             "policy.lora.dropout=0.05: must be 0: the engine samples without dropout, so training with it would not be "
             "on-policy (line 3 of x.yaml)",
         ),
-        ("policy: {lora: true}", "policy.lora=true: must be a mapping of settings (line 3 of x.yaml)"),
+        (
+            "policy: {lora: true}",
+            "policy.lora=true: must be a mapping of settings; write {} for its defaults (line 3 of x.yaml)",
+        ),
         ("vllm_config: 3", "vllm_config=3: must be a mapping of settings"),
         ("learning_rate: fast", "policy.lr='fast': must be a number (line 3 of x.yaml, as learning_rate)"),
     ],
