@@ -150,7 +150,7 @@ def make_output(mode: str, total_steps: int, *, is_main: bool, console: Console 
 HELD_OUT_REWARD = "held_out/reward"
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
 """Full disk, quota, file size limit, file system remounted read-only, disk failure, lost network share."""
-BY_USER_CODE = "for example os._exit() in a reward or an environment; --resume auto continues from its last checkpoint"
+BY_USER_CODE = "for example exit() in a C library of user code; --resume auto continues from its last checkpoint"
 UNFINISHED = f"the run exited with code 0 before it was finished: {BY_USER_CODE}"
 KILLED_BY_USER = "killed on request, before the run had saved a checkpoint and ended"
 
