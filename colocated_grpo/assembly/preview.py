@@ -74,6 +74,8 @@ def preview(config: Config, place: Placement, note: Callable[[str], None]) -> li
     check_vocabulary(prompts, config_json.text_part(model_config).get("vocab_size"), config.model.name)
     for line in [*unknown_roles(prompts), *messages_as_text(prompts)]:
         note(line)
+    if empty := sum(prompt.answer is not None and not prompt.answer.strip() for prompt in prompts):
+        note(f"{empty} of the first {len(prompts)} prompts have an empty answer")
     if len({prompt.text for prompt in prompts}) < 2 <= len({str(prompt.item["prompt"]) for prompt in prompts}):
         note("all prompts of the first step are rendered as the same text; does the chat template use the messages?")
     try:

@@ -8,7 +8,6 @@ import must be set first, and so that --help takes less than 0.3 s of CPU time.
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import logging
 import os
 import sys
@@ -72,8 +71,11 @@ def read_arguments(
 
         return read_command(arguments[1:], parser, os.environ, visible_gpus)
     options, overrides = parser.parse_known_args(arguments)
-    if overrides and overrides[0].endswith((".yaml", ".yml")) and not overrides[0].startswith("--"):
-        raise ConfigError(f"{overrides[0]!r}: unexpected argument; write --config {overrides[0]}")
+    first = overrides[0] if overrides else ""
+    if first.endswith((".yaml", ".yml")) and not first.startswith("--"):
+        raise ConfigError(f"{first!r}: unexpected argument; write --config {first}")
+    if not first.startswith("-") and first.replace("-", "").isalpha():
+        raise ConfigError(f"{first!r}: not a command (--help lists them); to train, give only flags and settings")
     return options, overrides, []
 
 
@@ -198,11 +200,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, overrides = parse_rank_arguments(parser, arguments)
     program.prepare_libraries(options.log_level, prefix=f"[rank {os.environ['RANK']}] ")
     program.raise_descriptor_limit()
-    faulthandler.enable()
+    program.show_crashes()
     program.exit_on_stop_signals(lambda: "stopped during start-up, before the first step")
     if verdict.VERDICT_VARIABLE in os.environ:  # the launcher has started this rank
         parents_death.stop_at_parents_death()
-    return _train(options, overrides)
+    with verdict.reported_exits():
+        return _train(options, overrides)
 
 
 def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -274,6 +277,7 @@ def _run(config: Config, resume: str | None, name: str, output: RunOutput) -> in
             joined = join_ranks(output)
         with output.phase("importing torch, transformers and vLLM"), program.frozen_imports():
             from colocated_grpo.launch.rank import main as train
+        program.show_crashes()  # again: the imports have replaced the handlers
         train(config, joined, resume=resume, name=name, output=output)
     except AlreadyReported:
         output.close()

@@ -87,6 +87,9 @@ def _launch(arguments: Sequence[str]) -> int:
     shown = banner(launch, command, servers, model) if whole else title(launch, servers, model)
     text = "\n".join([shown, *default, *remarks])
     if options.dry_run:
+        file = options.redirect_output
+        if file is not None and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):
+            problems.append(f"--redirect-output={str(file)!r}: cannot write; name a file in a writable folder")
         warnings = (f"warning: {line}" for line in missing)
         print(text, *(f"note: {note}" for note in notes), *warnings, *lines, sep="\n")
         return dry_run(config, problems, launch)
@@ -228,9 +231,11 @@ def dry_run(config: "Config", problems: Sequence[str], launch: program.Launch) -
         from colocated_grpo.assembly.preview import preview
         from colocated_grpo.settings.run_sizes import Placement
 
+        program.show_crashes()
         place = Placement(ranks=launch.ranks * launch.nodes, on_gpu=launch.gpus > 0, device_bytes=0, nodes=launch.nodes)
         try:
-            lines = preview(config, place, lambda line: print(f"note: {line}"))
+            with verdict.reported_exits():
+                lines = preview(config, place, lambda line: print(f"note: {line}"))
             print(*lines, "ok: settings, model, data, functions and the first prompts", sep="\n")
         except (ConfigError, RunError) as error:
             problems = str(error).splitlines()

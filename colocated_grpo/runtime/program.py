@@ -4,6 +4,7 @@ Standard library only, because variables that torch and vLLM read on import must
 """
 
 import argparse
+import faulthandler
 import gc
 import io
 import logging
@@ -277,6 +278,16 @@ def first_host(nodelist: str) -> str:
     """Return the first host of a SLURM node list: 'gpu[03-07,12],login' -> 'gpu03'."""
     found = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,\[]*))?", nodelist)
     return "".join(part or "" for part in found.groups()) if found else nodelist
+
+
+def show_crashes() -> None:
+    """Print Python's stacks, and so the line of user code, if a library crashes.
+
+    Call after vLLM is imported: tvm_ffi (0.1) replaces the handler by one that prints only C functions.
+    """
+    faulthandler.disable()
+    signal.signal(signal.SIGSEGV, signal.SIG_DFL)  # else faulthandler would also call the replaced handler
+    faulthandler.enable(2)
 
 
 def stop_signals() -> list[signal.Signals]:

@@ -86,6 +86,11 @@ def line_of_thread(identifier: int | None) -> Line | None:
     return None if frame is None else _called(_line(each, number) for each, number in walk_stack(frame))
 
 
+def line_of_caller() -> Line | None:
+    """Return the line of user code that called the calling function, directly or through a library; else None."""
+    return _called(_line(each, number) for each, number in walk_stack(sys._getframe(2)))
+
+
 def lines_in_dump(text: str) -> list[Line]:
     """Return the lines of user code in faulthandler's thread stacks, without duplicates."""
     threads = [

@@ -3,15 +3,16 @@
 import json
 import os
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
-from colocated_grpo.runtime.user_code import explain_blocked
+from colocated_grpo.runtime.user_code import explain_blocked, line_of_caller
 
 VERDICT_VARIABLE = "COLOCATED_GRPO_VERDICT"
 """Environment variable with the launcher's temporary folder, where the processes of its node write their files."""
@@ -80,6 +81,26 @@ def report(code: int, lines: Sequence[str]) -> None:
     """
     if _own.code is None and not leave(code=code, lines=list(lines), reported=time.time()):
         print(*lines, sep="\n", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def reported_exits() -> Generator[None]:
+    """Report user code that calls os._exit() in this process, which would end it without a message, or as a success."""
+    original, process, first = os._exit, os.getpid(), threading.Lock()
+
+    def report_exit(status: int) -> NoReturn:
+        line = line_of_caller()
+        if line is None or os.getpid() != process:  # this package, or a forked child
+            original(status)
+        first.acquire()  # never released: several threads may score, and the first ends the process
+        report(RUN_ERROR, [f"error: {line} ended the process by os._exit({status})"])
+        end_process(RUN_ERROR)
+
+    os._exit = report_exit
+    try:
+        yield
+    finally:
+        os._exit = original
 
 
 def ended_from_outside(what: str) -> str:

@@ -129,9 +129,7 @@ def parse_overrides(arguments: Sequence[str]) -> list[tuple[KeyPath, str]]:
         name, has_value, text = argument.removeprefix("--").partition("=")
         if not argument.startswith("--") or not all(name.split(".")):
             rule = "expected --section.key VALUE"
-            if argument is arguments[0] and argument.isalpha():
-                rule = "not a command (--help lists them); to train, give only flags and settings"
-            elif has_value and not argument.startswith("-"):
+            if has_value and not argument.startswith("-"):
                 rule += "; for overrides of Hydra, such as verl's: docs/guides/from_verl.md"
             raise ConfigError(f"{argument!r}: {rule}")
         # `--training-steps` means `--training_steps`. Hyphens after the first dot are kept, as in keys of `args`.

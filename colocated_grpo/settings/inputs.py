@@ -184,7 +184,7 @@ def _check_source(key: str, source: sources.EnvironmentConfig) -> Iterator[str]:
         for number, reward in enumerate(source.rewards):
             if reward.given is None:
                 place, model = f"{key}.rewards.{number}", reward.model
-                yield from _check_reward_model(place, model) if model else _check_reward(place, reward.name)
+                yield from _check_reward_model(place, model) if model else _check_code(place, reward.name)
     if source.given is not None:
         return
     if source.name == sources.TRAIN_DATASET or source.name.startswith(f"{sources.EVAL_DATASETS}["):
@@ -208,14 +208,6 @@ def _check_reward_model(key: str, settings: schema.ModelConfig) -> Iterator[str]
     if "ForSequenceClassification" not in kind or labels != 1:
         found = f"architectures={kind}, number of labels: {labels}"
         yield f"{key}={settings.name!r}: {found}; a reward model is a ...ForSequenceClassification with one label"
-
-
-def _check_reward(key: str, name: str) -> Iterator[str]:
-    module, dot, function = name.rpartition(".")
-    if dot and ":" not in name:  # a dotted Python name: built-in rewards have no dot
-        rule = "names no function; write file.py:function" if function == "py" else f"write {module}:{function}"
-        yield f"{key}={name!r}: {rule}"
-    yield from _check_code(key, name)
 
 
 def check_hub(settings: schema.HubConfig | None) -> Iterator[str]:

@@ -85,6 +85,11 @@ def remarks(config: Config) -> list[str]:
         notes.append(f"engine.args.quantization={quantization}: the engine's weights differ from the policy's")
     if engine.kv_cache_memory_bytes is not None and engine.gpu_memory_utilization is not None:
         notes.append("engine.gpu_memory_utilization: ignored, because engine.kv_cache_memory_bytes is set")
+    if config.policy.min_lr and config.policy.schedule == "constant":
+        notes.append(f"policy.min_lr={config.policy.min_lr:g}: no effect, because policy.schedule is constant")
+    tracking = config.tracking
+    if tracking.wandb == "off" and tracking.wandb_project != type(tracking).model_fields["wandb_project"].default:
+        notes.append(f"tracking.wandb_project={tracking.wandb_project}: no effect, because tracking.wandb is off")
     if config.deterministic and config.sync_frequency > 1:
         notes.append(
             f"deterministic: true with sync_frequency={config.sync_frequency}: a run stopped by a signal between two "

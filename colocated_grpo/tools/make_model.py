@@ -221,7 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.task is not None:
             warm_start_on_task(model, tokenizer, options)
     except (FileExistsError, ValueError) as error:
-        print(f"make_model: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     save_model(model, tokenizer, options.out)
     print(f"{options.out}: {shape.architecture}, {model.num_parameters():,} parameters, vocabulary of {len(tokenizer)}")

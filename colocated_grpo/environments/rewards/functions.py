@@ -104,7 +104,7 @@ class RewardFunction:
         result = scoring.resolve_awaitable(self.function(**accepted))
         # Iterating over a mapping would yield its keys, and over a set its values in arbitrary order.
         if not isinstance(result, Iterable) or isinstance(result, str | Mapping | Set):
-            raise WrongNumberOfRewards(f"{result!r} for {count} completions, not a list of {count} numbers")
+            raise WrongNumberOfRewards(f"returned {result!r} for {count} completions, not a list of {count} numbers")
         sized = isinstance(result, Sized)
         values = list(result if sized else islice(result, count + 1))  # a generator may be endless
         if len(values) != count:
@@ -181,6 +181,10 @@ def build_rewards(configs: Sequence[RewardConfig], key: str) -> list[RewardFunct
 def check_reward_name(name: str, key: str) -> None:
     """Raise EnvironmentSetupError unless `name` is built in or has the form of user code or of a reward model."""
     if name not in BUILT_IN and ":" not in name and not names_model(name):
+        module, dot, function = name.rpartition(".")
+        if dot:  # a dotted Python name: built-in rewards have no dot
+            rule = f"names no function; write {name}:FUNCTION" if function == "py" else f"write {module}:{function}"
+            raise EnvironmentSetupError(f"{key}: {name!r}: {rule}")
         forms = ("module:function", "path/to/file.py:function", "organization/reward-model")
         raise loading.unknown_name(key, "reward", name, [*BUILT_IN, *forms])
 

@@ -168,7 +168,8 @@ def prompt_column(rows: Sequence[Item]) -> str:
     """Return the column of prompts. Raises ConfigError without such a column, or if prompts include the answer."""
     column = _first_of(PROMPTS, rows)
     if column is None:
-        raise ConfigError(f"data: no column of prompts ({', '.join(PROMPTS)}); it has: {_names(rows)}; rename one")
+        rule = f"no column of prompts with a value in every row ({', '.join(PROMPTS)})"
+        raise ConfigError(f"data: {rule}; it has: {_names(rows)}; rename one")
     value = rows[0][column]
     if isinstance(value, list) and value and isinstance(value[-1], dict) and value[-1].get("role") == "assistant":
         advice = "move it into a column 'answer': the model samples this message"
@@ -182,8 +183,9 @@ def builtin_reward(rows: Sequence[Item], prompt: str) -> Reward:
         return Reward(name="tool_call", why=f"compares the calls of a completion with the column {TOOL_CALLS}")
     column = _first_of([name for name in ANSWER_COLUMNS if name != prompt], rows)
     if column is None:
+        rule = f"no column of answers with a value in every row ({', '.join(ANSWER_COLUMNS)})"
         advice = "rename one, or name your own function with --reward my_rewards.py:function"
-        raise ConfigError(f"data: no column of answers ({', '.join(ANSWER_COLUMNS)}); it has: {_names(rows)}; {advice}")
+        raise ConfigError(f"data: {rule}; it has: {_names(rows)}; {advice}")
     answers = [str(row.get(column)).strip() for row in rows]
     rename = None if column == ANSWER_COLUMNS[0] else (column, ANSWER_COLUMNS[0])
     only_numbers = all(NUMBER.fullmatch(answer) for answer in answers)
@@ -207,10 +209,13 @@ def builtin_reward(rows: Sequence[Item], prompt: str) -> Reward:
 
 
 def _first_of(names: Sequence[str], rows: Sequence[Item]) -> str | None:
-    """Return the column whose lower-case name comes first in `names` and which no row lacks."""
+    """Return the column whose lower-case name comes first in `names`, which no row lacks, and which is not empty."""
     by_lower: dict[str, str] = {str(column).lower(): column for column in rows[0]}
-    complete = (by_lower[name] for name in names if name in by_lower)
-    return next((column for column in complete if all(row.get(column) is not None for row in rows)), None)
+    for column in (by_lower[name] for name in names if name in by_lower):
+        values = [row.get(column) for row in rows]
+        if None not in values and any(value not in ("", []) for value in values):
+            return column
+    return None
 
 
 def _names(rows: Sequence[Item]) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from colocated_grpo.errors import RESUMES_ONCE_WRITABLE
 from colocated_grpo.launch.cli import DEFAULT_CONFIG, add_run_arguments
 from colocated_grpo.runtime import verdict
 from colocated_grpo.runtime.program import (
@@ -199,15 +200,15 @@ def test_an_error_that_the_user_can_act_on_ends_a_rank_with_one_line(config, err
 
 def test_a_disk_error_ends_a_rank_with_one_line(config):
     result = trained(config, "raise OSError(27, 'File too large', 'x')")
-    assert (result.returncode, result.stderr) == (1, "error: File too large: x\n")
+    assert (result.returncode, result.stderr) == (1, f"error: File too large: x; {RESUMES_ONCE_WRITABLE}\n")
 
 
 @pytest.mark.parametrize(
     ("error", "line"),
     [
-        (OSError(errno.ENOSPC, "No space left"), "No space left: while writing into the run folder"),
-        (OSError(errno.EIO, "Input/output error"), "Input/output error: while writing into the run folder"),
-        (OSError(errno.EROFS, "Read-only file system", "/y/x"), "Read-only file system: /y/x"),
+        (OSError(errno.ENOSPC, "No space left"), f"No space left: while writing into runs; {RESUMES_ONCE_WRITABLE}"),
+        (OSError(errno.EIO, "I/O error"), f"I/O error: while writing into runs; {RESUMES_ONCE_WRITABLE}"),
+        (OSError(errno.EROFS, "Read-only disk", "/y/x"), f"Read-only disk: /y/x; {RESUMES_ONCE_WRITABLE}"),
         (
             OSError(errno.EMFILE, "Too many open files"),
             "Too many open files: raise the limit on open files (ulimit -n)",
@@ -237,6 +238,13 @@ def test_a_sys_exit_in_user_code_is_an_error(config):
 def test_what_user_code_raises_to_leave_the_process_ends_a_rank_with_one_line(config, error, shown):
     result = trained(config, f"exec(compile('def draw(): raise {error}', 'mine.py', 'exec'), globals()); draw()")
     assert (result.returncode, result.stderr) == (1, f"error: {shown}, raised by draw (mine.py, line 1)\n")
+
+
+def test_user_code_that_calls_os_exit_is_named_except_in_a_forked_child(config):
+    body = "def draw(): os.fork() or os._exit(3); os.wait(); os._exit(0)"
+    result = trained(config, f"exec(compile({body!r}, 'mine.py', 'exec'), globals()); draw()")
+    line = "error: draw (mine.py, line 1) ended the process by os._exit(0)\n"
+    assert (result.returncode, result.stderr) == (1, line)
 
 
 def test_a_defect_ends_a_rank_with_its_traceback(config):

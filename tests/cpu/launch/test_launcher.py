@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -133,6 +135,11 @@ ROWS = "[{type: dataset, name: rows.jsonl, rewards: [%s]}]"
             ["--evaluation.sets", SET % "source: {name: sorting}, answer: 'broken.py:right'"],
             "evaluation set 'own': answer: cannot import 'broken.py'",
         ),
+        (
+            ["--redirect-output", "nope/x.log"],
+            "--redirect-output='nope/x.log': cannot write; name a file in a writable folder",
+        ),
+        (["--redirect-output", "model"], "--redirect-output='model': cannot write"),
         (["--rollout.max_prompt_tokens", "3"], "environments 'sorting': 1000 consecutive prompts are empty or longer"),
     ],
 )
@@ -144,6 +151,22 @@ def test_a_dry_run_refuses_what_the_run_would_refuse(config, eight_gpus, tmp_pat
     output, errors = capsys.readouterr()
     assert errors.startswith(f"error: {line}") and errors.count("\n") == 1
     assert output.endswith("Dry run mode - command not executed\n")
+
+
+@pytest.mark.parametrize(
+    ("statement", "code", "shown"),
+    [
+        ("os._exit(0)", 1, r"\nerror: <module> \(mine\.py, line 2\) ended the process by os\._exit\(0\)\n"),
+        ("ctypes.string_at(0)", -signal.SIGSEGV, r"\nFatal Python error: Segm.*\n(.*\n){,5}.*/mine\.py\", line 2 in"),
+    ],
+)
+def test_user_code_that_ends_the_process_of_a_dry_run_is_named(config, tmp_path, statement, code, shown):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    (tmp_path / "mine.py").write_text(f"import ctypes, os\n{statement}\n")
+    flags = ["--config", config, "--gpus", "0", "--dry-run", "--environments", ROWS % "mine.py:right"]
+    command = [sys.executable, str(LAUNCHER), *flags]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert ended.returncode == code and re.search(shown, ended.stdout), ended.stdout
 
 
 @pytest.mark.parametrize("flags", [[], ["--dry-run"]])
@@ -245,7 +268,6 @@ def test_a_resumed_run_keeps_its_own_config(config, eight_gpus, tmp_path, capsys
         ("--policy.lr -1", "policy.lr=-1: must be greater than 0 (command line)"),
         ("--polcy.lr 1", "polcy: unknown key; did you mean policy?"),
         ("--policy.lr", "--policy.lr: needs a value, for example --policy.lr VALUE or --policy.lr=VALUE"),
-        ("train", "'train': not a command (--help lists them); to train, give only flags and settings"),
         ("other.yaml", "'other.yaml': unexpected argument; write --config other.yaml"),
         ("--model.name ./nope", "model.name='./nope': no such folder"),
         ("--environments.0.name gone.py:Task", "environments.0.name='gone.py:Task': no such file"),
@@ -294,6 +316,21 @@ def test_an_unknown_name_is_reported_once_with_the_nearest_valid_one(config, eig
     assert main(["--config", config]) == 2
     (once,) = capsys.readouterr().err.splitlines()
     assert once.startswith(f"error: {line} valid: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("my_package.rewards.right", "write my_package.rewards:right"),
+        ("my_rewards.py", "names no function; write my_rewards.py:FUNCTION"),
+    ],
+)
+def test_a_reward_without_a_colon_is_one_line_with_the_right_form(config, eight_gpus, tmp_path, capsys, name, rule):
+    (tmp_path / "rows.jsonl").touch()
+    entry = f"{{type: dataset, name: rows.jsonl, rewards: [{name}]}}"
+    (tmp_path / "x.yaml").write_text(f"model: {{name: ./model}}\nenvironments: [{entry}]\n")
+    assert main(["--config", config]) == 2
+    assert capsys.readouterr().err == f"error: environments 'rows.jsonl': rewards: {name!r}: {rule}\n"
 
 
 def test_all_problems_are_reported_together(config, eight_gpus, capsys):
@@ -375,6 +412,13 @@ def test_a_port_in_use_is_one_line_before_a_rank_starts(config, eight_gpus, monk
 def test_an_error_in_a_run_without_a_config_says_which_one_it_used(config, eight_gpus, capsys):
     assert main(["--gpus", "8", "--model.name", "./nope"]) == 2
     assert capsys.readouterr() == ("", f"{DEFAULT_LINE}error: model.name='./nope': no such folder\n")
+
+
+@pytest.mark.parametrize("word", ["train", "make-modle"])
+def test_an_unknown_command_is_one_line(word, capsys):
+    assert main([word]) == 2
+    line = f"error: {word!r}: not a command (--help lists them); to train, give only flags and settings\n"
+    assert capsys.readouterr().err == line
 
 
 def test_a_run_without_a_config_is_continued_without_one(config, eight_gpus, monkeypatch):

@@ -22,7 +22,7 @@ from tests.support.config_text import config_error, load, notes
         ("policy:\n  lr: true", "policy.lr=true: must be a number (line 4 of x.yaml)"),
         ("engine: {sleep: maybe}", "engine.sleep='maybe': must be true or false (line 3 of x.yaml)"),
         ("run_name: 5", "run_name=5: must be text; put quotes around it (line 3 of x.yaml)"),
-        ("rollout: {stop: x}", "rollout.stop='x': must be a list (line 3 of x.yaml)"),
+        ("rollout: {stop: x}", "rollout.stop='x': must be a list; write ['x'] (line 3 of x.yaml)"),
         ("run_name: [a]", "run_name=['a']: must be text (line 3 of x.yaml)"),
         ("rollout: 5", "rollout=5: must be a mapping of settings (line 3 of x.yaml)"),
         ("rollout: {group_size: 1}", "rollout.group_size=1: must be at least 2 (line 3 of x.yaml)"),
@@ -178,7 +178,10 @@ from tests.support.config_text import config_error, load, notes
             "policy.lora.dropout=0.05: must be 0: the engine samples without dropout, so training with it would not be "
             "on-policy (line 3 of x.yaml)",
         ),
-        ("policy: {lora: true}", "policy.lora=true: must be a mapping of settings (line 3 of x.yaml)"),
+        (
+            "policy: {lora: true}",
+            "policy.lora=true: must be a mapping of settings; write {} for its defaults (line 3 of x.yaml)",
+        ),
         ("vllm_config: 3", "vllm_config=3: must be a mapping of settings"),
         ("learning_rate: fast", "policy.lr='fast': must be a number (line 3 of x.yaml, as learning_rate)"),
     ],
@@ -193,6 +196,11 @@ def test_an_invalid_line_of_the_file_is_reported_with_value_and_rule(text, line)
         ("", "x.yaml: empty; at least model.name is required"),
         ("- a\n- b", "x.yaml: must be a mapping of settings, not a list"),
         ("environments: [{name: sorting}]", "model: required, but not given"),
+        ("modle: a\nenvironments: [{name: sorting}]", "modle: unknown key; did you mean model? (line 1 of x.yaml)"),
+        (
+            "model: a\nenvironments: [{name: d, type: dataset, rewards: [{nam: gsm8k}]}]",
+            "environments.0.rewards.0.nam: unknown key; did you mean environments.0.rewards.0.name? (line 2 of x.yaml)",
+        ),
         ("model: 3", "model=3: must be a name, or a mapping of settings (line 1 of x.yaml)"),
         ("model: {}\nenvironments: [{name: sorting}]", "model.name: required, but not given (line 1 of x.yaml)"),
         ("model: {name: a}\nenvironments: []", "environments=[]: needs at least 1 entry (line 2 of x.yaml)"),
@@ -527,6 +535,18 @@ def test_prompts_need_not_divide_evenly_when_ranks_share_a_counter(text):
 
 def test_renormalised_sampling_is_allowed_with_a_note():
     assert notes("rollout: {top_p: 0.9, top_k: 5}")[0].startswith("rollout.top_p=0.9, rollout.top_k=5: the engine's")
+
+
+@pytest.mark.parametrize(
+    ("setting", "switch", "why"),
+    [
+        ("policy.min_lr=1e-09", "policy.schedule=cosine", "policy.schedule is constant"),
+        ("tracking.wandb_project=mine", "tracking.wandb=offline", "tracking.wandb is off"),
+    ],
+)
+def test_a_setting_without_effect_is_noted(setting, switch, why):
+    assert notes("", f"--{setting}") == [f"{setting}: no effect, because {why}"]
+    assert notes("", f"--{setting}", f"--{switch}") == []
 
 
 def test_a_key_that_only_resembles_an_old_name_gets_no_suggestion():

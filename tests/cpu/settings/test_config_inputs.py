@@ -342,20 +342,6 @@ def test_a_leading_tilde_is_expanded_in_every_file_name(model, tmp_path, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("name", "rule"),
-    [
-        ("my_package.rewards.right", "write my_package.rewards:right"),
-        ("my_rewards.py", "names no function; write file.py:function"),
-    ],
-)
-def test_a_reward_name_without_a_colon_is_rejected_with_the_right_form(tmp_path, name, rule):
-    (tmp_path / "rows.jsonl").touch()
-    source = f"{{type: dataset, name: {tmp_path / 'rows.jsonl'}, rewards: [{name}]}}"
-    error = input_error(load(f"model: a\nenvironments: [{source}]", alone=True))
-    assert error == f"environments.0.rewards.0={name!r}: {rule}"
-
-
-@pytest.mark.parametrize(
     ("entry", "key"),
     [
         ("{type: task, name: 'gone.py:Mine'}", "environments.0.name"),

@@ -58,10 +58,12 @@ def test_the_column_of_prompts_is_found_by_its_name(column):
 @pytest.mark.parametrize(
     ("row", "line"),
     [
-        ({"a": "x", "b": "y"}, "no column of prompts (prompt, question, "),
+        ({"a": "x", "b": "y"}, "no column of prompts with a value in every row (prompt, question, "),
+        ({"prompt": "", "answer": "1"}, "no column of prompts with a value in every row (prompt, question, "),
         ({"messages": CONVERSATION}, "'messages' of row 0 ends with the assistant's message; move it into a column"),
-        ({"prompt": "x"}, "no column of answers (answer, solution, "),
-        ({"prompt": "x", "answer": None}, "no column of answers (answer, solution, "),
+        ({"prompt": "x"}, "no column of answers with a value in every row (answer, solution, "),
+        ({"prompt": "x", "answer": ""}, "no column of answers with a value in every row (answer, solution, "),
+        ({"prompt": "x", "answer": None}, "no column of answers with a value in every row (answer, solution, "),
         (
             {"prompt": "x", "answer": "long " * 50},
             "answers in 'answer' have up to 249 characters, and no built-in reward",

@@ -218,7 +218,7 @@ def test_a_task_without_answers_cannot_be_warm_started(tmp_path, capsys):
     )
     task = f"{tmp_path / 'unanswered.py'}:Unanswered"
     assert main([str(tmp_path / "model"), "--shape", "tiny", "--task", task]) == 2
-    assert capsys.readouterr().err == "make_model: Unanswered: its items have no 'answer' to learn from\n"
+    assert capsys.readouterr().err == "error: Unanswered: its items have no 'answer' to learn from\n"
     assert not (tmp_path / "model").exists()
 
 

@@ -1,12 +1,13 @@
 """Every end of a run is recorded: in summary.json, at the top of the report, and in run.log."""
 
+import errno
 import json
 import re
 from pathlib import Path
 
 import pytest
 
-from colocated_grpo.errors import ConfigError, RunError
+from colocated_grpo.errors import RESUMES_ONCE_WRITABLE, ConfigError, RunError
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.ending import (
     RunOutput,
@@ -71,6 +72,13 @@ def test_an_error_of_the_run_is_recorded_as_its_line(tmp_path: Path) -> None:
     assert files.read_summary(tmp_path)["error"] == "rewards: 3 of 4 failed <b>"
     assert "rewards: 3 of 4 failed &lt;b&gt;" in banner(tmp_path)
     assert (tmp_path / "run.log").read_text().endswith("error: rewards: 3 of 4 failed <b>\n")
+
+
+def test_a_full_disk_is_one_line_that_names_the_run_folder_and_how_to_continue(tmp_path: Path) -> None:
+    output = RunOutput()
+    output.folder, output.trains = tmp_path, True
+    line = f"error: No space left: while writing into {tmp_path}; {RESUMES_ONCE_WRITABLE}"
+    assert record_ending(output, OSError(errno.ENOSPC, "No space left"), ["runs"]) == (1, [line])
 
 
 @pytest.mark.parametrize(("trains", "code", "summaries"), [(False, 2, []), (True, 1, ["summary.json"])])

@@ -304,7 +304,9 @@ def test_missing_rewards_are_an_error_of_the_batcher(monkeypatch):
     environment = batcher()
     [turn, *_] = environment.next_batch()
     monkeypatch.setattr(type(environment._tables[0].batcher), "apply_actions", lambda *_: [])
-    with pytest.raises(ValueError, match=r"apply_actions\(\) returned 0 rewards for 1 actions"):
+    with pytest.raises(
+        ValueError, match=r"apply_actions\(\) returned 0 rewards for 1 actions; return a list with one "
+    ):
         environment.score(turn, [GOOD, BAD])
 
 

@@ -248,18 +248,18 @@ def test_a_base_exception_in_an_async_function_does_not_affect_other_calls(error
     ("result", "rewards", "error"),
     [
         ([1.0], [None, None], "reward: WrongNumberOfRewards: 1 reward for 2 completions"),
-        (1.0, [None, None], "reward: WrongNumberOfRewards: 1.0 for 2 completions, not a list of 2 numbers"),
-        (None, [None, None], "reward: WrongNumberOfRewards: None for 2 completions, not a list of 2 numbers"),
-        ("ab", [None, None], "reward: WrongNumberOfRewards: 'ab' for 2 completions, not a list of 2 numbers"),
+        (1.0, [None, None], "reward: WrongNumberOfRewards: returned 1.0 for 2 completions, not a list of 2 numbers"),
+        (None, [None, None], "reward: WrongNumberOfRewards: returned None for 2 completions, not a list of 2 numbers"),
+        ("ab", [None, None], "reward: WrongNumberOfRewards: returned 'ab' for 2 completions, not a list of 2 numbers"),
         (
             {0: 1.0, 1: 2.0},
             [None, None],
-            "reward: WrongNumberOfRewards: {0: 1.0, 1: 2.0} for 2 completions, not a list of 2 numbers",
+            "reward: WrongNumberOfRewards: returned {0: 1.0, 1: 2.0} for 2 completions, not a list of 2 numbers",
         ),
         (
             {1.0, 2.0},
             [None, None],
-            "reward: WrongNumberOfRewards: {1.0, 2.0} for 2 completions, not a list of 2 numbers",
+            "reward: WrongNumberOfRewards: returned {1.0, 2.0} for 2 completions, not a list of 2 numbers",
         ),
         (
             [True, "good"],
